@@ -1,0 +1,70 @@
+"""The shape that every command shares: flags to a config, a config to work, a result to an exit code.
+
+In: a config dataclass and a function that takes one. Out: 0 done, 2 the user's mistake (one sentence
+on stderr, no traceback), 1 our bug (a traceback), 130 after Ctrl-C. Entry files stay wiring, because
+functions defined in a ``python -m`` file reach Ray's workers as ``__main__`` and are pickled by value.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
+
+import tyro
+from rich.console import Console
+
+Config = TypeVar("Config")
+
+console = Console(highlight=False, soft_wrap=True)
+"""Where commands print for people."""
+
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+"""Where commands print what went wrong."""
+
+INTERRUPTED = 130
+
+
+class UserError(ValueError):
+    """A mistake in what was asked for: one sentence that names the file or flag and the next step."""
+
+
+def run(
+    main: Callable[[Config], int | None],
+    config: type[Config],
+    *,
+    module: str,
+    description: str,
+    default: Config | None = None,
+    args: Sequence[str] | None = None,
+) -> NoReturn:
+    """Parse ``config`` from the command line, call ``main`` with it, and exit with its code.
+
+    ``module`` is the name after ``python -m``; ``default`` supplies the values that flags override.
+    A config refuses itself by raising ``ValueError`` in ``__post_init__``.
+    """
+    prog = f"python -m {module}"
+    try:
+        if default is None:
+            parsed = tyro.cli(config, prog=prog, description=description, args=args)
+        else:
+            parsed = tyro.cli(config, prog=prog, description=description, args=args, default=default)
+    except ValueError as mistake:
+        refuse(mistake)
+    try:
+        code = main(parsed)
+    except UserError as mistake:
+        refuse(mistake)
+    except KeyboardInterrupt:
+        errors.print("Interrupted. What was finished is kept; run the same command again to continue.")
+        sys.exit(INTERRUPTED)
+    sys.exit(code or 0)
+
+
+def refuse(mistake: ValueError) -> NoReturn:
+    """Print the sentence of a user's mistake and exit with code 2."""
+    errors.print(f"[red]error:[/red] {escape(str(mistake))}")
+    sys.exit(2)
+
+
+def escape(text: str) -> str:
+    """``text`` with rich's markup characters made literal (file names may hold brackets)."""
+    return text.replace("[", r"\[")

@@ -1,0 +1,87 @@
+"""What NVML says of a GPU: its name, its memory by process, its clocks. The only file that imports pynvml.
+
+Everything here works on a machine without a GPU or a driver: there is then simply nothing to read.
+"""
+
+import os
+from dataclasses import dataclass
+
+import pynvml
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """One reading of one GPU. Memory in bytes, clocks in MHz, power in watts, temperature in Celsius."""
+
+    name: str
+    driver: str
+    memory_total: int
+    memory_used: int
+    process_memory: int | None
+    """Bytes held by this process; None where the driver does not tell (many containers)."""
+    other_processes: tuple[int, ...]
+    sm_clock: int | None
+    power: float | None
+    power_limit: float | None
+    temperature: int | None
+    throttle_reasons: int | None
+    """NVML's bit mask of reasons for lowered clocks; 0 is none, 1 is idle."""
+
+
+def read_gpu(index: int = 0) -> GpuState | None:
+    """Read GPU ``index`` as NVML numbers them among those visible to this process; None without one."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handle = _visible_handle(index)
+        if handle is None:
+            return None
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        processes = _attempt(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
+        own = [p.usedGpuMemory for p in processes if p.pid == os.getpid()]
+        return GpuState(
+            name=_text(pynvml.nvmlDeviceGetName(handle)),
+            driver=_text(pynvml.nvmlSystemGetDriverVersion()),
+            memory_total=int(memory.total),
+            memory_used=int(memory.used),
+            process_memory=int(own[0]) if own and own[0] else None,
+            other_processes=tuple(p.pid for p in processes if p.pid != os.getpid()),
+            sm_clock=_attempt(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+            power=_watts(_attempt(pynvml.nvmlDeviceGetPowerUsage, handle)),
+            power_limit=_watts(_attempt(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
+            temperature=_attempt(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+            throttle_reasons=_attempt(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle),
+        )
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _visible_handle(index: int):
+    """NVML ignores CUDA_VISIBLE_DEVICES, so the process's device ``index`` is looked up there first."""
+    visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
+    if not visible:
+        return pynvml.nvmlDeviceGetHandleByIndex(index) if index < pynvml.nvmlDeviceGetCount() else None
+    if index >= len(visible):
+        return None
+    name = visible[index]
+    return pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
+
+
+def _attempt(read, *arguments):
+    """A reading that some boards and containers refuse: None then, because one blank must not hide the rest."""
+    try:
+        return read(*arguments)
+    except pynvml.NVMLError:
+        return None
+
+
+def _watts(milliwatts: int | None) -> float | None:
+    return None if milliwatts is None else milliwatts / 1000
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,57 @@
+"""Where a result comes from: code, versions, machine and command line, captured once by the driver."""
+
+import getpass
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from infra.gpu import read_gpu
+
+_PACKAGES = ("torch", "ray", "mlflow", "pyarrow", "gigatoken", "tiktoken")
+
+
+def collect() -> dict[str, str]:
+    """Tags that say how to reproduce this process's work; a value that cannot be had is left out."""
+    tags = {
+        "command": shlex.join(["python", "-m", _module_name(), *sys.argv[1:]]),
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "user": getpass.getuser(),
+    }
+    commit = _git("rev-parse", "HEAD")
+    if commit:
+        tags["commit"] = commit
+        tags["commit_is_dirty"] = str(bool(_git("status", "--porcelain"))).lower()
+    for package in _PACKAGES:
+        try:
+            tags[f"version.{package}"] = version(package)
+        except PackageNotFoundError:
+            continue
+    gpu = read_gpu()
+    if gpu:
+        tags |= {"gpu": gpu.name, "driver": gpu.driver}
+        if gpu.power_limit:
+            tags["gpu_power_limit_watts"] = f"{gpu.power_limit:g}"
+    return tags
+
+
+def _module_name() -> str:
+    """``pipeline.tokenize`` for a process started with ``python -m pipeline.tokenize``."""
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    return spec.name if spec else Path(sys.argv[0]).name
+
+
+def _git(*arguments: str) -> str:
+    """Output of a git command in the folder of this source, or nothing where it is not a checkout."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,54 @@
+"""Write files whole or not at all, on a local disk or in object storage.
+
+A reader never sees half a file: data goes to a temporary name in the same folder, is fsynced, and is
+renamed over the final name (on object stores an upload becomes visible only when it completes, so
+there the plain write has the same effect).
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+TEMPORARY = ".partial-"
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a private temporary file that becomes ``path``, durably, when the block ends without an error."""
+    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in ``folder`` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON with sorted keys, atomically, so that equal values give equal bytes."""
+    with atomic_file(path) as file:
+        file.write(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n")
+
+
+def clear_temporaries(folder: Path) -> None:
+    """Remove what killed writers left in ``folder`` (call only when no writer is alive)."""
+    for leftover in folder.glob(f"{TEMPORARY}*"):
+        leftover.unlink(missing_ok=True)

@@ -1,0 +1,81 @@
+"""Sizes and durations as people write them: ``40GB`` is 40 x 10^9 bytes, ``40GiB`` 40 x 2^30, ``5m`` 300 seconds.
+
+Memory limits are argued in gigabytes of two kinds, so a flag always says which.
+"""
+
+import math
+import re
+from typing import Annotated
+
+from tyro.constructors import PrimitiveConstructorSpec
+
+GIB = 2**30
+
+_SIZES = {
+    "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def parse_size(text: str) -> int:
+    """Bytes in ``40GB``, ``512MiB`` or ``1000B``; a bare number is refused because its unit is a guess."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
+    if not match or match[2].lower() not in _SIZES:
+        raise ValueError(f"{text!r} is not a size; write for example 40GB (10^9) or 40GiB (2^30)")
+    return int(float(match[1]) * _SIZES[match[2].lower()])
+
+
+def format_size(size: int) -> str:
+    """``size`` in the largest unit that divides it, so that parsing gives the same number back."""
+    for unit in ("TiB", "TB", "GiB", "GB", "MiB", "MB", "KiB", "kB"):
+        if size and size % _SIZES[unit.lower()] == 0:
+            return f"{size // _SIZES[unit.lower()]}{unit}"
+    return f"{size}B"
+
+
+def parse_duration(text: str) -> float:
+    """Seconds in ``90s``, ``5m``, ``1.5h``, ``1h30m``; a bare number is refused."""
+    parts = re.findall(r"(\d+(?:\.\d+)?)([smhd])", text.strip().lower())
+    if not parts or "".join(n + u for n, u in parts) != text.strip().lower():
+        raise ValueError(f"{text!r} is not a duration; write for example 90s, 5m or 1h30m")
+    return float(sum(float(number) * _SECONDS[unit] for number, unit in parts))
+
+
+def format_duration(seconds: float) -> str:
+    """``seconds`` for a person and for :func:`parse_duration`: ``42s``, ``5m``, ``1h30m``."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 60:
+        return f"{seconds:g}s" if seconds == int(seconds) else f"{seconds:.1f}s"
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    minutes, left = divmod(rest, 60)
+    parts = [(hours, "h"), (minutes, "m"), (left, "s")]
+    return "".join(f"{n}{unit}" for n, unit in parts if n)
+
+
+Bytes = Annotated[
+    int,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="SIZE",
+        instance_from_str=lambda args: parse_size(args[0]),
+        is_instance=lambda x: isinstance(x, int),
+        str_from_instance=lambda size: [format_size(size)],
+    ),
+]
+"""A number of bytes, written with its unit on the command line."""
+
+Seconds = Annotated[
+    float,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="DURATION",
+        instance_from_str=lambda args: parse_duration(args[0]),
+        is_instance=lambda x: isinstance(x, (int, float)),
+        str_from_instance=lambda seconds: [format_duration(seconds)],
+    ),
+]
+"""A number of seconds, written with its unit on the command line."""

@@ -1,0 +1,1 @@
+"""Token shards in, one measured run out."""

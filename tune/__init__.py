@@ -1,0 +1,1 @@
+"""Many measured runs in, the fastest configuration under a memory limit out."""
