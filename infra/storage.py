@@ -25,7 +25,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
+        temporary.chmod(0o644)
         os.replace(temporary, path)
         sync_folder(path.parent)
     except BaseException:

@@ -1,0 +1,303 @@
+"""Runs in MLflow that never slow or kill the work they record. The only file that imports mlflow.
+
+In: metrics, params, tags, files, from the driver or from a worker that was handed a ``RunKey``. Out:
+an MLflow run. The driver creates every run before any worker starts (a fresh SQLite store does not
+survive several processes creating it at once); workers attach by key. Writes pass through a queue to
+one thread that batches them (a call costs microseconds; a single ``log_metric`` costs 2 ms). When the
+store does not answer, entries go to a journal on disk, are sent as soon as it answers again or when
+any later command opens the store, and the run says so in the tag ``tracking.delivered_late``.
+"""
+
+import getpass
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, TEMPORARILY_UNAVAILABLE, ErrorCode
+from mlflow.tracking import MlflowClient
+
+from infra.command import UserError, errors
+
+for chatter in ("mlflow.store.db.utils", "alembic.runtime.migration"):
+    logging.getLogger(chatter).setLevel(logging.WARNING)  # a page about table creation on first use
+
+BATCH_SECONDS = 1.0
+RETRY_SECONDS = 30.0
+METRICS_A_BATCH = 500
+ITEMS_A_BATCH = 90  # MLflow refuses more than 1,000 metrics, 100 params or 100 tags in one call
+PARAM_CHARACTERS = 6000
+JOURNAL = "mlflow-journal"
+
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunKey:
+    """All that a process needs to write into a run that the driver created."""
+
+    store: str
+    experiment_id: str
+    run_id: str
+    journal: str
+    """Folder for entries that could not be delivered; absolute, because workers run elsewhere."""
+
+
+def store_uri(tracking_uri: str | None = None) -> str:
+    """The store to use: the flag, else ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in this folder, made absolute."""
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+    if uri.startswith("sqlite:///"):
+        return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).resolve()}"
+    return uri
+
+
+def create_run(
+    experiment: str,
+    name: str,
+    *,
+    tracking_uri: str | None = None,
+    parent: RunKey | None = None,
+    tags: Mapping[str, str] | None = None,
+) -> RunKey:
+    """Create a run (and the store and experiment when they are new) and return its key.
+
+    Raises ``UserError`` when the store cannot be reached: nothing has been computed yet, so the user
+    is told now rather than after hours.
+    """
+    store = parent.store if parent else store_uri(tracking_uri)
+    journal = Path(parent.journal) if parent else Path(JOURNAL).resolve()
+    try:
+        client = MlflowClient(store)
+        experiment_id = parent.experiment_id if parent else _experiment(client, store, experiment)
+        labels = {"mlflow.user": getpass.getuser(), "mlflow.source.type": "LOCAL"} | dict(tags or {})
+        labels.setdefault("mlflow.source.name", labels.get("command", experiment))
+        if parent:
+            labels["mlflow.parentRunId"] = parent.run_id
+        run = client.create_run(experiment_id, run_name=name, tags=labels)
+    except MlflowException as failure:
+        raise UserError(
+            f"the MLflow store {store} cannot be used: {failure.message.splitlines()[0]} "
+            "Start its server, or give another with --tracking-uri (for example sqlite:///mlflow.db)."
+        ) from failure
+    if not parent:
+        deliver_journals(client, journal)
+    return RunKey(store, experiment_id, run.info.run_id, str(journal))
+
+
+def find_runs(key: RunKey, tag: str, value: str) -> list[str]:
+    """Ids of the live children of ``key`` whose ``tag`` has ``value``, oldest first."""
+    found = MlflowClient(key.store).search_runs(
+        [key.experiment_id],
+        f"tags.`mlflow.parentRunId` = '{key.run_id}' and tags.`{tag}` = '{value}'",
+        order_by=["attributes.start_time ASC"],
+    )
+    return [run.info.run_id for run in found]
+
+
+def _experiment(client: MlflowClient, store: str, name: str) -> str:
+    """The experiment's id; a new one on SQLite keeps its files beside the database, by absolute path."""
+    found = client.get_experiment_by_name(name)
+    if found:
+        return found.experiment_id
+    files = None
+    if store.startswith("sqlite:///"):
+        files = (Path(store.removeprefix("sqlite:///")).parent / "mlartifacts" / name).as_uri()
+    try:
+        return client.create_experiment(name, artifact_location=files)
+    except MlflowException:  # another command made it between the two calls
+        found = client.get_experiment_by_name(name)
+        if found is None:
+            raise
+        return found.experiment_id
+
+
+class Tracker:
+    """The writer of one run. A context manager: it delivers what is queued when the block ends.
+
+    Methods return at once. They may be called from any thread, and never raise because of the store.
+    """
+
+    def __init__(self, key: RunKey) -> None:
+        self.key = key
+        self._queue: queue.SimpleQueue[Entry | threading.Event] = queue.SimpleQueue()
+        self._journal = Path(key.journal) / f"{key.run_id}.jsonl"
+        self._retry_at = 0.0
+        self._client: MlflowClient | None = None
+        self._thread = threading.Thread(target=self._write, name="tracking", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.flush()
+
+    def metrics(self, values: Mapping[str, float | int | None], step: int = 0) -> None:
+        """Record numbers at ``step``; names are grouped by a prefix, ``throughput/tokens_per_second``."""
+        now = int(time.time() * 1000)
+        for name, value in values.items():
+            if value is not None:
+                self._queue.put({"kind": "metric", "key": name, "value": float(value), "step": step, "time": now})
+
+    def params(self, values: Mapping[str, Any]) -> None:
+        """Record settings; they cannot be changed later."""
+        for name, value in values.items():
+            self._queue.put({"kind": "param", "key": name, "value": str(value)[:PARAM_CHARACTERS]})
+
+    def tags(self, values: Mapping[str, Any]) -> None:
+        """Record labels; the last value stays."""
+        for name, value in values.items():
+            self._queue.put({"kind": "tag", "key": name, "value": str(value)})
+
+    def note(self, markdown: str) -> None:
+        """Set the description that a person reads first on the run's page."""
+        self.tags({"mlflow.note.content": markdown})
+
+    def data(self, name: str, fingerprint: str, source: str, profile: Mapping[str, Any], context: str) -> None:
+        """Record a data set input: ``context`` says what for (``training``, ``output``)."""
+        self._queue.put(
+            {
+                "kind": "data", "name": name, "digest": fingerprint[:36], "source": source,
+                "profile": dict(profile), "context": context,
+            }
+        )  # fmt: skip
+
+    def text(self, content: str, name: str) -> None:
+        """Store ``content`` as the artifact file ``name``."""
+        self._queue.put({"kind": "text", "content": content, "name": name})
+
+    def json(self, value: Any, name: str) -> None:
+        """Store ``value`` as the JSON artifact ``name``."""
+        self.text(json.dumps(value, indent=2, sort_keys=True, default=str), name)
+
+    def file(self, path: Path, folder: str | None = None) -> None:
+        """Upload a local file, by reference: it must still be there when the queue reaches it."""
+        self._queue.put({"kind": "file", "path": str(path.resolve()), "folder": folder})
+
+    def flush(self, timeout: float = 60.0) -> bool:
+        """Wait until everything queued so far is in the store or in the journal; False if that took too long."""
+        done = threading.Event()
+        self._queue.put(done)
+        return done.wait(timeout)
+
+    def finish(self, status: str = "FINISHED") -> None:
+        """Deliver everything and close the run as FINISHED, FAILED or KILLED."""
+        self._queue.put({"kind": "finish", "status": status, "time": int(time.time() * 1000)})
+        self.flush()
+
+    def _write(self) -> None:
+        while True:
+            batch = [self._queue.get()]
+            deadline = time.monotonic() + BATCH_SECONDS
+            while not isinstance(batch[-1], threading.Event) and len(batch) < METRICS_A_BATCH:
+                try:
+                    batch.append(self._queue.get(timeout=max(0.0, deadline - time.monotonic())))
+                except queue.Empty:
+                    break
+            self._deliver([entry for entry in batch if not isinstance(entry, threading.Event)])
+            for entry in batch:
+                if isinstance(entry, threading.Event):
+                    entry.set()
+
+    def _deliver(self, entries: list[Entry]) -> None:
+        """Send ``entries`` after anything journalled before them; on failure append them to the journal."""
+        if self._journal.exists() and time.monotonic() < self._retry_at:
+            return self._keep(entries)
+        try:
+            self._client = self._client or MlflowClient(self.key.store)
+            deliver_journal(self._client, self._journal)
+            send(self._client, self.key.run_id, entries)
+        except Exception as failure:  # noqa: BLE001 whatever the client raises must not reach the work
+            if not self._journal.exists():
+                errors.print(f"MLflow does not answer ({first_line(failure)}); keeping its entries in {self._journal}")
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            self._keep(entries)
+
+    def _keep(self, entries: list[Entry]) -> None:
+        try:
+            self._journal.parent.mkdir(parents=True, exist_ok=True)
+            with self._journal.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(entry | {"store": self.key.store}) + "\n" for entry in entries)
+        except OSError as failure:
+            errors.print(f"{len(entries)} MLflow entries are lost: {self._journal} cannot be written ({failure})")
+
+
+def send(client: MlflowClient, run_id: str, entries: list[Entry]) -> None:
+    """Write ``entries`` to a run in as few calls as MLflow's limits allow.
+
+    Raises when the store does not answer; an entry that the store refuses for what it says is reported
+    and dropped, since sending it again would fail for ever.
+    """
+    metrics = [Metric(e["key"], e["value"], e["time"], e["step"]) for e in entries if e["kind"] == "metric"]
+    params = [Param(e["key"], e["value"]) for e in entries if e["kind"] == "param"]
+    tags = [RunTag(e["key"], e["value"]) for e in entries if e["kind"] == "tag"]
+    for first in range(0, len(metrics), METRICS_A_BATCH):
+        _call(client.log_batch, run_id, metrics=metrics[first : first + METRICS_A_BATCH])
+    for first in range(0, max(len(params), len(tags)), ITEMS_A_BATCH):
+        part = slice(first, first + ITEMS_A_BATCH)
+        _call(client.log_batch, run_id, params=params[part], tags=tags[part])
+    for entry in entries:
+        match entry["kind"]:
+            case "data":
+                source = json.dumps({"uri": entry["source"]})
+                data = Dataset(entry["name"], entry["digest"], "local", source, profile=json.dumps(entry["profile"]))
+                context = InputTag("mlflow.data.context", entry["context"])
+                _call(client.log_inputs, run_id, [DatasetInput(data, [context])])
+            case "text":
+                _call(client.log_text, run_id, entry["content"], entry["name"])
+            case "file":
+                if Path(entry["path"]).exists():
+                    _call(client.log_artifact, run_id, entry["path"], entry["folder"])
+                else:
+                    errors.print(f"{entry['path']} is gone and was not uploaded to MLflow")
+            case "finish":
+                _call(client.set_terminated, run_id, entry["status"], entry["time"])
+
+
+def _call(method: Any, *arguments: Any, **named: Any) -> None:
+    try:
+        method(*arguments, **named)
+    except MlflowException as failure:
+        unreachable = (ErrorCode.Name(INTERNAL_ERROR), ErrorCode.Name(TEMPORARILY_UNAVAILABLE))
+        if failure.error_code in unreachable:
+            raise
+        errors.print(f"MLflow refuses an entry: {first_line(failure)}")
+
+
+def deliver_journal(client: MlflowClient, journal: Path) -> None:
+    """Send what ``journal`` kept for its run, then remove it. Raises when the store does not answer."""
+    if not journal.exists():
+        return
+    entries = [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()]
+    send(client, journal.stem, entries)
+    client.set_tag(journal.stem, "tracking.delivered_late", f"{len(entries)} entries")
+    journal.unlink()
+
+
+def deliver_journals(client: MlflowClient, folder: Path) -> None:
+    """Send every journal in ``folder`` that belongs to the client's store; those that fail stay."""
+    for journal in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
+        with journal.open(encoding="utf-8") as file:
+            first = file.readline()
+        if first and json.loads(first).get("store") == client.tracking_uri:
+            try:
+                deliver_journal(client, journal)
+            except Exception as failure:  # noqa: BLE001 an old run's journal must not stop a new run
+                errors.print(f"{journal} could not be delivered: {first_line(failure)}")
+
+
+def first_line(failure: BaseException) -> str:
+    """The first line of an exception's text, for a one-line message."""
+    return (str(failure) or type(failure).__name__).splitlines()[0]

@@ -1,0 +1,259 @@
+"""THE CONTRACT between preparing data and training on it: token shards and their manifest.
+
+A data set is a folder: ``train/*.arrow``, ``val/*.arrow``, ``quarantine.jsonl`` and ``manifest.json``.
+A shard is one uncompressed Arrow IPC file with one record batch and one row a book; the child buffer
+of ``tokens`` is therefore the shard's contiguous token stream, which a memory map slices without a
+copy, and the list offsets are the book boundaries. The manifest is written last: a folder without one
+is unfinished. Imports neither Ray nor torch, so training and notebooks can open shards cheaply.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+import xxhash
+
+from infra.command import UserError
+from infra.storage import atomic_file, write_json
+
+FORMAT_VERSION = 1
+END_OF_TEXT = 50256
+MANIFEST = "manifest.json"
+QUARANTINE = "quarantine.jsonl"
+
+Split = Literal["train", "val"]
+SPLITS: tuple[Split, ...] = ("train", "val")
+
+SCHEMA = pa.schema(
+    [
+        pa.field("book", pa.string(), nullable=False),
+        pa.field("title", pa.string()),
+        pa.field("author", pa.string()),
+        pa.field("language", pa.string()),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("sha256", pa.string(), nullable=False),
+        pa.field("chars", pa.int64(), nullable=False),
+        pa.field("tokens", pa.large_list(pa.field("item", pa.uint16(), nullable=False)), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class ShardRow:
+    """One book in a shard. ``tokens`` is uint16 and ends with ``END_OF_TEXT``; ``sha256`` is of the cleaned text."""
+
+    book: str
+    title: str | None
+    author: str | None
+    language: str | None
+    source: str
+    sha256: str
+    chars: int
+    tokens: np.ndarray
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """What the manifest says of one shard. ``path`` is relative to the folder; ``checksum`` is xxh3-128 of the file."""
+
+    path: str
+    split: Split
+    bytes: int
+    rows: int
+    tokens: int
+    chars: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a finished data set is: how it was made, of what, and a checksum for every shard."""
+
+    config: dict[str, Any]
+    vocabulary_sha256: str
+    shards: list[ShardInfo]
+    inputs: dict[str, Any]
+    """The inventory of the sources: number, bytes and a hash over their ids and sizes."""
+    report: dict[str, Any]
+    """Books in, kept and dropped by reason, characters, tokens: what the closing report shows."""
+    fingerprint: str
+    """Hash over every shard's split and checksum: equal fingerprints mean byte-equal token streams."""
+    format_version: int = FORMAT_VERSION
+    splits: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Per split: shards, books, tokens, characters."""
+
+    @classmethod
+    def of(
+        cls,
+        shards: Iterable[ShardInfo],
+        *,
+        config: dict[str, Any],
+        vocabulary_sha256: str,
+        inputs: dict[str, Any],
+        report: dict[str, Any],
+    ) -> "Manifest":
+        """The manifest of these shards, in path order, with totals and fingerprint worked out."""
+        ordered = sorted(shards, key=lambda shard: shard.path)
+        identity = json.dumps([[s.split, s.path, s.checksum] for s in ordered] + [vocabulary_sha256])
+        splits = {}
+        for split in SPLITS:
+            chosen = [s for s in ordered if s.split == split]
+            splits[split] = {
+                "shards": len(chosen),
+                "books": sum(s.rows for s in chosen),
+                "tokens": sum(s.tokens for s in chosen),
+                "chars": sum(s.chars for s in chosen),
+            }
+        fingerprint = hashlib.sha256(identity.encode()).hexdigest()
+        return cls(config, vocabulary_sha256, ordered, inputs, report, fingerprint, splits=splits)
+
+    def write(self, folder: Path) -> None:
+        """Finish the data set in ``folder``."""
+        write_json(folder / MANIFEST, asdict(self))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a finished data set.
+
+    Raises ``UserError`` when the folder is missing or unfinished, the manifest is damaged, or its
+    format is not the one this version reads.
+    """
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise UserError(
+            f"there are no token shards at {folder}: make them with 'python -m pipeline.tokenize --out {folder}'."
+        )
+    if not path.is_file():
+        raise UserError(
+            f"{folder} has no {MANIFEST}, so its shards are unfinished: run "
+            f"'python -m pipeline.tokenize --out {folder}' again to finish them."
+        )
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        found = values["format_version"]
+        if found != FORMAT_VERSION:
+            raise UserError(
+                f"{path} has format version {found}, and this program reads version {FORMAT_VERSION}: make the "
+                f"shards again with 'python -m pipeline.tokenize --out {folder} --overwrite'."
+            )
+        return Manifest(**(values | {"shards": [ShardInfo(**shard) for shard in values["shards"]]}))
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as damage:
+        raise UserError(
+            f"{path} is damaged ({damage!r}): make the shards again with "
+            f"'python -m pipeline.tokenize --out {folder} --overwrite'."
+        ) from damage
+
+
+class _HashingFile:
+    """A binary file that hashes what passes through, so that the checksum costs no second read."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self.hash = xxhash.xxh3_128()
+        self.bytes = 0
+        self.closed = False
+
+    def write(self, data: Any) -> int:
+        self.hash.update(data)
+        self.bytes += memoryview(data).nbytes
+        self.file.write(data)
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def write_shard(folder: Path, path: str, split: Split, rows: list[ShardRow]) -> ShardInfo:
+    """Write ``rows``, in the given order, as the shard ``folder/path``: atomically, durably, hashed on the way."""
+    lengths = np.fromiter((len(row.tokens) for row in rows), dtype=np.int64, count=len(rows))
+    offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+    tokens = np.concatenate([row.tokens for row in rows]) if rows else np.zeros(0, dtype=np.uint16)
+    streams = pa.LargeListArray.from_arrays(
+        pa.array(offsets), pa.array(tokens.astype(np.uint16, copy=False)), type=SCHEMA.field("tokens").type
+    )
+    columns = [
+        pa.array([getattr(row, field.name) for row in rows], type=field.type)
+        for field in SCHEMA
+        if field.name != "tokens"
+    ]
+    batch = pa.record_batch([*columns, streams], schema=SCHEMA)
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(folder / path) as file:
+        sink = _HashingFile(file)
+        with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), SCHEMA) as writer:
+            writer.write_batch(batch)
+    return ShardInfo(
+        path=path,
+        split=split,
+        bytes=sink.bytes,
+        rows=len(rows),
+        tokens=int(offsets[-1]),
+        chars=sum(row.chars for row in rows),
+        checksum=sink.hash.hexdigest(),
+    )
+
+
+def checksum(path: Path) -> str:
+    """xxh3-128 of a file's bytes, in hexadecimal, as ``ShardInfo.checksum`` holds it."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class Shard:
+    """A memory-mapped shard: its token stream and its books, without reading the file."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+        except (OSError, pa.ArrowInvalid) as damage:
+            raise UserError(
+                f"{path} cannot be read as a token shard ({damage}): 'python -m pipeline.inspect "
+                f"{path.parent.parent} --verify' shows what is damaged."
+            ) from damage
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """The shard's token stream, uint16, a read-only view of the memory map."""
+        return self.batch.column("tokens").values.to_numpy(zero_copy_only=True)
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """Book boundaries in ``tokens``: book i is ``tokens[offsets[i]:offsets[i + 1]]``; int64, rows + 1 long."""
+        return self.batch.column("tokens").offsets.to_numpy(zero_copy_only=True)
+
+
+class TokenShards:
+    """An opened data set: its manifest and the memory-mapped shards of each split, in path order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+
+    def open(self, split: Split) -> list[Shard]:
+        """The shards of ``split``; raises ``UserError`` naming the first that is missing or cut short."""
+        opened = []
+        for info in self.manifest.shards:
+            if info.split != split:
+                continue
+            path = self.folder / info.path
+            size = path.stat().st_size if path.is_file() else None
+            if size != info.bytes:
+                state = "is missing" if size is None else f"has {size:,} bytes where the manifest says {info.bytes:,}"
+                raise UserError(
+                    f"{path} {state}: run 'python -m pipeline.tokenize --out {self.folder}' to make it again."
+                )
+            opened.append(Shard(path))
+        return opened
