@@ -59,6 +59,16 @@ def run(
     sys.exit(code or 0)
 
 
+def flag_value(flag: str) -> str | None:
+    """The value that the command line gives ``flag``, for flags that must be read before the others' defaults exist."""
+    for index, word in enumerate(sys.argv):
+        if word == flag and index + 1 < len(sys.argv):
+            return sys.argv[index + 1]
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+    return None
+
+
 def refuse(mistake: ValueError) -> NoReturn:
     """Print the sentence of a user's mistake and exit with code 2."""
     errors.print(f"[red]error:[/red] {escape(str(mistake))}")

@@ -1,0 +1,155 @@
+"""Shards to device batches: shuffled windows read by memory map, at an exact position.
+
+In: opened token shards. Out: micro-batches (inputs, targets) on the device. A window is
+``context_length + 1`` tokens of one shard's stream, and neighbours share one token, so that every token
+is predicted once an epoch. The order is a pseudo-random permutation that is computed, not stored: a
+pure function of (seed, epoch), so the loader's whole state is one integer, the number of windows
+consumed, and any worker can compute any batch. That is also why steps see the same windows at every
+micro-batch and worker count.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infra.command import UserError
+from pipeline.shards import Shard
+
+_ROUNDS = 4
+
+
+class Windows:
+    """All windows of a split, numbered from 0, and their shuffled order by epoch."""
+
+    def __init__(self, shards: Sequence[Shard], context_length: int, seed: int, *, split: str = "train") -> None:
+        self.context_length = context_length
+        self.seed = seed
+        self.streams = [shard.tokens for shard in shards]
+        counts = [max(0, (len(stream) - 1) // context_length) for stream in self.streams]
+        self.first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)])
+        self.count = int(self.first[-1])
+        if not self.count:
+            tokens = sum(len(stream) for stream in self.streams)
+            raise UserError(
+                f"the {split} split has {tokens:,} tokens and one window needs {context_length + 1:,}: tokenize more "
+                "books, raise --val-fraction of 'python -m pipeline.tokenize', or choose a shorter context length."
+            )
+
+    def order(self, position: int, length: int) -> np.ndarray:
+        """Numbers of the ``length`` windows from ``position`` on, over as many epochs as that spans."""
+        places = np.arange(position, position + length)
+        epochs = places // self.count
+        numbers = np.empty(length, dtype=np.int64)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            numbers[chosen] = permute(places[chosen] % self.count, self.count, self.seed, int(epoch))
+        return numbers
+
+    def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
+        """Copy the windows ``numbers`` into ``out``, of shape (len(numbers), context_length + 1)."""
+        shards = np.searchsorted(self.first, numbers, side="right") - 1
+        starts = (numbers - self.first[shards]) * self.context_length
+        for row, (shard, start) in enumerate(zip(shards.tolist(), starts.tolist(), strict=True)):
+            out[row] = self.streams[shard][start : start + self.context_length + 1]
+
+
+def permute(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
+    """Where a pseudo-random permutation of ``range(count)`` sends ``places``; needs no memory of size ``count``.
+
+    A Feistel network over the smallest even number of bits that holds ``count``, walked until it lands
+    inside (Black and Rogaway 2002, "Ciphers with arbitrary finite domains", method 2). The round function
+    is splitmix64's finaliser (Steele et al. 2014).
+    """
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
+    result = places.astype(np.uint64)
+    outside = np.ones(len(result), dtype=bool)
+    while outside.any():
+        left, right = result[outside] >> np.uint64(half), result[outside] & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right + key) & mask)
+        result[outside] = (left << np.uint64(half)) | right
+        outside = result >= count
+    return result.astype(np.int64)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class BatchLoader:
+    """Micro-batches of one worker, read ahead.
+
+    ``next()`` gives (inputs, targets), int64 of shape (micro_batch, context_length), and prepares the
+    batch after it. On CUDA a batch is read into pinned memory and copied on a side stream while the one
+    before it is computed on.
+    """
+
+    def __init__(
+        self,
+        windows: Windows,
+        *,
+        micro_batch: int,
+        accumulation: int,
+        position: int,
+        device: torch.device,
+        rank: int = 0,
+        workers: int = 1,
+    ) -> None:
+        self.windows = windows
+        self.micro_batch = micro_batch
+        self.accumulation = accumulation
+        self.step_windows = micro_batch * accumulation * workers
+        self.device = device
+        self.rank = rank
+        self.start = position
+        self.taken = 0
+        cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if cuda else None
+        shape = (micro_batch, windows.context_length + 1)
+        self._host = [torch.empty(shape, dtype=torch.int64, pin_memory=cuda) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in range(2)] if cuda else []
+        self._prepared = 0
+        self._numbers = np.zeros(0, dtype=np.int64)
+        self._ready = self._prepare()
+
+    @property
+    def position(self) -> int:
+        """Windows consumed by all workers, counted in whole steps: where a resumed run goes on."""
+        return self.start + self.taken // self.accumulation * self.step_windows
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """The next micro-batch, its copy to the device ordered before the current stream's further work."""
+        batch, copied = self._ready
+        if copied is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(copied)
+            batch.record_stream(current)
+        self.taken += 1
+        self._ready = self._prepare()
+        return batch[:, :-1], batch[:, 1:]
+
+    def _prepare(self) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Read one batch and start its copy. Two host buffers take turns; the copy before last has long ended."""
+        step, micro = divmod(self._prepared, self.accumulation)
+        if micro == 0:
+            position = self.start + step * self.step_windows
+            mine = self.micro_batch * self.accumulation
+            self._numbers = self.windows.order(position + self.rank * mine, mine)
+        turn = self._prepared % 2
+        self._prepared += 1
+        host = self._host[turn]
+        if self._stream is not None:
+            self._copied[turn].synchronize()
+        self.windows.read(self._numbers[micro * self.micro_batch : (micro + 1) * self.micro_batch], host.numpy())
+        if self._stream is None:
+            return host.clone(), None
+        with torch.cuda.stream(self._stream):
+            batch = host.to(self.device, non_blocking=True)
+            self._copied[turn].record(self._stream)
+        return batch, self._copied[turn]

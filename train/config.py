@@ -1,0 +1,286 @@
+"""What a run is: the model, the mathematics of its steps, and how they are executed.
+
+Every default lives here once, on the field it belongs to. A config that contradicts itself is refused
+when it is made, by a sentence that names both fields. Suites and searches vary it with
+``dataclasses.replace``; commands read it from flags or from ``--config FILE.json``.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from tyro.constructors import PrimitiveConstructorSpec
+
+from infra.command import UserError
+from infra.units import Seconds
+
+Precision = Literal["fp32", "tf32", "fp16", "bf16"]
+Attention = Literal["manual", "sdpa"]
+Compile = Literal["off", "whole", "blocks"]
+Optimizer = Literal["adamw", "adamw-fused"]
+Schedule = Literal["cosine", "constant"]
+Device = Literal["auto", "cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a GPT-2: sizes count elements, not bytes."""
+
+    layers: int = 12
+    heads: int = 12
+    width: int = 768
+    context_length: int = 1024
+    vocabulary: int = 50257
+    padded_vocabulary: int = 50304
+    """Rows of the embedding and the head; a multiple of 64 fills whole tensor-core tiles. Ids past
+    ``vocabulary`` never occur."""
+    dropout: float = 0.0
+    bias: bool = True
+    tied: bool = True
+    """Share the token embedding with the head."""
+
+    def __post_init__(self) -> None:
+        for size in ("layers", "heads", "width", "context_length", "vocabulary"):
+            if getattr(self, size) < 1:
+                raise UserError(f"model {size}={getattr(self, size)} must be at least 1.")
+        if self.width % self.heads:
+            raise UserError(f"model width={self.width} is not divisible by heads={self.heads}.")
+        if self.padded_vocabulary < self.vocabulary:
+            raise UserError(
+                f"model padded_vocabulary={self.padded_vocabulary} is smaller than vocabulary={self.vocabulary}."
+            )
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"model dropout={self.dropout} must be at least 0 and below 1.")
+
+
+PRESETS: dict[str, ModelConfig] = {
+    "gpt2-124m": ModelConfig(),
+    "gpt2-355m": ModelConfig(layers=24, heads=16, width=1024),
+    "gpt2-774m": ModelConfig(layers=36, heads=20, width=1280),
+    "gpt2-1558m": ModelConfig(layers=48, heads=25, width=1600),
+    "small": ModelConfig(layers=4, heads=4, width=256, context_length=512),
+    "tiny": ModelConfig(layers=2, heads=2, width=64, context_length=128),
+}
+"""The four published GPT-2 sizes, and two that train on a CPU."""
+
+
+def parse_model(text: str) -> ModelConfig:
+    """``gpt2-124m``, or a preset with changes: ``tiny,layers=4,dropout=0.1``. Raises ``UserError``."""
+    preset, *changes = [part.strip() for part in text.split(",")]
+    if preset not in PRESETS:
+        raise UserError(f"--model {preset!r} is no preset; the presets are {', '.join(PRESETS)}.")
+    types = {field.name: field.type for field in fields(ModelConfig)}
+    values: dict[str, Any] = {}
+    for change in changes:
+        name, _, value = change.partition("=")
+        if name not in types or not value:
+            raise UserError(f"--model {text!r}: {change!r} is not FIELD=VALUE with a field among {', '.join(types)}.")
+        try:
+            kind = types[name]
+            values[name] = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)  # type: ignore[operator]
+        except (ValueError, KeyError):
+            raise UserError(f"--model {text!r}: {value!r} is no value for {name}.") from None
+    return replace(PRESETS[preset], **values)
+
+
+def format_model(model: ModelConfig) -> str:
+    """The shortest text that :func:`parse_model` turns into ``model``."""
+    texts = []
+    for name, preset in PRESETS.items():
+        changed = {k: v for k, v in asdict(model).items() if v != getattr(preset, k)}
+        texts.append(",".join([name, *(f"{k}={str(v).lower()}" for k, v in changed.items())]))
+    return min(texts, key=lambda text: text.count(","))
+
+
+Model = Annotated[
+    ModelConfig,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PRESET[,FIELD=VALUE...]",
+        instance_from_str=lambda args: parse_model(args[0]),
+        is_instance=lambda x: isinstance(x, ModelConfig),
+        str_from_instance=lambda model: [format_model(model)],
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """The rhythm of a run: ``train`` steps, then ``val`` validation batches of the same size, then a report."""
+
+    train: int = 200
+    val: int = 20
+
+    @classmethod
+    def parse(cls, text: str) -> "Cycle":
+        """``200+20``."""
+        train, plus, val = text.partition("+")
+        if not (plus and train.isdigit() and val.isdigit() and int(train) > 0):
+            raise UserError(f"--cycle {text!r} is not N+M, such as 200+20: training steps, then validation batches.")
+        return cls(int(train), int(val))
+
+    def __str__(self) -> str:
+        return f"{self.train}+{self.val}"
+
+
+CycleText = Annotated[
+    Cycle,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N+M",
+        instance_from_str=lambda args: Cycle.parse(args[0]),
+        is_instance=lambda x: isinstance(x, Cycle),
+        str_from_instance=lambda cycle: [str(cycle)],
+    ),
+]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run. The first group is the mathematics, the second how it is executed, the third how long."""
+
+    data: Path = Path("data/tokens")
+    """Folder of token shards, as python -m pipeline.tokenize makes it."""
+    model: Model = PRESETS["gpt2-124m"]
+    """Preset, with changes if any: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, small, tiny; tiny,layers=4."""
+    seed: int = 0
+    """Seed of the weights, the order of the windows, and dropout."""
+    global_batch: int = 480
+    """Sequences per optimizer step, over all micro-batches and workers."""
+    learning_rate: float = 6e-4
+    """Peak learning rate."""
+    schedule: Schedule = "cosine"
+    """After warm-up: cosine down to a tenth of the peak at the run's end, or constant."""
+    warmup_steps: int = 100
+    """Steps of linear warm-up; shortened to a tenth of a run that is short."""
+    weight_decay: float = 0.1
+    """Decay of the matrices; biases and norms have none."""
+    beta1: float = 0.9
+    """Adam's decay of the first moment."""
+    beta2: float = 0.95
+    """Adam's decay of the second moment."""
+    clip_norm: float = 1.0
+    """Gradient norm above which gradients are scaled down; 0 is off."""
+
+    micro_batch: int = 32
+    """Sequences per forward pass on one worker; accumulation follows from the global batch."""
+    precision: Precision = "bf16"
+    """Arithmetic: fp32; tf32 matmuls; fp16 autocast with loss scaling; bf16 autocast."""
+    attention: Attention = "sdpa"
+    """Attention: manual (materialises the T x T matrix) or torch's fused kernels."""
+    compile: Compile = "off"
+    """torch.compile: off, the whole model, or each block on its own (faster to start)."""
+    checkpointing: bool = False
+    """Recompute each block's activations in the backward pass: less memory, about a third more arithmetic."""
+    loss_chunks: int = 1
+    """Pieces in which head and cross-entropy are computed; more than one saves the logits' memory."""
+    optimizer: Optimizer = "adamw-fused"
+    """AdamW, a kernel per operation or one fused kernel."""
+    device: Device = "auto"
+    """auto takes a CUDA GPU when there is one."""
+    workers: int = 1
+    """Data-parallel workers; with cuda each has one GPU."""
+
+    steps: int | None = None
+    """Optimizer steps to train for. Without this, --tokens and --time-budget, one epoch."""
+    tokens: int | None = None
+    """Training tokens to train for."""
+    time_budget: Seconds | None = None
+    """Time to train for, from the first step on: 90s, 5m, 1h."""
+    cycle: CycleText = Cycle()
+    """Training steps and validation batches between two reports."""
+
+    def __post_init__(self) -> None:
+        for size in ("global_batch", "micro_batch", "loss_chunks", "workers"):
+            if getattr(self, size) < 1:
+                raise UserError(f"--{size.replace('_', '-')} {getattr(self, size)} must be at least 1.")
+        if self.global_batch % (self.micro_batch * self.workers):
+            near = [m for m in divisors(self.global_batch) if self.global_batch % (m * self.workers) == 0]
+            hint = f"for --micro-batch {', '.join(map(str, near))} it is" if near else "choose another --global-batch"
+            raise UserError(
+                f"--global-batch {self.global_batch} is not a multiple of --micro-batch {self.micro_batch} "
+                f"x --workers {self.workers}; {hint}."
+            )
+        ends = [n for n in ("steps", "tokens", "time_budget") if getattr(self, n) is not None]
+        if len(ends) > 1:
+            first, second = (f"--{name.replace('_', '-')}" for name in ends[:2])
+            raise UserError(f"{first} and {second} both end the run; give one of them.")
+        if self.steps is not None and self.steps < 1:
+            raise UserError(f"--steps {self.steps} must be at least 1.")
+        if self.tokens is not None and self.tokens < self.step_tokens:
+            raise UserError(
+                f"--tokens {self.tokens:,} is less than one step: --global-batch {self.global_batch} sequences "
+                f"of {self.model.context_length} are {self.step_tokens:,} tokens."
+            )
+        if self.micro_batch * self.model.context_length % self.loss_chunks:
+            raise UserError(
+                f"--loss-chunks {self.loss_chunks} does not divide the {self.micro_batch * self.model.context_length} "
+                f"tokens of --micro-batch {self.micro_batch}."
+            )
+        if self.precision == "fp16" and self.device == "cpu":
+            raise UserError("--precision fp16 needs loss scaling on a GPU and --device is cpu; use bf16 or fp32.")
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per optimizer step on each worker."""
+        return self.global_batch // (self.micro_batch * self.workers)
+
+    @property
+    def step_tokens(self) -> int:
+        """Training tokens per optimizer step, over all workers."""
+        return self.global_batch * self.model.context_length
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the run; None when a time budget or the end of the epoch ends it."""
+        if self.tokens is not None:
+            return self.tokens // self.step_tokens
+        return self.steps
+
+    def to_json(self) -> dict[str, Any]:
+        """The config as JSON values; :func:`config_from_json` reads it back."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {"data": str(self.data), "model": asdict(self.model), "cycle": str(self.cycle)}
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of ``number``, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def config_from_json(values: dict[str, Any], source: str) -> TrainConfig:
+    """The config that ``values`` describe; ``source`` names where they come from in a refusal."""
+    known = {field.name: field for field in fields(TrainConfig)}
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise UserError(f"{source} has the unknown setting {unknown[0]!r}; the settings are {', '.join(known)}.")
+    for name, field in known.items():
+        allowed = get_args(field.type)
+        if name in values and allowed and all(isinstance(a, str) for a in allowed) and values[name] not in allowed:
+            raise UserError(f"{source}: {name} is {values[name]!r}; it can be {', '.join(allowed)}.")
+    values = dict(values)
+    try:
+        if "data" in values:
+            values["data"] = Path(values["data"])
+        if "model" in values:
+            model = values["model"]
+            values["model"] = parse_model(model) if isinstance(model, str) else ModelConfig(**model)
+        if "cycle" in values:
+            values["cycle"] = Cycle.parse(values["cycle"])
+        return TrainConfig(**values)
+    except TypeError as mistake:
+        raise UserError(f"{source} does not describe a run: {mistake}.") from mistake
+
+
+def load_config(path: Path) -> TrainConfig:
+    """Read a config file: a run's ``config.json``, or a search's ``best.json``. Raises ``UserError``."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"--config {path} does not exist; a run keeps its own in runs/NAME/config.json.") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as damage:
+        raise UserError(f"--config {path} cannot be read as JSON: {damage}.") from damage
+    if not isinstance(values, dict):
+        raise UserError(f"--config {path} holds no JSON object of settings.")
+    return config_from_json(values.get("config", values), str(path))

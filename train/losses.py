@@ -1,0 +1,25 @@
+"""Cross-entropy of the next token, plain and in chunks. In: hidden states, head, targets. Out: the mean loss."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+def plain(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy. ``hidden`` (B, T, D), ``head`` (V, D), ``targets`` (B, T); a scalar in fp32."""
+    logits = F.linear(hidden, head)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def chunked(hidden: Tensor, head: Tensor, targets: Tensor, chunks: int) -> Tensor:
+    """The same mean with only one chunk's logits alive at a time; they are computed again in the backward pass."""
+    hidden, targets = hidden.flatten(0, 1), targets.flatten()
+
+    def total(part: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(part, head).float(), wanted, reduction="sum")
+
+    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    for part, wanted in zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True):
+        loss = loss + checkpoint(total, part, wanted, use_reentrant=False)
+    return loss / targets.numel()

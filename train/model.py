@@ -1,0 +1,126 @@
+"""GPT-2 as published (Radford et al. 2019), plain and readable: learned positions, pre-norm, tanh GELU.
+
+In: token ids (batch, time) and the ids one further on. Out: the mean cross-entropy; or logits without
+targets. What is executed differently (attention, loss chunks, checkpointing) is handed in, so that the
+mathematics stands here once.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from train.attention import AttentionFunction, sdpa
+from train.config import ModelConfig
+from train.losses import chunked, plain
+
+
+class SelfAttention(nn.Module):
+    """Multi-head causal self-attention with one projection for queries, keys and values."""
+
+    def __init__(self, config: ModelConfig, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.dropout = config.dropout
+        self.attention = attention
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.bias)
+        self.projection = nn.Linear(config.width, config.width, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        qkv = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = self.attention(q, k, v, self.dropout if self.training else 0.0)
+        mixed = mixed.transpose(1, 2).reshape(batch, time, width)
+        return F.dropout(self.projection(mixed), self.dropout, self.training)
+
+
+class FeedForward(nn.Module):
+    """Two layers, four times as wide between, tanh GELU as in GPT-2."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.up = nn.Linear(config.width, 4 * config.width, bias=config.bias)
+        self.projection = nn.Linear(4 * config.width, config.width, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(x), approximate="tanh")
+        return F.dropout(self.projection(hidden), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, config: ModelConfig, attention: AttentionFunction) -> None:
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(config.width, bias=config.bias)
+        self.attention = SelfAttention(config, attention)
+        self.norm_2 = nn.LayerNorm(config.width, bias=config.bias)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.feed_forward(self.norm_2(x))
+
+
+class GPT(nn.Module):
+    """GPT-2. ``forward(tokens, targets)`` gives the mean loss, ``forward(tokens)`` logits (padded vocabulary)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        attention: AttentionFunction = sdpa,
+        checkpointing: bool = False,
+        loss_chunks: int = 1,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpointing = checkpointing
+        self.loss_chunks = loss_chunks
+        self.token_embedding = nn.Embedding(config.padded_vocabulary, config.width)
+        self.position_embedding = nn.Embedding(config.context_length, config.width)
+        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.head = nn.Linear(config.width, config.padded_vocabulary, bias=False)
+        self.apply(self._initialise)
+        for name, parameter in self.named_parameters():
+            if name.endswith("projection.weight"):  # GPT-2, section 2.3: residual layers scaled by 1/sqrt(N)
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.layers))
+        if config.tied:
+            self.head.weight = self.token_embedding.weight
+
+    @staticmethod
+    def _initialise(module: nn.Module) -> None:
+        """Normal with 0.02 everywhere: with a tied head, torch's own N(0, 1) for embeddings starts at a loss of 37."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Final hidden states (B, T, D) of ``tokens`` (B, T)."""
+        positions = torch.arange(tokens.size(1), device=tokens.device)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.blocks:
+            # preserve_rng_state is the default: dropout in the recomputation is the dropout of the forward pass.
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing and self.training else block(x)
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        hidden = self.hidden(tokens)
+        if targets is None:
+            return self.head(hidden)
+        if self.loss_chunks > 1:
+            return chunked(hidden, self.head.weight, targets, self.loss_chunks)
+        return plain(hidden, self.head.weight, targets)
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Parameters of the model at its padded vocabulary, a tied head counted once."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in GPT(config).parameters())

@@ -1,0 +1,129 @@
+"""What a person sees of a run: lines on the terminal, and the run's page in MLflow."""
+
+from pathlib import Path
+
+from rich.table import Table
+
+from infra.command import console
+from infra.tracking import Tracker
+from infra.units import GIB, format_duration
+from pipeline.shards import Manifest
+from train.config import TrainConfig, format_model
+from train.result import RunResult
+
+
+def print_header(config: TrainConfig, manifest: Manifest, folder: Path) -> None:
+    """Say what is about to be trained, with the arithmetic of the batch written out."""
+    train = manifest.splits["train"]
+    console.print(f"[bold]{format_model(config.model)}[/bold] on {config.data}: {train['tokens']:,} training tokens")
+    console.print(
+        f"batch: {config.global_batch} sequences = {config.micro_batch} a micro-batch x {config.accumulation} "
+        f"accumulated x {config.workers} worker{'s' * (config.workers > 1)}; "
+        f"{config.step_tokens:,} tokens a step; precision {config.precision}"
+    )
+    console.print(f"folder: {folder}")
+
+
+def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest) -> None:
+    """The run's page before it has numbers: settings, data, and a description."""
+    flat = {k: v for k, v in config.to_json().items() if k != "model"}
+    tracker.params(flat | {"accumulation": config.accumulation, "model": format_model(config.model)})
+    tracker.params({f"model.{name}": value for name, value in config.to_json()["model"].items()})
+    tracker.json(config.to_json(), "config.json")
+    tracker.data(config.data.name, manifest.fingerprint, str(config.data), manifest.splits, "training")
+    tracker.note(f"Training {format_model(config.model)} on `{config.data}`. Still running.")
+
+
+def record_end(tracker: Tracker, config: TrainConfig, result: RunResult) -> None:
+    """The run's page with its result."""
+    tracker.metrics(result_metrics(result), result.steps)
+    tracker.tags({"outcome": result.outcome, "device": result.device})
+    tracker.json(result.to_json(), "result.json")
+    tracker.note(markdown(config, result))
+
+
+def result_metrics(result: RunResult) -> dict[str, float | None]:
+    """The numbers of a result under MLflow's grouped names."""
+    speed, memory = result.throughput, result.memory
+    return {
+        "result/tokens_per_second": speed and speed.tokens_per_second,
+        "result/tokens_per_second_low": speed and speed.low,
+        "result/tokens_per_second_high": speed and speed.high,
+        "result/mfu": result.mfu,
+        "result/tflops_per_second": result.flops_per_second and result.flops_per_second / 1e12,
+        "memory/process_gib": memory.process / GIB,
+        "memory/allocated_gib": memory.allocated and memory.allocated / GIB,
+        "memory/reserved_gib": memory.reserved and memory.reserved / GIB,
+        "memory/allocator_retries": memory.allocator_retries,
+        "time/first_step_seconds": result.first_step_seconds,
+        "time/data_wait_fraction": result.data_wait_fraction,
+    }
+
+
+def summary(result: RunResult) -> list[tuple[str, str]]:
+    """The result as (name, value with unit) rows."""
+    rows = [("outcome", f"{result.outcome}: {result.reason}")]
+    if result.throughput:
+        speed = result.throughput
+        rows.append(
+            (
+                "throughput",
+                f"{speed.tokens_per_second:,.0f} tokens/s (95%: {speed.low:,.0f} to {speed.high:,.0f}; "
+                f"median of {speed.steps} steps after {speed.warmup_steps} of warm-up)",
+            )
+        )
+        mfu = f"MFU {result.mfu:.1%}" if result.mfu else f"no MFU: the peak of {result.device!r} is not known"
+        rows.append(("arithmetic", f"{(result.flops_per_second or 0) / 1e12:,.3f} TFLOP/s; {mfu}"))
+    else:
+        rows.append(("throughput", "not measured: fewer than three steps after warm-up"))
+    rows.append(("peak memory", memory_text(result)))
+    if result.train_loss is not None:
+        val = "" if result.val_loss is None else f", validation {result.val_loss:.3f}"
+        rows.append(("loss", f"training {result.train_loss:.3f}{val}"))
+    rows.append(
+        (
+            "seen",
+            f"{result.train_tokens:,} training + {result.val_tokens:,} validation tokens; {result.books:,.1f} books",
+        )
+    )
+    first = "" if result.first_step_seconds is None else f"; first step after {result.first_step_seconds:.1f} s"
+    rows.append(("time", f"{format_duration(round(result.seconds, 1))}{first}"))
+    if result.data_wait_fraction is not None:
+        rows.append(("data wait", f"{result.data_wait_fraction:.2%} of training time"))
+    if result.checkpoint:
+        rows.append(("checkpoint", result.checkpoint))
+    return rows
+
+
+def memory_text(result: RunResult) -> str:
+    """Peak memory under each of its names."""
+    memory = result.memory
+    source = {"nvml": "NVML", "reserved": "reserved; NVML does not tell", "rss": "resident set"}[memory.process_source]
+    text = f"process {memory.process / GIB:.2f} GiB ({source})"
+    for name, value in (("reserved", memory.reserved), ("allocated", memory.allocated)):
+        if value is not None:
+            text += f", {name} {value / GIB:.2f} GiB"
+    return text
+
+
+def print_result(result: RunResult, folder: Path) -> None:
+    """The closing table, and what to do next."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in summary(result):
+        table.add_row(f"[bold]{name}[/bold]", value)
+    console.print(table)
+    if result.outcome == "interrupted":
+        console.print(f"continue with: python -m train.run --resume {folder}")
+
+
+def markdown(config: TrainConfig, result: RunResult) -> str:
+    """The result as the run's description in MLflow."""
+    lines = [f"### {format_model(config.model)}: {result.outcome}", "", "| | |", "|---|---|"]
+    lines += [f"| **{name}** | {value} |" for name, value in summary(result)]
+    lines += [
+        "",
+        f"Batch: {config.global_batch} sequences = {config.micro_batch} x {config.accumulation} accumulated x "
+        f"{config.workers} workers. Precision {config.precision}, attention {config.attention}, compile "
+        f"{config.compile}. Device: {result.device}. FLOPs: {result.flops_formula}.",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,122 @@
+"""What a run found: the record that ladders and searches compare and that MLflow and ``result.json`` keep."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Outcome = Literal["finished", "interrupted", "oom", "diverged", "failed"]
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Training speed in the steady state: tokens per second, its 95% interval, and what it rests on."""
+
+    tokens_per_second: float
+    low: float
+    high: float
+    steps: int
+    """Steps in the steady state, after ``warmup_steps`` were set aside."""
+    warmup_steps: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory in bytes, by its three names; None where the device has no such count."""
+
+    allocated: int | None
+    """Tensors held by torch's CUDA allocator."""
+    reserved: int | None
+    """Segments that the allocator took from the device."""
+    process: int
+    """The whole process: NVML's count on a GPU, peak resident set on the CPU."""
+    process_source: Literal["nvml", "reserved", "rss"]
+    """Where ``process`` comes from; ``reserved`` stands in where NVML does not tell."""
+    allocator_retries: int = 0
+    """Times the allocator had to free its cache to go on: the sign of a run slowed by too little memory."""
+
+
+@dataclass(frozen=True)
+class CycleReport:
+    """One cycle: losses, position, and where the time went. Seconds by the wall clock."""
+
+    step: int
+    batches: int
+    """Training steps and validation batches so far."""
+    train_loss: float
+    val_loss: float | None
+    """Mean over the cycle's validation batches; None when there are none."""
+    train_tokens: int
+    """Training tokens seen so far, over all workers."""
+    val_tokens: int
+    books: float
+    """Books seen so far, at the corpus's mean length."""
+    seconds: float
+    """Of this cycle."""
+    train_seconds: float
+    data_wait_seconds: float
+    elapsed: float
+    """Since the first step."""
+    cycle_tokens: int
+    epoch_seconds: float
+    """Time that one pass over the training tokens takes at this cycle's speed."""
+    learning_rate: float
+    gradient_norm: float
+    step_losses: list[float] = field(default_factory=list)
+
+    def line(self) -> str:
+        """The cycle as one line of the log."""
+        val = "-" if self.val_loss is None else f"{self.val_loss:.3f}"
+        return (
+            f"batches:{self.batches} | loss: {self.train_loss:.3f}/{val} "
+            f"| tok-seen: {self.train_tokens + self.val_tokens:,} | time: {self.seconds:.2f} "
+            f"| tok/sec: {self.cycle_tokens / self.seconds:,.2f} | epoch: {self.epoch_seconds / 3600:.2f} hrs"
+        )
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The outcome of a run and everything measured on the way."""
+
+    outcome: Outcome
+    reason: str
+    steps: int
+    throughput: Throughput | None
+    """None when the run was too short to have a steady state."""
+    memory: Memory
+    train_loss: float | None
+    val_loss: float | None
+    train_tokens: int
+    val_tokens: int
+    books: float
+    seconds: float
+    """Training time, from the first step on."""
+    first_step_seconds: float | None
+    """From the start of the loop to the end of the first step: compilation is in here."""
+    data_wait_fraction: float | None
+    """Share of training time spent waiting for a batch."""
+    flops_per_token: float
+    flops_formula: str
+    flops_per_second: float | None
+    mfu: float | None
+    """Fraction of the datasheet peak; None on hardware without a known peak."""
+    device: str
+    checkpoint: str | None
+    data_fingerprint: str
+    loss_curve: list[tuple[int, float, float | None]]
+    """(step, training loss, validation loss) by cycle."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "RunResult":
+        """Read back what :meth:`to_json` gave."""
+        throughput = values["throughput"]
+        return cls(
+            **values
+            | {
+                "throughput": Throughput(**throughput) if throughput else None,
+                "memory": Memory(**values["memory"]),
+                "loss_curve": [tuple(point) for point in values["loss_curve"]],
+            }
+        )
