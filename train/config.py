@@ -15,7 +15,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from infra.command import UserError
 from infra.units import Seconds
 
-Precision = Literal["fp32", "tf32", "fp16", "bf16"]
+Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
 Attention = Literal["manual", "sdpa"]
 Compile = Literal["off", "whole", "blocks"]
 Optimizer = Literal["adamw", "adamw-fused"]
@@ -165,8 +165,9 @@ class TrainConfig:
 
     micro_batch: int = 32
     """Sequences per forward pass on one worker; accumulation follows from the global batch."""
-    precision: Precision = "bf16"
-    """Arithmetic: fp32; tf32 matmuls; fp16 autocast with loss scaling; bf16 autocast."""
+    precision: Precision = "auto"
+    """Arithmetic: fp32; tf32 matmuls; fp16 autocast with loss scaling; bf16 autocast. auto is bf16 on GPUs
+    that have it, else fp32 (on most CPUs bf16 is emulated and many times slower)."""
     attention: Attention = "sdpa"
     """Attention: manual (materialises the T x T matrix) or torch's fused kernels."""
     compile: Compile = "off"

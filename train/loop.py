@@ -64,8 +64,9 @@ class Trainer:
         self.checkpoints = checkpoints
         self.started = time.perf_counter()
         self.device = pick_device(config)
+        self.precision = pick_precision(config, self.device)
         torch.manual_seed(config.seed)
-        torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
+        torch.set_float32_matmul_precision("highest" if self.precision == "fp32" else "high")
         self.data = TokenShards(config.data)
         length = config.model.context_length
         self.windows = Windows(self.data.open("train"), length, config.seed)
@@ -80,7 +81,7 @@ class Trainer:
         ).to(self.device)
         self.optimizer = make_optimizer(self.model, config)
         self.forward = compiled(self.model, config)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.step = self.position = self.val_tokens = 0
         self.elapsed_before = 0.0
         self.begin = self.started
@@ -212,7 +213,7 @@ class Trainer:
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         kinds = {"fp16": torch.float16, "bf16": torch.bfloat16}
-        kind = kinds.get(self.config.precision)
+        kind = kinds.get(self.precision)
         return torch.autocast(self.device.type, kind) if kind else contextlib.nullcontext()
 
     def _new_cycle(self) -> _Cycle:
@@ -335,6 +336,13 @@ def pick_device(config: TrainConfig) -> torch.device:
     if kind == "cpu" and config.precision == "fp16":
         raise UserError("--precision fp16 needs loss scaling on a GPU and this machine has none; use bf16 or fp32.")
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def pick_precision(config: TrainConfig, device: torch.device) -> str:
+    """The precision that the config means on this device."""
+    if config.precision != "auto":
+        return config.precision
+    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
 def compiled(model: GPT, config: TrainConfig) -> Callable[..., Tensor]:

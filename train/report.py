@@ -80,12 +80,8 @@ def summary(result: RunResult) -> list[tuple[str, str]]:
     if result.train_loss is not None:
         val = "" if result.val_loss is None else f", validation {result.val_loss:.3f}"
         rows.append(("loss", f"training {result.train_loss:.3f}{val}"))
-    rows.append(
-        (
-            "seen",
-            f"{result.train_tokens:,} training + {result.val_tokens:,} validation tokens; {result.books:,.1f} books",
-        )
-    )
+    seen = f"{result.train_tokens:,} training + {result.val_tokens:,} validation tokens; {result.books:,.1f} books"
+    rows.append(("seen", seen))
     first = "" if result.first_step_seconds is None else f"; first step after {result.first_step_seconds:.1f} s"
     rows.append(("time", f"{format_duration(round(result.seconds, 1))}{first}"))
     if result.data_wait_fraction is not None:

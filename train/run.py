@@ -109,9 +109,7 @@ def find_checkpoint(text: str, out: Path) -> Path:
         found = newest(folder / "checkpoints")
         if found:
             return found.resolve()
-    raise UserError(
-        f"--resume {text}: there is no checkpoint under {out / text} or {Path(text)}; 'ls {out}' lists runs."
-    )
+    raise UserError(f"--resume {text}: there is no checkpoint under {out / text} or {text}; 'ls {out}' lists runs.")
 
 
 if __name__ == "__main__":

@@ -60,9 +60,7 @@ def run(
         gpus = ray.cluster_resources().get("GPU", 0)
         use_gpu = config.device == "cuda" or (config.device == "auto" and gpus >= config.workers)
         if use_gpu and gpus < config.workers:
-            raise UserError(
-                f"--device cuda with --workers {config.workers} needs {config.workers} GPUs; Ray has {gpus:g}."
-            )
+            raise UserError(f"--device cuda needs a GPU for each of --workers {config.workers}; Ray has {gpus:g}.")
         trainer = ray.train.torch.TorchTrainer(
             train_function,
             train_loop_config=payload,
@@ -86,8 +84,7 @@ def run(
             thread.start()
             while thread.is_alive():
                 thread.join(POLL_SECONDS)
-                for line, seen in new_lines(cycles, seen):
-                    on_cycle(json.loads(line))
+                seen = follow(cycles, seen, on_cycle)
     if isinstance(done[0], BaseException):
         raise done[0]
     return RunResult.from_json(done[0].return_value)
@@ -141,17 +138,17 @@ def cycle_metrics(report: CycleReport) -> dict[str, float | None]:
     }
 
 
-def new_lines(path: Path, position: int) -> Iterator[tuple[str, int]]:
-    """Whole lines that were appended to ``path`` after byte ``position``, each with the position behind it."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        file.seek(position)
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            position += len(line)
-            yield line.decode(), position
+def follow(path: Path, position: int, on_cycle: Callable[[dict[str, Any]], None]) -> int:
+    """Hand on the whole lines appended to ``path`` after byte ``position``; returns the position behind them."""
+    if path.exists():
+        with path.open("rb") as file:
+            file.seek(position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                position += len(line)
+                on_cycle(json.loads(line))
+    return position
 
 
 @contextmanager
