@@ -1,0 +1,69 @@
+"""What decides a tokenizing run, with every default and its unit in one place."""
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from infra.units import Bytes
+
+SAMPLE = "sample"
+
+
+@dataclass(frozen=True)
+class TokenizeConfig:
+    """Settings of one run of ``pipeline.tokenize``. Refuses itself with ``ValueError``."""
+
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (SAMPLE,)
+    """Books: files, folders, globs, or the word 'sample' (the King James Bible, installed with this program).
+    Their order does not matter."""
+
+    out: Path = Path("data/tokens")
+    """Folder for the token shards."""
+
+    workers: int | None = None
+    """Tasks at a time. Default: every CPU of this machine, or of the cluster at --address."""
+
+    val_fraction: float = 0.01
+    """Share of the books held out for validation, chosen by a hash of each book's id."""
+
+    encoder: Literal["gigatoken", "tiktoken"] = "gigatoken"
+    """Both give the same ids. gigatoken is about 15 times faster, and tiktoken checks a sample of its books."""
+
+    shard_size: Bytes = 16_000_000
+    """Text in one shard and in one task. The shards depend on it; the number of workers changes nothing."""
+
+    dry_run: bool = False
+    """Say what would be done, and do nothing."""
+
+    overwrite: bool = False
+    """Replace what is in --out instead of finishing it."""
+
+    tracking_uri: str | None = None
+    """MLflow store. Default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
+
+    address: str | None = None
+    """Ray cluster to work on. Default: this machine alone."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError("no sources: name a file or a folder of books, or leave sources out for the sample")
+        if not 0 <= self.val_fraction < 1:
+            raise ValueError(f"--val-fraction {self.val_fraction} is not a share: give at least 0 and less than 1")
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"--workers {self.workers} leaves nobody to work: give 1 or more")
+        if self.shard_size < 1_000_000:
+            raise ValueError(f"--shard-size {self.shard_size}B is too small for a task: give 1MB or more")
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that decide the bytes of the shards, for the manifest and for telling runs apart."""
+        execution = {"out", "workers", "dry_run", "overwrite", "tracking_uri", "address"}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in execution}
+        return values | {"sources": sorted(set(self.sources))}
+
+    @property
+    def parallelism(self) -> int:
+        """Tasks at a time on this machine."""
+        return self.workers or os.cpu_count() or 1

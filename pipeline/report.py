@@ -1,0 +1,110 @@
+"""What a run did, in numbers: for the terminal, for MLflow's note, and the part that the manifest keeps.
+
+In: the records of all pieces, and the timings of those that this run did. Out: counts that depend on
+inputs and config alone (``totals``, which the manifest holds), and rates that do not.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.piece import Record
+
+HISTOGRAM = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
+"""Upper bounds, in tokens, of the classes of book lengths."""
+
+
+def totals(records: Iterable[Record]) -> dict[str, Any]:
+    """Counts over ``records``: books in, kept, dropped by reason, characters, tokens, book lengths, bytes checked."""
+    records = list(records)
+    reasons = Counter(dropped.reason for record in records for dropped in record.dropped)
+    lengths = [tokens for record in records for *_, tokens in record.books]
+    return {
+        "books_in": len(lengths) + reasons.total(),
+        "books_kept": len(lengths),
+        "books_dropped": dict(sorted(reasons.items())),
+        "read_bytes": sum(record.read_bytes for record in records),
+        "chars": sum(chars for record in records for _, _, chars, _ in record.books),
+        "tokens": sum(lengths),
+        "tokens_a_book": _histogram(lengths),
+        "verified_bytes": sum(record.verified_bytes for record in records),
+    }
+
+
+def _histogram(lengths: list[int]) -> dict[str, int]:
+    classes = [f"up to {bound:,}" for bound in HISTOGRAM] + [f"over {HISTOGRAM[-1]:,}"]
+    counts = dict.fromkeys(classes, 0)
+    for length in lengths:
+        counts[classes[sum(length > bound for bound in HISTOGRAM)]] += 1
+    return counts
+
+
+@dataclass
+class Progress:
+    """Timings of the pieces that this run did."""
+
+    pieces: int = 0
+    bytes: int = 0
+    tokens: int = 0
+    seconds: Counter[str] = field(default_factory=Counter)
+    """Worker seconds by stage."""
+    wall: dict[str, float] = field(default_factory=dict)
+    """Seconds of the whole command by phase."""
+
+    def add(self, summary: dict[str, Any]) -> None:
+        """Take in one piece's summary."""
+        self.pieces += 1
+        self.bytes += summary["bytes"]
+        self.tokens += summary["tokens"]
+        self.seconds.update(summary["seconds"])
+
+    @property
+    def slowest(self) -> str:
+        """The stage that took most worker time."""
+        return max(self.seconds, key=lambda stage: self.seconds[stage], default="none")
+
+    def metrics(self) -> dict[str, float]:
+        """Rates and times under the names that MLflow groups by."""
+        values = {f"time/{phase}": seconds for phase, seconds in self.wall.items()}
+        for stage, seconds in self.seconds.items():
+            values[f"time/stage_{stage}"] = seconds
+            if seconds:
+                values[f"throughput/{stage}_MB_per_second"] = self.bytes / 1e6 / seconds
+        work = self.wall.get("work")
+        if work and self.pieces:
+            values["throughput/MB_per_second"] = self.bytes / 1e6 / work
+            values["throughput/tokens_per_second"] = self.tokens / work
+        return values
+
+
+def as_markdown(name: str, counts: dict[str, Any], progress: Progress, fingerprint: str) -> str:
+    """The report as a person reads it, on the terminal and in MLflow."""
+    dropped = counts["books_dropped"]
+    why = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"
+    ratio = counts["chars"] / counts["tokens"] if counts["tokens"] else 0.0
+    lines = [
+        f"**{counts['books_kept']:,} books, {counts['tokens']:,} tokens** in `{name}` "
+        f"(fingerprint `{fingerprint[:12]}`).",
+        "",
+        f"- books: {counts['books_in']:,} in, {counts['books_kept']:,} kept; dropped: {why}",
+        f"- text: {counts['chars']:,} characters, {ratio:.2f} characters a token",
+        f"- checked against tiktoken: {counts['verified_bytes'] / 1e6:.1f} MB, equal",
+        "- tokens a book: "
+        + ", ".join(f"{count:,} {label}" for label, count in counts["tokens_a_book"].items() if count),
+    ]
+    if progress.pieces:
+        metrics = progress.metrics()
+        lines += [
+            f"- this run: {progress.pieces:,} pieces, {progress.bytes / 1e6:,.1f} MB, "
+            f"{metrics.get('throughput/MB_per_second', 0):,.0f} MB/s, "
+            f"{metrics.get('throughput/tokens_per_second', 0):,.0f} tokens/s while working",
+            "",
+            "| stage | worker seconds | MB/s a worker |",
+            "|---|---|---|",
+        ]
+        for stage, seconds in progress.seconds.most_common():
+            lines.append(f"| {stage} | {seconds:.2f} | {progress.bytes / 1e6 / seconds if seconds else 0:,.0f} |")
+        lines += ["", f"Slowest stage: {progress.slowest}."]
+    phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in progress.wall.items())
+    return "\n".join([*lines, "", f"Time: {phases}."])

@@ -1,0 +1,102 @@
+"""What an output folder already holds: which pieces are done, what is left over, and who else writes there."""
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from infra.command import UserError
+from infra.storage import atomic_file, clear_temporaries, write_json
+from pipeline.config import TokenizeConfig
+from pipeline.piece import PIECES, Record, read_record
+from pipeline.plan import Piece
+from pipeline.shards import MANIFEST, QUARANTINE, SPLITS
+
+SETTINGS = "settings.json"
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Hold ``folder`` for this process; the system lets go of it however the process ends.
+
+    Raises ``UserError`` when another run holds it, or when the folder cannot be made.
+    """
+    try:
+        (folder / PIECES).mkdir(parents=True, exist_ok=True)
+        lock = (folder / PIECES / ".lock").open("w")
+    except OSError as refused:
+        raise UserError(f"--out {folder} cannot be written ({refused.strerror}): name another folder.") from refused
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another run is writing to {folder}: wait for it, or give another --out.") from None
+        yield
+
+
+def changed_settings(folder: Path, config: TokenizeConfig) -> dict[str, tuple[Any, Any]]:
+    """Settings by which ``folder`` was made and that ``config`` has otherwise: name to (there, now)."""
+    try:
+        there = json.loads((folder / PIECES / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    now = json.loads(json.dumps(config.identity()))
+    return {name: (there.get(name), now[name]) for name in now if there.get(name) != now[name]}
+
+
+def done_pieces(folder: Path, plan: list[Piece]) -> dict[int, Record]:
+    """Records of the pieces that need not be done again: same inputs and settings, every shard there at its length."""
+    done = {}
+    for piece in plan:
+        record = read_record(folder, piece.name)
+        if record and record.key == piece.key() and all(_present(folder, shard) for shard in record.shards):
+            done[piece.index] = record
+    return done
+
+
+def _present(folder: Path, shard: Any) -> bool:
+    path = folder / shard.path
+    return path.is_file() and path.stat().st_size == shard.bytes
+
+
+def begin(folder: Path, config: TokenizeConfig) -> None:
+    """Make ``folder`` unfinished: no manifest, no half-written files, and the settings of this run noted."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    for name in (*SPLITS, PIECES, "."):
+        clear_temporaries(folder / name)
+    write_json(folder / PIECES / SETTINGS, config.identity())
+
+
+def clear(folder: Path) -> None:
+    """Remove what this program wrote to ``folder``, and nothing else."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    (folder / QUARANTINE).unlink(missing_ok=True)
+    for name in SPLITS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for leftover in (folder / PIECES).glob("*.json"):
+        leftover.unlink()
+
+
+def write_quarantine(folder: Path, records: Iterable[Record]) -> None:
+    """Write one JSON line for every book that was left out, in the order of their ids."""
+    dropped = sorted((d for record in records for d in record.dropped), key=lambda d: (d.book, d.detail))
+    with atomic_file(folder / QUARANTINE) as file:
+        for entry in dropped:
+            file.write(json.dumps(asdict(entry), ensure_ascii=False).encode() + b"\n")
+
+
+def remove_strays(folder: Path, records: dict[int, Record], plan: list[Piece]) -> None:
+    """Remove shards and records of an earlier plan that this one does not name."""
+    shards = {shard.path for record in records.values() for shard in record.shards}
+    for split in SPLITS:
+        for path in (folder / split).glob("*.arrow"):
+            if f"{split}/{path.name}" not in shards:
+                path.unlink()
+    names = {f"{piece.name}.json" for piece in plan} | {SETTINGS}
+    for path in (folder / PIECES).glob("*.json"):
+        if path.name not in names:
+            path.unlink()

@@ -1,0 +1,177 @@
+"""Turn books into token shards: ``python -m pipeline.tokenize [SOURCE ...] --out data/tokens``.
+
+In: sources. Out: a finished data set (see ``pipeline.shards``), a report, and a run in MLflow. Running
+it again finishes what a kill left undone, and does nothing when nothing is missing. Wiring only:
+functions of a ``-m`` file reach Ray's workers as ``__main__``, pickled by value.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.markdown import Markdown
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from infra import command, provenance
+from infra.cluster import connected
+from infra.command import UserError, console
+from pipeline import report, state
+from pipeline.config import TokenizeConfig
+from pipeline.encoding import VOCABULARY_SHA256
+from pipeline.piece import Record, read_record
+from pipeline.plan import Piece, make_plan
+from pipeline.shards import MANIFEST, QUARANTINE, Manifest, read_manifest
+from pipeline.sources import Inventory, find
+from pipeline.work import do_pieces, warm_up
+
+
+def main(config: TokenizeConfig) -> int:
+    """Run the command; returns its exit code."""
+    folder = config.out.absolute()
+    timings = report.Progress()
+    with _phase(timings, "plan"):
+        inventory = find(config.sources)
+        plan = make_plan(inventory, config)
+    changed = state.changed_settings(folder, config)
+    done = {} if changed or config.overwrite else state.done_pieces(folder, plan)
+    todo = [piece for piece in plan if piece.index not in done]
+    console.print(_intention(inventory, plan, todo, folder))
+    if changed and not config.overwrite:
+        names = "; ".join(f"{name} was {there!r} and is now {now!r}" for name, (there, now) in changed.items())
+        sentence = (
+            f"{folder} was made with other settings ({names}): add --overwrite to replace it, or name another --out."
+        )
+        if not config.dry_run:
+            raise UserError(sentence)
+        console.print(sentence, markup=False)
+    if config.dry_run:
+        return 0
+    with state.sole_writer(folder):
+        if not todo and _is_finished(folder, inventory):
+            console.print(f"{folder} is finished; nothing to do.", markup=False)
+            return 0
+        if config.overwrite:
+            state.clear(folder)
+        state.begin(folder, config)
+        _make(config, folder, inventory, plan, todo, timings)
+    return 0
+
+
+def _make(
+    config: TokenizeConfig,
+    folder: Path,
+    inventory: Inventory,
+    plan: list[Piece],
+    todo: list[Piece],
+    timings: report.Progress,
+) -> None:
+    from infra.tracking import Tracker, create_run  # imports MLflow, which dry runs and mistakes need not wait for
+
+    with _phase(timings, "tracking"):
+        key = create_run("pipeline", folder.name, tracking_uri=config.tracking_uri, tags=provenance.collect())
+    with Tracker(key) as tracker:
+        tracker.params(config.identity() | {"out": folder, "workers": config.parallelism, "pieces": len(plan)})
+        try:
+            if todo:
+                with _phase(timings, "ray start"):
+                    cluster = connected(config.address, cpus=config.parallelism)
+                    cluster.__enter__()
+                try:
+                    with _phase(timings, "work"):
+                        _work(config, folder, plan, todo, timings)
+                finally:
+                    with _phase(timings, "ray stop"):
+                        cluster.__exit__(None, None, None)
+            with _phase(timings, "finish"):
+                manifest = _finish(config, folder, inventory, plan)
+        except BaseException as failure:
+            tracker.finish("KILLED" if isinstance(failure, KeyboardInterrupt) else "FAILED")
+            raise
+        note = report.as_markdown(str(config.out), manifest.report, timings, manifest.fingerprint)
+        tracker.note(note)
+        tracker.metrics(timings.metrics() | _counts(manifest))
+        tracker.file(folder / MANIFEST)
+        tracker.file(folder / QUARANTINE)
+        tracker.data(folder.name, manifest.fingerprint, str(folder), manifest.report, "output")
+        tracker.finish()
+    console.print(Markdown(note), soft_wrap=False)
+
+
+def _work(config: TokenizeConfig, folder: Path, plan: list[Piece], todo: list[Piece], timings: report.Progress) -> None:
+    if not config.address:
+        warm_up(min(config.parallelism, len(todo)))
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("pieces, {task.fields[rate]}"),
+        TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("tokenizing", total=len(plan), completed=len(plan) - len(todo), rate="starting")
+        start = time.perf_counter()
+        for summary in do_pieces(todo, folder, config.workers if config.address else config.parallelism):
+            timings.add(summary)
+            rate = f"{timings.bytes / 1e6 / (time.perf_counter() - start):,.0f} MB/s"
+            bar.update(task, advance=1, rate=rate)
+
+
+def _finish(config: TokenizeConfig, folder: Path, inventory: Inventory, plan: list[Piece]) -> Manifest:
+    """Write quarantine and manifest from the records. Raises ``UserError`` when no book was kept."""
+    found = {piece.index: read_record(folder, piece.name) for piece in plan}
+    records: dict[int, Record] = {index: record for index, record in found.items() if record}
+    assert len(records) == len(plan), "every piece has a record when Ray has done them all"
+    state.remove_strays(folder, records, plan)
+    state.write_quarantine(folder, records.values())
+    counts = report.totals(records.values())
+    if not counts["books_kept"]:
+        raise UserError(
+            f"none of {counts['books_in']:,} books could be kept: {folder / QUARANTINE} gives the reason for each."
+        )
+    shards = [shard for record in records.values() for shard in record.shards]
+    manifest = Manifest.of(
+        shards,
+        config=config.identity(),
+        vocabulary_sha256=VOCABULARY_SHA256,
+        inputs=inventory.summary(),
+        report=counts,
+    )
+    manifest.write(folder)
+    return manifest
+
+
+def _is_finished(folder: Path, inventory: Inventory) -> bool:
+    try:
+        return read_manifest(folder).inputs == inventory.summary()
+    except UserError:
+        return False
+
+
+def _intention(inventory: Inventory, plan: list[Piece], todo: list[Piece], folder: Path) -> str:
+    summary = inventory.summary()
+    text = f"{summary['files']:,} files, {summary['bytes'] / 1e6:,.1f} MB, in {len(plan):,} pieces"
+    if len(todo) < len(plan):
+        text += f", of which {len(plan) - len(todo):,} are done"
+    if inventory.skipped:
+        text += "; left aside: " + ", ".join(f"{n:,} {suffix}" for suffix, n in inventory.skipped.items())
+    return f"{text} -> {folder}"
+
+
+def _counts(manifest: Manifest) -> dict[str, float]:
+    counts = manifest.report
+    values = {"books/in": counts["books_in"], "books/kept": counts["books_kept"], "text/chars": counts["chars"]}
+    values |= {f"books/dropped_{reason.replace(' ', '_')}": n for reason, n in counts["books_dropped"].items()}
+    for split, sums in manifest.splits.items():
+        values |= {f"tokens/{split}": sums["tokens"], f"books/{split}": sums["books"]}
+    return values
+
+
+@contextmanager
+def _phase(timings: report.Progress, name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        timings.wall[name] = time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    command.run(main, TokenizeConfig, module="pipeline.tokenize", description=__doc__ or "")

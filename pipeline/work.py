@@ -1,0 +1,66 @@
+"""Have Ray Data do the pieces: one task each, on however many workers the cluster has.
+
+In: pieces. Out: their summaries, as they are done. Ray Data hands out the work and limits how much is in
+flight; a task reads its own files and writes its own shard, because Ray's readers cost 4 ms a file and
+its writers use random names. Ray is imported in the functions: planning and dry runs do without it.
+"""
+
+import logging
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from infra.command import UserError
+from pipeline.encoding import EncodingMismatch
+from pipeline.piece import do_piece
+from pipeline.plan import Piece
+
+
+def do_pieces(pieces: list[Piece], folder: Path, workers: int | None) -> Iterator[dict[str, Any]]:
+    """Do ``pieces`` on the connected Ray and yield each one's summary when it is done.
+
+    Raises ``UserError`` or ``EncodingMismatch`` as a task raised it.
+    """
+    import ray.data
+    import ray.exceptions
+
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = False
+    context.op_resource_reservation_enabled = False  # reserves more than two CPUs have
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    items = [{"piece": pickle.dumps(piece), "folder": str(folder)} for piece in pieces]
+    work = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+        _task, batch_size=1, compute=ray.data.TaskPoolStrategy(size=workers and min(workers, len(items))), num_cpus=1
+    )
+    try:
+        for row in work.iter_rows():
+            yield pickle.loads(row["summary"])  # noqa: S301 our own bytes
+    except ray.exceptions.RayTaskError as failure:
+        cause = failure
+        while isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, Exception):
+            cause = cause.cause
+        if isinstance(cause, (UserError, EncodingMismatch)):
+            raise cause from None
+        raise
+
+
+def _task(batch: Any) -> dict[str, list[bytes]]:
+    piece: Piece = pickle.loads(batch["piece"][0])  # noqa: S301 our own bytes
+    return {"summary": [pickle.dumps(do_piece(piece, Path(str(batch["folder"][0]))))]}
+
+
+def warm_up(workers: int) -> None:
+    """Start worker processes with their imports done and the vocabulary loaded, without waiting for them."""
+    import ray
+
+    @ray.remote(num_cpus=1)
+    def load() -> None:
+        from pipeline.encoding import encode
+
+        encode(b"warm")
+
+    for _ in range(workers):
+        load.remote()
