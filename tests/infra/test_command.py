@@ -1,0 +1,64 @@
+"""Every command ends with the code its outcome has, and a mistake gets one sentence."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys
+from dataclasses import dataclass
+from infra import command
+
+@dataclass(frozen=True)
+class Options:
+    '''Options of the test.'''
+    do: str = "work"
+
+    def __post_init__(self):
+        if self.do == "contradict":
+            raise command.UserError("--do contradict disagrees with itself.")
+
+def main(options):
+    if options.do == "mistake":
+        raise command.UserError("books[1].txt is missing: run something else.")
+    if options.do == "bug":
+        raise RuntimeError("our bug")
+    if options.do == "interrupt":
+        raise KeyboardInterrupt
+    return 0
+
+command.run(main, Options, module="test", description="A command.")
+"""
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", SCRIPT, *flags], capture_output=True, text=True, cwd=Path.cwd())
+
+
+@pytest.mark.parametrize(
+    ("what", "code"), [("work", 0), ("mistake", 2), ("contradict", 2), ("bug", 1), ("interrupt", 130)]
+)
+def test_exit_codes(what: str, code: int) -> None:
+    assert run("--do", what).returncode == code
+
+
+def test_a_mistake_is_one_sentence_with_its_brackets_kept() -> None:
+    done = run("--do", "mistake")
+    assert done.stderr.strip() == "error: books[1].txt is missing: run something else."
+
+
+def test_a_config_that_contradicts_itself_gets_a_sentence() -> None:
+    done = run("--do", "contradict")
+    assert "--do contradict disagrees with itself." in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_flag_is_refused_and_help_names_the_flags() -> None:
+    unknown = run("--no-such-flag")
+    assert unknown.returncode == 2
+    assert "--no-such-flag" in unknown.stdout + unknown.stderr
+    help_text = run("--help")
+    assert help_text.returncode == 0
+    assert "--do" in help_text.stdout

@@ -1,0 +1,142 @@
+"""Runs reach MLflow in a real store, and a store that goes away neither loses entries nor stops the work."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from infra import tracking
+from infra.command import UserError
+from infra.tracking import Tracker, create_run, find_runs
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def test_everything_that_was_logged_is_in_the_embedded_store(tmp_path: Path) -> None:
+    key = create_run("train", "first", tags={"kind": "run"})
+    child = create_run("train", "child", parent=key, tags={"config_hash": "abc"})
+    (tmp_path / "picture.png").write_bytes(b"png")
+    with Tracker(key) as tracker:
+        for step in range(1200):  # more than MLflow takes in one call
+            tracker.metrics({"loss/train": 1.0 / (step + 1)}, step)
+        tracker.params({f"setting.{number}": number for number in range(250)})
+        tracker.note("# What this run found")
+        tracker.text("a,b\n1,2\n", "table.csv")
+        tracker.file(tmp_path / "picture.png", "plots")
+        tracker.data("books", "f" * 64, str(tmp_path), {"tokens": 7}, "training")
+        tracker.finish()
+    client = MlflowClient(key.store)
+    run = client.get_run(key.run_id)
+    assert run.info.status == "FINISHED"
+    assert len(client.get_metric_history(key.run_id, "loss/train")) == 1200
+    assert len(run.data.params) == 250
+    assert run.data.tags["mlflow.note.content"] == "# What this run found"
+    assert {file.path for file in client.list_artifacts(key.run_id)} == {"table.csv", "plots"}
+    assert run.inputs.dataset_inputs[0].dataset.name == "books"
+    assert find_runs(key, "config_hash", "abc") == [child.run_id]
+    assert (tmp_path / "mlflow.db").is_file()
+
+
+def test_an_entry_that_mlflow_refuses_does_not_take_others_with_it(capfd: pytest.CaptureFixture[str]) -> None:
+    key = create_run("train", "refused")
+    with Tracker(key) as tracker:
+        tracker.params({"rate": 1})
+        tracker.flush()
+        tracker.params({"rate": 2})
+        tracker.flush()
+        tracker.metrics({"loss": 3.0})
+    run = MlflowClient(key.store).get_run(key.run_id)
+    assert run.data.params == {"rate": "1"}
+    assert run.data.metrics == {"loss": 3.0}
+    assert "MLflow refuses an entry" in capfd.readouterr().err
+
+
+def test_a_store_that_does_not_answer_is_refused_before_any_work() -> None:
+    with pytest.raises(UserError, match="--tracking-uri"):
+        create_run("train", "nowhere", tracking_uri=f"http://127.0.0.1:{free_port()}")
+
+
+def test_entries_survive_the_server_and_arrive_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.5)
+    port = free_port()
+    with server(tmp_path, port) as process:
+        key = create_run("train", "outage", tracking_uri=f"http://127.0.0.1:{port}")
+        tracker = Tracker(key)
+        tracker.metrics({"loss": 1.0}, 1)
+        assert tracker.flush()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        started = time.monotonic()
+        tracker.metrics({"loss": 2.0}, 2)
+        assert time.monotonic() - started < 0.1, "logging waited for a dead server"
+        assert tracker.flush()
+        journal = Path(key.journal) / f"{key.run_id}.jsonl"
+        assert journal.is_file()
+    time.sleep(0.6)
+    with server(tmp_path, port):
+        tracker.metrics({"loss": 3.0}, 3)
+        assert tracker.flush()
+        client = MlflowClient(key.store)
+        history = client.get_metric_history(key.run_id, "loss")
+        assert sorted(point.value for point in history) == [1.0, 2.0, 3.0]
+        assert "entries" in client.get_run(key.run_id).data.tags["tracking.delivered_late"]
+        assert not journal.exists()
+
+
+def test_a_later_run_delivers_what_an_earlier_one_left_behind(tmp_path: Path) -> None:
+    key = create_run("train", "killed")
+    journal = Path(key.journal)
+    journal.mkdir()
+    entry = {"kind": "metric", "key": "loss", "value": 4.0, "step": 1, "time": 1, "store": key.store}
+    (journal / f"{key.run_id}.jsonl").write_text(json.dumps(entry) + "\n")
+    create_run("train", "later")
+    assert MlflowClient(key.store).get_run(key.run_id).data.metrics == {"loss": 4.0}
+    assert not list(journal.iterdir())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A real MLflow server on loopback, in a process group of its own so that all of it can be killed."""
+    command = [
+        sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+        "--backend-store-uri", f"sqlite:///{folder / 'server.db'}", "--artifacts-destination", str(folder / "files"),
+    ]  # fmt: skip
+    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    process = subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
+                break
+            except OSError:
+                time.sleep(0.2)
+        else:
+            raise TimeoutError("the MLflow server did not start")
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,35 @@
+"""Sizes and durations keep their value through text, and a number without a unit is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.units import format_duration, format_size, parse_duration, parse_size
+
+
+@given(st.integers(min_value=0, max_value=2**60))
+def test_a_size_survives_being_written_and_read(size: int) -> None:
+    assert parse_size(format_size(size)) == size
+
+
+@given(st.integers(min_value=0, max_value=10**7))
+def test_a_duration_survives_being_written_and_read(seconds: int) -> None:
+    assert parse_duration(format_duration(seconds)) == seconds
+
+
+def test_the_two_gigabytes_differ() -> None:
+    assert parse_size("40GB") == 40 * 10**9
+    assert parse_size("40GiB") == 40 * 2**30
+    assert parse_duration("1h30m") == 5400
+
+
+@pytest.mark.parametrize("text", ["40", "GB", "-1GB", "40 parsecs", ""])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["90", "m", "5 minutes", "1m2", ""])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a duration"):
+        parse_duration(text)
