@@ -46,6 +46,7 @@ def test_everything_that_was_logged_is_in_the_embedded_store(tmp_path: Path) -> 
     assert len(run.data.params) == 250
     assert run.data.tags["mlflow.note.content"] == "# What this run found"
     assert {file.path for file in client.list_artifacts(key.run_id)} == {"table.csv", "plots"}
+    assert run.inputs is not None
     assert run.inputs.dataset_inputs[0].dataset.name == "books"
     assert find_runs(key, "config_hash", "abc") == [child.run_id]
     assert (tmp_path / "mlflow.db").is_file()
