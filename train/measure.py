@@ -1,18 +1,24 @@
-"""Speed with its uncertainty: marks on the device's own clock, the steady state, FLOPs and MFU.
+"""Speed with its uncertainty: marks on the device's own clock, the end of warm-up, the steady state.
 
 In: the seconds of every step. Out: tokens per second with a 95% interval. The first steps hold
 compilation, cache warming and clock ramps, so they never count.
 """
 
+import itertools
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from train.config import ModelConfig
+from train import flops
+from train.intervals import FEWEST_BATCHES, anytime_half_width, batch_means, median_interval
 from train.result import Throughput
+
+FEWEST_STEPS = 3
+"""Steps after warm-up without which there is no speed to speak of."""
 
 Mark = Any
 """A moment on the device's timeline: a CUDA event, or seconds of the host's clock on the CPU."""
@@ -38,32 +44,57 @@ def seconds_between(first: Mark, last: Mark) -> float:
     return first.elapsed_time(last) / 1000 if isinstance(first, torch.cuda.Event) else last - first
 
 
-def steady_state(step_seconds: list[float], step_tokens: int) -> Throughput | None:
+def warmup_steps(step_seconds: Sequence[float]) -> int:
+    """Steps before the speed has settled: the first place where two neighbouring windows agree, from step 1 on.
+
+    Windows agree when their medians differ by no more than 1% or three standard errors of such a
+    difference, taken from how much steps of the run's second half differ from the next. The first step,
+    which compiles, never counts. A run that never settles gives up its first half, and its interval shows
+    the rest.
+    """
+    count = len(step_seconds)
+    window = max(3, min(20, count // 8))
+    latest = max(1, count // 2)
+    later = step_seconds[count // 2 :]
+    if count < 2 * window + 1:
+        return min(1, count)
+    # 1.4826 turns a median deviation into a standard deviation, sqrt(2) a difference's into one value's;
+    # 1.2533 is the standard error of a median in units of a mean's.
+    scatter = 1.4826 * statistics.median(abs(b - a) for a, b in itertools.pairwise(later)) / math.sqrt(2)
+    tolerance = max(0.01 * statistics.median(later), 3 * 1.2533 * scatter * math.sqrt(2 / window))
+    for start in range(1, min(latest, count - 2 * window) + 1):
+        first = statistics.median(step_seconds[start : start + window])
+        second = statistics.median(step_seconds[start + window : start + 2 * window])
+        if abs(first - second) <= tolerance:
+            return start
+    return latest
+
+
+def steady_state(step_seconds: Sequence[float], step_tokens: int) -> Throughput | None:
     """Throughput after warm-up, or None when fewer than three steps remain.
 
-    Warm-up is a tenth of the steps, at least one and at most twenty. The speed is the median step's,
-    since one slow step (a page-in, a neighbour) is not the machine's speed; its interval is the
-    distribution-free one for a median, from order statistics (Hahn and Meeker 1991, section 5.2).
+    The speed is that of the median batch of steps by the wall clock: one disturbance by a neighbour is
+    not the machine's speed, a stall that recurs is. The interval is the median's, from batch means.
     """
-    warmup = max(1, min(20, len(step_seconds) // 10))
-    steady = sorted(step_seconds[warmup:])
-    count = len(steady)
-    if count < 3:
+    warmup = warmup_steps(step_seconds)
+    steady = step_seconds[warmup:]
+    if len(steady) < FEWEST_STEPS:
         return None
-    reach = 1.96 * math.sqrt(count) / 2
-    fast = steady[max(0, math.floor(count / 2 - reach))]
-    slow = steady[min(count - 1, math.ceil(count / 2 + reach))]
-    middle = statistics.median(steady)
-    return Throughput(step_tokens / middle, step_tokens / slow, step_tokens / fast, count, warmup)
+    middle, fast, slow = median_interval(batch_means(steady))
+    fastest = min(steady)
+    return Throughput(step_tokens / middle, step_tokens / slow, step_tokens / max(fast, fastest), len(steady), warmup)
+
+
+def settled(step_seconds: Sequence[float], within: float) -> bool:
+    """Whether the speed is known to ``within`` (0.005 is half a percent), so that measuring may stop.
+
+    By a confidence sequence, which stays right although it is looked at after every step.
+    """
+    batches = batch_means(step_seconds[warmup_steps(step_seconds) :])
+    if len(batches) < FEWEST_BATCHES:
+        return False
+    return anytime_half_width(batches) <= within * statistics.fmean(batches)
 
 
 FLOPS_FORMULA = "6 x matmul parameters + 12 x layers x context x width, per token (arXiv 2204.02311, appendix B)"
-
-
-def flops_per_token(model: ModelConfig) -> float:
-    """Model FLOPs to train on one token, by PaLM's formula, which counts attention as if it were not causal.
-
-    Matmul parameters are the blocks' matrices and the head; embeddings are looked up, not multiplied.
-    """
-    matmul = model.layers * 12 * model.width**2 + model.padded_vocabulary * model.width
-    return 6 * matmul + 12 * model.layers * model.context_length * model.width
+flops_per_token = flops.palm

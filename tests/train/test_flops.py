@@ -1,0 +1,46 @@
+"""FLOPs a token by each formula, against figures worked out by others."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from train import flops
+from train.config import PRESETS, ModelConfig
+from train.model import GPT, parameter_count
+
+GPT2 = replace(PRESETS["gpt2-124m"], padded_vocabulary=50304)
+
+
+def test_gpt2_counts_as_published() -> None:
+    assert flops.matmul_parameters(GPT2) == pytest.approx(123.57e6, rel=1e-4)
+    assert flops.palm(GPT2) == pytest.approx(854.7e6, rel=1e-3)
+    assert flops.causal(GPT2) == pytest.approx(798.0e6, rel=1e-3)
+
+
+def test_hardware_flops_of_a_large_model_are_close_to_eight_thirds_of_a_forward() -> None:
+    large = PRESETS["gpt2-1558m"]
+    assert flops.hardware(large, recomputed=True) / flops.palm(large) == pytest.approx(8 / 6, rel=0.03)
+    assert flops.hardware(large, recomputed=False) == flops.palm(large)
+
+
+def test_palm_is_what_torch_counts(small_model: ModelConfig) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from train.attention import manual
+
+    model = GPT(small_model, attention=manual)
+    tokens = torch.zeros(3, small_model.context_length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    assert counter.get_total_flops() / tokens.numel() == pytest.approx(flops.palm(small_model), rel=1e-6)
+
+
+def test_unknown_hardware_has_no_utilisation(small_model: ModelConfig) -> None:
+    assert flops.utilisation(1e5, flops.palm(small_model), None, 1) is None
+    assert flops.utilisation(182_000, flops.palm(GPT2), 312e12, 1) == pytest.approx(0.50, abs=0.01)
+
+
+def test_every_formula_is_named(small_model: ModelConfig) -> None:
+    names = [formula.name for formula in flops.formulas(small_model, parameter_count(small_model))]
+    assert len(names) == len(set(names)) == 4

@@ -1,0 +1,77 @@
+"""Warm-up is set aside whatever its shape, and the speed is the steady state's."""
+
+import numpy as np
+import pytest
+
+from train.compare import Ladder
+from train.measure import settled, steady_state, warmup_steps
+
+
+def series(seconds: float, count: int, noise: float = 0.01, seed: int = 0) -> list[float]:
+    return np.random.default_rng(seed).normal(seconds, seconds * noise, count).tolist()
+
+
+def test_compilation_and_a_slow_ramp_are_warm_up() -> None:
+    ramp = [40.0, *(0.1 * (1 + 0.9 ** (n / 2)) for n in range(60))]
+    steps = ramp + series(0.1, 300)
+    assert 25 <= warmup_steps(steps) <= 75
+    speed = steady_state(steps, 1000)
+    assert speed is not None
+    assert speed.low <= 10_000 <= speed.high
+    assert speed.high / speed.low < 1.02
+
+
+def test_a_run_that_is_steady_from_the_start_loses_its_first_step_alone() -> None:
+    assert warmup_steps([9.0, *series(0.1, 100)]) == 1
+
+
+def test_a_run_that_never_settles_gives_up_half() -> None:
+    assert warmup_steps([0.1 * (1 + 0.02 * n) for n in range(100)]) == 50
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_too_few_steps_have_no_speed(count: int) -> None:
+    assert steady_state([1.0] * count, 10) is None
+
+
+def test_measuring_stops_only_when_the_speed_is_known() -> None:
+    assert not settled(series(0.1, 15, 0.01), within=0.005)
+    assert settled(series(0.1, 400, 0.01), within=0.005)
+    assert not settled(series(0.1, 400, 0.5), within=0.005)
+
+
+def test_drift_is_not_mistaken_for_a_speedup() -> None:
+    drifting = [1000 * 0.97**n for n in range(9)]
+    ladder = Ladder(drifting[::2], drifting[1::2])
+    for rung in range(4):
+        verdict = ladder.over_control(rung)
+        assert verdict is not None
+        assert not verdict.different
+
+
+def test_a_rung_twice_as_fast_is_called_different() -> None:
+    controls = [1000.0, 1010.0, 995.0, 1004.0]
+    ladder = Ladder(controls, [1001.0, None, 2003.0])
+    same, none, faster = (ladder.over_control(rung) for rung in range(3))
+    assert same is not None
+    assert not same.different
+    assert none is None
+    assert faster is not None
+    assert faster.different
+    assert faster.ratio == pytest.approx(2.0, rel=0.01)
+    step = ladder.over_rung(2, 0)
+    assert step is not None
+    assert step.different
+
+
+def test_false_alarms_of_a_simulated_machine_are_at_most_one_in_twenty() -> None:
+    random = np.random.default_rng(3)
+    alarms = total = 0
+    for _ in range(300):
+        wander = np.cumsum(random.normal(0, 0.005, 19))
+        speeds = (1000 * np.exp(wander + random.normal(0, 0.02, 19))).tolist()
+        ladder = Ladder(speeds[::2], speeds[1::2])
+        verdicts = [ladder.over_control(rung) for rung in range(9)]
+        alarms += sum(v is not None and v.different for v in verdicts)
+        total += 9
+    assert alarms / total <= 0.055
