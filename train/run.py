@@ -63,10 +63,9 @@ def train(options: RunOptions) -> int:
     from train import report, worker
 
     config = options.training
+    resume = find_checkpoint(options.resume, options.out) if options.resume else None
     manifest = read_manifest(config.data)
-    resume = None
-    if options.resume:
-        resume = find_checkpoint(options.resume, options.out)
+    if resume:
         folder = resume.parent.parent
     else:
         preset = format_model(config.model).partition(",")[0]

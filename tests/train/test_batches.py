@@ -1,0 +1,113 @@
+"""Windows, their order, and the exact position: every window once an epoch, whoever reads it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infra.command import UserError
+from pipeline.shards import TokenShards
+from train.batches import BatchLoader, Windows, permute
+
+CPU = torch.device("cpu")
+
+
+def windows_of(folder: Path, length: int = 32, seed: int = 0) -> Windows:
+    return Windows(TokenShards(folder).open("train"), length, seed)
+
+
+def step_inputs(windows: Windows, position: int, micro: int, accumulation: int, workers: int) -> np.ndarray:
+    """The windows of one optimizer step over all workers, in order of the position."""
+    parts = []
+    for rank in range(workers):
+        loader = BatchLoader(
+            windows, micro_batch=micro, accumulation=accumulation, position=position, device=CPU,
+            rank=rank, workers=workers,
+        )  # fmt: skip
+        parts += [loader.next()[0].numpy() for _ in range(accumulation)]
+    return np.concatenate(parts)
+
+
+@settings(deadline=None, max_examples=200)
+@given(count=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 2**31))
+def test_the_order_is_a_bijection(count: int, seed: int, epoch: int) -> None:
+    order = permute(np.arange(count), count, seed, epoch)
+    assert np.array_equal(np.sort(order), np.arange(count))
+
+
+@settings(deadline=None, max_examples=50)
+@given(count=st.integers(2, 2**40), seed=st.integers(0, 1000), data=st.data())
+def test_the_order_is_a_function_of_the_place(count: int, seed: int, data: st.DataObject) -> None:
+    places = np.array(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=20)))
+    together = permute(places, count, seed, 3)
+    alone = [permute(places[i : i + 1], count, seed, 3)[0] for i in range(len(places))]
+    assert together.tolist() == alone
+    assert ((together >= 0) & (together < count)).all()
+
+
+def test_epochs_and_seeds_differ() -> None:
+    first, second = (permute(np.arange(500), 500, 0, epoch) for epoch in (0, 1))
+    other = permute(np.arange(500), 500, 1, 0)
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(first, other)
+    assert abs(np.corrcoef(np.arange(500), first)[0, 1]) < 0.15
+
+
+@settings(deadline=None, max_examples=40)
+@given(step=st.integers(1, 97), epoch=st.integers(0, 3))
+def test_an_epoch_visits_every_window_once(small_shards: Path, step: int, epoch: int) -> None:
+    windows = windows_of(small_shards)
+    first, count = epoch * windows.count, windows.count
+    seen = [windows.order(p, min(step, first + count - p)) for p in range(first, first + count, step)]
+    assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(count))
+
+
+def test_windows_cover_each_shard_and_share_one_token(small_shards: Path) -> None:
+    windows = windows_of(small_shards)
+    rows = np.empty((windows.count, 33), dtype=np.int64)
+    windows.read(np.arange(windows.count), rows)
+    row = 0
+    for stream in windows.streams:
+        inside = (len(stream) - 1) // 32
+        assert np.array_equal(rows[row : row + inside, :-1].ravel(), stream[: inside * 32])
+        assert np.array_equal(rows[row : row + inside, 1:].ravel(), stream[1 : inside * 32 + 1])
+        row += inside
+    assert row == windows.count
+
+
+@pytest.mark.parametrize(("micro", "accumulation", "workers"), [(12, 1, 1), (4, 3, 1), (2, 3, 2), (1, 4, 3), (6, 1, 2)])
+def test_a_step_has_the_same_windows_however_it_is_executed(
+    small_shards: Path, micro: int, accumulation: int, workers: int
+) -> None:
+    windows = windows_of(small_shards)
+    position = windows.count - 5  # spans two epochs
+    expected = step_inputs(windows, position, 12, 1, 1)
+    assert np.array_equal(step_inputs(windows, position, micro, accumulation, workers), expected)
+
+
+@settings(deadline=None, max_examples=30)
+@given(before=st.integers(0, 40), micro=st.sampled_from([1, 2, 4]))
+def test_a_restored_position_goes_on_with_the_next_window(small_shards: Path, before: int, micro: int) -> None:
+    windows = windows_of(small_shards)
+
+    def loader(position: int, micro: int) -> BatchLoader:
+        return BatchLoader(windows, micro_batch=micro, accumulation=4 // micro, position=position, device=CPU)
+
+    straight = loader(0, 4)
+    for _ in range(before):
+        straight.next()
+    assert straight.position == before * 4
+    resumed = loader(straight.position, micro)
+    parts = [resumed.next() for _ in range(4 // micro)]
+    inputs, targets = straight.next()
+    assert torch.equal(torch.cat([p[0] for p in parts]), inputs)
+    assert torch.equal(torch.cat([p[1] for p in parts]), targets)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_too_few_tokens_for_a_window_are_refused(small_shards: Path) -> None:
+    with pytest.raises(UserError, match="val split has 4,001 tokens and one window needs 10,001"):
+        Windows(TokenShards(small_shards).open("val"), 10_000, 0, split="val")

@@ -1,0 +1,63 @@
+"""A config refuses what contradicts itself in one sentence, and survives JSON and the command line."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from infra.command import UserError
+from train.config import PRESETS, Cycle, TrainConfig, config_from_json, format_model, load_config, parse_model
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"global_batch": 7, "micro_batch": 2}, ["--global-batch 7", "--micro-batch 2", "1, 7"]),
+        ({"global_batch": 8, "micro_batch": 4, "workers": 3}, ["--global-batch 8", "--workers 3"]),
+        ({"steps": 5, "time_budget": 3.0}, ["--steps", "--time-budget"]),
+        ({"tokens": 5}, ["--tokens 5", "--global-batch"]),
+        ({"steps": 0}, ["--steps 0"]),
+        ({"micro_batch": 0}, ["--micro-batch 0"]),
+        ({"loss_chunks": 7}, ["--loss-chunks 7", "--micro-batch"]),
+        ({"precision": "fp16", "device": "cpu"}, ["--precision fp16", "--device"]),
+    ],
+)
+def test_a_contradiction_is_named(settings: dict, named: list[str]) -> None:
+    with pytest.raises(UserError) as refusal:
+        TrainConfig(**settings)
+    for part in named:
+        assert part in str(refusal.value)
+
+
+def test_json_gives_the_same_config_back() -> None:
+    config = TrainConfig(
+        data=Path("somewhere"), model=parse_model("tiny,layers=3,dropout=0.1,tied=false"), steps=7, cycle=Cycle(5, 1)
+    )
+    assert config_from_json(json.loads(json.dumps(config.to_json())), "test") == config
+
+
+@pytest.mark.parametrize("text", [*PRESETS, "tiny,layers=4", "small,bias=false,dropout=0.2"])
+def test_a_model_is_written_as_it_is_read(text: str) -> None:
+    assert parse_model(format_model(parse_model(text))) == parse_model(text)
+
+
+@pytest.mark.parametrize("text", ["huge", "tiny,depth=3", "tiny,layers=two", "tiny,layers", "tiny,heads=3"])
+def test_an_unknown_model_is_refused(text: str) -> None:
+    with pytest.raises(UserError):
+        parse_model(text)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"colour": 1}', '{"precision": "fp8"}', '{"steps": -1}', "\xff"])
+def test_a_bad_config_file_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(UserError):
+        load_config(path)
+
+
+def test_the_batch_arithmetic() -> None:
+    config = TrainConfig(micro_batch=8, workers=2)
+    assert config.accumulation == 30
+    assert config.step_tokens == 491_520
+    assert dataclasses.replace(config, tokens=10**6).total_steps == 2

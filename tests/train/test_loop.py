@@ -1,0 +1,88 @@
+"""The loop trains: the loss falls along a known curve, however the step is executed, and goes on where it stopped."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from train.config import Cycle, ModelConfig, TrainConfig
+from train.loop import Trainer
+from train.result import CycleReport, RunResult
+
+GOLDEN = [5.7706, 5.7397, 5.7080, 5.7372, 5.6842, 5.6755, 5.6816, 5.6503, 5.6573, 5.6529]
+"""Losses of the first ten steps. Random weights, random tokens: whatever changes the mathematics of a step moves them."""
+
+
+@pytest.fixture
+def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(
+        data=small_shards, model=small_model, global_batch=8, micro_batch=8, steps=40, cycle=Cycle(20, 2),
+        learning_rate=3e-3, warmup_steps=10, precision="fp32", device="cpu",
+    )  # fmt: skip
+
+
+def train(config: TrainConfig, **options: Any) -> tuple[RunResult, list[float]]:
+    reports: list[CycleReport] = []
+    result = Trainer(config, on_cycle=reports.append, **options).run()
+    return result, [loss for report in reports for loss in report.step_losses]
+
+
+def stop_at(step: int) -> Any:
+    """A ``should_stop`` that the loop asks once after every step."""
+    calls = itertools.count(1)
+    return lambda: next(calls) >= step
+
+
+def test_the_loss_falls(config: TrainConfig) -> None:
+    result, losses = train(dataclasses.replace(config, steps=300, cycle=Cycle(50, 2)))
+    assert result.outcome == "finished"
+    assert result.steps == 300 and len(losses) == 300
+    assert losses[0] == pytest.approx(5.77, abs=0.05)  # ln(320)
+    assert result.train_loss is not None and result.train_loss < 4.0
+    assert result.loss_curve[0][1] > result.loss_curve[3][1] > result.loss_curve[5][1]
+
+
+def test_the_loss_follows_its_golden_curve(config: TrainConfig) -> None:
+    _, losses = train(dataclasses.replace(config, steps=10))
+    assert losses == pytest.approx(GOLDEN, rel=2e-4)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_accumulation_changes_nothing(config: TrainConfig, micro_batch: int) -> None:
+    _, expected = train(config)
+    _, losses = train(dataclasses.replace(config, micro_batch=micro_batch))
+    assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_same_seed_gives_the_same_run(config: TrainConfig) -> None:
+    assert train(config)[1] == train(config)[1]
+    assert train(config)[1] != train(dataclasses.replace(config, seed=1))[1]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_resumed_run_goes_on_bit_for_bit(config: TrainConfig, tmp_path: Path, dropout: float) -> None:
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=dropout))
+    straight, expected = train(config)
+    first, before = train(config, checkpoints=tmp_path, should_stop=stop_at(13))
+    assert first.outcome == "interrupted" and first.steps == 13 and first.checkpoint
+    second, after = train(config, checkpoints=tmp_path, resume=Path(first.checkpoint))
+    assert before + after == expected
+    assert second.val_loss == straight.val_loss
+    assert second.train_tokens == straight.train_tokens
+
+
+def test_a_time_budget_ends_the_run(config: TrainConfig) -> None:
+    result, _ = train(dataclasses.replace(config, steps=None, time_budget=0.5))
+    assert result.outcome == "finished"
+    assert "time budget" in result.reason
+    assert 0.4 < result.seconds < 5
+
+
+@pytest.mark.gpu
+def test_the_gpu_trains(config: TrainConfig) -> None:
+    result, losses = train(dataclasses.replace(config, device="cuda", precision="auto"))
+    assert result.outcome == "finished"
+    assert losses[-1] < losses[0] and torch.cuda.is_available()
