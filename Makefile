@@ -3,6 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+PYTHON_HERE := $(abspath $(BIN)/python)
+GPU := $(shell nvidia-smi -L 2>/dev/null)
+
+# Where the demo puts its data, runs and MLflow store, and what it trains.
+DEMO := $(CURDIR)
+ifeq ($(GPU),)
+DEMO_RUN := --model tiny --micro-batch 8 --global-batch 8 --steps 30 --cycle 10+1 --learning-rate 3e-3
+DEMO_SEARCH := --model tiny --global-batch 16 --memory-limit 4GB
+else
+DEMO_RUN := --model gpt2-124m --micro-batch 32 --global-batch 96 --steps 100 --cycle 20+1 --compile whole
+DEMO_SEARCH := --model gpt2-124m --global-batch 96 --memory-limit 40GB --compile whole
+endif
 
 .PHONY: install demo test lint clean
 
@@ -13,8 +25,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(INSTALLED)
 
+# The main job on the embedded sample corpus: GPT-2 124M where there is a GPU, a small model where there is none.
 demo: install
-	bash infra/demo.sh
+ifeq ($(GPU),)
+	@echo "No GPU found: the demo trains the model 'tiny' on the CPU. With a GPU it trains GPT-2 124M."
+endif
+	cd $(DEMO) && $(PYTHON_HERE) -m pipeline.tokenize --out data/tokens
+	cd $(DEMO) && $(PYTHON_HERE) -m train.run --data data/tokens --name demo $(DEMO_RUN)
+	cd $(DEMO) && $(PYTHON_HERE) -m tune.search --data data/tokens --name demo-search $(DEMO_SEARCH)
+	@echo "Everything is in MLflow; look with: cd $(DEMO) && $(abspath $(BIN))/mlflow ui --backend-store-uri sqlite:///mlflow.db"
 
 test: install
 	$(BIN)/pytest

@@ -1,0 +1,112 @@
+"""The main job as a new user runs it, and every command of the README, on the sample corpus.
+
+One folder, in the README's order: the demo first, then each ``sh`` block. Blocks marked ``sh gpu`` need
+a CUDA device and are checked for it by the marker.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from pipeline.shards import read_manifest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RUN_BY_OTHERS = ("make test", "make install", "make demo", "mlflow ui")
+"""Commands that a test cannot run from inside: itself, what it stands on, and a server that never ends."""
+
+
+def commands(marker: str) -> list[str]:
+    """The README's commands in blocks opened by three backticks and ``marker``, continued lines joined."""
+    blocks = re.findall(rf"^```{marker}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    found = [line.partition("  #")[0].strip() for line in lines]
+    return [line for line in found if line and not line.startswith(("#", *RUN_BY_OTHERS))]
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run one command line in ``folder`` with this environment's programs first on the path."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment.pop("MLFLOW_TRACKING_URI", None)
+    done = subprocess.run(shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which ``make demo`` has run, with a few books for the how-to commands."""
+    folder = tmp_path_factory.mktemp("demo")
+    run(f"make --directory {ROOT} demo DEMO={folder}", folder)
+    books = folder / "books"
+    books.mkdir()
+    for number in range(5):
+        chapters = (
+            f"Chapter {i} of book {number}. It was a day like any other, said the {i}th man.\n" for i in range(400)
+        )
+        (books / f"book {number}.txt").write_text("".join(chapters), encoding="utf-8")
+    return folder
+
+
+def test_the_demo_leaves_shards_a_run_and_a_search(demo: Path) -> None:
+    manifest = read_manifest(demo / "data/tokens")
+    assert manifest.splits["train"]["books"] + manifest.splits["val"]["books"] == 66
+    result = json.loads((demo / "runs/demo/result.json").read_text())
+    assert result["outcome"] == "finished"
+    first, *_, last = [json.loads(line) for line in (demo / "runs/demo/cycles.jsonl").read_text().splitlines()]
+    assert last["train_loss"] < first["train_loss"] - 0.5
+    best = json.loads((demo / "runs/demo-search/best.json").read_text())
+    assert best["config"]["micro_batch"] * best["config"]["workers"] <= best["config"]["global_batch"]
+    assert (demo / "runs/demo-search/trials.csv").read_text().count("\n") > 2
+
+
+def test_mlflow_holds_the_demo(demo: Path) -> None:
+    client = MlflowClient(f"sqlite:///{demo / 'mlflow.db'}")
+    names = {experiment.name: experiment.experiment_id for experiment in client.search_experiments()}
+    assert {"pipeline", "train", "tune"} <= set(names)
+    fingerprint = read_manifest(demo / "data/tokens").fingerprint
+    (made,) = client.search_runs([names["pipeline"]])
+    trained = next(run for run in client.search_runs([names["train"]]) if run.info.run_name == "demo")
+    for run_ in (made, trained):
+        assert run_.info.status == "FINISHED"
+        assert run_.inputs is not None
+        assert fingerprint.startswith(run_.inputs.dataset_inputs[0].dataset.digest)
+        assert run_.data.tags["mlflow.note.content"]
+        assert "version.ray" in run_.data.tags
+    searched = client.search_runs([names["tune"]])
+    parents = [run for run in searched if "mlflow.parentRunId" not in run.data.tags]
+    children = [run for run in searched if "mlflow.parentRunId" in run.data.tags]
+    assert len(parents) == 1
+    assert len(children) >= 3
+    assert {child.data.tags["mlflow.parentRunId"] for child in children} == {parents[0].info.run_id}
+    assert all(run.info.status != "RUNNING" for run in searched)
+
+
+def test_every_command_of_the_readme_works(demo: Path) -> None:
+    wanted = commands("sh")
+    assert len(wanted) > 5, "the README's commands were not found"
+    for command in wanted:
+        run(command, demo)
+
+
+@pytest.mark.gpu
+def test_every_gpu_command_of_the_readme_works(demo: Path) -> None:
+    for command in commands("sh gpu"):
+        run(command, demo)
+
+
+@pytest.mark.parametrize("module", ["pipeline.tokenize", "pipeline.inspect", "train.run", "tune.search"])
+def test_help_is_for_people(module: str, tmp_path: Path) -> None:
+    shown = run(f"python -m {module} --help", tmp_path).stdout
+    assert f"python -m {module}" in shown
+    flags = re.findall(r"^│ (--[a-z-]+)", shown, re.MULTILINE)
+    assert len(flags) > 4
+    assert "UNDOCUMENTED" not in shown
