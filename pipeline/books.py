@@ -35,6 +35,7 @@ class Book:
     title: str | None
     author: str | None
     language: str | None
+    released: str | None
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,12 @@ def clean(raw: RawBook) -> Book | Dropped:
     if b"\0" in data[:4096] and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return Dropped(raw.id, "not text", "the file holds zero bytes near its beginning")
     text = normalise(to_utf8(data))
-    wrapping = unwrap(text)
-    body = text[wrapping.start : wrapping.stop].strip()
+    unwrapped = unwrap(text)
+    body = unwrapped.body.strip()
     if not body:
         return Dropped(raw.id, "empty", f"nothing is left of {len(data):,} bytes")
     body += b"\n"
-    fields = wrapping.fields
+    fields = unwrapped.fields
     return Book(
         id=raw.id,
         source=raw.source,
@@ -67,6 +68,7 @@ def clean(raw: RawBook) -> Book | Dropped:
         title=raw.title or fields.get("title"),
         author=raw.author or fields.get("author"),
         language=raw.language or fields.get("language"),
+        released=fields.get("released"),
     )
 
 

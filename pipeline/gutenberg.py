@@ -1,66 +1,101 @@
 """Project Gutenberg's wrapping: find where the book begins and ends, and what the header says of it.
 
-In: the bytes of a file with ``\\n`` line ends. Out: the bounds of the book proper, its metadata, and the
-names of the forms that were recognised. Only the first and last stretches of a file are searched: the
-header and the licence have a bounded length, and a search of the whole text would cost more than
-encoding it.
+In: the bytes of a file with ``\\n`` line ends. Out: the book proper, the header's fields, and the names
+of the forms that were recognised. Only the first and last stretches of a file are looked at, first for
+fixed words and then, around those, by regular expressions: a pattern run over a whole book would cost
+more than encoding it.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-HEAD = 32_000
-TAIL = 40_000
+HEAD = 40_000
+TAIL = 60_000
+FRONT = 6_000
+"""How far behind the header credits and transcribers' notes are looked for, in bytes."""
+NOTE = 12_000
+"""The longest closing transcriber's note, in bytes."""
 
-_START_LINE = re.compile(
-    rb"^[ \t]*\*{2,4} ?START OF (?:THE|THIS) PROJECT GUTENBERG[^*\n]*(?:\n[^*\n]+){0,4}?[*]{2,4}[^\n]*\n"
-    rb"|^[ \t]*\*{2,4} ?START OF (?:THE|THIS) PROJECT GUTENBERG[^\n]*\n",
-    re.M | re.I,
+_STARTS = (
+    ("start line", b"START OF THIS PROJECT GUTENBERG"),
+    ("start line", b"START OF THE PROJECT GUTENBERG"),
+    ("small print", b"*END*THE SMALL PRINT"),
+    ("small print", b"*END THE SMALL PRINT"),
+    ("small print", b"SMALL PRINT! FOR __ COMPLETE SHAKESPEARE"),
 )
-_SMALL_PRINT_END = re.compile(rb"^[^\n]*\*END[^\n]{0,3}THE SMALL PRINT[^\n]*\n(?:[^\n]*\*END\*[^\n]*\n)?", re.M | re.I)
+_ENDS = (
+    ("end line", b"END OF THIS PROJECT GUTENBERG"),
+    ("end line", b"END OF THE PROJECT GUTENBERG"),
+    ("end sentence", b"END OF PROJECT GUTENBERG"),
+    ("end sentence", b"END OF THIS ETEXT"),
+    ("end sentence", b"*PROJECT GUTENBERG ETEXT OF"),
+    ("end sentence", b"THIS FILE SHOULD BE NAMED"),
+    ("licence", b"START: FULL LICENSE"),
+)
+_LINE_BEFORE_END = re.compile(rb"[ \t*_]*(?:THE )?\Z")
 
-_END_LINE = re.compile(rb"^[ \t]*\*{2,4} ?END OF (?:THE|THIS) PROJECT GUTENBERG", re.M | re.I)
-_END_SENTENCE = re.compile(
-    rb"^[ \t*_]*(?:THE )?END OF (?:(?:THE|THIS) )?(?:PROJECT GUTENBERG|ETEXT)[^\n]*"
-    rb"|^[ \t]*\*PROJECT GUTENBERG ETEXT OF [^\n]*",
-    re.M | re.I,
+# A start line may run over several lines, to the asterisks that close it.
+_REST_OF_START = re.compile(rb"[^*\n]*(?:\n[^*\n]*){0,4}?\*{2,}[^\n]*\n|[^\n]*\n")
+_SHAKESPEARE = re.compile(rb"[ \t]*<<THIS ELECTRONIC VERSION OF THE COMPLETE WORKS[^>]*>>\n*")
+_VERSION_LINE = re.compile(rb'\n*\["Small Print" V[^\n]*\n')
+
+_PARAGRAPH = re.compile(rb"\n*([^\n]+(?:\n[^\n]+)*)(?:\n|\Z)")
+_OURS = re.compile(
+    rb"gutenberg|world library, inc|pgdp\.net|distributed proofread|archive\.org/|e-?text (?:was )?(?:prepared|produced)"
+    rb"|e-?(?:text|book) (?:was )?(?:prepared|produced|transcribed|scanned)|set encoding:"
+    rb"|this file was (?:first posted|produced|last updated)",
+    re.I,
 )
+_CREDIT = re.compile(
+    rb"[|\s]*(?:produced by|e-?text (?:prepared|produced)|prepared by|transcribed (?:from|by)|digiti[sz]ed by"
+    rb"|scanned (?:and|by)|html version|proofread|text file|updated|this (?:e-?text|e-?book)|images? (?:generously|of the)"
+    rb"|note: (?:images|project|this|the original|there is)|there is an improved|(?:an alternative|a) .{0,40}edition of this"
+    rb"|see \d+-|see transcriber|\(?https?://|\*{20,}|[A-Z ]*executive director)",
+    re.I,
+)
+_NOTE = re.compile(
+    rb"[|\s*=\[({_+-]*(?:the )?(?:transcribers?|transcription|scanner|proofreader|redactor)(?:'|\xe2\x80\x99)?s?(?:'|\xe2\x80\x99)? notes?\b",
+    re.I,
+)
+_NOTES_BY_DIRECTOR = re.compile(rb"Executive Director's Notes:.{0,4000}?\nExecutive Director\n", re.S)
+
 _FIELD = re.compile(
-    rb"^(Title|Author|Language|Release Date|Editor|Translator):[ \t]*([^\n]*(?:\n[ \t]+\S[^\n]*)*)", re.M
+    rb"^(Title|Author|Language|Release Date|Posting Date):[ \t]*(\S[^\n]*(?:\n[ \t]+\S[^\n]*)*)", re.M | re.I
 )
+_TITLE_LINE = re.compile(
+    rb"Project Gutenberg(?:'s)? (?:E-?(?:text|book) of )?([^\n]{3,200}?),? by (?:the )?([^\n*]{3,80})", re.I
+)
+_SHAKESPEARE_TITLE = re.compile(rb"^The Complete Works of William Shakespeare,?\n+([A-Z][^\n]+)\n", re.M)
 _ENCODING = re.compile(rb"set encoding:[ \t]*([A-Za-z0-9_.: -]+)", re.I)
 
 
 @dataclass(frozen=True)
-class Wrapping:
-    """Where the book lies in its file, and what its header tells."""
+class Unwrapped:
+    """A book without its wrapping, what its header told, and the forms that were recognised."""
 
-    start: int
-    stop: int
+    body: bytes
     forms: tuple[str, ...] = ()
     fields: dict[str, str] = field(default_factory=dict)
+    """``title``, ``author``, ``language``, ``released``, as far as the header has them."""
 
 
-def unwrap(text: bytes) -> Wrapping:
-    """The bounds of the book in ``text``; the whole of it where no wrapping is found."""
+def unwrap(text: bytes) -> Unwrapped:
+    """The book in ``text``; the whole of it where nothing is recognised."""
     forms: list[str] = []
-    head = text[:HEAD]
-    start = 0
-    for form, pattern in (("start line", _START_LINE), ("small print", _SMALL_PRINT_END)):
-        matches = [match.end() for match in pattern.finditer(head)]
-        if matches:
-            forms.append(form)
-            start = max(start, matches[-1])
-    tail_at = max(start, len(text) - TAIL)
-    tail = text[tail_at:]
-    stop = len(text)
-    for form, pattern in (("end line", _END_LINE), ("end sentence", _END_SENTENCE)):
-        match = pattern.search(tail)
-        if match:
-            forms.append(form)
-            stop = min(stop, tail_at + match.start())
-    fields = _fields(head[:start]) if start else {}
-    return Wrapping(start, stop, tuple(forms), fields)
+    start = _find_start(text, forms)
+    stop = _find_stop(text, start, forms)
+    if not forms and b"project gutenberg" not in text[:1000].lower():
+        return Unwrapped(text)
+    body = _without_note(text[start:stop], forms)
+    front, rest = body[:FRONT], body[FRONT:]
+    kept = _without_credits(front, forms)
+    if len(kept) != len(front):
+        body = kept + rest
+    if b"THIS ELECTRONIC VERSION OF THE COMPLETE WORKS" in text[:HEAD]:
+        forms.append("notices between scenes")
+        body = _SHAKESPEARE.sub(b"", body)
+    return Unwrapped(body, tuple(dict.fromkeys(forms)), _fields(text[:start] or text[:FRONT]))
 
 
 def declared_encoding(head: bytes) -> str | None:
@@ -69,8 +104,122 @@ def declared_encoding(head: bytes) -> str | None:
     return match[1].decode("ascii", "replace").strip() if match else None
 
 
+def _find_start(text: bytes, forms: list[str]) -> int:
+    """The end of the last line that closes a header; 0 without one."""
+    upper = text[:HEAD].upper()
+    start = 0
+    for form, marker in _STARTS:
+        at = upper.rfind(marker)
+        if at >= 0:
+            forms.append(form)
+            rest = _REST_OF_START.match(text, at + len(marker))
+            end = rest.end() if rest else len(text)
+            version = _VERSION_LINE.match(text, end)
+            start = max(start, version.end() if version else end)
+    return start
+
+
+def _find_stop(text: bytes, start: int, forms: list[str]) -> int:
+    """The beginning of the first line that opens a footer; the end of ``text`` without one."""
+    offset = max(start, len(text) - TAIL)
+    tail = text[offset:]
+    upper = tail.upper()
+    stop = len(text)
+    for form, marker in _ENDS:
+        at = upper.find(marker)
+        while at >= 0:
+            line = upper.rfind(b"\n", 0, at) + 1
+            if _LINE_BEFORE_END.match(upper, line, at):
+                forms.append(form)
+                stop = min(stop, offset + line)
+                break
+            at = upper.find(marker, at + 1)
+    return stop
+
+
+def _without_note(body: bytes, forms: list[str]) -> bytes:
+    """``body`` without the transcriber's note that closes it."""
+    offset = max(0, len(body) - NOTE)
+    upper = body[offset:].upper()
+    at = upper.find(b"TRANSCRIBER")
+    while at >= 0:
+        line = upper.rfind(b"\n", 0, at) + 1
+        begins_paragraph = line >= 2 and upper[line - 2 : line] == b"\n\n"
+        if begins_paragraph and offset + line > FRONT and _NOTE.match(upper, line):
+            after_bracket = _after_bracket(body, offset + line)
+            if after_bracket is None or len(body[after_bracket:].strip()) < 200:
+                forms.append("closing note")
+                return body[: offset + line].rstrip(b" *\t\n")
+        at = upper.find(b"TRANSCRIBER", at + 1)
+    return body
+
+
+def _without_credits(front: bytes, forms: list[str]) -> bytes:
+    """The first stretch of a book without credits, notes on the file and transcribers' notes."""
+    front = _NOTES_BY_DIRECTOR.sub(b"", front)
+    kept: list[bytes] = []
+    position = 0
+    for begin, end, paragraph in _paragraphs(front):
+        if begin < position:
+            continue
+        stop = None
+        if _NOTE.match(paragraph):
+            stop = _end_of_note(front, begin, end)
+            forms.append("opening note")
+        elif _OURS.search(paragraph) or (not kept and _CREDIT.match(paragraph)):
+            stop = end
+            forms.append("credits")
+        if stop is None:
+            kept.append(front[position:end])
+        position = stop or end
+    return b"".join([*kept, front[position:]])
+
+
+def _paragraphs(front: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Bounds and text of the paragraphs that lie wholly in ``front``."""
+    for match in _PARAGRAPH.finditer(front):
+        if match.end() == len(front) == FRONT:
+            return
+        yield match.start(1), match.end(), match[1]
+
+
+def _end_of_note(front: bytes, begin: int, end: int) -> int:
+    """Where the note that begins at ``begin`` ends: at its bracket, else at the next two empty lines."""
+    bracket = _after_bracket(front, begin)
+    if bracket is not None:
+        return bracket
+    gap = front.find(b"\n\n\n", end + 2 if front[end : end + 2] == b"\n\n" else end)
+    return gap if gap >= 0 else end
+
+
+def _after_bracket(text: bytes, begin: int) -> int | None:
+    """The end of the bracket that opens at ``begin`` (after spaces); None if none opens or it stays open."""
+    opening = text[begin : begin + 40].lstrip()
+    if not opening.startswith(b"["):
+        return None
+    depth = 0
+    for match in re.finditer(rb"[\[\]]", text[begin : begin + NOTE]):
+        depth += 1 if match[0] == b"[" else -1
+        if depth == 0:
+            return begin + match.end()
+    return None
+
+
 def _fields(head: bytes) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in _FIELD.findall(head):
-        found.setdefault(name.decode().lower(), " ".join(value.decode("utf-8", "replace").split()))
+        found.setdefault(name.decode().lower(), _line(value))
+    if "title" not in found and (match := _SHAKESPEARE_TITLE.search(head)):
+        found |= {"title": _line(match[1]), "author": "William Shakespeare"}
+    if "title" not in found and (match := _TITLE_LINE.search(head)):
+        found["title"] = _line(match[1])
+        found.setdefault("author", _line(match[2]))
+    released = found.pop("release date", None) or found.pop("posting date", None)
+    found.pop("posting date", None)
+    if released:
+        found["released"] = released.split("[")[0].strip()
     return found
+
+
+def _line(value: bytes) -> str:
+    return " ".join(value.decode("utf-8", "replace").split())

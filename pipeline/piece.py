@@ -132,4 +132,6 @@ def _reading(piece: Piece, stages: Stages) -> Iterator[RawBook | Unreadable]:
 
 def _row(book: Book, ids: np.ndarray) -> ShardRow:
     tokens = np.append(ids, np.uint16(END_OF_TEXT))
-    return ShardRow(book.id, book.title, book.author, book.language, book.source, book.sha256, book.chars, tokens)
+    return ShardRow(
+        book.id, book.title, book.author, book.language, book.source, book.sha256, book.chars, tokens, book.released
+    )

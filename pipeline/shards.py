@@ -37,6 +37,7 @@ SCHEMA = pa.schema(
         pa.field("title", pa.string()),
         pa.field("author", pa.string()),
         pa.field("language", pa.string()),
+        pa.field("released", pa.string()),
         pa.field("source", pa.string(), nullable=False),
         pa.field("sha256", pa.string(), nullable=False),
         pa.field("chars", pa.int64(), nullable=False),
@@ -47,7 +48,8 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class ShardRow:
-    """One book in a shard. ``tokens`` is uint16 and ends with ``END_OF_TEXT``; ``sha256`` is of the cleaned text."""
+    """One book in a shard. ``tokens`` is uint16 and ends with ``END_OF_TEXT``; ``sha256`` is of the cleaned text;
+    ``released`` is the date of the edition as its header writes it."""
 
     book: str
     title: str | None
@@ -57,6 +59,7 @@ class ShardRow:
     sha256: str
     chars: int
     tokens: np.ndarray
+    released: str | None = None
 
 
 @dataclass(frozen=True)
