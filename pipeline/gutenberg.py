@@ -7,6 +7,7 @@ more than encoding it.
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -41,22 +42,23 @@ _SHAKESPEARE = re.compile(rb"[ \t]*<<THIS ELECTRONIC VERSION OF THE COMPLETE WOR
 _VERSION_LINE = re.compile(rb'\n*\["Small Print" V[^\n]*\n')
 
 _PARAGRAPH = re.compile(rb"\n*([^\n]+(?:\n[^\n]+)*)(?:\n|\Z)")
-_OURS = re.compile(
-    rb"gutenberg|world library, inc|pgdp\.net|distributed proofread|archive\.org/|e-?text (?:was )?(?:prepared|produced)"
-    rb"|e-?(?:text|book) (?:was )?(?:prepared|produced|transcribed|scanned)|set encoding:"
-    rb"|this file was (?:first posted|produced|last updated)",
-    re.I,
-)
+_OURS = (
+    b"gutenberg", b"pgdp.net", b"distributed proofread", b"archive.org/", b"world library, inc", b"set encoding:",
+    b"text prepared", b"text was prepared", b"text produced", b"text was produced", b"book was produced",
+    b"book produced", b"book was prepared", b"book prepared", b"text transcribed", b"book transcribed", b"text scanned",
+    b"this file was first posted", b"this file was produced", b"this file was last updated",
+)  # fmt: skip
 _CREDIT = re.compile(
     rb"[|\s]*(?:produced by|e-?text (?:prepared|produced)|prepared by|transcribed (?:from|by)|digiti[sz]ed by"
-    rb"|scanned (?:and|by)|html version|proofread|text file|updated|this (?:e-?text|e-?book)|images? (?:generously|of the)"
-    rb"|note: (?:images|project|this|the original|there is)|there is an improved|(?:an alternative|a) .{0,40}edition of this"
-    rb"|see \d+-|see transcriber|\(?https?://|\*{20,}|[A-Z ]*executive director)",
-    re.I,
+    rb"|scanned (?:and|by)|html version|proofread|text file|updated|this e-?(?:text|book)|images? (?:generously|of the)"
+    rb"|note: (?:images|project|this|the original|there is)|there is an improved|an? (?:alternative )?edition of this"
+    rb"|see \d+-|see transcriber|\(?https?://|\*{20,}|[a-z ]*executive director)"
 )
+_APOSTROPHE = rb"(?:'|\xe2\x80\x99)?"
 _NOTE = re.compile(
-    rb"[|\s*=\[({_+-]*(?:the )?(?:transcribers?|transcription|scanner|proofreader|redactor)(?:'|\xe2\x80\x99)?s?(?:'|\xe2\x80\x99)? notes?\b",
-    re.I,
+    rb"[|\s*=\[({_+-]*(?:the )?(?:transcriber|transcription|scanner|proofreader|redactor)"
+    + (_APOSTROPHE + rb"s?" + _APOSTROPHE)
+    + rb" notes?\b"
 )
 _NOTES_BY_DIRECTOR = re.compile(rb"Executive Director's Notes:.{0,4000}?\nExecutive Director\n", re.S)
 
@@ -140,39 +142,53 @@ def _find_stop(text: bytes, start: int, forms: list[str]) -> int:
 def _without_note(body: bytes, forms: list[str]) -> bytes:
     """``body`` without the transcriber's note that closes it."""
     offset = max(0, len(body) - NOTE)
-    upper = body[offset:].upper()
-    at = upper.find(b"TRANSCRIBER")
+    lower = body[offset:].lower()
+    at = lower.find(b"transcriber")
     while at >= 0:
-        line = upper.rfind(b"\n", 0, at) + 1
-        begins_paragraph = line >= 2 and upper[line - 2 : line] == b"\n\n"
-        if begins_paragraph and offset + line > FRONT and _NOTE.match(upper, line):
+        line = lower.rfind(b"\n", 0, at) + 1
+        begins_paragraph = line >= 2 and lower[line - 2 : line] == b"\n\n"
+        if begins_paragraph and offset + line > FRONT and _NOTE.match(lower, line):
             after_bracket = _after_bracket(body, offset + line)
             if after_bracket is None or len(body[after_bracket:].strip()) < 200:
                 forms.append("closing note")
                 return body[: offset + line].rstrip(b" *\t\n")
-        at = upper.find(b"TRANSCRIBER", at + 1)
+        at = lower.find(b"transcriber", at + 1)
     return body
 
 
 def _without_credits(front: bytes, forms: list[str]) -> bytes:
     """The first stretch of a book without credits, notes on the file and transcribers' notes."""
-    front = _NOTES_BY_DIRECTOR.sub(b"", front)
+    if b"Executive Director's Notes:" in front:
+        front = _NOTES_BY_DIRECTOR.sub(b"", front)
+    lower = front.lower()
+    ours = _mentions(lower)
     kept: list[bytes] = []
     position = 0
-    for begin, end, paragraph in _paragraphs(front):
+    for begin, end, paragraph in _paragraphs(lower):
         if begin < position:
             continue
         stop = None
         if _NOTE.match(paragraph):
             stop = _end_of_note(front, begin, end)
             forms.append("opening note")
-        elif _OURS.search(paragraph) or (not kept and _CREDIT.match(paragraph)):
+        elif bisect_left(ours, begin) < bisect_left(ours, end) or (not kept and _CREDIT.match(paragraph)):
             stop = end
             forms.append("credits")
         if stop is None:
             kept.append(front[position:end])
         position = stop or end
     return b"".join([*kept, front[position:]])
+
+
+def _mentions(lower: bytes) -> list[int]:
+    """Where words of the transcribers stand, in order."""
+    found = []
+    for words in _OURS:
+        at = lower.find(words)
+        while at >= 0:
+            found.append(at)
+            at = lower.find(words, at + 1)
+    return sorted(found)
 
 
 def _paragraphs(front: bytes) -> Iterator[tuple[int, int, bytes]]:
