@@ -1,1 +1,1 @@
-"""Many measured runs in, the fastest configuration under a memory limit out."""
+"""Runs in, trials out: the fastest way to execute a global batch under a memory limit."""

@@ -1,0 +1,87 @@
+"""What decides a search, with every default and its unit in one place."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from infra.command import UserError
+from infra.units import Bytes, Seconds
+from train.config import TrainConfig, divisors
+from tune.racing import FEWEST
+from tune.space import parse_knobs
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """A search around one training run: its flags describe the control and what is held fixed.
+
+    ``--steps``, ``--tokens`` and ``--time-budget`` are those of the run that best.json describes, not of
+    the trials.
+    """
+
+    training: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+    memory_limit: Bytes | None = None
+    """Most memory that a process may use: 40GB is 40 x 10^9 bytes, 40GiB 40 x 2^30. Default: all there is."""
+    knobs: str = "none"
+    """Settings searched beside the micro-batch: all, none, or names such as compile,checkpointing."""
+    searcher: Literal["memory", "grid", "optuna"] = "memory"
+    """How: by predicted memory and fitted speed, every candidate in turn, or Optuna."""
+    trial_steps: int = 20
+    """Most optimizer steps of one trial; it ends earlier when its speed is known."""
+    trial_time: Seconds = 60.0
+    """Most time that one trial's steps may take, after the first."""
+    trial_precision: float = 0.01
+    """Half-width of a speed's 95% interval, as a fraction of it, that ends a trial."""
+    confirm: int = 2
+    """Rounds in which the best three and the control run again, interleaved; 0 trusts the first measurement."""
+    name: str | None = None
+    """Name of the search and of its folder; made from the model and the time when left out."""
+    out: Path = Path("runs")
+    """Folder that holds runs and searches."""
+    config: Path | None = None
+    """Read the training settings from this JSON file; flags given beside it win."""
+    resume: str | None = None
+    """Continue the search of this name; its settings are read from its folder."""
+    dry_run: bool = False
+    """Print the plan and run nothing."""
+    tracking_uri: str | None = None
+    """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
+    address: str | None = None
+    """Ray cluster to run on; default a Ray of its own on this machine."""
+
+    def __post_init__(self) -> None:
+        parse_knobs(self.knobs)
+        if self.trial_steps < FEWEST + 2:
+            raise UserError(f"--trial-steps {self.trial_steps} gives no speed: {FEWEST + 2} or more are needed.")
+        if self.confirm < 0:
+            raise UserError(f"--confirm {self.confirm} must be at least 0.")
+        if not 0 < self.trial_precision < 1:
+            raise UserError(f"--trial-precision {self.trial_precision} is a fraction between 0 and 1, such as 0.01.")
+
+    def identity(self) -> dict[str, Any]:
+        """What two searches must share to be one search: all that decides which trials run and what they mean."""
+        training = self.training.to_json()
+        length = ("steps", "tokens", "time_budget", "cycle")
+        return {name: value for name, value in training.items() if name not in length} | {
+            "data": str(self.training.data.resolve()),
+            "memory_limit": self.memory_limit,
+            "knobs": ",".join(parse_knobs(self.knobs)),
+            "searcher": self.searcher,
+            "trial_steps": self.trial_steps,
+            "trial_time": self.trial_time,
+            "trial_precision": self.trial_precision,
+            "confirm": self.confirm,
+        }
+
+
+def with_global_batch(training: TrainConfig, global_batch: int) -> TrainConfig:
+    """``training`` with another global batch, and the largest micro-batch that divides it and is no larger than before.
+
+    A search's control needs some micro-batch even where the user names none. Raises ``UserError``.
+    """
+    if global_batch < 1:
+        raise UserError(f"--global-batch {global_batch} must be at least 1.")
+    micro = max(size for size in divisors(global_batch) if size <= training.micro_batch)
+    return replace(training, global_batch=global_batch, micro_batch=micro)

@@ -1,0 +1,99 @@
+"""A search in MLflow: one parent, and one child a trial, both opened and closed by the driver.
+
+A child is found again by its trial's key, and its last entry is the tag ``closed``: whatever was killed,
+a trial has one child, and a child without that tag is completed from the trial's row.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from infra.tracking import RunKey, Tracker, create_run, find_runs
+from pipeline.shards import Manifest
+from tune.record import Row
+from tune.report import flat_row
+from tune.trial import Request
+
+GIB = 2**30
+
+
+class Evidence:
+    """The children of one search's parent run."""
+
+    def __init__(self, parent: RunKey, manifest: Manifest) -> None:
+        self.parent = parent
+        self.manifest = manifest
+        self.closed = set(find_runs(parent, "closed", "true"))
+
+    def start(self, request: Request) -> None:
+        """Open the child of a trial that is about to start, unless a killed driver opened it already."""
+        self._child(request.key, f"{request.number:03d} {request.proposal.candidate.label()}", request.proposal.stage)
+
+    def end(self, row: Row, data: Path) -> None:
+        """Complete a trial's child from its row, and close it."""
+        key = self._child(row.key, f"{row.number:03d} {row.candidate.label()}", row.stage)
+        if key.run_id in self.closed:
+            return
+        with Tracker(key) as tracker:
+            tracker.params(
+                {"micro_batch": row.candidate.micro_batch, "accumulation": row.accumulation}
+                | {name: _numeric(value) for name, value in row.candidate.knobs}
+                | {"stage": row.stage, "round": row.round}
+            )
+            tracker.metrics(metrics(row), len(row.step_seconds))
+            for step, seconds in enumerate(row.step_seconds, 1):
+                tracker.metrics({"time/step_seconds": seconds}, step)
+            tracker.data(data.name, self.manifest.fingerprint, str(data), self.manifest.splits, "training")
+            tracker.json(flat_row(row), "trial.json")
+            tracker.note(f"**{row.outcome}**: {row.reason}")
+            tracker.tags({"outcome": row.outcome, "reason": row.reason, "closed": "true"})
+            tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED")
+        self.closed.add(key.run_id)
+
+    def catch_up(self, rows: Sequence[Row], data: Path) -> None:
+        """Complete the children of trials that ended without their driver."""
+        for row in rows:
+            self.end(row, data)
+
+    def _child(self, key: str, name: str, stage: str) -> RunKey:
+        found = find_runs(self.parent, "trial", key)
+        if found:
+            return RunKey(self.parent.store, self.parent.experiment_id, found[0], self.parent.journal)
+        return create_run("tune", name, parent=self.parent, tags={"kind": "trial", "trial": key, "stage": stage})
+
+
+def metrics(row: Row) -> dict[str, float | int | None]:
+    """A row's numbers under MLflow's grouped names."""
+    return {
+        "result/tokens_per_second": row.tokens_per_second,
+        "result/tokens_per_second_low": row.low,
+        "result/tokens_per_second_high": row.high,
+        "result/mfu": row.mfu,
+        "prediction/tokens_per_second": row.predicted_speed,
+        "prediction/memory_gib": row.predicted_memory and row.predicted_memory / GIB,
+        "memory/process_gib": row.memory and row.memory / GIB,
+        "memory/allocated_gib": row.allocated and row.allocated / GIB,
+        "memory/reserved_gib": row.reserved and row.reserved / GIB,
+        "memory/allocator_retries": row.allocator_retries,
+        "time/trial_seconds": row.seconds,
+        "time/compile_seconds": row.compile_seconds,
+        "time/data_wait_fraction": row.data_wait_fraction,
+        "loss/train": row.train_loss,
+    }
+
+
+def open_parent(name: str, tracking_uri: str | None, tags: dict[str, str]) -> RunKey:
+    """The parent run of a new search."""
+    return create_run("tune", name, tracking_uri=tracking_uri, tags=tags | {"kind": "search"})
+
+
+def describe(tracker: Tracker, identity: dict[str, object], manifest: Manifest, data: Path) -> None:
+    """The parent's settings and data."""
+    flat = {name: value for name, value in identity.items() if not isinstance(value, dict)}
+    tracker.params(flat)
+    tracker.json(identity, "search.json")
+    tracker.data(data.name, manifest.fingerprint, str(data), manifest.splits, "training")
+
+
+def _numeric(value: object) -> object:
+    """Switches as 0 and 1: MLflow's parallel coordinates draw numbers as axes."""
+    return int(value) if isinstance(value, bool) else value

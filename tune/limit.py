@@ -1,0 +1,46 @@
+"""The memory limit inside a trial's process: cap what torch may take, and say what the process took.
+
+The limit is on the memory of the process. torch's cap counts the allocator's segments alone, so what
+the process holds beside them (the CUDA context, loaded kernels, library workspaces) is measured first
+and subtracted. On the CPU nothing is capped: the peak resident set is watched and compared.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from infra.gpu import read_gpu
+from train import memory
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit in bytes on this process's use of ``device``."""
+
+    size: int
+    device: torch.device
+    before: int
+    """Bytes in use on the GPU before this process came: the baseline where NVML hides processes (containers)."""
+
+    @classmethod
+    def impose(cls, size: int, device_type: str) -> "Limit":
+        """Start CUDA, cap torch's allocator to what ``size`` leaves beside the context, and return the limit."""
+        if device_type != "cuda":
+            return cls(size, torch.device(device_type), 0)
+        state = read_gpu()
+        torch.cuda.init()
+        device = torch.device("cuda", torch.cuda.current_device())
+        limit = cls(size, device, state.memory_used if state else 0)
+        torch.empty(1, device=device)
+        context = limit.used()[0] - torch.cuda.memory_reserved(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, (size - context) / total)), device)
+        return limit
+
+    def used(self) -> tuple[int, str]:
+        """Peak bytes of the process, and what says so: ``nvml``, ``device`` (its growth), ``reserved`` or ``rss``."""
+        measured = memory.peak(self.device)
+        state = read_gpu(self.device.index or 0) if measured.process_source == "reserved" else None
+        if state is None:
+            return measured.process, measured.process_source
+        return max(measured.process, state.memory_used - self.before), "device"

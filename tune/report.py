@@ -1,0 +1,204 @@
+"""What a person gets from a search: a line a trial while it runs, and at the end a table and three files.
+
+In: rows. Out: the terminal, and ``trials.csv``, ``best.json`` and ``summary.md`` in the search's folder.
+"""
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from infra.command import console, escape
+from infra.storage import atomic_file, write_json
+from infra.units import format_duration, format_size
+from tune.config import SearchConfig
+from tune.ranking import Standing, standings
+from tune.record import Row
+from tune.space import Candidate, Space
+
+GB = 1e9
+HEADINGS = ("", "candidate", "x", "tokens/s", "95%", "control", "GB", "runs", "")
+MEMORY_SOURCES = {
+    "nvml": "the process's GPU memory by NVML",
+    "device": "the growth of the GPU's memory by NVML, which hides processes here",
+    "reserved": "the allocator's reserved memory, because NVML tells nothing here",
+    "rss": "the process's peak resident memory, which stands in for GPU memory on the CPU "
+    "(Python with torch and Ray alone is about half a gigabyte)",
+}
+
+
+def row_text(row: Row, limit: int) -> str:
+    """A finished trial as one line."""
+    speed = "no speed"
+    if row.tokens_per_second and row.low and row.high:
+        speed = f"{row.tokens_per_second:,.0f} ± {(row.high - row.low) / 2 / row.tokens_per_second:.1%} tok/s"
+    memory = "-" if row.memory is None else f"{row.memory / GB:.2f} of {limit / GB:.2f} GB"
+    parts = [f"{row.number:3d} {row.stage:7s} {row.candidate.label()} x {row.accumulation}", speed, memory]
+    if row.mfu is not None:
+        parts.append(f"MFU {row.mfu:.1%}")
+    if row.compile_seconds is not None:
+        parts.append(f"compile {row.compile_seconds:.1f} s")
+    parts.append(f"{row.outcome}: {row.reason}")
+    return " | ".join(parts)
+
+
+def progress_text(rows: Sequence[Row], remaining: int) -> str:
+    """The best so far, what was spent, and the time left."""
+    ranked = standings(rows)
+    best = f"{ranked[0].candidate.label()} {ranked[0].tokens_per_second:,.0f} tok/s" if ranked else "none yet"
+    spent = sum(row.seconds for row in rows)
+    left = spent / len(rows) * remaining if rows else 0.0
+    return f"    best: {best} | spent {format_duration(round(spent))} | about {format_duration(round(left))} left"
+
+
+def table(rows: Sequence[Row], space: Space) -> Table:
+    """The leaderboard: every candidate that was tried, the winner first."""
+    result = Table(title="tokens per second under the limit", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for name in HEADINGS:
+        numeric = name in ("tokens/s", "95%", "control", "GB", "runs")
+        result.add_column(name, justify="right" if numeric else "left", no_wrap=numeric or name == "candidate")
+    for values in leaderboard(rows, space):
+        result.add_row(*(escape(value) for value in values))
+    return result
+
+
+def leaderboard(rows: Sequence[Row], space: Space) -> list[tuple[str, ...]]:
+    """The leaderboard's cells under ``HEADINGS``: x is the accumulation, control the speed against the control's."""
+    ranked = standings(rows)
+    control = next((s for s in ranked if s.candidate == space.control), None)
+    lines = []
+    for place, standing in enumerate(ranked, 1):
+        ratio = f"{standing.tokens_per_second / control.tokens_per_second:.3f} x" if control else "-"
+        lines.append(
+            (
+                "=" if standing.tied else str(place),
+                standing.candidate.label(),
+                str(space.config(standing.candidate).accumulation),
+                f"{standing.tokens_per_second:,.0f}",
+                f"± {(standing.high - standing.low) / 2 / standing.tokens_per_second:.1%}",
+                ratio,
+                f"{standing.memory / GB:.2f}",
+                str(standing.runs),
+                _remark(standing, place, space),
+            )
+        )
+    named = {standing.candidate for standing in ranked}
+    last = {row.candidate: row for row in rows if row.candidate not in named}
+    for row in sorted(last.values(), key=lambda row: row.number):
+        speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-"
+        memory = "-" if row.memory is None else f"{row.memory / GB:.2f}"
+        remark = f"{row.outcome}: {row.reason}"
+        lines.append(("-", row.candidate.label(), str(row.accumulation), speed, "", "", memory, "1", remark))
+    return lines
+
+
+def _remark(standing: Standing, place: int, space: Space) -> str:
+    words = []
+    if place == 1:
+        words.append("winner")
+    if standing.tied:
+        words.append("tie: the smaller memory wins" if place == 1 else "tie")
+    if standing.candidate == space.control:
+        words.append("control")
+    return ", ".join(words)
+
+
+def never_run(rows: Sequence[Row], space: Space) -> list[Candidate]:
+    """Candidates without a row."""
+    seen = {row.candidate for row in rows}
+    return [candidate for candidate in space.candidates() if candidate not in seen]
+
+
+def best_json(rows: Sequence[Row], space: Space) -> dict[str, Any] | None:
+    """The winner: its training config as ``config``, and what was measured; None when nothing fits."""
+    ranked = standings(rows)
+    if not ranked:
+        return None
+    best = ranked[0]
+    return {
+        "config": space.config(best.candidate).to_json(),
+        "measured": {
+            "tokens_per_second": best.tokens_per_second,
+            "low": best.low,
+            "high": best.high,
+            "memory_bytes": best.memory,
+            "runs": best.runs,
+            "tied_with": [s.candidate.label() for s in ranked[1:] if s.tied],
+        },
+    }
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """All rows as CSV, a knob a column."""
+    text = io.StringIO()
+    flat = [flat_row(row) for row in rows]
+    names = list(dict.fromkeys(name for values in flat for name in values))
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()
+
+
+def flat_row(row: Row) -> dict[str, Any]:
+    """A row without nesting: the candidate's parts as columns, the single steps left out."""
+    values = {k: v for k, v in row.to_json().items() if k not in ("candidate", "step_seconds")}
+    return {"micro_batch": row.candidate.micro_batch} | dict(row.candidate.knobs) | values
+
+
+def summary(rows: Sequence[Row], space: Space, config: SearchConfig, limit: int, folder: Path) -> str:
+    """The search as Markdown: for ``summary.md`` and for the description in MLflow."""
+    ranked = standings(rows)
+    spent = format_duration(round(sum(row.seconds for row in rows)))
+    lines = [f"### Search for the fastest {space.base.global_batch}-sequence batch under {format_size(limit)}", ""]
+    if ranked:
+        best = ranked[0]
+        lines.append(
+            f"**{best.candidate.label()} x {space.config(best.candidate).accumulation}**: "
+            f"{best.tokens_per_second:,.0f} tokens/s ({best.low:,.0f} to {best.high:,.0f}), {best.memory / GB:.2f} GB."
+        )
+    else:
+        lines.append("Nothing fits under the limit.")
+    lines += ["", f"{len(rows)} trials in {spent}, searcher {config.searcher}."]
+    sources = {row.memory_source for row in rows if row.memory_source}
+    lines += [f"Memory is {MEMORY_SOURCES[source]}." for source in sorted(sources)]
+    lines += ["", f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
+    lines += ["| " + " | ".join(cells) + " |" for cells in leaderboard(rows, space)]
+    untried = never_run(rows, space)
+    if untried:
+        lines += ["", f"Never run: {', '.join(candidate.label() for candidate in untried)}."]
+    if ranked:
+        lines += ["", f"`{train_command(folder)}`"]
+    return "\n".join(lines) + "\n"
+
+
+def train_command(folder: Path) -> str:
+    """The line to paste."""
+    return f"python -m train.run --config {folder / 'best.json'}"
+
+
+def write_files(rows: Sequence[Row], space: Space, config: SearchConfig, limit: int, folder: Path) -> list[Path]:
+    """Write trials.csv, summary.md and, when something fits, best.json; returns their paths."""
+    texts = {"trials.csv": csv_text(rows), "summary.md": summary(rows, space, config, limit, folder)}
+    for name, text in texts.items():
+        with atomic_file(folder / name) as file:
+            file.write(text.encode())
+    best = best_json(rows, space)
+    if best is None:
+        (folder / "best.json").unlink(missing_ok=True)
+        return [folder / name for name in texts]
+    write_json(folder / "best.json", best)
+    return [folder / name for name in (*texts, "best.json")]
+
+
+def print_end(rows: Sequence[Row], space: Space, limit: int, folder: Path) -> None:
+    """The closing table and what to do next."""
+    console.print(table(rows, space))
+    for source in sorted({row.memory_source for row in rows if row.memory_source}):
+        console.print(f"memory is {MEMORY_SOURCES[source]}")
+    if standings(rows):
+        console.print(f"train with it: {train_command(folder)}")
+    else:
+        console.print(f"nothing fits under {format_size(limit)}: raise --memory-limit, or search more --knobs")

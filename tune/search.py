@@ -1,0 +1,39 @@
+"""Entry: ``python -m tune.search`` finds the fastest way to execute a global batch under a memory limit.
+
+In: the flags of a training run, a limit, and the knobs to search. Out: ``runs/NAME/`` with trials.csv,
+best.json (for ``python -m train.run --config``) and summary.md, and in MLflow one parent run with one
+child a trial. Wiring only.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from infra import command
+from infra.command import UserError
+from train.config import load_config
+from tune.config import SearchConfig, with_global_batch
+from tune.session import search
+
+
+def main() -> None:
+    """Parse, search, report, exit."""
+    defaults = SearchConfig()
+    try:
+        path, batch = command.flag_value("--config"), command.flag_value("--global-batch")
+        training = load_config(Path(path)) if path else defaults.training
+        if batch and batch.isdigit():
+            training = with_global_batch(training, int(batch))
+        defaults = dataclasses.replace(defaults, training=training)
+    except UserError as mistake:
+        command.refuse(mistake)
+    command.run(
+        search,
+        SearchConfig,
+        module="tune.search",
+        description="Find the micro-batch, and the knobs, with the most tokens per second under a memory limit.",
+        default=defaults,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What is searched: the factor pairs of the global batch, and the execution knobs around them.
+
+In: a training config, whose mathematics is held fixed, and the names of knobs. Out: candidates, each of
+which is a training config that computes the same steps in another way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from infra.command import UserError
+from train.config import TrainConfig, divisors
+
+KNOBS: dict[str, tuple[Any, ...]] = {
+    "checkpointing": ("none", "selective", "full"),
+    "loss_chunks": (1, 8),
+    "compile": ("off", "blocks", "whole"),
+    "attention": ("sdpa", "manual"),
+    "precision": ("fp32", "tf32", "bf16"),
+    "optimizer": ("adamw-fused", "adamw"),
+}
+"""Settings of a run that change how a step is executed; precision alone also changes its rounding."""
+
+Combination = tuple[tuple[str, Any], ...]
+"""Values of the searched knobs, in the order of their names; empty when no knob is searched."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One point of the space. The accumulation follows from the global batch."""
+
+    micro_batch: int
+    knobs: Combination = ()
+
+    def label(self) -> str:
+        """``m8``, or ``m8 checkpointing=full``, for tables."""
+        return " ".join([f"m{self.micro_batch}", *(f"{name}={value}" for name, value in self.knobs)])
+
+
+@dataclass(frozen=True)
+class Space:
+    """All candidates around ``base``: every micro-batch in ``sizes`` with every combination of knobs."""
+
+    base: TrainConfig
+    sizes: tuple[int, ...]
+    combinations: tuple[Combination, ...]
+
+    def config(self, candidate: Candidate) -> TrainConfig:
+        """The training config of ``candidate``. Raises ``UserError`` where the knobs contradict its size."""
+        return replace(self.base, micro_batch=candidate.micro_batch, **dict(candidate.knobs))
+
+    def sizes_of(self, knobs: Combination) -> list[int]:
+        """Micro-batches that are possible with ``knobs``, ascending."""
+        return [size for size in self.sizes if self._possible(Candidate(size, knobs))]
+
+    def candidates(self) -> list[Candidate]:
+        """Every candidate, combination by combination, sizes ascending."""
+        return [Candidate(size, knobs) for knobs in self.combinations for size in self.sizes_of(knobs)]
+
+    @property
+    def control(self) -> Candidate:
+        """The candidate that the base config is: what the search is compared with."""
+        return Candidate(self.base.micro_batch, self.combinations[0])
+
+    def neighbours(self, knobs: Combination) -> list[Combination]:
+        """Combinations that differ from ``knobs`` in one knob."""
+        return [c for c in self.combinations if sum(a != b for a, b in zip(c, knobs, strict=True)) == 1]
+
+    def _possible(self, candidate: Candidate) -> bool:
+        try:
+            self.config(candidate)
+        except UserError:
+            return False
+        return True
+
+
+def parse_knobs(text: str) -> tuple[str, ...]:
+    """Knob names in ``all``, ``none`` or ``compile,attention``. Raises ``UserError``."""
+    if text in ("all", "none"):
+        return tuple(KNOBS) if text == "all" else ()
+    names = tuple(dict.fromkeys(name.strip().replace("-", "_") for name in text.split(",")))
+    unknown = [name for name in names if name not in KNOBS]
+    if unknown:
+        raise UserError(f"--knobs {text}: {unknown[0]!r} is no knob; the knobs are {', '.join(KNOBS)}, all and none.")
+    return names
+
+
+def make_space(base: TrainConfig, knobs: Sequence[str], *, device: str) -> Space:
+    """The space around ``base``; its own combination comes first, so that ties of order favour the control.
+
+    ``device`` (cuda or cpu) decides what auto means and which precisions exist. Raises ``UserError``.
+    """
+    if base.workers != 1:
+        raise UserError(f"--workers {base.workers}: a search measures one device; leave --workers at 1.")
+    combinations: list[Combination] = [()]
+    for name in knobs:
+        own = getattr(base, name)
+        if name == "precision" and own == "auto":
+            own = "bf16" if device == "cuda" else "fp32"
+        values = dict.fromkeys([own, *KNOBS[name]])
+        if name == "precision" and device == "cpu":
+            values = dict.fromkeys([own, "fp32"])  # bf16 is emulated there, and tf32 is fp32
+        combinations = [(*chosen, (name, value)) for chosen in combinations for value in values]
+    return Space(base, tuple(divisors(base.global_batch)), tuple(combinations))

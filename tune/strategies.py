@@ -1,0 +1,78 @@
+"""How the next trial is chosen. Plain Python: Ray Tune and the simulator drive the same objects.
+
+A strategy is asked with all rows so far and answers with a proposal or with None, the end. It keeps no
+state of its own, so a search that was killed continues by reading its rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tune.ranking import contenders, standings
+from tune.record import Proposal, Row
+from tune.space import Space
+
+
+class Strategy(Protocol):
+    """Decides trials one at a time."""
+
+    def propose(self, rows: Sequence[Row]) -> Proposal | None:
+        """The next trial after ``rows``, or None when there is nothing left to learn."""
+        ...
+
+    def remaining(self, rows: Sequence[Row]) -> int:
+        """About how many trials are still to come: for the time left, never for a decision."""
+        ...
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Every candidate once, in order."""
+
+    space: Space
+
+    def propose(self, rows: Sequence[Row]) -> Proposal | None:
+        """The first candidate that has no row."""
+        seen = {row.candidate for row in rows}
+        return next((Proposal(c, "probe") for c in self.space.candidates() if c not in seen), None)
+
+    def remaining(self, rows: Sequence[Row]) -> int:
+        """Candidates without a row."""
+        return len(self.space.candidates()) - len({row.candidate for row in rows})
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """Explore, then run the best three and the control again, interleaved, ``rounds`` times."""
+
+    explore: Strategy
+    space: Space
+    rounds: int
+
+    def propose(self, rows: Sequence[Row]) -> Proposal | None:
+        """The exploration's proposal while it has one; then the next confirmation."""
+        explored = [row for row in rows if row.stage != "confirm"]
+        proposal = self.explore.propose(explored)
+        return proposal or next(iter(self._missing(rows)), None)
+
+    def remaining(self, rows: Sequence[Row]) -> int:
+        """The exploration's remainder and the confirmations."""
+        explored = [row for row in rows if row.stage != "confirm"]
+        left = self.explore.remaining(explored)
+        if self.explore.propose(explored) is None:
+            return len(self._missing(rows))
+        return left + self.rounds * 4
+
+    def _missing(self, rows: Sequence[Row]) -> list[Proposal]:
+        """Confirmations not run yet; odd rounds go backwards, so that a steady drift cancels."""
+        chosen = contenders(rows, self.space.control)
+        if len(chosen) < 2:
+            return []
+        done = {(row.candidate, row.round) for row in rows if row.stage == "confirm"}
+        speeds = {s.candidate: s.tokens_per_second for s in standings([r for r in rows if r.stage != "confirm"])}
+        return [
+            Proposal(candidate, "confirm", number, predicted_speed=speeds[candidate])
+            for number in range(1, self.rounds + 1)
+            for candidate in (chosen if number % 2 else reversed(chosen))
+            if (candidate, number) not in done
+        ]
