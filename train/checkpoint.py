@@ -1,22 +1,29 @@
-"""A run's state on disk, whole or not at all: weights, optimizer, random state, and position in the data.
+"""A run's state on disk, whole or not at all: weights, optimizer, loss scaling, random state, position in the data.
 
-Weights are safetensors, so that anything can read them; the rest is a torch file that is only ever
-loaded with ``weights_only=True``. A checkpoint is a folder that appears by one rename.
+In: a snapshot taken on the step. Out: a folder that a thread writes under a temporary name, reads back,
+and renames, while training goes on. Weights are safetensors, so that anything can read them; the rest is
+a torch file that is only ever loaded with ``weights_only=True``. Checksums of both stand in
+``progress.json``, which is therefore what makes a folder a checkpoint.
 """
 
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor
 
 from infra.command import UserError
 from infra.storage import TEMPORARY, sync_folder, write_json
+from pipeline.shards import checksum
+from train.model import GPT
+from train.parallel import share_of, whole
 
 _WEIGHTS, _STATE, _PROGRESS = "model.safetensors", "state.pt", "progress.json"
 
@@ -28,64 +35,209 @@ class Progress:
     step: int
     position: int
     """Windows consumed, over all workers."""
+    reported: int
+    """The last step that a cycle's report covers; losses of the steps behind it are in the checkpoint."""
+    reference: float | None
+    """Mean loss of the last reported cycle, which a spike is measured against."""
     val_tokens: int
     elapsed: float
+    """Seconds of training."""
     data_fingerprint: str
+    vocabulary_sha256: str
     config: dict[str, Any]
+    files: dict[str, str] = field(default_factory=dict)
+    """Checksum of each file."""
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
-    """Write the checkpoint ``folder/step-00000123`` and return its path; older ones are removed afterwards."""
-    folder.mkdir(parents=True, exist_ok=True)
+@dataclass(frozen=True)
+class Snapshot:
+    """Tensors on the host; those of a GPU arrive there when ``copied`` has happened."""
+
+    weights: dict[str, Tensor]
+    state: dict[str, Any]
+    copied: torch.cuda.Event | None
+
+
+def snapshot(model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, losses: Tensor) -> Snapshot:
+    """Copy what changes with the next step. On a GPU the copies are queued before that step and nothing waits.
+
+    With sharded weights every worker must call it.
+    """
+    weights = {name: _to_host(value) for name, value in model.state_dict().items()}
+    if model.config.tied:
+        del weights["head.weight"]  # the same tensor as the embedding; safetensors stores each once
+    state = {
+        "optimizer": _map(optimizer.state_dict(), _to_host),
+        "scaler": scaler.state_dict(),
+        "rng": random_state(),
+        "losses": _to_host(losses),
+    }
+    copied = None
+    if losses.is_cuda:
+        copied = torch.cuda.Event()
+        copied.record()
+    return Snapshot(weights, state, copied)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    tensor = whole(tensor.detach())
+    if type(tensor) is not Tensor or not tensor.is_cuda:  # torchao's quantised states know only .to()
+        return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with every tensor in its dicts and lists changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _map(inner, change) for name, inner in value.items()}
+    return [_map(inner, change) for inner in value] if isinstance(value, list) else value
+
+
+class Checkpoints:
+    """The checkpoints of one run, ``folder/step-00000123``: written one at a time in a thread, the newest kept."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.latest: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(f"{TEMPORARY}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def save(self, taken: Snapshot, progress: Progress, is_sound: Callable[[list[float]], bool]) -> None:
+        """Write ``taken`` in the background, after what is still being written.
+
+        A state is not kept when its weights are not finite or ``is_sound`` refuses its losses, so that the
+        last good checkpoint stays. Raises ``UserError`` when the one before could not be written.
+        """
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(taken, progress, is_sound), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> Path | None:
+        """Wait for the write in progress; the newest checkpoint that this run wrote."""
+        if self._thread:
+            self._thread.join()
+        if self._failure:
+            raise UserError(
+                f"the checkpoint under {self.folder} could not be written ({self._failure}): free some space, then "
+                "continue the run with --resume; the checkpoints before are whole."
+            ) from self._failure
+        return self.latest
+
+    def _write(self, taken: Snapshot, progress: Progress, is_sound: Callable[[list[float]], bool]) -> None:
+        try:
+            if taken.copied is not None:
+                taken.copied.synchronize()
+            finite = all(bool(torch.isfinite(value).all()) for value in taken.weights.values())
+            if finite and is_sound(taken.state["losses"].tolist()):
+                self.latest = write(self.folder, taken, progress)
+                for old in checkpoints_in(self.folder)[: -self.keep]:
+                    shutil.rmtree(old, ignore_errors=True)
+        except Exception as failure:  # noqa: BLE001 handed to the thread that trains
+            self._failure = failure
+
+
+def write(folder: Path, taken: Snapshot, progress: Progress) -> Path:
+    """Write one checkpoint: to a temporary name, fsynced, read back, renamed."""
     name = f"step-{progress.step:08d}"
     temporary = folder / f"{TEMPORARY}{os.getpid()}-{name}"
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(mode=0o700)
-    weights = model.state_dict()
-    if progress.config["model"]["tied"]:
-        del weights["head.weight"]  # the same tensor as the embedding; safetensors stores each once
-    save_file(weights, temporary / _WEIGHTS)
-    torch.save({"optimizer": optimizer.state_dict(), "rng": random_state()}, temporary / _STATE)
-    write_json(temporary / _PROGRESS, asdict(progress))
-    for file in temporary.iterdir():
-        with file.open("rb") as opened:
+    save_file(taken.weights, temporary / _WEIGHTS)
+    torch.save(taken.state, temporary / _STATE)
+    for file in (_WEIGHTS, _STATE):
+        with (temporary / file).open("rb") as opened:
             os.fsync(opened.fileno())
-    shutil.rmtree(folder / name, ignore_errors=True)
+    if any(not torch.equal(value, taken.weights[key]) for key, value in load_file(temporary / _WEIGHTS).items()):
+        raise OSError(f"{temporary / _WEIGHTS} reads back otherwise than it was written")
+    files = {file: checksum(temporary / file) for file in (_WEIGHTS, _STATE)}
+    write_json(temporary / _PROGRESS, asdict(replace(progress, files=files)))
     temporary.chmod(0o755)
-    temporary.rename(folder / name)
+    if (folder / name).exists():
+        aside = folder / f"{TEMPORARY}old-{name}"
+        (folder / name).rename(aside)
+        temporary.rename(folder / name)
+        shutil.rmtree(aside)
+    else:
+        temporary.rename(folder / name)
     sync_folder(folder)
-    for old in sorted(folder.glob("step-*"))[:-1]:
-        shutil.rmtree(old, ignore_errors=True)
     return folder / name
 
 
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints under ``folder``, oldest first, sound or not."""
+    return sorted(folder.glob("step-*"))
+
+
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint under ``folder``, if there is one."""
-    return max(folder.glob("step-*"), default=None)
+    """The newest checkpoint under ``folder`` whose files are as they were written."""
+    return next((found for found in reversed(checkpoints_in(folder)) if _damage(found) is None), None)
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint; None when nothing is."""
+    try:
+        for file, expected in read_progress(checkpoint).files.items():
+            if not (checkpoint / file).is_file():
+                return f"{file} is missing"
+            if checksum(checkpoint / file) != expected:
+                return f"{file} is not what was written"
+    except UserError as unreadable:
+        return str(unreadable)
+    return None
 
 
 def read_progress(checkpoint: Path) -> Progress:
     """Where the run that wrote ``checkpoint`` stood. Raises ``UserError`` when it is no checkpoint."""
     try:
         return Progress(**json.loads((checkpoint / _PROGRESS).read_text(encoding="utf-8")))
-    except (OSError, json.JSONDecodeError, TypeError) as damage:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as damage:
         raise UserError(f"{checkpoint} is no checkpoint that can be read ({damage}).") from damage
 
 
-def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Progress:
-    """Put the state of ``checkpoint`` into ``model``, ``optimizer`` and the random generators."""
-    progress = read_progress(checkpoint)
+def load_weights(checkpoint: Path, model: GPT, device: torch.device) -> None:
+    """Put the weights of ``checkpoint`` into ``model``."""
     weights = load_file(checkpoint / _WEIGHTS, device=str(device))
-    if progress.config["model"]["tied"]:
+    if model.config.tied:
         weights["head.weight"] = weights["token_embedding.weight"]
-    model.load_state_dict(weights)
+    model.load_state_dict({name: share_of(weights[name], like) for name, like in model.state_dict().items()})
+
+
+def load(
+    checkpoint: Path,
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    device: torch.device,
+) -> list[float]:
+    """Put the state of ``checkpoint`` into its places; gives the losses of steps not yet reported.
+
+    Raises ``UserError`` when a file is not what was written.
+    """
+    damage = _damage(checkpoint)
+    if damage:
+        raise UserError(f"{checkpoint} is damaged: {damage}; remove it to continue from the checkpoint before it.")
+    load_weights(checkpoint, model, device)
     state = torch.load(checkpoint / _STATE, map_location=device, weights_only=True)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, values in state["optimizer"].get("state", {}).items():
+        like = parameters[index]
+        state["optimizer"]["state"][index] = {name: _share(value, like) for name, value in values.items()}
     optimizer.load_state_dict(state["optimizer"])
+    scaler.load_state_dict(state["scaler"])
     restore_random_state(state["rng"])
-    return progress
+    return state["losses"].tolist()
 
 
-def random_state() -> dict[str, torch.Tensor]:
+def _share(value: Any, like: Tensor) -> Any:
+    return share_of(value, like) if isinstance(value, Tensor) else value
+
+
+def random_state() -> dict[str, Tensor]:
     """torch's generators, which decide dropout."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -93,7 +245,7 @@ def random_state() -> dict[str, torch.Tensor]:
     return state
 
 
-def restore_random_state(state: dict[str, torch.Tensor]) -> None:
+def restore_random_state(state: dict[str, Tensor]) -> None:
     """Undo :func:`random_state`."""
     torch.set_rng_state(state["cpu"].cpu())
     if "cuda" in state and torch.cuda.is_available():

@@ -8,18 +8,22 @@ when it is made, by a sentence that names both fields. Suites and searches vary 
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from tyro.constructors import PrimitiveConstructorSpec
 
 from infra.command import UserError
 from infra.units import Seconds
+from train.rules import divisors as divisors
+from train.rules import refuse_contradictions
 
-Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16"]
-Attention = Literal["manual", "sdpa"]
-Compile = Literal["off", "whole", "blocks"]
-Optimizer = Literal["adamw", "adamw-fused"]
-Schedule = Literal["cosine", "constant"]
+Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16", "bf16-activations"]
+Attention = Literal["auto", "manual", "sdpa", "flash", "cudnn", "efficient", "flex"]
+Compile = Literal["off", "whole", "blocks", "max-autotune", "reduce-overhead"]
+Checkpointing = Literal["none", "full", "selective"]
+Loss = Literal["plain", "fused"]
+Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adamw-bf16", "adafactor", "muon"]
+Schedule = Literal["cosine", "wsd", "constant"]
 Device = Literal["auto", "cuda", "cpu"]
 
 
@@ -151,7 +155,8 @@ class TrainConfig:
     learning_rate: float = 6e-4
     """Peak learning rate."""
     schedule: Schedule = "cosine"
-    """After warm-up: cosine down to a tenth of the peak at the run's end, or constant."""
+    """After warm-up: cosine down to a tenth of the peak at the run's end; wsd, which stays at the peak and falls
+    to zero over the last fifth; or constant."""
     warmup_steps: int = 100
     """Steps of linear warm-up; shortened to a tenth of a run that is short."""
     weight_decay: float = 0.1
@@ -162,26 +167,43 @@ class TrainConfig:
     """Adam's decay of the second moment."""
     clip_norm: float = 1.0
     """Gradient norm above which gradients are scaled down; 0 is off."""
+    mask_books: bool = False
+    """Keep attention within a book where a window spans several."""
+    spike: float = 3.0
+    """Stop when a step's loss is this many nats above the mean of the cycle before it; 0 is off. NaN always stops."""
 
     micro_batch: int = 32
     """Sequences per forward pass on one worker; accumulation follows from the global batch."""
     precision: Precision = "auto"
-    """Arithmetic: fp32; tf32 matmuls; fp16 autocast with loss scaling; bf16 autocast. auto is bf16 on GPUs
-    that have it, else fp32 (on most CPUs bf16 is emulated and many times slower)."""
-    attention: Attention = "sdpa"
-    """Attention: manual (materialises the T x T matrix) or torch's fused kernels."""
+    """Arithmetic: fp32; tf32 matmuls; fp16 autocast with loss scaling; bf16 autocast; bf16 activations throughout,
+    the residual stream too, over fp32 weights. auto is bf16 on GPUs that have it, else fp32 (on most CPUs bf16 is
+    emulated and many times slower)."""
+    attention: Attention = "auto"
+    """Attention: manual (materialises the T x T matrix); sdpa, where torch chooses the kernel; one kernel of it and
+    no other; flex (FlexAttention). auto puts the kernels in the order that suits the GPU."""
     compile: Compile = "off"
-    """torch.compile: off, the whole model, or each block on its own (faster to start)."""
-    checkpointing: bool = False
-    """Recompute each block's activations in the backward pass: less memory, about a third more arithmetic."""
+    """torch.compile: off, the whole model, each block on its own (faster to start), the whole model with kernels
+    tuned by trial (max-autotune, without CUDA graphs), or in CUDA graphs (reduce-overhead)."""
+    checkpointing: Checkpointing = "none"
+    """Activations that the backward pass computes again: none; selective, all but matmuls' and attention's; full,
+    each whole block, for about a third more arithmetic."""
+    loss: Loss = "plain"
+    """Cross-entropy: plain logits, or torch's fused linear_cross_entropy (torch 2.13), which never holds them all."""
     loss_chunks: int = 1
-    """Pieces in which head and cross-entropy are computed; more than one saves the logits' memory."""
+    """Pieces in which head and plain cross-entropy are computed; more than one saves the logits' memory."""
+    fp8: bool = False
+    """Multiply the blocks' matrices in 8-bit floats, scaled per tensor (torchao, on GPUs that have them)."""
     optimizer: Optimizer = "adamw-fused"
-    """AdamW, a kernel per operation or one fused kernel."""
+    """AdamW, a kernel per operation or one fused kernel; with 8-bit moments; with bf16 weights rounded
+    stochastically (both torchao); Adafactor; Muon for the blocks' matrices with AdamW for the rest."""
     device: Device = "auto"
     """auto takes a CUDA GPU when there is one."""
     workers: int = 1
     """Data-parallel workers; with cuda each has one GPU."""
+    shard: bool = False
+    """Shard weights, gradients and optimizer state over the workers (FSDP2) in place of a copy on each (DDP)."""
+    accelerator: str | None = None
+    """Kind of GPU that Ray must give the workers, as Ray names it: A100, H200. A name that the cluster lacks waits."""
 
     steps: int | None = None
     """Optimizer steps to train for. Without this, --tokens and --time-budget, one epoch."""
@@ -191,36 +213,15 @@ class TrainConfig:
     """Time to train for, from the first step on: 90s, 5m, 1h."""
     cycle: CycleText = Cycle()
     """Training steps and validation batches between two reports."""
+    checkpoint_every: int = 200
+    """Steps between two checkpoints; one more is written at the end."""
+    keep_checkpoints: int = 2
+    """Checkpoints kept, the newest ones; 0 writes none."""
 
     def __post_init__(self) -> None:
-        for size in ("global_batch", "micro_batch", "loss_chunks", "workers"):
-            if getattr(self, size) < 1:
-                raise UserError(f"--{size.replace('_', '-')} {getattr(self, size)} must be at least 1.")
-        if self.global_batch % (self.micro_batch * self.workers):
-            near = [m for m in divisors(self.global_batch) if self.global_batch % (m * self.workers) == 0]
-            hint = f"for --micro-batch {', '.join(map(str, near))} it is" if near else "choose another --global-batch"
-            raise UserError(
-                f"--global-batch {self.global_batch} is not a multiple of --micro-batch {self.micro_batch} "
-                f"x --workers {self.workers}; {hint}."
-            )
-        ends = [n for n in ("steps", "tokens", "time_budget") if getattr(self, n) is not None]
-        if len(ends) > 1:
-            first, second = (f"--{name.replace('_', '-')}" for name in ends[:2])
-            raise UserError(f"{first} and {second} both end the run; give one of them.")
-        if self.steps is not None and self.steps < 1:
-            raise UserError(f"--steps {self.steps} must be at least 1.")
-        if self.tokens is not None and self.tokens < self.step_tokens:
-            raise UserError(
-                f"--tokens {self.tokens:,} is less than one step: --global-batch {self.global_batch} sequences "
-                f"of {self.model.context_length} are {self.step_tokens:,} tokens."
-            )
-        if self.micro_batch * self.model.context_length % self.loss_chunks:
-            raise UserError(
-                f"--loss-chunks {self.loss_chunks} does not divide the {self.micro_batch * self.model.context_length} "
-                f"tokens of --micro-batch {self.micro_batch}."
-            )
-        if self.precision == "fp16" and self.device == "cpu":
-            raise UserError("--precision fp16 needs loss scaling on a GPU and --device is cpu; use bf16 or fp32.")
+        if isinstance(self.checkpointing, bool):  # searches write their two extremes so
+            object.__setattr__(self, "checkpointing", "full" if self.checkpointing else "none")
+        refuse_contradictions(self)
 
     @property
     def accumulation(self) -> int:
@@ -245,21 +246,12 @@ class TrainConfig:
         return values | {"data": str(self.data), "model": asdict(self.model), "cycle": str(self.cycle)}
 
 
-def divisors(number: int) -> list[int]:
-    """All divisors of ``number``, ascending."""
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def config_from_json(values: dict[str, Any], source: str) -> TrainConfig:
     """The config that ``values`` describe; ``source`` names where they come from in a refusal."""
-    known = {field.name: field for field in fields(TrainConfig)}
-    unknown = sorted(set(values) - set(known))
+    known = {field.name: field.type for field in fields(TrainConfig)}
+    unknown = sorted(set(values) - known.keys())
     if unknown:
         raise UserError(f"{source} has the unknown setting {unknown[0]!r}; the settings are {', '.join(known)}.")
-    for name, field in known.items():
-        allowed = get_args(field.type)
-        if name in values and allowed and all(isinstance(a, str) for a in allowed) and values[name] not in allowed:
-            raise UserError(f"{source}: {name} is {values[name]!r}; it can be {', '.join(allowed)}.")
     values = dict(values)
     try:
         if "data" in values:
@@ -270,6 +262,8 @@ def config_from_json(values: dict[str, Any], source: str) -> TrainConfig:
         if "cycle" in values:
             values["cycle"] = Cycle.parse(values["cycle"])
         return TrainConfig(**values)
+    except UserError as mistake:
+        raise UserError(f"{source}: {mistake}") from mistake
     except TypeError as mistake:
         raise UserError(f"{source} does not describe a run: {mistake}.") from mistake
 

@@ -1,8 +1,8 @@
 """GPT-2 as published (Radford et al. 2019), plain and readable: learned positions, pre-norm, tanh GELU.
 
 In: token ids (batch, time) and the ids one further on. Out: the mean cross-entropy; or logits without
-targets. What is executed differently (attention, loss chunks, checkpointing) is handed in, so that the
-mathematics stands here once.
+targets. What is executed differently (attention, loss, recomputation, the activations' type) is handed
+in, so that the mathematics stands here once.
 """
 
 import math
@@ -10,11 +10,27 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from train.attention import AttentionFunction, sdpa
-from train.config import ModelConfig
-from train.losses import chunked, plain
+from train import recompute
+from train.attention import AttentionFunction, Mask, MaskFunction, sdpa
+from train.config import Checkpointing, Loss, ModelConfig
+from train.losses import chunked, fused, plain
+
+
+class Linear(nn.Linear):
+    """A linear layer that computes in its input's type, whatever the type its weights are kept in."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return F.linear(input, self.weight.to(input.dtype), bias)
+
+
+class LayerNorm(nn.LayerNorm):
+    """A layer norm that computes in its input's type; torch sums in fp32 inside."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return F.layer_norm(input, self.normalized_shape, self.weight.to(input.dtype), bias, self.eps)
 
 
 class SelfAttention(nn.Module):
@@ -25,14 +41,14 @@ class SelfAttention(nn.Module):
         self.heads = config.heads
         self.dropout = config.dropout
         self.attention = attention
-        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.bias)
-        self.projection = nn.Linear(config.width, config.width, bias=config.bias)
+        self.qkv = Linear(config.width, 3 * config.width, bias=config.bias)
+        self.projection = Linear(config.width, config.width, bias=config.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask) -> Tensor:
         batch, time, width = x.shape
         qkv = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = self.attention(q, k, v, self.dropout if self.training else 0.0)
+        mixed = self.attention(q, k, v, self.dropout if self.training else 0.0, mask)
         mixed = mixed.transpose(1, 2).reshape(batch, time, width)
         return F.dropout(self.projection(mixed), self.dropout, self.training)
 
@@ -43,8 +59,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.up = nn.Linear(config.width, 4 * config.width, bias=config.bias)
-        self.projection = nn.Linear(4 * config.width, config.width, bias=config.bias)
+        self.up = Linear(config.width, 4 * config.width, bias=config.bias)
+        self.projection = Linear(4 * config.width, config.width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.up(x), approximate="tanh")
@@ -56,13 +72,13 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, attention: AttentionFunction) -> None:
         super().__init__()
-        self.norm_1 = nn.LayerNorm(config.width, bias=config.bias)
+        self.norm_1 = LayerNorm(config.width, bias=config.bias)
         self.attention = SelfAttention(config, attention)
-        self.norm_2 = nn.LayerNorm(config.width, bias=config.bias)
+        self.norm_2 = LayerNorm(config.width, bias=config.bias)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_1(x))
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
+        x = x + self.attention(self.norm_1(x), mask)
         return x + self.feed_forward(self.norm_2(x))
 
 
@@ -74,18 +90,25 @@ class GPT(nn.Module):
         config: ModelConfig,
         *,
         attention: AttentionFunction = sdpa,
-        checkpointing: bool = False,
+        mask: MaskFunction = lambda tokens: None,
+        checkpointing: Checkpointing = "none",
+        loss: Loss = "plain",
         loss_chunks: int = 1,
+        activations: torch.dtype | None = None,
     ) -> None:
+        """``activations`` is the type of the residual stream and all that follows from it; None is the weights'."""
         super().__init__()
         self.config = config
+        self.mask = mask
         self.checkpointing = checkpointing
+        self.loss = loss
         self.loss_chunks = loss_chunks
+        self.activations = activations
         self.token_embedding = nn.Embedding(config.padded_vocabulary, config.width)
         self.position_embedding = nn.Embedding(config.context_length, config.width)
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.head = nn.Linear(config.width, config.padded_vocabulary, bias=False)
+        self.norm = LayerNorm(config.width, bias=config.bias)
+        self.head = Linear(config.width, config.padded_vocabulary, bias=False)
         self.apply(self._initialise)
         for name, parameter in self.named_parameters():
             if name.endswith("projection.weight"):  # GPT-2, section 2.3: residual layers scaled by 1/sqrt(N)
@@ -105,16 +128,25 @@ class GPT(nn.Module):
         """Final hidden states (B, T, D) of ``tokens`` (B, T)."""
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
-        x = F.dropout(x, self.config.dropout, self.training)
+        x = F.dropout(x.to(self.activations or x.dtype), self.config.dropout, self.training)
+        mask = self.mask(tokens)
         for block in self.blocks:
-            # preserve_rng_state is the default: dropout in the recomputation is the dropout of the forward pass.
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing and self.training else block(x)
+            x = self._block(block, x, mask)
         return self.norm(x)
+
+    def _block(self, block: nn.Module, x: Tensor, mask: Mask) -> Tensor:
+        if self.checkpointing == "none" or not self.training:
+            return block(x, mask)
+        if self.checkpointing == "full":
+            return recompute.full(block, x, mask)
+        return recompute.selective(block, x, mask, dropout=self.config.dropout)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         hidden = self.hidden(tokens)
         if targets is None:
             return self.head(hidden)
+        if self.loss == "fused":
+            return fused(hidden, self.head.weight, targets)
         if self.loss_chunks > 1:
             return chunked(hidden, self.head.weight, targets, self.loss_chunks)
         return plain(hidden, self.head.weight, targets)

@@ -102,7 +102,14 @@ class RunResult:
     checkpoint: str | None
     data_fingerprint: str
     loss_curve: list[tuple[int, float, float | None]]
-    """(step, training loss, validation loss) by cycle."""
+    """(step, training loss, validation loss) by cycle, from where this process began or went on."""
+    val_perplexity: float | None = None
+    """e to the validation loss: per token, so it compares within one vocabulary."""
+    val_bits_per_byte: float | None = None
+    """Validation loss per UTF-8 byte of text; None when the vocabulary is not GPT-2's."""
+    val_bits_per_character: float | None = None
+    sample: str | None = None
+    """Text that the model wrote at the end."""
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON values."""

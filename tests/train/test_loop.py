@@ -13,7 +13,7 @@ from train.loop import Trainer
 from train.result import CycleReport, RunResult
 
 GOLDEN = [5.7706, 5.7397, 5.7080, 5.7372, 5.6842, 5.6755, 5.6816, 5.6503, 5.6573, 5.6529]
-"""Losses of the first ten steps. Random weights, random tokens: whatever changes the mathematics of a step moves them."""
+"""Losses of the first ten steps: whatever changes the mathematics of a step moves them."""
 
 
 @pytest.fixture
@@ -39,9 +39,11 @@ def stop_at(step: int) -> Any:
 def test_the_loss_falls(config: TrainConfig) -> None:
     result, losses = train(dataclasses.replace(config, steps=300, cycle=Cycle(50, 2)))
     assert result.outcome == "finished"
-    assert result.steps == 300 and len(losses) == 300
+    assert result.steps == 300
+    assert len(losses) == 300
     assert losses[0] == pytest.approx(5.77, abs=0.05)  # ln(320)
-    assert result.train_loss is not None and result.train_loss < 4.0
+    assert result.train_loss is not None
+    assert result.train_loss < 4.0
     assert result.loss_curve[0][1] > result.loss_curve[3][1] > result.loss_curve[5][1]
 
 
@@ -67,7 +69,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(config: TrainConfig, tmp_path: Path, 
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=dropout))
     straight, expected = train(config)
     first, before = train(config, checkpoints=tmp_path, should_stop=stop_at(13))
-    assert first.outcome == "interrupted" and first.steps == 13 and first.checkpoint
+    assert first.outcome == "interrupted"
+    assert first.steps == 13
+    assert first.checkpoint
     second, after = train(config, checkpoints=tmp_path, resume=Path(first.checkpoint))
     assert before + after == expected
     assert second.val_loss == straight.val_loss
@@ -85,4 +89,5 @@ def test_a_time_budget_ends_the_run(config: TrainConfig) -> None:
 def test_the_gpu_trains(config: TrainConfig) -> None:
     result, losses = train(dataclasses.replace(config, device="cuda", precision="auto"))
     assert result.outcome == "finished"
-    assert losses[-1] < losses[0] and torch.cuda.is_available()
+    assert losses[-1] < losses[0]
+    assert torch.cuda.is_available()

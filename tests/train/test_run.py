@@ -35,7 +35,8 @@ def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pyt
     printed = capfd.readouterr().out
     assert code == 0, printed
     result = json.loads(Path("runs/one/result.json").read_text())
-    assert result["outcome"] == "finished" and result["steps"] == 25
+    assert result["outcome"] == "finished"
+    assert result["steps"] == 25
     assert Path(result["checkpoint"]).is_dir()
     assert printed.count("tok/sec") == 3
     (found,) = MlflowClient("sqlite:///mlflow.db").search_runs(["1"])
@@ -43,6 +44,7 @@ def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pyt
     client = MlflowClient("sqlite:///mlflow.db")
     steps = [metric.step for metric in client.get_metric_history(found.info.run_id, "loss/step")]
     assert steps == list(range(1, 26))
+    assert found.inputs
     assert found.inputs.dataset_inputs[0].dataset.digest == result["data_fingerprint"][:36]
 
     assert command(monkeypatch, "--data", str(small_shards), "--name", "one", "--steps", "25", *FLAGS) == 2

@@ -1,0 +1,109 @@
+"""One cycle: steps, then validation, then a report; and when its losses say that the run has gone wrong.
+
+A cycle's numbers stay on the device until the next cycle has work queued there. Cycles end at multiples
+of the config's length, wherever the run was interrupted, so that a continued run reports what an
+uninterrupted one would have.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pipeline.shards import Manifest
+from train import measure
+from train.config import TrainConfig
+from train.parallel import Workers
+from train.result import CycleReport
+
+
+@dataclass
+class Cycle:
+    """A cycle whose numbers are still on the device."""
+
+    first: int
+    """Steps before it."""
+    stop: int
+    """The step it ends at, at the latest."""
+    start: measure.Mark
+    losses: Tensor
+    norms: Tensor
+    earlier: int = 0
+    """Steps of it that an interrupted run did, whose losses the checkpoint brought."""
+    marks: list[measure.Mark] = field(default_factory=list)
+    val_losses: Tensor | None = None
+    trained: measure.Mark = None
+    end: measure.Mark = None
+    data_wait: float = 0.0
+    rate: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Steps so far, earlier ones too."""
+        return self.earlier + len(self.marks)
+
+
+def open_cycle(first: int, step: int, length: int, earlier: list[float], device: torch.device) -> Cycle:
+    """The cycle that goes on at ``step`` after a report at ``first``, with the losses of the steps between."""
+    stop = (step // length + 1) * length
+    losses, norms = torch.zeros(2, stop - first, device=device)
+    losses[: len(earlier)] = torch.tensor(earlier)
+    return Cycle(first, stop, measure.mark(device), losses, norms, earlier=len(earlier))
+
+
+def step_seconds(cycle: Cycle) -> list[float]:
+    """Seconds of each step done here; waits for the last of them."""
+    moments = [cycle.start, *cycle.marks]
+    measure.wait_for(moments[-1])
+    return [measure.seconds_between(a, b) for a, b in itertools.pairwise(moments)]
+
+
+def report(
+    cycle: Cycle, config: TrainConfig, manifest: Manifest, workers: Workers, *, val_tokens: int, elapsed: float
+) -> CycleReport:
+    """Read a finished cycle's numbers off the device; ``val_tokens`` are those seen before it."""
+    measure.wait_for(cycle.end)
+    here = len(cycle.marks)
+    losses = workers.mean(cycle.losses[: cycle.steps]).tolist()
+    val_losses = [] if cycle.val_losses is None else workers.mean(cycle.val_losses).tolist()
+    cycle_val_tokens = len(val_losses) * config.micro_batch * config.workers * config.model.context_length
+    val_tokens += cycle_val_tokens
+    train_seconds = measure.seconds_between(cycle.start, cycle.trained)
+    step = cycle.first + cycle.steps
+    train_tokens = step * config.step_tokens
+    totals = manifest.splits["train"]
+    return CycleReport(
+        step=step,
+        batches=step + val_tokens // config.step_tokens,
+        train_loss=sum(losses) / len(losses),
+        val_loss=sum(val_losses) / len(val_losses) if val_losses else None,
+        train_tokens=train_tokens,
+        val_tokens=val_tokens,
+        books=train_tokens * totals["books"] / totals["tokens"],
+        seconds=measure.seconds_between(cycle.start, cycle.end),
+        train_seconds=train_seconds,
+        data_wait_seconds=cycle.data_wait,
+        elapsed=elapsed,
+        cycle_tokens=here * config.step_tokens + cycle_val_tokens,
+        epoch_seconds=totals["tokens"] / (here * config.step_tokens / train_seconds),
+        learning_rate=cycle.rate,
+        gradient_norm=float(cycle.norms[cycle.steps - 1]),
+        step_losses=losses,
+    )
+
+
+def trouble(losses: list[float], reference: float | None, spike: float, first: int) -> str | None:
+    """Why training on after these ``losses`` makes no sense, if it does not; they start behind step ``first``.
+
+    ``reference`` is the mean loss of the cycle before; a loss more than ``spike`` nats above it is a spike.
+    """
+    for step, loss in enumerate(losses, first + 1):
+        if not math.isfinite(loss):
+            return f"the loss is {loss} at step {step}"
+        if spike and reference is not None and loss > reference + spike:
+            return (
+                f"the loss jumps from {reference:.3f} (a cycle's mean) to {loss:.3f} at step {step}; --spike {spike:g}"
+            )
+    return None

@@ -1,0 +1,116 @@
+"""How a config is executed on this machine: device, precision, kernels, compilation.
+
+In: a config, which may say ``auto``. Out: the same config with everything decided, and the model built
+by it. What this machine cannot do is refused here, before anything is allocated.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infra.command import UserError
+from train.attention import ATTENTION, AttentionFunction, MaskFunction, block_mask, dense_mask, ordered_for, sdpa
+from train.config import TrainConfig
+from train.losses import HAS_FUSED
+from train.model import GPT
+
+AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
+MODES = {"max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": "reduce-overhead"}
+INDUCTOR_CACHE = Path("~/.cache/throughline/inductor")
+"""torch's own default is in /tmp and is lost with every container and restart."""
+
+
+def settle(config: TrainConfig) -> TrainConfig:
+    """``config`` with every ``auto`` but attention's decided for this machine.
+
+    Raises ``UserError`` when the machine lacks what is asked for, or its decisions contradict each other.
+    """
+    cuda = pick_device(config).type == "cuda"
+    precision = config.precision
+    if precision == "auto":
+        precision = "bf16" if cuda and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    attention = config.attention
+    if attention == "auto" and config.mask_books and cuda and not config.model.dropout:
+        attention = "flex"
+    elif attention == "auto" and not cuda:
+        attention = "sdpa"
+    settled = replace(config, device="cuda" if cuda else "cpu", precision=precision, attention=attention)
+    if config.loss == "fused" and not HAS_FUSED:
+        raise UserError(f"--loss fused is in torch 2.13 and this is {torch.__version__}: use --loss plain.")
+    if config.fp8 and torch.cuda.get_device_capability() < (8, 9):
+        raise UserError(f"--fp8 needs 8-bit matmuls, which {torch.cuda.get_device_name()} does not have: leave it out.")
+    return settled
+
+
+def pick_device(config: TrainConfig) -> torch.device:
+    """The device that ``--device`` means here. Raises ``UserError`` when cuda is asked for and absent."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda was asked for and torch sees no CUDA GPU: use --device auto or --device cpu.")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def build(config: TrainConfig, device: torch.device) -> GPT:
+    """The model of a settled config with random weights by its seed, on ``device``."""
+    torch.manual_seed(config.seed)
+    model = GPT(
+        config.model,
+        attention=_attention(config),
+        mask=_mask(config),
+        checkpointing=config.checkpointing,
+        loss=config.loss,
+        loss_chunks=config.loss_chunks,
+        activations=torch.bfloat16 if config.precision == "bf16-activations" else None,
+    ).to(device)
+    if config.optimizer == "adamw-bf16":
+        model.to(torch.bfloat16)
+    if config.fp8:
+        _to_fp8(model)
+    return model
+
+
+def _attention(config: TrainConfig) -> AttentionFunction:
+    if config.attention != "auto":
+        return ATTENTION[config.attention]
+    return sdpa if config.mask_books else ordered_for(torch.cuda.get_device_capability())
+
+
+def _mask(config: TrainConfig) -> MaskFunction:
+    end_of_text = config.model.vocabulary - 1  # GPT-2's last id
+    if config.attention == "flex":
+        return partial(block_mask, end_of_text=end_of_text if config.mask_books else None)
+    return partial(dense_mask, end_of_text=end_of_text) if config.mask_books else lambda tokens: None
+
+
+def _to_fp8(model: GPT) -> None:
+    try:
+        from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]
+    except ImportError:
+        raise UserError("--fp8 is torchao's, which is not installed: 'pip install torchao', or leave it out.") from None
+    convert_to_float8_training(model.blocks, module_filter_fn=lambda module, name: isinstance(module, nn.Linear))
+
+
+def compiled(model: GPT, config: TrainConfig) -> Callable[..., Tensor]:
+    """What the loop calls forward: the model, compiled as the config says, for shapes that never change."""
+    if config.compile == "off":
+        return model
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(INDUCTOR_CACHE.expanduser()))
+    if config.compile == "blocks":
+        for block in model.blocks:
+            block.compile(dynamic=False)
+        return model
+    return torch.compile(model, dynamic=False, mode=MODES.get(config.compile))
+
+
+def arithmetic(config: TrainConfig) -> contextlib.AbstractContextManager[Any]:
+    """The context in which a settled config's forward passes run."""
+    kind = AUTOCAST.get(config.precision)
+    return torch.autocast(config.device, kind) if kind else contextlib.nullcontext()

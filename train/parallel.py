@@ -1,0 +1,94 @@
+"""Several workers as one: who am I, what do we agree on, and how the model is spread over us.
+
+In: a process group that the launcher made, or none. Out: the same interface for one worker and many.
+Decisions (stop now? how late is it?) are rank 0's and travel over the CPU, so that no GPU waits for them.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from infra.command import UserError
+from train.config import TrainConfig
+from train.model import GPT
+
+
+class Workers:
+    """The data-parallel workers of a run, seen by one of them."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        together = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if together else 0
+        self.size = dist.get_world_size() if together else 1
+        if self.size != config.workers:
+            raise UserError(
+                f"--workers {config.workers} and a process group of {self.size} do not fit: start the run with "
+                f"'python -m train.run --workers {config.workers}'."
+            )
+        self._control: Any = dist.new_group(backend="gloo") if self.size > 1 else None
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker reports and saves for all."""
+        return self.rank == 0
+
+    def agree(self, *values: float) -> list[float]:
+        """Rank 0's ``values``, on every rank."""
+        if self._control is None:
+            return list(values)
+        told = torch.tensor(values, dtype=torch.float64)
+        dist.broadcast(told, src=0, group=self._control)
+        return told.tolist()
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean of ``values`` over the workers; a new tensor."""
+        if self.size == 1:
+            return values
+        total = values.clone()
+        dist.all_reduce(total)
+        return total / self.size
+
+
+def shard(model: GPT, config: TrainConfig) -> None:
+    """Spread weights, gradients and optimizer state over the workers, block by block (FSDP2)."""
+    mesh = dist.device_mesh.init_device_mesh(config.device, (config.workers,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def replicate(forward: Any, device: torch.device) -> DistributedDataParallel:
+    """A copy of the model on each worker, gradients averaged while the backward pass still runs."""
+    return DistributedDataParallel(
+        forward,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+    )
+
+
+def synchronised(forward: Any, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
+    """The context of one micro-batch: gradients travel with a step's ``last`` alone."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    elif isinstance(forward, DistributedDataParallel) and not last:
+        return forward.no_sync()
+    return contextlib.nullcontext()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded; every worker must ask together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def share_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """This worker's share of the whole ``tensor``, placed as ``like`` is."""
+    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)

@@ -1,0 +1,50 @@
+"""Whether a checkpoint may be continued by a config: the same mathematics on the same data, however executed.
+
+In: a checkpoint's progress, the config, the data's manifest. Out: nothing, or ``UserError`` naming the difference.
+"""
+
+from pathlib import Path
+
+from infra.command import UserError
+from pipeline.shards import Manifest
+from train.checkpoint import Progress
+from train.config import ModelConfig, TrainConfig, config_from_json, format_model
+
+_SAME = ("seed", "global_batch", "optimizer", "mask_books")
+"""Settings that give the numbers in a checkpoint their meaning."""
+
+
+def refuse_other_run(path: Path, progress: Progress, config: TrainConfig, manifest: Manifest) -> None:
+    """Raise ``UserError`` when ``config`` on this data is not the run that wrote the checkpoint at ``path``."""
+    if progress.vocabulary_sha256 != manifest.vocabulary_sha256:
+        raise UserError(
+            f"{path} was trained on another vocabulary (sha256 {progress.vocabulary_sha256[:12]}) than that of "
+            f"--data {config.data} ({manifest.vocabulary_sha256[:12]}): start a new run with --name."
+        )
+    if progress.data_fingerprint != manifest.fingerprint:
+        raise UserError(
+            f"{path} was trained on other data (fingerprint {progress.data_fingerprint[:12]}) than "
+            f"--data {config.data} ({manifest.fingerprint[:12]}): give the --data it was trained on, or start a new "
+            "run with --name."
+        )
+    before = config_from_json(progress.config, str(path))
+    if before.model != config.model:
+        raise UserError(
+            f"{path} holds the model {_with_changes(before.model, config.model)}: leave --model out to continue it."
+        )
+    for name in _SAME:
+        ours, theirs = getattr(before, name), getattr(config, name)
+        if ours != theirs:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{path} was trained with {flag} {ours} and not {theirs}: leave {flag} out to continue it.")
+    total = config.total_steps
+    if total is not None and progress.step >= total:
+        raise UserError(f"{path} is at step {progress.step:,} of {total:,}: give a larger --steps to train on.")
+    if config.time_budget is not None and progress.elapsed >= config.time_budget:
+        raise UserError(f"{path} has trained for its --time-budget already: give a longer one to train on.")
+
+
+def _with_changes(ours: ModelConfig, theirs: ModelConfig) -> str:
+    changed = [name for name in vars(ours) if getattr(ours, name) != getattr(theirs, name)]
+    differences = ", ".join(f"{name}={getattr(ours, name)} and not {getattr(theirs, name)}" for name in changed)
+    return f"{format_model(ours)} ({differences})"

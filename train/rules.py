@@ -1,0 +1,123 @@
+"""What a training config may not say: settings that contradict each other, refused by a sentence that names both.
+
+In: a config being made. Out: nothing, or ``UserError``. What depends on the machine (its GPU, its
+packages) is asked in :mod:`train.execution`.
+"""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Literal, get_args, get_origin
+
+from infra.command import UserError
+
+if TYPE_CHECKING:
+    from train.config import TrainConfig
+
+FUSED_ATTENTION = ("flash", "cudnn", "efficient")
+SIXTEEN_BITS = ("fp16", "bf16", "bf16-activations")
+TORCHAO_OPTIMIZERS = ("adamw-8bit", "adamw-bf16")
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of ``number``, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def refuse_contradictions(config: "TrainConfig") -> None:
+    """Raise ``UserError`` for the first rule that ``config`` breaks."""
+    _choices(config)
+    _sizes(config)
+    _batch(config)
+    _end(config)
+    for (first, ours), (second, theirs), reason in _pairs(config):
+        if ours and theirs:
+            raise UserError(f"{_flag(config, first)} and {_flag(config, second)} exclude each other: {reason}.")
+
+
+def _flag(config: "TrainConfig", name: str) -> str:
+    """``--mask-books``, or ``--precision fp16`` with its value; ``model.dropout=0.1`` for a model's field."""
+    if name.startswith("model."):
+        return f"{name}={getattr(config.model, name.removeprefix('model.'))}"
+    value = getattr(config, name)
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag} {value}"
+
+
+def _choices(config: "TrainConfig") -> None:
+    for field in fields(config):
+        if get_origin(field.type) is Literal and getattr(config, field.name) not in get_args(field.type):
+            allowed = ", ".join(get_args(field.type))
+            raise UserError(f"{_flag(config, field.name)} is not known; it can be {allowed}.")
+
+
+def _sizes(config: "TrainConfig") -> None:
+    for name in ("global_batch", "micro_batch", "loss_chunks", "workers", "checkpoint_every"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{_flag(config, name)} must be at least 1.")
+    for name in ("keep_checkpoints", "warmup_steps", "clip_norm", "spike", "weight_decay", "seed"):
+        if not getattr(config, name) >= 0:
+            raise UserError(f"{_flag(config, name)} must not be negative.")
+    if not config.learning_rate > 0:
+        raise UserError(f"{_flag(config, 'learning_rate')} must be above 0.")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            raise UserError(f"{_flag(config, name)} must be at least 0 and below 1.")
+
+
+def _batch(config: "TrainConfig") -> None:
+    if config.global_batch % (config.micro_batch * config.workers):
+        near = [m for m in divisors(config.global_batch) if config.global_batch % (m * config.workers) == 0]
+        hint = f"for --micro-batch {', '.join(map(str, near))} it is" if near else "choose another --global-batch"
+        raise UserError(
+            f"--global-batch {config.global_batch} is not a multiple of --micro-batch {config.micro_batch} "
+            f"x --workers {config.workers}; {hint}."
+        )
+    tokens = config.micro_batch * config.model.context_length
+    if tokens % config.loss_chunks:
+        raise UserError(
+            f"--loss-chunks {config.loss_chunks} does not divide the {tokens} tokens of "
+            f"--micro-batch {config.micro_batch}."
+        )
+
+
+def _end(config: "TrainConfig") -> None:
+    ends = [name for name in ("steps", "tokens", "time_budget") if getattr(config, name) is not None]
+    if len(ends) > 1:
+        first, second = (f"--{name.replace('_', '-')}" for name in ends[:2])
+        raise UserError(f"{first} and {second} both end the run; give one of them.")
+    if config.steps is not None and config.steps < 1:
+        raise UserError(f"--steps {config.steps} must be at least 1.")
+    if config.tokens is not None and config.tokens < config.step_tokens:
+        raise UserError(
+            f"--tokens {config.tokens:,} is less than one step: --global-batch {config.global_batch} sequences "
+            f"of {config.model.context_length} are {config.step_tokens:,} tokens."
+        )
+
+
+def _pairs(config: "TrainConfig"):
+    """Pairs of (field, whether its value is concerned) that exclude each other, and why."""
+    model, device = config.model, config.device
+    attention, precision, optimizer = config.attention, config.precision, config.optimizer
+    on_cpu = ("device", device == "cpu")
+    whole = ("compile", config.compile in ("whole", "max-autotune", "reduce-overhead"))
+    yield ("precision", precision == "fp16"), on_cpu, "loss scaling needs a GPU; use bf16 or fp32"
+    yield ("attention", attention in (*FUSED_ATTENTION, "flex")), on_cpu, "a CPU has manual and sdpa"
+    fp32_only = ("precision", precision in ("fp32", "tf32"))
+    yield ("attention", attention in ("flash", "cudnn")), fp32_only, "these kernels exist in 16 bits only"
+    yield ("attention", attention == "flex"), ("model.dropout", model.dropout > 0), "FlexAttention has no dropout"
+    narrow = ("model.heads", model.width // model.heads < 16)
+    yield ("attention", attention == "flex"), narrow, "FlexAttention's heads are at least 16 wide"
+    masked = ("mask_books", config.mask_books)
+    yield ("attention", attention in FUSED_ATTENTION), masked, "these kernels know no such mask; use auto or flex"
+    yield ("loss", config.loss == "fused"), ("loss_chunks", config.loss_chunks > 1), "fused chooses its own pieces"
+    yield ("fp8", config.fp8), on_cpu, "8-bit matmuls are a GPU's"
+    not_bf16 = ("precision", precision in ("fp32", "tf32", "fp16"))
+    yield ("fp8", config.fp8), not_bf16, "the rest of the model runs in bf16 then"
+    not_stream = ("precision", precision != "bf16-activations")
+    yield ("optimizer", optimizer == "adamw-bf16"), not_stream, "bf16 weights need --precision bf16-activations"
+    shard = ("shard", config.shard)
+    yield shard, ("workers", config.workers == 1), "there is nothing to shard over"
+    yield shard, ("precision", precision == "fp16"), "loss scaling would have to agree between shards"
+    unsharded = ("optimizer", optimizer in (*TORCHAO_OPTIMIZERS, "adafactor", "muon"))
+    yield shard, unsharded, "only AdamW works on shards"
+    yield shard, whole, "gathering a block's weights would break the graph; use --compile blocks"
+    yield shard, ("fp8", config.fp8), "this pair is not supported"
