@@ -5,6 +5,7 @@ Memory limits are argued in gigabytes of two kinds, so a flag always says which.
 
 import math
 import re
+from fractions import Fraction
 from typing import Annotated
 
 from tyro.constructors import PrimitiveConstructorSpec
@@ -24,7 +25,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
     if not match or match[2].lower() not in _SIZES:
         raise ValueError(f"{text!r} is not a size; write for example 40GB (10^9) or 40GiB (2^30)")
-    return int(float(match[1]) * _SIZES[match[2].lower()])
+    return int(Fraction(match[1]) * _SIZES[match[2].lower()])
 
 
 def format_size(size: int) -> str:
