@@ -1,0 +1,150 @@
+"""Predicted peaks against torch's own memory tracker, which runs the real operations on tensors without storage."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from train import anatomy
+from train.anatomy import correct, largest_micro_batch, predict_peak
+from train.attention import ATTENTION
+from train.config import PRESETS, TrainConfig
+from train.loop import Trainer
+from train.model import GPT
+from train.optimizers import make_optimizer
+
+MODEL = replace(PRESETS["small"], layers=2, context_length=256, vocabulary=8000, padded_vocabulary=8064)
+BASE = TrainConfig(
+    model=MODEL, micro_batch=4, global_batch=4, precision="fp32", attention="sdpa", device="cpu", steps=1
+)
+
+
+def tracked_peak(config: TrainConfig) -> int:
+    """Bytes at the peak of two steps of the loop's arithmetic, counted tensor by tensor."""
+    stream = torch.bfloat16 if config.precision == "bf16-activations" else None
+    with FakeTensorMode():
+        model = GPT(
+            config.model,
+            attention=ATTENTION[config.attention],
+            checkpointing=config.checkpointing,
+            loss_chunks=config.loss_chunks,
+            activations=stream,
+        )
+        optimizer = make_optimizer(model, config)
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
+        shape = (config.micro_batch, config.model.context_length + 1)
+        with tracker:
+            for _ in range(2):
+                for _ in range(config.accumulation):
+                    batch = torch.zeros(shape, dtype=torch.int64)
+                    with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16"):
+                        loss = model(batch[:, :-1], batch[:, 1:])
+                    (loss / config.accumulation).backward()
+                    del loss
+                    tracker.reset_mod_stats()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention": "manual", "global_batch": 8},
+        {"precision": "bf16"},
+        {"precision": "bf16-activations"},
+        {"precision": "bf16", "checkpointing": "full", "global_batch": 8},
+        {"checkpointing": "selective"},
+        {"loss_chunks": 8, "micro_batch": 8, "global_batch": 8},
+        {"model": replace(MODEL, tied=False, dropout=0.1), "attention": "manual"},
+    ],
+    ids=lambda changes: " ".join(changes) or "fp32",
+)
+def test_the_formula_agrees_with_the_tracker(changes: dict[str, Any]) -> None:
+    config = replace(BASE, **changes)
+    assert predict_peak(config).allocated == pytest.approx(tracked_peak(config), rel=0.03)
+
+
+def test_gpt2_at_any_batch_is_what_the_tracker_found() -> None:
+    """1.621 + 0.897 GiB a sequence: bf16 autocast, eager, AdamW, without accumulation."""
+    for size in (1, 8, 64):
+        config = TrainConfig(
+            micro_batch=size, global_batch=size, precision="bf16", attention="sdpa", device="cpu", steps=1
+        )
+        assert predict_peak(config).allocated / 2**30 == pytest.approx(1.621 + 0.897 * size, rel=0.002)
+
+
+def test_two_probes_take_over_what_no_formula_knows() -> None:
+    def real(predicted: float) -> float:
+        return 1.04 * predicted + 700e6
+
+    probes = [(size, real(size)) for size in (2e9, 30e9)]
+    assert correct(12e9, probes) == pytest.approx(real(12e9))
+    assert correct(12e9, probes[:1]) == pytest.approx(12e9 + real(2e9) - 2e9)
+    assert correct(12e9, []) == 12e9
+    assert correct(3.0, [(1.0, 2.0), (1.0, 4.0)]) == pytest.approx(5.0)
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
+    config = TrainConfig(precision="bf16", attention="flash", device="cuda", steps=1)
+    limit = 40 * 10**9
+    size = largest_micro_batch(config, limit)
+    assert size is not None
+    assert predict_peak(replace(config, micro_batch=size)).total <= limit
+    larger = min(n for n in anatomy.divisors(480) if n > size)
+    assert predict_peak(replace(config, micro_batch=larger)).total > limit
+    assert largest_micro_batch(config, 10**9) is None
+
+
+def test_what_saves_memory_saves_memory() -> None:
+    config = TrainConfig(precision="bf16", attention="flash", device="cuda", micro_batch=16, steps=1)
+    plain = predict_peak(config).total
+    for changes in (
+        {"checkpointing": "selective"},
+        {"checkpointing": "full"},
+        {"loss_chunks": 8},
+        {"compile": "whole"},
+        {"optimizer": "adamw-8bit"},
+        {"precision": "bf16-activations"},
+    ):
+        assert predict_peak(replace(config, **changes)).total < plain, changes
+
+
+def test_parts_add_up() -> None:
+    found = predict_peak(BASE)
+    assert sum(found.parts().values()) == found.total
+    assert found.allocated < found.total
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", ["off", "whole"])
+def test_two_probes_predict_reserved_memory_of_other_batches_within_3_percent(compiled: str, tmp_path: Path) -> None:
+    """On the GPU, against what the allocator reserved, with shards of full-size ids."""
+    from tests.conftest import write_small_shards
+
+    data = write_small_shards(tmp_path / "tokens", books=40, tokens=20_000)
+    model = replace(PRESETS["gpt2-124m"], layers=4)
+
+    def measured(size: int) -> tuple[float, float]:
+        config = TrainConfig(
+            data=data, model=model, micro_batch=size, global_batch=size, precision="bf16", attention="flash",
+            compile=compiled, device="cuda", steps=4,
+        )  # fmt: skip
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
+        reserved = Trainer(config).run().memory.reserved
+        assert reserved is not None
+        return predict_peak(config).allocated, reserved
+
+    probes = [measured(4), measured(24)]
+    for size in (8, 16, 32):
+        predicted, reserved = measured(size)
+        assert correct(predicted, probes) == pytest.approx(reserved, rel=0.03)

@@ -1,0 +1,234 @@
+"""Peak memory before a run: what lies in memory at the worst moment, part by part, and the largest batch that fits.
+
+In: a TrainConfig. Out: an :class:`Anatomy` in bytes. Eager execution is counted by what autograd saves,
+operation by operation, in the manner of Korthikanti et al. (arXiv 2205.05198, section 4), and agrees with
+torch's memory tracker. Compiled execution computes element-wise work again, so that only the inputs of
+matrix products and the residual stream stay. What no formula knows (segment rounding, library workspaces,
+the context) is learned from probes: see :func:`correct`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+
+import torch
+
+from train.config import TrainConfig
+from train.flops import matmul_parameters
+from train.model import parameter_count
+from train.rules import SIXTEEN_BITS, divisors
+
+WORKSPACE = {"cuda": 32 * 2**20, "cpu": 0}
+"""cuBLAS keeps this beside the tensors (torch's default on Hopper; 8 MiB before it)."""
+CONTEXT = {"cuda": 500 * 2**20, "cpu": 600 * 2**20}
+"""Outside the allocator: the CUDA context and loaded kernels; on the CPU the interpreter with torch, Ray and MLflow."""
+
+
+_parameters = cache(parameter_count)  # a search asks for the same model hundreds of times
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Bytes at the moment of peak memory, by part."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    casts: int
+    """16-bit copies of the weights, which the backward pass needs."""
+    activations: int
+    logits: int
+    """With their gradient and the loss's intermediate results."""
+    working: int
+    """Short-lived results of the block or the optimizer at work."""
+    workspace: int
+    context: int
+    moment: str
+    """When the peak occurs."""
+
+    @property
+    def total(self) -> int:
+        """All of it: what the process takes from the device."""
+        return sum(self.parts().values())
+
+    @property
+    def allocated(self) -> int:
+        """What torch's allocator hands out: the total without the context."""
+        return self.total - self.context
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by the part's name, in the order of a table."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "moment"}
+
+
+@dataclass(frozen=True)
+class TokenSizes:
+    """Bytes that one token leaves in memory."""
+
+    block: float
+    """One block's activations, all that its backward pass needs."""
+    kept: float
+    """What stays of them until then: less with checkpointing."""
+    working: float
+    """Gradients in flight during a block's backward pass, less what it has freed by then."""
+    ends: float
+    """The final norm's input, the head's input, ids."""
+    loss: float
+    """Logits, their logarithmic softmax and its gradient, before any chunking."""
+
+
+def predict_peak(config: TrainConfig) -> Anatomy:
+    """The anatomy of ``config``'s peak on one worker: formulas only, no device is touched."""
+    kind = device_kind(config)
+    model, layers = config.model, config.model.layers
+    parameters = _parameters(model)
+    head_parameters = model.padded_vocabulary * model.width
+    tokens = config.micro_batch * model.context_length
+    chunks = _chunks(config)
+    sizes = token_sizes(config, kind)
+    one = 2 if config.optimizer == "adamw-bf16" else 4  # bytes of a weight, and of its gradient
+    shards = config.workers if config.shard else 1
+    all_gradients = one * parameters // shards
+    cast = 2 if _half(config, kind) and one == 4 else 0
+    # With full checkpointing autocast's copies and the mask are made again with each block, and gone with it.
+    remade = config.checkpointing == "full"
+    casts = 0 if remade else cast * (matmul_parameters(model) - head_parameters)
+    mask = model.context_length**2 * _materialises(config, kind)
+    accumulated = all_gradients if config.accumulation > 1 else 0
+    saved = layers * (tokens * sizes.kept + (0 if remade else mask))
+    again = tokens * (sizes.block - sizes.kept) + (mask if remade else 0)
+    ends = tokens * (sizes.ends + 4 * model.width * (chunks - 1) / chunks)  # chunks that are done leave gradients
+    head, head_cast = one * head_parameters, cast * head_parameters
+    pieces = chunks > 1
+
+    # (gradients, casts, activations, logits, working) at each moment that can be the worst.
+    moments = {
+        "the loss's backward pass": (
+            accumulated + (head - head_cast) * pieces, casts + head_cast, saved + ends, tokens * sizes.loss / chunks, 0,
+        ),
+        "the sum of the chunks' gradients": (
+            accumulated + head * pieces, casts + head_cast, saved + ends, 0, (2 * head - head_cast) * pieces,
+        ),
+        "the last block's backward pass": (
+            max(accumulated, head), casts, saved + again, 0, tokens * sizes.working,
+        ),
+        "the first block's backward pass": (
+            all_gradients, casts, tokens * sizes.block + mask, 0, tokens * sizes.working,
+        ),
+        "the optimizer's step": (
+            all_gradients, 0, 0, 0, all_gradients if config.optimizer == "adamw" else 0,
+        ),
+    }  # fmt: skip
+    moment = max(moments, key=lambda name: sum(moments[name]))
+    gradients, casts, activations, logits, working = (round(size) for size in moments[moment])
+    return Anatomy(
+        weights=one * parameters // shards,
+        gradients=gradients,
+        optimizer=optimizer_bytes(config, parameters) // shards,
+        casts=casts,
+        activations=activations,
+        logits=logits,
+        working=working,
+        workspace=WORKSPACE[kind],
+        context=CONTEXT[kind],
+        moment=moment,
+    )
+
+
+def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
+    """Bytes a token, with D the width: the residual stream is fp32 unless activations are bf16 throughout."""
+    model = config.model
+    width, scores = model.width, model.heads * model.context_length
+    half, eager = _half(config, kind), config.compile == "off"
+    product = 2 if half else 4
+    stream = 2 if config.precision == "bf16-activations" else 4
+    matmuls = product * width * (3 + 1 + 4)  # queries, keys, values; attention's output; the wide layer's output
+    norms = 2 * (stream * width + 8)  # each keeps its input, a mean and a deviation
+    between = product * width * (1 + 1 + 4) if eager else 0  # what norms and GELU gave to the products behind them
+    attention, attention_working = 4.0 * model.heads, 0.0  # flash keeps the logarithm of each row's sum
+    noise = 1 if kind == "cuda" else product  # CUDA's dropout keeps a mask of bytes, the CPU's a mask of factors
+    dropped = (2 * width * noise) if model.dropout else 0
+    if _materialises(config, kind):
+        softmax = 4 + 2 if kind == "cuda" and half else product  # autocast's softmax is fp32 on CUDA
+        attention = scores * (softmax + (noise + product if model.dropout else 0))
+        # The scores' gradients, less what the feed-forward half has freed by then.
+        attention_working = product * (2 * scores - 9 * width)
+    block = matmuls + norms + between + attention + dropped
+    kept = {
+        "none": block,
+        "full": stream * width,
+        "selective": stream * width + matmuls + 2 * product * width,  # and both projections' outputs
+    }[config.checkpointing]
+    if config.checkpointing == "selective" and _materialises(config, kind):
+        kept -= product * width
+    # GELU's gradient comes in and goes out; in eager execution the input of the product behind it is freed.
+    feed_forward_working = stream * width + 4 * width * product * (1 if eager else 2)
+    embedding = (1 if kind == "cuda" else 4) * width if model.dropout else 0
+    head_input = 4 if config.loss_chunks > 1 and stream == 4 else product
+    return TokenSizes(
+        block=block,
+        kept=kept,
+        working=max(feed_forward_working, attention_working),
+        ends=stream * width + head_input * width + 16 + embedding,
+        loss=model.padded_vocabulary * (12 if eager else 2 * product),
+    )
+
+
+def optimizer_bytes(config: TrainConfig, parameters: int) -> int:
+    """Bytes of the optimizer's state for ``parameters`` parameters."""
+    matrices = config.model.layers * 12 * config.model.width**2
+    each = {"adamw": 8, "adamw-fused": 8, "adamw-8bit": 2, "adamw-bf16": 4, "adafactor": 0}
+    if config.optimizer == "muon":  # one momentum for the blocks' matrices, AdamW's two moments for the rest
+        return 4 * matrices + 8 * (parameters - matrices)
+    return each[config.optimizer] * parameters
+
+
+def _chunks(config: TrainConfig) -> int:
+    """Pieces of the head's work; torch's fused loss takes about two widths of tokens a piece."""
+    if config.loss == "fused":
+        return max(1, config.micro_batch * config.model.context_length // (2 * config.model.width))
+    return config.loss_chunks
+
+
+def _materialises(config: TrainConfig, kind: str) -> bool:
+    """Whether the T x T matrix goes through memory; torch's fused kernel on the CPU knows no dropout."""
+    return config.attention == "manual" or (kind == "cpu" and config.model.dropout > 0)
+
+
+def device_kind(config: TrainConfig) -> str:
+    """``cuda`` or ``cpu``: what the config names, even where it is not; for ``auto``, what is here."""
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return config.device
+
+
+def _half(config: TrainConfig, kind: str) -> bool:
+    """Whether matrix products are 16-bit."""
+    return config.precision in SIXTEEN_BITS or (config.precision == "auto" and kind == "cuda")
+
+
+def correct(predicted: float, probes: Sequence[tuple[float, float]]) -> float:
+    """``predicted`` bytes corrected by ``probes``: pairs of predicted and measured bytes of runs alike but for size.
+
+    Two or more give a line by least squares (rounding and workspaces are affine in the batch), one
+    gives an offset, none leaves the prediction as it is.
+    """
+    if not probes:
+        return predicted
+    middle_x = math.fsum(x for x, _ in probes) / len(probes)
+    middle_y = math.fsum(y for _, y in probes) / len(probes)
+    spread = math.fsum((x - middle_x) ** 2 for x, _ in probes)
+    slope = math.fsum((x - middle_x) * (y - middle_y) for x, y in probes) / spread if spread else 1.0
+    return middle_y + slope * (predicted - middle_x)
+
+
+def largest_micro_batch(config: TrainConfig, limit: int, probes: Sequence[tuple[float, float]] = ()) -> int | None:
+    """The largest micro-batch that divides the global batch with a (corrected) peak within ``limit`` bytes.
+
+    None when not even one sequence fits.
+    """
+    for size in reversed(divisors(config.global_batch // config.workers)):
+        if correct(predict_peak(replace(config, micro_batch=size)).total, probes) <= limit:
+            return size
+    return None
