@@ -1,0 +1,59 @@
+"""What the plan says of GPT-2 is what is published, and bad input is refused by a sentence."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.command import UserError, console
+from train.config import PRESETS, ModelConfig, TrainConfig
+from train.plan import PlanOptions, epoch_tokens, limit_rows, parameter_rows, plan, time_rows
+
+PUBLISHED = replace(PRESETS["gpt2-124m"], padded_vocabulary=50257)
+
+
+def test_gpt2_has_its_published_parameters() -> None:
+    rows = dict(parameter_rows(TrainConfig(model=PUBLISHED)))
+    assert "124,439,808" in rows["total"]
+    untied = dict(parameter_rows(TrainConfig(model=replace(PUBLISHED, tied=False))))
+    assert "163,037,184" in untied["total"]
+
+
+def test_time_and_cost_follow_from_speed_and_price(small_shards: Path, small_model: ModelConfig) -> None:
+    config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=8, steps=100)
+    rows = dict(time_rows(PlanOptions(config, tokens_per_second=256, price=36)))
+    tokens = epoch_tokens(small_shards)
+    assert tokens is not None
+    assert rows["an epoch of the data"].startswith(f"{tokens:,} tokens")
+    assert "25,600 tokens" in rows["the planned run"]
+    assert "1m40s, cost 1.00" in rows["the planned run"]
+    assert f"{25600 / tokens:.3g} epochs" in rows["the planned run"]
+
+
+def test_the_limit_names_a_batch_or_says_that_none_fits() -> None:
+    config = TrainConfig(device="cuda", precision="bf16")
+    assert dict(limit_rows(PlanOptions(config, memory_limit=40 * 10**9)))["as configured"].startswith("32 sequences")
+    assert dict(limit_rows(PlanOptions(config, memory_limit=10**9)))["as configured"] == "not even one sequence fits"
+
+
+def test_the_whole_plan_prints_every_table() -> None:
+    with console.capture() as printed:
+        plan(PlanOptions(TrainConfig(model=PRESETS["tiny"], micro_batch=8, global_batch=16, steps=10)))
+    for title in ("Parameters", "Memory at its peak", "Largest micro-batch", "Arithmetic", "Data, time and cost"):
+        assert title in printed.get()
+
+
+def test_a_price_without_a_speed_is_refused() -> None:
+    with pytest.raises(UserError, match="--price needs --tokens-per-second"):
+        PlanOptions(price=2.0)
+
+
+def test_the_command_refuses_a_size_without_a_unit() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "train.plan", "--memory-limit", "40"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert "40GB" in done.stderr
+    assert "Traceback" not in done.stderr
