@@ -87,7 +87,7 @@ class BatchLoader:
 
     ``next()`` gives (inputs, targets), int64 of shape (micro_batch, context_length), and prepares the
     batch after it. On CUDA a batch is read into pinned memory and copied on a side stream while the one
-    before it is computed on.
+    before it is computed on. Without ``ahead`` all of that happens when the batch is asked for.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class BatchLoader:
         device: torch.device,
         rank: int = 0,
         workers: int = 1,
+        ahead: bool = True,
     ) -> None:
         self.windows = windows
         self.micro_batch = micro_batch
@@ -109,14 +110,15 @@ class BatchLoader:
         self.rank = rank
         self.start = position
         self.taken = 0
-        cuda = device.type == "cuda"
+        self.ahead = ahead
+        cuda = device.type == "cuda" and ahead
         self._stream = torch.cuda.Stream(device) if cuda else None
         shape = (micro_batch, windows.context_length + 1)
         self._host = [torch.empty(shape, dtype=torch.int64, pin_memory=cuda) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in range(2)] if cuda else []
         self._prepared = 0
         self._numbers = np.zeros(0, dtype=np.int64)
-        self._ready = self._prepare()
+        self._ready = self._prepare() if ahead else None
 
     @property
     def position(self) -> int:
@@ -125,13 +127,13 @@ class BatchLoader:
 
     def next(self) -> tuple[Tensor, Tensor]:
         """The next micro-batch, its copy to the device ordered before the current stream's further work."""
-        batch, copied = self._ready
+        batch, copied = self._ready or self._prepare()
         if copied is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(copied)
             batch.record_stream(current)
         self.taken += 1
-        self._ready = self._prepare()
+        self._ready = self._prepare() if self.ahead else None
         return batch[:, :-1], batch[:, 1:]
 
     def _prepare(self) -> tuple[Tensor, torch.cuda.Event | None]:
@@ -148,7 +150,7 @@ class BatchLoader:
             self._copied[turn].synchronize()
         self.windows.read(self._numbers[micro * self.micro_batch : (micro + 1) * self.micro_batch], host.numpy())
         if self._stream is None:
-            return host.clone(), None
+            return host.to(self.device, copy=True), None
         with torch.cuda.stream(self._stream):
             batch = host.to(self.device, non_blocking=True)
             self._copied[turn].record(self._stream)

@@ -25,6 +25,7 @@ Loss = Literal["plain", "fused"]
 Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adamw-bf16", "adafactor", "muon"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Device = Literal["auto", "cuda", "cpu"]
+Naive = Literal["sync", "zero", "copy", "collect"]
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,9 @@ class TrainConfig:
     """Data-parallel workers; with cuda each has one GPU."""
     shard: bool = False
     """Shard weights, gradients and optimizer state over the workers (FSDP2) in place of a copy on each (DDP)."""
+    naive: tuple[Naive, ...] = ()
+    """Textbook habits to measure against: sync reads every loss at once, zero fills gradients in place of dropping
+    them, copy reads and copies each batch when it is needed, collect leaves the garbage collector on."""
     accelerator: str | None = None
     """Kind of GPU that Ray must give the workers, as Ray names it: A100, H200. A name that the cluster lacks waits."""
 
@@ -261,6 +265,8 @@ def config_from_json(values: dict[str, Any], source: str) -> TrainConfig:
             values["model"] = parse_model(model) if isinstance(model, str) else ModelConfig(**model)
         if "cycle" in values:
             values["cycle"] = Cycle.parse(values["cycle"])
+        if "naive" in values:
+            values["naive"] = tuple(values["naive"])
         return TrainConfig(**values)
     except UserError as mistake:
         raise UserError(f"{source}: {mistake}") from mistake

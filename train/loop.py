@@ -9,7 +9,7 @@ middle of a step delays the launches behind it.
 import gc
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -89,7 +89,7 @@ class Trainer:
         """Train. Running out of memory and diverging are outcomes, unless other workers wait for this one."""
         memory.start_peak(self.device)
         try:
-            with _frozen_garbage():
+            with nullcontext() if "collect" in self.config.naive else _frozen_garbage():
                 outcome, reason = self._steps()
         except torch.OutOfMemoryError as failure:
             outcome, reason = self._out_of_memory(failure)
@@ -111,6 +111,7 @@ class Trainer:
             device=self.device,
             rank=self.workers.rank,
             workers=self.workers.size,
+            ahead="copy" not in config.naive,
         )
         pending: Cycle | None = None
         cycle = open_cycle(self.reported, self.step, config.cycle.train, self.earlier, self.device)
@@ -162,13 +163,15 @@ class Trainer:
                     loss = self.forward(inputs, targets)
                 self.scaler.scale(loss / config.accumulation).backward()
             cycle.losses[index] += loss.detach() / config.accumulation
+            if "sync" in config.naive:
+                loss.item()
         if config.clip_norm:
             self.scaler.unscale_(self.optimizer)
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
             cycle.norms[index] = parallel.whole(norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none="zero" not in config.naive)
 
     def _end(self, total: int | None, seconds: float) -> tuple[Outcome | None, str]:
         """Whether and why the run ends after this step, as the first worker sees it."""

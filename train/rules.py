@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 FUSED_ATTENTION = ("flash", "cudnn", "efficient")
 SIXTEEN_BITS = ("fp16", "bf16", "bf16-activations")
+HABITS = ("sync", "zero", "copy", "collect")
 TORCHAO_OPTIMIZERS = ("adamw-8bit", "adamw-bf16")
 
 
@@ -47,6 +48,9 @@ def _choices(config: "TrainConfig") -> None:
         if get_origin(field.type) is Literal and getattr(config, field.name) not in get_args(field.type):
             allowed = ", ".join(get_args(field.type))
             raise UserError(f"{_flag(config, field.name)} is not known; it can be {allowed}.")
+    for habit in config.naive:
+        if habit not in HABITS:
+            raise UserError(f"--naive {habit} is not known; it can be {', '.join(HABITS)}.")
 
 
 def _sizes(config: "TrainConfig") -> None:
