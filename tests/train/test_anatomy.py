@@ -126,16 +126,15 @@ def test_parts_add_up() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", ["off", "whole"])
-def test_two_probes_predict_reserved_memory_of_other_batches_within_3_percent(compiled: str, tmp_path: Path) -> None:
-    """On the GPU, against what the allocator reserved, with shards of full-size ids."""
-    from tests.conftest import write_small_shards
-
-    data = write_small_shards(tmp_path / "tokens", books=40, tokens=20_000)
+def test_two_probes_predict_reserved_memory_of_other_batches_within_3_percent(
+    compiled: str, small_shards: Path
+) -> None:
+    """On the GPU, against what the allocator reserved."""
     model = replace(PRESETS["gpt2-124m"], layers=4)
 
     def measured(size: int) -> tuple[float, float]:
         config = TrainConfig(
-            data=data, model=model, micro_batch=size, global_batch=size, precision="bf16", attention="flash",
+            data=small_shards, model=model, micro_batch=size, global_batch=size, precision="bf16", attention="flash",
             compile=compiled, device="cuda", steps=4,
         )  # fmt: skip
         torch.cuda.empty_cache()
