@@ -42,6 +42,9 @@ def connected(address: str | None = None, *, cpus: int | None = None) -> Iterato
         os.environ.setdefault(name, value)
     import ray
 
+    if ray.is_initialized():  # inside another block: the Ray of a ladder is also the Ray of its rungs
+        yield
+        return
     search_path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH", "")]))
     shared = {
         "log_to_driver": False,
