@@ -1,26 +1,15 @@
-"""Raw bytes to a clean book: encoding, line ends, Project Gutenberg's wrapping, and the reasons to refuse one.
+"""Raw bytes to a clean book, or the reason why it is none.
 
-In: a ``RawBook``. Out: a ``Book`` in UTF-8 with ``\\n`` line ends, or a ``Dropped`` with its reason. It
-works on bytes: decoding to text and back costs more than encoding to tokens.
+In: a ``RawBook``. Out: a ``Book`` in UTF-8 with ``\\n`` line ends and without Project Gutenberg's
+wrapping, or a ``Dropped``, which becomes one line of ``quarantine.jsonl``.
 """
 
 import hashlib
-import re
 from dataclasses import dataclass
 
-import numpy as np
-import pyarrow as pa
-
-from pipeline.gutenberg import declared_encoding, unwrap
+from pipeline.gutenberg import unwrap
+from pipeline.normalise import count_characters, join_lines, normalise, to_utf8
 from pipeline.reading import RawBook
-
-_BOMS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
-# Control characters other than tab, line feed and carriage return; form feed and vertical tab are line ends.
-_CONTROLS = bytes(c for c in range(32) if c not in b"\t\n\v\f\r") + b"\x7f"
-_LINE_ENDS = bytes.maketrans(b"\v\f", b"\n\n")
-# U+0080 to U+009F (C1 controls) and U+00AD (soft hyphen). One literal first byte: that is what makes it fast.
-_INVISIBLE = re.compile(rb"\xc2[\x80-\x9f\xad]")
-_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -36,6 +25,10 @@ class Book:
     author: str | None
     language: str | None
     released: str | None
+    replaced: int
+    """Bytes that no character set explains, now U+FFFD."""
+    traits: tuple[str, ...]
+    """What was recognised and changed, in words to count by."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +40,23 @@ class Dropped:
     detail: str
 
 
-def clean(raw: RawBook) -> Book | Dropped:
-    """The book in ``raw`` without wrapping, normalised; or why it is none."""
+def clean(raw: RawBook, *, join: bool = False) -> Book | Dropped:
+    """The book in ``raw`` without wrapping, normalised; or why it is none. ``join`` undoes hard-wrapped lines."""
     data = raw.data
     if b"\0" in data[:4096] and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return Dropped(raw.id, "not text", "the file holds zero bytes near its beginning")
-    text = normalise(to_utf8(data))
-    unwrapped = unwrap(text)
+        return Dropped(raw.id, "not text", "there are zero bytes near its beginning")
+    decoded = to_utf8(data)
+    unwrapped = unwrap(normalise(decoded.text) if decoded.text else b"")
     body = unwrapped.body.strip()
     if not body:
         return Dropped(raw.id, "empty", f"nothing is left of {len(data):,} bytes")
-    body += b"\n"
+    body = (join_lines(body) if join else body) + b"\n"
     fields = unwrapped.fields
+    traits = [f"gutenberg: {form}" for form in unwrapped.forms]
+    if b"\r\n" in data[:1000]:
+        traits.append("line ends: CRLF")
+    if decoded.encoding != "utf-8" or decoded.replaced:
+        traits.append(f"encoding: {decoded.encoding}" + (", damaged" if decoded.replaced else ""))
     return Book(
         id=raw.id,
         source=raw.source,
@@ -69,52 +67,6 @@ def clean(raw: RawBook) -> Book | Dropped:
         author=raw.author or fields.get("author"),
         language=raw.language or fields.get("language"),
         released=fields.get("released"),
+        replaced=decoded.replaced,
+        traits=tuple(traits),
     )
-
-
-def to_utf8(data: bytes) -> bytes:
-    """``data`` as valid UTF-8 without a byte order mark; undecodable bytes become U+FFFD."""
-    for mark, encoding in _BOMS:
-        if data.startswith(mark):
-            data = data[len(mark) :]
-            if encoding != "utf-8":
-                return data.decode(encoding, "replace").encode("utf-8", "replace")
-    if data.isascii() or is_utf8(data):
-        return data
-    declared = (declared_encoding(data) or "").lower()
-    encoding = "utf-8" if "utf" in declared else "cp1252"
-    return data.decode(encoding, "replace").encode()
-
-
-def is_utf8(data: bytes) -> bool:
-    """Whether ``data`` is valid UTF-8, at Arrow's speed: 25 times that of decoding it."""
-    offsets = pa.array([0, len(data)], pa.int64()).buffers()[1]
-    try:
-        pa.LargeStringArray.from_buffers(1, offsets, pa.py_buffer(data)).validate(full=True)
-    except pa.ArrowInvalid:
-        return False
-    return True
-
-
-def normalise(text: bytes) -> bytes:
-    """``text`` with ``\\n`` line ends, without control characters, soft hyphens and stray byte order marks.
-
-    Carriage returns are the rule in real collections; kept, they cost 8% more tokens.
-    """
-    if b"\r" in text and _has_lone_return(text):
-        text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    text = text.translate(_LINE_ENDS, _CONTROLS + b"\r")
-    if b"\xc2" in text:
-        text = _INVISIBLE.sub(b"", text)
-    return text.replace(_MARK, b"") if _MARK in text else text
-
-
-def _has_lone_return(text: bytes) -> bool:
-    """Whether a carriage return ends a line by itself; by NumPy, at twice the speed of a pattern."""
-    codes = np.frombuffer(text, dtype=np.uint8)
-    return bool(codes[-1] == 13 or np.any((codes[:-1] == 13) & (codes[1:] != 10)))
-
-
-def count_characters(text: bytes) -> int:
-    """Code points in valid UTF-8: all bytes but the continuation bytes 0x80 to 0xBF."""
-    return len(text) - int(np.count_nonzero(np.frombuffer(text, dtype=np.int8) < -64))

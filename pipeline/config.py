@@ -1,6 +1,7 @@
 """What decides a tokenizing run, with every default and its unit in one place."""
 
 import os
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,6 +33,18 @@ class TokenizeConfig:
     encoder: Literal["gigatoken", "tiktoken"] = "gigatoken"
     """Both give the same ids. gigatoken is about 15 times faster, and tiktoken checks a sample of its books."""
 
+    languages: tuple[str, ...] = ()
+    """Keep only books in these languages (ISO 639-1: en fr ...), by their header, else detected. Default: all."""
+
+    min_chars: int = 200
+    """Leave out books with fewer characters."""
+
+    join_lines: bool = False
+    """Join hard-wrapped lines into paragraphs; verse and tables stay."""
+
+    duplicates: Literal["drop", "near", "keep"] = "drop"
+    """drop: of books with the same cleaned text keep the first by id. near: of other editions too, by MinHash."""
+
     shard_size: Bytes = 16_000_000
     """Text in one shard and in one task. The shards depend on it; the number of workers changes nothing."""
 
@@ -54,6 +67,9 @@ class TokenizeConfig:
             raise ValueError(f"--val-fraction {self.val_fraction} is not a share: give at least 0 and less than 1")
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"--workers {self.workers} leaves nobody to work: give 1 or more")
+        for language in self.languages:
+            if not re.fullmatch("[a-z]{2}", language):
+                raise ValueError(f"--languages {language!r} is not a language code: write for example en fr de")
         if self.shard_size < 1_000_000:
             raise ValueError(f"--shard-size {self.shard_size}B is too small for a task: give 1MB or more")
 
@@ -61,7 +77,7 @@ class TokenizeConfig:
         """The settings that decide the bytes of the shards, for the manifest and for telling runs apart."""
         execution = {"out", "workers", "dry_run", "overwrite", "tracking_uri", "address"}
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in execution}
-        return values | {"sources": sorted(set(self.sources))}
+        return values | {"sources": sorted(set(self.sources)), "languages": sorted(set(self.languages))}
 
     @property
     def parallelism(self) -> int:

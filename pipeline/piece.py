@@ -4,67 +4,33 @@ In: a ``Piece`` and the output folder. Out: a ``Record`` on disk, written last, 
 and how long each stage took. Nothing here knows of Ray.
 """
 
-import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from infra.storage import write_json
 from pipeline.books import Book, Dropped, clean
 from pipeline.encoding import encode, verify
+from pipeline.filters import refuse
 from pipeline.plan import Piece, split_of
 from pipeline.reading import RawBook, Unreadable, read_books
+from pipeline.records import Record
 from pipeline.shards import END_OF_TEXT, SPLITS, ShardInfo, ShardRow, Split, write_shard
+from pipeline.witness import DEATHS, Witness
 
-PIECES = "pieces"
 VERIFIED_PIECES = 8
 """One piece in this many has its first book encoded again by tiktoken, which is 15 times slower."""
 
 
-@dataclass(frozen=True)
-class Record:
-    """What one piece became; the same for the same inputs and config, so it holds no times."""
-
-    key: str
-    shards: list[ShardInfo]
-    books: list[tuple[str, str, int, int]]
-    """Id, sha256, characters and tokens of each book kept."""
-    dropped: list[Dropped]
-    read_bytes: int
-    verified_bytes: int
-
-    def write(self, folder: Path, name: str) -> None:
-        """Mark the piece as done."""
-        (folder / PIECES).mkdir(parents=True, exist_ok=True)
-        write_json(folder / PIECES / f"{name}.json", asdict(self))
-
-
-def read_record(folder: Path, name: str) -> Record | None:
-    """The record of a piece, or None where there is none that can be read."""
-    try:
-        values = json.loads((folder / PIECES / f"{name}.json").read_text(encoding="utf-8"))
-        return Record(
-            **values
-            | {
-                "shards": [ShardInfo(**shard) for shard in values["shards"]],
-                "books": [tuple(book) for book in values["books"]],
-                "dropped": [Dropped(**dropped) for dropped in values["dropped"]],
-            }
-        )
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-@dataclass
 class Stages:
     """Seconds spent by stage."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
 
     @contextmanager
     def time(self, stage: str) -> Iterator[None]:
@@ -76,58 +42,117 @@ class Stages:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
-def do_piece(piece: Piece, folder: Path) -> dict[str, Any]:
+class Work:
+    """One piece being done. Books go in one by one; shards are written when they are full, and at the end."""
+
+    def __init__(self, piece: Piece, folder: Path, witness: Witness) -> None:
+        self.piece = piece
+        self.folder = folder
+        self.witness = witness
+        self.stages = Stages()
+        self.rows: dict[Split, list[ShardRow]] = {split: [] for split in SPLITS}
+        self.waiting = 0
+        self.shards: list[ShardInfo] = []
+        self.books: list[tuple[str, str, int, int]] = []
+        self.dropped: list[Dropped] = []
+        self.traits: Counter[str] = Counter()
+        self.signatures: dict[str, list[int]] = {}
+        self.read_bytes = self.replaced = self.verified = 0
+
+    def run(self) -> Record:
+        """Do the whole piece and mark it as done."""
+        for raw in self._reading():
+            if isinstance(raw, Unreadable):
+                self.dropped.append(Dropped(raw.id, "unreadable", raw.reason))
+                continue
+            self.read_bytes += len(raw.data)
+            if not self.witness.at(raw.id):
+                self.dropped.append(Dropped(raw.id, "killed its worker", f"{DEATHS} times, while it was worked on"))
+                continue
+            self._take(raw)
+            if self.waiting >= self.piece.settings.shard_size:
+                self._write()
+        if not self.witness.at("writing"):
+            raise RuntimeError(f"the worker of piece {self.piece.name} died {DEATHS} times while it wrote the shard")
+        self._write()
+        record = Record(
+            self.piece.key(), self.shards, sorted(self.books), self.dropped, dict(sorted(self.traits.items())),
+            self.signatures, self.read_bytes, self.replaced, self.verified,
+        )  # fmt: skip
+        with self.stages.time("write"):
+            record.write(self.folder, self.piece.name)
+        return record
+
+    def _reading(self) -> Iterator[RawBook | Unreadable]:
+        """The piece's books, with the time that reading them takes."""
+        for file in self.piece.files:
+            books = read_books(file)
+            for number in range(1 << 62):
+                if not self.witness.at(f"reading {file.id} {number}"):
+                    yield Unreadable(file.id, f"reading book {number} of it killed the worker {DEATHS} times")
+                    break
+                with self.stages.time("read"):
+                    book = next(books, None)
+                if book is None:
+                    break
+                yield book
+
+    def _take(self, raw: RawBook) -> None:
+        settings = self.piece.settings
+        with self.stages.time("clean"):
+            book = clean(raw, join=settings.join_lines)
+            refused = book if isinstance(book, Dropped) else refuse(book, settings)
+        if isinstance(book, Dropped) or refused:
+            assert isinstance(refused, Dropped)
+            self.dropped.append(refused)
+            return
+        with self.stages.time("encode"):
+            ids = encode(book.text, settings.encoder)
+        if not self.verified and self.piece.index % VERIFIED_PIECES == 0:
+            with self.stages.time("verify"):
+                self.verified = verify(book.id, book.text, ids)
+        if settings.duplicates == "near":
+            from pipeline.similarity import signature  # an extra step that few runs take
+
+            with self.stages.time("compare"):
+                self.signatures[book.id] = signature(book.text)
+        row = _row(book, ids)
+        self.rows[split_of(book.id, settings.val_fraction)].append(row)
+        self.waiting += len(book.text)
+        self.books.append((book.id, book.sha256, book.chars, len(row.tokens)))
+        self.traits.update(book.traits)
+        self.replaced += book.replaced
+
+    def _write(self) -> None:
+        """Write what waits as one shard a split."""
+        with self.stages.time("write"):
+            for split in SPLITS:
+                if self.rows[split]:
+                    number = sum(shard.split == split for shard in self.shards)
+                    path = f"{split}/{self.piece.name}-{number:03d}.arrow"
+                    self.shards.append(write_shard(self.folder, path, split, self.rows[split]))
+                    self.rows[split] = []
+        self.waiting = 0
+
+
+def do_piece(piece: Piece, folder: Path, run: str) -> dict[str, Any]:
     """Do the work of ``piece`` and return a small summary: its number, seconds by stage, bytes, tokens, books.
 
-    Raises ``UserError`` when a source is gone, ``EncodingMismatch`` when tiktoken disagrees, ``OSError``
-    when the folder cannot be written; the piece is then as good as not begun.
+    ``run`` names the command's run, for the notes of :mod:`pipeline.witness`. Raises ``UserError`` when a
+    source is gone, ``EncodingMismatch`` when tiktoken disagrees, ``OSError`` when the folder cannot be
+    written; the piece is then as good as not begun.
     """
-    stages = Stages()
-    rows: dict[Split, list[ShardRow]] = {split: [] for split in SPLITS}
-    dropped: list[Dropped] = []
-    read_bytes = verified = 0
-    for raw in _reading(piece, stages):
-        if isinstance(raw, Unreadable):
-            dropped.append(Dropped(raw.id, "unreadable", raw.reason))
-            continue
-        read_bytes += len(raw.data)
-        with stages.time("clean"):
-            book = clean(raw)
-        if isinstance(book, Dropped):
-            dropped.append(book)
-            continue
-        with stages.time("encode"):
-            ids = encode(book.text, piece.settings.encoder)
-        if not verified and piece.index % VERIFIED_PIECES == 0:
-            with stages.time("verify"):
-                verified = verify(book.id, book.text, ids)
-        rows[split_of(book.id, piece.settings.val_fraction)].append(_row(book, ids))
-    with stages.time("write"):
-        name = f"{piece.name}.arrow"
-        shards = [write_shard(folder, f"{split}/{name}", split, rows[split]) for split in SPLITS if rows[split]]
-        kept = [(row.book, row.sha256, row.chars, len(row.tokens)) for split in SPLITS for row in rows[split]]
-        record = Record(piece.key(), shards, sorted(kept), dropped, read_bytes, verified)
-        record.write(folder, piece.name)
+    with Witness(run, piece.name) as witness:
+        work = Work(piece, folder, witness)
+        record = work.run()
     return {
         "piece": piece.index,
-        "seconds": stages.seconds,
+        "seconds": work.stages.seconds,
         "input_bytes": piece.size,
-        "bytes": read_bytes,
-        "books": len(kept),
-        "tokens": sum(shard.tokens for shard in shards),
+        "bytes": record.read_bytes,
+        "books": len(record.books),
+        "tokens": sum(shard.tokens for shard in record.shards),
     }
-
-
-def _reading(piece: Piece, stages: Stages) -> Iterator[RawBook | Unreadable]:
-    """The piece's books, with the time that reading them takes."""
-    for file in piece.files:
-        books = read_books(file)
-        while True:
-            with stages.time("read"):
-                book = next(books, None)
-            if book is None:
-                break
-            yield book
 
 
 def _row(book: Book, ids: np.ndarray) -> ShardRow:

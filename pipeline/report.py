@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.piece import Record
+from pipeline.records import Record
 
 HISTOGRAM = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
 """Upper bounds, in tokens, of the classes of book lengths."""
@@ -19,6 +19,9 @@ def totals(records: Iterable[Record]) -> dict[str, Any]:
     """Counts over ``records``: books in, kept, dropped by reason, characters, tokens, book lengths, bytes checked."""
     records = list(records)
     reasons = Counter(dropped.reason for record in records for dropped in record.dropped)
+    traits: Counter[str] = Counter()
+    for record in records:
+        traits.update(record.traits)
     lengths = [tokens for record in records for *_, tokens in record.books]
     return {
         "books_in": len(lengths) + reasons.total(),
@@ -28,8 +31,14 @@ def totals(records: Iterable[Record]) -> dict[str, Any]:
         "chars": sum(chars for record in records for _, _, chars, _ in record.books),
         "tokens": sum(lengths),
         "tokens_a_book": _histogram(lengths),
+        "replaced_bytes": sum(record.replaced for record in records),
+        "traits": dict(sorted(traits.items())),
         "verified_bytes": sum(record.verified_bytes for record in records),
     }
+
+
+def _list(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
 
 
 def _histogram(lengths: list[int]) -> dict[str, int]:
@@ -80,8 +89,7 @@ class Progress:
 
 def as_markdown(name: str, counts: dict[str, Any], progress: Progress, fingerprint: str) -> str:
     """The report as a person reads it, on the terminal and in MLflow."""
-    dropped = counts["books_dropped"]
-    why = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"
+    why = _list(counts["books_dropped"]) or "none"
     ratio = counts["chars"] / counts["tokens"] if counts["tokens"] else 0.0
     lines = [
         f"**{counts['books_kept']:,} books, {counts['tokens']:,} tokens** in `{name}` "
@@ -89,6 +97,8 @@ def as_markdown(name: str, counts: dict[str, Any], progress: Progress, fingerpri
         "",
         f"- books: {counts['books_in']:,} in, {counts['books_kept']:,} kept; dropped: {why}",
         f"- text: {counts['chars']:,} characters, {ratio:.2f} characters a token",
+        f"- found and put right: {_list(counts['traits']) or 'nothing'}; "
+        f"{counts['replaced_bytes']:,} bytes that no character set explains",
         f"- checked against tiktoken: {counts['verified_bytes'] / 1e6:.1f} MB, equal",
         "- tokens a book: "
         + ", ".join(f"{count:,} {label}" for label, count in counts["tokens_a_book"].items() if count),

@@ -189,7 +189,11 @@ def write_shard(folder: Path, path: str, split: Split, rows: list[ShardRow]) -> 
         for field in SCHEMA
         if field.name != "tokens"
     ]
-    batch = pa.record_batch([*columns, streams], schema=SCHEMA)
+    return write_batch(folder, path, split, pa.record_batch([*columns, streams], schema=SCHEMA))
+
+
+def write_batch(folder: Path, path: str, split: Split, batch: pa.RecordBatch) -> ShardInfo:
+    """Write one record batch of ``SCHEMA`` as the shard ``folder/path``: atomically, durably, hashed on the way."""
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(folder / path) as file:
         sink = _HashingFile(file)
@@ -199,9 +203,9 @@ def write_shard(folder: Path, path: str, split: Split, rows: list[ShardRow]) -> 
         path=path,
         split=split,
         bytes=sink.bytes,
-        rows=len(rows),
-        tokens=int(offsets[-1]),
-        chars=sum(row.chars for row in rows),
+        rows=batch.num_rows,
+        tokens=len(batch.column("tokens").flatten()),
+        chars=int(batch.column("chars").to_numpy().sum()),
         checksum=sink.hash.hexdigest(),
     )
 

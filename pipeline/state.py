@@ -12,8 +12,9 @@ from typing import Any
 from infra.command import UserError
 from infra.storage import atomic_file, clear_temporaries, write_json
 from pipeline.config import TokenizeConfig
-from pipeline.piece import PIECES, Record, read_record
+from pipeline.duplicates import EXACT, NEAR
 from pipeline.plan import Piece
+from pipeline.records import PIECES, Record, read_record
 from pipeline.shards import MANIFEST, QUARANTINE, SPLITS
 
 SETTINGS = "settings.json"
@@ -48,14 +49,19 @@ def changed_settings(folder: Path, config: TokenizeConfig) -> dict[str, tuple[An
     return {name: (there.get(name), now[name]) for name in now if there.get(name) != now[name]}
 
 
-def done_pieces(folder: Path, plan: list[Piece]) -> dict[int, Record]:
-    """Records of the pieces that need not be done again: same inputs and settings, every shard there at its length."""
+def done_pieces(folder: Path, plan: list[Piece]) -> dict[str, Record]:
+    """Records, by piece name, that need no work: same inputs and settings, every shard there at its length.
+
+    When any piece is to be done again, so are those that gave up duplicates: what they repeated may be gone.
+    """
     done = {}
     for piece in plan:
         record = read_record(folder, piece.name)
         if record and record.key == piece.key() and all(_present(folder, shard) for shard in record.shards):
-            done[piece.index] = record
-    return done
+            done[piece.name] = record
+    if len(done) == len(plan):
+        return done
+    return {name: record for name, record in done.items() if not any(d.reason in (EXACT, NEAR) for d in record.dropped)}
 
 
 def _present(folder: Path, shard: Any) -> bool:
@@ -89,7 +95,7 @@ def write_quarantine(folder: Path, records: Iterable[Record]) -> None:
             file.write(json.dumps(asdict(entry), ensure_ascii=False).encode() + b"\n")
 
 
-def remove_strays(folder: Path, records: dict[int, Record], plan: list[Piece]) -> None:
+def remove_strays(folder: Path, records: dict[str, Record], plan: list[Piece]) -> None:
     """Remove shards and records of an earlier plan that this one does not name."""
     shards = {shard.path for record in records.values() for shard in record.shards}
     for split in SPLITS:

@@ -5,6 +5,7 @@ it again finishes what a kill left undone, and does nothing when nothing is miss
 functions of a ``-m`` file reach Ray's workers as ``__main__``, pickled by value.
 """
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +19,13 @@ from infra.cluster import connected
 from infra.command import UserError, console
 from pipeline import report, state
 from pipeline.config import TokenizeConfig
+from pipeline.duplicates import drop_duplicates, find_duplicates
 from pipeline.encoding import VOCABULARY_SHA256
-from pipeline.piece import Record, read_record
 from pipeline.plan import Piece, make_plan
+from pipeline.records import read_record
 from pipeline.shards import MANIFEST, QUARANTINE, Manifest, read_manifest
 from pipeline.sources import Inventory, find
+from pipeline.witness import notes_folder
 from pipeline.work import do_pieces, warm_up
 
 
@@ -35,7 +38,7 @@ def main(config: TokenizeConfig) -> int:
         plan = make_plan(inventory, config)
     changed = state.changed_settings(folder, config)
     done = {} if changed or config.overwrite else state.done_pieces(folder, plan)
-    todo = [piece for piece in plan if piece.index not in done]
+    todo = [piece for piece in plan if piece.name not in done]
     console.print(_intention(inventory, plan, todo, folder))
     if changed and not config.overwrite:
         names = "; ".join(f"{name} was {there!r} and is now {now!r}" for name, (there, now) in changed.items())
@@ -79,8 +82,9 @@ def _make(
                     cluster.__enter__()
                 try:
                     with _phase(timings, "work"):
-                        _work(config, folder, plan, todo, timings)
+                        _work(config, folder, plan, todo, timings, key.run_id)
                 finally:
+                    shutil.rmtree(notes_folder(key.run_id), ignore_errors=True)
                     with _phase(timings, "ray stop"):
                         cluster.__exit__(None, None, None)
             with _phase(timings, "finish"):
@@ -98,7 +102,9 @@ def _make(
     console.print(Markdown(note), soft_wrap=False)
 
 
-def _work(config: TokenizeConfig, folder: Path, plan: list[Piece], todo: list[Piece], timings: report.Progress) -> None:
+def _work(
+    config: TokenizeConfig, folder: Path, plan: list[Piece], todo: list[Piece], timings: report.Progress, run: str
+) -> None:
     if not config.address:
         warm_up(min(config.parallelism, len(todo)))
     columns = (
@@ -108,7 +114,7 @@ def _work(config: TokenizeConfig, folder: Path, plan: list[Piece], todo: list[Pi
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("tokenizing", total=len(plan), completed=len(plan) - len(todo), rate="starting")
         start = time.perf_counter()
-        for summary in do_pieces(todo, folder, config.workers if config.address else config.parallelism):
+        for summary in do_pieces(todo, folder, config.workers if config.address else config.parallelism, run):
             timings.add(summary)
             rate = f"{timings.bytes / 1e6 / (time.perf_counter() - start):,.0f} MB/s"
             bar.update(task, advance=1, rate=rate)
@@ -116,9 +122,10 @@ def _work(config: TokenizeConfig, folder: Path, plan: list[Piece], todo: list[Pi
 
 def _finish(config: TokenizeConfig, folder: Path, inventory: Inventory, plan: list[Piece]) -> Manifest:
     """Write quarantine and manifest from the records. Raises ``UserError`` when no book was kept."""
-    found = {piece.index: read_record(folder, piece.name) for piece in plan}
-    records: dict[int, Record] = {index: record for index, record in found.items() if record}
+    records = {piece.name: record for piece in plan if (record := read_record(folder, piece.name))}
     assert len(records) == len(plan), "every piece has a record when Ray has done them all"
+    if config.duplicates != "keep":
+        records = drop_duplicates(folder, records, find_duplicates(records))
     state.remove_strays(folder, records, plan)
     state.write_quarantine(folder, records.values())
     counts = report.totals(records.values())

@@ -17,9 +17,10 @@ from pipeline.piece import do_piece
 from pipeline.plan import Piece
 
 
-def do_pieces(pieces: list[Piece], folder: Path, workers: int | None) -> Iterator[dict[str, Any]]:
+def do_pieces(pieces: list[Piece], folder: Path, workers: int | None, run: str) -> Iterator[dict[str, Any]]:
     """Do ``pieces`` on the connected Ray and yield each one's summary when it is done.
 
+    ``run`` names the command's run, for the notes that survive a dead worker.
     Raises ``UserError`` or ``EncodingMismatch`` as a task raised it.
     """
     import ray.data
@@ -31,7 +32,7 @@ def do_pieces(pieces: list[Piece], folder: Path, workers: int | None) -> Iterato
     context.op_resource_reservation_enabled = False  # reserves more than two CPUs have
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    items = [{"piece": pickle.dumps(piece), "folder": str(folder)} for piece in pieces]
+    items = [{"piece": pickle.dumps(piece), "folder": str(folder), "run": run} for piece in pieces]
     work = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         _task, batch_size=1, compute=ray.data.TaskPoolStrategy(size=workers and min(workers, len(items))), num_cpus=1
     )
@@ -49,7 +50,8 @@ def do_pieces(pieces: list[Piece], folder: Path, workers: int | None) -> Iterato
 
 def _task(batch: Any) -> dict[str, list[bytes]]:
     piece: Piece = pickle.loads(batch["piece"][0])  # noqa: S301 our own bytes
-    return {"summary": [pickle.dumps(do_piece(piece, Path(str(batch["folder"][0]))))]}
+    summary = do_piece(piece, Path(str(batch["folder"][0])), str(batch["run"][0]))
+    return {"summary": [pickle.dumps(summary)]}
 
 
 def warm_up(workers: int) -> None:

@@ -1,0 +1,118 @@
+"""Any bytes to one kind of text: UTF-8, ``\\n`` line ends, no control characters.
+
+It works on bytes: decoding to text and back costs more than encoding to tokens. Only what is not valid
+UTF-8 is decoded, by the character set that the file declares or that a library detects.
+"""
+
+import codecs
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from charset_normalizer import from_bytes
+
+from pipeline.gutenberg import declared_encoding
+
+_MARKS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
+_REPLACEMENT = "\ufffd"
+_DETECTION_SAMPLE = 32_000
+# Control characters other than tab, line feed and carriage return; form feed and vertical tab are line ends.
+_CONTROLS = bytes(c for c in range(32) if c not in b"\t\n\v\f\r") + b"\x7f\r"
+_LINE_ENDS = bytes.maketrans(b"\v\f", b"\n\n")
+# U+0080 to U+009F (C1 controls) and U+00AD (soft hyphen). One literal first byte: that is what makes it fast.
+_INVISIBLE = re.compile(rb"\xc2[\x80-\x9f\xad]")
+_MARK = b"\xef\xbb\xbf"
+# A line of prose that was wrapped is long, and what continues it is not indented: verse and tables stay.
+_WRAPPED = re.compile(rb"([^\n]{50})\n(?=[^\s*\[|=+-])")
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """``text`` is valid UTF-8; ``encoding`` is what it was read as; ``replaced`` counts what could not be read."""
+
+    text: bytes
+    encoding: str
+    replaced: int = 0
+
+
+def to_utf8(data: bytes) -> Decoded:
+    """``data`` as valid UTF-8 without a byte order mark; undecodable bytes become U+FFFD and are counted."""
+    for mark, encoding in _MARKS:
+        if data.startswith(mark):
+            if encoding != "utf-8":
+                return _decode(data[len(mark) :], encoding)
+            data = data[len(mark) :]
+    if data.isascii() or is_utf8(data):
+        return Decoded(data, "utf-8")
+    damaged = _decode(data, "utf-8")
+    if damaged.replaced * 20 < _non_ascii(data):
+        return damaged
+    return _decode(data, _declared_codec(data) or _detected_codec(data))
+
+
+def _decode(data: bytes, encoding: str) -> Decoded:
+    text = data.decode(encoding, "replace")
+    return Decoded(text.encode("utf-8", "replace"), encoding, text.count(_REPLACEMENT))
+
+
+def _declared_codec(data: bytes) -> str | None:
+    """The codec of a declared character set, unless it is one that the bytes already refuse."""
+    declared = (declared_encoding(data) or "").lower().replace("iso latin-1", "latin-1")
+    try:
+        name = codecs.lookup(declared).name
+    except LookupError:
+        return None
+    # What declares Latin-1 often holds the curly quotes of Windows, which Latin-1 has as control characters.
+    return {"iso8859-1": "cp1252", "utf-8": None, "ascii": None}.get(name, name)
+
+
+def _detected_codec(data: bytes) -> str:
+    codes = np.frombuffer(data, dtype=np.uint8)
+    first = int(np.argmax(codes > 127))
+    start = max(0, first - _DETECTION_SAMPLE // 4)
+    best = from_bytes(data[start : start + _DETECTION_SAMPLE]).best()
+    return best.encoding if best and best.encoding not in ("ascii", "utf_8") else "cp1252"
+
+
+def is_utf8(data: bytes) -> bool:
+    """Whether ``data`` is valid UTF-8, at Arrow's speed: 25 times that of decoding it."""
+    offsets = pa.array([0, len(data)], pa.int64()).buffers()[1]
+    try:
+        pa.LargeStringArray.from_buffers(1, offsets, pa.py_buffer(data)).validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def normalise(text: bytes) -> bytes:
+    """``text`` (UTF-8) with ``\\n`` line ends, without control characters, soft hyphens and stray byte order marks.
+
+    Carriage returns are the rule in real collections; kept, they cost 8% more tokens.
+    """
+    if b"\r" in text and _has_lone_return(text):
+        text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    text = text.translate(_LINE_ENDS, _CONTROLS)
+    if b"\xc2" in text:
+        text = _INVISIBLE.sub(b"", text)
+    return text.replace(_MARK, b"") if _MARK in text else text
+
+
+def join_lines(text: bytes) -> bytes:
+    """``text`` with the hard-wrapped lines of a paragraph joined by spaces."""
+    return _WRAPPED.sub(rb"\1 ", text)
+
+
+def count_characters(text: bytes) -> int:
+    """Code points in valid UTF-8: all bytes but the continuation bytes 0x80 to 0xBF."""
+    return len(text) - int(np.count_nonzero(np.frombuffer(text, dtype=np.int8) < -64))
+
+
+def _has_lone_return(text: bytes) -> bool:
+    """Whether a carriage return ends a line by itself; by NumPy, at twice the speed of a pattern."""
+    codes = np.frombuffer(text, dtype=np.uint8)
+    return bool(codes[-1] == 13 or np.any((codes[:-1] == 13) & (codes[1:] != 10)))
+
+
+def _non_ascii(data: bytes) -> int:
+    return int(np.count_nonzero(np.frombuffer(data, dtype=np.uint8) > 127))

@@ -1,0 +1,49 @@
+"""What one piece became, on disk beside the shards: written last, it makes the piece done."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from infra.storage import write_json
+from pipeline.books import Dropped
+from pipeline.shards import ShardInfo
+
+PIECES = "pieces"
+
+
+@dataclass(frozen=True)
+class Record:
+    """The outcome of a piece. The same for the same inputs and settings, so it holds no times."""
+
+    key: str
+    shards: list[ShardInfo]
+    books: list[tuple[str, str, int, int]]
+    """Id, sha256, characters and tokens of each book kept, by id."""
+    dropped: list[Dropped]
+    traits: dict[str, int]
+    """Kept books by what was recognised in them."""
+    signatures: dict[str, list[int]]
+    """MinHash signatures by book id, when near duplicates are looked for."""
+    read_bytes: int
+    replaced: int
+    """Bytes of kept books that no character set explains."""
+    verified_bytes: int
+
+    def write(self, folder: Path, name: str) -> None:
+        """Mark the piece as done."""
+        (folder / PIECES).mkdir(parents=True, exist_ok=True)
+        write_json(folder / PIECES / f"{name}.json", asdict(self))
+
+
+def read_record(folder: Path, name: str) -> Record | None:
+    """The record of a piece, or None where there is none that can be read."""
+    try:
+        values = json.loads((folder / PIECES / f"{name}.json").read_text(encoding="utf-8"))
+        parsed = {
+            "shards": [ShardInfo(**shard) for shard in values["shards"]],
+            "books": [tuple(book) for book in values["books"]],
+            "dropped": [Dropped(**dropped) for dropped in values["dropped"]],
+        }
+        return Record(**values | parsed)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

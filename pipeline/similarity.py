@@ -1,0 +1,43 @@
+"""How alike two books are, by MinHash: for other editions of the same work, which no exact hash finds."""
+
+import numpy as np
+from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue] compiled, without types
+
+PERMUTATIONS = 128
+BANDS = 32
+WORDS = 5
+"""A shingle is this many words; fewer find common phrases, more miss editions that differ in spelling."""
+ALIKE = 0.6
+"""Estimated share of common shingles (Jaccard) from which two books count as the same work."""
+_SEED = 42
+_LONGEST = 400_000
+"""Bytes of a book that are compared; other editions begin alike."""
+
+
+def signature(text: bytes) -> list[int]:
+    """The MinHash signature of a cleaned text, over its words in lower case."""
+    words = text[:_LONGEST].decode("utf-8", "ignore").lower().split()
+    made = RMinHash(num_perm=PERMUTATIONS, seed=_SEED)
+    made.update([" ".join(words[i : i + WORDS]) for i in range(max(1, len(words) - WORDS + 1))])
+    return list(made.digest())
+
+
+def near_duplicates(signatures: dict[str, list[int]]) -> dict[str, tuple[str, float]]:
+    """Books that are alike to one with a smaller id, which stays: book to (the one that stays, likeness).
+
+    Only books that agree in a whole band of their signatures are compared.
+    """
+    bands: dict[tuple[int, bytes], list[str]] = {}
+    digests = {book: np.array(signatures[book], dtype=np.uint32) for book in signatures}
+    found: dict[str, tuple[str, float]] = {}
+    for book in sorted(signatures):
+        own = [(n, band.tobytes()) for n, band in enumerate(np.split(digests[book], BANDS))]
+        candidates = sorted({other for band in own for other in bands.get(band, ())})
+        alike = [(float(np.mean(digests[other] == digests[book])), other) for other in candidates]
+        likeness, first = max(alike, default=(0.0, ""))
+        if likeness >= ALIKE:
+            found[book] = (first, likeness)
+            continue
+        for band in own:
+            bands.setdefault(band, []).append(book)
+    return found
