@@ -97,6 +97,31 @@ def create_run(
     return RunKey(store, experiment_id, run.info.run_id, str(journal))
 
 
+def reopen_run(key: RunKey) -> None:
+    """Let a run that ended go on. Raises ``UserError`` when its store does not have it."""
+    try:
+        MlflowClient(key.store).update_run(key.run_id, status="RUNNING")
+    except MlflowException as failure:
+        raise UserError(
+            f"the MLflow run {key.run_id} in {key.store} cannot be continued: {first_line(failure)} "
+            "Bring its store back, or give another with --tracking-uri."
+        ) from failure
+
+
+def last_steps(key: RunKey) -> dict[str, int]:
+    """The last step of every metric of the run: what a continued run need not send again.
+
+    Entries that an earlier process left in its journal are delivered first. Raises ``UserError``.
+    """
+    try:
+        client = MlflowClient(key.store)
+        deliver_journal(client, Path(key.journal) / f"{key.run_id}.jsonl")
+        names = client.get_run(key.run_id).data.metrics
+        return {name: max(m.step for m in client.get_metric_history(key.run_id, name)) for name in names}
+    except MlflowException as failure:
+        raise UserError(f"the MLflow store {key.store} does not answer: {first_line(failure)}") from failure
+
+
 def find_runs(key: RunKey, tag: str, value: str) -> list[str]:
     """Ids of the live children of ``key`` whose ``tag`` has ``value``, oldest first."""
     found = MlflowClient(key.store).search_runs(

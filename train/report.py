@@ -1,10 +1,14 @@
 """What a person sees of a run: lines on the terminal, and the run's page in MLflow."""
 
+import math
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
-from infra.command import console
+from infra.command import console, escape
 from infra.tracking import Tracker
 from infra.units import GIB, format_duration
 from pipeline.shards import Manifest
@@ -34,6 +38,37 @@ def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest) -> N
     tracker.note(f"Training {format_model(config.model)} on `{config.data}`. Still running.")
 
 
+def record_resume(tracker: Tracker, config: TrainConfig, step: int) -> None:
+    """The page of a run that goes on; its settings of the first start stay, as params cannot change."""
+    tracker.tags({"resumed_at_step": step})
+    tracker.json(config.to_json(), f"config-from-step-{step}.json")
+
+
+def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float | None]]]:
+    """(step, metrics under MLflow's grouped names) of a logged cycle: its steps' losses, then what it found."""
+    step, losses = cycle["step"], cycle["step_losses"]
+    for number, loss in enumerate(losses, step - len(losses) + 1):
+        yield number, {"loss/step": loss}
+    val_loss = cycle["val_loss"]
+    yield (
+        step,
+        {
+            "loss/train": cycle["train_loss"],
+            "loss/val": val_loss,
+            "loss/val_perplexity": math.exp(val_loss) if val_loss is not None and val_loss < 700 else None,
+            "throughput/tokens_per_second": cycle["cycle_tokens"] / cycle["seconds"],
+            "progress/train_tokens": cycle["train_tokens"],
+            "progress/books": cycle["books"],
+            "time/elapsed_seconds": cycle["elapsed"],
+            "time/cycle_seconds": cycle["seconds"],
+            "time/train_seconds": cycle["train_seconds"],
+            "time/data_wait_seconds": cycle["data_wait_seconds"],
+            "optimizer/learning_rate": cycle["learning_rate"],
+            "optimizer/gradient_norm": cycle["gradient_norm"],
+        },
+    )
+
+
 def record_end(tracker: Tracker, config: TrainConfig, result: RunResult) -> None:
     """The run's page with its result."""
     tracker.metrics(result_metrics(result), result.steps)
@@ -51,6 +86,10 @@ def result_metrics(result: RunResult) -> dict[str, float | None]:
         "result/tokens_per_second_high": speed and speed.high,
         "result/mfu": result.mfu,
         "result/tflops_per_second": result.flops_per_second and result.flops_per_second / 1e12,
+        "result/val_loss": result.val_loss,
+        "result/val_perplexity": result.val_perplexity,
+        "result/val_bits_per_byte": result.val_bits_per_byte,
+        "result/val_bits_per_character": result.val_bits_per_character,
         "memory/process_gib": memory.process / GIB,
         "memory/allocated_gib": memory.allocated and memory.allocated / GIB,
         "memory/reserved_gib": memory.reserved and memory.reserved / GIB,
@@ -80,6 +119,10 @@ def summary(result: RunResult) -> list[tuple[str, str]]:
     if result.train_loss is not None:
         val = "" if result.val_loss is None else f", validation {result.val_loss:.3f}"
         rows.append(("loss", f"training {result.train_loss:.3f}{val}"))
+    if result.val_perplexity is not None:
+        bits = [("byte", result.val_bits_per_byte), ("character", result.val_bits_per_character)]
+        per = "".join(f"; {value:.3f} bits a {unit}" for unit, value in bits if value is not None)
+        rows.append(("validation", f"perplexity {result.val_perplexity:,.1f}{per}"))
     seen = f"{result.train_tokens:,} training + {result.val_tokens:,} validation tokens; {result.books:,.1f} books"
     rows.append(("seen", seen))
     first = "" if result.first_step_seconds is None else f"; first step after {result.first_step_seconds:.1f} s"
@@ -88,6 +131,8 @@ def summary(result: RunResult) -> list[tuple[str, str]]:
         rows.append(("data wait", f"{result.data_wait_fraction:.2%} of training time"))
     if result.checkpoint:
         rows.append(("checkpoint", result.checkpoint))
+    if result.sample:
+        rows.append(("it writes", " ".join(result.sample.split())))
     return rows
 
 
@@ -103,13 +148,25 @@ def memory_text(result: RunResult) -> str:
 
 
 def print_result(result: RunResult, folder: Path) -> None:
-    """The closing table, and what to do next."""
+    """The closing table, and as the last line what to do next."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in summary(result):
-        table.add_row(f"[bold]{name}[/bold]", value)
+        table.add_row(f"[bold]{name}[/bold]", escape(value))
     console.print(table)
     if result.outcome == "interrupted":
-        console.print(f"continue with: python -m train.run --resume {folder}")
+        console.print(f"continue with: {resume_command(folder)}")
+    elif result.outcome == "diverged" and result.checkpoint:
+        console.print(
+            f"the last good checkpoint is kept; go on from it more gently: {resume_command(folder)} --learning-rate ..."
+        )
+    elif result.outcome == "oom":
+        console.print("try again with a smaller --micro-batch: accumulation keeps the global batch as it is")
+
+
+def resume_command(folder: Path) -> str:
+    """The command that continues the run in ``folder`` from where this one was called."""
+    short = folder.parent == Path("runs").resolve()
+    return f"python -m train.run --resume {shlex.quote(folder.name if short else str(folder))}"
 
 
 def markdown(config: TrainConfig, result: RunResult) -> str:

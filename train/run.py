@@ -15,7 +15,9 @@ import tyro
 from infra import command
 from infra.command import INTERRUPTED, UserError, console
 from infra.storage import write_json
+from infra.tracking import RunKey
 from train.config import TrainConfig, format_model, load_config
+from train.folder import RunFolder, find_run
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,12 @@ def main() -> None:
     """Parse, train, report, exit."""
     defaults = RunOptions()
     try:
-        path = command.flag_value("--config")
+        path, resume = command.flag_value("--config"), command.flag_value("--resume")
+        if path and resume:
+            raise UserError("--config and --resume both bring settings; give one of them.")
+        if resume:
+            out = Path(command.flag_value("--out") or defaults.out)
+            path = str(find_run(resume, out).config)
         if path:
             defaults = dataclasses.replace(defaults, training=load_config(Path(path)))
     except UserError as mistake:
@@ -57,58 +64,70 @@ def main() -> None:
 
 def train(options: RunOptions) -> int:
     """Run one training from its options; returns the exit code."""
-    from infra import provenance
-    from infra.tracking import Tracker, create_run
+    from infra.tracking import Tracker
     from pipeline.shards import read_manifest
     from train import report, worker
+    from train.checkpoint import newest, read_progress
+    from train.resume import refuse_other_run
 
-    config = options.training
-    resume = find_checkpoint(options.resume, options.out) if options.resume else None
-    manifest = read_manifest(config.data)
-    if resume:
-        folder = resume.parent.parent
+    config = dataclasses.replace(options.training, data=options.training.data.resolve())
+    manifest = read_manifest(options.training.data)
+    resume = None
+    if options.resume:
+        home = find_run(options.resume, options.out)
+        resume = newest(home.checkpoints)
+        assert resume is not None
+        refuse_other_run(resume, read_progress(resume), config, manifest)
     else:
         preset = format_model(config.model).partition(",")[0]
         name = options.name or f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = (options.out / name).resolve()
-        if folder.exists():
-            raise UserError(f"{folder} exists already: continue it with --resume {name}, or give another --name.")
-    key = create_run(
-        "train", folder.name, tracking_uri=options.tracking_uri, tags=provenance.collect() | {"kind": "run"}
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", config.to_json())
-    report.print_header(config, manifest, folder)
+        home = RunFolder((options.out / name).resolve())
+        if home.path.exists():
+            raise UserError(f"{home.path} exists already: continue it with --resume {name}, or give another --name.")
+    key = run_in_mlflow(home, options.tracking_uri, is_new=resume is None)
+    write_json(home.config, config.to_json())
+    report.print_header(config, manifest, home.path)
     with Tracker(key) as tracker:
-        report.record_start(tracker, config, manifest)
+        if resume:
+            report.record_resume(tracker, config, read_progress(resume).step)
+        else:
+            report.record_start(tracker, config, manifest)
         status = "FAILED"
         try:
             result = worker.run(
-                config, folder, key=key, resume=resume, address=options.address,
+                config, home.path, key=key, resume=resume, address=options.address,
                 on_cycle=lambda cycle: console.print(cycle["line"]),
             )  # fmt: skip
-            write_json(folder / "result.json", result.to_json())
+            write_json(home.result, result.to_json())
             report.record_end(tracker, config, result)
             status = {"finished": "FINISHED", "interrupted": "KILLED"}.get(result.outcome, "FAILED")
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
         finally:
             tracker.finish(status)
-    report.print_result(result, folder)
+    report.print_result(result, home.path)
     if result.outcome == "interrupted":
         return INTERRUPTED
     return 0 if result.outcome == "finished" else 1
 
 
-def find_checkpoint(text: str, out: Path) -> Path:
-    """The checkpoint that ``--resume`` names: a run's name, its folder, or a checkpoint's folder."""
-    from train.checkpoint import newest
+def run_in_mlflow(home: RunFolder, tracking_uri: str | None, *, is_new: bool) -> RunKey:
+    """The run's key in MLflow: a new run, or the one that the folder's earlier part is in.
 
-    for folder in (out / text, Path(text)):
-        if (folder / "progress.json").is_file():
-            return folder.resolve()
-        found = newest(folder / "checkpoints")
-        if found:
-            return found.resolve()
-    raise UserError(f"--resume {text}: there is no checkpoint under {out / text} or {text}; 'ls {out}' lists runs.")
+    A resumed run whose store was changed by ``--tracking-uri`` is recorded whole in a new one there.
+    """
+    from infra import provenance
+    from infra.tracking import create_run, reopen_run, store_uri
+
+    key = None if is_new else home.key()
+    if key and (tracking_uri is None or store_uri(tracking_uri) == key.store):
+        reopen_run(key)
+        return key
+    key = create_run("train", home.path.name, tracking_uri=tracking_uri, tags=provenance.collect() | {"kind": "run"})
+    home.path.mkdir(parents=True, exist_ok=True)
+    home.keep_key(key)
+    return key
 
 
 if __name__ == "__main__":

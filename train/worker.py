@@ -1,19 +1,18 @@
-"""The Ray Train wrapper: a config in, a RunResult out, the loop running in a worker that Ray supervises.
+"""The Ray Train wrapper: a config in, a RunResult out, the loop running in workers that Ray supervises.
 
-The driver and the worker share the run's folder: the worker appends each cycle to ``cycles.jsonl``,
-which the driver follows for the terminal, and the driver asks for a clean stop by creating ``STOP``,
-because Ray Train runs the loop in a thread where signals do not arrive. Both survive either side's
-death, and neither costs an actor or a call into Ray during training.
+A worker that dies is started again and goes on from the newest checkpoint in the run's folder. What it
+then does again is neither printed nor sent to MLflow twice, and what was lost on the way there is sent.
 """
 
-import json
 import os
+import shutil
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,22 @@ import ray.train.torch
 
 from infra.cluster import connected
 from infra.command import INTERRUPTED, UserError
-from infra.tracking import RunKey, Tracker
+from infra.tracking import RunKey, Tracker, last_steps
+from train.checkpoint import newest, read_progress
 from train.config import TrainConfig, config_from_json
+from train.folder import Follower, RunFolder
+from train.generate import closing_sample
 from train.loop import Trainer
+from train.report import cycle_metrics
 from train.result import CycleReport, RunResult
 
-CYCLES, STOP = "cycles.jsonl", "STOP"
 POLL_SECONDS = 0.2
+ATTEMPTS = 3
+"""Starts from the same step after which a worker that dies is not started again."""
+
+
+class WorkerFailure(Exception):
+    """The loop failed in its worker; the text is the worker's traceback."""
 
 
 def run(
@@ -43,33 +51,36 @@ def run(
 ) -> RunResult:
     """Train through Ray Train in ``folder`` (absolute, shared with the workers), recording to ``key``.
 
-    Ctrl-C and SIGTERM finish the step, save and return the outcome ``interrupted``; a second one exits at
-    once. Raises ``UserError`` when the cluster lacks what the config asks for.
+    With ``resume``, the newest checkpoint of the folder, the run goes on; without, what an earlier run left
+    there is removed. Ctrl-C and SIGTERM finish the step, save and return the outcome ``interrupted``; a
+    second one exits at once. Raises ``UserError`` when the cluster lacks what the config asks for, and
+    ``WorkerFailure`` for our bugs.
     """
+    home = RunFolder(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / STOP).unlink(missing_ok=True)
-    cycles = folder / CYCLES
-    seen = cycles.stat().st_size if cycles.exists() else 0
+    home.stop.unlink(missing_ok=True)
+    follower = Follower(home.cycles, on_cycle)
+    if resume:
+        follower.last = read_progress(resume).reported
+    else:
+        shutil.rmtree(home.checkpoints, ignore_errors=True)
+        home.cycles.unlink(missing_ok=True)
     payload = {
         "config": config.to_json() | {"data": str(config.data.resolve())},
         "folder": str(folder),
         "key": asdict(key),
-        "resume": str(resume) if resume else None,
     }
+    ray_files = folder / f"ray-{os.getpid()}"
     with connected(address):
-        gpus = ray.cluster_resources().get("GPU", 0)
-        use_gpu = config.device == "cuda" or (config.device == "auto" and gpus >= config.workers)
-        if use_gpu and gpus < config.workers:
-            raise UserError(f"--device cuda needs a GPU for each of --workers {config.workers}; Ray has {gpus:g}.")
         trainer = ray.train.torch.TorchTrainer(
             train_function,
             train_loop_config=payload,
-            scaling_config=ray.train.ScalingConfig(
-                num_workers=config.workers,
-                use_gpu=use_gpu,
-                resources_per_worker={"CPU": cpus_per_worker(config.workers)} | ({"GPU": 1} if use_gpu else {}),
+            scaling_config=scaling(config),
+            run_config=ray.train.RunConfig(
+                name=ray_files.name,
+                storage_path=str(folder),
+                failure_config=ray.train.FailureConfig(max_failures=-1),  # train_function counts what matters
             ),
-            run_config=ray.train.RunConfig(name=f"ray-{os.getpid()}", storage_path=str(folder)),
         )
         done: list[Any] = []
 
@@ -80,75 +91,103 @@ def run(
                 done.append(failure)
 
         thread = threading.Thread(target=fit, name="ray-train", daemon=True)
-        with stop_on_signal(folder / STOP):
+        with stop_on_signal(home.stop):
             thread.start()
             while thread.is_alive():
                 thread.join(POLL_SECONDS)
-                seen = follow(cycles, seen, on_cycle)
+                follower.poll()
+    shutil.rmtree(ray_files, ignore_errors=True)
     if isinstance(done[0], BaseException):
         raise done[0]
-    return RunResult.from_json(done[0].return_value)
+    returned = done[0].return_value
+    if "refused" in returned:
+        raise UserError(returned["refused"])
+    if "failed" in returned:
+        raise WorkerFailure(returned["failed"])
+    return RunResult.from_json(returned)
 
 
-def cpus_per_worker(workers: int) -> int:
-    """Cores for each worker, which also sets its OpenMP threads. Raises ``UserError`` when there are too few."""
-    cores = int(ray.cluster_resources().get("CPU", 0))
-    if cores < workers:
-        raise UserError(f"--workers {workers} needs a core each and Ray has {cores}.")
-    return cores // workers
+def scaling(config: TrainConfig) -> ray.train.ScalingConfig:
+    """The workers to ask Ray for. Raises ``UserError`` when the cluster lacks them, for which Ray would wait."""
+    resources = ray.cluster_resources()
+    gpus, cores = resources.get("GPU", 0), int(resources.get("CPU", 0))
+    use_gpu = config.device == "cuda" or (config.device == "auto" and gpus >= config.workers)
+    if use_gpu and gpus < config.workers:
+        raise UserError(f"--device cuda needs a GPU for each of --workers {config.workers}; Ray has {gpus:g}.")
+    if cores < config.workers:
+        raise UserError(f"--workers {config.workers} needs a core each and Ray has {cores}.")
+    if config.accelerator and not resources.get(f"accelerator_type:{config.accelerator}"):
+        known = [name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")]
+        raise UserError(f"--accelerator {config.accelerator} is not in the cluster, which has {known or 'none'}.")
+    return ray.train.ScalingConfig(
+        num_workers=config.workers,
+        use_gpu=use_gpu,
+        # Ray sets a worker's OpenMP threads to its cores.
+        resources_per_worker={"CPU": cores // config.workers} | ({"GPU": 1} if use_gpu else {}),
+        accelerator_type=config.accelerator,
+    )
 
 
 def train_function(payload: dict[str, Any]) -> dict[str, Any]:
-    """What runs in Ray's worker: the bare loop, with its cycles sent to the folder and to MLflow."""
-    folder = Path(payload["folder"])
-    with Tracker(RunKey(**payload["key"])) as tracker:
+    """What runs in Ray's workers: the loop, from the folder's newest checkpoint if it has one."""
+    home = RunFolder(Path(payload["folder"]))
+    context = ray.train.get_context()
+    first = context.get_world_rank() == 0
+    try:
+        with home.held() if first else nullcontext():
+            return train(home, config_from_json(payload["config"], "the run's config"), RunKey(**payload["key"]), first)
+    except UserError as mistake:
+        return {"refused": str(mistake)}
+    except Exception:
+        if context.get_world_size() > 1:  # the others wait in a collective until Ray stops the group
+            raise
+        return {"failed": traceback.format_exc()}
+
+
+def train(home: RunFolder, config: TrainConfig, key: RunKey, first: bool) -> dict[str, Any]:
+    """Train as one worker of the run in ``home``; the ``first`` one also records. Gives the result as JSON."""
+    resume = newest(home.checkpoints)
+    if not first:
+        return Trainer(config, checkpoints=home.checkpoints, resume=resume).run().to_json()
+    progress = read_progress(resume) if resume else None
+    refuse_hopeless(home, progress.step if progress else 0)
+    with Tracker(key) as tracker:
+        sent = last_steps(key)
+
+        def record(cycle: dict[str, Any]) -> None:
+            for step, values in cycle_metrics(cycle):
+                tracker.metrics({name: value for name, value in values.items() if step > sent.get(name, 0)}, step)
 
         def on_cycle(report: CycleReport) -> None:
-            with (folder / CYCLES).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(report) | {"line": report.line()}) + "\n")
-            tracker.metrics(cycle_metrics(report), report.step)
-            first = report.step - len(report.step_losses) + 1
-            for step, loss in enumerate(report.step_losses, first):
-                tracker.metrics({"loss/step": loss}, step)
+            record(home.append(report))
 
+        for cycle in home.rewind(progress.reported if progress else 0):
+            record(cycle)
         trainer = Trainer(
-            config_from_json(payload["config"], "the run's config"),
+            config,
             on_cycle=on_cycle,
-            should_stop=(folder / STOP).exists,
-            checkpoints=folder / "checkpoints",
-            resume=Path(payload["resume"]) if payload["resume"] else None,
+            should_stop=home.stop.exists,
+            checkpoints=home.checkpoints,
+            resume=resume,
         )
-        return trainer.run().to_json()
+        result = trainer.run()
+        sample = closing_sample(trainer, result)
+        if sample:
+            tracker.text(sample, "sample.txt")
+    return replace(result, sample=sample).to_json()
 
 
-def cycle_metrics(report: CycleReport) -> dict[str, float | None]:
-    """A cycle's metrics under MLflow's grouped names."""
-    return {
-        "loss/train": report.train_loss,
-        "loss/val": report.val_loss,
-        "throughput/tokens_per_second": report.cycle_tokens / report.seconds,
-        "throughput/train_tokens_per_second": len(report.step_losses)
-        and (report.train_tokens / report.step * len(report.step_losses) / report.train_seconds),
-        "progress/train_tokens": report.train_tokens,
-        "progress/books": report.books,
-        "time/elapsed_seconds": report.elapsed,
-        "time/data_wait_seconds": report.data_wait_seconds,
-        "optimizer/learning_rate": report.learning_rate,
-        "optimizer/gradient_norm": report.gradient_norm,
-    }
-
-
-def follow(path: Path, position: int, on_cycle: Callable[[dict[str, Any]], None]) -> int:
-    """Hand on the whole lines appended to ``path`` after byte ``position``; returns the position behind them."""
-    if path.exists():
-        with path.open("rb") as file:
-            file.seek(position)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                position += len(line)
-                on_cycle(json.loads(line))
-    return position
+def refuse_hopeless(home: RunFolder, step: int) -> None:
+    """Raise ``UserError`` when workers started from ``step`` have died too often without a new checkpoint."""
+    starts = home.path / "starts"
+    earlier = starts.read_text().split() if starts.exists() else []
+    starts.write_text("\n".join([*earlier, str(step)]) + "\n")
+    if earlier[-ATTEMPTS:] == [str(step)] * ATTEMPTS:
+        starts.unlink()
+        raise UserError(
+            f"the worker died {ATTEMPTS} times without getting from step {step} to another checkpoint: "
+            "see Ray's logs for its end, and whether the machine has enough memory."
+        )
 
 
 @contextmanager

@@ -1,0 +1,155 @@
+"""A run's folder, ``runs/NAME``: what is in it, and how driver and worker share it.
+
+The worker appends each cycle to ``cycles.jsonl``, which the driver follows for the terminal and which,
+together with the newest checkpoint, says where a run stands after either side was killed. The driver asks
+for a clean stop by creating ``STOP``, because Ray Train runs the loop in a thread where signals do not
+arrive. Neither costs an actor or a call into Ray during training.
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.command import UserError
+from infra.storage import atomic_file, write_json
+from infra.tracking import RunKey
+from train.checkpoint import checkpoints_in, newest
+from train.result import CycleReport
+
+HANDOVER_SECONDS = 60.0
+"""How long to wait for a predecessor that is being killed; Ray's workers outlive their driver by a few seconds."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The run's settings; ``--config`` and ``--resume`` read it."""
+        return self.path / "config.json"
+
+    @property
+    def result(self) -> Path:
+        """The ``RunResult``, once there is one."""
+        return self.path / "result.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def cycles(self) -> Path:
+        """A JSON line for every reported cycle."""
+        return self.path / "cycles.jsonl"
+
+    @property
+    def stop(self) -> Path:
+        """Exists when the run shall end after the step it is at."""
+        return self.path / "STOP"
+
+    def keep_key(self, key: RunKey) -> None:
+        """Remember the MLflow run, for a resumed run to go on in it."""
+        write_json(self.path / "tracking.json", asdict(key))
+
+    def key(self) -> RunKey | None:
+        """The MLflow run that :meth:`keep_key` remembered."""
+        try:
+            return RunKey(**json.loads((self.path / "tracking.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Be the only one that trains here; waits for a predecessor that is dying. Raises ``UserError``."""
+        with (self.path / "lock").open("w") as lock:
+            for attempt in range(int(HANDOVER_SECONDS / 0.1)):
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.1 if attempt else 0)
+            else:
+                raise UserError(f"another process is training in {self.path}: stop it, or give another --name.")
+            yield
+
+    def append(self, report: CycleReport) -> dict[str, Any]:
+        """Add a cycle to the log, durably; returns it as it stands there."""
+        cycle = asdict(report) | {"line": report.line()}
+        with self.cycles.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(cycle) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        return cycle
+
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Forget cycles behind ``step``, which are about to be done again; returns those that stay."""
+        cycles = [cycle for cycle in self._read() if cycle["step"] <= step]
+        with atomic_file(self.cycles) as file:
+            file.writelines(json.dumps(cycle).encode() + b"\n" for cycle in cycles)
+        return cycles
+
+    def _read(self) -> list[dict[str, Any]]:
+        if not self.cycles.exists():
+            return []
+        lines = self.cycles.read_bytes().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+class Follower:
+    """Reads a log of cycles as it grows, and hands on each step once even when the log is rewound."""
+
+    def __init__(self, path: Path, on_cycle: Callable[[dict[str, Any]], None]) -> None:
+        self.path = path
+        self.on_cycle = on_cycle
+        self.last = 0
+        self._file = 0
+        self._position = 0
+
+    def poll(self) -> None:
+        """Hand on what is new."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            if self._file != os.fstat(file.fileno()).st_ino:  # rewinding replaces the file
+                self._file, self._position = os.fstat(file.fileno()).st_ino, 0
+            file.seek(self._position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._position += len(line)
+                cycle = json.loads(line)
+                if cycle["step"] > self.last:
+                    self.last = cycle["step"]
+                    self.on_cycle(cycle)
+
+
+def find_run(text: str, out: Path) -> RunFolder:
+    """The run that ``--resume`` names: by its name under ``out``, its folder, or its newest checkpoint's folder.
+
+    Raises ``UserError`` when there is nothing to continue.
+    """
+    for path in (out / text, Path(text)):
+        if (path / "progress.json").is_file():
+            later = checkpoints_in(path.parent)[-1]
+            if later.name != path.name:
+                raise UserError(
+                    f"--resume {text} is not the newest checkpoint of its run: remove those behind it, up to "
+                    f"{later.name}, to continue from there."
+                )
+            return RunFolder(path.resolve().parent.parent)
+        if (path / "config.json").is_file():
+            run = RunFolder(path.resolve())
+            if newest(run.checkpoints) is None:
+                raise UserError(f"--resume {text}: {run.path} has no checkpoint yet; start again with another --name.")
+            return run
+    raise UserError(f"--resume {text}: there is no run {out / text} or {text}; 'ls {out}' lists runs.")
