@@ -1,0 +1,226 @@
+"""Every switch changes how a step is executed and not what it computes; every combination trains or is refused."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from infra.command import UserError
+from train.attention import books_of
+from train.config import (
+    Attention,
+    Checkpointing,
+    Cycle,
+    Loss,
+    ModelConfig,
+    Optimizer,
+    Precision,
+    Schedule,
+    TrainConfig,
+)
+from train.execution import build, settle
+from train.loop import Trainer
+from train.losses import HAS_FUSED
+from train.optimizers import learning_rate
+from train.result import CycleReport
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(
+        data=small_shards, model=small_model, global_batch=4, micro_batch=4, steps=2, cycle=Cycle(2, 1),
+        precision="fp32", device="cpu",
+    )  # fmt: skip
+
+
+def gradients(config: TrainConfig, tokens: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and gradients of one batch, from the same weights and the same random numbers."""
+    model = build(settle(config), CPU)
+    torch.manual_seed(7)
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def batch_of(model: ModelConfig) -> torch.Tensor:
+    tokens = torch.randint(0, model.vocabulary - 1, (4, model.context_length + 1))
+    tokens[0, 10] = tokens[1, 3] = tokens[1, 20] = model.vocabulary - 1
+    return tokens
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attention": "manual"},
+        {"checkpointing": "full"},
+        {"checkpointing": "selective"},
+        {"loss_chunks": 8},
+        {"loss": "fused"},
+        {"checkpointing": "full", "loss_chunks": 4},
+    ],
+    ids=str,
+)
+def test_gradients_stay_the_same(config: TrainConfig, change: dict[str, Any], dropout: float) -> None:
+    if change.get("loss") == "fused" and not HAS_FUSED:
+        pytest.skip("torch has no fused loss")
+    if dropout and "attention" in change:
+        pytest.skip("another kernel draws other random numbers")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=dropout))
+    tokens = batch_of(config.model)
+    expected, plain = gradients(config, tokens)
+    loss, changed = gradients(dataclasses.replace(config, **change), tokens)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    for name, gradient in plain.items():
+        torch.testing.assert_close(changed[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_masked_attention_stays_within_a_book(config: TrainConfig) -> None:
+    end = config.model.vocabulary - 1
+    tokens = batch_of(config.model)[1:2, :-1]
+    assert books_of(tokens, end)[0, [0, 3, 4, 20, 21]].tolist() == [0, 0, 1, 1, 2]
+    for attention in ("sdpa", "manual"):
+        masked = dataclasses.replace(config, mask_books=True, attention=attention)
+        model = build(settle(masked), CPU).eval()
+        changed = tokens.clone()
+        changed[0, 5] = (changed[0, 5] + 1) % end
+        with torch.no_grad():
+            before, after = model(tokens), model(changed)
+        torch.testing.assert_close(before[:, 21:], after[:, 21:])
+        assert not torch.allclose(before[:, 5:21], after[:, 5:21])
+
+
+def test_mask_books_is_the_same_in_both_attentions(config: TrainConfig) -> None:
+    tokens = batch_of(config.model)
+    masked = dataclasses.replace(config, mask_books=True)
+    assert gradients(masked, tokens)[0] != gradients(config, tokens)[0]
+    expected = gradients(dataclasses.replace(masked, attention="manual"), tokens)[0]
+    assert gradients(dataclasses.replace(masked, attention="sdpa"), tokens)[0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("compile", ["blocks", "whole"])
+def test_compiled_code_computes_the_same(config: TrainConfig, compile: str) -> None:
+    def losses(config: TrainConfig) -> list[float]:
+        reports: list[CycleReport] = []
+        Trainer(config, on_cycle=reports.append).run()
+        return reports[0].step_losses
+
+    assert losses(dataclasses.replace(config, compile=compile)) == pytest.approx(losses(config), rel=1e-4)
+
+
+OFTEN = {
+    "precision": st.sampled_from(get_args(Precision)),
+    "attention": st.sampled_from(get_args(Attention)),
+    "checkpointing": st.sampled_from(get_args(Checkpointing)),
+    "loss": st.sampled_from(get_args(Loss)),
+    "optimizer": st.sampled_from(get_args(Optimizer)),
+    "schedule": st.sampled_from(get_args(Schedule)),
+    "loss_chunks": st.sampled_from([1, 2, 3]),
+    "micro_batch": st.sampled_from([1, 2, 4]),
+    "clip_norm": st.sampled_from([0.0, 1.0]),
+    "mask_books": st.booleans(),
+    "shard": st.booleans(),
+    "fp8": st.booleans(),
+    "device": st.sampled_from(["auto", "cpu"]),
+}
+SHAPES = {
+    "tied": st.booleans(),
+    "bias": st.booleans(),
+    "dropout": st.sampled_from([0.0, 0.1]),
+    "heads": st.sampled_from([1, 2, 4]),
+}
+
+
+@settings(deadline=None, max_examples=80, suppress_health_check=list(HealthCheck))
+@given(changes=st.fixed_dictionaries({}, optional=OFTEN), shape=st.fixed_dictionaries({}, optional=SHAPES))
+def test_every_combination_trains_or_is_refused(
+    config: TrainConfig, changes: dict[str, Any], shape: dict[str, Any]
+) -> None:
+    try:
+        wanted = dataclasses.replace(config, model=dataclasses.replace(config.model, **shape), **changes)
+        trainer = Trainer(wanted)
+    except UserError as refusal:
+        named = [name for name in changes if f"--{name.replace('_', '-')}" in str(refusal)]
+        assert named, f"{refusal} names none of {changes}"  # noqa: PT017 most combinations are not refused
+        return
+    result = trainer.run()
+    assert result.outcome == "finished"
+    assert result.steps == 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "adafactor", "muon"])
+def test_every_optimizer_learns_and_resumes(config: TrainConfig, tmp_path: Path, optimizer: str) -> None:
+    config = dataclasses.replace(
+        config, optimizer=optimizer, steps=40, learning_rate=0.2 if optimizer == "adafactor" else 3e-3
+    )
+    straight: list[CycleReport] = []
+    Trainer(config, on_cycle=straight.append).run()
+    assert straight[-1].train_loss < straight[0].train_loss - 0.1
+    halfway = dataclasses.replace(config, steps=20)
+    first = Trainer(halfway, checkpoints=tmp_path).run()
+    assert first.checkpoint
+    rest: list[CycleReport] = []
+    # The schedule of 20 steps is not that of 40, so the second half alone is compared.
+    Trainer(dataclasses.replace(config, schedule="constant"), checkpoints=tmp_path, resume=Path(first.checkpoint),
+            on_cycle=rest.append).run()  # fmt: skip
+    assert rest[0].step == 22
+    assert rest[-1].step == 40
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-8bit", "adamw-bf16"])
+def test_torchao_is_asked_for_by_name(config: TrainConfig, optimizer: str) -> None:
+    try:
+        import torchao  # noqa: F401
+    except ImportError:
+        precision = "bf16-activations" if optimizer == "adamw-bf16" else "fp32"
+        with pytest.raises(UserError, match=f"--optimizer {optimizer} is torchao's.*pip install torchao"):
+            Trainer(dataclasses.replace(config, optimizer=optimizer, precision=precision))
+
+
+def test_the_schedules() -> None:
+    config = TrainConfig(learning_rate=1.0, warmup_steps=10)
+
+    def rates(schedule: str) -> list[float]:
+        chosen = dataclasses.replace(config, schedule=schedule)
+        return [learning_rate(chosen, step, 1000, step / 1000) for step in range(1001)]
+
+    for schedule in ("cosine", "wsd", "constant"):
+        assert rates(schedule)[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert rates("cosine")[1000] == pytest.approx(0.1)
+    assert rates("wsd")[800] == pytest.approx(1.0)
+    assert rates("wsd")[900] == pytest.approx(0.5)
+    assert rates("wsd")[1000] == pytest.approx(0.0)
+    assert set(rates("constant")[10:]) == {1.0}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attention": "flash"}, {"attention": "cudnn"}, {"attention": "efficient"}, {"attention": "flex"},
+        {"mask_books": True}, {"precision": "bf16-activations"}, {"precision": "fp16"}, {"precision": "tf32"},
+        {"compile": "whole"}, {"compile": "blocks"}, {"compile": "max-autotune"}, {"compile": "reduce-overhead"},
+        {"compile": "whole", "checkpointing": "selective"}, {"fp8": True}, {"loss": "fused"},
+        {"optimizer": "adamw-8bit"}, {"optimizer": "adamw-bf16", "precision": "bf16-activations"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_gpu_computes_the_same(config: TrainConfig, change: dict[str, Any]) -> None:
+    if "fp8" in change or change.get("optimizer", "").startswith("adamw-"):
+        pytest.importorskip("torchao")
+    if change == {"fp8": True} and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no 8-bit matmuls")
+    model = dataclasses.replace(config.model, width=64, context_length=128)
+    base = dataclasses.replace(config, model=model, device="cuda", precision="bf16", steps=10, cycle=Cycle(10, 1))
+    expected: list[CycleReport] = []
+    Trainer(base, on_cycle=expected.append).run()
+    found: list[CycleReport] = []
+    Trainer(dataclasses.replace(base, **change), on_cycle=found.append).run()
+    if not base.mask_books and "mask_books" not in change:
+        assert found[0].step_losses == pytest.approx(expected[0].step_losses, rel=2e-2)
