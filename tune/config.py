@@ -1,6 +1,6 @@
 """What decides a search, with every default and its unit in one place."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,7 +8,7 @@ import tyro
 
 from infra.command import UserError
 from infra.units import Bytes, Seconds
-from train.config import TrainConfig, divisors
+from train.config import TrainConfig, config_from_json, divisors
 from tune.racing import FEWEST
 from tune.space import parse_knobs
 
@@ -59,6 +59,21 @@ class SearchConfig:
             raise UserError(f"--confirm {self.confirm} must be at least 0.")
         if not 0 < self.trial_precision < 1:
             raise UserError(f"--trial-precision {self.trial_precision} is a fraction between 0 and 1, such as 0.01.")
+
+    def to_json(self) -> dict[str, Any]:
+        """The config as JSON values; :meth:`from_json` reads it back."""
+        values = {name.name: getattr(self, name.name) for name in fields(self)}
+        return values | {
+            "training": self.training.to_json() | {"data": str(self.training.data.resolve())},
+            "out": str(self.out), "config": None, "resume": None,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "SearchConfig":
+        """Read back what :meth:`to_json` gave. Raises ``UserError``."""
+        read: dict[str, Any] = values | {"out": Path(values["out"])}
+        read["training"] = config_from_json(values["training"], "the search's config")
+        return cls(**read)
 
     def identity(self) -> dict[str, Any]:
         """What two searches must share to be one search: all that decides which trials run and what they mean."""

@@ -19,16 +19,17 @@ GIB = 2**30
 class Evidence:
     """The children of one search's parent run."""
 
-    def __init__(self, parent: RunKey, manifest: Manifest) -> None:
+    def __init__(self, parent: RunKey, manifest: Manifest, data: Path) -> None:
         self.parent = parent
         self.manifest = manifest
+        self.data = data
         self.closed = set(find_runs(parent, "closed", "true"))
 
     def start(self, request: Request) -> None:
         """Open the child of a trial that is about to start, unless a killed driver opened it already."""
         self._child(request.key, f"{request.number:03d} {request.proposal.candidate.label()}", request.proposal.stage)
 
-    def end(self, row: Row, data: Path) -> None:
+    def end(self, row: Row) -> None:
         """Complete a trial's child from its row, and close it."""
         key = self._child(row.key, f"{row.number:03d} {row.candidate.label()}", row.stage)
         if key.run_id in self.closed:
@@ -42,17 +43,17 @@ class Evidence:
             tracker.metrics(metrics(row), len(row.step_seconds))
             for step, seconds in enumerate(row.step_seconds, 1):
                 tracker.metrics({"time/step_seconds": seconds}, step)
-            tracker.data(data.name, self.manifest.fingerprint, str(data), self.manifest.splits, "training")
+            tracker.data(self.data.name, self.manifest.fingerprint, str(self.data), self.manifest.splits, "training")
             tracker.json(flat_row(row), "trial.json")
             tracker.note(f"**{row.outcome}**: {row.reason}")
             tracker.tags({"outcome": row.outcome, "reason": row.reason, "closed": "true"})
             tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED")
         self.closed.add(key.run_id)
 
-    def catch_up(self, rows: Sequence[Row], data: Path) -> None:
+    def catch_up(self, rows: Sequence[Row]) -> None:
         """Complete the children of trials that ended without their driver."""
         for row in rows:
-            self.end(row, data)
+            self.end(row)
 
     def _child(self, key: str, name: str, stage: str) -> RunKey:
         found = find_runs(self.parent, "trial", key)

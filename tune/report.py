@@ -17,6 +17,7 @@ from infra.units import format_duration, format_size
 from tune.config import SearchConfig
 from tune.ranking import Standing, standings
 from tune.record import Row
+from tune.searcher import MemorySearcher
 from tune.space import Candidate, Space
 
 GB = 1e9
@@ -106,10 +107,16 @@ def _remark(standing: Standing, place: int, space: Space) -> str:
     return ", ".join(words)
 
 
-def never_run(rows: Sequence[Row], space: Space) -> list[Candidate]:
-    """Candidates without a row."""
+def never_run(rows: Sequence[Row], space: Space, memory: MemorySearcher) -> list[str]:
+    """Candidates without a row, as sentences: one for each reason and combination."""
     seen = {row.candidate for row in rows}
-    return [candidate for candidate in space.candidates() if candidate not in seen]
+    explored = [row for row in rows if row.stage != "confirm"]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for candidate in space.candidates():
+        if candidate not in seen:
+            knobs = Candidate(0, candidate.knobs).label().removeprefix("m0").strip()
+            groups.setdefault((knobs, memory.why_not(explored, candidate)), []).append(f"m{candidate.micro_batch}")
+    return [f"{', '.join(sizes)}{' with ' + knobs if knobs else ''}: {why}" for (knobs, why), sizes in groups.items()]
 
 
 def best_json(rows: Sequence[Row], space: Space) -> dict[str, Any] | None:
@@ -148,11 +155,12 @@ def flat_row(row: Row) -> dict[str, Any]:
     return {"micro_batch": row.candidate.micro_batch} | dict(row.candidate.knobs) | values
 
 
-def summary(rows: Sequence[Row], space: Space, config: SearchConfig, limit: int, folder: Path) -> str:
+def summary(rows: Sequence[Row], space: Space, memory: MemorySearcher, config: SearchConfig, folder: Path) -> str:
     """The search as Markdown: for ``summary.md`` and for the description in MLflow."""
     ranked = standings(rows)
     spent = format_duration(round(sum(row.seconds for row in rows)))
-    lines = [f"### Search for the fastest {space.base.global_batch}-sequence batch under {format_size(limit)}", ""]
+    limit = format_size(int(memory.limit))
+    lines = [f"### The fastest {space.base.global_batch} sequences a step under {limit}", ""]
     if ranked:
         best = ranked[0]
         lines.append(
@@ -166,9 +174,9 @@ def summary(rows: Sequence[Row], space: Space, config: SearchConfig, limit: int,
     lines += [f"Memory is {MEMORY_SOURCES[source]}." for source in sorted(sources)]
     lines += ["", f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
     lines += ["| " + " | ".join(cells) + " |" for cells in leaderboard(rows, space)]
-    untried = never_run(rows, space)
+    untried = never_run(rows, space, memory)
     if untried:
-        lines += ["", f"Never run: {', '.join(candidate.label() for candidate in untried)}."]
+        lines += ["", "Never run:", "", *(f"- {sentence}" for sentence in untried)]
     if ranked:
         lines += ["", f"`{train_command(folder)}`"]
     return "\n".join(lines) + "\n"
@@ -179,9 +187,11 @@ def train_command(folder: Path) -> str:
     return f"python -m train.run --config {folder / 'best.json'}"
 
 
-def write_files(rows: Sequence[Row], space: Space, config: SearchConfig, limit: int, folder: Path) -> list[Path]:
+def write_files(
+    rows: Sequence[Row], space: Space, memory: MemorySearcher, config: SearchConfig, folder: Path
+) -> list[Path]:
     """Write trials.csv, summary.md and, when something fits, best.json; returns their paths."""
-    texts = {"trials.csv": csv_text(rows), "summary.md": summary(rows, space, config, limit, folder)}
+    texts = {"trials.csv": csv_text(rows), "summary.md": summary(rows, space, memory, config, folder)}
     for name, text in texts.items():
         with atomic_file(folder / name) as file:
             file.write(text.encode())
@@ -193,12 +203,15 @@ def write_files(rows: Sequence[Row], space: Space, config: SearchConfig, limit: 
     return [folder / name for name in (*texts, "best.json")]
 
 
-def print_end(rows: Sequence[Row], space: Space, limit: int, folder: Path) -> None:
+def print_end(rows: Sequence[Row], space: Space, memory: MemorySearcher, folder: Path) -> None:
     """The closing table and what to do next."""
     console.print(table(rows, space))
     for source in sorted({row.memory_source for row in rows if row.memory_source}):
         console.print(f"memory is {MEMORY_SOURCES[source]}")
+    for sentence in never_run(rows, space, memory):
+        console.print(f"never run: {sentence}", markup=False)
     if standings(rows):
         console.print(f"train with it: {train_command(folder)}")
     else:
-        console.print(f"nothing fits under {format_size(limit)}: raise --memory-limit, or search more --knobs")
+        limit = format_size(int(memory.limit))
+        console.print(f"nothing fits under {limit}: raise --memory-limit, or search more --knobs")

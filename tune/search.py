@@ -12,6 +12,7 @@ from infra import command
 from infra.command import UserError
 from train.config import load_config
 from tune.config import SearchConfig, with_global_batch
+from tune.folder import kept_config
 from tune.session import search
 
 
@@ -19,6 +20,10 @@ def main() -> None:
     """Parse, search, report, exit."""
     defaults = SearchConfig()
     try:
+        resume = command.flag_value("--resume")
+        if resume:
+            out = Path(command.flag_value("--out") or defaults.out)
+            defaults = dataclasses.replace(kept_config((out / resume).resolve()), out=out)
         path, batch = command.flag_value("--config"), command.flag_value("--global-batch")
         training = load_config(Path(path)) if path else defaults.training
         if batch and batch.isdigit():

@@ -6,6 +6,7 @@ which is a training config that computes the same steps in another way.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from infra.command import UserError
@@ -51,11 +52,11 @@ class Space:
 
     def sizes_of(self, knobs: Combination) -> list[int]:
         """Micro-batches that are possible with ``knobs``, ascending."""
-        return [size for size in self.sizes if self._possible(Candidate(size, knobs))]
+        return self._sizes[knobs]
 
     def candidates(self) -> list[Candidate]:
         """Every candidate, combination by combination, sizes ascending."""
-        return [Candidate(size, knobs) for knobs in self.combinations for size in self.sizes_of(knobs)]
+        return [Candidate(size, knobs) for knobs, sizes in self._sizes.items() for size in sizes]
 
     @property
     def control(self) -> Candidate:
@@ -65,6 +66,10 @@ class Space:
     def neighbours(self, knobs: Combination) -> list[Combination]:
         """Combinations that differ from ``knobs`` in one knob."""
         return [c for c in self.combinations if sum(a != b for a, b in zip(c, knobs, strict=True)) == 1]
+
+    @cached_property
+    def _sizes(self) -> dict[Combination, list[int]]:
+        return {c: [s for s in self.sizes if self._possible(Candidate(s, c))] for c in self.combinations}
 
     def _possible(self, candidate: Candidate) -> bool:
         try:

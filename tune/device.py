@@ -1,0 +1,65 @@
+"""What trials will run on, and whether the limit makes sense there: asked before anything is started.
+
+In: a search's config. Out: ``cuda`` or ``cpu``, and the limit in bytes. Raises ``UserError`` in one
+sentence for what cannot work, because a search that starts anyway wastes hours.
+"""
+
+from dataclasses import replace
+
+import psutil
+
+from infra.command import UserError
+from infra.gpu import read_gpu
+from infra.units import format_size
+from train.anatomy import predict_peak
+from train.config import TrainConfig, format_model
+from tune.config import SearchConfig
+from tune.curves import Prior
+from tune.space import Candidate, Space
+
+
+def pick_device(config: SearchConfig) -> str:
+    """Where trials run. Raises ``UserError`` when a GPU is asked for and absent, or in use by somebody else."""
+    wanted = config.training.device
+    if wanted == "cpu":
+        return "cpu"
+    if config.address:
+        import ray
+
+        found = ray.cluster_resources().get("GPU", 0) >= 1
+    else:
+        state = read_gpu()
+        found = state is not None
+        if state and state.other_processes:
+            raise UserError(
+                f"{state.name} is in use by process {', '.join(map(str, state.other_processes))}, which would share "
+                "its memory and its time with the trials: end it, or choose another GPU with CUDA_VISIBLE_DEVICES."
+            )
+    if wanted == "cuda" and not found:
+        raise UserError("--device cuda: there is no GPU here; use --device cpu, or --address of a cluster with one.")
+    return "cuda" if found else "cpu"
+
+
+def memory_limit(config: SearchConfig, device: str) -> int:
+    """The limit in bytes: the flag, else all there is. Raises ``UserError`` when the model's state alone exceeds it."""
+    state = read_gpu() if device == "cuda" else None
+    limit = config.memory_limit or (state.memory_total if state else psutil.virtual_memory().total)
+    training = replace(config.training, micro_batch=1, device=device)
+    parts = predict_peak(training)
+    needed = parts.weights + parts.gradients + parts.optimizer
+    if needed > limit:
+        raise UserError(
+            f"--memory-limit {format_size(limit)} is less than the {needed / 1e9:.2f} GB that the weights, gradients "
+            f"and optimizer state of {format_model(training.model)} take: raise the limit or choose a smaller --model."
+        )
+    return limit
+
+
+def make_prior(space: Space, device: str) -> Prior:
+    """Predicted peak bytes of a candidate's process on ``device``, by formulas alone."""
+
+    def prior(candidate: Candidate) -> float:
+        config: TrainConfig = replace(space.config(candidate), device=device)
+        return float(predict_peak(config).total)
+
+    return prior

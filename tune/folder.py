@@ -1,0 +1,69 @@
+"""A search's folder: made once, held by one process, and continued only as the search that it was.
+
+``runs/NAME/`` holds ``search.json`` (what is searched, and the parent run in MLflow), ``trials/`` (a JSON
+file a finished trial) and, at the end, the files for people.
+"""
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from infra.command import UserError
+from infra.storage import clear_temporaries, write_json
+from infra.tracking import RunKey
+from tune.config import SearchConfig
+
+KEPT, TRIALS = "search.json", "trials"
+
+
+def kept_config(folder: Path) -> SearchConfig:
+    """The settings of the search in ``folder``. Raises ``UserError`` when there is none."""
+    try:
+        return SearchConfig.from_json(json.loads((folder / KEPT).read_text(encoding="utf-8"))["config"])
+    except FileNotFoundError:
+        raise UserError(f"--resume: there is no {folder / KEPT}; 'ls {folder.parent}' lists what was run.") from None
+    except (ValueError, KeyError, TypeError) as damage:
+        raise UserError(f"--resume: {folder / KEPT} is damaged ({damage}); begin a new search.") from damage
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Make ``folder`` and hold it; the system lets go of it however the process ends. Raises ``UserError``."""
+    try:
+        (folder / TRIALS).mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as refused:
+        raise UserError(f"{folder} cannot be written ({refused.strerror}): name another --out.") from refused
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process runs the search in {folder}: wait for it, or end it.") from None
+        clear_temporaries(folder / TRIALS)
+        yield
+
+
+def begin(folder: Path, config: SearchConfig, identity: dict[str, Any], parent: RunKey) -> None:
+    """Note what a new search is."""
+    write_json(folder / KEPT, {"config": config.to_json(), "identity": identity, "parent": asdict(parent)})
+
+
+def resumed_parent(folder: Path, identity: dict[str, Any]) -> RunKey:
+    """The parent run of the search in ``folder``. Raises ``UserError`` when ``identity`` is another search's."""
+    kept = json.loads((folder / KEPT).read_text(encoding="utf-8"))
+    there, now = kept["identity"], json.loads(json.dumps(identity))
+    changed = [
+        f"{name} was {there.get(name)!r} and is now {now.get(name)!r}"
+        for name in sorted(set(there) | set(now))
+        if there.get(name) != now.get(name)
+    ]
+    if changed:
+        raise UserError(
+            f"--resume {folder.name}: that search was another one ({'; '.join(changed)}). Leave these flags out to "
+            "continue it, or begin a new search with another --name."
+        )
+    return RunKey(**kept["parent"])

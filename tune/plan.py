@@ -1,0 +1,33 @@
+"""A search before it is paid for: which sizes should fit, how many trials to expect, and how long at most."""
+
+from infra.command import console
+from infra.units import format_duration
+from tune.config import SearchConfig
+from tune.searcher import MemorySearcher
+from tune.space import Candidate, Space
+from tune.strategies import Strategy
+
+START_SECONDS = 10.0
+"""A fresh process with torch, in Ray: 4 to 12 s where this was measured."""
+
+
+def optuna_trials(space: Space) -> int:
+    """Optuna's budget: a quarter of the grid, and no fewer than eight trials."""
+    return max(8, len(space.candidates()) // 4)
+
+
+def print_plan(config: SearchConfig, space: Space, memory: MemorySearcher, strategy: Strategy) -> None:
+    """Print the combinations with the sizes that are predicted to fit, and what the search may cost."""
+    curves = memory.curves([])
+    for knobs in space.combinations:
+        sizes = space.sizes_of(knobs)
+        fit = [size for size in sizes if curves.fits(Candidate(size, knobs))]
+        name = " ".join(f"{knob}={value}" for knob, value in knobs) or "the control's settings"
+        largest = f"; {memory.prior(Candidate(fit[-1], knobs)) / 1e9:.2f} GB at {fit[-1]}" if fit else ""
+        console.print(f"{name}: {len(fit)} of {len(sizes)} sizes should fit: {', '.join(map(str, fit))}{largest}")
+    trials = strategy.remaining([])
+    most = trials * (START_SECONDS + config.trial_time)
+    console.print(
+        f"about {trials} trials of at most {config.trial_steps} steps or {format_duration(config.trial_time)} each, "
+        f"at most {format_duration(round(most))} in all; nothing was run"
+    )
