@@ -59,6 +59,8 @@ def run(
     home = RunFolder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     home.stop.unlink(missing_ok=True)
+    for leftover in folder.glob("ray-*"):  # of a driver that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
     follower = Follower(home.cycles, on_cycle)
     if resume:
         follower.last = read_progress(resume).reported

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import write_small_shards
 from mlflow.tracking import MlflowClient
 
 from train import run
@@ -48,7 +49,16 @@ def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pyt
     assert found.inputs.dataset_inputs[0].dataset.digest == result["data_fingerprint"][:36]
 
     assert command(monkeypatch, "--data", str(small_shards), "--name", "one", "--steps", "25", *FLAGS) == 2
-    assert "--resume one" in " ".join(capfd.readouterr().err.split())
+    assert "--resume one" in capfd.readouterr().err
+    assert command(monkeypatch, "--resume", "one") == 2
+    assert "is at step 25 of 25: give a larger --steps" in capfd.readouterr().err
+    assert command(monkeypatch, "--resume", "one", "--steps", "30", "--model", "tiny") == 2
+    assert "vocabulary=257 and not 50257" in capfd.readouterr().err
+    assert command(monkeypatch, "--resume", "one", "--steps", "30", "--global-batch", "4") == 2
+    assert "was trained with --global-batch 8 and not 4" in capfd.readouterr().err
+    write_small_shards(Path("other"), seed=1)
+    assert command(monkeypatch, "--resume", "one", "--steps", "30", "--data", "other") == 2
+    assert "was trained on other data" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,120 @@
+"""Checkpoints: whole or absent, the newest sound one is found, and a state that is no good is never kept."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from infra.command import UserError
+from train import checkpoint
+from train.config import Cycle, ModelConfig, TrainConfig
+from train.cycle import trouble
+from train.loop import Trainer
+from train.result import CycleReport
+
+
+@pytest.fixture
+def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(
+        data=small_shards, model=small_model, global_batch=4, micro_batch=4, steps=30, cycle=Cycle(10, 1),
+        precision="fp32", device="cpu", learning_rate=3e-3, warmup_steps=5, checkpoint_every=7,
+    )  # fmt: skip
+
+
+def steps_kept(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in checkpoint.checkpoints_in(folder)]
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_the_newest_are_kept(config: TrainConfig, tmp_path: Path, keep: int) -> None:
+    leftover = tmp_path / ".partial-1-step-00000003"
+    leftover.mkdir()
+    result = Trainer(dataclasses.replace(config, keep_checkpoints=keep), checkpoints=tmp_path).run()
+    assert steps_kept(tmp_path) == [14, 21, 28, 30][-keep:]
+    assert result.checkpoint == str(tmp_path / "step-00000030")
+    assert not leftover.exists()
+
+
+def test_none_are_kept_when_none_are_wanted(config: TrainConfig, tmp_path: Path) -> None:
+    result = Trainer(dataclasses.replace(config, keep_checkpoints=0), checkpoints=tmp_path / "none").run()
+    assert result.checkpoint is None
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("step", [7, 14, 21, 28])
+def test_every_checkpoint_continues_exactly(config: TrainConfig, tmp_path: Path, step: int) -> None:
+    straight: list[CycleReport] = []
+    Trainer(
+        dataclasses.replace(config, keep_checkpoints=9), checkpoints=tmp_path, on_cycle=straight.append
+    ).run()  # fmt: skip
+    rest: list[CycleReport] = []
+    Trainer(config, on_cycle=rest.append, resume=tmp_path / f"step-{step:08d}").run()
+    expected = [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in straight if r.step > step]
+    assert [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in rest] == expected
+
+
+def test_a_damaged_checkpoint_is_passed_over(config: TrainConfig, tmp_path: Path) -> None:
+    Trainer(config, checkpoints=tmp_path).run()
+    assert steps_kept(tmp_path) == [28, 30]
+    weights = tmp_path / "step-00000030" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-00000028"
+    with pytest.raises(UserError, match=r"step-00000030 is damaged: model.safetensors is not what was written"):
+        Trainer(dataclasses.replace(config, steps=40), resume=tmp_path / "step-00000030")
+    (tmp_path / "step-00000028" / "progress.json").unlink()
+    assert checkpoint.newest(tmp_path) is None
+
+
+def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=60), checkpoints=tmp_path)
+    step = trainer.optimizer.step
+
+    def poisoned(*arguments: object) -> None:
+        step()
+        if trainer.step == 16:
+            with torch.no_grad():
+                trainer.model.norm.weight[0] = float("nan")
+
+    monkeypatch.setattr(trainer.optimizer, "step", poisoned)
+    result = trainer.run()
+    assert result.outcome == "diverged"
+    assert result.reason == "the loss is nan at step 18"
+    assert steps_kept(tmp_path)[-1] == 14
+    assert all(value.isfinite().all() for value in load_file(tmp_path / "step-00000014" / "model.safetensors").values())
+
+
+def test_a_spike_is_trouble() -> None:
+    assert trouble([3.0, 3.5, 5.9], 3.0, 3.0, 100) is None
+    assert trouble([3.0, 6.1], 3.0, 3.0, 100) == (
+        "the loss jumps from 3.000 (a cycle's mean) to 6.100 at step 102; --spike 3"
+    )
+    assert trouble([9.0], 3.0, 0, 100) is None
+    assert trouble([9.0], None, 3.0, 100) is None
+
+
+def test_a_full_disk_is_said_in_one_sentence(config: TrainConfig, tmp_path: Path) -> None:
+    trainer = Trainer(config, checkpoints=tmp_path)
+    assert trainer.checkpoints is not None
+    trainer.checkpoints.folder = tmp_path / "step-file"  # a folder that is not there fails like a disk that is full
+    with pytest.raises(UserError, match="could not be written"):
+        trainer.run()
+
+
+def test_another_run_is_refused(config: TrainConfig, tmp_path: Path) -> None:
+    saved = Trainer(config, checkpoints=tmp_path).run().checkpoint
+    assert saved
+    for change, named in [
+        ({"seed": 1}, "--seed 0 and not 1"),
+        ({"optimizer": "adamw"}, "--optimizer adamw-fused and not adamw"),
+        ({"model": dataclasses.replace(config.model, layers=3)}, "layers=2 and not 3"),
+        ({"steps": 30}, "is at step 30 of 30"),
+    ]:
+        with pytest.raises(UserError, match=named):
+            Trainer(dataclasses.replace(config, **{"steps": 40} | change), resume=Path(saved))
+    fine = dataclasses.replace(config, steps=40, micro_batch=1, loss_chunks=2, checkpointing="full")
+    assert Trainer(fine, resume=Path(saved)).run().steps == 40

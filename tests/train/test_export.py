@@ -1,0 +1,83 @@
+"""After training: the exported model is the trained one, and it writes text."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2LMHeadModel, GPT2Tokenizer
+
+from infra.command import UserError
+from pipeline.encoding import VOCABULARY_SHA256
+from train import checkpoint
+from train.config import Cycle, ModelConfig, TrainConfig
+from train.export import ExportConfig, export, write_model
+from train.generate import GenerateConfig, find_checkpoint, generate, load_model, sample
+from train.loop import Trainer
+from train.text import to_ids, to_text, token_bytes, tokenizer_files
+
+
+def trained(data: Path, model: ModelConfig, folder: Path) -> Path:
+    config = TrainConfig(
+        data=data, model=model, global_batch=4, micro_batch=4, steps=5, cycle=Cycle(5, 1), precision="fp32",
+        device="cpu", learning_rate=1e-2,
+    )  # fmt: skip
+    saved = Trainer(config, checkpoints=folder / "checkpoints").run().checkpoint
+    assert saved
+    return Path(saved)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_transformers_gives_the_same_logits(
+    small_shards: Path, small_model: ModelConfig, tmp_path: Path, tied: bool, bias: bool
+) -> None:
+    saved = trained(small_shards, dataclasses.replace(small_model, tied=tied, bias=bias), tmp_path)
+    write_model(saved, tmp_path / "exported")
+    ours, _ = load_model(saved)
+    theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "exported").eval()
+    tokens = torch.randint(0, 257, (2, 32))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens)[..., :257], atol=1e-5, rtol=1e-5)
+    loss = theirs(tokens, labels=tokens).loss  # it trains on
+    loss.backward()
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert checkpoint.read_progress(saved).data_fingerprint in card
+
+
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--to .* exists already"):
+        export(ExportConfig(checkpoint="any", to=tmp_path))
+
+
+def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nothing"):
+        find_checkpoint("nothing", tmp_path)
+
+
+def test_the_tokenizer_is_gpt2s(tmp_path: Path) -> None:
+    for name, content in tokenizer_files().items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    tokenizer = GPT2Tokenizer.from_pretrained(tmp_path)
+    for text in ("In the beginning God created the heaven and the earth.", " naïve\n\n  日本 don't 1234", "Ġ"):
+        assert tokenizer.encode(text) == to_ids(text)
+        assert to_text(to_ids(text)) == text
+
+
+def test_bytes_are_counted_by_token() -> None:
+    lengths = token_bytes(VOCABULARY_SHA256)
+    assert lengths is not None
+    text = "naïve 日本 and so on"
+    assert lengths[to_ids(text)].sum() == len(text.encode())
+    assert token_bytes("another") is None
+
+
+def test_sampling(small_shards: Path, small_model: ModelConfig, tmp_path: Path) -> None:
+    saved = trained(small_shards, small_model, tmp_path)
+    model, _ = load_model(saved)
+    likeliest = sample(model, [256], 40, temperature=0)
+    assert likeliest == sample(model, [256], 40, temperature=0, seed=5)
+    assert likeliest == sample(model, [256], 40, top_k=1)
+    assert sample(model, [256], 40, seed=1) == sample(model, [256], 40, seed=1) != sample(model, [256], 40, seed=2)
+    with pytest.raises(UserError, match="ids that are not GPT-2's"):
+        generate(GenerateConfig(checkpoint=str(saved)))
