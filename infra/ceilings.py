@@ -1,0 +1,123 @@
+"""What this machine reaches at best: matrix products by precision, copies, and reading from disk.
+
+In: a torch device. Out: rates, in FLOP/s and bytes/s. A datasheet's peak assumes clocks and cooling that
+a machine may not have, so a run is also judged by what a bare matrix product reached here. Each rate is
+the best of several repetitions: a ceiling, not an average.
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+SECONDS = 0.4
+"""Time for each rate; all of them together stay well under a minute."""
+
+SHAPES = {
+    "queries, keys and values": (768, 2304),
+    "attention's projection": (768, 768),
+    "feed-forward up": (768, 3072),
+    "feed-forward down": (3072, 768),
+    "head": (768, 50304),
+}
+"""(inner, columns) of GPT-2 124M's matrix products; the rows are tokens."""
+
+
+def best_seconds(work: Callable[[], object], device: torch.device, budget: float = SECONDS) -> float:
+    """The fastest of the repetitions of ``work`` that fit ``budget`` seconds, after one to warm up; at least three."""
+    work()
+    best = float("inf")
+    until = time.perf_counter() + budget
+    repeated = 0
+    while repeated < 3 or time.perf_counter() < until:
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end) / 1000)
+        else:
+            began = time.perf_counter()
+            work()
+            best = min(best, time.perf_counter() - began)
+        repeated += 1
+    return best
+
+
+def matmul_rate(rows: int, inner: int, columns: int, precision: str, device: torch.device) -> float:
+    """FLOP/s of one matrix product. ``precision`` is fp32, tf32 or bf16."""
+    kind = torch.bfloat16 if precision == "bf16" else torch.float32
+    left = torch.randn(rows, inner, device=device, dtype=kind)
+    right = torch.randn(inner, columns, device=device, dtype=kind)
+    out = torch.empty(rows, columns, device=device, dtype=kind)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        seconds = best_seconds(lambda: torch.mm(left, right, out=out), device)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return 2 * rows * inner * columns / seconds
+
+
+def matmul_rates(device: torch.device) -> dict[str, float]:
+    """FLOP/s of a large square product by precision; on a CPU fp32 alone, since the others may be emulated."""
+    if device.type != "cuda":
+        return {"fp32": matmul_rate(2048, 2048, 2048, "fp32", device)}
+    return {precision: matmul_rate(8192, 8192, 8192, precision, device) for precision in ("bf16", "tf32", "fp32")}
+
+
+def model_rates(device: torch.device) -> dict[str, float]:
+    """FLOP/s at GPT-2's own shapes, in bf16 over 32 sequences on a GPU, in fp32 over one sequence on a CPU."""
+    cuda = device.type == "cuda"
+    rows, precision = (32 * 1024, "bf16") if cuda else (1024, "fp32")
+    shapes = SHAPES if cuda else {name: shape for name, shape in SHAPES.items() if name != "head"}
+    return {name: matmul_rate(rows, *shape, precision, device) for name, shape in shapes.items()}
+
+
+def copy_rates(device: torch.device) -> dict[str, float]:
+    """Bytes/s moved: reads and writes of a copy within the device, and onto a GPU from pinned and pageable memory."""
+    size = 2**30 if device.type == "cuda" else 2**27
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    rates = {"within the device": 2 * size / best_seconds(lambda: target.copy_(source), device)}
+    if device.type == "cuda":
+        for name, pinned in (("host to device, pinned", True), ("host to device, pageable", False)):
+            host = torch.ones(2**28, dtype=torch.uint8, pin_memory=pinned)
+            there = target[: 2**28]
+            seconds = best_seconds(lambda there=there, host=host: there.copy_(host, non_blocking=True), device)
+            rates[name] = 2**28 / seconds
+    return rates
+
+
+def disk_rate(folder: Path, size: int = 2**28) -> float:
+    """Bytes/s of reading a fresh file in ``folder`` that the page cache was told to forget.
+
+    Where the kernel keeps it anyway (tmpfs), this is memory's speed. Raises ``OSError`` on a full disk.
+    """
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".disk-") as file:
+        block = os.urandom(2**22)
+        for _ in range(size // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        began = time.perf_counter()
+        with Path(file.name).open("rb", buffering=0) as reader:
+            while reader.read(2**22):
+                pass
+        return size / (time.perf_counter() - began)
+
+
+def read_matmul_rates(path: Path, device: str) -> dict[str, float]:
+    """Matrix-product FLOP/s by precision that the doctor left in ``path`` for ``device``; nothing if it left none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found["matmul"] if found.get("device") == device else {}

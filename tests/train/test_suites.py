@@ -1,0 +1,110 @@
+"""Suites: every rung is a config, users add their own, and a wrong name is answered with the nearest right ones."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.command import UserError
+from train.climb import largest_batch
+from train.config import PRESETS, TrainConfig
+from train.suites import A100, SUITES, Rung, Suite, apply, choose, find_suite, short_form
+
+START = TrainConfig(device="cuda", steps=10)
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=lambda suite: suite.name)
+@pytest.mark.parametrize("short", [False, True])
+def test_every_rung_of_every_suite_is_a_config(suite: Suite, short: bool) -> None:
+    suite = short_form(suite) if short else suite
+    state = apply(START, suite.base)
+    for rung in suite.rungs:
+        config = apply(state, rung.changes)
+        assert short or config != state, f"{rung.name} changes nothing"
+        state = config if suite.climbs else state
+
+
+def test_the_study_is_climbed_as_it_was() -> None:
+    state = apply(START, A100.base)
+    batches = {"baseline": state.micro_batch}
+    for rung in A100.rungs:
+        state = apply(state, rung.changes)
+        batches[rung.name] = state.micro_batch
+    assert batches["baseline"] == batches["tensor cores"] == 28
+    assert (batches["mixed precision fp16"], batches["compile"], batches["flash attention"]) == (32, 48, 64)
+    assert state.model == PRESETS["gpt2-124m"]
+    assert apply(START, A100.base).model.padded_vocabulary == 50257
+    assert (state.optimizer, state.attention, state.compile, state.naive) == (
+        "adamw-fused", "auto", "max-autotune", (),
+    )  # fmt: skip
+
+
+def test_accumulation_keeps_the_mathematics() -> None:
+    suite = SUITES["loop"]
+    base = apply(START, suite.base)
+    rung = apply(base, suite.rungs[0].changes)
+    assert rung.global_batch == base.global_batch
+    assert rung.accumulation == 4
+
+
+@pytest.mark.parametrize(("wrong", "offered"), [("a10", "a100"), ("memroy", "memory"), ("xyz", "a100, loop")])
+def test_an_unknown_suite_is_answered_with_the_nearest(wrong: str, offered: str) -> None:
+    with pytest.raises(UserError, match=offered):
+        find_suite(wrong)
+
+
+def test_an_unknown_rung_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UserError, match="flash attention"):
+        choose(A100, ["flash atention"])
+    assert [rung.name for rung in choose(A100, ["compile", "tensor cores"]).rungs] == ["tensor cores", "compile"]
+
+
+def test_a_suite_from_toml(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'title = "Mine"\nclimbs = true\n[base]\nmodel = "tiny"\nbatch = 4\nnaive = ["sync"]\n'
+        '[[rung]]\nname = "untied"\nnew_mathematics = true\n[rung.model]\ntied = false\n'
+        '[[rung]]\nname = "no sync"\nnaive = []\n'
+    )
+    suite = find_suite(str(path))
+    assert suite.rungs[0] == Rung("untied", {"model.tied": False}, new_mathematics=True)
+    state = apply(apply(START, suite.base), suite.rungs[0].changes)
+    assert (state.model.tied, state.global_batch, state.naive) == (False, 4, ("sync",))
+    assert apply(state, suite.rungs[1].changes).naive == ()
+
+
+def test_a_suite_from_python(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from train.suites import Rung, Suite\n"
+        "SUITE = Suite('mine', 'Mine', {'batch': 8}, tuple(Rung(f'{n}', {'batch': n}) for n in (2, 4)))\n"
+    )
+    assert [apply(START, rung.changes).micro_batch for rung in find_suite(str(path)).rungs] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("[[rung]]\nbatch = 2\n", "rung 1 has no name"), ("title = 3", "no \\[\\[rung\\]\\]"), ("= 3", "TOML")],
+)
+def test_a_bad_file_is_refused_with_its_fault(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=named):
+        find_suite(str(path))
+
+
+def test_an_unknown_setting_in_a_rung_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UserError, match="precision"):
+        apply(START, {"precison": "bf16"})
+    with pytest.raises(UserError, match=r"model\.heads"):
+        apply(START, {"model.head": 3})
+
+
+def test_the_batch_that_fits_grows_with_what_saves_memory() -> None:
+    config = replace(START, precision="bf16", attention="flash", micro_batch=4, global_batch=8)
+    eager = largest_batch(config, 40 * 10**9)
+    compiled = largest_batch(replace(config, compile="whole"), 40 * 10**9)
+    assert eager.accumulation == compiled.accumulation == 2
+    assert 16 <= eager.micro_batch < compiled.micro_batch
+    with pytest.raises(UserError, match="not even one"):
+        largest_batch(config, 10**9)

@@ -1,0 +1,262 @@
+"""Running a suite: the control, a rung, the control again, every one a Ray Train run in fresh processes.
+
+In: a suite and the config to start from. Out: one :class:`Measured` a run, kept in the run's own folder,
+so that a ladder that was stopped goes on where it was. The control is the baseline; it is run again
+after every rung, because machines drift by more than most rungs gain.
+"""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infra.command import UserError
+from infra.gpu import read_gpu
+from infra.storage import write_json
+from infra.tracking import RunKey, Tracker, create_run, first_line
+from pipeline.shards import read_manifest
+from train import report, worker
+from train.anatomy import device_kind, predict_peak
+from train.config import TrainConfig
+from train.folder import RunFolder
+from train.result import RunResult
+from train.rules import SIXTEEN_BITS
+from train.suites import Rung, Suite, apply
+
+SHORTEST = 8
+"""Steps that a rung must have: one compiles, three warm up, four are measured."""
+
+
+class Interrupted(Exception):
+    """The user stopped the ladder; what was finished is kept."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A rung or a control that was run, or the reason why it was not."""
+
+    name: str
+    folder: str
+    config: dict[str, Any]
+    result: dict[str, Any] | None = None
+    reason: str = ""
+    """Why there is no result; empty when there is one."""
+    new_mathematics: bool = False
+    predicted: int | None = None
+    """Peak bytes of the process that the formula expected."""
+    gpu: dict[str, float] | None = None
+    """What NVML said while it ran: the lowest clock, the highest temperature, every throttle reason, the limit."""
+
+    @property
+    def run(self) -> RunResult | None:
+        """The result, if it was run."""
+        return RunResult.from_json(self.result) if self.result else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The speed, if it has one."""
+        run = self.run
+        return run.throughput.tokens_per_second if run and run.throughput else None
+
+
+@dataclass(frozen=True)
+class Climb:
+    """Where a ladder runs and what it tells."""
+
+    folder: Path
+    parent: RunKey
+    address: str | None = None
+    memory_limit: int | None = None
+    """With it, every rung's batch is the largest predicted to fit."""
+    say: Callable[[str], None] = print
+
+    def run(self, suite: Suite, base: TrainConfig) -> tuple[list[Measured], list[Measured]]:
+        """The controls and the rungs of ``suite``: ``n + 1`` controls around ``n`` rungs that were measured.
+
+        Rungs without a speed stand in the list with their reason, with no control behind them. Raises
+        ``UserError`` when the baseline cannot be measured and :class:`Interrupted` when asked to stop.
+        """
+        baseline = self._fitted(apply(base, suite.base))
+        controls = [self._measure("control", Rung("baseline"), baseline, 0)]
+        refuse_short(controls[0].run, controls[0].reason)
+        rungs: list[Measured] = []
+        state = baseline
+        for number, rung in enumerate(suite.rungs, 1):
+            try:
+                config = self._fitted(apply(state, rung.changes))
+                if config == state:
+                    raise UserError("here it changes nothing")
+                refuse_unsuited(config, rung)
+            except UserError as reason:
+                self.say(f"[yellow]{rung.name}[/yellow]: not run, {reason}")
+                rungs.append(Measured(rung.name, "", rung_json(rung), reason=str(reason)))
+                continue
+            measured = self._measure(f"{number:02d}", rung, config, number)
+            rungs.append(measured)
+            if measured.tokens_per_second is None:
+                continue
+            state = config if suite.climbs else state
+            controls.append(self._measure("control", Rung("control"), baseline, number))
+            if controls[-1].tokens_per_second is None:
+                raise UserError(f"the control could not be run again after {rung.name!r}: {controls[-1].reason}")
+        return controls, rungs
+
+    def _fitted(self, config: TrainConfig) -> TrainConfig:
+        return largest_batch(config, self.memory_limit) if self.memory_limit else config
+
+    def _measure(self, prefix: str, rung: Rung, config: TrainConfig, number: int) -> Measured:
+        """Run ``config`` unless its folder holds the result of just this config."""
+        slug = re.sub(r"[^a-z0-9]+", "-", rung.name.lower()).strip("-")
+        name = f"{prefix}-{number:02d}" if prefix == "control" else f"{prefix}-{slug}"
+        folder = self.folder / name
+        kept = folder / "rung.json"
+        if kept.exists():
+            found = Measured(**json.loads(kept.read_text(encoding="utf-8")))
+            if found.result and found.config == json.loads(json.dumps(config.to_json())):
+                self.say(f"[dim]{rung.name}: kept from {name}[/dim]")
+                return found
+        shutil.rmtree(folder, ignore_errors=True)
+        self.say(f"[bold]{rung.name}[/bold]")
+        watch = GpuWatch()
+        result, reason = self._train(name, rung, config, folder, watch)
+        measured = Measured(
+            rung.name, name, config.to_json(), result and result.to_json(), reason, rung.new_mathematics,
+            predict_peak(config).total, watch.seen,
+        )  # fmt: skip
+        write_json(kept, asdict(measured))
+        return measured
+
+    def _train(
+        self, name: str, rung: Rung, config: TrainConfig, folder: Path, watch: "GpuWatch"
+    ) -> tuple[RunResult | None, str]:
+        manifest = read_manifest(config.data)
+        tags = {"kind": "control" if name.startswith("control") else "rung", "rung": rung.name}
+        key = create_run("ladder", f"{self.folder.name}/{name}", parent=self.parent, tags=tags)
+        folder.mkdir(parents=True)
+        write_json(folder / "config.json", config.to_json())
+        result, reason, status = None, "", "FAILED"
+        with Tracker(key) as tracker:
+            report.record_start(tracker, config, manifest)
+            try:
+                result = worker.run(
+                    config, folder, key=key, address=self.address, on_cycle=lambda cycle: self._cycle(cycle, watch)
+                )
+                report.record_end(tracker, config, result)
+                if result.outcome == "finished":
+                    status = "FINISHED"
+                elif result.outcome == "interrupted":
+                    status = "KILLED"
+                    raise Interrupted
+                else:
+                    result, reason = None, f"{result.outcome}: {result.reason}"
+            except Interrupted:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            except Exception as failure:  # noqa: BLE001 one rung's failure is a row of the table, not the ladder's end
+                result, reason = None, worker_reason(failure)
+            finally:
+                tracker.tags({"reason": reason} if reason else {})
+                tracker.finish(status)
+        if reason:
+            self.say(f"[yellow]{rung.name}[/yellow]: {reason}")
+        return result, reason
+
+    def _cycle(self, cycle: dict[str, Any], watch: "GpuWatch") -> None:
+        watch.look()
+        self.say(f"  {cycle['line']}")
+
+
+class GpuWatch:
+    """The state of the first GPU over a run, read when a cycle ends; nothing where there is none."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, float] | None = None
+
+    def look(self) -> None:
+        """Read NVML once."""
+        state = read_gpu()
+        if state is None:
+            return
+        seen = self.seen or {}
+        self.seen = {
+            "lowest_clock_mhz": min(seen.get("lowest_clock_mhz", 1e9), state.sm_clock or 1e9),
+            "highest_celsius": max(seen.get("highest_celsius", 0), state.temperature or 0),
+            "throttle_reasons": int(seen.get("throttle_reasons", 0)) | (state.throttle_reasons or 0),
+            "power_limit_watts": state.power_limit or 0,
+        }
+
+
+def worker_reason(failure: Exception) -> str:
+    """One line that says why a run failed: the last of a traceback."""
+    lines = str(failure).strip().splitlines()
+    return lines[-1] if lines else first_line(failure)
+
+
+def rung_json(rung: Rung) -> dict[str, Any]:
+    """A rung's changes as JSON values, for one that never became a config."""
+    return dict(rung.changes)
+
+
+def refuse_unsuited(config: TrainConfig, rung: Rung) -> None:
+    """Raise ``UserError`` when this machine can run ``config`` only in a way that says nothing about the rung."""
+    if device_kind(config) == "cuda":
+        return
+    changed = set(rung.changes)
+    if "precision" in changed and config.precision == "tf32":
+        raise UserError("TF32 is a GPU's; a CPU computes the same fp32")
+    if config.precision in SIXTEEN_BITS and not native_bf16():
+        raise UserError(f"this CPU emulates {config.precision}, many times slower than fp32")
+    if config.compile == "max-autotune":
+        raise UserError("max-autotune tries GPU kernels")
+    if config.compile != "off" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        raise UserError("torch.compile needs a C++ compiler on a CPU and there is none")
+    if "attention" in changed and config.attention == "auto":
+        raise UserError("a CPU has one fused attention kernel, the one it used before")
+
+
+def native_bf16() -> bool:
+    """Whether the CPU multiplies bf16 matrices in hardware."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def largest_batch(config: TrainConfig, limit: int) -> TrainConfig:
+    """``config`` with the largest micro-batch predicted to fit ``limit`` bytes, multiples of 8 from 8 on.
+
+    The accumulation stays, so the global batch follows. Raises ``UserError`` when one sequence does not fit.
+    """
+
+    def sized(size: int) -> TrainConfig:
+        return replace(config, micro_batch=size, global_batch=size * config.accumulation * config.workers)
+
+    sizes = [*range(1, 8), *range(8, 8193, 8)]
+    fitting = 0
+    while fitting < len(sizes) and predict_peak(sized(sizes[fitting])).total <= limit:
+        fitting += 1
+    if not fitting:
+        raise UserError(f"not even one sequence fits {limit / 1e9:g} GB")
+    return sized(sizes[fitting - 1])
+
+
+def refuse_short(run: RunResult | None, reason: str) -> None:
+    """Raise ``UserError`` when the baseline failed for ``reason``, or ended before its speed could settle."""
+    if run is None:
+        raise UserError(f"the baseline cannot be run: {reason}")
+    if run.throughput is None or run.steps < SHORTEST:
+        first = run.first_step_seconds or 0.0
+        step = max(0.0, run.seconds - first) / (run.steps - 1) if run.steps > 1 else first
+        raise UserError(
+            f"{run.steps} steps in {run.seconds:.1f}s are too few to leave warm-up: a rung needs {SHORTEST} steps, "
+            f"here --time-budget {math.ceil(first + SHORTEST * step)}s or more."
+        )
+
+
+def cycles(folder: Path) -> list[dict[str, Any]]:
+    """The cycles that a run left in its folder, oldest first."""
+    path = RunFolder(folder).cycles
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []

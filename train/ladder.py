@@ -1,0 +1,192 @@
+"""Entry: ``python -m train.ladder`` runs a suite rung by rung and says what each change bought, and how surely.
+
+In: a suite, token shards, and a budget a rung. Out: ``runs/NAME/`` with a folder a run, ``ladder.json``,
+``summary.md`` and two charts; in MLflow a parent run with a child a rung. Wiring only.
+"""
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from infra import command
+from infra.command import INTERRUPTED, UserError, console
+from infra.storage import write_json
+from infra.units import Bytes, Seconds
+from train.config import Cycle, CycleText, Device, Model, TrainConfig
+from train.suites import Suite, choose, find_suite, nearest, short_form
+
+CYCLE = Cycle()
+
+
+@dataclass(frozen=True)
+class LadderOptions:
+    """A suite and how long to stay on each of its rungs."""
+
+    suite: str = "a100"
+    """a100, loop, memory, sizes, or a file: Python that makes SUITE, or TOML with [base] and [[rung]]."""
+    rungs: tuple[str, ...] = ()
+    """Only these rungs of the suite, by name; default all."""
+    data: Path = Path("data/tokens")
+    """Folder of token shards, as python -m pipeline.tokenize makes it."""
+    model: Model | None = None
+    """Another model than the suite's: a preset, with changes if any."""
+    steps: int | None = None
+    """Optimizer steps a rung."""
+    time_budget: Seconds | None = None
+    """Time a rung, from its first step on; 5m unless --steps is given."""
+    cycle: CycleText = CYCLE
+    """Training steps and validation batches between two reports."""
+    fit: bool = False
+    """Give every rung the largest batch predicted to fit --memory-limit, in place of the suite's."""
+    memory_limit: Bytes = 40 * 10**9
+    """Memory of the process for --fit."""
+    device: Device = "auto"
+    """auto takes a CUDA GPU when there is one."""
+    seed: int = 0
+    """Seed of every rung."""
+    name: str | None = None
+    """Name of the ladder and its folder; made from the suite and the time when left out."""
+    out: Path = Path("runs")
+    """Folder that holds runs."""
+    resume: str | None = None
+    """Go on with an earlier ladder, by name: finished rungs are kept, with that ladder's own settings."""
+    compare: str | None = None
+    """Set this ladder, by name or folder, beside the one that is run now (or, with --resume, was run)."""
+    tracking_uri: str | None = None
+    """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
+    address: str | None = None
+    """Ray cluster to run on; default a Ray of its own on this machine."""
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.time_budget is not None:
+            raise UserError("--steps and --time-budget both end a rung; give one of them.")
+        if self.steps is not None and self.steps < 8:
+            raise UserError(f"--steps {self.steps} is too few to leave warm-up: a rung needs 8 or more.")
+        if self.time_budget is not None and not (self.time_budget > 0 and math.isfinite(self.time_budget)):
+            raise UserError(f"--time-budget {self.time_budget}s must be above 0.")
+
+
+def main() -> None:
+    """Parse, run the rungs, print the table, exit."""
+    command.run(
+        climb,
+        LadderOptions,
+        module="train.ladder",
+        description="Measure what each optimisation of a suite buys on this machine.",
+        default=LadderOptions(),
+    )
+
+
+def climb(options: LadderOptions) -> int:
+    """Run a ladder from its options; returns the exit code."""
+    from infra import provenance
+    from infra.cluster import connected
+    from infra.tracking import RunKey, Tracker, create_run
+    from pipeline.shards import read_manifest
+    from train import ladder_report
+    from train.climb import Climb, Interrupted
+
+    before = ladder_report.load(options.compare, options.out) if options.compare else None
+    if options.resume:
+        folder = (options.out / options.resume).resolve()
+        options, key = continued(options, folder)
+    else:
+        name = options.name or f"{Path(options.suite).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = (options.out / name).resolve()
+        key = None
+        if folder.exists():
+            raise UserError(f"{folder} exists already: continue it with --resume {name}, or give another --name.")
+    suite, base = prepare(options)
+    read_manifest(options.data)
+    if key is None:
+        tags = provenance.collect() | {"kind": "ladder", "suite": suite.name}
+        key = create_run("ladder", folder.name, tracking_uri=options.tracking_uri, tags=tags)
+        folder.mkdir(parents=True)
+        write_json(folder / "ladder.json", {"options": saved(options), "key": asdict(key)})
+    console.print(f"[bold]{suite.name}[/bold]: {suite.title}; {len(suite.rungs)} rungs in {folder}")
+    status = "FAILED"
+    with Tracker(RunKey(**asdict(key))) as tracker:
+        try:
+            with connected(options.address):
+                controls, rungs = Climb(
+                    folder, key, options.address, options.memory_limit if options.fit else None, console.print
+                ).run(suite, base)
+            ladder_report.publish(suite, controls, rungs, folder, tracker, before)
+            status = "FINISHED"
+        except Interrupted:
+            status = "KILLED"
+            console.print(f"continue with: python -m train.ladder --resume {folder.name} --out {options.out}")
+            return INTERRUPTED
+        finally:
+            tracker.finish(status)
+    return 0
+
+
+def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
+    """The suite, chosen and fitted to the device, and the config that its baseline starts from."""
+    import torch
+
+    suite = find_suite(options.suite)
+    if options.rungs:
+        suite = choose(suite, options.rungs)
+    on_cpu = options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available())
+    if on_cpu:
+        suite = short_form(suite)
+        console.print("[yellow]No GPU is used: the suite runs in its short form, batches an eighth the size"
+                      + ("" if options.model else " and the model tiny") + ".[/yellow]")  # fmt: skip
+    if options.model:
+        suite = replace(suite, base={name: value for name, value in suite.base.items() if name != "model"})
+    config = TrainConfig(
+        data=options.data.resolve(), seed=options.seed, device=options.device, cycle=options.cycle, keep_checkpoints=0
+    )
+    if options.model:
+        config = replace(config, model=options.model)
+    if options.steps is not None:
+        return suite, replace(config, steps=options.steps)
+    return suite, replace(config, time_budget=options.time_budget or 300.0)
+
+
+def saved(options: LadderOptions) -> dict[str, object]:
+    """What a resumed ladder needs of its options, as JSON values."""
+    return {
+        "suite": str(Path(options.suite).resolve()) if Path(options.suite).suffix else options.suite,
+        "rungs": list(options.rungs),
+        "data": str(options.data.resolve()),
+        "model": asdict(options.model) if options.model else None,
+        "steps": options.steps,
+        "time_budget": options.time_budget,
+        "cycle": str(options.cycle),
+        "fit": options.fit,
+        "memory_limit": options.memory_limit,
+        "device": options.device,
+        "seed": options.seed,
+    }
+
+
+def continued(options: LadderOptions, folder: Path):
+    """The options that the ladder in ``folder`` was started with, and its MLflow run. Raises ``UserError``."""
+    from infra.tracking import RunKey, reopen_run
+    from train.config import ModelConfig
+
+    try:
+        kept = json.loads((folder / "ladder.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = [path.parent.name for path in folder.parent.glob("*/ladder.json")]
+        hint = nearest(folder.name, known) if known else ""
+        raise UserError(f"--resume {folder.name}: there is no ladder in {folder}{hint}.") from None
+    values = kept["options"]
+    values |= {
+        "rungs": tuple(values["rungs"]),
+        "data": Path(values["data"]),
+        "model": ModelConfig(**values["model"]) if values["model"] else None,
+        "cycle": Cycle.parse(values["cycle"]),
+    }
+    key = RunKey(**kept["key"])
+    reopen_run(key)
+    return replace(options, **values), key
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""What a ladder found: each rung beside the one before it and the baseline, with the uncertainty of both.
+
+In: the controls and rungs of a climb. Out: rows, for the terminal's table, Markdown, JSON and charts.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from infra.units import GIB
+from train.climb import Measured, cycles
+from train.compare import Difference, Ladder
+from train.suites import Suite
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the closing table. ``reason`` says why there are no numbers."""
+
+    name: str
+    reason: str = ""
+    batch: str = ""
+    gib: float | None = None
+    predicted_gib: float | None = None
+    speed: float | None = None
+    low: float | None = None
+    high: float | None = None
+    step: Difference | None = None
+    """Over the rung before, each seen against the controls around it."""
+    total: Difference | None = None
+    """Over the baseline."""
+    mfu: float | None = None
+    ceiling: float | None = None
+    """Fraction of the matmul rate that the doctor measured on this machine."""
+    loss: float | None = None
+    """Mean training loss of the last fifth before the tokens that every rung has seen."""
+    new_mathematics: bool = False
+
+
+def standings(controls: list[Measured], rungs: list[Measured], folder: Path, peaks: dict[str, float]) -> list[Row]:
+    """The rows of the closing table. ``peaks`` holds measured matmul FLOP/s by precision."""
+    ran = [rung for rung in rungs if rung.tokens_per_second is not None]
+    ladder = Ladder(
+        [control.tokens_per_second or 0.0 for control in controls], [rung.tokens_per_second for rung in ran]
+    )
+    runs = [run for run in (measured.run for measured in (controls[0], *ran)) if run]
+    tokens = min(run.train_tokens for run in runs)
+    rows = [_row(controls[0], folder, tokens, peaks)]
+    number = 0
+    for rung in rungs:
+        if rung.tokens_per_second is None:
+            rows.append(Row(rung.name, rung.reason))
+            continue
+        total = ladder.over_control(number)
+        step = ladder.over_rung(number, number - 1) if number else total
+        rows.append(_row(rung, folder, tokens, peaks, step, total))
+        number += 1
+    return rows
+
+
+def _row(
+    measured: Measured,
+    folder: Path,
+    tokens: int,
+    peaks: dict[str, float],
+    step: Difference | None = None,
+    total: Difference | None = None,
+) -> Row:
+    run, config = measured.run, measured.config
+    assert run is not None
+    assert run.throughput is not None
+    accumulation = config["global_batch"] // (config["micro_batch"] * config["workers"])
+    precision = "bf16" if config["precision"] == "auto" and run.device != "cpu" else config["precision"]
+    peak = peaks.get({"fp32": "fp32", "auto": "fp32", "tf32": "tf32"}.get(precision, "bf16"))
+    rate = run.flops_per_second
+    return Row(
+        name=measured.name,
+        batch=str(config["micro_batch"]) + (f" x {accumulation}" if accumulation > 1 else ""),
+        gib=run.memory.process / GIB,
+        predicted_gib=measured.predicted / GIB if measured.predicted else None,
+        speed=run.throughput.tokens_per_second,
+        low=run.throughput.low,
+        high=run.throughput.high,
+        step=step,
+        total=total,
+        mfu=run.mfu,
+        ceiling=rate / peak / config["workers"] if rate and peak else None,
+        loss=loss_at(folder / measured.folder, tokens),
+        new_mathematics=measured.new_mathematics,
+    )
+
+
+def loss_curve(folder: Path) -> tuple[list[int], list[float]]:
+    """Tokens seen and training loss after every step of the run in ``folder``."""
+    tokens: list[int] = []
+    losses: list[float] = []
+    for cycle in cycles(folder):
+        a_step = cycle["train_tokens"] // cycle["step"]
+        first = cycle["step"] - len(cycle["step_losses"]) + 1
+        tokens += [a_step * step for step in range(first, cycle["step"] + 1)]
+        losses += cycle["step_losses"]
+    return tokens, losses
+
+
+def loss_at(folder: Path, tokens: int) -> float | None:
+    """Mean training loss over the last fifth of the first ``tokens`` tokens: what rungs of any batch share."""
+    chosen = [loss for seen, loss in zip(*loss_curve(folder), strict=True) if 0.8 * tokens < seen <= tokens]
+    return sum(chosen) / len(chosen) if chosen else None
+
+
+HEADER = ("rung", "batch", "GiB", "tokens/s", "step", "total", "MFU", "of ceiling", "loss")
+
+
+def cells(row: Row, *, climbs: bool) -> tuple[str, ...]:
+    """A row as text, one cell a column of :data:`HEADER`; a rung that has no numbers has its name alone."""
+    if row.speed is None or row.low is None or row.high is None or row.gib is None:
+        return (row.name, *[""] * (len(HEADER) - 1))
+    expected = f" ({row.predicted_gib:.2f})" if row.predicted_gib else ""
+    return (
+        row.name + (" *" if row.new_mathematics else ""),
+        row.batch,
+        f"{row.gib:.2f}{expected}",
+        f"{row.speed:,.0f} ±{max(row.speed - row.low, row.high - row.speed):,.0f}",
+        times(row.step) if climbs else "",
+        times(row.total),
+        f"{row.mfu:.1%}" if row.mfu is not None else "-",
+        f"{row.ceiling:.1%}" if row.ceiling is not None else "-",
+        f"{row.loss:.3f}" if row.loss is not None else "-",
+    )
+
+
+def times(difference: Difference | None) -> str:
+    """``1.23x ±4%``; ``(1.23x)`` when the interval does not exclude that nothing changed."""
+    if difference is None:
+        return ""
+    if not difference.different:
+        return f"({difference.ratio:.2f}x)"
+    return f"{difference.ratio:.2f}x ±{difference.high / difference.ratio - 1:.0%}"
+
+
+def legend(suite: Suite, rows: list[Row]) -> list[str]:
+    """Why rungs have no numbers, what the signs of the table mean, and what the whole ladder gained."""
+    lines = [f"{row.name}: not run, {row.reason}." for row in rows if row.reason]
+    lines += [
+        "GiB is the process's peak, with the prediction in brackets. step is over the rung before, total over the "
+        "baseline, both against the control run around each rung; a ratio in brackets may be no difference at all. "
+        "MFU is of the datasheet's peak, of ceiling of the matrix products that infra.doctor measured here. "
+        "* marks new mathematics, whose loss may differ. loss is at equal tokens."
+    ]
+    measured = [row for row in rows if row.total]
+    if suite.climbs and measured and measured[-1].total:
+        lines.append(f"Total improvement over the baseline: {measured[-1].total.ratio:.2f} times.")
+    return lines
+
+
+def helps(rows: list[Row]) -> list[tuple[str, str, str]]:
+    """(rung, memory, speed) against the baseline, yes or no with the number behind it."""
+    base = rows[0].gib
+    found = []
+    for row in rows[1:]:
+        if row.gib is None or row.total is None or not base:
+            continue
+        saved = 1 - row.gib / base
+        faster = row.total.different and row.total.ratio > 1
+        found.append(
+            (
+                row.name,
+                f"{'yes' if saved > 0.01 else 'no'} ({-saved:+.1%})",
+                f"{'yes' if faster else 'no'} ({row.total.ratio - 1:+.1%})",
+            )
+        )
+    return found
+
+
+def table(suite: Suite, rows: list[Row]) -> Table:
+    """The closing table for the terminal, without the columns that are empty here (MFU on a CPU)."""
+    lines = [cells(row, climbs=suite.climbs) for row in rows]
+    shown = [number for number in range(len(HEADER)) if any(line[number] not in ("", "-") for line in lines)]
+    made = Table(title=suite.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for number in shown:
+        made.add_column(HEADER[number], justify="left" if number == 0 else "right", no_wrap=True)
+    for line in lines:
+        made.add_row(*(line[number] for number in shown))
+    return made
+
+
+def markdown(suite: Suite, rows: list[Row]) -> str:
+    """The closing table for the ladder's page in MLflow and ``summary.md``."""
+    lines = [f"### {suite.title}", "", "| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
+    for row in rows:
+        name, *others = cells(row, climbs=suite.climbs)
+        lines.append("| " + " | ".join([f"{name}: not run, {row.reason}" if row.reason else name, *others]) + " |")
+    lines += ["", *(line for line in legend(suite, rows) if "not run" not in line)]
+    if not suite.climbs:
+        lines += ["", "| rung | saves memory | faster |", "|---|---|---|"]
+        lines += [f"| {name} | {memory} | {speed} |" for name, memory, speed in helps(rows)]
+    return "\n".join(lines) + "\n"
