@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from infra.units import Bytes
+from pipeline.downloads import MIRROR
 
 SAMPLE = "sample"
 
@@ -18,7 +19,8 @@ class TokenizeConfig:
     """Settings of one run of ``pipeline.tokenize``. Refuses itself with ``ValueError``."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (SAMPLE,)
-    """Books: files, folders, globs, or the word 'sample' (the King James Bible, installed with this program).
+    """Books: files, folders or globs of txt, md, gz, zst, zip, jsonl, parquet, here or at s3://, gs://, hf://;
+    gutenberg:1342,84 (downloads those numbers); or 'sample' (the King James Bible, installed with this program).
     Their order does not matter."""
 
     out: Path = Path("data/tokens")
@@ -32,6 +34,18 @@ class TokenizeConfig:
 
     encoder: Literal["gigatoken", "tiktoken"] = "gigatoken"
     """Both give the same ids. gigatoken is about 15 times faster, and tiktoken checks a sample of its books."""
+
+    text_field: str = "text"
+    """The field of JSON lines that holds a book's text."""
+
+    text_column: str = "text"
+    """The column of Parquet files that holds a book's text; capitals do not matter."""
+
+    doc_separator: str | None = None
+    """What stands between the books in text files that hold many, for example '<|endoftext|>'."""
+
+    mirror: str = MIRROR
+    """Where 'gutenberg:' numbers are downloaded from; a robot-friendly one."""
 
     languages: tuple[str, ...] = ()
     """Keep only books in these languages (ISO 639-1: en fr ...), by their header, else detected. Default: all."""
@@ -67,6 +81,8 @@ class TokenizeConfig:
             raise ValueError(f"--val-fraction {self.val_fraction} is not a share: give at least 0 and less than 1")
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"--workers {self.workers} leaves nobody to work: give 1 or more")
+        if self.doc_separator == "":
+            raise ValueError("--doc-separator is empty: give what stands between two books, or leave it out")
         for language in self.languages:
             if not re.fullmatch("[a-z]{2}", language):
                 raise ValueError(f"--languages {language!r} is not a language code: write for example en fr de")
@@ -75,7 +91,7 @@ class TokenizeConfig:
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide the bytes of the shards, for the manifest and for telling runs apart."""
-        execution = {"out", "workers", "dry_run", "overwrite", "tracking_uri", "address"}
+        execution = {"out", "mirror", "workers", "dry_run", "overwrite", "tracking_uri", "address"}
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in execution}
         return values | {"sources": sorted(set(self.sources)), "languages": sorted(set(self.languages))}
 

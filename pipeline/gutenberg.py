@@ -15,6 +15,8 @@ HEAD = 40_000
 TAIL = 60_000
 FRONT = 6_000
 """How far behind the header credits and transcribers' notes are looked for, in bytes."""
+LONG = 500
+"""A paragraph of more bytes is the book's, and credits stand before it."""
 NOTE = 12_000
 """The longest closing transcriber's note, in bytes."""
 
@@ -43,7 +45,8 @@ _VERSION_LINE = re.compile(rb'\n*\["Small Print" V[^\n]*\n')
 
 _PARAGRAPH = re.compile(rb"\n*([^\n]+(?:\n[^\n]+)*)(?:\n|\Z)")
 _OURS = (
-    b"gutenberg", b"pgdp.net", b"distributed proofread", b"archive.org/", b"world library, inc", b"set encoding:",
+    b"project gutenberg", b"gutenberg.org", b"gutenberg.net", b"pgdp.net", b"distributed proofread", b"archive.org/",
+    b"world library, inc", b"set encoding:",
     b"text prepared", b"text was prepared", b"text produced", b"text was produced", b"book was produced",
     b"book produced", b"book was prepared", b"book prepared", b"text transcribed", b"book transcribed", b"text scanned",
     b"this file was first posted", b"this file was produced", b"this file was last updated",
@@ -54,6 +57,7 @@ _CREDIT = re.compile(
     rb"|note: (?:images|project|this|the original|there is)|there is an improved|an? (?:alternative )?edition of this"
     rb"|see \d+-|see transcriber|\(?https?://|\*{20,}|[a-z ]*executive director)"
 )
+_OPENING = re.compile(rb"Project Gutenberg(?:'s)? (?:E-?text|E-?book)", re.I)
 _APOSTROPHE = rb"(?:'|\xe2\x80\x99)?"
 _NOTE = re.compile(
     rb"[|\s*=\[({_+-]*(?:the )?(?:transcriber|transcription|scanner|proofreader|redactor)"
@@ -86,8 +90,9 @@ def unwrap(text: bytes) -> Unwrapped:
     """The book in ``text``; the whole of it where nothing is recognised."""
     forms: list[str] = []
     start = _find_start(text, forms)
-    stop = _find_stop(text, start, forms)
-    if not forms and b"project gutenberg" not in text[:1000].lower():
+    wrapped = start > 0 or _OPENING.search(text[:1000]) is not None
+    stop = _find_stop(text, start, forms, wrapped=wrapped)
+    if not forms and not wrapped:
         return Unwrapped(text)
     body = _without_note(text[start:stop], forms)
     front, rest = body[:FRONT], body[FRONT:]
@@ -121,13 +126,18 @@ def _find_start(text: bytes, forms: list[str]) -> int:
     return start
 
 
-def _find_stop(text: bytes, start: int, forms: list[str]) -> int:
-    """The beginning of the first line that opens a footer; the end of ``text`` without one."""
+def _find_stop(text: bytes, start: int, forms: list[str], *, wrapped: bool) -> int:
+    """The beginning of the first line that opens a footer; the end of ``text`` without one.
+
+    Markers that do not name Project Gutenberg count only where the header did.
+    """
     offset = max(start, len(text) - TAIL)
     tail = text[offset:]
     upper = tail.upper()
     stop = len(text)
     for form, marker in _ENDS:
+        if not wrapped and b"PROJECT GUTENBERG" not in marker:
+            continue
         at = upper.find(marker)
         while at >= 0:
             line = upper.rfind(b"\n", 0, at) + 1
@@ -176,6 +186,8 @@ def _without_credits(front: bytes, forms: list[str]) -> bytes:
             forms.append("credits")
         if stop is None:
             kept.append(front[position:end])
+            if len(paragraph) > LONG or paragraph.startswith(b"chapter"):
+                return b"".join([*kept, front[end:]])
         position = stop or end
     return b"".join([*kept, front[position:]])
 

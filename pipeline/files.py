@@ -1,0 +1,137 @@
+"""Open files where they lie: this machine, S3, Google Cloud Storage, the Hugging Face hub.
+
+In: a path or URI. Out: a listing, or a seekable binary file. Remote reads are tried again before they
+fail, and then fail as a ``UserError``: a network that is away says nothing about the books behind it.
+"""
+
+import io
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
+
+import pyarrow.fs as fs
+
+from infra.command import UserError
+
+REMOTE = ("s3", "gs", "gcs", "hf")
+ATTEMPTS = 5
+FIRST_PAUSE = 0.2
+"""Seconds before the second attempt; every further one waits twice as long."""
+_BUFFER = 4 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file in a listing. ``path`` is what the filesystem calls it."""
+
+    path: str
+    size: int
+    modified: int
+
+
+def is_remote(uri: str) -> bool:
+    """Whether ``uri`` names something that is not on this machine."""
+    return urlsplit(uri).scheme in REMOTE and "://" in uri
+
+
+@cache
+def filesystem(uri: str) -> tuple[Any, str, str]:
+    """The filesystem of a remote ``uri``, the path in it, and the URI's query (an endpoint, for example).
+
+    Raises ``UserError`` when the scheme needs a package that is missing or the URI is malformed.
+    """
+    parts = urlsplit(uri)
+    try:
+        if parts.scheme == "hf":
+            from huggingface_hub import HfFileSystem  # an extra: pip install 'throughline[hf]'
+
+            return fs.PyFileSystem(fs.FSSpecHandler(HfFileSystem())), parts.netloc + parts.path, ""
+        system, path = fs.FileSystem.from_uri(uri)
+    except ImportError as missing:
+        raise UserError(f"{uri} needs the package huggingface_hub: 'pip install huggingface_hub'.") from missing
+    except (OSError, ValueError) as wrong:
+        raise UserError(f"{uri} cannot be opened: {_first_line(wrong)}") from wrong
+    return system, path, parts.query
+
+
+def listing(uri: str) -> Iterator[Entry]:
+    """Files at a remote ``uri``: itself, or everything below it. Raises ``UserError`` where nothing answers."""
+    system, path, _ = filesystem(uri)
+    info = _steadily(uri, lambda: system.get_file_info(path))
+    found = [info]
+    if info.type == fs.FileType.Directory:
+        found = _steadily(uri, lambda: system.get_file_info(fs.FileSelector(path, recursive=True)))
+    for one in found:
+        if one.type == fs.FileType.File:
+            yield Entry(one.path, one.size, one.mtime_ns or 0)
+
+
+def open_file(uri: str) -> BinaryIO:
+    """A seekable binary file; ``FileNotFoundError`` when it is gone."""
+    if not is_remote(uri):
+        return Path(uri).open("rb", buffering=_BUFFER)
+    system, path, _ = filesystem(uri)
+    file = _steadily(uri, lambda: system.open_input_file(path))
+    return io.BufferedReader(_Steady(uri, file), buffer_size=_BUFFER)
+
+
+class _Steady(io.RawIOBase):
+    """A remote file whose reads are tried again."""
+
+    def __init__(self, uri: str, file: Any) -> None:
+        self.uri = uri
+        self.file = file
+        self.position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.file.size()}[whence]
+        self.position = base + offset
+        return self.position
+
+    def tell(self) -> int:
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        size = min(len(buffer), max(0, self.file.size() - self.position))
+        data = _steadily(self.uri, lambda: self.file.read_at(size, self.position)) if size else b""
+        buffer[: len(data)] = data
+        self.position += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.file.close()
+        super().close()
+
+
+def _steadily(uri: str, action: Any) -> Any:
+    """``action()``, tried ``ATTEMPTS`` times."""
+    pause = FIRST_PAUSE
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return action()
+        except FileNotFoundError:
+            raise
+        except OSError as failure:
+            if attempt == ATTEMPTS:
+                raise UserError(
+                    f"{uri} cannot be read, after {ATTEMPTS} attempts: {_first_line(failure)} Run the same command "
+                    "again to go on from here."
+                ) from failure
+            time.sleep(pause)
+            pause *= 2
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _first_line(failure: BaseException) -> str:
+    return (str(failure) or type(failure).__name__).splitlines()[0]

@@ -1,0 +1,93 @@
+"""Golden forms of Project Gutenberg's wrapping: what is around the book goes, what is in it stays."""
+
+import pytest
+
+from pipeline.gutenberg import declared_encoding, unwrap
+
+LICENCE = "\n\nUpdated editions will replace the previous one.\n\n*** START: FULL LICENSE ***\n\nTHE FULL LICENSE\n" * 3
+BOOK = "A TALE\n\nBy Somebody\n\n\nCHAPTER I.\n\nIt began.\n\nIt went on.\n\n\nTHE END\n"
+FIELDS = (
+    "Title: A Tale\n\nAuthor: Somebody Else\n\nRelease Date: May 9, 2008 [EBook #123]\n\nLanguage: English\n\n"
+    "Character set encoding: ISO-8859-1\n\n"
+)
+HEADER = f"The Project Gutenberg EBook of A Tale, by Somebody Else\n\n{FIELDS}"
+
+HEADS = {
+    "this": HEADER + "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n\n",
+    "the, tight": HEADER + "***START OF THE PROJECT GUTENBERG EBOOK A TALE***\n\n",
+    "over two lines": HEADER + "***START OF THE PROJECT GUTENBERG EBOOK A TALE, BEING A VERY\nLONG ONE***\n\n",
+    "asterisks alone": HEADER + "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE\n***\n\n",
+    "small print": HEADER + "***START**THE SMALL PRINT!**FOR PUBLIC DOMAIN ETEXTS**START***\nlaw\n"
+    "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n",
+    "small print, later": HEADER + "***START**THE SMALL PRINT!**START***\nlaw\n"
+    "*END THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.07/27/01*END*\n\n",
+    "credits": HEADER + "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n\n\n\n"
+    "Produced by Some One and the Online\n"
+    "Distributed Proofreading Team at http://www.pgdp.net\n\n\n\n\n",
+    "credits and links": HEADER + "***START OF THE PROJECT GUTENBERG EBOOK A TALE***\n\n\n"
+    "E-text prepared by Some One\n\n\n\n"
+    "Note: Project Gutenberg also has an HTML version of this\n      file which includes the original illustrations.\n"
+    "      See 123-h.htm or 123-h.zip:\n      (http://www.gutenberg.org/files/123/123-h.zip)\n\n\n"
+    "Transcriber's note:\n\n      Italics are enclosed by underscores.\n\n\n\n\n",
+    "bracketed note": HEADER + "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n\nProduced by Some One\n\n\n"
+    "[Transcriber's Note: This etext was produced from\n   Galaxy Magazine.\n\n   No copyright was found.]\n\n\n",
+}  # fmt: skip
+
+TAILS = {
+    "this": "\n\n\nEnd of the Project Gutenberg EBook of A Tale, by Somebody Else\n\n"
+    "*** END OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n" + LICENCE,
+    "the, tight": "\n\n\n***END OF THE PROJECT GUTENBERG EBOOK A TALE***\n" + LICENCE,
+    "apostrophe": "\n\nEnd of Project Gutenberg's A Tale, by Somebody Else\n\n"
+    "*** END OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n" + LICENCE,
+    "curly apostrophe": "\n\nEnd of Project Gutenberg’s A Tale, by Somebody Else\n",
+    "old": "\n\n\nEnd of this Project Gutenberg Etext of A Tale\nby Somebody Else.\n\n",
+    "starred": "\n\n\n*Project Gutenberg Etext of A Tale, by Somebody Else*\n\n",
+}
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("head", HEADS)
+def test_header_and_footer_go_and_the_book_stays(head: str, tail: str) -> None:
+    unwrapped = unwrap((HEADS[head] + BOOK + TAILS[tail]).encode())
+    assert unwrapped.body.decode().strip() == BOOK.strip()
+    assert unwrapped.fields == {
+        "title": "A Tale", "author": "Somebody Else", "language": "English", "released": "May 9, 2008"
+    }  # fmt: skip
+
+
+def test_a_closing_note_goes() -> None:
+    body = (BOOK * 200).rstrip()
+    note = "\n\n\n\n\nTRANSCRIBER’S NOTES:\n\n  Hyphens were kept.\n\n  Page 9: teh changed to the.\n"
+    unwrapped = unwrap((HEADS["this"] + body + note + TAILS["this"]).encode())
+    assert unwrapped.body.decode().strip() == body
+    assert "closing note" in unwrapped.forms
+
+
+def test_notices_between_the_scenes_of_the_1993_shakespeare_go() -> None:
+    notice = "<<THIS ELECTRONIC VERSION OF THE COMPLETE WORKS OF WILLIAM\nSHAKESPEARE IS COPYRIGHT 1990-1993>>\n\n\n"
+    head = (
+        "This Etext file is presented by Project Gutenberg, in\ncooperation with World Library, Inc.\n\n" + notice
+        + "The Complete Works of William Shakespeare\nThe Tragedy of Macbeth\n\n"
+        '***** SMALL PRINT! for COMPLETE SHAKESPEARE *****\n\nlaw\n\n'
+        '****   SMALL PRINT! FOR __ COMPLETE SHAKESPEARE ****\n'
+        '["Small Print" V.12.08.93]\n\n'
+    )  # fmt: skip
+    unwrapped = unwrap(f"{head}{notice}1606\n\nACT I.\n\n{notice}ACT II.\n\nTHE END\n".encode())
+    assert unwrapped.body.decode().strip() + "\n" == "1606\n\nACT I.\n\nACT II.\n\nTHE END\n"
+    assert unwrapped.fields["title"] == "The Tragedy of Macbeth"
+
+
+def test_a_book_that_is_not_wrapped_stays_as_it_is() -> None:
+    text = b"Produced by hand, by a transcriber.\n\nEnd of this etext was near, he said.\n"
+    assert unwrap(text).body == text
+    assert unwrap(b"").body == b""
+
+
+def test_words_of_the_footer_inside_a_book_do_not_end_it() -> None:
+    book = BOOK.replace("It went on.", "He saw the end of the Project Gutenberg, and wept; that was END OF IT.\n" * 3)
+    assert unwrap((HEADS["this"] + book + TAILS["this"]).encode()).body.decode().strip() == book.strip()
+
+
+def test_the_declared_character_set_is_read_in_its_own_words() -> None:
+    assert declared_encoding(HEADER.encode()) == "ISO-8859-1"
+    assert declared_encoding(BOOK.encode()) is None

@@ -1,0 +1,73 @@
+"""Every encoding and line end becomes one; nothing that a reader sees is lost."""
+
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.normalise import count_characters, is_utf8, join_lines, normalise, to_utf8
+
+LETTERS = st.characters(exclude_categories=["Cs", "Cc", "Cf"])
+FRENCH = "Où est l'été? Les élèves français étaient déjà là, « près » de la forêt où naît le cœur.\n" * 30
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.text(LETTERS)), st.sampled_from(["\n", "\r\n", "\r"]))
+def test_line_ends_become_one_and_the_lines_stay(lines: list[str], end: str) -> None:
+    assert normalise(end.join(lines).encode()).decode() == "\n".join(lines)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_only_control_characters_and_soft_hyphens_go(text: str) -> None:
+    cleaned = normalise(text.encode()).decode()
+    assert not [c for c in cleaned if unicodedata.category(c) == "Cc" and c not in "\t\n"]
+    visible = [c for c in text if unicodedata.category(c) != "Cc" and c not in "\u00ad\ufeff"]
+    assert [c for c in cleaned if c not in "\t\n"] == [c for c in visible if c not in "\t\n"]
+    assert normalise(cleaned.encode()).decode() == cleaned
+    assert count_characters(cleaned.encode()) == len(cleaned)
+
+
+@settings(deadline=None)
+@given(st.binary())
+def test_utf8_is_what_python_takes_for_it(data: bytes) -> None:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        assert not is_utf8(data)
+    else:
+        assert is_utf8(data)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary())
+def test_any_bytes_become_utf8(data: bytes) -> None:
+    assert is_utf8(to_utf8(data).text)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252", "iso-8859-15"])
+def test_encodings_are_found(encoding: str) -> None:
+    text = FRENCH.replace("œ", "oe") if encoding == "iso-8859-15" else FRENCH
+    decoded = to_utf8(text.encode(encoding))
+    assert decoded.text.decode() == text
+    assert decoded.replaced == 0
+
+
+def test_a_declared_character_set_is_believed() -> None:
+    text = "Character set encoding: ISO-8859-5\n\n" + "Война и мир. Князь Андрей.\n"
+    assert to_utf8(text.encode("iso-8859-5")).text.decode() == text
+
+
+def test_a_few_damaged_bytes_are_replaced_and_counted() -> None:
+    damaged = FRENCH.encode()[:-2] + b"\xff\n"
+    decoded = to_utf8(damaged)
+    assert decoded.replaced == 1
+    assert decoded.encoding == "utf-8"
+
+
+def test_wrapped_prose_is_joined_and_verse_stays() -> None:
+    prose = "It was a bright cold day in April, and the clocks were\nstriking thirteen.\n\nNext.\n"
+    verse = "Tiger, tiger, burning bright\nIn the forests of the night\n"
+    assert join_lines(prose.encode()).decode() == prose.replace("were\nstriking", "were striking")
+    assert join_lines(verse.encode()).decode() == verse

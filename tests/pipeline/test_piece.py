@@ -1,0 +1,194 @@
+"""The work of one task, without Ray: what goes into shards, what into quarantine, and that nothing is half done."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from infra.command import UserError
+from pipeline.books import Dropped
+from pipeline.config import TokenizeConfig
+from pipeline.duplicates import drop_duplicates, find_duplicates
+from pipeline.encoding import encode
+from pipeline.piece import do_piece
+from pipeline.plan import Piece, make_plan
+from pipeline.records import Record, read_record
+from pipeline.shards import END_OF_TEXT, Shard, checksum
+from pipeline.sources import find
+
+Prose = Callable[..., str]
+
+
+def plan_of(folder: Path, **settings) -> list[Piece]:
+    config = TokenizeConfig(sources=(str(folder),), **settings)
+    return make_plan(find(config.sources), config)
+
+
+def do(folder: Path, out: Path, **settings) -> Record:
+    """Do the only piece of ``folder``."""
+    (piece,) = plan_of(folder, **settings)
+    do_piece(piece, out, "test")
+    record = read_record(out, piece.name)
+    assert record
+    return record
+
+
+def reasons(record: Record) -> dict[str, str]:
+    return {dropped.book.split("/")[-1]: dropped.reason for dropped in record.dropped}
+
+
+def test_a_shard_holds_every_token_of_its_books(tmp_path: Path, write_books: Callable[..., Path]) -> None:
+    books = write_books(tmp_path / "books", 5)
+    record = do(books, tmp_path / "out", val_fraction=0)
+    (info,) = record.shards
+    shard = Shard(tmp_path / "out" / info.path)
+    assert checksum(tmp_path / "out" / info.path) == info.checksum
+    assert shard.offsets[-1] == len(shard.tokens) == info.tokens
+    for number, path in enumerate(sorted(books.iterdir())):
+        tokens = shard.tokens[shard.offsets[number] : shard.offsets[number + 1]]
+        assert tokens[-1] == END_OF_TEXT
+        assert np.array_equal(tokens[:-1], encode(path.read_bytes()))
+        assert shard.batch.column("book")[number].as_py() == f"books/{path.name}"
+
+
+def test_what_cannot_be_read_is_quarantined_and_the_rest_goes_on(tmp_path: Path, prose: Prose) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    whole = gzip.compress(prose(1).encode())
+    table = pa.table({"text": [prose(n) for n in range(20)]})
+    pq.write_table(table, tmp_path / "whole.parquet")
+    damaged = bytearray((tmp_path / "whole.parquet").read_bytes())
+    damaged[2000:3000] = os.urandom(1000)
+    (folder / "good.txt").write_text(prose(0), encoding="utf-8")
+    (folder / "truncated.txt.gz").write_bytes(whole[: len(whole) // 2])
+    (folder / "truncated.txt.zst").write_bytes(pa.compress(prose(1).encode(), codec="zstd", asbytes=True)[:-400])
+    (folder / "not.txt.gz").write_bytes(b"this is no gzip file")
+    (folder / "not.zip").write_bytes(b"this is no archive")
+    (folder / "not.parquet").write_bytes(b"this is no table")
+    (folder / "damaged.parquet").write_bytes(damaged)
+    (folder / "other.parquet").write_bytes(b"")
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / "blank.txt").write_bytes(b"\r\n \r\n" * 100)
+    (folder / "binary.txt").write_bytes(bytes(range(256)) * 100)
+    (folder / "short.txt").write_text("Too short.", encoding="utf-8")
+    (folder / "again.txt").write_text("all work and no play \n" * 4000, encoding="utf-8")
+    (folder / "signs.txt").write_text("".join(f"{n * 7919 % 10007} = {n}; " for n in range(9000)), encoding="utf-8")
+    (folder / "run.txt").write_text("x" * 50_000, encoding="utf-8")
+    (folder / "lines.jsonl").write_text(
+        json.dumps({"text": prose(2)}) + "\n{broken\n" + json.dumps({"body": "x"}) + "\n[1]\n", encoding="utf-8"
+    )
+    record = do(folder, tmp_path / "out")
+    assert {book for book, *_ in record.books} >= {"mixed/good.txt", "mixed/lines.jsonl#0"}
+    assert len(record.books) == 2
+    found = reasons(record)
+    assert found.pop("empty.txt") == found.pop("blank.txt") == "empty"
+    assert found.pop("short.txt") == "too short"
+    assert found.pop("again.txt") == "too repetitive"
+    assert found.pop("binary.txt") == found.pop("signs.txt") == found.pop("run.txt") == "not text"
+    assert set(found.values()) == {"unreadable"}
+    assert len([name for name in found if name.startswith("lines.jsonl#")]) == 3
+    assert len(found) == 3 + 7
+
+
+def test_a_source_that_vanishes_stops_the_work(tmp_path: Path, write_books: Callable[..., Path]) -> None:
+    books = write_books(tmp_path / "books", 3)
+    (piece,) = plan_of(books)
+    (books / "book 0001.txt").unlink()
+    with pytest.raises(UserError, match=r"book 0001\.txt was there"):
+        do_piece(piece, tmp_path / "out", "test")
+    assert not list((tmp_path / "out").rglob("*.arrow"))
+
+
+def test_other_languages_are_left_out(tmp_path: Path, prose: Prose) -> None:
+    folder = tmp_path / "books"
+    folder.mkdir()
+    german = "Es war einmal ein König, der hatte drei Töchter, und die jüngste von ihnen war so schön. " * 5
+    declared = "Title: T\nLanguage: French\n*** START OF THIS PROJECT GUTENBERG EBOOK T ***\n\n" + prose(3)
+    (folder / "english.txt").write_text("It was the best of times, it was the worst of times, he said. " * 5)
+    (folder / "german.txt").write_text(german, encoding="utf-8")
+    (folder / "declared.txt").write_text(declared, encoding="utf-8")
+    record = do(folder, tmp_path / "out", languages=("en",))
+    assert reasons(record) == {"german.txt": "language", "declared.txt": "language"}
+
+
+def test_duplicates_go_and_the_first_by_id_stays(tmp_path: Path, prose: Prose) -> None:
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for name in ("b.txt", "a.txt", "c.txt"):
+        (folder / name).write_bytes(prose(1).replace("\n", "\r\n").encode() if name == "b.txt" else prose(1).encode())
+    (folder / "other.txt").write_text(prose(2), encoding="utf-8")
+    record = do(folder, tmp_path / "out", val_fraction=0)
+    duplicates = find_duplicates({"000000": record})
+    assert set(duplicates) == {"books/b.txt", "books/c.txt"}
+    thinned = drop_duplicates(tmp_path / "out", {"000000": record}, duplicates)["000000"]
+    assert [book for book, *_ in thinned.books] == ["books/a.txt", "books/other.txt"]
+    assert reasons(thinned) == {"b.txt": "duplicate", "c.txt": "duplicate"}
+    (info,) = thinned.shards
+    shard = Shard(tmp_path / "out" / info.path)
+    assert checksum(tmp_path / "out" / info.path) == info.checksum
+    assert np.array_equal(shard.tokens[: shard.offsets[1] - 1], encode(prose(1).encode()))
+    assert len(shard.tokens) == info.tokens == sum(book[3] for book in thinned.books)
+
+
+def test_other_editions_are_found(tmp_path: Path, prose: Prose) -> None:
+    folder = tmp_path / "books"
+    folder.mkdir()
+    (folder / "first.txt").write_text(prose(1), encoding="utf-8")
+    (folder / "second.txt").write_text(f"SECOND EDITION\n\n{prose(1)}\nTHE END\n", encoding="utf-8")
+    (folder / "third.txt").write_text(prose(2), encoding="utf-8")
+    record = do(folder, tmp_path / "out", duplicates="near")
+    found = find_duplicates({"000000": record})
+    assert [(d.book, d.reason) for d in found.values()] == [("books/second.txt", "near duplicate")]
+
+
+def test_a_file_of_many_books_fills_several_shards(tmp_path: Path, prose: Prose) -> None:
+    folder = tmp_path / "books"
+    folder.mkdir()
+    lines = "".join(json.dumps({"text": prose(n)}) + "\n" for n in range(200))
+    (folder / "all.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    record = do(folder, tmp_path / "out", shard_size=1_000_000, val_fraction=0)
+    assert len(record.shards) > 2
+    assert sum(info.rows for info in record.shards) == 200
+
+
+def test_the_book_that_kills_its_worker_is_convicted(tmp_path: Path, write_books: Callable[..., Path]) -> None:
+    books = write_books(tmp_path / "books", 3)
+    with (books / "book 0001.txt").open("a") as file:
+        file.write("KILLER\n")
+    program = f"""
+        import os, sys
+        from pathlib import Path
+        import pipeline.piece
+        from pipeline.config import TokenizeConfig
+        from pipeline.plan import make_plan
+        from pipeline.sources import find
+
+        encode = pipeline.piece.encode
+        def deadly(text, encoder):
+            if b"KILLER" in text:
+                os.kill(os.getpid(), {signal.SIGKILL})
+            return encode(text, encoder)
+        pipeline.piece.encode = deadly
+        config = TokenizeConfig(sources=({str(books)!r},))
+        (piece,) = make_plan(find(config.sources), config)
+        pipeline.piece.do_piece(piece, Path({str(tmp_path / "out")!r}), "deadly-{os.getpid()}")
+    """
+    codes = []
+    while not codes or codes[-1]:
+        codes.append(subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=Path.cwd()).returncode)
+        assert len(codes) < 6
+    assert codes == [-signal.SIGKILL] * 3 + [0]
+    record = read_record(tmp_path / "out", "000000")
+    assert record
+    assert record.dropped == [Dropped("books/book 0001.txt", "killed its worker", "3 times, while it was worked on")]
+    assert len(record.books) == 2

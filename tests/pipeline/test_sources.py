@@ -1,0 +1,176 @@
+"""Every form of source gives the same books, in the same plan, whatever the order and the names."""
+
+import gzip
+import json
+import threading
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.command import UserError
+from pipeline import downloads
+from pipeline.config import TokenizeConfig
+from pipeline.plan import make_plan, split_of
+from pipeline.reading import Part, RawBook, Unreadable, read_books
+from pipeline.sources import Inventory, SourceFile, find
+
+TEXTS = [f"Book {number}.\n" + "It was a quiet morning on the harbour road.\n" * 20 for number in range(6)]
+
+
+def write_texts(folder: Path) -> Path:
+    """Three text files in ``folder``."""
+    folder.mkdir(parents=True)
+    for number in range(3):
+        (folder / f"{number}.txt").write_text(TEXTS[number], encoding="utf-8")
+    return folder
+
+
+def books_of(*sources: str, **settings) -> dict[str, str]:
+    """Id to text of every book in ``sources``, read by the plan's parts."""
+    config = TokenizeConfig(sources=sources, **settings)
+    plan = make_plan(find(config.sources, config.mirror), config)
+    found = [book for piece in plan for part in piece.parts for book in read_books(part, config)]
+    assert not [book for book in found if isinstance(book, Unreadable)]
+    books = {book.id: book.data.decode() for book in found if isinstance(book, RawBook)}
+    assert len(books) == len(found)
+    return books
+
+
+def write_all_forms(folder: Path) -> dict[str, dict]:
+    """One file of each form, with the same books; returns the settings that each needs."""
+    folder.mkdir()
+    rows = [{"text": text, "title": f"T{n}"} for n, text in enumerate(TEXTS)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    joined = "<|end|>".join(TEXTS).encode()
+    (folder / "books.jsonl").write_bytes(lines)
+    (folder / "books.jsonl.gz").write_bytes(gzip.compress(lines))
+    (folder / "books.jsonl.zst").write_bytes(pa.compress(lines, codec="zstd", asbytes=True))
+    pq.write_table(pa.Table.from_pylist(rows), folder / "books.parquet", row_group_size=2)
+    (folder / "joined.txt").write_bytes(joined)
+    (folder / "joined.txt.gz").write_bytes(gzip.compress(joined))
+    with zipfile.ZipFile(folder / "books.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for number, text in enumerate(TEXTS):
+            archive.writestr(f"inner/{number}.txt", text)
+    separated = {"doc_separator": "<|end|>"}
+    return {path.name: separated if "joined" in path.name else {} for path in folder.iterdir()}
+
+
+def test_every_form_holds_the_same_books(tmp_path: Path) -> None:
+    for name, settings in write_all_forms(tmp_path / "forms").items():
+        assert list(books_of(str(tmp_path / "forms" / name), **settings).values()) == TEXTS, name
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "forms" / f"{number}.txt.gz").write_bytes(gzip.compress(text.encode()))
+        (tmp_path / "forms" / f"{number}.txt.zst").write_bytes(pa.compress(text.encode(), codec="zstd", asbytes=True))
+    for suffix in ("gz", "zst"):
+        assert list(books_of(str(tmp_path / "forms" / f"[0-9].txt.{suffix}")).values()) == TEXTS
+
+
+@given(
+    st.lists(st.text(st.sampled_from("ab|<\n"), max_size=30), max_size=30),
+    st.integers(1, 50),
+    st.sampled_from(["<>", "\n", "#@#"]),
+)
+def test_a_file_of_many_books_is_the_same_in_one_part_and_in_many(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[str], step: int, separator: str
+) -> None:
+    path = tmp_path_factory.mktemp("ranges") / "many.txt"
+    path.write_text(separator.join(documents), encoding="utf-8", newline="")
+    config = TokenizeConfig(doc_separator=separator)
+    file = SourceFile("many.txt", str(path), path.stat().st_size, 0)
+    whole = list(read_books(Part(file, file.size), config))
+    starts = range(0, max(1, file.size), step)
+    ranges = [b for start in starts for b in read_books(Part(file, step, start, start + step), config)]
+    assert ranges == whole
+    text = path.read_bytes()
+    assert [b.data for b in whole if isinstance(b, RawBook)] == [d for d in text.split(separator.encode()) if d.strip()]
+
+
+def test_the_order_of_arguments_and_repeats_do_not_matter(tmp_path: Path) -> None:
+    write_texts(tmp_path / "one")
+    write_texts(tmp_path / "two")
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    assert find([one, two, "sample"]) == find(["sample", two, two, one])
+    assert len(find([one, two, f"{one}/*.txt"]).files) == 6
+
+
+def test_folders_of_one_name_keep_their_books_apart(tmp_path: Path) -> None:
+    write_texts(tmp_path / "a" / "books")
+    write_texts(tmp_path / "b" / "books")
+    files = find([str(tmp_path / "a" / "books"), str(tmp_path / "b" / "books")]).files
+    assert len({file.id for file in files}) == 6
+
+
+def test_odd_names_are_read(tmp_path: Path) -> None:
+    undecodable = b"bad-\xff\xfe.txt".decode("utf-8", "surrogateescape")
+    names = ["carriage\rreturn.txt", "quote\"'.txt", "emoji \U0001f40b.txt", "é" * 120 + ".txt", undecodable]
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for number, name in enumerate(names):
+        (folder / name).write_text(TEXTS[number], encoding="utf-8")
+    books = books_of(str(folder))
+    assert sorted(books.values()) == sorted(TEXTS[: len(names)])
+    assert all(book.encode() for book in books)
+
+
+def test_the_plan_is_a_function_of_inputs_and_settings(tmp_path: Path) -> None:
+    inventory = Inventory([SourceFile(f"b{n:03d}.txt", f"/b{n:03d}.txt", 300_000, 0) for n in range(40)])
+    one = make_plan(inventory, TokenizeConfig(workers=1, shard_size=1_000_000))
+    two = make_plan(inventory, TokenizeConfig(workers=9, shard_size=1_000_000, out=tmp_path))
+    assert [piece.key() for piece in one] == [piece.key() for piece in two]
+    assert [part.file.id for piece in one for part in piece.parts] == [file.id for file in inventory.files]
+    assert max(piece.size for piece in one) <= 1_000_000
+    other = make_plan(inventory, TokenizeConfig(shard_size=1_000_000, min_chars=7))
+    assert not {piece.key() for piece in one} & {piece.key() for piece in other}
+
+
+def test_a_small_collection_has_a_book_to_validate_on() -> None:
+    inventory = Inventory([SourceFile(f"b{n}.txt", f"/b{n}.txt", 300_000, 0) for n in range(5)])
+    (piece,) = make_plan(inventory, TokenizeConfig())
+    splits = [split_of(part.file.id, piece.settings.val_fraction) for part in piece.parts]
+    assert splits.count("val") == 1
+
+
+@pytest.mark.parametrize("source", ["nowhere", "empty", "ftp://host/books", "gutenberg:12x"])
+def test_a_bad_source_is_one_sentence(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=source.split(":")[0]):
+        find([source])
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Iterator[str]:
+    """A mirror with two books, on loopback."""
+    root = tmp_path / "mirror"
+    for text, name in zip(TEXTS, ("cache/epub/84/pg84.txt", "1/3/4/1342/1342-0.txt"), strict=False):
+        path = root / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text, encoding="utf-8")
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            """Keep the test's output clean."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(root)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_books_are_fetched_by_number_once(mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(downloads, "PAUSE", 0.01)
+    expected = {"gutenberg/pg84.txt": TEXTS[0], "gutenberg/pg1342.txt": TEXTS[1]}
+    assert books_of("gutenberg:1342,84", mirror=mirror) == expected
+    assert books_of("gutenberg:84,1342", mirror="http://127.0.0.1:9") == expected
+    with pytest.raises(UserError, match="book 11 has no plain text"):
+        find(["gutenberg:11"], mirror)

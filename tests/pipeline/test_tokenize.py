@@ -1,0 +1,149 @@
+"""The command itself, on Ray: equal bytes at any number of workers, after any kill; one sentence for a mistake."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from infra.command import UserError
+from pipeline.config import TokenizeConfig
+from pipeline.shards import TokenShards, read_manifest
+from pipeline.tokenize import main
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Every file of a data set and the hash of its bytes."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture
+def books(tmp_path: Path, write_books: Callable[..., Path]) -> Path:
+    """Forty books, of which one is there twice and one is empty: about 3 MB in three pieces."""
+    folder = write_books(tmp_path / "books", 40, words=12_000)
+    (folder / "copy.txt").write_bytes((folder / "book 0003.txt").read_bytes())
+    (folder / "empty.txt").write_bytes(b"")
+    return folder
+
+
+@pytest.fixture
+def make(books: Path, ray_address: str, store: str, tmp_path: Path) -> Callable[..., Path]:
+    """Run the command in this process on the shared Ray; returns the folder of shards."""
+
+    def run(name: str, **settings) -> Path:
+        config = {"sources": (str(books),), "shard_size": 1_000_000, "tracking_uri": store, "address": ray_address}
+        main(TokenizeConfig(out=tmp_path / name, **config | settings))
+        return tmp_path / name
+
+    return run
+
+
+def command(books: Path, out: Path, store: str, address: str) -> list[str]:
+    return [
+        sys.executable, "-m", "pipeline.tokenize", str(books), "--out", str(out), "--shard-size", "1MB",
+        "--tracking-uri", store, "--address", address,
+    ]  # fmt: skip
+
+
+def test_one_worker_and_two_make_the_same_bytes(make: Callable[..., Path], store: str) -> None:
+    one, two = make("one", workers=1), make("two", workers=2)
+    assert contents(one) == contents(two)
+    manifest = read_manifest(one)
+    assert manifest.report["books_dropped"] == {"duplicate": 1, "empty": 1}
+    assert manifest.report["books_in"] == 42
+    assert len(manifest.shards) > 3
+    opened = TokenShards(one)
+    total = sum(len(shard.tokens) for split in ("train", "val") for shard in opened.open(split))
+    assert total == manifest.report["tokens"]
+    reasons = [json.loads(line)["reason"] for line in (one / "quarantine.jsonl").read_text().splitlines()]
+    assert reasons == ["duplicate", "empty"]
+    client = MlflowClient(store)
+    experiment = client.get_experiment_by_name("pipeline")
+    assert experiment
+    runs = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])
+    assert runs[0].info.status == "FINISHED"
+    assert runs[0].data.metrics["books/kept"] == 40
+    assert "throughput/tokens_per_second" in runs[0].data.metrics
+    assert "slowest" in runs[0].data.tags["mlflow.note.content"].lower()
+    assert [file.path for file in client.list_artifacts(runs[0].info.run_id)] == ["manifest.json", "quarantine.jsonl"]
+
+
+def test_a_finished_folder_is_left_alone_and_a_missing_shard_made_again(
+    make: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make("tokens")
+    before = contents(folder)
+    make("tokens")
+    assert "nothing to do" in capsys.readouterr().out
+    next((folder / "train").glob("*.arrow")).unlink()
+    make("tokens")
+    assert contents(folder) == before
+
+
+def test_other_settings_need_overwrite(make: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make("tokens")
+    with pytest.raises(UserError, match=r"min_chars was 200 and is now 100.*--overwrite"):
+        make("tokens", min_chars=100)
+    make("tokens", min_chars=100, dry_run=True)
+    assert "min_chars was 200 and is now 100" in capsys.readouterr().out
+    before = contents(folder)
+    make("tokens", min_chars=100, overwrite=True)
+    assert contents(folder).keys() == before.keys()
+
+
+def test_more_books_change_only_what_they_must(
+    make: Callable[..., Path], books: Path, prose: Callable[..., str]
+) -> None:
+    folder = make("tokens")
+    before = contents(folder)
+    (books / "zebra.txt").write_text(prose(99), encoding="utf-8")
+    make("tokens")
+    assert contents(folder)["train/000000-000.arrow"] == before["train/000000-000.arrow"]
+    assert read_manifest(folder).report["books_in"] == 43
+
+
+def test_a_killed_command_is_finished_by_the_next_to_the_same_bytes(
+    make: Callable[..., Path], books: Path, tmp_path: Path, ray_address: str, store: str
+) -> None:
+    whole = contents(make("whole"))
+    out = tmp_path / "killed"
+    process = subprocess.Popen(command(books, out, store, ray_address), cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not list(out.glob("pieces/0*.json")) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (out / "manifest.json").exists()
+    make("killed")
+    assert contents(out) == whole
+
+
+def test_a_mistake_is_one_sentence_and_code_two(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("a file")
+    mistakes = {
+        ("nowhere",): "no file or folder nowhere",
+        ("empty",): "holds no books",
+        ("sample", "--val-fraction", "7"): "--val-fraction 7",
+        ("sample", "--out", "file/tokens"): "cannot be written",
+        ("sample", "--shard-size", "1kB"): "too small",
+    }
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for arguments, words in mistakes.items():
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline.tokenize", *arguments],
+            cwd=tmp_path, env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 2, (arguments, done.stderr)
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
