@@ -19,6 +19,9 @@ from pipeline.shards import Shard
 
 _ROUNDS = 4
 
+PLANNED_WINDOWS = 1024
+"""Windows whose order is computed at once: numpy's cost a call outweighs its work on a small batch."""
+
 
 class Windows:
     """All windows of a split, numbered from 0, and their shuffled order by epoch."""
@@ -37,14 +40,13 @@ class Windows:
                 "books, raise --val-fraction of 'python -m pipeline.tokenize', or choose a shorter context length."
             )
 
-    def order(self, position: int, length: int) -> np.ndarray:
-        """Numbers of the ``length`` windows from ``position`` on, over as many epochs as that spans."""
-        places = np.arange(position, position + length)
-        epochs = places // self.count
-        numbers = np.empty(length, dtype=np.int64)
+    def order(self, places: np.ndarray) -> np.ndarray:
+        """Numbers of the windows at ``places`` of the shuffled order, which goes on from epoch to epoch."""
+        epochs, within = np.divmod(places, self.count)
+        numbers = np.empty(len(places), dtype=np.int64)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            numbers[chosen] = permute(places[chosen] % self.count, self.count, self.seed, int(epoch))
+            numbers[chosen] = permute(within[chosen], self.count, self.seed, int(epoch))
         return numbers
 
     def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
@@ -109,6 +111,7 @@ class BatchLoader:
         self.device = device
         self.rank = rank
         self.start = position
+        self._planned = max(1, PLANNED_WINDOWS // (micro_batch * accumulation))
         self.taken = 0
         self.ahead = ahead
         cuda = device.type == "cuda" and ahead
@@ -136,13 +139,17 @@ class BatchLoader:
         self._ready = self._prepare() if self.ahead else None
         return batch[:, :-1], batch[:, 1:]
 
+    def _places(self, step: int) -> np.ndarray:
+        """Places of this worker's windows in the next few steps, planned together because each call costs more."""
+        mine = self.micro_batch * self.accumulation
+        steps = self.start + (step + np.arange(self._planned)) * self.step_windows
+        return (steps[:, None] + self.rank * mine + np.arange(mine)).ravel()
+
     def _prepare(self) -> tuple[Tensor, torch.cuda.Event | None]:
         """Read one batch and start its copy. Two host buffers take turns; the copy before last has long ended."""
-        step, micro = divmod(self._prepared, self.accumulation)
+        micro = self._prepared % (self._planned * self.accumulation)
         if micro == 0:
-            position = self.start + step * self.step_windows
-            mine = self.micro_batch * self.accumulation
-            self._numbers = self.windows.order(position + self.rank * mine, mine)
+            self._numbers = self.windows.order(self._places(self._prepared // self.accumulation))
         turn = self._prepared % 2
         self._prepared += 1
         host = self._host[turn]
