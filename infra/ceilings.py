@@ -18,8 +18,8 @@ SECONDS = 0.4
 """Time for each rate; all of them together stay well under a minute."""
 
 SHAPES = {
-    "queries, keys and values": (768, 2304),
-    "attention's projection": (768, 768),
+    "qkv": (768, 2304),
+    "attention projection": (768, 768),
     "feed-forward up": (768, 3072),
     "feed-forward down": (3072, 768),
     "head": (768, 50304),

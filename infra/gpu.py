@@ -26,6 +26,8 @@ class GpuState:
     temperature: int | None
     throttle_reasons: int | None
     """NVML's bit mask of reasons for lowered clocks; 0 is none, 1 is idle."""
+    ecc: bool | None = None
+    """Whether memory errors are corrected."""
 
 
 def read_gpu(index: int = 0) -> GpuState | None:
@@ -53,11 +55,32 @@ def read_gpu(index: int = 0) -> GpuState | None:
             power_limit=_watts(_attempt(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
             temperature=_attempt(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
             throttle_reasons=_attempt(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle),
+            ecc=_flag(_attempt(pynvml.nvmlDeviceGetEccMode, handle)),
         )
     except pynvml.NVMLError:
         return None
     finally:
         pynvml.nvmlShutdown()
+
+
+class GpuWatch:
+    """The state of the first GPU over a run, read when a cycle ends; nothing where there is none."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, float] | None = None
+
+    def look(self) -> None:
+        """Read NVML once."""
+        state = read_gpu()
+        if state is None:
+            return
+        seen = self.seen or {}
+        self.seen = {
+            "lowest_clock_mhz": min(seen.get("lowest_clock_mhz", 1e9), state.sm_clock or 1e9),
+            "highest_celsius": max(seen.get("highest_celsius", 0), state.temperature or 0),
+            "throttle_reasons": int(seen.get("throttle_reasons", 0)) | (state.throttle_reasons or 0),
+            "power_limit_watts": state.power_limit or 0,
+        }
 
 
 def _visible_handle(index: int):
@@ -77,6 +100,10 @@ def _attempt(read, *arguments):
         return read(*arguments)
     except pynvml.NVMLError:
         return None
+
+
+def _flag(modes: list[int] | None) -> bool | None:
+    return None if modes is None else bool(modes[0])  # the current mode; the second is the one after a reboot
 
 
 def _watts(milliwatts: int | None) -> float | None:

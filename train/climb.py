@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from infra.command import UserError
-from infra.gpu import read_gpu
+from infra.gpu import GpuWatch
 from infra.storage import write_json
 from infra.tracking import RunKey, Tracker, create_run, first_line
 from pipeline.shards import read_manifest
@@ -133,7 +133,7 @@ class Climb:
         return measured
 
     def _train(
-        self, name: str, rung: Rung, config: TrainConfig, folder: Path, watch: "GpuWatch"
+        self, name: str, rung: Rung, config: TrainConfig, folder: Path, watch: GpuWatch
     ) -> tuple[RunResult | None, str]:
         manifest = read_manifest(config.data)
         tags = {"kind": "control" if name.startswith("control") else "rung", "rung": rung.name}
@@ -167,29 +167,9 @@ class Climb:
             self.say(f"[yellow]{rung.name}[/yellow]: {reason}")
         return result, reason
 
-    def _cycle(self, cycle: dict[str, Any], watch: "GpuWatch") -> None:
+    def _cycle(self, cycle: dict[str, Any], watch: GpuWatch) -> None:
         watch.look()
         self.say(f"  {cycle['line']}")
-
-
-class GpuWatch:
-    """The state of the first GPU over a run, read when a cycle ends; nothing where there is none."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, float] | None = None
-
-    def look(self) -> None:
-        """Read NVML once."""
-        state = read_gpu()
-        if state is None:
-            return
-        seen = self.seen or {}
-        self.seen = {
-            "lowest_clock_mhz": min(seen.get("lowest_clock_mhz", 1e9), state.sm_clock or 1e9),
-            "highest_celsius": max(seen.get("highest_celsius", 0), state.temperature or 0),
-            "throttle_reasons": int(seen.get("throttle_reasons", 0)) | (state.throttle_reasons or 0),
-            "power_limit_watts": state.power_limit or 0,
-        }
 
 
 def worker_reason(failure: Exception) -> str:

@@ -1,0 +1,131 @@
+"""Entry: ``python -m infra.doctor`` says whether this machine is ready, and how fast it is at best.
+
+In: nothing but the machine. Out: a table with a red line and its mend for each thing wrong, measured
+ceilings, ``runs/doctor.json`` (which ladders read for the fraction of what this machine can do), and an
+MLflow run. Wiring and tables only.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from infra import allreduce, ceilings, command, provenance, readiness
+from infra.command import UserError, console
+from infra.storage import write_json
+from infra.tracking import Tracker, create_run
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """What to measure, and where to keep it."""
+
+    workers: int = 1
+    """With two or more, also all-reduce between as many Ray Train workers (with a GPU each where there are any)."""
+    out: Path = Path("runs")
+    """Folder for doctor.json; also the disk whose speed is measured."""
+    quick: bool = False
+    """Only look whether the machine is ready, measure nothing."""
+    tracking_uri: str | None = None
+    """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
+    address: str | None = None
+    """Ray cluster for the all-reduce; default a Ray of its own on this machine."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise UserError(f"--workers {self.workers} must be at least 1.")
+
+
+def main() -> None:
+    """Parse, examine, print, exit."""
+    command.run(
+        examine,
+        DoctorOptions,
+        module="infra.doctor",
+        description="Say whether this machine is ready to train, and measure how fast it is at best.",
+        default=DoctorOptions(),
+    )
+
+
+def examine(options: DoctorOptions) -> int:
+    """Check and measure; returns 1 when something is wrong that stops training."""
+    began = time.perf_counter()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise UserError(f"--out {options.out} cannot be made: {failure.strerror}.") from failure
+    checks = readiness.checks(device, options.out)
+    print_checks(checks)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    found: dict[str, object] = {"device": name, "checks": [asdict(check) for check in checks]}
+    metrics: dict[str, float] = {}
+    if not options.quick:
+        rates = {
+            "matmul": ceilings.matmul_rates(device),
+            "model_matmul": ceilings.model_rates(device),
+            "copy": ceilings.copy_rates(device),
+            "disk": {"reading": ceilings.disk_rate(options.out)},
+        }
+        found |= rates
+        print_rates(rates)
+        metrics = {
+            f"{group}/{key.replace(',', '')}": rate for group, known in rates.items() for key, rate in known.items()
+        }
+    if options.workers > 1:
+        reduced = allreduce.measure(options.workers, options.address)
+        found["allreduce"] = asdict(reduced)
+        print_allreduce(reduced, found)
+        metrics |= {f"allreduce/{size}": rate for size, rate in reduced.bus_bytes_per_second.items()}
+    write_json(options.out / "doctor.json", found)
+    key = create_run("doctor", name, tracking_uri=options.tracking_uri, tags=provenance.collect() | {"kind": "doctor"})
+    with Tracker(key) as tracker:
+        tracker.metrics(metrics)
+        tracker.json(found, "doctor.json")
+        tracker.note(
+            "\n".join(f"- {'✗' if check.mend else '✓'} {check.name}: {check.value} {check.mend}" for check in checks)
+        )
+        tracker.finish()
+    console.print(f"kept in {options.out / 'doctor.json'}, {time.perf_counter() - began:.0f} s")
+    return int(any(check.mend and check.fatal for check in checks))
+
+
+def print_checks(checks: list[readiness.Check]) -> None:
+    """A line a check; red with the mend where something is wrong."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for check in checks:
+        sign, style = ("✗", "red") if check.mend else ("✓", "green")
+        value = command.escape(check.value) + (f"\n{command.escape(check.mend)}" if check.mend else "")
+        table.add_row(f"[{style}]{sign}[/{style}]", check.name, f"[red]{value}[/red]" if check.mend else value)
+    console.print(table)
+
+
+def print_rates(rates: dict[str, dict[str, float]]) -> None:
+    """The ceilings, in TFLOP/s and GB/s."""
+    table = Table(title="Measured ceilings", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    for group, known in rates.items():
+        for key, rate in known.items():
+            flops = "matmul" in group
+            text = f"{rate / 1e12:,.2f} TFLOP/s" if flops else f"{rate / 1e9:,.2f} GB/s"
+            table.add_row(f"  {group.replace('_', ' ')}, {key}", text)
+    console.print(table)
+
+
+def print_allreduce(reduced: allreduce.Reduced, found: dict[str, object]) -> None:
+    """Bus bandwidth by size, and whether the network would hold training up."""
+    table = Table(
+        title=f"All-reduce, {reduced.workers} workers, {reduced.backend}", title_justify="left", show_header=False,
+        box=None, padding=(0, 2, 0, 0),
+    )  # fmt: skip
+    for size, rate in reduced.bus_bytes_per_second.items():
+        table.add_row(f"  {int(size) / 2**20:,.2f} MiB", f"{rate / 1e9:,.3f} GB/s")
+    console.print(table)
+    matmul = found.get("matmul")
+    if isinstance(matmul, dict) and matmul:
+        console.print(allreduce.verdict(reduced, max(matmul.values())))
+
+
+if __name__ == "__main__":
+    main()

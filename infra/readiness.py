@@ -1,0 +1,145 @@
+"""Is this machine ready to train? One check a question, each with the mend for what is wrong.
+
+In: a torch device. Out: checks. Nothing is changed on the machine.
+"""
+
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from infra.gpu import GpuState, read_gpu
+from infra.hardware import peak_flops
+from infra.units import GIB
+
+THROTTLED = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat (hardware)", 0x80: "power brake"}
+"""NVML's bits for clocks that are lowered against one's will (nvml.h, nvmlClocksThrottleReasons)."""
+SPARE = 20 * 10**9
+"""Free disk space below which checkpoints and traces are in danger."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at. ``mend`` is empty when it is right; ``fatal`` when training would not start."""
+
+    name: str
+    value: str
+    mend: str = ""
+    fatal: bool = False
+
+
+def checks(device: torch.device, out: Path) -> list[Check]:
+    """Every check for ``device``, with ``out`` as the folder that runs are written to."""
+    found = [*software(), *disk(out)]
+    if device.type == "cuda":
+        return [*found, *gpu(read_gpu(), torch.cuda.get_device_name(device)), *attention_kernels(device)]
+    return [*found, Check("GPU", "none that torch sees: training runs on the CPU"), *cpu(), *attention_kernels(device)]
+
+
+def software() -> list[Check]:
+    """Python and the packages that decide speed."""
+    found = [Check("Python", platform.python_version())]
+    for package in ("torch", "ray", "mlflow"):
+        try:
+            found.append(Check(package, version(package)))
+        except PackageNotFoundError:
+            found.append(Check(package, "missing", f"pip install {package}", fatal=True))
+    if torch.version.cuda:
+        found.append(Check("CUDA of torch", f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"))
+    compiler = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    mend = "" if compiler else "install g++: torch.compile builds its launchers (on a CPU its kernels) with it"
+    return [*found, Check("C++ compiler", compiler or "none", mend)]
+
+
+def disk(out: Path) -> list[Check]:
+    """Room for checkpoints where runs are written, and shared memory for Ray."""
+    free = shutil.disk_usage(out).free
+    found = [
+        Check(
+            f"disk of {out}", f"{free / 1e9:,.0f} GB free", "" if free > SPARE else "make room, or give --out elsewhere"
+        )
+    ]
+    shared = Path("/dev/shm")  # noqa: S108 the folder is looked at, not written to
+    if shared.exists():
+        size = shutil.disk_usage(shared).free
+        mend = "" if size > 10**9 else "start the container with --shm-size=8g: Ray keeps its objects there"
+        found.append(Check("shared memory", f"{size / GIB:,.1f} GiB free", mend))
+    return found
+
+
+def cpu() -> list[Check]:
+    """The CPU that trains where there is no GPU."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    busy = f"other work keeps {load:.1f} of {cores} cores busy: stop it before measuring" if load > 0.5 * cores else ""
+    return [
+        Check("CPU", f"{cores} cores, {torch.backends.cpu.get_cpu_capability()}"),
+        Check("load", f"{load:.1f}", busy),
+    ]
+
+
+def gpu(state: GpuState | None, name: str) -> list[Check]:
+    """The card that torch calls ``name``, as NVML reads it, and whoever else uses it."""
+    known = (
+        "" if peak_flops(name) else "its peak is not in infra/hardware.py, so there will be no MFU: add its datasheet's"
+    )
+    found = [Check("GPU", name, known)]
+    if state is None:
+        return [*found, Check("NVML", "does not answer", "memory by process and clocks stay unknown: check nvidia-smi")]
+    found += [Check("driver", state.driver), Check("GPU memory", f"{state.memory_total / GIB:.1f} GiB")]
+    others = ", ".join(map(str, state.other_processes))
+    found.append(
+        Check(
+            "other processes on the card",
+            others or "none",
+            "end them before measuring: kill " + others if others else "",
+        )
+    )
+    if not others and state.process_memory is None and state.memory_used > 2 * GIB:
+        used = f"{state.memory_used / GIB:.1f} GiB in use by processes that NVML does not show"
+        found.append(Check("memory in use", used, "find them with nvidia-smi on the host"))
+    if state.power_limit is not None:
+        found.append(Check("power limit", f"{state.power_limit:.0f} W"))
+    if state.sm_clock is not None:
+        found.append(Check("SM clock now", f"{state.sm_clock} MHz at {state.temperature} °C"))
+    if state.ecc is not None:
+        found.append(Check("ECC", "on" if state.ecc else "off"))
+    reasons = [text for bit, text in THROTTLED.items() if (state.throttle_reasons or 0) & bit]
+    mend = "improve cooling or raise the limit (nvidia-smi -pl): measured speeds would be of a slowed card"
+    return [*found, Check("throttling", ", ".join(reasons) or "none", mend if reasons else "")]
+
+
+def attention_kernels(device: torch.device) -> list[Check]:
+    """Which of torch's fused attention kernels run here, tried forwards and backwards."""
+    if device.type != "cuda":
+        return [
+            Check("fused attention", "runs" if _runs([SDPBackend.FLASH_ATTENTION], device) else "falls back to math")
+        ]
+    kernels = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cuDNN": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+    runs = {name: _runs([kernel], device) for name, kernel in kernels.items()}
+    text = ", ".join(f"{name} {'runs' if able else 'does not run'}" for name, able in runs.items())
+    mend = "" if runs["flash"] or runs["cuDNN"] else "neither flash nor cuDNN runs: install torch built for this GPU"
+    return [Check("attention kernels", text, mend)]
+
+
+def _runs(kernels: list[SDPBackend], device: torch.device) -> bool:
+    kind = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q = torch.randn(1, 12, 256, 64, device=device, dtype=kind, requires_grad=True)
+    try:
+        with sdpa_kernel(kernels):
+            functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,110 @@
+"""The doctor: it measures what is there, names what is wrong with its mend, and leaves JSON that ladders read."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from mlflow.tracking import MlflowClient
+
+from infra import allreduce, ceilings, doctor, readiness
+from infra.gpu import GpuState
+
+CPU = torch.device("cpu")
+CARD = GpuState(
+    name="NVIDIA A100-SXM4-40GB", driver="550.1", memory_total=40 * 2**30, memory_used=2**30, process_memory=None,
+    other_processes=(), sm_clock=1410, power=60.0, power_limit=400.0, temperature=35, throttle_reasons=0, ecc=True,
+)  # fmt: skip
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
+    """The exit code of ``python -m infra.doctor`` with these flags."""
+    monkeypatch.setattr(sys, "argv", ["infra.doctor", *flags])
+    with pytest.raises(SystemExit) as leaving:
+        doctor.main()
+    return int(leaving.value.code or 0)
+
+
+def test_the_whole_examination(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(ceilings, "SECONDS", 0.02)
+    assert command(monkeypatch, "--out", "runs") == 0
+    output = capfd.readouterr()
+    assert "TFLOP/s" in output.out
+    assert "refuses" not in output.err
+    found = json.loads(Path("runs/doctor.json").read_text())
+    assert found["matmul"]["fp32"] > 1e8
+    assert found["copy"]["within the device"] > 1e7
+    assert ceilings.read_matmul_rates(Path("runs/doctor.json"), found["device"]) == found["matmul"]
+    assert ceilings.read_matmul_rates(Path("runs/doctor.json"), "another") == {}
+    assert ceilings.read_matmul_rates(Path("nothing.json"), "cpu") == {}
+    client = MlflowClient("sqlite:///mlflow.db")
+    (experiment,) = [e for e in client.search_experiments() if e.name == "doctor"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert "matmul/fp32" in run.data.metrics
+
+
+def test_a_matrix_product_is_counted_by_its_sides() -> None:
+    small = ceilings.matmul_rate(64, 64, 64, "fp32", CPU)
+    assert 1e6 < small < 1e13
+
+
+def wrong(checks: list[readiness.Check]) -> dict[str, str]:
+    return {check.name: check.mend for check in checks if check.mend}
+
+
+def test_a_good_card_has_nothing_wrong() -> None:
+    assert wrong(readiness.gpu(CARD, CARD.name)) == {}
+
+
+def test_each_thing_wrong_has_its_mend() -> None:
+    busy = replace(CARD, other_processes=(4711,), throttle_reasons=0x24)
+    found = wrong(readiness.gpu(busy, CARD.name))
+    assert "kill 4711" in found["other processes on the card"]
+    assert "power" in str(readiness.gpu(busy, CARD.name))
+    assert "nvidia-smi -pl" in found["throttling"]
+    hidden = replace(CARD, memory_used=30 * 2**30)
+    assert "memory in use" in wrong(readiness.gpu(hidden, CARD.name))
+    assert "no MFU" in wrong(readiness.gpu(CARD, "Mystery 9000"))["GPU"]
+    assert "nvidia-smi" in wrong(readiness.gpu(None, CARD.name))["NVML"]
+
+
+def test_attention_that_runs_is_told_from_attention_that_does_not() -> None:
+    (check,) = readiness.attention_kernels(CPU)
+    assert check.value == "runs"
+
+
+@pytest.mark.parametrize("flags", [["--workers", "0"], ["--workers", "two"]])
+def test_a_mistake_is_refused(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+    assert command(monkeypatch, *flags) == 2
+
+
+def test_all_reduce_between_two_workers() -> None:
+    reduced = allreduce.measure(2)
+    assert reduced.backend == "gloo"
+    assert set(reduced.bus_bytes_per_second) == {str(size) for size in allreduce.SIZES}
+    assert all(rate > 1e5 for rate in reduced.bus_bytes_per_second.values())
+
+
+def test_the_verdict_on_the_network() -> None:
+    slow = allreduce.Reduced(8, "nccl", {"1": 1e9})
+    fast = allreduce.Reduced(8, "nccl", {"1": 400e9})
+    assert "be network-bound; accumulate" in allreduce.verdict(slow, 312e12)
+    assert "not be network-bound" in allreduce.verdict(fast, 312e12)
+
+
+@pytest.mark.gpu
+def test_a_gpu_reaches_most_of_its_datasheet() -> None:
+    from infra.hardware import peak_flops
+
+    device = torch.device("cuda", 0)
+    rates = ceilings.matmul_rates(device)
+    peak = peak_flops(torch.cuda.get_device_name(device))
+    assert rates["bf16"] > rates["tf32"] > rates["fp32"]
+    assert peak is None or 0.4 < rates["bf16"] / peak < 1.05
+    assert ceilings.copy_rates(device)["host to device, pinned"] > 1e9
