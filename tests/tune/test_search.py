@@ -1,0 +1,171 @@
+"""The command with real Ray and real MLflow: rows, files, runs, what a kill leaves, and every refusal."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mlflow.entities import Run
+from mlflow.tracking import MlflowClient
+
+from infra.cluster import connected
+from train import run as train_run
+from tune import search
+
+FLAGS = [
+    "--model", "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320",
+    "--global-batch", "8", "--device", "cpu", "--trial-steps", "8",
+]  # fmt: skip
+
+
+def command(main, *flags: str) -> int:
+    """The exit code of an entry with these flags, in this process."""
+    before, sys.argv = sys.argv, ["command", *flags]
+    try:
+        with pytest.raises(SystemExit) as leaving:
+            main()
+    finally:
+        sys.argv = before
+    return int(leaving.value.code or 0)
+
+
+def runs(folder: Path, name: str) -> tuple[Run, list[Run]]:
+    """The parent run of the search ``name`` and its children."""
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    experiment = client.get_experiment_by_name("tune")
+    assert experiment
+    found = client.search_runs([experiment.experiment_id])
+    (parent,) = [r for r in found if r.info.run_name == name]
+    return parent, [r for r in found if r.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An empty working folder, and one Ray of one core for all commands of this module."""
+    made = tmp_path_factory.mktemp("search")
+    before = Path.cwd()
+    os.chdir(made)
+    with connected(cpus=1):
+        yield made
+    os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def searched(folder: Path, small_shards: Path) -> Path:
+    """A finished search: every candidate once, then a round of confirmations."""
+    flags = ["--searcher", "grid", "--confirm", "1", "--memory-limit", "8GB", "--name", "one"]
+    assert command(search.main, "--data", str(small_shards), *flags, *FLAGS) == 0
+    return folder / "runs" / "one"
+
+
+def test_a_search_leaves_rows_files_and_runs(folder: Path, searched: Path) -> None:
+    rows = list(csv.DictReader((searched / "trials.csv").open()))
+    assert Counter(row["stage"] for row in rows) == {"probe": 4, "confirm": 3} or len(rows) == 8
+    assert {row["outcome"] for row in rows} == {"ok"}
+    assert {int(row["micro_batch"]) * int(row["accumulation"]) for row in rows} == {8}
+    assert "stands in for GPU memory" in (searched / "summary.md").read_text()
+    parent, children = runs(folder, "one")
+    assert parent.info.status == "FINISHED"
+    assert "tokens/s" in parent.data.tags["mlflow.note.content"]
+    assert Counter(r.info.status for r in children) == {"FINISHED": len(rows)}
+    assert len({r.data.tags["trial"] for r in children}) == len(rows)
+    assert all(r.data.metrics["result/tokens_per_second"] > 0 for r in children)
+
+
+def test_the_winner_trains(folder: Path, searched: Path) -> None:
+    best = json.loads((searched / "best.json").read_text())
+    assert best["measured"]["tokens_per_second"] > 0
+    flags = ["--config", str(searched / "best.json"), "--steps", "5", "--cycle", "5+1", "--name", "best"]
+    assert command(train_run.main, *flags) == 0
+    trained = json.loads((folder / "runs" / "best" / "config.json").read_text())
+    assert trained["micro_batch"] == best["config"]["micro_batch"]
+
+
+def test_resume_runs_only_what_is_missing(folder: Path, searched: Path) -> None:
+    rows = {path: path.stat().st_mtime_ns for path in (searched / "trials").glob("m*.json")}
+    lost = max(rows, key=lambda path: rows[path])
+    lost.unlink()
+    assert command(search.main, "--resume", "one") == 0
+    now = {path: path.stat().st_mtime_ns for path in (searched / "trials").glob("m*.json")}
+    assert {path for path in now if now[path] != rows[path]} == {lost}
+    _, children = runs(folder, "one")
+    assert len(children) == len(rows)
+
+
+@pytest.mark.usefixtures("searched")
+def test_resume_refuses_another_search(capfd: pytest.CaptureFixture[str]) -> None:
+    assert command(search.main, "--resume", "one", "--global-batch", "16") == 2
+    assert "global_batch was 8 and is now 16" in capfd.readouterr().err
+    assert command(search.main, "--resume", "two") == 2
+    assert "search.json" in capfd.readouterr().err
+    assert command(search.main, "--name", "one", "--data", "nowhere") == 2
+
+
+def test_over_the_limit_is_an_outcome(folder: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--searcher", "grid", "--memory-limit", "100MB", "--name", "tight"]
+    assert command(search.main, "--data", str(small_shards), *flags, *FLAGS, "--global-batch", "2") == 0
+    assert "nothing fits under 100MB" in capfd.readouterr().out
+    rows = list(csv.DictReader((folder / "runs/tight/trials.csv").open()))
+    assert [row["outcome"] for row in rows] == ["over_limit"] * 2
+    assert not (folder / "runs/tight/best.json").exists()
+
+
+def test_a_killed_search_continues(folder: Path, small_shards: Path) -> None:
+    """SIGKILL of the driver after its first trial; its Ray dies with it, and the search goes on in ours."""
+    flags = [
+        "--data", str(small_shards), *FLAGS, "--searcher", "grid", "--confirm", "0",
+        "--name", "killed", "--memory-limit", "8GB",
+    ]  # fmt: skip
+    driver = subprocess.Popen([sys.executable, "-m", "tune.search", *flags], start_new_session=True)
+    trials = folder / "runs" / "killed" / "trials"
+    deadline = time.monotonic() + 120
+    while not list(trials.glob("m*.json")) and time.monotonic() < deadline and driver.poll() is None:
+        time.sleep(0.2)
+    os.killpg(driver.pid, signal.SIGKILL)
+    driver.wait()
+    done = {path: path.stat().st_mtime_ns for path in trials.glob("m*.json")}
+    assert done
+    assert command(search.main, "--resume", "killed") == 0
+    now = {path: path.stat().st_mtime_ns for path in trials.glob("m*.json")}
+    assert len(now) == 4
+    assert {path: now[path] for path in done} == done
+    parent, children = runs(folder, "killed")
+    assert parent.info.status == "FINISHED"
+    assert Counter(r.info.status for r in children) == {"FINISHED": 4}
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--data", "nowhere"], "nowhere"),
+        (["--memory-limit", "1kB"], "less than the"),
+        (["--knobs", "magic"], "'magic' is no knob"),
+        (["--device", "cuda"], "no GPU"),
+        (["--workers", "2"], "--workers 2"),
+        (["--trial-steps", "2"], "--trial-steps 2"),
+        (["--micro-batch", "3"], "--micro-batch 3"),
+        (["--global-batch", "0"], "--global-batch 0"),
+    ],
+)
+def test_bad_input_gets_one_sentence(
+    folder: Path, small_shards: Path, capfd: pytest.CaptureFixture[str], flags: list[str], sentence: str
+) -> None:
+    code = command(search.main, "--data", str(small_shards), "--name", "bad", *FLAGS, *flags)
+    printed = capfd.readouterr().err
+    assert code == 2, printed
+    assert sentence in printed
+    assert "Traceback" not in printed
+    assert not (folder / "runs" / "bad").exists()
+
+
+def test_dry_run_runs_nothing(folder: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command(search.main, "--data", str(small_shards), "--name", "dry", "--dry-run", *FLAGS) == 0
+    assert "of 4 sizes should fit" in capfd.readouterr().out
+    assert not (folder / "runs" / "dry").exists()

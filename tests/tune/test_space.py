@@ -1,0 +1,53 @@
+"""The space: any divisor pair, every combination of knobs, and the control that the flags describe."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.command import UserError
+from train.config import TrainConfig
+from tune.config import SearchConfig, with_global_batch
+from tune.space import Candidate, make_space, parse_knobs
+
+
+def test_every_factor_pair_is_a_candidate() -> None:
+    space = make_space(TrainConfig(global_batch=12, micro_batch=4), (), device="cpu")
+    assert [c.micro_batch for c in space.candidates()] == [1, 2, 3, 4, 6, 12]
+    assert {space.config(c).micro_batch * space.config(c).accumulation for c in space.candidates()} == {12}
+    assert space.control == Candidate(4)
+
+
+def test_knobs_multiply_and_the_control_comes_first() -> None:
+    space = make_space(TrainConfig(global_batch=8, micro_batch=4), ("compile", "checkpointing"), device="cpu")
+    assert space.config(space.control) == space.base
+    assert len(set(space.candidates())) == 4 * len(space.combinations)
+    assert all(space.control.knobs != near for near in space.neighbours(space.control.knobs))
+
+
+def test_contradictions_are_left_out() -> None:
+    base = TrainConfig(global_batch=4, micro_batch=4)
+    space = make_space(replace(base, model=replace(base.model, context_length=12)), ("loss_chunks",), device="cpu")
+    assert [c.micro_batch for c in space.candidates() if ("loss_chunks", 8) in c.knobs] == [2, 4]
+
+
+def test_knob_names() -> None:
+    assert parse_knobs("none") == ()
+    assert parse_knobs("compile,loss-chunks") == ("compile", "loss_chunks")
+    with pytest.raises(UserError, match="'speed' is no knob"):
+        parse_knobs("speed")
+
+
+def test_a_control_for_a_global_batch_that_the_default_does_not_divide() -> None:
+    assert with_global_batch(TrainConfig(), 8).micro_batch == 8
+    assert with_global_batch(TrainConfig(), 37).micro_batch == 1
+
+
+def test_one_device() -> None:
+    with pytest.raises(UserError, match="--workers 2"):
+        make_space(TrainConfig(workers=2), (), device="cpu")
+
+
+def test_settings_survive_their_file() -> None:
+    config = SearchConfig(knobs="compile", memory_limit=10**9, training=TrainConfig(data=Path("/somewhere")))
+    assert SearchConfig.from_json(config.to_json()) == config
