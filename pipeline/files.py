@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import pyarrow.fs as fs
 
@@ -38,29 +38,34 @@ def is_remote(uri: str) -> bool:
     return urlsplit(uri).scheme in REMOTE and "://" in uri
 
 
+def locate(uri: str) -> tuple[Any, str]:
+    """The filesystem of a remote ``uri`` and the path in it. Percent-encoding is undone."""
+    parts = urlsplit(uri)
+    return _filesystem(parts.scheme, parts.netloc, parts.query), unquote(f"{parts.netloc}{parts.path}").rstrip("/")
+
+
 @cache
-def filesystem(uri: str) -> tuple[Any, str, str]:
-    """The filesystem of a remote ``uri``, the path in it, and the URI's query (an endpoint, for example).
+def _filesystem(scheme: str, bucket: str, query: str) -> Any:
+    """One filesystem a bucket, because connections are kept in it. ``query`` may name an endpoint, for example.
 
     Raises ``UserError`` when the scheme needs a package that is missing or the URI is malformed.
     """
-    parts = urlsplit(uri)
+    uri = f"{scheme}://{bucket}" + (f"?{query}" if query else "")
     try:
-        if parts.scheme == "hf":
+        if scheme == "hf":
             from huggingface_hub import HfFileSystem  # an extra: pip install 'throughline[hf]'
 
-            return fs.PyFileSystem(fs.FSSpecHandler(HfFileSystem())), parts.netloc + parts.path, ""
-        system, path = fs.FileSystem.from_uri(uri)
+            return fs.PyFileSystem(fs.FSSpecHandler(HfFileSystem()))
+        return fs.FileSystem.from_uri(uri)[0]
     except ImportError as missing:
         raise UserError(f"{uri} needs the package huggingface_hub: 'pip install huggingface_hub'.") from missing
     except (OSError, ValueError) as wrong:
         raise UserError(f"{uri} cannot be opened: {_first_line(wrong)}") from wrong
-    return system, path, parts.query
 
 
 def listing(uri: str) -> Iterator[Entry]:
     """Files at a remote ``uri``: itself, or everything below it. Raises ``UserError`` where nothing answers."""
-    system, path, _ = filesystem(uri)
+    system, path = locate(uri)
     info = _steadily(uri, lambda: system.get_file_info(path))
     found = [info]
     if info.type == fs.FileType.Directory:
@@ -74,7 +79,7 @@ def open_file(uri: str) -> BinaryIO:
     """A seekable binary file; ``FileNotFoundError`` when it is gone."""
     if not is_remote(uri):
         return Path(uri).open("rb", buffering=_BUFFER)
-    system, path, _ = filesystem(uri)
+    system, path = locate(uri)
     file = _steadily(uri, lambda: system.open_input_file(path))
     return io.BufferedReader(_Steady(uri, file), buffer_size=_BUFFER)
 

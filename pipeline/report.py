@@ -9,8 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from infra.units import format_duration
+from pipeline.plan import Piece
 from pipeline.records import Record
 
+TOKENS_A_BYTE = 0.25
+BYTES_A_SECOND = 80e6
+"""Text that one worker takes in a second, on the modest cores that this was measured on."""
+START_SECONDS = 10
+"""What starting and stopping Ray takes."""
 HISTOGRAM = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
 """Upper bounds, in tokens, of the classes of book lengths."""
 
@@ -47,6 +54,21 @@ def _histogram(lengths: list[int]) -> dict[str, int]:
     for length in lengths:
         counts[classes[sum(length > bound for bound in HISTOGRAM)]] += 1
     return counts
+
+
+def estimate(plan: list[Piece], todo: list[Piece], done: Iterable[Record], workers: int) -> str:
+    """What ``todo`` will make and take, from the pieces that are done or, without any, from English books."""
+    records = list(done)
+    read = sum(record.read_bytes for record in records)
+    tokens_a_byte = sum(shard.tokens for record in records for shard in record.shards) / read if read else TOKENS_A_BYTE
+    tokens = tokens_a_byte * sum(piece.size for piece in todo)
+    seconds = (
+        START_SECONDS + sum(piece.size for piece in todo) / min(workers, len(plan)) / BYTES_A_SECOND if todo else 0
+    )
+    return (
+        f"about {tokens / 1e6:,.1f} million tokens, {2 * tokens / 1e6:,.1f} MB of shards, "
+        f"{format_duration(round(seconds))} with {workers} workers"
+    )
 
 
 @dataclass

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from infra.command import UserError
 from pipeline import downloads
@@ -133,7 +133,7 @@ def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
         base, _, begun = head.rpartition("/")
         pattern = f"{begun}{star}{tail}"
         source = base + (f"?{parts.query}" if parts.query else "")
-    root = (parts.netloc + urlsplit(source).path).strip("/")
+    root = unquote(parts.netloc + urlsplit(source).path).strip("/")
     query = f"?{parts.query}" if parts.query else ""
     try:
         entries = list(listing(source))
@@ -146,7 +146,7 @@ def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
             continue
         if below and not _known(name, skipped):
             continue
-        yield SourceFile(name, f"{parts.scheme}://{entry.path}{query}", entry.size, entry.modified)
+        yield SourceFile(name, f"{parts.scheme}://{quote(entry.path)}{query}", entry.size, entry.modified)
 
 
 def _local(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:

@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,22 +46,40 @@ def changed_settings(folder: Path, config: TokenizeConfig) -> dict[str, tuple[An
     except (OSError, ValueError):
         return {}
     now = json.loads(json.dumps(config.identity()))
-    return {name: (there.get(name), now[name]) for name in now if there.get(name) != now[name]}
+    return {name: (there[name], now[name]) for name in now if there.get(name, now[name]) != now[name]}
 
 
-def done_pieces(folder: Path, plan: list[Piece]) -> dict[str, Record]:
-    """Records, by piece name, that need no work: same inputs and settings, every shard there at its length.
+@dataclass(frozen=True)
+class Assessment:
+    """What is done and what is not, by piece name."""
 
-    When any piece is to be done again, so are those that gave up duplicates: what they repeated may be gone.
+    done: dict[str, Record]
+    todo: dict[str, str]
+    """Why each piece is to be done."""
+
+
+def assess(folder: Path, plan: list[Piece]) -> Assessment:
+    """Compare ``plan`` with what ``folder`` holds; a shard of the recorded length counts as there.
+
+    When any piece is to be done, so are those that gave up duplicates: what they repeated may be gone.
     """
-    done = {}
+    done: dict[str, Record] = {}
+    todo: dict[str, str] = {}
     for piece in plan:
         record = read_record(folder, piece.name)
-        if record and record.key == piece.key() and all(_present(folder, shard) for shard in record.shards):
+        if record is None:
+            todo[piece.name] = "not done yet"
+        elif record.key != piece.key():
+            todo[piece.name] = "inputs or settings changed"
+        elif not all(_present(folder, shard) for shard in record.shards):
+            todo[piece.name] = "shards missing or cut short"
+        else:
             done[piece.name] = record
-    if len(done) == len(plan):
-        return done
-    return {name: record for name, record in done.items() if not any(d.reason in (EXACT, NEAR) for d in record.dropped)}
+    for name in list(done) if todo else []:
+        if any(dropped.reason in (EXACT, NEAR) for dropped in done[name].dropped):
+            todo[name] = "held duplicates of books that may have changed"
+            del done[name]
+    return Assessment(done, todo)
 
 
 def _present(folder: Path, shard: Any) -> bool:

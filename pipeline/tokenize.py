@@ -7,6 +7,7 @@ functions of a ``-m`` file reach Ray's workers as ``__main__``, pickled by value
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,9 +38,14 @@ def main(config: TokenizeConfig) -> int:
         inventory = find(config.sources, config.mirror)
         plan = make_plan(inventory, config)
     changed = state.changed_settings(folder, config)
-    done = {} if changed or config.overwrite else state.done_pieces(folder, plan)
-    todo = [piece for piece in plan if piece.name not in done]
-    console.print(_intention(inventory, plan, todo, folder))
+    fresh = bool(changed) or config.overwrite
+    assessed = state.Assessment(
+        {}, dict.fromkeys((p.name for p in plan), "settings changed" if changed else "asked for")
+    )
+    if not fresh:
+        assessed = state.assess(folder, plan)
+    todo = [piece for piece in plan if piece.name in assessed.todo]
+    console.print(_intention(config, inventory, plan, assessed), markup=False)
     if changed and not config.overwrite:
         names = "; ".join(f"{name} was {there!r} and is now {now!r}" for name, (there, now) in changed.items())
         sentence = (
@@ -152,14 +158,20 @@ def _is_finished(folder: Path, inventory: Inventory) -> bool:
         return False
 
 
-def _intention(inventory: Inventory, plan: list[Piece], todo: list[Piece], folder: Path) -> str:
+def _intention(config: TokenizeConfig, inventory: Inventory, plan: list[Piece], assessed: state.Assessment) -> str:
+    """What is there, what is done, what will be done and why, and what that will take."""
     summary = inventory.summary()
-    text = f"{summary['files']:,} files, {summary['bytes'] / 1e6:,.1f} MB, in {len(plan):,} pieces"
-    if len(todo) < len(plan):
-        text += f", of which {len(plan) - len(todo):,} are done"
+    lines = [f"{summary['files']:,} files, {summary['bytes'] / 1e6:,.1f} MB, in {len(plan):,} pieces -> {config.out}"]
     if inventory.skipped:
-        text += "; left aside: " + ", ".join(f"{n:,} {suffix}" for suffix, n in inventory.skipped.items())
-    return f"{text} -> {folder}"
+        lines.append("left aside: " + ", ".join(f"{n:,} {suffix}" for suffix, n in inventory.skipped.items()))
+    if assessed.done or config.dry_run:
+        reasons = Counter(assessed.todo.values())
+        why = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()) or "nothing"
+        lines.append(f"done: {len(assessed.done):,} pieces; to do: {why}")
+    if config.dry_run:
+        todo = [piece for piece in plan if piece.name in assessed.todo]
+        lines.append("estimate: " + report.estimate(plan, todo, assessed.done.values(), config.parallelism))
+    return "\n".join(lines)
 
 
 def _counts(manifest: Manifest) -> dict[str, float]:

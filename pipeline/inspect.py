@@ -1,0 +1,118 @@
+"""Look into a finished data set: ``python -m pipeline.inspect data/tokens --verify``.
+
+In: a folder of token shards. Out: its manifest as a table, a few passages decoded, and, with
+``--verify``, every checksum worked out again; exit code 1 when one differs.
+"""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+from rich.table import Table
+
+from infra import command
+from infra.command import console, errors, escape
+from pipeline.encoding import decode
+from pipeline.shards import MANIFEST, SPLITS, Manifest, Shard, ShardInfo, checksum, read_manifest
+
+
+@dataclass(frozen=True)
+class InspectConfig:
+    """What to show of a data set."""
+
+    folder: Annotated[Path, tyro.conf.Positional] = Path("data/tokens")
+    """The folder of token shards."""
+
+    verify: bool = False
+    """Work out every checksum again, in parallel."""
+
+    passages: int = 3
+    """Passages to decode, from books spread over the data set."""
+
+    length: int = 60
+    """Tokens in a passage."""
+
+    def __post_init__(self) -> None:
+        if self.passages < 0 or self.length < 1:
+            raise ValueError("--passages must be 0 or more, and --length 1 or more")
+
+
+def main(config: InspectConfig) -> int:
+    """Run the command; returns its exit code."""
+    manifest = read_manifest(config.folder)
+    _show(config.folder, manifest)
+    damaged = list(verify(config.folder, manifest)) if config.verify else []
+    for sentence in damaged:
+        errors.print(escape(sentence), style="red")
+    if damaged:
+        errors.print(
+            f"{len(damaged)} of {len(manifest.shards)} shards are damaged: delete them, and run "
+            f"'python -m pipeline.tokenize' with --out {config.folder} as before to make them again.",
+            markup=False,
+        )
+        return 1
+    if config.verify:
+        console.print(f"All {len(manifest.shards):,} shards have the bytes that {MANIFEST} says.")
+    for title, text in passages(config.folder, manifest, config.passages, config.length):
+        console.print(f"\n[bold]{escape(title)}[/bold]\n{escape(text)}")
+    return 0
+
+
+def verify(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """A sentence for every shard that is missing or has other bytes than the manifest says."""
+
+    def check(info: ShardInfo) -> str | None:
+        path = folder / info.path
+        if not path.is_file():
+            return f"{path} is missing"
+        size = path.stat().st_size
+        if size != info.bytes:
+            return f"{path} has {size:,} bytes instead of {info.bytes:,}"
+        found = checksum(path)
+        return None if found == info.checksum else f"{path} has checksum {found} instead of {info.checksum}"
+
+    with ThreadPoolExecutor(max_workers=2 * (os.cpu_count() or 1)) as pool:
+        yield from (sentence for sentence in pool.map(check, manifest.shards) if sentence)
+
+
+def passages(folder: Path, manifest: Manifest, count: int, length: int) -> Iterator[tuple[str, str]]:
+    """``count`` passages of ``length`` tokens, from the middle of books at even distances: title and text."""
+    books = sum(info.rows for info in manifest.shards)
+    wanted = {int(place) for place in np.linspace(0, books - 1, count)} if books else set()
+    first = 0
+    for info in manifest.shards:
+        here = sorted(place - first for place in wanted if first <= place < first + info.rows)
+        shard = Shard(folder / info.path) if here else None
+        for row in here if shard else []:
+            assert shard
+            begin, end = int(shard.offsets[row]), int(shard.offsets[row + 1]) - 1
+            middle = max(begin, (begin + end - length) // 2)
+            book = shard.batch.column("book")[row].as_py()
+            yield f"{book}, tokens {middle - begin:,} on, {info.path}", decode(shard.tokens[middle : middle + length])
+        first += info.rows
+
+
+def _show(folder: Path, manifest: Manifest) -> None:
+    table = Table(title=f"{folder}, fingerprint {manifest.fingerprint[:12]}", title_justify="left")
+    for name in ("split", "shards", "books", "tokens", "characters", "size"):
+        table.add_column(name, justify="left" if name == "split" else "right")
+    for split in SPLITS:
+        sums = manifest.splits[split]
+        size = sum(info.bytes for info in manifest.shards if info.split == split)
+        numbers = (sums["shards"], sums["books"], sums["tokens"], sums["chars"])
+        table.add_row(split, *(f"{number:,}" for number in numbers), f"{size / 1e6:,.1f} MB")
+    console.print(table)
+    report = manifest.report
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in report.get("books_dropped", {}).items())
+    console.print(f"left out: {dropped or 'nothing'}", markup=False)
+    settings = ", ".join(f"{name} {value}" for name, value in sorted(manifest.config.items()))
+    console.print(f"made with: {settings}", markup=False)
+
+
+if __name__ == "__main__":
+    command.run(main, InspectConfig, module="pipeline.inspect", description=__doc__ or "")

@@ -1,0 +1,190 @@
+"""Workers that die, nodes that go, and storage that fails now and then: on a real Ray and a real S3 server."""
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pyarrow.fs
+import pytest
+
+from infra.command import UserError
+from pipeline import files
+from pipeline.config import TokenizeConfig
+from pipeline.plan import make_plan
+from pipeline.reading import RawBook, read_books
+from pipeline.shards import read_manifest
+from pipeline.sources import find
+from pipeline.tokenize import main
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def command(source: Path | str, out: Path, store: str, *more: str) -> list[str]:
+    return [
+        sys.executable, "-m", "pipeline.tokenize", str(source), "--out", str(out), "--shard-size", "1MB",
+        "--tracking-uri", store, *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def deadly_encoder(tmp_path: Path) -> dict[str, str]:
+    """An environment in which the encoder crashes its process on the word KILLER, as a bug in native code would."""
+    folder = tmp_path / "path" / "gigatoken"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(
+        textwrap.dedent(
+            f"""
+            import importlib.util, os, sys
+            from importlib.machinery import PathFinder
+            spec = PathFinder.find_spec("gigatoken", [p for p in sys.path if p != {str(folder.parent)!r}])
+            module = importlib.util.module_from_spec(spec)
+            sys.modules["gigatoken"] = module
+            spec.loader.exec_module(module)
+            encoder = module.Tokenizer.from_tiktoken
+
+            class Deadly:
+                def __init__(self, real):
+                    self.real = real
+                def encode(self, text):
+                    if b"KILLER" in text:
+                        os.kill(os.getpid(), {signal.SIGKILL})
+                    return self.real.encode(text)
+
+            class Tokenizer:
+                @staticmethod
+                def from_tiktoken(*arguments, **named):
+                    return Deadly(encoder(*arguments, **named))
+
+            module.Tokenizer = Tokenizer
+            """
+        )
+    )
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder.parent), str(ROOT)])}
+
+
+def test_a_book_that_crashes_the_encoder_is_quarantined_and_the_rest_goes_on(
+    tmp_path: Path, write_books: Callable[..., Path], deadly_encoder: dict[str, str], ray_address: str, store: str
+) -> None:
+    books = write_books(tmp_path / "books", 30, words=12_000)
+    with (books / "book 0004.txt").open("a") as file:
+        file.write("KILLER\n")
+    out = tmp_path / "tokens"
+    done = subprocess.run(
+        command(books, out, store, "--address", ray_address),
+        cwd=ROOT,
+        env=deadly_encoder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert read_manifest(out).report["books_dropped"] == {"killed its worker": 1}
+    assert read_manifest(out).report["books_kept"] == 29
+
+
+def workers_of_ray() -> list[psutil.Process]:
+    """Processes of this machine in which Ray runs our tasks now."""
+    return [
+        p for p in psutil.process_iter(["cmdline"]) if "ray::MapBatches(_task)" in " ".join(p.info["cmdline"] or [])
+    ]
+
+
+def test_a_killed_worker_costs_nothing_but_time(
+    tmp_path: Path, write_books: Callable[..., Path], ray_address: str, store: str
+) -> None:
+    books = write_books(tmp_path / "books", 60, words=12_000)
+    config = TokenizeConfig(
+        (str(books),), tmp_path / "whole", shard_size=1_000_000, tracking_uri=store, address=ray_address
+    )
+    main(config)
+    whole = read_manifest(config.out)
+    killed: list[int] = []
+    stop = threading.Event()
+
+    def kill() -> None:
+        while not stop.is_set() and len(killed) < 2:
+            for process in workers_of_ray():
+                process.kill()
+                killed.append(process.pid)
+                break
+            time.sleep(0.01)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    main(replace(config, out=tmp_path / "killed"))
+    stop.set()
+    killer.join()
+    assert killed
+    assert read_manifest(tmp_path / "killed") == whole
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[[float], None]]]:
+    """A real S3 server on loopback, behind a proxy that refuses a share of the requests: its query, and the setter."""
+    from moto.server import ThreadedMotoServer
+
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    rate = [0.0]
+    chance = random.Random(1)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server.start()
+    running = server._server
+    assert running
+    application = running.app  # the WSGI application that it serves
+
+    def flaky(environ, start_response):
+        if environ["REQUEST_METHOD"] in ("GET", "HEAD") and chance.random() < rate[0]:
+            start_response("503 Slow Down", [("Content-Length", "0")])
+            return [b""]
+        return application(environ, start_response)
+
+    running.app = flaky
+    host, port = server.get_host_and_port()
+
+    def set_rate(share: float) -> None:
+        rate[0] = share
+
+    yield f"?endpoint_override={host}:{port}&scheme=http&region=us-east-1", set_rate
+    server.stop()
+
+
+def test_books_are_read_from_s3_that_fails_now_and_then(
+    tmp_path: Path,
+    write_books: Callable[..., Path],
+    s3: tuple[str, Callable[[float], None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    query, set_rate = s3
+    local = write_books(tmp_path / "books", 12, words=3000)
+    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://corpus/books{query}&allow_bucket_creation=true")
+    system.create_dir("corpus/books")
+    for path in local.iterdir():
+        with system.open_output_stream(f"corpus/books/{path.name}") as file:
+            file.write(path.read_bytes())
+    set_rate(0.2)
+    settings = TokenizeConfig()
+    plan = make_plan(find([f"s3://corpus/books{query}"]), settings)
+    found = [book for piece in plan for part in piece.parts for book in read_books(part, settings)]
+    assert {b.id: b.data for b in found if isinstance(b, RawBook)} == {
+        f"books/{path.name}": path.read_bytes() for path in local.iterdir()
+    }
+    assert len(find([f"s3://corpus/books/*1.txt{query}"]).files) == 2
+    set_rate(1.0)
+    monkeypatch.setattr(files, "ATTEMPTS", 1)
+    with pytest.raises(UserError, match="attempts"):
+        list(read_books(plan[0].parts[0], settings))

@@ -1,0 +1,73 @@
+"""A flipped byte anywhere in any shard is found."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import TokenizeConfig
+from pipeline.inspect import InspectConfig, main, passages, verify
+from pipeline.piece import do_piece
+from pipeline.plan import make_plan
+from pipeline.records import read_record
+from pipeline.shards import Manifest, read_manifest
+from pipeline.sources import find
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory, write_books: Callable[..., Path]) -> Path:
+    """A finished data set of two splits."""
+    folder = tmp_path_factory.mktemp("inspect")
+    books = write_books(folder / "books", 8, 500)
+    config = TokenizeConfig(sources=(str(books),), val_fraction=0.3)
+    for piece in make_plan(find(config.sources), config):
+        do_piece(piece, folder / "tokens", "test")
+    record = read_record(folder / "tokens", "000000")
+    assert record
+    assert len(record.shards) == 2
+    made = Manifest.of(record.shards, config={}, vocabulary_sha256="", inputs={}, report={"books_dropped": {}})
+    made.write(folder / "tokens")
+    return folder / "tokens"
+
+
+def test_every_flipped_byte_is_found(tokens: Path) -> None:
+    manifest = read_manifest(tokens)
+    assert not list(verify(tokens, manifest))
+    chance = random.Random(0)
+    for _ in range(1000):
+        path = tokens / chance.choice(manifest.shards).path
+        place, bit = chance.randrange(path.stat().st_size), 1 << chance.randrange(8)
+        with path.open("r+b") as file:
+            file.seek(place)
+            (byte,) = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte ^ bit]))
+        (sentence,) = verify(tokens, manifest)
+        assert str(path) in sentence
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(bytes([byte]))
+
+
+def test_a_missing_and_a_short_shard_are_found(tokens: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = read_manifest(tokens)
+    one, two = (tokens / info.path for info in manifest.shards)
+    content, other = one.read_bytes(), two.read_bytes()
+    one.write_bytes(content[:-8])
+    two.unlink()
+    assert main(InspectConfig(tokens, verify=True, passages=0)) == 1
+    said = capsys.readouterr().err
+    assert f"{one} has" in said
+    assert f"{two} is missing" in said
+    one.write_bytes(content)
+    two.write_bytes(other)
+    assert main(InspectConfig(tokens, verify=True)) == 0
+
+
+def test_passages_are_the_text_of_books(tokens: Path) -> None:
+    found = list(passages(tokens, read_manifest(tokens), 3, 40))
+    assert len(found) == 3
+    for title, text in found:
+        book = tokens.parent / title.split(", tokens")[0]
+        assert text in book.read_text(encoding="utf-8")
