@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from infra.command import UserError
 from infra.storage import TEMPORARY, sync_folder, write_json
@@ -81,8 +82,12 @@ def snapshot(model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.Gra
 
 def _to_host(tensor: Tensor) -> Tensor:
     tensor = whole(tensor.detach())
-    if type(tensor) is not Tensor or not tensor.is_cuda:  # torchao's quantised states know only .to()
-        return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")
+    if is_traceable_wrapper_subclass(tensor):  # torchao's quantised moments, which clone() does not know
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: _to_host(getattr(tensor, name)) for name in names}
+        return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+    if not tensor.is_cuda:
+        return tensor.clone()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
