@@ -1,0 +1,119 @@
+"""Profiles: classes by name, gaps with their cause, and the command on the CPU, whose findings are true."""
+
+import gzip
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mlflow.tracking import MlflowClient
+
+from train import intensity, profile
+from train.config import ModelConfig, TrainConfig
+from train.model import GPT
+from train.trace import attention_kernel, idle_gaps, kind_of
+
+MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
+    """The exit code of ``python -m train.profile`` with these flags."""
+    monkeypatch.setattr(sys, "argv", ["train.profile", *flags])
+    with pytest.raises(SystemExit) as leaving:
+        profile.main()
+    return int(leaving.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ampere_bf16_s16816gemm_bf16_128x256_ldg8", "matmul"),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "matmul"),
+        ("void pytorch_flash::flash_fwd_kernel<...>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("void at::native::multi_tensor_apply_kernel<...FusedAdamMathFunctor...>", "optimizer"),
+        ("void at::native::vectorized_layer_norm_kernel<float>", "norms and loss"),
+        ("triton_poi_fused_gelu_3", "element-wise"),
+        ("aten::_log_softmax", "norms and loss"),
+    ],
+)
+def test_kernels_are_sorted_by_name(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_the_attention_kernel_is_recognised() -> None:
+    assert attention_kernel(["cudnn_generated_fort_native_sdpa_sm90_flash_fprop"]) == "cuDNN"
+    assert attention_kernel(["void pytorch_flash::flash_fwd_kernel<...>"]) == "flash"
+    assert attention_kernel(["fmha_cutlassF_bf16_aligned_64x64_rf_sm80"]) == "efficient"
+    assert attention_kernel(["aten::mm"]) == "none fused"
+
+
+def test_a_gap_is_put_down_to_what_the_host_did() -> None:
+    def event(name: str, start: float, end: float) -> SimpleNamespace:
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+    kernels = [event("a", 0, 100), event("b", 105, 200), event("c", 1200, 1300), event("d", 1800, 1900)]
+    host = [event("cudaStreamSynchronize", 150, 900), event("train/batches.py(120): next", 1400, 1700)]
+    assert idle_gaps(kernels, host) == {"a synchronisation": 1.0, "the loader": 0.5}
+
+
+def test_contractions_are_the_most_intense(small_model: ModelConfig) -> None:
+    model = GPT(small_model)
+    tokens = torch.zeros(4, small_model.context_length, dtype=torch.int64)
+    classes = intensity.measure(lambda: model(tokens, tokens).backward())
+    assert classes["contractions"].intensity > 5 * classes["element-wise"].intensity
+    assert classes["element-wise"].bytes > 0
+
+
+def test_a_profile_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    flags = ["--data", str(small_shards), "--model", MODEL, "--micro-batch", "4", "--global-batch", "8"]
+    code = command(monkeypatch, *flags, "--attention", "manual", "--device", "cpu", "--name", "one")
+    printed = capfd.readouterr().out
+    assert code == 0, printed
+    found = json.loads(Path("runs/one/profile.json").read_text())
+    assert found["steps"] == 2
+    assert found["forward"] > 0
+    assert found["backward"] > 0
+    assert found["loader"] > 0
+    assert found["by_class"]["matmul"] > 0
+    assert any("not fused" in line for line in found["findings"])
+    assert all("): " not in kernel["name"] for kernel in found["kernels"])
+    trace = json.loads(gzip.decompress(Path("runs/one/trace.json.gz").read_bytes()))
+    assert any(e.get("name") == "throughline: forward" for e in trace["traceEvents"])
+    assert Path("runs/one/memory.png").stat().st_size > 5000
+    client = MlflowClient("sqlite:///mlflow.db")
+    (run,) = client.search_runs(["1"])
+    assert run.info.status == "FINISHED"
+    assert {f.path for f in client.list_artifacts(run.info.run_id)} >= {"trace.json.gz", "memory.png", "profile.json"}
+    assert command(monkeypatch, *flags, "--name", "one") == 2
+
+
+def test_without_room_for_a_trace_nothing_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(profile, "TRACE_ROOM", 10**18)
+    assert command(monkeypatch, "--data", str(small_shards), "--name", "full") == 2
+    assert "GB free" in capfd.readouterr().err
+    assert not Path("runs/full").exists()
+
+
+@pytest.mark.gpu
+def test_a_profile_on_a_gpu_names_the_kernel_that_ran(
+    tmp_path: Path, small_shards: Path, small_model: ModelConfig
+) -> None:
+    model = replace(small_model, width=128, heads=2, context_length=256)
+    config = TrainConfig(data=small_shards, model=model, micro_batch=8, global_batch=8, precision="bf16",
+                         attention="flash", device="cuda")  # fmt: skip
+    found, _ = profile.record(config, tmp_path)
+    assert found.attention == "flash"
+    assert found.by_class["matmul"] > 0
+    assert (tmp_path / "memory.html").stat().st_size > 1000

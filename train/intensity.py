@@ -1,0 +1,65 @@
+"""FLOPs for every byte moved, by class of operator: what a faster memory or a faster multiplier would speed up.
+
+In: a function that computes eagerly. Out: counts by class. Every operator below autograd is counted as
+dispatched, its inputs read and its outputs written once: contractions, normalisations, and the rest,
+element-wise (Ivanov et al., arXiv 2007.00072, table 1).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+NORMALISATIONS = ("layer_norm", "softmax", "nll_loss", "sum", "mean", "norm")
+
+
+@dataclass
+class Work:
+    """Arithmetic and traffic of one class of operators."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte; 0 when nothing is moved."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+
+class Intensity(TorchDispatchMode):
+    """While the block runs, counts into ``classes``: contractions, normalisations, element-wise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = {name: Work() for name in ("contractions", "normalisations", "element-wise")}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if func.is_view or not results:
+            return out
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = func.__name__
+        counted = flop_registry.get(func.overloadpacket)
+        if counted:
+            kind, flops = "contractions", float(counted(*args, **(kwargs or {}), out_val=out))
+        else:
+            kind = "normalisations" if any(word in name for word in NORMALISATIONS) else "element-wise"
+            flops = float(max(tensor.numel() for tensor in [*inputs, *results]))
+        work = self.classes[kind]
+        work.flops += flops
+        work.bytes += sum(tensor.numel() * tensor.element_size() for tensor in [*inputs, *results])
+        return out
+
+
+def measure(work: Any) -> dict[str, Work]:
+    """The classes' work of calling ``work`` once."""
+    with Intensity() as counter:
+        work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return counter.classes

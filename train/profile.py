@@ -1,0 +1,165 @@
+"""Entry: ``python -m train.profile`` shows where a configuration's time and memory go, and says it in words.
+
+In: the flags of ``train.run``. Out: ``runs/NAME/`` with a Chrome/Perfetto trace, the kernel table, a
+memory timeline as PNG (on a GPU the allocator's snapshot as HTML too), and findings; all of it in MLflow.
+It runs the real loop in this process, without Ray, and records a few steps after warm-up.
+"""
+
+import shutil
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.table import Table
+
+from infra import command
+from infra.command import UserError, console
+from infra.storage import write_json
+from train.config import Cycle, TrainConfig, format_model
+from train.trace import FORWARD, Profile, analyse, findings
+
+WARM, STEPS = 3, 2
+"""Steps before and while recording."""
+TRACE_ROOM = 2 * 10**9
+"""Free bytes that a trace may need: GPT-2's two steps make about 100 MB of JSON, with stacks many times that."""
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """The configuration to look at."""
+
+    training: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+    name: str | None = None
+    """Name of the profile and of its folder; made from the model and the time when left out."""
+    out: Path = Path("runs")
+    """Folder that holds runs."""
+    tracking_uri: str | None = None
+    """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
+
+
+def main() -> None:
+    """Parse, profile, print, exit."""
+    command.run(
+        profile,
+        ProfileOptions,
+        module="train.profile",
+        description="Record a few training steps and say where time and memory go.",
+        default=ProfileOptions(),
+    )
+
+
+def profile(options: ProfileOptions) -> None:
+    """Profile a configuration from its options."""
+    from infra import provenance
+    from infra.tracking import Tracker, create_run
+    from pipeline.shards import read_manifest
+    from train import report
+
+    manifest = read_manifest(options.training.data)
+    preset = format_model(options.training.model).partition(",")[0]
+    name = options.name or f"profile-{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = (options.out / name).resolve()
+    if folder.exists():
+        raise UserError(f"{folder} exists already: give another --name.")
+    folder.mkdir(parents=True)
+    free = shutil.disk_usage(folder).free
+    if free < TRACE_ROOM:
+        folder.rmdir()
+        raise UserError(f"{options.out} has {free / 1e9:.1f} GB free and a trace may need {TRACE_ROOM / 1e9:g} GB.")
+    tags = provenance.collect() | {"kind": "profile"}
+    key = create_run("train", name, tracking_uri=options.tracking_uri, tags=tags)
+    with Tracker(key) as tracker:
+        report.record_start(tracker, options.training, manifest)
+        status = "FAILED"
+        try:
+            found, words = record(options.training, folder)
+            tracker.metrics(
+                {f"profile/{kind.replace(' ', '_')}_ms": spent for kind, spent in found.by_class.items()}
+                | {"profile/step_ms": found.step, "profile/idle_ms": found.idle, "profile/loader_ms": found.loader}
+            )
+            for path in sorted(folder.iterdir()):
+                tracker.file(path)
+            tracker.note("\n".join(f"- {line}" for line in words))
+            status = "FINISHED"
+        except OSError as failure:
+            raise UserError(f"the profile cannot be written to {folder}: {failure.strerror}.") from failure
+        finally:
+            tracker.finish(status)
+    show(found, words)
+    console.print(f"trace (open in ui.perfetto.dev), tables and pictures: {folder}")
+
+
+def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
+    """Run a few steps of ``config`` under torch's profiler, and write what they show to ``folder``."""
+    from train import intensity, memory_timeline
+    from train.loop import Trainer
+
+    config = replace(
+        config, steps=WARM + STEPS, tokens=None, time_budget=None, cycle=Cycle(WARM + STEPS, 0), keep_checkpoints=0
+    )
+    moments: list[float] = []
+
+    def after_step() -> bool:
+        moments.append(time.perf_counter())
+        if len(moments) == WARM:
+            recorder.start()
+        return False
+
+    trainer = Trainer(config, should_stop=after_step)
+    cuda = trainer.device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    recorder = torch.profiler.profile(
+        activities=activities, record_shapes=True, profile_memory=True, with_stack=True
+    )  # fmt: skip
+    plain = trainer.forward
+
+    def forward(*batch: torch.Tensor) -> torch.Tensor:
+        with torch.profiler.record_function(FORWARD):
+            return plain(*batch)
+
+    trainer.forward = forward
+    with memory_timeline.history(folder, cuda=cuda):
+        result = trainer.run()
+        recorder.stop()
+    if result.outcome != "finished":
+        raise UserError(f"the run to profile ended early, {result.outcome}: {result.reason}.")
+    recorder.export_chrome_trace(str(folder / "trace.json.gz"))
+    seconds = moments[-1] - moments[WARM - 1]
+    found = analyse(recorder.events() or [], STEPS, seconds, cuda=cuda)
+    memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
+    length = config.model.context_length
+    tokens = torch.zeros(config.micro_batch, length, dtype=torch.int64, device=trainer.device)
+    work = intensity.measure(lambda: trainer.model(tokens, tokens).backward()) if config.compile == "off" else {}
+    words = findings(found, optimizer=config.optimizer, compiled=config.compile != "off", cuda=cuda)
+    words += [f"{kind}: {counted.intensity:.1f} FLOPs a byte moved." for kind, counted in work.items()]
+    write_json(folder / "profile.json", asdict(found) | {"findings": words})
+    return found, words
+
+
+def show(found: Profile, words: list[str]) -> None:
+    """Time by class, the costliest kernels, and the findings."""
+    looks: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "title_justify": "left"}
+    title = f"{found.step:.2f} ms a step; forward {found.forward:.2f}, backward {found.backward:.2f}"
+    classes = Table("class", "ms a step", "share", title=title, **looks)
+    total = sum(found.by_class.values()) or 1.0
+    for kind, spent in found.by_class.items():
+        classes.add_row(kind, f"{spent:.3f}", f"{spent / total:.1%}")
+    for cause, spent in found.gaps.items():
+        classes.add_row(f"idle: {cause}", f"{spent:.3f}", "")
+    console.print(classes)
+    kernels = Table("kernel", "class", "calls", "ms", title="Costliest, over the recorded steps", **looks)
+    for kernel in found.kernels[:12]:
+        kernels.add_row(kernel.name[:70], kernel.kind, str(kernel.calls), f"{kernel.milliseconds:.3f}")
+    console.print(kernels)
+    console.print(f"attention ran by: {found.attention}")
+    for line in words:
+        console.print(f"- {line}")
+
+
+if __name__ == "__main__":
+    main()
