@@ -32,7 +32,7 @@ WAYS = ("worker", "driver", "interrupt", "terminate")
 
 def main() -> None:
     """Kill, continue, compare, record; exit 1 when anything differs."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", default="tiny,width=32,context_length=32")
     parser.add_argument("--kills", type=int, default=20)

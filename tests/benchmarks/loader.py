@@ -31,7 +31,7 @@ Next = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 def main() -> None:
     """Measure, print a table, and record."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=20_000_000)
     parser.add_argument("--seconds", type=float, default=2.0, help="of measuring a loader, three times over")
     parser.add_argument("--record", type=Path)
@@ -107,8 +107,8 @@ def random_crops(tokens: np.ndarray, folder: Path) -> Next:
 
 def litdata(tokens: np.ndarray, folder: Path) -> Next:
     """litdata's StreamingDataset over blocks of LENGTH + 1 tokens, shuffled."""
-    from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
-    from litdata.streaming.writer import BinaryWriter
+    from litdata import StreamingDataLoader, StreamingDataset, TokensLoader  # type: ignore[import-not-found]
+    from litdata.streaming.writer import BinaryWriter  # type: ignore[import-not-found]
 
     writer = BinaryWriter(str(folder), chunk_bytes="64MB", item_loader=TokensLoader(block_size=LENGTH + 1))
     pieces = np.array_split(tokens.astype(np.int32), 16)
@@ -122,7 +122,7 @@ def litdata(tokens: np.ndarray, folder: Path) -> Next:
 
 def mosaic(tokens: np.ndarray, folder: Path) -> Next:
     """mosaicml-streaming's StreamingDataset over MDS samples of LENGTH + 1 tokens, shuffled."""
-    from streaming import MDSWriter, StreamingDataset
+    from streaming import MDSWriter, StreamingDataset  # type: ignore[import-not-found]
 
     width = LENGTH + 1
     with MDSWriter(out=str(folder), columns={"tokens": f"ndarray:uint16:{width}"}) as writer:

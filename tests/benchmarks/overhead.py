@@ -26,7 +26,7 @@ HERE = Path(__file__)
 
 def main() -> None:
     """Measure in turns, print a table, and record. As a child: run one side and print what it found."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--micro-batch", type=int, default=4)
