@@ -1,0 +1,119 @@
+"""Rungs that claim to keep the mathematics: their loss curve is fp32's, step by step, on the small model."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from train.climb import native_bf16
+from train.config import Cycle, ModelConfig, TrainConfig
+from train.loop import Trainer
+from train.losses import HAS_FUSED
+from train.suites import SUITES, apply
+
+STEPS = 12
+TOLERANCE = 2e-4
+"""Nats. Sums in another order differ by 1e-6 in the first step, and training amplifies that."""
+
+
+def curve(config: TrainConfig) -> list[float]:
+    """The training loss of every step."""
+    trainer = Trainer(config)
+    result = trainer.run()
+    assert result.outcome == "finished", result.reason
+    return trainer.reports[0].step_losses
+
+
+@pytest.fixture(scope="module")
+def plain(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+    """fp32, everything by the book."""
+    return TrainConfig(
+        data=small_shards, model=small_model, micro_batch=8, global_batch=8, precision="fp32", attention="manual",
+        optimizer="adamw", learning_rate=3e-3, device="cpu", steps=STEPS, cycle=Cycle(STEPS, 0), keep_checkpoints=0,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def golden(plain: TrainConfig) -> list[float]:
+    """fp32's loss curve, which falls."""
+    losses = curve(plain)
+    assert losses[-1] < losses[0] - 0.1
+    return losses
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"micro_batch": 2},
+        {"checkpointing": "full"},
+        {"checkpointing": "selective"},
+        {"loss_chunks": 8},
+        {"attention": "sdpa"},
+        {"optimizer": "adamw-fused"},
+        {"naive": ("sync", "zero", "copy", "collect")},
+        pytest.param({"loss": "fused"}, marks=pytest.mark.skipif(not HAS_FUSED, reason="torch 2.13 has it")),
+        {"micro_batch": 4, "checkpointing": "full", "loss_chunks": 4, "attention": "sdpa", "optimizer": "adamw-fused"},
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_what_changes_the_execution_keeps_the_curve(
+    plain: TrainConfig, golden: list[float], changes: Mapping[str, Any]
+) -> None:
+    assert curve(replace(plain, **changes)) == pytest.approx(golden, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_checkpointing_repeats_the_dropout_of_the_forward_pass(plain: TrainConfig, kind: Any) -> None:
+    dropped = replace(plain, model=replace(plain.model, dropout=0.2))
+    assert curve(replace(dropped, checkpointing=kind)) == pytest.approx(curve(dropped), abs=TOLERANCE)
+
+
+def test_padding_the_vocabulary_barely_moves_the_curve(plain: TrainConfig, golden: list[float]) -> None:
+    """Ids that never occur add exp(0) each to the softmax at the start, until training has silenced them."""
+    exact = curve(replace(plain, model=replace(plain.model, padded_vocabulary=plain.model.vocabulary)))
+    assert exact == pytest.approx(golden, abs=0.3)
+
+
+def test_untying_is_new_mathematics(plain: TrainConfig, golden: list[float]) -> None:
+    untied = curve(replace(plain, model=replace(plain.model, tied=False)))
+    assert untied != pytest.approx(golden, abs=TOLERANCE)
+
+
+@pytest.mark.skipif(not native_bf16(), reason="this CPU emulates bf16")
+def test_bf16_is_near_fp32_but_not_it(plain: TrainConfig, golden: list[float]) -> None:
+    assert curve(replace(plain, precision="bf16")) == pytest.approx(golden, abs=0.05)
+
+
+def test_rungs_that_change_the_mathematics_are_labelled() -> None:
+    """Precision of 16 bits, tying, heads and other optimizers change it; nothing else in the suites does."""
+    changing = {"model.tied", "model.heads"}
+    for suite in SUITES.values():
+        base = apply(TrainConfig(device="cuda", steps=10), suite.base)
+        for rung in suite.rungs:
+            config = apply(base, rung.changes)
+            different = (
+                bool(changing & set(rung.changes))
+                or ("precision" in rung.changes and config.precision not in ("fp32", "tf32"))
+                or ("optimizer" in rung.changes and not config.optimizer.startswith("adamw"))
+                or config.optimizer in ("adamw-8bit", "adamw-bf16")
+            )
+            assert rung.new_mathematics == different, f"{suite.name}: {rung.name}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "tf32"}, {"precision": "bf16"}, {"precision": "bf16-activations"},
+        {"precision": "bf16", "attention": "flash"}, {"precision": "bf16", "attention": "auto"},
+        {"precision": "bf16", "compile": "whole"},
+    ],
+    ids=lambda changes: " ".join(map(str, changes.values())),
+)  # fmt: skip
+def test_a_gpus_rungs_stay_near_fp32(plain: TrainConfig, changes: Mapping[str, Any]) -> None:
+    wide = replace(plain, device="cuda", model=replace(plain.model, width=64, heads=1))
+    torch._dynamo.reset()
+    assert curve(replace(wide, **changes)) == pytest.approx(curve(wide), abs=0.05)
