@@ -3,6 +3,7 @@
 import math
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from infra.command import console, escape
 from infra.tracking import Tracker
 from infra.units import GIB, format_duration
 from pipeline.shards import Manifest
+from train.anatomy import Anatomy, predict_peak
 from train.config import TrainConfig, format_model
 from train.result import RunResult
 
@@ -71,10 +73,32 @@ def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float 
 
 def record_end(tracker: Tracker, config: TrainConfig, result: RunResult) -> None:
     """The run's page with its result."""
-    tracker.metrics(result_metrics(result), result.steps)
+    tracker.metrics(result_metrics(result) | prediction_metrics(config, result), result.steps)
     tracker.tags({"outcome": result.outcome, "device": result.device})
     tracker.json(result.to_json(), "result.json")
-    tracker.note(markdown(config, result))
+    tracker.note(markdown(config, result) + memory_markdown(config, result))
+
+
+def predicted(config: TrainConfig, result: RunResult) -> Anatomy:
+    """The peak expected of ``config`` on the device that it ran on."""
+    return predict_peak(replace(config, device="cpu" if result.device == "cpu" else "cuda"))
+
+
+def prediction_metrics(config: TrainConfig, result: RunResult) -> dict[str, float | None]:
+    """The predicted peak and how far it was from the measured one, as a fraction of that."""
+    total = predicted(config, result).total
+    return {"memory/predicted_gib": total / GIB, "memory/prediction_error": total / result.memory.process - 1}
+
+
+def memory_markdown(config: TrainConfig, result: RunResult) -> str:
+    """The anatomy of the peak as predicted, with what was measured beside its sums."""
+    anatomy, memory = predicted(config, result), result.memory
+    lines = ["", "", "| peak memory, GiB | predicted | measured |", "|---|---|---|"]
+    lines += [f"| {part} | {size / GIB:.3f} | |" for part, size in anatomy.parts().items() if size]
+    if memory.allocated is not None:
+        lines.append(f"| in torch's allocator | {anatomy.allocated / GIB:.3f} | {memory.allocated / GIB:.3f} |")
+    lines.append(f"| **process** | {anatomy.total / GIB:.3f} | {memory.process / GIB:.3f} |")
+    return "\n".join(lines)
 
 
 def result_metrics(result: RunResult) -> dict[str, float | None]:
