@@ -9,8 +9,10 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -28,6 +30,9 @@ from pipeline.shards import MANIFEST, QUARANTINE, Manifest, read_manifest
 from pipeline.sources import Inventory, find
 from pipeline.witness import notes_folder
 from pipeline.work import do_pieces, warm_up
+
+if TYPE_CHECKING:
+    from infra.tracking import Tracker
 
 
 def main(config: TokenizeConfig) -> int:
@@ -60,9 +65,6 @@ def main(config: TokenizeConfig) -> int:
         if not todo and _is_finished(folder, inventory):
             console.print(f"{folder} is finished; nothing to do.", markup=False)
             return 0
-        if config.overwrite:
-            state.clear(folder)
-        state.begin(folder, config)
         _make(config, folder, inventory, plan, todo, timings)
     return 0
 
@@ -75,44 +77,52 @@ def _make(
     todo: list[Piece],
     timings: report.Progress,
 ) -> None:
-    from infra.tracking import Tracker, create_run  # imports MLflow, which dry runs and mistakes need not wait for
-
-    with _phase(timings, "tracking"):
-        key = create_run("pipeline", folder.name, tracking_uri=config.tracking_uri, tags=provenance.collect())
-    with Tracker(key) as tracker:
+    """Do the pieces and finish the data set. MLflow is imported while Ray starts, and Ray stops while we finish."""
+    with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as ray:
+        opening = background.submit(_open_run, config, folder)
+        if todo:
+            with _phase(timings, "ray start"):
+                ray.enter_context(connected(config.address, cpus=config.parallelism))
+                warm_up(0 if config.address else min(config.parallelism, len(todo)))
+        with _phase(timings, "mlflow start"):
+            tracker = opening.result()
+        if config.overwrite:
+            state.clear(folder)
+        state.begin(folder, config)
         tracker.params(config.identity() | {"out": folder, "workers": config.parallelism, "pieces": len(plan)})
         try:
             if todo:
-                with _phase(timings, "ray start"):
-                    cluster = connected(config.address, cpus=config.parallelism)
-                    cluster.__enter__()
-                try:
-                    with _phase(timings, "work"):
-                        _work(config, folder, plan, todo, timings, key.run_id)
-                finally:
-                    shutil.rmtree(notes_folder(key.run_id), ignore_errors=True)
-                    with _phase(timings, "ray stop"):
-                        cluster.__exit__(None, None, None)
+                with _phase(timings, "work"):
+                    _work(config, folder, plan, todo, timings, tracker.key.run_id)
+            stopping = background.submit(ray.close)
             with _phase(timings, "finish"):
                 manifest = _finish(config, folder, inventory, plan)
+            with _phase(timings, "ray stop"):
+                stopping.result()
         except BaseException as failure:
             tracker.finish("KILLED" if isinstance(failure, KeyboardInterrupt) else "FAILED")
             raise
-        note = report.as_markdown(str(config.out), manifest.report, timings, manifest.fingerprint)
-        tracker.note(note)
-        tracker.metrics(timings.metrics() | _counts(manifest))
-        tracker.file(folder / MANIFEST)
-        tracker.file(folder / QUARANTINE)
-        tracker.data(folder.name, manifest.fingerprint, str(folder), manifest.report, "output")
-        tracker.finish()
+        finally:
+            shutil.rmtree(notes_folder(tracker.key.run_id), ignore_errors=True)
+    note = report.as_markdown(str(config.out), manifest.report, timings, manifest.fingerprint)
+    tracker.note(note)
+    tracker.metrics(timings.metrics() | _counts(manifest))
+    tracker.file(folder / MANIFEST)
+    tracker.file(folder / QUARANTINE)
+    tracker.data(folder.name, manifest.fingerprint, str(folder), manifest.report, "output")
     console.print(Markdown(note), soft_wrap=False)
+    tracker.finish()
+
+
+def _open_run(config: TokenizeConfig, folder: Path) -> "Tracker":
+    from infra.tracking import Tracker, create_run  # imports MLflow, which dry runs and mistakes need not wait for
+
+    return Tracker(create_run("pipeline", folder.name, tracking_uri=config.tracking_uri, tags=provenance.collect()))
 
 
 def _work(
     config: TokenizeConfig, folder: Path, plan: list[Piece], todo: list[Piece], timings: report.Progress, run: str
 ) -> None:
-    if not config.address:
-        warm_up(min(config.parallelism, len(todo)))
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("pieces, {task.fields[rate]}"),
         TimeElapsedColumn(), TimeRemainingColumn(),

@@ -60,9 +60,13 @@ def warm_up(workers: int) -> None:
 
     @ray.remote(num_cpus=1)
     def load() -> None:
+        import ray.data  # noqa: F401 what a map task unpickles needs it
+
         from pipeline.encoding import encode
+        from pipeline.piece import do_piece  # noqa: F401
 
         encode(b"warm")
 
     for _ in range(workers):
         load.remote()
+    import ray.data
