@@ -227,7 +227,9 @@ def load(
     if damage:
         raise UserError(f"{checkpoint} is damaged: {damage}; remove it to continue from the checkpoint before it.")
     load_weights(checkpoint, model, device)
-    state = torch.load(checkpoint / _STATE, map_location=device, weights_only=True)
+    # On the host first: AdamW without a fused kernel keeps its step count there, and a copy on the GPU would be
+    # waited for at every step. The optimizer moves the rest to its parameters.
+    state = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, values in state["optimizer"].get("state", {}).items():
         like = parameters[index]

@@ -37,7 +37,8 @@ def settle(config: TrainConfig) -> TrainConfig:
     if precision == "auto":
         precision = "bf16" if cuda and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     attention = config.attention
-    if attention == "auto" and config.mask_books and cuda and not config.model.dropout:
+    flexible = not config.model.dropout and config.model.width // config.model.heads >= 16
+    if attention == "auto" and config.mask_books and cuda and flexible:
         attention = "flex"
     elif attention == "auto" and not cuda:
         attention = "sdpa"
