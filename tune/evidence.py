@@ -11,6 +11,7 @@ from infra.tracking import RunKey, Tracker, create_run, find_runs
 from pipeline.shards import Manifest
 from tune.record import Row
 from tune.report import flat_row
+from tune.space import Space
 from tune.trial import Request
 
 GIB = 2**30
@@ -19,19 +20,21 @@ GIB = 2**30
 class Evidence:
     """The children of one search's parent run."""
 
-    def __init__(self, parent: RunKey, manifest: Manifest, data: Path) -> None:
+    def __init__(self, parent: RunKey, manifest: Manifest, data: Path, space: Space) -> None:
         self.parent = parent
         self.manifest = manifest
         self.data = data
+        self.space = space
         self.closed = set(find_runs(parent, "closed", "true"))
 
     def start(self, request: Request) -> None:
         """Open the child of a trial that is about to start, unless a killed driver opened it already."""
-        self._child(request.key, f"{request.number:03d} {request.proposal.candidate.label()}", request.proposal.stage)
+        proposal = request.proposal
+        self._child(request.key, f"{request.number:03d} {self.space.label(proposal.candidate)}", proposal.stage)
 
     def end(self, row: Row) -> None:
         """Complete a trial's child from its row, and close it."""
-        key = self._child(row.key, f"{row.number:03d} {row.candidate.label()}", row.stage)
+        key = self._child(row.key, f"{row.number:03d} {self.space.label(row.candidate)}", row.stage)
         if key.run_id in self.closed:
             return
         with Tracker(key) as tracker:

@@ -14,7 +14,7 @@ from typing import Any
 
 from infra.command import UserError
 from infra.storage import clear_temporaries, write_json
-from infra.tracking import RunKey
+from infra.tracking import RunKey, reopen_run
 from tune.config import SearchConfig
 
 KEPT, TRIALS = "search.json", "trials"
@@ -66,4 +66,6 @@ def resumed_parent(folder: Path, identity: dict[str, Any]) -> RunKey:
             f"--resume {folder.name}: that search was another one ({'; '.join(changed)}). Leave these flags out to "
             "continue it, or begin a new search with another --name."
         )
-    return RunKey(**kept["parent"])
+    parent = RunKey(**kept["parent"])
+    reopen_run(parent)
+    return parent

@@ -18,7 +18,7 @@ from tune.config import SearchConfig
 from tune.ranking import Standing, standings
 from tune.record import Row
 from tune.searcher import MemorySearcher
-from tune.space import Candidate, Space
+from tune.space import Space
 
 GB = 1e9
 HEADINGS = ("", "candidate", "x", "tokens/s", "95%", "control", "GB", "runs", "")
@@ -31,13 +31,13 @@ MEMORY_SOURCES = {
 }
 
 
-def row_text(row: Row, limit: int) -> str:
+def row_text(row: Row, space: Space, limit: int) -> str:
     """A finished trial as one line."""
     speed = "no speed"
     if row.tokens_per_second and row.low and row.high:
         speed = f"{row.tokens_per_second:,.0f} ± {(row.high - row.low) / 2 / row.tokens_per_second:.1%} tok/s"
     memory = "-" if row.memory is None else f"{row.memory / GB:.2f} of {limit / GB:.2f} GB"
-    parts = [f"{row.number:3d} {row.stage:7s} {row.candidate.label()} x {row.accumulation}", speed, memory]
+    parts = [f"{row.number:3d} {row.stage:7s} {space.label(row.candidate)} x {row.accumulation}", speed, memory]
     if row.mfu is not None:
         parts.append(f"MFU {row.mfu:.1%}")
     if row.compile_seconds is not None:
@@ -46,10 +46,10 @@ def row_text(row: Row, limit: int) -> str:
     return " | ".join(parts)
 
 
-def progress_text(rows: Sequence[Row], remaining: int) -> str:
+def progress_text(rows: Sequence[Row], space: Space, remaining: int) -> str:
     """The best so far, what was spent, and the time left."""
     ranked = standings(rows)
-    best = f"{ranked[0].candidate.label()} {ranked[0].tokens_per_second:,.0f} tok/s" if ranked else "none yet"
+    best = f"{space.label(ranked[0].candidate)} {ranked[0].tokens_per_second:,.0f} tok/s" if ranked else "none yet"
     spent = sum(row.seconds for row in rows)
     left = spent / len(rows) * remaining if rows else 0.0
     return f"    best: {best} | spent {format_duration(round(spent))} | about {format_duration(round(left))} left"
@@ -60,7 +60,7 @@ def table(rows: Sequence[Row], space: Space) -> Table:
     result = Table(title="tokens per second under the limit", title_justify="left", box=None, padding=(0, 1, 0, 0))
     for name in HEADINGS:
         numeric = name in ("tokens/s", "95%", "control", "GB", "runs")
-        result.add_column(name, justify="right" if numeric else "left", no_wrap=numeric or name == "candidate")
+        result.add_column(name, justify="right" if numeric else "left", no_wrap=numeric)
     for values in leaderboard(rows, space):
         result.add_row(*(escape(value) for value in values))
     return result
@@ -76,7 +76,7 @@ def leaderboard(rows: Sequence[Row], space: Space) -> list[tuple[str, ...]]:
         lines.append(
             (
                 "=" if standing.tied else str(place),
-                standing.candidate.label(),
+                space.label(standing.candidate),
                 str(space.config(standing.candidate).accumulation),
                 f"{standing.tokens_per_second:,.0f}",
                 f"± {(standing.high - standing.low) / 2 / standing.tokens_per_second:.1%}",
@@ -92,7 +92,7 @@ def leaderboard(rows: Sequence[Row], space: Space) -> list[tuple[str, ...]]:
         speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-"
         memory = "-" if row.memory is None else f"{row.memory / GB:.2f}"
         remark = f"{row.outcome}: {row.reason}"
-        lines.append(("-", row.candidate.label(), str(row.accumulation), speed, "", "", memory, "1", remark))
+        lines.append(("-", space.label(row.candidate), str(row.accumulation), speed, "", "", memory, "1", remark))
     return lines
 
 
@@ -114,8 +114,9 @@ def never_run(rows: Sequence[Row], space: Space, memory: MemorySearcher) -> list
     groups: dict[tuple[str, str], list[str]] = {}
     for candidate in space.candidates():
         if candidate not in seen:
-            knobs = Candidate(0, candidate.knobs).label().removeprefix("m0").strip()
-            groups.setdefault((knobs, memory.why_not(explored, candidate)), []).append(f"m{candidate.micro_batch}")
+            groups.setdefault((space.knobs_label(candidate.knobs), memory.why_not(explored, candidate)), []).append(
+                f"m{candidate.micro_batch}"
+            )
     return [f"{', '.join(sizes)}{' with ' + knobs if knobs else ''}: {why}" for (knobs, why), sizes in groups.items()]
 
 
@@ -133,7 +134,7 @@ def best_json(rows: Sequence[Row], space: Space) -> dict[str, Any] | None:
             "high": best.high,
             "memory_bytes": best.memory,
             "runs": best.runs,
-            "tied_with": [s.candidate.label() for s in ranked[1:] if s.tied],
+            "tied_with": [space.label(s.candidate) for s in ranked[1:] if s.tied],
         },
     }
 
@@ -164,7 +165,7 @@ def summary(rows: Sequence[Row], space: Space, memory: MemorySearcher, config: S
     if ranked:
         best = ranked[0]
         lines.append(
-            f"**{best.candidate.label()} x {space.config(best.candidate).accumulation}**: "
+            f"**{space.label(best.candidate)} x {space.config(best.candidate).accumulation}**: "
             f"{best.tokens_per_second:,.0f} tokens/s ({best.low:,.0f} to {best.high:,.0f}), {best.memory / GB:.2f} GB."
         )
     else:
@@ -208,8 +209,10 @@ def print_end(rows: Sequence[Row], space: Space, memory: MemorySearcher, folder:
     console.print(table(rows, space))
     for source in sorted({row.memory_source for row in rows if row.memory_source}):
         console.print(f"memory is {MEMORY_SOURCES[source]}")
-    for sentence in never_run(rows, space, memory):
-        console.print(f"never run: {sentence}", markup=False)
+    seen = {row.candidate for row in rows}
+    untried = len([candidate for candidate in space.candidates() if candidate not in seen])
+    if untried:
+        console.print(f"never run: {untried} candidates; {folder / 'summary.md'} says of each why")
     if standings(rows):
         console.print(f"train with it: {train_command(folder)}")
     else:

@@ -11,8 +11,8 @@ from infra.tracking import Tracker, how_to_look
 from infra.units import format_size
 from pipeline.shards import Manifest, read_manifest
 from train.config import format_model
+from tune import charts, plan, report
 from tune import folder as folders
-from tune import plan, report
 from tune.config import SearchConfig
 from tune.device import make_prior, memory_limit, pick_device
 from tune.driver import Listener, Proposals, drive, trial_resources
@@ -78,12 +78,12 @@ def _run(
         parent = open_parent(folder.name, config.tracking_uri, provenance.collect())
         folders.begin(folder, config, identity, parent)
     trials, data = folder / folders.TRIALS, config.training.data.resolve()
-    evidence = Evidence(parent, manifest, data)
+    evidence = Evidence(parent, manifest, data, space)
 
     def ended(row: Row, rows: Sequence[Row]) -> None:
         evidence.end(row)
-        console.print(report.row_text(row, limit), markup=False)
-        console.print(report.progress_text(rows, strategy.remaining(rows)), markup=False)
+        console.print(report.row_text(row, space, limit), markup=False)
+        console.print(report.progress_text(rows, space, strategy.remaining(rows)), markup=False)
 
     def request(proposal: Proposal, number: int) -> Request:
         trial = space.config(proposal.candidate).to_json() | {"data": str(data)}
@@ -105,6 +105,9 @@ def _run(
             return INTERRUPTED
         for file in report.write_files(rows, space, memory, config, folder):
             tracker.file(file)
+        for chart, figure in charts.draw(rows, memory).items():
+            figure.savefig(folder / f"{chart}.png", dpi=120)
+            tracker.file(folder / f"{chart}.png", "charts")
         tracker.note(report.summary(rows, space, memory, config, folder))
         tracker.finish()
     report.print_end(rows, space, memory, folder)

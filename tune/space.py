@@ -33,10 +33,6 @@ class Candidate:
     micro_batch: int
     knobs: Combination = ()
 
-    def label(self) -> str:
-        """``m8``, or ``m8 checkpointing=full``, for tables."""
-        return " ".join([f"m{self.micro_batch}", *(f"{name}={value}" for name, value in self.knobs)])
-
 
 @dataclass(frozen=True)
 class Space:
@@ -62,6 +58,15 @@ class Space:
     def control(self) -> Candidate:
         """The candidate that the base config is: what the search is compared with."""
         return Candidate(self.base.micro_batch, self.combinations[0])
+
+    def knobs_label(self, knobs: Combination) -> str:
+        """The settings that differ from the control's, such as ``checkpointing=full``; nothing where none does."""
+        own = self.combinations[0]
+        return " ".join(f"{n}={v}" for (n, v), control in zip(knobs, own, strict=True) if (n, v) != control)
+
+    def label(self, candidate: Candidate) -> str:
+        """``m8``, or ``m8 checkpointing=full``, for tables."""
+        return f"m{candidate.micro_batch} {self.knobs_label(candidate.knobs)}".strip()
 
     def neighbours(self, knobs: Combination) -> list[Combination]:
         """Combinations that differ from ``knobs`` in one knob."""
