@@ -215,6 +215,8 @@ class TrainConfig:
     """Training tokens to train for."""
     time_budget: Seconds | None = None
     """Time to train for, from the first step on: 90s, 5m, 1h."""
+    within: float | None = None
+    """End early once the speed is known to this fraction: 0.005 is half a percent, by a confidence sequence."""
     cycle: CycleText = Cycle()
     """Training steps and validation batches between two reports."""
     checkpoint_every: int = 200

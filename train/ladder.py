@@ -36,6 +36,8 @@ class LadderOptions:
     """Optimizer steps a rung."""
     time_budget: Seconds | None = None
     """Time a rung, from its first step on; 5m unless --steps is given."""
+    within: float | None = None
+    """End a rung early once its speed is known to this fraction; 0.005 is half a percent."""
     cycle: CycleText = CYCLE
     """Training steps and validation batches between two reports."""
     fit: bool = False
@@ -139,7 +141,12 @@ def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
     if options.model:
         suite = replace(suite, base={name: value for name, value in suite.base.items() if name != "model"})
     config = TrainConfig(
-        data=options.data.resolve(), seed=options.seed, device=options.device, cycle=options.cycle, keep_checkpoints=0
+        data=options.data.resolve(),
+        seed=options.seed,
+        device=options.device,
+        cycle=options.cycle,
+        keep_checkpoints=0,
+        within=options.within,
     )
     if options.model:
         config = replace(config, model=options.model)
@@ -157,6 +164,7 @@ def saved(options: LadderOptions) -> dict[str, object]:
         "model": asdict(options.model) if options.model else None,
         "steps": options.steps,
         "time_budget": options.time_budget,
+        "within": options.within,
         "cycle": str(options.cycle),
         "fit": options.fit,
         "memory_limit": options.memory_limit,

@@ -183,6 +183,8 @@ class Trainer:
             outcome, ended = "finished", f"reached {self.step} steps"
         elif config.time_budget is not None and self.elapsed >= config.time_budget:
             outcome, ended = "finished", "the time budget is used up"
+        elif config.within and self.step == self.reported + 1 and measure.settled(self.step_seconds, config.within):
+            outcome, ended = "finished", f"the speed is known to {config.within:.1%}"
         elif self.workers.first and self.should_stop():
             outcome, ended = "interrupted", "was asked to stop"
         known: list[Outcome | None] = [None, "finished", "interrupted"]

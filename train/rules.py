@@ -60,6 +60,8 @@ def _sizes(config: "TrainConfig") -> None:
     for name in ("keep_checkpoints", "warmup_steps", "clip_norm", "spike", "weight_decay", "seed"):
         if not getattr(config, name) >= 0:
             raise UserError(f"{_flag(config, name)} must not be negative.")
+    if config.within is not None and not 0 < config.within < 1:
+        raise UserError(f"{_flag(config, 'within')} must be a fraction between 0 and 1.")
     if not config.learning_rate > 0:
         raise UserError(f"{_flag(config, 'learning_rate')} must be above 0.")
     for name in ("beta1", "beta2"):

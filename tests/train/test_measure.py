@@ -1,9 +1,15 @@
 """Warm-up is set aside whatever its shape, and the speed is the steady state's."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from infra.command import UserError
 from train.compare import Ladder
+from train.config import Cycle, ModelConfig, TrainConfig
+from train.loop import Trainer
 from train.measure import settled, steady_state, warmup_steps
 
 
@@ -75,3 +81,16 @@ def test_false_alarms_of_a_simulated_machine_are_at_most_one_in_twenty() -> None
         alarms += sum(v is not None and v.different for v in verdicts)
         total += 9
     assert alarms / total <= 0.055
+
+
+def test_a_run_ends_once_its_speed_is_known(small_shards: Path, small_model: ModelConfig) -> None:
+    config = TrainConfig(
+        data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=2000, within=0.9,
+        cycle=Cycle(20, 0), device="cpu",
+    )  # fmt: skip
+    result = Trainer(config).run()
+    assert result.outcome == "finished"
+    assert result.steps < 2000
+    assert "known to 90" in result.reason
+    with pytest.raises(UserError, match="between 0 and 1"):
+        replace(config, within=5.0)
