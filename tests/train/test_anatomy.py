@@ -13,7 +13,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from train import anatomy
 from train.anatomy import correct, largest_micro_batch, predict_peak
 from train.attention import ATTENTION
-from train.config import PRESETS, TrainConfig
+from train.config import PRESETS, Compile, TrainConfig
 from train.loop import Trainer
 from train.model import GPT
 from train.optimizers import make_optimizer
@@ -127,7 +127,7 @@ def test_parts_add_up() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", ["off", "whole"])
 def test_two_probes_predict_reserved_memory_of_other_batches_within_3_percent(
-    compiled: str, small_shards: Path
+    compiled: Compile, small_shards: Path
 ) -> None:
     """On the GPU, against what the allocator reserved."""
     model = replace(PRESETS["gpt2-124m"], layers=4)
