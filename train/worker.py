@@ -194,7 +194,7 @@ def refuse_hopeless(home: RunFolder, step: int) -> None:
 
 @contextmanager
 def stop_on_signal(flag: Path) -> Iterator[None]:
-    """While the block runs, the first SIGINT or SIGTERM creates ``flag``; a second one exits at once."""
+    """While the block runs, the first SIGINT or SIGTERM creates ``flag``; a second one, then or later, ends us."""
 
     def handle(signum: int, frame: object) -> None:
         if flag.exists():
@@ -206,5 +206,6 @@ def stop_on_signal(flag: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        if not flag.exists():
+            for number, handler in previous.items():
+                signal.signal(number, handler)
