@@ -16,7 +16,7 @@ DEMO_RUN := --model gpt2-124m --micro-batch 32 --global-batch 96 --steps 100 --c
 DEMO_SEARCH := --model gpt2-124m --global-batch 96 --memory-limit 40GB --compile whole
 endif
 
-.PHONY: install demo test lint clean
+.PHONY: install demo test lint clean bench-loader bench-overhead bench-search bench-aa campaign-train
 
 install: $(INSTALLED)
 
@@ -43,6 +43,25 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+# What measures, run by hand on a quiet machine; each writes its record.
+RECORDS := tests/benchmarks/records
+DATA := data/tokens
+
+bench-loader: install
+	$(BIN)/python tests/benchmarks/loader.py --record $(RECORDS)/loader.json
+
+bench-overhead: install
+	$(BIN)/python tests/benchmarks/overhead.py --data $(DATA) --record $(RECORDS)/overhead.json
+
+bench-search: install
+	$(BIN)/python tests/benchmarks/search.py --seeds 200 --out $(RECORDS)/search.json
+
+bench-aa: install
+	$(BIN)/python tests/benchmarks/aa.py --pairs 100 --out $(RECORDS)
+
+campaign-train: install
+	$(BIN)/python tests/benchmarks/campaign_train.py --data $(DATA) --kills 20 --record $(RECORDS)/campaign-train.json
 
 clean:
 	rm -rf $(VENV)
