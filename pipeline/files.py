@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
@@ -78,7 +77,7 @@ def listing(uri: str) -> Iterator[Entry]:
 def open_file(uri: str) -> BinaryIO:
     """A seekable binary file; ``FileNotFoundError`` when it is gone."""
     if not is_remote(uri):
-        return Path(uri).open("rb", buffering=_BUFFER)
+        return open(uri, "rb")  # noqa: PTH123 the caller closes it; Path would parse each name
     system, path = locate(uri)
     file = _steadily(uri, lambda: system.open_input_file(path))
     return io.BufferedReader(_Steady(uri, file), buffer_size=_BUFFER)

@@ -11,9 +11,11 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-HEAD = 40_000
-TAIL = 60_000
-FRONT = 6_000
+NEAR, HEAD = 4_000, 40_000
+"""Where a header ends: nearly always within the first, sometimes (the licence is in front) within the second."""
+LICENCE, TAIL = 24_000, 60_000
+"""Where a footer begins, counted from the end, in the same way."""
+FRONT = 5_000
 """How far behind the header credits and transcribers' notes are looked for, in bytes."""
 LONG = 500
 """A paragraph of more bytes is the book's, and credits stand before it."""
@@ -40,7 +42,7 @@ _LINE_BEFORE_END = re.compile(rb"[ \t*_]*(?:THE )?\Z")
 
 # A start line may run over several lines, to the asterisks that close it.
 _REST_OF_START = re.compile(rb"[^*\n]*(?:\n[^*\n]*){0,4}?\*{2,}[^\n]*\n|[^\n]*\n")
-_SHAKESPEARE = re.compile(rb"[ \t]*<<THIS ELECTRONIC VERSION OF THE COMPLETE WORKS[^>]*>>\n*")
+_SHAKESPEARE = re.compile(rb"<<THIS ELECTRONIC VERSION OF THE COMPLETE WORKS[^>]*>>\n*")
 _VERSION_LINE = re.compile(rb'\n*\["Small Print" V[^\n]*\n')
 
 _PARAGRAPH = re.compile(rb"\n*([^\n]+(?:\n[^\n]+)*)(?:\n|\Z)")
@@ -113,7 +115,9 @@ def declared_encoding(head: bytes) -> str | None:
 
 def _find_start(text: bytes, forms: list[str]) -> int:
     """The end of the last line that closes a header; 0 without one."""
-    upper = text[:HEAD].upper()
+    upper = text[:NEAR].upper()
+    if not any(marker in upper for form, marker in _STARTS if form == "start line"):
+        upper = text[:HEAD].upper()
     start = 0
     for form, marker in _STARTS:
         at = upper.rfind(marker)
@@ -131,9 +135,11 @@ def _find_stop(text: bytes, start: int, forms: list[str], *, wrapped: bool) -> i
 
     Markers that do not name Project Gutenberg count only where the header did.
     """
-    offset = max(start, len(text) - TAIL)
-    tail = text[offset:]
-    upper = tail.upper()
+    offset = max(start, len(text) - LICENCE)
+    upper = text[offset:].upper()
+    if not any(marker in upper for form, marker in _ENDS if form == "end line"):
+        offset = max(start, len(text) - TAIL)
+        upper = text[offset:].upper()
     stop = len(text)
     for form, marker in _ENDS:
         if not wrapped and b"PROJECT GUTENBERG" not in marker:
@@ -174,9 +180,12 @@ def _without_credits(front: bytes, forms: list[str]) -> bytes:
     ours = _mentions(lower)
     kept: list[bytes] = []
     position = 0
+    last = max([*ours[-1:], lower.rfind(b"note")])
     for begin, end, paragraph in _paragraphs(lower):
         if begin < position:
             continue
+        if kept and begin > last:
+            break
         stop = None
         if _NOTE.match(paragraph):
             stop = _end_of_note(front, begin, end)

@@ -1,7 +1,7 @@
 """What one piece became, on disk beside the shards: written last, it makes the piece done."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from infra.storage import write_json
@@ -32,7 +32,8 @@ class Record:
     def write(self, folder: Path, name: str) -> None:
         """Mark the piece as done."""
         (folder / PIECES).mkdir(parents=True, exist_ok=True)
-        write_json(folder / PIECES / f"{name}.json", asdict(self))
+        values = vars(self) | {"shards": [vars(s) for s in self.shards], "dropped": [vars(d) for d in self.dropped]}
+        write_json(folder / PIECES / f"{name}.json", values)
 
 
 def read_record(folder: Path, name: str) -> Record | None:

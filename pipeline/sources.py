@@ -10,6 +10,7 @@ import glob
 import hashlib
 import json
 import os
+import posixpath
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -43,17 +44,16 @@ class SourceFile:
     @property
     def compression(self) -> str | None:
         """``gzip``, ``zstd`` or None, by the name's last suffix."""
-        return COMPRESSED.get(PurePosixPath(self.id.lower()).suffix)
+        return COMPRESSED.get(_suffix(self.id))
 
     @property
     def form(self) -> Form:
         """How books lie in the file, by its name. What has no suffix that we know is text."""
         if self.id == SAMPLE and self.uri.endswith(".jsonl"):
             return "sample"
-        suffixes = PurePosixPath(self.id.lower()).suffixes
-        if suffixes and suffixes[-1] in COMPRESSED:
-            suffixes.pop()
-        last = suffixes[-1] if suffixes else ""
+        last = _suffix(self.id)
+        if last in COMPRESSED:
+            last = _suffix(self.id[: -len(last)])
         if last in LINES:
             return "lines"
         return "parquet" if last == ".parquet" else "zip" if last == ".zip" else "text"
@@ -179,7 +179,7 @@ def _walk(folder: Path, name: str, skipped: Counter[str]) -> Iterator[SourceFile
 
 
 def _known(name: str, skipped: Counter[str]) -> bool:
-    suffix = PurePosixPath(name.lower()).suffix
+    suffix = _suffix(name)
     if suffix in SUFFIXES:
         return True
     skipped[suffix or "(none)"] += 1
@@ -189,6 +189,11 @@ def _known(name: str, skipped: Counter[str]) -> bool:
 def _entry(name: str, path: Path, *, timed: bool = True) -> SourceFile:
     status = path.stat()
     return SourceFile(_printable(name), str(path), status.st_size, status.st_mtime_ns if timed else 0)
+
+
+def _suffix(name: str) -> str:
+    """The last suffix in lower case, by string alone: pathlib's parsing would show in the time of small files."""
+    return posixpath.splitext(name)[1].lower()
 
 
 def _printable(name: str) -> str:
