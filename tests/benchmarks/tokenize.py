@@ -1,0 +1,291 @@
+"""How fast are books made into tokens? Ours against the floor and the ways of others, in one run.
+
+    python -P tests/benchmarks/tokenize.py BOOKS [--sizes 82MB 1200MB] [--repeats 3] [--record FILE.json]
+
+(-P, because the folder of a script comes first on the path, and this name is also one of Python's own.)
+
+BOOKS is a folder of text files; a size larger than the folder repeats its books under new names. Every
+system works with two processes and is timed as a whole, start-up included, in rounds that run each once:
+the floor reads, encodes with gigatoken and writes, in two plain processes, and does nothing else. "Ours,
+warm" is the second execution on a Ray that has started: cleaning, hashing, checksums and fsync included.
+Peak memory is the proportional share (PSS) of the whole process tree of our command.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from infra.units import parse_size
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+WORKERS = 2
+
+_SETUP = """
+import os, sys, time
+from multiprocessing import get_context
+from pathlib import Path
+import numpy as np
+files = sorted(str(p) for p in Path(sys.argv[1]).rglob("*.txt"))
+out = Path(sys.argv[2])
+out.mkdir(parents=True, exist_ok=True)
+"""
+
+_FLOOR = """
+def work(part):
+    from pipeline.encoding import encode
+    with (out / f"{part}.bin").open("wb") as file:
+        for name in files[part::2]:
+            with open(name, "rb") as book:
+                encode(book.read()).tofile(file)
+
+if __name__ == "__main__":
+    processes = [get_context("fork").Process(target=work, args=(part,)) for part in range(2)]
+    [p.start() for p in processes]
+    [p.join() for p in processes]
+    assert not any(p.exitcode for p in processes)
+"""
+
+_POOL = """
+def load():
+    from pipeline.encoding import reference
+    reference()
+
+def encode(name):
+    from pipeline.encoding import reference
+    with open(name, encoding="utf-8", newline="") as book:
+        return reference().encode_to_numpy(book.read(), disallowed_special=()).astype(np.uint16)
+
+if __name__ == "__main__":
+    with get_context("fork").Pool(2, load) as pool, (out / "tokens.bin").open("wb") as file:
+        for ids in pool.imap(encode, files, chunksize=4):
+            ids.tofile(file)
+"""
+
+_DATASETS = """
+def encode(book):
+    from pipeline.encoding import reference
+    ids = reference().encode_ordinary(book["text"])
+    return {"ids": ids, "len": len(ids)}
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from datasets import Dataset
+    def books():
+        for name in files:
+            with open(name, encoding="utf-8", newline="") as book:
+                yield {"text": book.read()}
+    data = Dataset.from_generator(books, cache_dir=str(out / "cache"))
+    data = data.map(encode, remove_columns=["text"], num_proc=2)
+    stream = np.memmap(out / "tokens.bin", dtype=np.uint16, mode="w+", shape=(int(np.sum(data["len"])),))
+    start = 0
+    for shard in range(64):
+        part = data.shard(num_shards=64, index=shard, contiguous=True).with_format("numpy")
+        if len(part):
+            ids = np.concatenate(part["ids"])
+            stream[start : start + len(ids)] = ids
+            start += len(ids)
+    stream.flush()
+"""
+
+_LITDATA = """
+def encode(name):
+    from pipeline.encoding import reference
+    import torch
+    with open(name, encoding="utf-8", newline="") as book:
+        yield torch.tensor(reference().encode_ordinary(book.read()), dtype=torch.uint16)
+
+if __name__ == "__main__":
+    from litdata import optimize, TokensLoader
+    optimize(fn=encode, inputs=files, output_dir=str(out / "shards"), num_workers=2, chunk_bytes="64MB",
+             item_loader=TokensLoader())
+"""
+
+_WARM = """
+if __name__ == "__main__":
+    from infra.cluster import connected
+    from pipeline.config import TokenizeConfig
+    from pipeline.plan import make_plan
+    from pipeline.sources import find
+    from pipeline.work import do_pieces
+    config = TokenizeConfig(sources=(sys.argv[1],))
+    plan = make_plan(find(config.sources), config)
+    with connected(cpus=2):
+        list(do_pieces(plan, out, 2, "warm-up"))
+        start = time.perf_counter()
+        list(do_pieces(plan, out, 2, "measured"))
+        print(f"SECONDS {time.perf_counter() - start}")
+"""
+
+PROGRAMS = {
+    "floor: gigatoken, two processes": _FLOOR,
+    "tiktoken in a pool": _POOL,
+    "datasets.map + tiktoken": _DATASETS,
+    "litdata + tiktoken": _LITDATA,
+}
+NEEDS = {"datasets.map + tiktoken": "datasets", "litdata + tiktoken": "litdata"}
+OURS, WARM = "ours, end to end", "ours, warm"
+
+
+def main() -> None:
+    """Measure, print a table, and record."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("books", type=Path)
+    parser.add_argument("--sizes", nargs="+", type=parse_size, default=[82_000_000, 1_200_000_000])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--record", type=Path)
+    options = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="tokenize-benchmark-") as work:
+        for size in options.sizes:
+            corpus, actual = repeat_books(options.books, Path(work) / f"books-{size}", size)
+            rows += measure(corpus, actual, Path(work), options.repeats)
+            shutil.rmtree(corpus)
+    show(rows)
+    if options.record:
+        options.record.write_text(json.dumps(record(options.repeats, rows), indent=2) + "\n", encoding="utf-8")
+
+
+def repeat_books(books: Path, folder: Path, size: int) -> tuple[Path, int]:
+    """A folder of about ``size`` bytes: the text files of ``books``, again and again under new names."""
+    folder.mkdir(parents=True)
+    files = sorted(path for path in books.rglob("*.txt"))
+    total = number = 0
+    while total < size * 0.99:
+        source = files[number % len(files)]
+        shutil.copyfile(source, folder / f"{number:06d}.txt")
+        total += source.stat().st_size
+        number += 1
+    return folder, total
+
+
+def measure(corpus: Path, size: int, work: Path, repeats: int) -> list[dict]:
+    """Every system ``repeats`` times, in rounds, so that a drift of the machine meets all of them."""
+    systems: dict[str, Callable[[Path], tuple[float, int | None]]] = {
+        name: lambda out, program=program: (run_program(program, corpus, out)[0], None)
+        for name, program in PROGRAMS.items()
+        if name not in NEEDS or importlib.util.find_spec(NEEDS[name])
+    }
+    systems[WARM] = lambda out: (float(run_program(_WARM, corpus, out)[1].split("SECONDS ")[1].split()[0]), None)
+    systems[OURS] = lambda out: run_ours(corpus, out)
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    peaks: list[int] = []
+    for _ in range(repeats):
+        for name, system in systems.items():
+            out = work / "out"
+            taken, peak = system(out)
+            shutil.rmtree(out, ignore_errors=True)
+            seconds[name].append(round(taken, 2))
+            peaks += [peak] if peak else []
+    return [
+        {
+            "system": name,
+            "MB": round(size / 1e6, 1),
+            "seconds": runs,
+            "MB_per_second": round(size / 1e6 / statistics.median(runs), 1),
+        }
+        | ({"peak_MB": [round(peak / 1e6) for peak in peaks]} if name == OURS else {})
+        for name, runs in seconds.items()
+    ]
+
+
+def run_program(program: str, corpus: Path, out: Path) -> tuple[float, str]:
+    """Seconds and output of a Python program that is given the corpus and a folder."""
+    script = out.parent / "program.py"
+    script.write_text(textwrap.dedent(_SETUP + program), encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, str(script), str(corpus), str(out)], capture_output=True, text=True, env=environment
+    )
+    taken = time.perf_counter() - start
+    if done.returncode:
+        raise SystemExit(f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return taken, done.stdout
+
+
+def run_ours(corpus: Path, out: Path) -> tuple[float, int]:
+    """Seconds of the command, and the peak of its process tree's memory in bytes."""
+    command = [
+        sys.executable, "-m", "pipeline.tokenize", str(corpus), "--out", str(out / "tokens"), "--workers", str(WORKERS),
+        "--duplicates", "keep", "--tracking-uri", f"sqlite:///{out.parent}/mlflow.db",
+    ]  # fmt: skip
+    start = time.perf_counter()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    peak = [0]
+
+    def watch() -> None:
+        while process.poll() is None:
+            peak[0] = max(peak[0], tree_memory(process.pid))
+            time.sleep(0.25)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    code = process.wait()
+    taken = time.perf_counter() - start
+    watcher.join()
+    if code:
+        raise SystemExit(f"the command failed with code {code}")
+    return taken, peak[0]
+
+
+def tree_memory(pid: int) -> int:
+    """PSS in bytes of a process and all below it; those that end meanwhile count nothing."""
+    total = 0
+    try:
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0
+    for process in processes:
+        try:
+            total += process.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return total
+
+
+def show(rows: list[dict]) -> None:
+    """The rows as a table, the fastest first."""
+    table = Table("system", "MB", "seconds", "MB/s", "peak MB")
+    for row in sorted(rows, key=lambda row: (row["MB"], -row["MB_per_second"])):
+        runs = " ".join(f"{seconds:g}" for seconds in row["seconds"])
+        peak = str(max(row["peak_MB"])) if "peak_MB" in row else ""
+        table.add_row(row["system"], f"{row['MB']:g}", runs, f"{row['MB_per_second']:g}", peak)
+    Console().print(table)
+
+
+def record(repeats: int, rows: list[dict]) -> dict:
+    """The rows with what they were measured on."""
+    packages = ("ray", "gigatoken", "tiktoken", "pyarrow", "datasets", "litdata")
+    return {
+        "command": f"python -P tests/benchmarks/tokenize.py BOOKS --repeats {repeats}",
+        "corpus": "books of Project Gutenberg, repeated under new names where the size is above 82 MB",
+        "machine": {
+            "cores": os.cpu_count(),
+            "memory_GB": round(psutil.virtual_memory().total / 1e9),
+            "load": os.getloadavg(),
+        },
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in packages if importlib.util.find_spec(name)},
+        "rows": rows,
+    }
+
+
+if __name__ == "__main__":
+    main()
