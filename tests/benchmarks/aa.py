@@ -46,6 +46,11 @@ def shards(folder: Path) -> Path:
     return module.write_small_shards(folder)
 
 
+def called_different(verdicts: list[dict[str, float | bool]]) -> int:
+    """Pairs of equal runs that the verdict told apart: its false alarms."""
+    return sum(bool(verdict["different"]) for verdict in verdicts)
+
+
 def main() -> None:
     """Run the pairs, print the rate, write the record."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -74,13 +79,12 @@ def main() -> None:
                     verdicts.append(
                         {"ratio": found.ratio, "low": found.low, "high": found.high, "different": found.different}
                     )
-                alarms = sum(bool(verdict["different"]) for verdict in verdicts)
-                print(f"{len(verdicts)} pairs, {alarms} called different", flush=True)
+                print(f"{len(verdicts)} pairs, {called_different(verdicts)} called different", flush=True)
     half_widths = sorted(float(v["high"]) / float(v["ratio"]) - 1 for v in verdicts)
     record = {
         "pairs": len(verdicts),
-        "called_different": alarms,
-        "false_alarm_rate": alarms / len(verdicts),
+        "called_different": called_different(verdicts),
+        "false_alarm_rate": called_different(verdicts) / len(verdicts),
         "median_half_width": half_widths[len(half_widths) // 2],
         "seconds": round(time.time() - began),
         "load_before": load,
