@@ -101,7 +101,7 @@ def _remark(standing: Standing, place: int, space: Space) -> str:
     if place == 1:
         words.append("winner")
     if standing.tied:
-        words.append("tie: the smaller memory wins" if place == 1 else "tie")
+        words.append("tie")
     if standing.candidate == space.control:
         words.append("control")
     return ", ".join(words)
