@@ -41,7 +41,7 @@ _ENDS = (
 _LINE_BEFORE_END = re.compile(rb"[ \t*_]*(?:THE )?\Z")
 
 # A start line may run over several lines, to the asterisks that close it.
-_REST_OF_START = re.compile(rb"[^*\n]*(?:\n[^*\n]*){0,4}?\*{2,}[^\n]*\n|[^\n]*\n")
+_REST_OF_START = re.compile(rb"[^*\n]{0,400}(?:\n[^*\n]{0,200}){0,4}?\*{2,}[^\n]{0,200}\n|[^\n]{0,400}\n")
 _SHAKESPEARE = re.compile(rb"<<THIS ELECTRONIC VERSION OF THE COMPLETE WORKS[^>]*>>\n*")
 _VERSION_LINE = re.compile(rb'\n*\["Small Print" V[^\n]*\n')
 
@@ -121,12 +121,11 @@ def _find_start(text: bytes, forms: list[str]) -> int:
     start = 0
     for form, marker in _STARTS:
         at = upper.rfind(marker)
-        if at >= 0:
+        rest = _REST_OF_START.match(text, at + len(marker)) if at >= 0 else None
+        if rest:
             forms.append(form)
-            rest = _REST_OF_START.match(text, at + len(marker))
-            end = rest.end() if rest else len(text)
-            version = _VERSION_LINE.match(text, end)
-            start = max(start, version.end() if version else end)
+            version = _VERSION_LINE.match(text, rest.end())
+            start = max(start, version.end() if version else rest.end())
     return start
 
 

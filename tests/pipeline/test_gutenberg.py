@@ -91,3 +91,8 @@ def test_words_of_the_footer_inside_a_book_do_not_end_it() -> None:
 def test_the_declared_character_set_is_read_in_its_own_words() -> None:
     assert declared_encoding(HEADER.encode()) == "ISO-8859-1"
     assert declared_encoding(BOOK.encode()) is None
+
+
+def test_a_header_that_was_joined_to_one_line_takes_no_book_with_it() -> None:
+    joined = (HEADS["this"] + BOOK * 50 + TAILS["this"]).replace("\n", " ").encode()
+    assert BOOK.replace("\n", " ").strip().encode() in unwrap(joined).body
