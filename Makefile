@@ -16,7 +16,7 @@ DEMO_RUN := --model gpt2-124m --micro-batch 32 --global-batch 96 --steps 100 --c
 DEMO_SEARCH := --model gpt2-124m --global-batch 96 --memory-limit 40GB --compile whole
 endif
 
-.PHONY: install demo test lint clean bench-loader bench-overhead bench-search bench-aa campaign-train
+.PHONY: install demo test lint clean bench-tokenize bench-loader bench-overhead bench-search bench-aa campaign-pipeline campaign-train
 
 install: $(INSTALLED)
 
@@ -47,6 +47,10 @@ lint: install
 # What measures, run by hand on a quiet machine; each writes its record.
 RECORDS := tests/benchmarks/records
 DATA := data/tokens
+BOOKS := books
+
+bench-tokenize: install
+	$(BIN)/python -P tests/benchmarks/tokenize.py $(BOOKS) --record $(RECORDS)/tokenize.json
 
 bench-loader: install
 	$(BIN)/python tests/benchmarks/loader.py --record $(RECORDS)/loader.json
@@ -55,10 +59,13 @@ bench-overhead: install
 	$(BIN)/python tests/benchmarks/overhead.py --data $(DATA) --record $(RECORDS)/overhead.json
 
 bench-search: install
-	$(BIN)/python tests/benchmarks/search.py --seeds 200 --out $(RECORDS)/search.json
+	PYTHONPATH=. $(BIN)/python tests/benchmarks/search.py --seeds 200 --out $(RECORDS)/search-simulated.json
 
 bench-aa: install
 	$(BIN)/python tests/benchmarks/aa.py --pairs 100 --out $(RECORDS)
+
+campaign-pipeline: install
+	$(BIN)/pytest tests/pipeline/campaign.py
 
 campaign-train: install
 	$(BIN)/python tests/benchmarks/campaign_train.py --data $(DATA) --kills 20 --record $(RECORDS)/campaign-train.json
