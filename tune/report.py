@@ -215,6 +215,8 @@ def print_end(rows: Sequence[Row], space: Space, memory: MemorySearcher, folder:
         console.print(f"never run: {untried} candidates; {folder / 'summary.md'} says of each why")
     if standings(rows):
         console.print(f"train with it: {train_command(folder)}")
+    elif all(row.outcome == "failed" for row in rows):
+        console.print("every trial failed: the table gives each error, trials/*.json what it rests on")
     else:
         limit = format_size(int(memory.limit))
         console.print(f"nothing fits under {limit}: raise --memory-limit, or search more --knobs")
