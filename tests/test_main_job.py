@@ -19,6 +19,8 @@ from pipeline.shards import read_manifest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+pytestmark = pytest.mark.timeout(900)  # a test here is a dozen whole commands, each with a Ray of its own
+
 RUN_BY_OTHERS = ("make test", "make install", "make demo", "mlflow ui")
 """Commands that a test cannot run from inside: itself, what it stands on, and a server that never ends."""
 
