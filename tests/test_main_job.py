@@ -110,5 +110,5 @@ def test_help_is_for_people(module: str, tmp_path: Path) -> None:
     shown = run(f"python -m {module} --help", tmp_path).stdout
     assert f"python -m {module}" in shown
     flags = re.findall(r"^│ (--[a-z-]+)", shown, re.MULTILINE)
-    assert len(flags) > 4
+    assert len(flags) >= 3
     assert "UNDOCUMENTED" not in shown

@@ -11,6 +11,7 @@ from mlflow.tracking import MlflowClient
 
 from infra import allreduce, ceilings, doctor, readiness
 from infra.gpu import GpuState
+from infra.tracking import store_uri
 
 CPU = torch.device("cpu")
 CARD = GpuState(
@@ -43,7 +44,7 @@ def test_the_whole_examination(
     assert ceilings.read_matmul_rates(Path("runs/doctor.json"), found["device"]) == found["matmul"]
     assert ceilings.read_matmul_rates(Path("runs/doctor.json"), "another") == {}
     assert ceilings.read_matmul_rates(Path("nothing.json"), "cpu") == {}
-    client = MlflowClient("sqlite:///mlflow.db")
+    client = MlflowClient(store_uri())
     (experiment,) = [e for e in client.search_experiments() if e.name == "doctor"]
     (run,) = client.search_runs([experiment.experiment_id])
     assert "matmul/fp32" in run.data.metrics

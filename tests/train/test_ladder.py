@@ -13,6 +13,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from infra.command import UserError
+from infra.tracking import store_uri
 from train import ladder
 from train.climb import refuse_short
 from train.config import ModelConfig, TrainConfig
@@ -76,7 +77,7 @@ def test_a_ladder_and_its_continuation(
     assert Path("runs/one/loss.png").stat().st_size > 5000
     assert "cuDNN: not run" in Path("runs/one/summary.md").read_text()
 
-    client = MlflowClient("sqlite:///mlflow.db")
+    client = MlflowClient(store_uri())
     (experiment,) = [e for e in client.search_experiments() if e.name == "ladder"]
     runs = client.search_runs([experiment.experiment_id])
     (parent,) = [run for run in runs if run.data.tags.get("kind") == "ladder"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
+from infra.tracking import store_uri
 from train import intensity, profile
 from train.config import ModelConfig, TrainConfig
 from train.model import GPT
@@ -89,7 +90,7 @@ def test_a_profile_on_the_cpu(
     trace = json.loads(gzip.decompress(Path("runs/one/trace.json.gz").read_bytes()))
     assert any(e.get("name") == "throughline: forward" for e in trace["traceEvents"])
     assert Path("runs/one/memory.png").stat().st_size > 5000
-    client = MlflowClient("sqlite:///mlflow.db")
+    client = MlflowClient(store_uri())
     (run,) = client.search_runs(["1"])
     assert run.info.status == "FINISHED"
     assert {f.path for f in client.list_artifacts(run.info.run_id)} >= {"trace.json.gz", "memory.png", "profile.json"}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
+from infra.tracking import store_uri
 from train import run
 
 FLAGS = [
@@ -39,9 +40,9 @@ def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pyt
     assert result["steps"] == 25
     assert Path(result["checkpoint"]).is_dir()
     assert printed.count("tok/sec") == 3
-    (found,) = MlflowClient("sqlite:///mlflow.db").search_runs(["1"])
+    (found,) = MlflowClient(store_uri()).search_runs(["1"])
     assert found.info.status == "FINISHED"
-    client = MlflowClient("sqlite:///mlflow.db")
+    client = MlflowClient(store_uri())
     steps = [metric.step for metric in client.get_metric_history(found.info.run_id, "loss/step")]
     assert steps == list(range(1, 26))
     assert found.inputs
