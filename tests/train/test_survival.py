@@ -60,8 +60,10 @@ def test_a_run_survives_everything(small_shards: Path, tmp_path: Path) -> None:
     wait_for_step(home, 15, driver)
     kill_worker(driver)
     wait_for_step(home, 45, driver)
-    driver.kill()  # Ray's processes notice by themselves
+    family = psutil.Process(driver.pid).children(recursive=True)
+    driver.kill()  # Ray's processes notice by themselves, a moment later
     driver.wait()
+    psutil.wait_procs(family, timeout=60)
 
     reached = int(
         checkpoints_in(home.checkpoints)[-1].name.removeprefix("step-")
