@@ -19,6 +19,8 @@ FRONT = 5_000
 """How far behind the header credits and transcribers' notes are looked for, in bytes."""
 LONG = 500
 """A paragraph of more bytes is the book's, and credits stand before it."""
+LONGEST = 2_000
+"""A paragraph of more bytes is the book's even if it names Project Gutenberg: a text that was joined to one line."""
 NOTE = 12_000
 """The longest closing transcriber's note, in bytes."""
 
@@ -38,10 +40,14 @@ _ENDS = (
     ("end sentence", b"THIS FILE SHOULD BE NAMED"),
     ("licence", b"START: FULL LICENSE"),
 )
-_LINE_BEFORE_END = re.compile(rb"[ \t*_]*(?:THE )?\Z")
+# What stands between a marker and where the footer begins: a line's beginning, or in a text that was joined to one
+# line, asterisks or the blanks that were an empty line.
+_BEFORE_END = re.compile(rb"(?:\A|(?<=\n)|(?<=  )|(?=\*{3}))[ \t*_]*(?:THE )?\Z")
 
-# A start line may run over several lines, to the asterisks that close it.
-_REST_OF_START = re.compile(rb"[^*\n]{0,400}(?:\n[^*\n]{0,200}){0,4}?\*{2,}[^\n]{0,200}\n|[^\n]{0,400}\n")
+# A start line may run over several lines, to the asterisks that close it; without line ends, they alone end it.
+_REST_OF_START = re.compile(
+    rb"[^*\n]{0,400}(?:\n[^*\n]{0,200}){0,4}?\*{2,}[^\n]{0,200}\n|[^\n]{0,400}\n|[^*\n]{0,400}\*{2,}"
+)
 _SHAKESPEARE = re.compile(rb"<<THIS ELECTRONIC VERSION OF THE COMPLETE WORKS[^>]*>>\n*")
 _VERSION_LINE = re.compile(rb'\n*\["Small Print" V[^\n]*\n')
 
@@ -71,6 +77,7 @@ _NOTES_BY_DIRECTOR = re.compile(rb"Executive Director's Notes:.{0,4000}?\nExecut
 _FIELD = re.compile(
     rb"^(Title|Author|Language|Release Date|Posting Date):[ \t]*(\S[^\n]*(?:\n[ \t]+\S[^\n]*)*)", re.M | re.I
 )
+_JOINED_FIELD = re.compile(rb" +(?=(?:Title|Author|Language|Release Date|Posting Date|Character set encoding):)")
 _TITLE_LINE = re.compile(
     rb"Project Gutenberg(?:'s)? (?:E-?(?:text|book) of )?([^\n]{3,200}?),? by (?:the )?([^\n*]{3,80})", re.I
 )
@@ -99,7 +106,7 @@ def unwrap(text: bytes) -> Unwrapped:
     body = _without_note(text[start:stop], forms)
     front, rest = body[:FRONT], body[FRONT:]
     kept = _without_credits(front, forms)
-    if len(kept) != len(front):
+    if len(kept) != len(front) and (kept + rest).strip():  # credits are never all of a book
         body = kept + rest
     if b"THIS ELECTRONIC VERSION OF THE COMPLETE WORKS" in text[:HEAD]:
         forms.append("notices between scenes")
@@ -146,9 +153,10 @@ def _find_stop(text: bytes, start: int, forms: list[str], *, wrapped: bool) -> i
         at = upper.find(marker)
         while at >= 0:
             line = upper.rfind(b"\n", 0, at) + 1
-            if _LINE_BEFORE_END.match(upper, line, at):
+            opening = _BEFORE_END.search(upper, line, at)
+            if opening:
                 forms.append(form)
-                stop = min(stop, offset + line)
+                stop = min(stop, offset + opening.start())
                 break
             at = upper.find(marker, at + 1)
     return stop
@@ -186,6 +194,8 @@ def _without_credits(front: bytes, forms: list[str]) -> bytes:
         if kept and begin > last:
             break
         stop = None
+        if len(paragraph) > LONGEST:
+            return b"".join([*kept, front[position:]])
         if _NOTE.match(paragraph):
             stop = _end_of_note(front, begin, end)
             forms.append("opening note")
@@ -243,6 +253,8 @@ def _after_bracket(text: bytes, begin: int) -> int | None:
 
 def _fields(head: bytes) -> dict[str, str]:
     found: dict[str, str] = {}
+    if b"\n" not in head.strip():
+        head = _JOINED_FIELD.sub(b"\n", head)
     for name, value in _FIELD.findall(head):
         found.setdefault(name.decode().lower(), _line(value))
     if "title" not in found and (match := _SHAKESPEARE_TITLE.search(head)):

@@ -93,6 +93,13 @@ def test_the_declared_character_set_is_read_in_its_own_words() -> None:
     assert declared_encoding(BOOK.encode()) is None
 
 
-def test_a_header_that_was_joined_to_one_line_takes_no_book_with_it() -> None:
-    joined = (HEADS["this"] + BOOK * 50 + TAILS["this"]).replace("\n", " ").encode()
-    assert BOOK.replace("\n", " ").strip().encode() in unwrap(joined).body
+@pytest.mark.parametrize("copies", [1, 50])
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("head", HEADS)
+def test_a_text_that_was_joined_to_one_line_keeps_its_book(head: str, tail: str, copies: int) -> None:
+    joined = (HEADS[head] + BOOK * copies + TAILS[tail]).replace("\n", " ").encode()
+    unwrapped = unwrap(joined)
+    assert (BOOK * copies).replace("\n", " ").strip().encode() in unwrapped.body
+    assert b"LICENSE" not in unwrapped.body
+    assert unwrapped.fields["author"] == "Somebody Else"
+    assert unwrapped.fields["released"] == "May 9, 2008"
