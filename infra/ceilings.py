@@ -120,4 +120,4 @@ def read_matmul_rates(path: Path, device: str) -> dict[str, float]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found["matmul"] if found.get("device") == device else {}
+    return found.get("matmul", {}) if found.get("device") == device else {}

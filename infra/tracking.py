@@ -16,7 +16,6 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
@@ -31,6 +30,7 @@ from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, TEMPORARILY_UNAVAILABLE
 from mlflow.tracking import MlflowClient
 
 from infra.command import UserError, errors
+from infra.run_key import RunKey
 
 for chatter in ("mlflow.store.db.utils", "alembic.runtime.migration"):
     logging.getLogger(chatter).setLevel(logging.WARNING)  # a page about table creation on first use
@@ -43,17 +43,6 @@ PARAM_CHARACTERS = 6000
 JOURNAL = "mlflow-journal"
 
 Entry = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class RunKey:
-    """All that a process needs to write into a run that the driver created."""
-
-    store: str
-    experiment_id: str
-    run_id: str
-    journal: str
-    """Folder for entries that could not be delivered; absolute, because workers run elsewhere."""
 
 
 def store_uri(tracking_uri: str | None = None) -> str:

@@ -6,12 +6,11 @@ a torch file that is only ever loaded with ``weights_only=True``. Checksums of b
 ``progress.json``, which is therefore what makes a folder a checkpoint.
 """
 
-import json
 import os
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +24,9 @@ from infra.storage import TEMPORARY, sync_folder, write_json
 from pipeline.shards import checksum
 from train.model import GPT
 from train.parallel import share_of, whole
+from train.progress import PROGRESS, Progress, checkpoints_in, damage
 
-_WEIGHTS, _STATE, _PROGRESS = "model.safetensors", "state.pt", "progress.json"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands: everything that is not a tensor."""
-
-    step: int
-    position: int
-    """Windows consumed, over all workers."""
-    reported: int
-    """The last step that a cycle's report covers; losses of the steps behind it are in the checkpoint."""
-    reference: float | None
-    """Mean loss of the last reported cycle, which a spike is measured against."""
-    val_tokens: int
-    elapsed: float
-    """Seconds of training."""
-    data_fingerprint: str
-    vocabulary_sha256: str
-    config: dict[str, Any]
-    files: dict[str, str] = field(default_factory=dict)
-    """Checksum of each file."""
+_WEIGHTS, _STATE = "model.safetensors", "state.pt"
 
 
 @dataclass(frozen=True)
@@ -160,7 +139,7 @@ def write(folder: Path, taken: Snapshot, progress: Progress) -> Path:
     if any(not torch.equal(value, taken.weights[key]) for key, value in load_file(temporary / _WEIGHTS).items()):
         raise OSError(f"{temporary / _WEIGHTS} reads back otherwise than it was written")
     files = {file: checksum(temporary / file) for file in (_WEIGHTS, _STATE)}
-    write_json(temporary / _PROGRESS, asdict(replace(progress, files=files)))
+    write_json(temporary / PROGRESS, asdict(replace(progress, files=files)))
     temporary.chmod(0o755)
     if (folder / name).exists():
         aside = folder / f"{TEMPORARY}old-{name}"
@@ -171,37 +150,6 @@ def write(folder: Path, taken: Snapshot, progress: Progress) -> Path:
         temporary.rename(folder / name)
     sync_folder(folder)
     return folder / name
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints under ``folder``, oldest first, sound or not."""
-    return sorted(folder.glob("step-*"))
-
-
-def newest(folder: Path) -> Path | None:
-    """The newest checkpoint under ``folder`` whose files are as they were written."""
-    return next((found for found in reversed(checkpoints_in(folder)) if _damage(found) is None), None)
-
-
-def _damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; None when nothing is."""
-    try:
-        for file, expected in read_progress(checkpoint).files.items():
-            if not (checkpoint / file).is_file():
-                return f"{file} is missing"
-            if checksum(checkpoint / file) != expected:
-                return f"{file} is not what was written"
-    except UserError as unreadable:
-        return str(unreadable)
-    return None
-
-
-def read_progress(checkpoint: Path) -> Progress:
-    """Where the run that wrote ``checkpoint`` stood. Raises ``UserError`` when it is no checkpoint."""
-    try:
-        return Progress(**json.loads((checkpoint / _PROGRESS).read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as damage:
-        raise UserError(f"{checkpoint} is no checkpoint that can be read ({damage}).") from damage
 
 
 def load_weights(checkpoint: Path, model: GPT, device: torch.device) -> None:
@@ -223,9 +171,9 @@ def load(
 
     Raises ``UserError`` when a file is not what was written.
     """
-    damage = _damage(checkpoint)
-    if damage:
-        raise UserError(f"{checkpoint} is damaged: {damage}; remove it to continue from the checkpoint before it.")
+    fault = damage(checkpoint)
+    if fault:
+        raise UserError(f"{checkpoint} is damaged: {fault}; remove it to continue from the checkpoint before it.")
     load_weights(checkpoint, model, device)
     # On the host first: AdamW without a fused kernel keeps its step count there, and a copy on the GPU would be
     # waited for at every step. The optimizer moves the rest to its parameters.

@@ -18,8 +18,9 @@ import torch
 
 from infra.command import UserError
 from infra.gpu import GpuWatch
+from infra.run_key import RunKey
 from infra.storage import write_json
-from infra.tracking import RunKey, Tracker, create_run, first_line
+from infra.tracking import Tracker, create_run, first_line
 from pipeline.shards import read_manifest
 from train import report, worker
 from train.anatomy import device_kind, predict_peak

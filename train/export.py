@@ -18,10 +18,10 @@ from torch import Tensor
 from infra import command
 from infra.command import UserError, console
 from infra.storage import TEMPORARY, write_json
-from train.checkpoint import Progress, read_progress
 from train.config import ModelConfig, config_from_json, format_model
 from train.generate import find_checkpoint, load_model
 from train.model import GPT
+from train.progress import Progress, read_progress
 from train.text import is_gpt2, tokenizer_files
 
 _NAMES = {

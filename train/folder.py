@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from infra.command import UserError
+from infra.run_key import RunKey
 from infra.storage import atomic_file, write_json
-from infra.tracking import RunKey
-from train.checkpoint import checkpoints_in, newest
+from train.progress import checkpoints_in, newest
 from train.result import CycleReport
 
 HANDOVER_SECONDS = 60.0

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from infra import command
 from infra.command import UserError, console
-from train.checkpoint import load_weights, newest, read_progress
+from train.checkpoint import load_weights
 from train.config import config_from_json
 from train.execution import build, pick_device, settle
 from train.folder import find_run
 from train.loop import Trainer
 from train.model import GPT
+from train.progress import newest, read_progress
 from train.result import RunResult
 from train.text import is_gpt2, to_ids, to_text
 

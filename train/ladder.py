@@ -85,7 +85,8 @@ def climb(options: LadderOptions) -> int:
     """Run a ladder from its options; returns the exit code."""
     from infra import provenance
     from infra.cluster import connected
-    from infra.tracking import RunKey, Tracker, create_run
+    from infra.run_key import RunKey
+    from infra.tracking import Tracker, create_run
     from pipeline.shards import read_manifest
     from train import ladder_report
     from train.climb import Climb, Interrupted
@@ -175,7 +176,8 @@ def saved(options: LadderOptions) -> dict[str, object]:
 
 def continued(options: LadderOptions, folder: Path):
     """The options that the ladder in ``folder`` was started with, and its MLflow run. Raises ``UserError``."""
-    from infra.tracking import RunKey, reopen_run
+    from infra.run_key import RunKey
+    from infra.tracking import reopen_run
     from train.config import ModelConfig
 
     try:

@@ -24,6 +24,7 @@ from train.cycle import Cycle, open_cycle, report, step_seconds, trouble
 from train.execution import arithmetic, build, compiled, pick_device, settle
 from train.optimizers import learning_rate, make_optimizer, set_rate
 from train.parallel import Workers
+from train.progress import Progress, read_progress
 from train.result import CycleReport, Outcome, RunResult
 from train.resume import refuse_other_run
 from train.validation import bits_per, bytes_of, perplexity, validate
@@ -236,7 +237,7 @@ class Trainer:
         if self.checkpoints is None:
             return
         first, reference, spike = self.reported, self.reference, self.config.spike
-        progress = checkpoint.Progress(
+        progress = Progress(
             step=self.step,
             position=self.position,
             reported=first,
@@ -250,7 +251,7 @@ class Trainer:
         self.checkpoints.save(taken, progress, lambda losses: trouble(losses, reference, spike, first) is None)
 
     def _restore(self, path: Path) -> None:
-        progress = checkpoint.read_progress(path)
+        progress = read_progress(path)
         refuse_other_run(path, progress, self.asked, self.data.manifest)
         self.earlier = checkpoint.load(path, self.model, self.optimizer, self.scaler, self.device)
         self.step, self.position, self.reported = progress.step, progress.position, progress.reported

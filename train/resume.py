@@ -7,8 +7,8 @@ from pathlib import Path
 
 from infra.command import UserError
 from pipeline.shards import Manifest
-from train.checkpoint import Progress
 from train.config import ModelConfig, TrainConfig, config_from_json, format_model
+from train.progress import Progress
 
 _SAME = ("seed", "global_batch", "optimizer", "mask_books")
 """Settings that give the numbers in a checkpoint their meaning."""

@@ -8,18 +8,16 @@ import dataclasses
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from infra import command
 from infra.command import INTERRUPTED, UserError, console
+from infra.run_key import RunKey
 from infra.storage import write_json
 from train.config import TrainConfig, format_model, load_config
 from train.folder import RunFolder, find_run
-
-if TYPE_CHECKING:  # MLflow takes two seconds to import, which --help and mistakes need not wait for
-    from infra.tracking import RunKey
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def train(options: RunOptions) -> int:
     from infra.tracking import Tracker
     from pipeline.shards import read_manifest
     from train import report, worker
-    from train.checkpoint import newest, read_progress
+    from train.progress import newest, read_progress
     from train.resume import refuse_other_run
 
     config = dataclasses.replace(options.training, data=options.training.data.resolve())
@@ -114,7 +112,7 @@ def train(options: RunOptions) -> int:
     return 0 if result.outcome == "finished" else 1
 
 
-def run_in_mlflow(home: RunFolder, tracking_uri: str | None, *, is_new: bool) -> "RunKey":
+def run_in_mlflow(home: RunFolder, tracking_uri: str | None, *, is_new: bool) -> RunKey:
     """The run's key in MLflow: a new run, or the one that the folder's earlier part is in.
 
     A resumed run whose store was changed by ``--tracking-uri`` is recorded whole in a new one there.

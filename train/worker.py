@@ -22,12 +22,13 @@ import ray.train.torch
 
 from infra.cluster import connected
 from infra.command import INTERRUPTED, UserError
-from infra.tracking import RunKey, Tracker, last_steps
-from train.checkpoint import newest, read_progress
+from infra.run_key import RunKey
+from infra.tracking import Tracker, last_steps
 from train.config import TrainConfig, config_from_json
 from train.folder import Follower, RunFolder
 from train.generate import closing_sample
 from train.loop import Trainer
+from train.progress import newest, read_progress
 from train.report import cycle_metrics
 from train.result import CycleReport, RunResult
 

@@ -7,7 +7,8 @@ a trial has one child, and a child without that tag is completed from the trial'
 from collections.abc import Sequence
 from pathlib import Path
 
-from infra.tracking import RunKey, Tracker, create_run, find_runs
+from infra.run_key import RunKey
+from infra.tracking import Tracker, create_run, find_runs
 from pipeline.shards import Manifest
 from tune.record import Row
 from tune.report import flat_row

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from infra.command import UserError
+from infra.run_key import RunKey
 from infra.storage import clear_temporaries, write_json
-from infra.tracking import RunKey, reopen_run
+from infra.tracking import reopen_run
 from tune.config import SearchConfig
 
 KEPT, TRIALS = "search.json", "trials"

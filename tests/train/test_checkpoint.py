@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from infra.command import UserError
-from train import checkpoint
 from train.config import Cycle, ModelConfig, TrainConfig
 from train.cycle import trouble
 from train.loop import Trainer
+from train.progress import checkpoints_in, newest
 from train.result import CycleReport
 
 
@@ -24,7 +24,7 @@ def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
 
 
 def steps_kept(folder: Path) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in checkpoint.checkpoints_in(folder)]
+    return [int(path.name.removeprefix("step-")) for path in checkpoints_in(folder)]
 
 
 @pytest.mark.parametrize("keep", [1, 3])
@@ -61,11 +61,11 @@ def test_a_damaged_checkpoint_is_passed_over(config: TrainConfig, tmp_path: Path
     weights = tmp_path / "step-00000030" / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert checkpoint.newest(tmp_path) == tmp_path / "step-00000028"
+    assert newest(tmp_path) == tmp_path / "step-00000028"
     with pytest.raises(UserError, match=r"step-00000030 is damaged: model.safetensors is not what was written"):
         Trainer(dataclasses.replace(config, steps=40), resume=tmp_path / "step-00000030")
     (tmp_path / "step-00000028" / "progress.json").unlink()
-    assert checkpoint.newest(tmp_path) is None
+    assert newest(tmp_path) is None
 
 
 def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(

@@ -9,11 +9,11 @@ from transformers import GPT2LMHeadModel, GPT2Tokenizer
 
 from infra.command import UserError
 from pipeline.encoding import VOCABULARY_SHA256
-from train import checkpoint
 from train.config import Cycle, ModelConfig, TrainConfig
 from train.export import ExportConfig, export, write_model
 from train.generate import GenerateConfig, find_checkpoint, generate, load_model, sample
 from train.loop import Trainer
+from train.progress import read_progress
 from train.text import to_ids, to_text, token_bytes, tokenizer_files
 
 
@@ -42,7 +42,7 @@ def test_transformers_gives_the_same_logits(
     loss = theirs(tokens, labels=tokens).loss  # it trains on
     loss.backward()
     card = (tmp_path / "exported" / "README.md").read_text()
-    assert checkpoint.read_progress(saved).data_fingerprint in card
+    assert read_progress(saved).data_fingerprint in card
 
 
 def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
