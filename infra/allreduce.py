@@ -29,7 +29,7 @@ class Reduced:
 
 def measure(workers: int, address: str | None = None) -> Reduced:
     """All-reduce between ``workers`` fresh processes. Raises ``UserError`` when the cluster has too few cores."""
-    with connected(address):
+    with connected(address, prestart=False):
         import ray
         import ray.train
         import ray.train.torch

@@ -15,30 +15,32 @@ from infra.command import UserError
 
 PROJECT = Path(__file__).resolve().parent.parent
 
-_QUIET = {
+_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-}
-
-_TIMING = {
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     # Ray Train's controller polls its workers at this interval; 2 s is its default and the cost of each report().
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
+    # An actor, which is a process, that warns of spot machines about to go; a killed run continues anyway.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # Ray Tune forgets trials that finished since its last snapshot when the driver is killed.
     "TUNE_GLOBAL_CHECKPOINT_S": "1",
 }
 
 
 @contextmanager
-def connected(address: str | None = None, *, cpus: int | None = None) -> Iterator[None]:
+def connected(address: str | None = None, *, cpus: int | None = None, prestart: bool = True) -> Iterator[None]:
     """Join the Ray cluster at ``address``, or start one on this machine, for the length of the block.
 
-    ``cpus`` is the number of parallel tasks a local Ray may run (default: the machine's cores). Raises
-    ``UserError`` when nothing answers at ``address``.
+    ``cpus`` is the number of parallel tasks a local Ray may run (default: the machine's cores), and
+    ``prestart`` starts a worker for each at once: two seconds of a core each, in vain for Ray Train, whose
+    processes have a runtime_env and are therefore started anew. Raises ``UserError`` when nothing answers
+    at ``address``.
     """
-    for name, value in (_QUIET | _TIMING).items():
+    for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     import ray
 
@@ -46,16 +48,15 @@ def connected(address: str | None = None, *, cpus: int | None = None) -> Iterato
         yield
         return
     search_path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH", "")]))
-    shared = {
-        "log_to_driver": False,
-        "logging_level": logging.ERROR,
-        "runtime_env": {"env_vars": {"PYTHONPATH": search_path}},
-    }
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address:
-            ray.init(address=address, **shared)
+            ray.init(address=address, runtime_env={"env_vars": {"PYTHONPATH": search_path}}, **quiet)
         else:
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **shared)
+            # Inherited, and not a runtime_env, for which Ray would throw away the workers it starts in advance.
+            os.environ["PYTHONPATH"] = search_path
+            os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
     except (ConnectionError, ValueError) as failure:
         raise UserError(
             f"no Ray cluster answers at --address {address}: {failure}. Start one with 'ray start --head', "

@@ -112,7 +112,7 @@ def climb(options: LadderOptions) -> int:
     status = "FAILED"
     with Tracker(RunKey(**asdict(key))) as tracker:
         try:
-            with connected(options.address):
+            with connected(options.address, prestart=False):
                 controls, rungs = Climb(
                     folder, key, options.address, options.memory_limit if options.fit else None, console.print
                 ).run(suite, base)

@@ -5,18 +5,21 @@ Decisions (stop now? how late is it?) are rank 0's and travel over the CPU, so t
 """
 
 import contextlib
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from infra.command import UserError
 from train.config import TrainConfig
 from train.model import GPT
+
+if TYPE_CHECKING:  # importing these takes a second, which one worker need not wait
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 
 class Workers:
@@ -57,6 +60,8 @@ class Workers:
 
 def shard(model: GPT, config: TrainConfig) -> None:
     """Spread weights, gradients and optimizer state over the workers, block by block (FSDP2)."""
+    from torch.distributed.fsdp import fully_shard
+
     mesh = dist.device_mesh.init_device_mesh(config.device, (config.workers,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -75,7 +80,7 @@ def replicate(forward: Any, device: torch.device) -> DistributedDataParallel:
 
 def synchronised(forward: Any, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
     """The context of one micro-batch: gradients travel with a step's ``last`` alone."""
-    if isinstance(model, FSDPModule):
+    if _is_sharded_model(model):
         model.set_requires_gradient_sync(last)
     elif isinstance(forward, DistributedDataParallel) and not last:
         return forward.no_sync()
@@ -84,11 +89,24 @@ def synchronised(forward: Any, model: nn.Module, last: bool) -> contextlib.Abstr
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be sharded; every worker must ask together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
 def share_of(tensor: Tensor, like: Tensor) -> Tensor:
     """This worker's share of the whole ``tensor``, placed as ``like`` is."""
-    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+    if not _is_sharded(like) or tensor.shape != like.shape:
         return tensor
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+
+
+# A sharded thing exists only where the module of its class has been imported.
+def _is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _is_sharded_model(model: nn.Module) -> "TypeGuard[FSDPModule]":
+    module = sys.modules.get("torch.distributed.fsdp")
+    return module is not None and isinstance(model, module.FSDPModule)

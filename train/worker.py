@@ -74,7 +74,7 @@ def run(
         "key": asdict(key),
     }
     ray_files = folder / f"ray-{os.getpid()}"
-    with connected(address):
+    with connected(address, prestart=False):
         trainer = ray.train.torch.TorchTrainer(
             train_function,
             train_loop_config=payload,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,12 @@ def test_logits_and_gradients_equal_transformers(tied: bool, attention: str) -> 
 )
 def test_sizes_are_the_published_ones(preset: str, published: int) -> None:
     assert parameter_count(dataclasses.replace(PRESETS[preset], padded_vocabulary=50257)) == published
+
+
+@pytest.mark.parametrize("change", [{}, {"tied": False}, {"bias": False}, {"padded_vocabulary": 50304, "layers": 1}])
+def test_parameters_are_those_of_the_model(change: dict[str, Any]) -> None:
+    config = dataclasses.replace(PRESETS["tiny"], **change)
+    assert parameter_count(config) == sum(p.numel() for p in GPT(config).parameters())
 
 
 @pytest.mark.parametrize("tied", [True, False])
