@@ -94,7 +94,7 @@ def chunks(text: bytes, size: int = CHUNK) -> Iterator[bytes]:
     yield text[start:] if start else text
 
 
-def verify(book: str, text: bytes, ids: np.ndarray, limit: int = 1_000_000) -> int:
+def verify(book: str, text: bytes, ids: np.ndarray, limit: int = 300_000) -> int:
     """Compare ``ids`` of ``text`` with tiktoken's, over about the first ``limit`` bytes; return the bytes compared.
 
     Raises ``EncodingMismatch`` naming ``book`` and the first difference.

@@ -9,11 +9,11 @@ import re
 from pipeline.books import Book, Dropped
 from pipeline.config import TokenizeConfig
 
-SAMPLE_BYTES = 2_000
+SAMPLE_BYTES = 1_000
 LONGEST_WORD = 1_000
 """Bytes without a blank that no language has, and no table or URL of a book."""
 LEAST_DISTINCT = 0.05
-"""Distinct words over words in a sample; novels have 0.4 to 0.6 here, Genesis 5 (a list of ages) 0.25."""
+"""Distinct words over words in a sample; novels have 0.5 to 0.75 here, Genesis 5 (a list of ages) 0.25."""
 MOST_NON_TEXT = 0.4
 """Share of ASCII signs and digits that are neither letters nor blanks; a ledger has 0.3."""
 

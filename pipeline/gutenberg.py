@@ -103,12 +103,12 @@ def unwrap(text: bytes) -> Unwrapped:
     stop = _find_stop(text, start, forms, wrapped=wrapped)
     if not forms and not wrapped:
         return Unwrapped(text)
-    body = _without_note(text[start:stop], forms)
-    front, rest = body[:FRONT], body[FRONT:]
+    stop = _before_note(text, start, stop, forms)
+    front = text[start : min(start + FRONT, stop)]
     kept = _without_credits(front, forms)
-    if len(kept) != len(front) and (kept + rest).strip():  # credits are never all of a book
-        body = kept + rest
-    if b"THIS ELECTRONIC VERSION OF THE COMPLETE WORKS" in text[:HEAD]:
+    rest = memoryview(text)[start + len(front) : stop]
+    body = b"".join((kept, rest)) if len(rest) or kept.strip() else front  # credits are never all of a book
+    if text.find(b"THIS ELECTRONIC VERSION OF THE COMPLETE WORKS", 0, HEAD) >= 0:
         forms.append("notices between scenes")
         body = _SHAKESPEARE.sub(b"", body)
     return Unwrapped(body, tuple(dict.fromkeys(forms)), _fields(text[:start] or text[:FRONT]))
@@ -150,7 +150,7 @@ def _find_stop(text: bytes, start: int, forms: list[str], *, wrapped: bool) -> i
     for form, marker in _ENDS:
         if not wrapped and b"PROJECT GUTENBERG" not in marker:
             continue
-        at = upper.find(marker)
+        at = upper.find(marker, 0, stop - offset)
         while at >= 0:
             line = upper.rfind(b"\n", 0, at) + 1
             opening = _BEFORE_END.search(upper, line, at)
@@ -158,25 +158,25 @@ def _find_stop(text: bytes, start: int, forms: list[str], *, wrapped: bool) -> i
                 forms.append(form)
                 stop = min(stop, offset + opening.start())
                 break
-            at = upper.find(marker, at + 1)
+            at = upper.find(marker, at + 1, stop - offset)
     return stop
 
 
-def _without_note(body: bytes, forms: list[str]) -> bytes:
-    """``body`` without the transcriber's note that closes it."""
-    offset = max(0, len(body) - NOTE)
-    lower = body[offset:].lower()
+def _before_note(text: bytes, start: int, stop: int, forms: list[str]) -> int:
+    """Where the transcriber's note begins that closes the book in ``text[start:stop]``; ``stop`` without one."""
+    offset = max(start, stop - NOTE)
+    lower = text[offset:stop].lower()
     at = lower.find(b"transcriber")
     while at >= 0:
         line = lower.rfind(b"\n", 0, at) + 1
         begins_paragraph = line >= 2 and lower[line - 2 : line] == b"\n\n"
-        if begins_paragraph and offset + line > FRONT and _NOTE.match(lower, line):
-            after_bracket = _after_bracket(body, offset + line)
-            if after_bracket is None or len(body[after_bracket:].strip()) < 200:
+        if begins_paragraph and offset + line > start + FRONT and _NOTE.match(lower, line):
+            after_bracket = _after_bracket(text[:stop], offset + line)
+            if after_bracket is None or len(text[after_bracket:stop].strip()) < 200:
                 forms.append("closing note")
-                return body[: offset + line].rstrip(b" *\t\n")
+                return offset + len(lower[:line].rstrip(b" *\t\n"))
         at = lower.find(b"transcriber", at + 1)
-    return body
+    return stop
 
 
 def _without_credits(front: bytes, forms: list[str]) -> bytes:

@@ -17,10 +17,11 @@ from pipeline.piece import do_piece
 from pipeline.plan import Piece
 
 
-def do_pieces(pieces: list[Piece], folder: Path, workers: int | None, run: str) -> Iterator[dict[str, Any]]:
+def do_pieces(pieces: list[Piece], folder: Path, tasks: int | None, run: str) -> Iterator[dict[str, Any]]:
     """Do ``pieces`` on the connected Ray and yield each one's summary when it is done.
 
-    ``run`` names the command's run, for the notes that survive a dead worker.
+    ``tasks`` limits how many are handed out at a time (default: as many as Ray Data sees fit), and ``run`` names
+    the command's run, for the notes that survive a dead worker.
     Raises ``UserError`` or ``EncodingMismatch`` as a task raised it.
     """
     import ray.data
@@ -30,11 +31,12 @@ def do_pieces(pieces: list[Piece], folder: Path, workers: int | None, run: str) 
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = False
     context.op_resource_reservation_enabled = False  # reserves more than two CPUs have
+    context.downstream_capacity_backpressure_ratio = None  # held all but one worker back over a queue of 200 bytes
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     items = [{"piece": pickle.dumps(piece), "folder": str(folder), "run": run} for piece in pieces]
     work = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
-        _task, batch_size=1, compute=ray.data.TaskPoolStrategy(size=workers and min(workers, len(items))), num_cpus=1
+        _task, batch_size=1, compute=ray.data.TaskPoolStrategy(size=tasks), num_cpus=1
     )
     try:
         for row in work.iter_rows():

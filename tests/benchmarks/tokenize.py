@@ -127,9 +127,9 @@ if __name__ == "__main__":
     config = TokenizeConfig(sources=(sys.argv[1],))
     plan = make_plan(find(config.sources), config)
     with connected(cpus=2):
-        list(do_pieces(plan, out, 2, "warm-up"))
+        list(do_pieces(plan, out, 8, "warm-up"))
         start = time.perf_counter()
-        list(do_pieces(plan, out, 2, "measured"))
+        list(do_pieces(plan, out, 8, "measured"))
         print(f"SECONDS {time.perf_counter() - start}")
 """
 
