@@ -16,7 +16,7 @@ DEMO_RUN := --model gpt2-124m --micro-batch 32 --global-batch 96 --steps 100 --c
 DEMO_SEARCH := --model gpt2-124m --global-batch 96 --memory-limit 40GB --compile whole
 endif
 
-.PHONY: install demo test lint clean bench-tokenize bench-loader bench-overhead bench-search bench-aa campaign-pipeline campaign-train
+.PHONY: install demo test lint clean bench-tokenize bench-loader bench-overhead bench-search bench-aa campaign-pipeline campaign-train campaign-gpu
 
 install: $(INSTALLED)
 
@@ -35,8 +35,9 @@ endif
 	cd $(DEMO) && $(PYTHON_HERE) -m tune.search --data data/tokens --name demo-search $(DEMO_SEARCH)
 	@echo "Everything is in MLflow; look with: cd $(DEMO) && $(abspath $(BIN))/mlflow ui --backend-store-uri sqlite:///mlflow.db"
 
+# Two files of tests at a time: most of their time is spent waiting for Ray's processes to start.
 test: install
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: install
 	$(BIN)/ruff check .
@@ -53,22 +54,27 @@ bench-tokenize: install
 	$(BIN)/python -P tests/benchmarks/tokenize.py $(BOOKS) --record $(RECORDS)/tokenize.json
 
 bench-loader: install
-	$(BIN)/python tests/benchmarks/loader.py --record $(RECORDS)/loader.json
+	$(BIN)/python -P tests/benchmarks/loader.py --record $(RECORDS)/loader.json
 
 bench-overhead: install
-	$(BIN)/python tests/benchmarks/overhead.py --data $(DATA) --record $(RECORDS)/overhead.json
+	$(BIN)/python -P tests/benchmarks/overhead.py --data $(DATA) --record $(RECORDS)/overhead.json
 
 bench-search: install
-	PYTHONPATH=. $(BIN)/python tests/benchmarks/search.py --seeds 200 --out $(RECORDS)/search-simulated.json
+	$(BIN)/python -P tests/benchmarks/search.py --seeds 200 --out $(RECORDS)/search-simulated.json
 
 bench-aa: install
-	$(BIN)/python tests/benchmarks/aa.py --pairs 100 --out $(RECORDS)
+	$(BIN)/python -P tests/benchmarks/aa.py --pairs 100 --out $(RECORDS)
 
 campaign-pipeline: install
 	$(BIN)/pytest tests/pipeline/campaign.py
 
 campaign-train: install
-	$(BIN)/python tests/benchmarks/campaign_train.py --data $(DATA) --kills 20 --record $(RECORDS)/campaign-train.json
+	$(BIN)/python -P tests/benchmarks/campaign_train.py --data $(DATA) --kills 20 --record $(RECORDS)/campaign-train.json
+
+# On a CUDA machine; run it until it says that it is done. NANOGPT and BUILD_NANOGPT are checkouts to compare with.
+campaign-gpu: install
+	$(BIN)/python -P tests/benchmarks/campaign_gpu.py --records $(RECORDS) \
+		$(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(BUILD_NANOGPT),--build-nanogpt $(BUILD_NANOGPT))
 
 clean:
 	rm -rf $(VENV)

@@ -114,10 +114,15 @@ def disk_rate(folder: Path, size: int = 2**28) -> float:
         return size / (time.perf_counter() - began)
 
 
-def read_matmul_rates(path: Path, device: str) -> dict[str, float]:
-    """Matrix-product FLOP/s by precision that the doctor left in ``path`` for ``device``; nothing if it left none."""
+def read_matmul_rate(path: Path, device: str, precision: str) -> float | None:
+    """Matrix-product FLOP/s of a training precision that the doctor left in ``path`` for ``device``, if it did."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
-    return found.get("matmul", {}) if found.get("device") == device else {}
+        return None
+    if found.get("device") != device:
+        return None
+    if precision == "auto":
+        precision = "fp32" if device == "cpu" else "bf16"
+    kind = precision if precision in ("fp32", "tf32") else "bf16"  # fp16 runs at bf16's rate
+    return found.get("matmul", {}).get(kind)

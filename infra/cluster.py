@@ -33,13 +33,14 @@ _SETTINGS = {
 
 @contextmanager
 def connected(address: str | None = None, *, cpus: int | None = None, prestart: bool = True) -> Iterator[None]:
-    """Join the Ray cluster at ``address``, or start one on this machine, for the length of the block.
+    """Join the Ray cluster at ``address`` or ``RAY_ADDRESS``, or start one on this machine, for the block's length.
 
     ``cpus`` is the number of parallel tasks a local Ray may run (default: the machine's cores), and
     ``prestart`` starts a worker for each at once: two seconds of a core each, in vain for Ray Train, whose
     processes have a runtime_env and are therefore started anew. Raises ``UserError`` when nothing answers
     at ``address``.
     """
+    address = address or os.environ.get("RAY_ADDRESS")
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     import ray

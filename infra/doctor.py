@@ -31,7 +31,7 @@ class DoctorOptions:
     tracking_uri: str | None = None
     """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
     address: str | None = None
-    """Ray cluster for the all-reduce; default a Ray of its own on this machine."""
+    """Ray cluster for the all-reduce; default RAY_ADDRESS, else a Ray of its own here."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:

@@ -8,8 +8,10 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,9 +35,9 @@ def commands(marker: str) -> list[str]:
     return [line for line in found if line and not line.startswith(("#", *RUN_BY_OTHERS))]
 
 
-def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(command: str, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     """Run one command line in ``folder`` with this environment's programs first on the path."""
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"} | more
     environment.pop("MLFLOW_TRACKING_URI", None)
     done = subprocess.run(shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
@@ -56,6 +58,25 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         (books / f"book {number}.txt").write_text("".join(chapters), encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a Ray that several commands use, so that not each of them starts one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    host, _, port = address.partition(":")
+    command = ["ray", "start", "--head", "--block", f"--node-ip-address={host}", f"--port={port}", "--num-cpus=2"]
+    head = subprocess.Popen([Path(sys.executable).parent / command[0], *command[1:], "--include-dashboard=false"])
+    try:
+        ready = [Path(sys.executable).parent / "ray", "status", "--address", address]
+        while subprocess.run(ready, capture_output=True).returncode:
+            assert head.poll() is None
+        yield address
+    finally:
+        head.terminate()
+        head.wait()
 
 
 def test_the_demo_leaves_shards_a_run_and_a_search(demo: Path) -> None:
@@ -92,11 +113,11 @@ def test_mlflow_holds_the_demo(demo: Path) -> None:
     assert all(run.info.status != "RUNNING" for run in searched)
 
 
-def test_every_command_of_the_readme_works(demo: Path) -> None:
+def test_every_command_of_the_readme_works(demo: Path, cluster: str) -> None:
     wanted = commands("sh")
     assert len(wanted) > 5, "the README's commands were not found"
     for command in wanted:
-        run(command, demo)
+        run(command, demo, RAY_ADDRESS=cluster)
 
 
 @pytest.mark.gpu

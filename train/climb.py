@@ -10,12 +10,14 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from infra.cluster import connected
 from infra.command import UserError
 from infra.gpu import GpuWatch
 from infra.run_key import RunKey
@@ -25,6 +27,7 @@ from pipeline.shards import read_manifest
 from train import report, worker
 from train.anatomy import device_kind, predict_peak
 from train.config import TrainConfig
+from train.flops import beside_matmul
 from train.folder import RunFolder
 from train.result import RunResult
 from train.rules import SIXTEEN_BITS
@@ -72,6 +75,8 @@ class Climb:
 
     folder: Path
     parent: RunKey
+    session: ExitStack
+    """Where the Ray that all rungs share is entered, with the first that must be run."""
     address: str | None = None
     memory_limit: int | None = None
     """With it, every rung's batch is the largest predicted to fit."""
@@ -142,12 +147,14 @@ class Climb:
         folder.mkdir(parents=True)
         write_json(folder / "config.json", config.to_json())
         result, reason, status = None, "", "FAILED"
+        self.session.enter_context(connected(self.address, prestart=False))
         with Tracker(key) as tracker:
             report.record_start(tracker, config, manifest)
             try:
                 result = worker.run(
                     config, folder, key=key, address=self.address, on_cycle=lambda cycle: self._cycle(cycle, watch)
                 )
+                result = beside_matmul(result, config, self.folder.parent)
                 report.record_end(tracker, config, result)
                 if result.outcome == "finished":
                     status = "FINISHED"

@@ -4,9 +4,12 @@ In: a model and whether its activations are recomputed. Out: FLOPs a token, forw
 multiplication and an addition are two FLOPs; the backward pass is twice the forward.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from train.config import ModelConfig
+from infra.ceilings import read_matmul_rate
+from train.config import ModelConfig, TrainConfig
+from train.result import RunResult
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,14 @@ def formulas(model: ModelConfig, parameters: int) -> list[Formula]:
         Formula("6N", "6 x all parameters", parameters_only(model, parameters)),
         Formula("hardware, checkpointed", "PaLM + the blocks' forward again", hardware(model, recomputed=True)),
     ]
+
+
+def beside_matmul(result: RunResult, config: TrainConfig, folder: Path) -> RunResult:
+    """``result`` with its FLOP/s as a fraction of the matmul rate that the doctor left in ``folder``."""
+    rate = read_matmul_rate(folder / "doctor.json", result.device, config.precision)
+    if not rate or not result.flops_per_second:
+        return result
+    return replace(result, matmul_utilisation=result.flops_per_second / (rate * config.workers))
 
 
 def utilisation(tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int) -> float | None:

@@ -7,6 +7,7 @@ In: a suite, token shards, and a budget a rung. Out: ``runs/NAME/`` with a folde
 import json
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from infra import command
 from infra.command import INTERRUPTED, UserError, console
 from infra.storage import write_json
 from infra.units import Bytes, Seconds
-from train.config import Cycle, CycleText, Device, Model, TrainConfig
-from train.suites import Suite, choose, find_suite, nearest, short_form
+from train.config import Cycle, CycleText, Device, Model, TrainConfig, load_config
+from train.suites import Suite, choose, find_suite, nearest, searched, short_form
 
 CYCLE = Cycle()
 
@@ -54,12 +55,14 @@ class LadderOptions:
     """Folder that holds runs."""
     resume: str | None = None
     """Go on with an earlier ladder, by name: finished rungs are kept, with that ladder's own settings."""
+    best: Path | None = None
+    """best.json of a search: a last rung with the batch and the execution that it found."""
     compare: str | None = None
     """Set this ladder, by name or folder, beside the one that is run now (or, with --resume, was run)."""
     tracking_uri: str | None = None
     """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
     address: str | None = None
-    """Ray cluster to run on; default a Ray of its own on this machine."""
+    """Ray cluster to run on; default RAY_ADDRESS, else a Ray of its own here."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.time_budget is not None:
@@ -84,7 +87,6 @@ def main() -> None:
 def climb(options: LadderOptions) -> int:
     """Run a ladder from its options; returns the exit code."""
     from infra import provenance
-    from infra.cluster import connected
     from infra.run_key import RunKey
     from infra.tracking import Tracker, create_run
     from pipeline.shards import read_manifest
@@ -112,13 +114,13 @@ def climb(options: LadderOptions) -> int:
     status = "FAILED"
     with Tracker(RunKey(**asdict(key))) as tracker:
         try:
-            with connected(options.address, prestart=False):
+            with ExitStack() as session:
                 controls, rungs = Climb(
-                    folder, key, options.address, options.memory_limit if options.fit else None, console.print
+                    folder, key, session, options.address, options.memory_limit if options.fit else None, console.print
                 ).run(suite, base)
             ladder_report.publish(suite, controls, rungs, folder, tracker, before)
             status = "FINISHED"
-        except Interrupted:
+        except (Interrupted, KeyboardInterrupt):
             status = "KILLED"
             console.print(f"continue with: python -m train.ladder --resume {folder.name} --out {options.out}")
             return INTERRUPTED
@@ -139,6 +141,8 @@ def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
         suite = short_form(suite)
         console.print("[yellow]No GPU is used: the suite runs in its short form, batches an eighth the size"
                       + ("" if options.model else " and the model tiny") + ".[/yellow]")  # fmt: skip
+    if options.best:
+        suite = replace(suite, rungs=(*suite.rungs, searched(load_config(options.best))))
     if options.model:
         suite = replace(suite, base={name: value for name, value in suite.base.items() if name != "model"})
     config = TrainConfig(
@@ -170,6 +174,7 @@ def saved(options: LadderOptions) -> dict[str, object]:
         "fit": options.fit,
         "memory_limit": options.memory_limit,
         "device": options.device,
+        "best": str(options.best.resolve()) if options.best else None,
         "seed": options.seed,
     }
 
@@ -190,6 +195,7 @@ def continued(options: LadderOptions, folder: Path):
     values |= {
         "rungs": tuple(values["rungs"]),
         "data": Path(values["data"]),
+        "best": Path(values["best"]) if values["best"] else None,
         "model": ModelConfig(**values["model"]) if values["model"] else None,
         "cycle": Cycle.parse(values["cycle"]),
     }

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.table import Table
 
-from infra.ceilings import read_matmul_rates
 from infra.command import UserError, console
 from infra.storage import atomic_file, write_json
 from infra.tracking import Tracker
@@ -27,7 +26,7 @@ def publish(
 ) -> None:
     """Print, write and record what the ladder found; ``before`` is another ladder to set beside it."""
     device = (controls[0].result or {})["device"]
-    rows = standings(controls, rungs, folder, read_matmul_rates(folder.parent / "doctor.json", device))
+    rows = standings(controls, rungs, folder)
     ran = [measured for measured in (controls[0], *rungs) if measured.result]
     write_json(folder / "standings.json", {"suite": suite.name, "device": device, "rows": [asdict(r) for r in rows]})
     with atomic_file(folder / "summary.md") as file:

@@ -18,7 +18,7 @@ from rich.table import Table
 from infra import command
 from infra.command import UserError, console
 from infra.storage import write_json
-from train.config import Cycle, TrainConfig, format_model
+from train.config import Cycle, TrainConfig, format_model, load_config
 from train.trace import FORWARD, Profile, analyse, findings
 
 WARM, STEPS = 3, 2
@@ -36,18 +36,27 @@ class ProfileOptions:
     """Name of the profile and of its folder; made from the model and the time when left out."""
     out: Path = Path("runs")
     """Folder that holds runs."""
+    config: Path | None = None
+    """Read the training settings from this JSON file; flags given beside it win."""
     tracking_uri: str | None = None
     """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
 
 
 def main() -> None:
     """Parse, profile, print, exit."""
+    defaults = ProfileOptions()
+    try:
+        path = command.flag_value("--config")
+        if path:
+            defaults = replace(defaults, training=load_config(Path(path)))
+    except UserError as mistake:
+        command.refuse(mistake)
     command.run(
         profile,
         ProfileOptions,
         module="train.profile",
         description="Record a few training steps and say where time and memory go.",
-        default=ProfileOptions(),
+        default=defaults,
     )
 
 

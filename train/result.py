@@ -98,6 +98,8 @@ class RunResult:
     flops_per_second: float | None
     mfu: float | None
     """Fraction of the datasheet peak; None on hardware without a known peak."""
+    matmul_utilisation: float | None = field(default=None, kw_only=True)
+    """Fraction of the matmul rate that ``infra.doctor`` measured on this machine; None before it has."""
     device: str
     checkpoint: str | None
     data_fingerprint: str

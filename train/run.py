@@ -36,7 +36,7 @@ class RunOptions:
     tracking_uri: str | None = None
     """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
     address: str | None = None
-    """Ray cluster to run on; default a Ray of its own on this machine."""
+    """Ray cluster to run on; default RAY_ADDRESS, else a Ray of its own here."""
 
 
 def main() -> None:
@@ -67,6 +67,7 @@ def train(options: RunOptions) -> int:
     from infra.tracking import Tracker
     from pipeline.shards import read_manifest
     from train import report, worker
+    from train.flops import beside_matmul
     from train.progress import newest, read_progress
     from train.resume import refuse_other_run
 
@@ -98,6 +99,7 @@ def train(options: RunOptions) -> int:
                 config, home.path, key=key, resume=resume, address=options.address,
                 on_cycle=lambda cycle: console.print(cycle["line"]),
             )  # fmt: skip
+            result = beside_matmul(result, config, home.path.parent)
             write_json(home.result, result.to_json())
             report.record_end(tracker, config, result)
             status = {"finished": "FINISHED", "interrupted": "KILLED"}.get(result.outcome, "FAILED")

@@ -38,15 +38,15 @@ class Row:
     new_mathematics: bool = False
 
 
-def standings(controls: list[Measured], rungs: list[Measured], folder: Path, peaks: dict[str, float]) -> list[Row]:
-    """The rows of the closing table. ``peaks`` holds measured matmul FLOP/s by precision."""
+def standings(controls: list[Measured], rungs: list[Measured], folder: Path) -> list[Row]:
+    """The rows of the closing table."""
     ran = [rung for rung in rungs if rung.tokens_per_second is not None]
     ladder = Ladder(
         [control.tokens_per_second or 0.0 for control in controls], [rung.tokens_per_second for rung in ran]
     )
     runs = [run for run in (measured.run for measured in (controls[0], *ran)) if run]
     tokens = min(run.train_tokens for run in runs)
-    rows = [_row(controls[0], folder, tokens, peaks)]
+    rows = [_row(controls[0], folder, tokens)]
     number = 0
     for rung in rungs:
         if rung.tokens_per_second is None:
@@ -54,7 +54,7 @@ def standings(controls: list[Measured], rungs: list[Measured], folder: Path, pea
             continue
         total = ladder.over_control(number)
         step = ladder.over_rung(number, number - 1) if number else total
-        rows.append(_row(rung, folder, tokens, peaks, step, total))
+        rows.append(_row(rung, folder, tokens, step, total))
         number += 1
     return rows
 
@@ -63,7 +63,6 @@ def _row(
     measured: Measured,
     folder: Path,
     tokens: int,
-    peaks: dict[str, float],
     step: Difference | None = None,
     total: Difference | None = None,
 ) -> Row:
@@ -71,9 +70,6 @@ def _row(
     assert run is not None
     assert run.throughput is not None
     accumulation = config["global_batch"] // (config["micro_batch"] * config["workers"])
-    precision = "bf16" if config["precision"] == "auto" and run.device != "cpu" else config["precision"]
-    peak = peaks.get({"fp32": "fp32", "auto": "fp32", "tf32": "tf32"}.get(precision, "bf16"))
-    rate = run.flops_per_second
     return Row(
         name=measured.name,
         batch=str(config["micro_batch"]) + (f" x {accumulation}" if accumulation > 1 else ""),
@@ -85,7 +81,7 @@ def _row(
         step=step,
         total=total,
         mfu=run.mfu,
-        ceiling=rate / peak / config["workers"] if rate and peak else None,
+        ceiling=run.matmul_utilisation,
         loss=loss_at(folder / measured.folder, tokens),
         new_mathematics=measured.new_mathematics,
     )

@@ -141,6 +141,12 @@ SIZES = Suite(
 SUITES = {suite.name: suite for suite in (A100, LOOP, MEMORY, SIZES)}
 
 
+def searched(best: TrainConfig) -> Rung:
+    """A rung with the batch and the execution that a search found the fastest."""
+    names = ("global_batch", "micro_batch", "precision", "attention", "compile", "checkpointing", "loss", "loss_chunks")
+    return Rung("searched batch", {name: getattr(best, name) for name in names}, new_mathematics=True)
+
+
 def find_suite(text: str) -> Suite:
     """The suite called ``text``, or the one in the Python or TOML file at that path. Raises ``UserError``."""
     if text in SUITES:

@@ -49,7 +49,7 @@ class SearchConfig:
     tracking_uri: str | None = None
     """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
     address: str | None = None
-    """Ray cluster to run on; default a Ray of its own on this machine."""
+    """Ray cluster to run on; default RAY_ADDRESS, else a Ray of its own here."""
 
     def __post_init__(self) -> None:
         parse_knobs(self.knobs)

@@ -41,9 +41,13 @@ def test_the_whole_examination(
     found = json.loads(Path("runs/doctor.json").read_text())
     assert found["matmul"]["fp32"] > 1e8
     assert found["copy"]["within the device"] > 1e7
-    assert ceilings.read_matmul_rates(Path("runs/doctor.json"), found["device"]) == found["matmul"]
-    assert ceilings.read_matmul_rates(Path("runs/doctor.json"), "another") == {}
-    assert ceilings.read_matmul_rates(Path("nothing.json"), "cpu") == {}
+    left = Path("runs/doctor.json")
+    assert ceilings.read_matmul_rate(left, found["device"], "fp32") == found["matmul"]["fp32"]
+    assert ceilings.read_matmul_rate(left, found["device"], "fp16") == found["matmul"].get("bf16")
+    assert ceilings.read_matmul_rate(left, "another", "fp32") is None
+    assert ceilings.read_matmul_rate(Path("nothing.json"), "cpu", "fp32") is None
+    left.write_text(json.dumps({"device": "cpu", "checks": []}))  # what --quick leaves
+    assert ceilings.read_matmul_rate(left, "cpu", "fp32") is None
     client = MlflowClient(store_uri())
     (experiment,) = [e for e in client.search_experiments() if e.name == "doctor"]
     (run,) = client.search_runs([experiment.experiment_id])

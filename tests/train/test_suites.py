@@ -8,7 +8,7 @@ import pytest
 from infra.command import UserError
 from train.climb import largest_batch
 from train.config import PRESETS, TrainConfig
-from train.suites import A100, SUITES, Rung, Suite, apply, choose, find_suite, short_form
+from train.suites import A100, SUITES, Rung, Suite, apply, choose, find_suite, searched, short_form
 
 START = TrainConfig(device="cuda", steps=10)
 
@@ -104,6 +104,12 @@ def test_an_unknown_setting_in_a_rung_is_answered_with_the_nearest() -> None:
         apply(START, {"precison": "bf16"})
     with pytest.raises(UserError, match=r"model\.heads"):
         apply(START, {"model.head": 3})
+
+
+def test_what_a_search_found_is_a_rung() -> None:
+    best = TrainConfig(micro_batch=5, global_batch=10, attention="flash", loss_chunks=5)
+    config = apply(TrainConfig(), searched(best).changes)
+    assert (config.micro_batch, config.accumulation, config.attention, config.loss_chunks) == (5, 2, "flash", 5)
 
 
 def test_the_batch_that_fits_grows_with_what_saves_memory() -> None:

@@ -1,0 +1,295 @@
+"""Ours beside what a user would pick instead: one model, one batch, one card, fresh processes that take turns.
+
+    python -P tests/benchmarks/peers.py --data data/tokens --global-batch 480 --config runs/SEARCH/best.json \
+        --nanogpt ../nanoGPT --build-nanogpt ../build-nanogpt [--memory-limit 40GB] [--record FILE.json]
+
+Every side trains the standard GPT-2 of ``--model`` (biases, tied head, vocabulary 50,304, no dropout) with
+AdamW, betas 0.9 and 0.95, decay 0.1 on matrices, gradients clipped at 1. The peers get bf16 autocast, SDPA,
+``torch.compile``, fused AdamW, TF32 elsewhere, and our data loader, which flatters them. Each side uses the
+largest micro-batch up to its own ``--micro-batch`` that stays within the limit: a side that runs out of
+memory is tried again with the next smaller divisor. nanoGPT and build-nanogpt are read from a checkout that
+is laid beside; nothing of theirs is kept here.
+"""
+
+import argparse
+import ast
+import itertools
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from infra import provenance
+from infra.units import parse_size
+from train.config import Cycle, TrainConfig, load_config, parse_model
+from train.rules import divisors
+from train.suites import A100, apply
+
+RAN_OUT = "out of memory"
+SIDES = ("ours", "ladder", "huggingface", "nanogpt", "build-nanogpt")
+"""Ours at ``--config``; ours as the last rung of the ladder ``a100``; the peers."""
+
+Loss = Callable[[Any, Any], Any]
+"""Token ids and the ids after them, both of shape (micro-batch, context), to the mean loss."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A model as a user would train it: its loss and its optimizer."""
+
+    model: Any
+    loss: Loss
+    optimizer: Any
+
+
+def main() -> None:
+    """Take turns, print a table, and record. As a child: measure one side and print what it found."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--model", default="gpt2-124m")
+    parser.add_argument("--global-batch", type=int, default=480, help="sequences a step")
+    parser.add_argument("--micro-batch", type=int, default=60, help="largest to try for every side but 'ours'")
+    parser.add_argument("--config", type=Path, help="the search's best.json, for the side 'ours'")
+    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
+    parser.add_argument("--build-nanogpt", type=Path, help="a checkout of build-nanogpt")
+    parser.add_argument("--memory-limit", default="40GB")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--compile", choices=["whole", "off"], default="whole", help="off for a trial on a CPU")
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        print(json.dumps(measure(options)))
+        return
+    given = {"nanogpt": options.nanogpt, "build-nanogpt": options.build_nanogpt}
+    sides = [side for side in SIDES if side not in given or given[side]]
+    sizes = dict.fromkeys(sides, largest(options.global_batch, options.micro_batch))
+    if options.config:
+        sizes["ours"] = load_config(options.config).micro_batch
+    rows: list[dict[str, Any]] = []
+    for turn in range(options.rounds):
+        for side in sides if turn % 2 == 0 else reversed(sides):
+            row = run(side, sizes[side])
+            while row.get("outcome") == RAN_OUT and sizes[side] > 1:
+                print(f"{side}: {sizes[side]} sequences do not fit", flush=True)
+                sizes[side] = largest(options.global_batch, sizes[side] - 1)
+                row = run(side, sizes[side])
+            rows.append({"turn": turn, "side": side} | row)
+            print(json.dumps({k: v for k, v in rows[-1].items() if k != "losses"}), flush=True)
+    speeds = {side: [r["tokens_per_second"] for r in rows if r["side"] == side] for side in sides}
+    middle = {side: statistics.median(found) for side, found in speeds.items()}
+    for side, found in middle.items():
+        print(f"{side:14} {found:12,.0f} tokens/s   ours is {middle['ours'] / found:5.2f} times as fast")
+    if options.record:
+        about = {"where": provenance.collect(), "memory_limit": options.memory_limit, "rounds": options.rounds}
+        about["versions"] = {name: version(name) for name in ("torch", "transformers")}
+        about["command"] = " ".join(["python", "-P", *sys.argv])
+        ratios = {side: middle["ours"] / found for side, found in middle.items()}
+        record = about | {"tokens_per_second": middle, "ours_over": ratios, "rows": rows}
+        options.record.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def largest(global_batch: int, most: int) -> int:
+    """The largest divisor of ``global_batch`` that is no more than ``most``."""
+    return max(size for size in divisors(global_batch) if size <= most)
+
+
+def run(side: str, size: int) -> dict[str, Any]:
+    """Measure one side in a process of its own."""
+    child = [sys.executable, "-P", __file__, *sys.argv[1:], "--side", side, "--size", str(size)]
+    done = subprocess.run(child, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{side} failed:\n{done.stderr}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of one side by the median step, its peak memory, and its losses."""
+    import torch
+
+    from train import memory
+    from tune.limit import Limit
+
+    config = config_of(options)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    limit = Limit.impose(parse_size(options.memory_limit), kind)
+    torch.set_float32_matmul_precision("high")
+    memory.start_peak(limit.device)
+    try:
+        if options.side in ("ours", "ladder"):
+            seconds, losses = train_ours(config)
+        else:
+            seconds, losses = train_peer(PEERS[options.side], config, options, limit.device)
+    except torch.OutOfMemoryError:
+        return {"outcome": RAN_OUT}
+    steady = seconds[max(1, len(seconds) // 3) :]
+    return {
+        "outcome": "ok",
+        "micro_batch": config.micro_batch,
+        "tokens_per_second": config.step_tokens / statistics.median(steady),
+        "peak_bytes": limit.used()[0],
+        "step_seconds": seconds,
+        "losses": losses,
+    }
+
+
+def config_of(options: argparse.Namespace) -> TrainConfig:
+    """What is trained: the same mathematics on every side; the execution is that of ``best.json`` or of the ladder."""
+    config = TrainConfig(
+        data=options.data.resolve(), model=parse_model(options.model), compile=options.compile
+    )  # fmt: skip
+    if options.side == "ours" and options.config:
+        config = replace(load_config(options.config), data=config.data)
+    if options.side == "ladder":
+        steps = {name: value for rung in A100.rungs for name, value in rung.changes.items() if name != "batch"}
+        config = apply(config, steps | {"compile": "max-autotune" if options.compile == "whole" else "off"})
+    return replace(
+        config, global_batch=options.global_batch, micro_batch=options.size, steps=options.steps,
+        cycle=Cycle(options.steps, 0), keep_checkpoints=0,
+    )  # fmt: skip
+
+
+def train_ours(config: TrainConfig) -> tuple[list[float], list[float]]:
+    """Seconds and losses of the steps of our loop."""
+    from train.loop import Trainer
+
+    trainer = Trainer(config)
+    result = trainer.run()
+    if result.outcome == "oom":
+        import torch
+
+        raise torch.OutOfMemoryError
+    return trainer.step_seconds, [loss for report in trainer.reports for loss in report.step_losses]
+
+
+def train_peer(
+    make: Callable[[argparse.Namespace, Any], Peer], config: TrainConfig, options: argparse.Namespace, device: Any
+) -> tuple[list[float], list[float]]:
+    """Seconds and losses of a peer's steps: autocast, accumulation, clipping, step, as all of them train."""
+    import torch
+
+    from pipeline.shards import TokenShards
+    from train.batches import BatchLoader, Windows
+    from train.measure import mark, seconds_between, wait_for
+
+    torch.manual_seed(config.seed)
+    peer = make(options, device)
+    windows = Windows(TokenShards(config.data).open("train"), config.model.context_length, config.seed)
+    loader = BatchLoader(
+        windows, micro_batch=config.micro_batch, accumulation=config.accumulation, position=0, device=device
+    )
+    # On a CPU, where bf16 is emulated, all sides compute in fp32; it is a trial of this program, no comparison.
+    cast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    marks, losses = [mark(device)], []
+    for step in range(config.steps or 0):
+        rate = config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
+        for group in peer.optimizer.param_groups:
+            group["lr"] = rate
+        total = torch.zeros((), device=device)
+        for _ in range(config.accumulation):
+            inputs, targets = (half.contiguous() for half in loader.next())  # which nanoGPT's view() needs
+            with cast:
+                loss = peer.loss(inputs, targets) / config.accumulation
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(peer.model.parameters(), config.clip_norm)
+        peer.optimizer.step()
+        peer.optimizer.zero_grad(set_to_none=True)
+        losses.append(total)
+        marks.append(mark(device))
+    wait_for(marks[-1])
+    seconds = [seconds_between(first, last) for first, last in itertools.pairwise(marks)]
+    return seconds, [loss.item() for loss in losses]
+
+
+def huggingface(options: argparse.Namespace, device: Any) -> Peer:
+    """``transformers``' GPT-2 at its best: SDPA, the loss inside the compiled graph, no logits returned."""
+    import torch
+    import torch.nn.functional as F
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = parse_model(options.model)
+    sizes: dict[str, Any] = {
+        "vocab_size": shape.padded_vocabulary, "n_positions": shape.context_length, "n_embd": shape.width,
+        "n_layer": shape.layers, "n_head": shape.heads,
+    }  # fmt: skip
+    plain: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+    plain["attn_implementation"] = "sdpa"
+    model: Any = GPT2LMHeadModel(GPT2Config(**sizes, **plain)).to(device)
+
+    def loss(inputs: Any, targets: Any) -> Any:
+        logits = model(inputs).logits
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1))
+
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=device.type == "cuda")
+    return Peer(model, compiled(loss, options), optimizer)
+
+
+def nanogpt(options: argparse.Namespace, device: Any) -> Peer:
+    """nanoGPT's model and optimizer, compiled as its ``train.py`` does."""
+    theirs = definitions(options.nanogpt / "model.py")
+    shape = parse_model(options.model)
+    config = theirs.GPTConfig(
+        block_size=shape.context_length, vocab_size=shape.padded_vocabulary, n_layer=shape.layers,
+        n_head=shape.heads, n_embd=shape.width, dropout=0.0, bias=True,
+    )  # fmt: skip
+    model = theirs.GPT(config).to(device)
+    optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
+    forward = compiled(model, options)
+    return Peer(model, lambda inputs, targets: forward(inputs, targets)[1], optimizer)
+
+
+def build_nanogpt(options: argparse.Namespace, device: Any) -> Peer:
+    """build-nanogpt's model and optimizer, compiled, as its author's lecture does."""
+    theirs = definitions(options.build_nanogpt / "train_gpt2.py", master_process=False)
+    shape = parse_model(options.model)
+    config = theirs.GPTConfig(
+        block_size=shape.context_length, vocab_size=shape.padded_vocabulary, n_layer=shape.layers,
+        n_head=shape.heads, n_embd=shape.width,
+    )  # fmt: skip
+    model = theirs.GPT(config).to(device)
+    optimizer = model.configure_optimizers(weight_decay=0.1, learning_rate=6e-4, device_type=device.type)
+    forward = compiled(model, options)
+    return Peer(model, lambda inputs, targets: forward(inputs, targets)[1], optimizer)
+
+
+PEERS = {"huggingface": huggingface, "nanogpt": nanogpt, "build-nanogpt": build_nanogpt}
+
+
+def compiled(function: Any, options: argparse.Namespace) -> Any:
+    """``function`` as ``torch.compile`` makes it, for shapes that never change."""
+    import torch
+
+    return torch.compile(function, dynamic=False) if options.compile == "whole" else function
+
+
+def definitions(path: Path, **names: object) -> SimpleNamespace:
+    """The classes and functions of a script, without its imports and without running the training below them."""
+    import inspect
+
+    import torch
+
+    kept = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+    space: dict[str, Any] = {
+        "__name__": "peer", "math": math, "inspect": inspect, "dataclass": dataclass, "torch": torch, "nn": torch.nn,
+        "F": torch.nn.functional, **names,
+    }  # fmt: skip
+    sys.modules["peer"] = ModuleType("peer")  # where dataclass looks names up
+    exec(compile(ast.Module(list(kept), []), str(path), "exec"), space)  # noqa: S102 a file the user names, to run it
+    return SimpleNamespace(**space)
+
+
+if __name__ == "__main__":
+    main()
