@@ -264,3 +264,7 @@ class TokenShards:
                 )
             opened.append(Shard(path))
         return opened
+
+    def streams(self, split: Split) -> list[np.ndarray]:
+        """The token streams of :meth:`open`."""
+        return [shard.tokens for shard in self.open(split)]

@@ -42,12 +42,19 @@ def do_pieces(pieces: list[Piece], folder: Path, tasks: int | None, run: str) ->
         for row in work.iter_rows():
             yield pickle.loads(row["summary"])  # noqa: S301 our own bytes
     except ray.exceptions.RayTaskError as failure:
-        cause = failure
-        while isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, Exception):
-            cause = cause.cause
+        cause = original(failure)
         if isinstance(cause, (UserError, EncodingMismatch)):
             raise cause from None
         raise
+
+
+def original(failure: Exception) -> Exception:
+    """What a task raised, taken out of the wrappings that Ray sends it in."""
+    import ray.exceptions
+
+    while isinstance(failure, ray.exceptions.RayTaskError) and isinstance(failure.cause, Exception):
+        failure = failure.cause
+    return failure
 
 
 def _task(batch: Any) -> dict[str, list[bytes]]:

@@ -1,6 +1,6 @@
 """Shards to device batches: shuffled windows read by memory map, at an exact position.
 
-In: opened token shards. Out: micro-batches (inputs, targets) on the device. A window is
+In: opened token shards, or another source of windows. Out: micro-batches (inputs, targets) on the device. A window is
 ``context_length + 1`` tokens of one shard's stream, and neighbours share one token, so that every token
 is predicted once an epoch. The order is a pseudo-random permutation that is computed, not stored: a
 pure function of (seed, epoch), so the loader's whole state is one integer, the number of windows
@@ -9,13 +9,13 @@ micro-batch and worker count.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from infra.command import UserError
-from pipeline.shards import Shard
 
 _ROUNDS = 4
 
@@ -23,18 +23,32 @@ PLANNED_WINDOWS = 1024
 """Windows whose order is computed at once: numpy's cost a call outweighs its work on a small batch."""
 
 
-class Windows:
-    """All windows of a split, numbered from 0, and their shuffled order by epoch."""
+class OrderedWindows(Protocol):
+    """Windows of tokens at the places of an order that goes on without end."""
 
-    def __init__(self, shards: Sequence[Shard], context_length: int, seed: int, *, split: str = "train") -> None:
+    context_length: int
+
+    def order(self, places: np.ndarray) -> np.ndarray:
+        """Numbers of the windows at ``places``."""
+        ...
+
+    def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
+        """Copy the windows ``numbers`` into ``out``, of shape (len(numbers), context_length + 1)."""
+        ...
+
+
+class Windows:
+    """All windows of a split's token streams, numbered from 0, and their shuffled order by epoch."""
+
+    def __init__(self, streams: Sequence[np.ndarray], context_length: int, seed: int, *, split: str = "train") -> None:
         self.context_length = context_length
         self.seed = seed
-        self.streams = [shard.tokens for shard in shards]
-        counts = [max(0, (len(stream) - 1) // context_length) for stream in self.streams]
+        self.streams = list(streams)
+        counts = [max(0, (len(stream) - 1) // context_length) for stream in streams]
         self.first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)])
         self.count = int(self.first[-1])
         if not self.count:
-            tokens = sum(len(stream) for stream in self.streams)
+            tokens = sum(len(stream) for stream in streams)
             raise UserError(
                 f"the {split} split has {tokens:,} tokens and one window needs {context_length + 1:,}: tokenize more "
                 "books, raise --val-fraction of 'python -m pipeline.tokenize', or choose a shorter context length."
@@ -94,7 +108,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        windows: Windows,
+        windows: OrderedWindows,
         *,
         micro_batch: int,
         accumulation: int,

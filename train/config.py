@@ -147,6 +147,9 @@ class TrainConfig:
 
     data: Path = Path("data/tokens")
     """Folder of token shards, as python -m pipeline.tokenize makes it."""
+    stream: tuple[str, ...] = ()
+    """Train straight from these books in place of --data, without shards: files, folders, globs, or whatever else
+    python -m pipeline.tokenize takes. Ray Data encodes them ahead of the training."""
     model: Model = PRESETS["gpt2-124m"]
     """Preset, with changes if any: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, small, tiny; tiny,layers=4."""
     seed: int = 0
@@ -235,6 +238,11 @@ class TrainConfig:
         return self.global_batch // (self.micro_batch * self.workers)
 
     @property
+    def source(self) -> str:
+        """What is trained on, as a person named it."""
+        return ", ".join(self.stream) or str(self.data)
+
+    @property
     def step_tokens(self) -> int:
         """Training tokens per optimizer step, over all workers."""
         return self.global_batch * self.model.context_length
@@ -267,8 +275,9 @@ def config_from_json(values: dict[str, Any], source: str) -> TrainConfig:
             values["model"] = parse_model(model) if isinstance(model, str) else ModelConfig(**model)
         if "cycle" in values:
             values["cycle"] = Cycle.parse(values["cycle"])
-        if "naive" in values:
-            values["naive"] = tuple(values["naive"])
+        for name in ("naive", "stream"):
+            if name in values:
+                values[name] = tuple(values[name])
         return TrainConfig(**values)
     except UserError as mistake:
         raise UserError(f"{source}: {mistake}") from mistake

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from infra.hardware import peak_flops
-from pipeline.shards import TokenShards
 from train import checkpoint, measure, memory, parallel
-from train.batches import BatchLoader, Windows
+from train.batches import BatchLoader
 from train.config import TrainConfig
 from train.cycle import Cycle, open_cycle, report, step_seconds, trouble
+from train.data import Data, ShardData
 from train.execution import arithmetic, build, compiled, pick_device, settle
 from train.optimizers import learning_rate, make_optimizer, set_rate
 from train.parallel import Workers
@@ -33,15 +33,17 @@ from train.validation import bits_per, bytes_of, perplexity, validate
 class Trainer:
     """One worker's run. ``run()`` trains to the end of the config's steps, tokens or time, or until told to stop.
 
-    ``on_cycle`` gets every cycle's report and ``should_stop`` is asked after every step, both on the first
-    worker alone; ``checkpoints`` is the folder to save to, ``resume`` the checkpoint to go on from. Raises
-    ``UserError`` when this machine, the data or the checkpoint do not fit the config.
+    ``data`` is the config's token shards unless given; ``on_cycle`` gets every cycle's report and
+    ``should_stop`` is asked after every step, both on the first worker alone; ``checkpoints`` is the folder to
+    save to, ``resume`` the checkpoint to go on from. Raises ``UserError`` when this machine, the data or the
+    checkpoint do not fit the config.
     """
 
     def __init__(
         self,
         config: TrainConfig,
         *,
+        data: Data | None = None,
         on_cycle: Callable[[CycleReport], None] = lambda report: None,
         should_stop: Callable[[], bool] = lambda: False,
         checkpoints: Path | None = None,
@@ -55,12 +57,7 @@ class Trainer:
         self.workers = Workers(config)
         self.device = pick_device(config)
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
-        self.data = TokenShards(config.data)
-        length = config.model.context_length
-        self.windows = Windows(self.data.open("train"), length, config.seed)
-        self.val_windows = None
-        if config.cycle.val:
-            self.val_windows = Windows(self.data.open("val"), length, config.seed, split="val")
+        self.data = data or ShardData(config)
         self.model = build(config, self.device)
         self.forward = compiled(self.model, config)
         if config.shard:
@@ -105,7 +102,7 @@ class Trainer:
         config = self.config
         total = self._total_steps()
         loader = BatchLoader(
-            self.windows,
+            self.data.windows,
             micro_batch=config.micro_batch,
             accumulation=config.accumulation,
             position=self.position,
@@ -195,9 +192,9 @@ class Trainer:
     def _validate(self, cycle: Cycle) -> None:
         """Close ``cycle``: mark the end of its steps and queue its validation."""
         cycle.trained = measure.mark(self.device)
-        if self.val_windows is not None:
+        if self.data.validation is not None:
             cycle.val_losses = validate(
-                self.val_windows, self.config, self.device, self.workers, self.model, self.forward,
+                self.data.validation, self.config, self.device, self.workers, self.model, self.forward,
                 lambda: arithmetic(self.config),
             )  # fmt: skip
         cycle.end = measure.mark(self.device)
@@ -220,7 +217,8 @@ class Trainer:
         """Steps of the whole run: as configured, else one epoch; None when time alone ends it."""
         config = self.config
         if config.total_steps is None and config.time_budget is None:
-            return max(1, self.windows.count // config.global_batch)
+            assert self.data.epoch_windows is not None, "a config whose data has no known end says when to stop"
+            return max(1, self.data.epoch_windows // config.global_batch)
         return config.total_steps
 
     def _progress(self, total: int | None) -> float:
@@ -247,6 +245,7 @@ class Trainer:
             data_fingerprint=self.data.manifest.fingerprint,
             vocabulary_sha256=self.data.manifest.vocabulary_sha256,
             config=self.asked.to_json(),
+            place=self.data.place(self.position),
         )
         self.checkpoints.save(taken, progress, lambda losses: trouble(losses, reference, spike, first) is None)
 
@@ -255,6 +254,7 @@ class Trainer:
         refuse_other_run(path, progress, self.asked, self.data.manifest)
         self.earlier = checkpoint.load(path, self.model, self.optimizer, self.scaler, self.device)
         self.step, self.position, self.reported = progress.step, progress.position, progress.reported
+        self.data.go_to(progress.place)
         self.reference, self.val_tokens = progress.reference, progress.val_tokens
         self.elapsed_before = self.elapsed = progress.elapsed
 
@@ -275,7 +275,8 @@ class Trainer:
         train_tokens = self.step * config.step_tokens
         totals, val = manifest.splits["train"], manifest.splits["val"]
         val_loss = last.val_loss if last else None
-        val_bytes = bytes_of(self.data.open("val"), manifest.vocabulary_sha256) if val_loss is not None else None
+        validation = self.data.validation
+        val_bytes = bytes_of(validation, manifest.vocabulary_sha256) if validation and val_loss is not None else None
         return RunResult(
             outcome=outcome,
             reason=reason,

@@ -32,6 +32,8 @@ class Progress:
     data_fingerprint: str
     vocabulary_sha256: str
     config: dict[str, Any]
+    place: dict[str, Any] | None = None
+    """Where in a stream of books the position is; None for shards."""
     files: dict[str, str] = field(default_factory=dict)
     """Checksum of each file."""
 

@@ -21,7 +21,8 @@ from train.result import RunResult
 def print_header(config: TrainConfig, manifest: Manifest, folder: Path) -> None:
     """Say what is about to be trained, with the arithmetic of the batch written out."""
     train = manifest.splits["train"]
-    console.print(f"[bold]{format_model(config.model)}[/bold] on {config.data}: {train['tokens']:,} training tokens")
+    tokens = f"{'about ' if config.stream else ''}{train['tokens']:,} training tokens"
+    console.print(f"[bold]{format_model(config.model)}[/bold] on {escape(config.source)}: {tokens}")
     console.print(
         f"batch: {config.global_batch} sequences = {config.micro_batch} a micro-batch x {config.accumulation} "
         f"accumulated x {config.workers} worker{'s' * (config.workers > 1)}; "
@@ -36,8 +37,8 @@ def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest) -> N
     tracker.params(flat | {"accumulation": config.accumulation, "model": format_model(config.model)})
     tracker.params({f"model.{name}": value for name, value in config.to_json()["model"].items()})
     tracker.json(config.to_json(), "config.json")
-    tracker.data(config.data.name, manifest.fingerprint, str(config.data), manifest.splits, "training")
-    tracker.note(f"Training {format_model(config.model)} on `{config.data}`. Still running.")
+    tracker.data(Path(config.source).name, manifest.fingerprint, config.source, manifest.splits, "training")
+    tracker.note(f"Training {format_model(config.model)} on `{config.source}`. Still running.")
 
 
 def record_resume(tracker: Tracker, config: TrainConfig, step: int) -> None:

@@ -16,15 +16,16 @@ _SAME = ("seed", "global_batch", "optimizer", "mask_books")
 
 def refuse_other_run(path: Path, progress: Progress, config: TrainConfig, manifest: Manifest) -> None:
     """Raise ``UserError`` when ``config`` on this data is not the run that wrote the checkpoint at ``path``."""
+    flag = "--stream" if config.stream else "--data"
     if progress.vocabulary_sha256 != manifest.vocabulary_sha256:
         raise UserError(
             f"{path} was trained on another vocabulary (sha256 {progress.vocabulary_sha256[:12]}) than that of "
-            f"--data {config.data} ({manifest.vocabulary_sha256[:12]}): start a new run with --name."
+            f"{flag} {config.source} ({manifest.vocabulary_sha256[:12]}): start a new run with --name."
         )
     if progress.data_fingerprint != manifest.fingerprint:
         raise UserError(
             f"{path} was trained on other data (fingerprint {progress.data_fingerprint[:12]}) than "
-            f"--data {config.data} ({manifest.fingerprint[:12]}): give the --data it was trained on, or start a new "
+            f"{flag} {config.source} ({manifest.fingerprint[:12]}): give the {flag} it was trained on, or start a new "
             "run with --name."
         )
     before = config_from_json(progress.config, str(path))
@@ -35,8 +36,8 @@ def refuse_other_run(path: Path, progress: Progress, config: TrainConfig, manife
     for name in _SAME:
         ours, theirs = getattr(before, name), getattr(config, name)
         if ours != theirs:
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{path} was trained with {flag} {ours} and not {theirs}: leave {flag} out to continue it.")
+            named = f"--{name.replace('_', '-')}"
+            raise UserError(f"{path} was trained with {named} {ours} and not {theirs}: leave {named} out to go on.")
     total = config.total_steps
     if total is not None and progress.step >= total:
         raise UserError(f"{path} is at step {progress.step:,} of {total:,}: give a larger --steps to train on.")

@@ -90,6 +90,11 @@ def _end(config: "TrainConfig") -> None:
     if len(ends) > 1:
         first, second = (f"--{name.replace('_', '-')}" for name in ends[:2])
         raise UserError(f"{first} and {second} both end the run; give one of them.")
+    if config.stream and not ends:
+        raise UserError(
+            f"--stream {' '.join(config.stream)} has no end that is known beforehand: say when to stop with --steps, "
+            "--tokens or --time-budget."
+        )
     if config.steps is not None and config.steps < 1:
         raise UserError(f"--steps {config.steps} must be at least 1.")
     if config.tokens is not None and config.tokens < config.step_tokens:

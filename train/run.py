@@ -1,4 +1,4 @@
-"""Entry: ``python -m train.run`` trains one configuration on token shards and records what it measured.
+"""Entry: ``python -m train.run`` trains one configuration and records what it measured.
 
 In: flags, or ``--config`` with a file that flags override. Out: ``runs/NAME/`` with config.json,
 cycles.jsonl, result.json and a checkpoint, and an MLflow run. Wiring only.
@@ -57,7 +57,7 @@ def main() -> None:
         train,
         RunOptions,
         module="train.run",
-        description="Train a GPT-2 on token shards, measure it, and record everything in MLflow.",
+        description="Train a GPT-2 on token shards or straight from books, measure it, record it all in MLflow.",
         default=defaults,
     )
 
@@ -65,14 +65,14 @@ def main() -> None:
 def train(options: RunOptions) -> int:
     """Run one training from its options; returns the exit code."""
     from infra.tracking import Tracker
-    from pipeline.shards import read_manifest
     from train import report, worker
     from train.flops import beside_matmul
     from train.progress import newest, read_progress
     from train.resume import refuse_other_run
+    from train.stream import absolute, manifest_of
 
-    config = dataclasses.replace(options.training, data=options.training.data.resolve())
-    manifest = read_manifest(options.training.data)
+    config = absolute(options.training)
+    manifest = manifest_of(config)
     resume = None
     if options.resume:
         home = find_run(options.resume, options.out)

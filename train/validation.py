@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.shards import Shard
 from train.batches import BatchLoader, Windows
 from train.config import TrainConfig
 from train.parallel import Workers
@@ -58,9 +57,9 @@ def bits_per(loss: float | None, tokens: int, units: int | None) -> float | None
     return loss / math.log(2) * tokens / units if loss is not None and units else None
 
 
-def bytes_of(shards: list[Shard], vocabulary_sha256: str) -> int | None:
-    """UTF-8 bytes of the text in ``shards``, by their tokens; None when the vocabulary is not GPT-2's."""
+def bytes_of(windows: Windows, vocabulary_sha256: str) -> int | None:
+    """UTF-8 bytes of the text behind ``windows``, by its tokens; None when the vocabulary is not GPT-2's."""
     from train.text import token_bytes
 
     lengths = token_bytes(vocabulary_sha256)
-    return None if lengths is None else sum(int(lengths[shard.tokens].sum(dtype="int64")) for shard in shards)
+    return None if lengths is None else sum(int(lengths[tokens].sum(dtype="int64")) for tokens in windows.streams)

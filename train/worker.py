@@ -24,15 +24,20 @@ from infra.cluster import connected
 from infra.command import INTERRUPTED, UserError
 from infra.run_key import RunKey
 from infra.tracking import Tracker, last_steps
+from pipeline.stream import Stream
 from train.config import TrainConfig, config_from_json
+from train.data import ShardData
 from train.folder import Follower, RunFolder
 from train.generate import closing_sample
 from train.loop import Trainer
 from train.progress import newest, read_progress
 from train.report import cycle_metrics
 from train.result import CycleReport, RunResult
+from train.stream import StreamData, absolute
 
 POLL_SECONDS = 0.2
+READERS = 2
+"""Cores that are left to Ray Data by each worker that trains on a stream."""
 ATTEMPTS = 3
 """Starts from the same step after which a worker that dies is not started again."""
 
@@ -69,7 +74,7 @@ def run(
         shutil.rmtree(home.checkpoints, ignore_errors=True)
         home.cycles.unlink(missing_ok=True)
     payload = {
-        "config": config.to_json() | {"data": str(config.data.resolve())},
+        "config": absolute(config).to_json(),
         "folder": str(folder),
         "key": asdict(key),
     }
@@ -122,11 +127,18 @@ def scaling(config: TrainConfig) -> ray.train.ScalingConfig:
     if config.accelerator and not resources.get(f"accelerator_type:{config.accelerator}"):
         known = [name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")]
         raise UserError(f"--accelerator {config.accelerator} is not in the cluster, which has {known or 'none'}.")
+    mine = cores // config.workers
+    if config.stream and mine < 2:
+        raise UserError(
+            f"--stream needs a core for reading beside each of --workers {config.workers} and Ray has {cores}: make "
+            "token shards with 'python -m pipeline.tokenize' and give them with --data."
+        )
+    threads = max(1, mine - READERS) if config.stream else mine
     return ray.train.ScalingConfig(
         num_workers=config.workers,
         use_gpu=use_gpu,
         # Ray sets a worker's OpenMP threads to its cores.
-        resources_per_worker={"CPU": cores // config.workers} | ({"GPU": 1} if use_gpu else {}),
+        resources_per_worker={"CPU": threads} | ({"GPU": 1} if use_gpu else {}),
         accelerator_type=config.accelerator,
     )
 
@@ -150,8 +162,9 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
 def train(home: RunFolder, config: TrainConfig, key: RunKey, first: bool) -> dict[str, Any]:
     """Train as one worker of the run in ``home``; the ``first`` one also records. Gives the result as JSON."""
     resume = newest(home.checkpoints)
+    data = StreamData(config, Stream(config.stream, config.seed)) if config.stream else ShardData(config)
     if not first:
-        return Trainer(config, checkpoints=home.checkpoints, resume=resume).run().to_json()
+        return Trainer(config, data=data, checkpoints=home.checkpoints, resume=resume).run().to_json()
     progress = read_progress(resume) if resume else None
     refuse_hopeless(home, progress.step if progress else 0)
     with Tracker(key) as tracker:
@@ -168,6 +181,7 @@ def train(home: RunFolder, config: TrainConfig, key: RunKey, first: bool) -> dic
             record(cycle)
         trainer = Trainer(
             config,
+            data=data,
             on_cycle=on_cycle,
             should_stop=home.stop.exists,
             checkpoints=home.checkpoints,
@@ -177,6 +191,8 @@ def train(home: RunFolder, config: TrainConfig, key: RunKey, first: bool) -> dic
         sample = closing_sample(trainer, result)
         if sample:
             tracker.text(sample, "sample.txt")
+        if isinstance(data, StreamData):
+            tracker.json(data.summary(), "stream.json")
     return replace(result, sample=sample).to_json()
 
 

@@ -1,6 +1,6 @@
 """A/A: how often the ladder's verdict calls two runs of the same thing different. At most 5% is right.
 
-    python tests/benchmarks/aa.py --pairs 100 --out tests/benchmarks/records
+    python -P tests/benchmarks/aa.py --pairs 100 --out tests/benchmarks/records
 
 Runs of the small model stand in a row as on a ladder: control, rung, control, rung, ..., control, where
 rung and control are the same config, each in a fresh process. Ten rungs make a ladder, with its own
@@ -89,7 +89,7 @@ def main() -> None:
         "seconds": round(time.time() - began),
         "load_before": load,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}",
-        "command": f"python tests/benchmarks/aa.py --pairs {asked.pairs} --steps {asked.steps}",
+        "command": f"python -P tests/benchmarks/aa.py --pairs {asked.pairs} --steps {asked.steps}",
         "config": config.to_json() | {"data": "the tests' small shards"},
         "speeds_by_ladder": speeds,
     }

@@ -1,25 +1,30 @@
-"""A run killed at many random moments, and what it then computed: losses and curves of a run left alone?
+"""Runs killed at many random moments, and what they then computed: losses and curves of a run left alone?
 
-    python tests/benchmarks/campaign_train.py --data data/tokens [--kills 20] [--seed 0] [--record FILE.json]
+    python -P tests/benchmarks/campaign_train.py --data data/tokens --record FILE.json [--runs 4] [--kills 5]
 
-Each time one of: SIGKILL of the worker (Ray starts it again), SIGKILL of the driver, SIGINT, SIGTERM. After
-the last one the run is left to finish. Its losses must equal, bit for bit, those of the bare loop left
-alone, and every metric in MLflow must have each step once.
+Each kill is SIGKILL of the worker (Ray starts it again), of the driver, or of the driver with every process
+below it, as when the machine dies. After the last one the run is left to finish. Its losses must equal, bit
+for bit, those of the bare loop left alone, and every metric in MLflow must have each step once. Runs that
+the record holds already are not repeated, so a long campaign can be done in parts.
 """
 
 import argparse
 import json
 import os
 import random
-import signal
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
+import torch
 from mlflow.tracking import MlflowClient
 
 from train.config import config_from_json
@@ -27,57 +32,63 @@ from train.folder import RunFolder
 from train.loop import Trainer
 from train.result import CycleReport
 
-WAYS = ("worker", "driver", "interrupt", "terminate")
+WAYS = ("worker", "driver", "machine")
 
 
 def main() -> None:
-    """Kill, continue, compare, record; exit 1 when anything differs."""
+    """Do the runs that the record lacks; exit 1 when anything differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--model", default="tiny,width=32,context_length=32")
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", type=Path)
+    parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--model", default="tiny,width=32,context_length=32,dropout=0.1")
+    parser.add_argument("--runs", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=5, help="in each run")
+    parser.add_argument("--steps", type=int, default=400, help="of each run")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    chance = random.Random(options.seed)
+    torch.set_num_threads(1)  # sums depend on the number
+    runs = json.loads(options.record.read_text())["runs"] if options.record.exists() else []
+    for seed in range(len(runs), options.runs):
+        runs.append(one_run(options, seed))
+        print(runs[-1], flush=True)
+        kills = Counter(event["way"] for run in runs for event in run["events"])
+        as_asked = all(not run["exit"] and all(run["verdict"].values()) for run in runs)
+        versions = {name: version(name) for name in ("torch", "ray", "mlflow")}
+        about = {"model": options.model, "steps": options.steps, "versions": versions}
+        record = {"kills": kills, "total": kills.total(), "all_as_left_alone": as_asked, **about, "runs": runs}
+        options.record.write_text(json.dumps(record, indent=2) + "\n")
+        if not as_asked:
+            sys.exit(1)
+
+
+def one_run(options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Start a run, kill and continue it at random moments by ``seed``, let it finish, compare."""
+    chance = random.Random(seed)
     folder = Path(tempfile.mkdtemp(prefix="campaign-"))
     home = RunFolder(folder / "runs" / "campaign")
     first = [
         "--data", str(options.data.resolve()), "--name", "campaign", "--model", options.model, "--steps",
-        str(options.steps), "--global-batch", "8", "--micro-batch", "4", "--cycle", "20+1", "--checkpoint-every", "15",
-        "--device", "cpu",
+        str(options.steps), "--seed", str(seed), "--global-batch", "8", "--micro-batch", "4", "--cycle", "20+1",
+        "--checkpoint-every", "15", "--device", "cpu",
     ]  # fmt: skip
-    events: list[dict[str, object]] = []
+    events: list[dict[str, Any]] = []
     driver = start(folder, first)
-    while len(events) < options.kills:
+    while len(events) < options.kills and checkpoint_comes(home, driver):
         way = chance.choice(WAYS)
-        if not checkpoint_comes(home, driver):
-            break
         time.sleep(chance.uniform(0, 3))
-        if driver.poll() is not None:
-            break
         step = stands_at(home)
-        asked = time.monotonic()
-        if kill(driver, way):
+        if driver.poll() is None and kill(driver, way):
             events.append({"way": way, "checkpoint_step": step})
             if way != "worker":
-                code = driver.wait(timeout=60)
-                events[-1] |= {"exit": code, "seconds": round(time.monotonic() - asked, 1)}
+                driver.communicate()
                 driver = start(folder, ["--resume", "campaign"])
-            print(events[-1], flush=True)
     output, _ = driver.communicate()
     verdict = compare(home, folder, options.steps)
-    print(f"{len(events)} kills; last exit {driver.returncode}; {verdict}")
-    if options.record:
-        counts = Counter(str(event["way"]) for event in events)
-        options.record.write_text(
-            json.dumps({"kills": counts, "exit": driver.returncode, **verdict, "events": events}, indent=2) + "\n"
-        )
     if driver.returncode or not all(verdict.values()):
         print(output)
-        sys.exit(1)
+    else:
+        shutil.rmtree(folder)
+    return {"seed": seed, "events": events, "exit": driver.returncode, "verdict": verdict}
 
 
 def start(folder: Path, flags: list[str]) -> subprocess.Popen[str]:
@@ -105,14 +116,15 @@ def checkpoint_comes(home: RunFolder, driver: subprocess.Popen[str]) -> bool:
 
 def kill(driver: subprocess.Popen[str], way: str) -> bool:
     """Do it; False when there was nobody to kill just then."""
+    family = psutil.Process(driver.pid).children(recursive=True)
     if way == "worker":
-        family = psutil.Process(driver.pid).children(recursive=True)
-        workers = [child for child in family if child.is_running() and "TrainWorker" in " ".join(child.cmdline()[:1])]
-        for worker in workers:
-            worker.kill()
-        return bool(workers)
-    driver.send_signal({"driver": signal.SIGKILL, "interrupt": signal.SIGINT, "terminate": signal.SIGTERM}[way])
-    return True
+        victims = [child for child in family if child.is_running() and "TrainWorker" in " ".join(child.cmdline()[:1])]
+    else:
+        victims = [psutil.Process(driver.pid), *(family if way == "machine" else [])]
+    for victim in victims:
+        with suppress(psutil.NoSuchProcess):
+            victim.kill()
+    return bool(victims)
 
 
 def compare(home: RunFolder, folder: Path, steps: int) -> dict[str, bool]:

@@ -1,6 +1,6 @@
 """How fast are batches read? Ours against NumPy memmap random crops, litdata and mosaicml-streaming, in one run.
 
-    python tests/benchmarks/loader.py [--tokens 20000000] [--seconds 2] [--record FILE.json]
+    python -P tests/benchmarks/loader.py [--tokens 20000000] [--seconds 2] [--record FILE.json]
 
 Every loader gives (16, 1024) int64 inputs and targets from the same tokens, on one core, from a warm page
 cache, in a random order. Only ours and the two published ones visit every window once an epoch; random
@@ -86,7 +86,7 @@ def ours(tokens: np.ndarray, folder: Path) -> Next:
         row = ShardRow(f"b{number}", None, None, None, "made", "0" * 64, len(part), part)
         shards.append(write_shard(folder, f"train/{number:05d}.arrow", "train", [row]))
     Manifest.of(shards, config={}, vocabulary_sha256="made", inputs={}, report={}).write(folder)
-    windows = Windows(TokenShards(folder).open("train"), LENGTH, 0)
+    windows = Windows(TokenShards(folder).streams("train"), LENGTH, 0)
     loader = BatchLoader(windows, micro_batch=BATCH, accumulation=1, position=0, device=torch.device("cpu"))
     return loader.next
 

@@ -1,6 +1,6 @@
 """What Ray and MLflow cost a run: the same training by the bare loop and by the command's wrapper, itemised.
 
-    python tests/benchmarks/overhead.py --data data/tokens [--steps 200] [--rounds 3] [--record FILE.json]
+    python -P tests/benchmarks/overhead.py --data data/tokens [--steps 200] [--rounds 3] [--record FILE.json]
 
 Both run the same config in fresh processes with the same number of threads, taking turns, because machines
 drift. Tokens/s is over all training steps but the first; start-up is from the process's first line to the
@@ -46,7 +46,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for side, rows in found.items():
             environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
-            child = [sys.executable, str(HERE), *sys.argv[1:], "--side", side]
+            child = [sys.executable, "-P", str(HERE), *sys.argv[1:], "--side", side]
             done = subprocess.run(child, capture_output=True, text=True, check=True, env=environment)
             rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
     medians = {

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def windows_of(folder: Path, length: int = 32, seed: int = 0) -> Windows:
-    return Windows(TokenShards(folder).open("train"), length, seed)
+    return Windows(TokenShards(folder).streams("train"), length, seed)
 
 
 def step_inputs(windows: Windows, position: int, micro: int, accumulation: int, workers: int) -> np.ndarray:
@@ -110,4 +110,4 @@ def test_a_restored_position_goes_on_with_the_next_window(small_shards: Path, be
 
 def test_too_few_tokens_for_a_window_are_refused(small_shards: Path) -> None:
     with pytest.raises(UserError, match="val split has 4,001 tokens and one window needs 10,001"):
-        Windows(TokenShards(small_shards).open("val"), 10_000, 0, split="val")
+        Windows(TokenShards(small_shards).streams("val"), 10_000, 0, split="val")

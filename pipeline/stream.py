@@ -1,0 +1,200 @@
+"""Books as a stream of tokens: Ray Data reads, cleans and encodes them ahead of who trains on them; no shards.
+
+In: sources and a seed. Out: encoded books, in an order that is a pure function of (seed, epoch) at any number
+of readers, from any place on. A book is held out for validation by the hash of its id, as in shards. What
+only shards can do is left to them: duplicates stay, and dropped books are counted without a quarantine file.
+"""
+
+import hashlib
+import json
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from infra.command import UserError
+from pipeline.books import Dropped, clean
+from pipeline.config import SAMPLE, TokenizeConfig
+from pipeline.downloads import PREFIX
+from pipeline.encoding import VOCABULARY_SHA256, encode
+from pipeline.files import is_remote
+from pipeline.filters import refuse
+from pipeline.plan import Piece, make_plan, split_of
+from pipeline.reading import Unreadable, read_books
+from pipeline.shards import END_OF_TEXT, Split
+from pipeline.sources import Inventory, find
+
+PIECE = 4_000_000
+"""Bytes of text in one task: small, so that the first tokens are there soon."""
+STRETCH = 256
+"""Pieces that Ray Data is given at once, so that the first one does not wait for all of a large corpus."""
+AHEAD = 256_000_000
+"""Bytes of encoded books that may wait for the trainer; beyond that the readers pause."""
+DEATHS = 2
+"""Times that a task whose process died is tried again."""
+HELD_OUT = 0.01
+"""Share of the books that are kept for validation."""
+SEARCHED = 64_000_000
+"""Bytes of text that are read at most to find the books held out for validation."""
+BYTES_A_TOKEN = 4
+"""For estimates, until books have been read."""
+
+_SCHEMA = pa.schema(
+    [
+        pa.field("piece", pa.int64()),
+        pa.field("source", pa.string()),
+        pa.field("book", pa.string()),
+        pa.field("chars", pa.int64()),
+        pa.field("dropped", pa.string()),
+        pa.field("tokens", pa.large_list(pa.field("item", pa.uint16(), nullable=False))),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class EncodedBook:
+    """A book of the stream, its last token the end of text; without tokens when it was ``dropped``, and why."""
+
+    piece: int
+    """Its place in the epoch's order of pieces."""
+    source: str
+    book: str
+    chars: int
+    tokens: np.ndarray
+    dropped: str | None = None
+
+
+class Stream:
+    """The books of ``sources``, one in a hundred of them (one at least, where all are known) held out for validation.
+
+    Raises ``UserError`` for a source that is missing or holds no books.
+    """
+
+    def __init__(self, sources: Sequence[str], seed: int) -> None:
+        self.seed = seed
+        self.vocabulary_sha256 = VOCABULARY_SHA256
+        self.settings = TokenizeConfig(tuple(sources), val_fraction=HELD_OUT, shard_size=PIECE)
+        self.inventory = find(sources)
+        identity = self.settings.identity() | {"sources": self.inventory.summary()["sha256"]}
+        everything = json.dumps([identity, VOCABULARY_SHA256], sort_keys=True)
+        self.fingerprint = hashlib.sha256(everything.encode()).hexdigest()
+
+    def held_out(self, tokens: int) -> list[EncodedBook]:
+        """Books for validation, in the order of their ids, until they have ``tokens`` or enough has been searched."""
+        found: list[EncodedBook] = []
+        searched = 0
+        for piece in make_plan(self.inventory, self.settings):
+            for book in encoded_books(piece, "val"):
+                found.append(book)
+                tokens -= len(book.tokens)
+                if tokens <= 0:
+                    return found
+            searched += sum(part.size for part in piece.parts if not _is_one_book(part, piece.settings))
+            if searched > SEARCHED:
+                break
+        return found
+
+    def read(self, epoch: int, piece: int = 0) -> Iterator[EncodedBook]:
+        """The books for training in the order of ``epoch``, from its piece number ``piece`` on."""
+        pieces = self.order(epoch)
+        for first in range(piece, len(pieces), STRETCH):
+            yield from _read_ahead(pieces[first : first + STRETCH])
+
+    def order(self, epoch: int) -> list[Piece]:
+        """The pieces of an epoch, shuffled: files, so that neighbours on disk part, then pieces of large files."""
+
+        def chance(name: str) -> int:
+            return xxhash.xxh3_64_intdigest(f"{epoch}/{name}".encode(), seed=self.seed)
+
+        files = sorted(self.inventory.files, key=lambda file: chance(file.id))
+        pieces = make_plan(Inventory(files), self.settings)
+        pieces.sort(key=lambda piece: chance(str(piece.index)))
+        return [replace(piece, index=index) for index, piece in enumerate(pieces)]
+
+
+def encoded_books(piece: Piece, split: Split) -> Iterator[EncodedBook]:
+    """The books of ``piece`` that are in ``split``, and those of them that were dropped."""
+    settings = piece.settings
+    for part in piece.parts:
+        if _is_one_book(part, settings) and split_of(part.file.id, settings.val_fraction) != split:
+            continue
+        for raw in read_books(part, settings):
+            if split_of(raw.id, settings.val_fraction) != split:
+                continue
+            book = Dropped(raw.id, "unreadable", raw.reason) if isinstance(raw, Unreadable) else clean(raw)
+            refused = book if isinstance(book, Dropped) else refuse(book, settings)
+            if isinstance(book, Dropped) or refused:
+                assert refused is not None
+                yield EncodedBook(piece.index, part.file.id, raw.id, 0, np.zeros(0, np.uint16), refused.reason)
+            else:
+                tokens = np.append(encode(book.text, settings.encoder), np.uint16(END_OF_TEXT))
+                yield EncodedBook(piece.index, part.file.id, book.id, book.chars, tokens)
+
+
+def whole_path(source: str) -> str:
+    """``source`` as it is called from any folder."""
+    known = source == SAMPLE or source.startswith(PREFIX) or is_remote(source)
+    return source if known else str(Path(source).expanduser().absolute())
+
+
+def _is_one_book(part: Any, settings: TokenizeConfig) -> bool:
+    """Whether the part is a whole file that is one book, whose id is known before it is read."""
+    return part.file.form == "text" and not settings.doc_separator
+
+
+def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
+    """The training books of ``pieces`` in their order, encoded by tasks of Ray Data on the cores that are free.
+
+    Raises what a task raised, and ``UserError`` when a book kills the task's process.
+    """
+    import ray.data
+    import ray.exceptions
+
+    from pipeline.work import original
+
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(
+        object_store_memory=AHEAD
+    )
+    context.op_resource_reservation_enabled = False
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    items = [{"piece": pickle.dumps(piece)} for piece in pieces]
+    books = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+        _task, batch_size=1, num_cpus=1, max_retries=DEATHS
+    )
+    try:
+        for table in books.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
+            yield from _rows(table)
+    except ray.exceptions.RayTaskError as failure:
+        raise original(failure) from None
+    except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as death:
+        raise UserError(
+            f"a book of --stream kills the process that reads it, {DEATHS + 1} times over: 'python -m "
+            "pipeline.tokenize' with the same sources finds it and leaves it out; then give --data."
+        ) from death
+
+
+def _task(batch: Any) -> Iterator[pa.Table]:
+    piece: Piece = pickle.loads(batch["piece"][0])  # noqa: S301 our own bytes
+    for book in encoded_books(piece, "train"):
+        offsets = pa.array([0, len(book.tokens)], pa.int64())
+        tokens = pa.LargeListArray.from_arrays(offsets, pa.array(book.tokens), type=_SCHEMA.field("tokens").type)
+        values = [[book.piece], [book.source], [book.book], [book.chars], [book.dropped]]
+        columns = [pa.array(value, type=field.type) for value, field in zip(values, _SCHEMA, strict=False)]
+        yield pa.table([*columns, tokens], schema=_SCHEMA)
+
+
+def _rows(table: pa.Table) -> Iterator[EncodedBook]:
+    for batch in table.to_batches():
+        tokens = batch.column("tokens")
+        values, offsets = tokens.values.to_numpy(), tokens.offsets.to_numpy()
+        names = batch.drop_columns(["tokens"]).to_pylist()
+        for row, about in enumerate(names):
+            yield EncodedBook(tokens=values[offsets[row] : offsets[row + 1]], **about)

@@ -1,0 +1,159 @@
+"""Training straight from books: every window once, the same ones however it is run or interrupted, and through Ray."""
+
+import dataclasses
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from infra.cluster import connected
+from infra.command import UserError
+from infra.tracking import create_run
+from pipeline.shards import END_OF_TEXT
+from pipeline.stream import EncodedBook, Stream, encoded_books
+from train import worker
+from train.batches import BatchLoader
+from train.config import Cycle, ModelConfig, TrainConfig
+from train.loop import Trainer
+from train.result import CycleReport
+from train.stream import Place, StreamData, StreamWindows
+
+LENGTH = 16
+WORDS = "the lantern of a winter morning was not with her captain but under every garden wall by river".split()  # noqa: SIM905
+
+
+class Inline(Stream):
+    """A stream whose books are encoded in this process and not ahead by Ray Data."""
+
+    def read(self, epoch: int, piece: int = 0) -> Iterator[EncodedBook]:
+        return itertools.chain.from_iterable(encoded_books(each, "train") for each in self.order(epoch)[piece:])
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eleven books, one of them too short to keep, one in Latin-1."""
+    folder = tmp_path_factory.mktemp("library") / "books"
+    folder.mkdir()
+    chance = random.Random(0)
+    for number in range(9):
+        text = " ".join(f"{' '.join(chance.choices(WORDS, k=12))}, said number {number}.\n" for _ in range(30))
+        (folder / f"book {number}.txt").write_text(text, encoding="utf-8")
+    (folder / "short.txt").write_text("The end.")
+    (folder / "latin.txt").write_bytes("Là-bas, à l'été, des forêts. ".encode("latin-1") * 20)
+    return folder
+
+
+@pytest.fixture
+def config(books: Path) -> TrainConfig:
+    model = ModelConfig(layers=1, heads=1, width=16, context_length=LENGTH, dropout=0.1)
+    return TrainConfig(
+        stream=(str(books),), model=model, global_batch=4, micro_batch=4, steps=12, cycle=Cycle(5, 1),
+        precision="fp32", device="cpu", learning_rate=3e-3,
+    )  # fmt: skip
+
+
+def windows_of(books: Path, seed: int = 0, block: int = 40 * LENGTH) -> StreamWindows:
+    return StreamWindows(Inline([str(books)], seed).read, LENGTH, seed, block)
+
+
+def rows(windows: StreamWindows, first: int, stop: int) -> np.ndarray:
+    out = np.empty((stop - first, LENGTH + 1), dtype=np.int64)
+    windows.read(windows.order(np.arange(first, stop)), out)
+    return out
+
+
+def test_an_epoch_is_every_training_book_once_and_no_other(books: Path) -> None:
+    stream = Inline([str(books)], 0)
+    held = {book.book for book in stream.held_out(10**9)}
+    names = {epoch: [book.book for book in stream.read(epoch)] for epoch in range(2)}
+    everything = {f"books/{path.name}" for path in books.iterdir()}
+    assert held
+    assert held | set(names[0]) == everything
+    assert len(held) + len(names[0]) == len(everything)
+    assert sorted(names[0]) == sorted(names[1])
+    assert names[0] != names[1]
+    assert [book.book for book in Inline([str(books)], 1).read(0)] != names[0]
+    dropped = [(book.book, book.dropped) for book in stream.read(0) if book.dropped]
+    assert dropped == [("books/short.txt", "too short")]
+    assert all(book.tokens[-1] == END_OF_TEXT for book in stream.read(0) if not book.dropped)
+
+
+def test_blocks_hold_every_window_of_the_stream_once(books: Path) -> None:
+    tokens = np.concatenate([book.tokens for book in Inline([str(books)], 0).read(0)]).astype(np.int64)
+    count = (len(tokens) - 1) // LENGTH
+    windows = windows_of(books)
+    found = rows(windows, 0, count)
+    expected = np.stack([tokens[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(count)])
+    for first in range(0, count, 40):
+        block, straight = found[first : first + 40], expected[first : first + 40]
+        assert sorted(map(tuple, block)) == sorted(map(tuple, straight))
+    assert not np.array_equal(found, expected)
+    assert windows.places[-1].epoch == 0
+    rows(windows, count, count + 1)
+    assert windows.places[-2] == Place(position=count, epoch=1)
+
+
+@pytest.mark.parametrize("position", [0, 1, 39, 40, 55, 120, 400])
+def test_a_resumed_stream_goes_on_with_the_same_windows(books: Path, position: int) -> None:
+    straight = windows_of(books)
+    expected = rows(straight, 0, 600)[position:]
+    place = next(place for place in reversed(straight.places) if place.position <= position)
+    resumed = windows_of(books)
+    resumed.go_to(place)
+    assert np.array_equal(rows(resumed, position, 600), expected)
+
+
+@pytest.mark.parametrize(("micro", "accumulation", "workers"), [(4, 3, 1), (2, 3, 2), (6, 1, 2)])
+def test_a_step_has_the_same_windows_however_it_is_executed(
+    books: Path, micro: int, accumulation: int, workers: int
+) -> None:
+    expected = rows(windows_of(books), 36, 36 + 36)[:, :-1]
+    loaders = [
+        BatchLoader(windows_of(books), micro_batch=micro, accumulation=accumulation, position=36,
+                    device=torch.device("cpu"), rank=rank, workers=workers)
+        for rank in range(workers)
+    ]  # fmt: skip
+    steps = [loader.next()[0].numpy() for _ in range(3) for loader in loaders for _ in range(accumulation)]
+    assert np.array_equal(np.concatenate(steps), expected)
+
+
+def test_what_a_stream_cannot_do_is_said(config: TrainConfig, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no end that is known beforehand: say when to stop with --steps"):
+        dataclasses.replace(config, steps=None)
+    with pytest.raises(UserError, match=r"--stream is for 'python -m train.run' alone"):
+        Trainer(config)
+    (tmp_path / "one.txt").write_text(" ".join(WORDS * 20), encoding="utf-8")
+    alone = dataclasses.replace(config, stream=(str(tmp_path),))
+    with pytest.raises(UserError, match="have 0 tokens for training and one window needs 17"):
+        Trainer(alone, data=StreamData(alone, Inline(alone.stream, 0))).run()
+    long = dataclasses.replace(config, model=dataclasses.replace(config.model, context_length=10_000))
+    with pytest.raises(UserError, match=r"holds out for validation have .* one window needs 10,001"):
+        StreamData(long, Inline(long.stream, 0))
+
+
+def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    folder = tmp_path / "run"
+    with connected(cpus=2):
+        key = create_run("train", "stream", tracking_uri=store, tags={})
+        first = worker.run(dataclasses.replace(config, steps=7, schedule="constant"), folder, key=key)
+        assert first.checkpoint
+        whole = dataclasses.replace(config, schedule="constant")
+        result = worker.run(whole, folder, key=key, resume=Path(first.checkpoint))
+    assert result.outcome == "finished"
+    found = [json.loads(line) for line in (folder / "cycles.jsonl").read_text().splitlines()]
+    torch.set_num_threads(1)
+    straight: list[CycleReport] = []
+    Trainer(whole, data=StreamData(whole, Inline(whole.stream, 0)), on_cycle=straight.append).run()
+    losses = [loss for cycle in found for loss in cycle["step_losses"]]
+    assert losses == [loss for report in straight for loss in report.step_losses]
+    assert found[-1]["val_loss"] == straight[-1].val_loss
+    progress = json.loads((folder / "checkpoints" / "step-00000012" / "progress.json").read_text())
+    assert progress["position"] == 48
+    assert progress["place"]["epoch"] == 0
+    assert result.data_fingerprint == Stream(config.stream, 0).fingerprint
