@@ -20,7 +20,7 @@ from train import checkpoint, measure, memory, parallel
 from train.batches import BatchLoader
 from train.config import TrainConfig
 from train.cycle import Cycle, open_cycle, report, step_seconds, trouble
-from train.data import Data, ShardData
+from train.data import Data, ShardData, refuse_foreign_ids
 from train.execution import arithmetic, build, compiled, pick_device, settle
 from train.optimizers import learning_rate, make_optimizer, set_rate
 from train.parallel import Workers
@@ -58,6 +58,7 @@ class Trainer:
         self.device = pick_device(config)
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
         self.data = data or ShardData(config)
+        refuse_foreign_ids(config, self.data.manifest)
         self.model = build(config, self.device)
         self.forward = compiled(self.model, config)
         if config.shard:

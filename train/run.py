@@ -66,6 +66,7 @@ def train(options: RunOptions) -> int:
     """Run one training from its options; returns the exit code."""
     from infra.tracking import Tracker
     from train import report, worker
+    from train.data import refuse_foreign_ids
     from train.flops import beside_matmul
     from train.progress import newest, read_progress
     from train.resume import refuse_other_run
@@ -73,6 +74,7 @@ def train(options: RunOptions) -> int:
 
     config = absolute(options.training)
     manifest = manifest_of(config)
+    refuse_foreign_ids(config, manifest)
     resume = None
     if options.resume:
         home = find_run(options.resume, options.out)

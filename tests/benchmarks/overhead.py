@@ -1,16 +1,19 @@
 """What Ray and MLflow cost a run: the same training by the bare loop and by the command's wrapper, itemised.
 
-    python -P tests/benchmarks/overhead.py --data data/tokens [--steps 200] [--rounds 3] [--record FILE.json]
+    python -P tests/benchmarks/overhead.py --data data/tokens --record FILE.json [--pairs 10] [--steps 100]
 
-Both run the same config in fresh processes with the same number of threads, taking turns, because machines
-drift. Tokens/s is over all training steps but the first; start-up is from the process's first line to the
-end of its first step, and what of it is whose is taken from timestamps on the way.
+Both run the same config in fresh processes with the same number of threads, in the order bare, wrapped,
+wrapped, bare, ..., because machines drift. Tokens/s is over all steps but those of the first cycle; the cost
+is the mean of the pairs' ratios with Student's interval. A second, quieter measure is the CPU time that all
+processes but the training worker take meanwhile, as a share of the machine: no more than that can be lost
+to them. Start-up is from the process's first line to the beginning of the first step. Pairs that the record
+holds already are not repeated, so a long benchmark can be done in parts.
 """
 
 import argparse
 import json
+import math
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -19,20 +22,23 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
+
 from train.config import Cycle, TrainConfig, parse_model
+from train.intervals import t_quantile
 
 HERE = Path(__file__)
 
 
 def main() -> None:
-    """Measure in turns, print a table, and record. As a child: run one side and print what it found."""
+    """Measure the pairs that the record lacks and sum up. As a child: run one side and print what it found."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--micro-batch", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--record", type=Path)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--side", choices=["bare", "wrapped"])
     options = parser.parse_args()
     config = TrainConfig(
@@ -42,26 +48,46 @@ def main() -> None:
     if options.side:
         print(json.dumps(bare(config) if options.side == "bare" else wrapped(config)))
         return
-    found: dict[str, list[dict[str, float]]] = {"bare": [], "wrapped": []}
-    for _ in range(options.rounds):
-        for side, rows in found.items():
-            environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
-            child = [sys.executable, "-P", str(HERE), *sys.argv[1:], "--side", side]
-            done = subprocess.run(child, capture_output=True, text=True, check=True, env=environment)
-            rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
+    pairs = json.loads(options.record.read_text())["runs"] if options.record.exists() else []
+    while len(pairs) < options.pairs:
+        order = ["bare", "wrapped"] if len(pairs) % 2 == 0 else ["wrapped", "bare"]
+        load = os.getloadavg()[0]
+        pairs.append({side: child(side) for side in order} | {"load_before": load})
+        found = summary(pairs)
+        options.record.write_text(json.dumps(found | {"config": config.to_json(), "runs": pairs}, indent=2) + "\n")
+        print(len(pairs), json.dumps({name: found[name] for name in ("cost", "cpu_share_of_others")}), flush=True)
+    print(json.dumps(summary(pairs), indent=2))
+
+
+def child(side: str) -> dict[str, float]:
+    """One side's figures, from a process of its own."""
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
+    line = [sys.executable, "-P", str(HERE), *sys.argv[1:], "--side", side]
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def summary(pairs: list[dict]) -> dict[str, object]:
+    """The cost with its interval, the share of CPU time, and the medians of every item."""
+    logs = [math.log(pair["wrapped"]["tokens_per_second"] / pair["bare"]["tokens_per_second"]) for pair in pairs]
+    mean, reach = statistics.fmean(logs), math.inf
+    if len(logs) > 1:
+        reach = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
     medians = {
-        side: {name: statistics.median(r[name] for r in rows) for name in rows[0]} for side, rows in found.items()
+        side: {name: round(statistics.median(pair[side][name] for pair in pairs), 3) for name in pairs[0][side]}
+        for side in ("bare", "wrapped")
     }
-    cost = 1 - medians["wrapped"]["tokens_per_second"] / medians["bare"]["tokens_per_second"]
-    for side, values in medians.items():
-        print(side)
-        for name, value in values.items():
-            print(f"  {name:34} {value:12,.2f}")
-    print(f"Ray and MLflow cost {cost:.2%} of tokens/s")
-    if options.record:
-        versions = {name: version(name) for name in ("torch", "ray", "mlflow")}
-        about = {"command": " ".join(["python", *sys.argv]), "versions": versions, "cost": cost}
-        options.record.write_text(json.dumps(about | {"medians": medians, "runs": found}, indent=2) + "\n")
+    return {
+        "command": "make bench-overhead",
+        "versions": {name: version(name) for name in ("torch", "ray", "mlflow")},
+        "cores": os.cpu_count(),
+        "pairs": len(pairs),
+        "cost": 1 - math.exp(mean),
+        "cost_95_percent": [1 - math.exp(mean + reach), 1 - math.exp(mean - reach)],
+        "cpu_share_of_others": medians["wrapped"]["cpu_share_of_others"],
+        "start_up_seconds_beyond_bare": medians["wrapped"]["start_up"] - medians["bare"]["start_up"],
+        "median_seconds": medians,
+    }
 
 
 def bare(config: TrainConfig) -> dict[str, float]:
@@ -72,51 +98,68 @@ def bare(config: TrainConfig) -> dict[str, float]:
     imported = time.perf_counter()
     trainer = Trainer(config)
     trainer.run()
+    start_up = imported - began + (trainer.first_step_seconds or 0.0) - trainer.step_seconds[0]
+    counted = trainer.step_seconds[config.cycle.train :]
     return {
-        "import_seconds": imported - began,
-        "first_step_seconds": trainer.first_step_seconds or 0.0,
-        "start_up_seconds": imported - began + (trainer.first_step_seconds or 0.0),
-        "tokens_per_second": speed(config, trainer.step_seconds),
+        "imports": imported - began,
+        "start_up": start_up,
+        "tokens_per_second": len(counted) * config.step_tokens / sum(counted),
     }
 
 
 def wrapped(config: TrainConfig) -> dict[str, float]:
     """The same by Ray Train, recorded in a fresh MLflow store, as the command does it."""
-    began = time.perf_counter()
-    folder = Path(tempfile.mkdtemp())
-    os.chdir(folder)
-    from infra.cluster import connected
-    from infra.tracking import create_run
-    from train import worker
+    began = time.time()
+    with tempfile.TemporaryDirectory() as name:
+        os.chdir(name)
+        from infra.cluster import connected
+        from infra.tracking import create_run
+        from train import worker
 
-    imported = time.perf_counter()
-    key = create_run("train", "overhead", tracking_uri="sqlite:///mlflow.db")
-    stored = time.perf_counter()
-    cycles: list[dict] = []
-    with connected():
-        connected_at = time.perf_counter()
-        result = worker.run(config, folder / "run", key=key, on_cycle=cycles.append)
-        ended = time.perf_counter()
-    shutil.rmtree(folder)
-    inside = result.seconds + (result.first_step_seconds or 0.0)
-    ray_train = ended - connected_at - inside
+        imported = time.time()
+        key = create_run("train", "overhead", tracking_uri="sqlite:///mlflow.db")
+        stored = time.time()
+        cycles: list[dict] = []
+        busy: list[tuple[float, float]] = []
+
+        def on_cycle(cycle: dict) -> None:
+            cycles.append(cycle)
+            busy.append((time.time(), cpu_seconds_of_others()))
+
+        folder = Path(name) / "run"
+        with connected():
+            connected_at = time.time()
+            result = worker.run(config, folder, key=key, on_cycle=on_cycle)
+            returned = time.time()
+        started, ended = ((folder / file).stat().st_mtime for file in ("starts", "cycles.jsonl"))
+    first_step = ended - result.seconds
+    (since, before), (until, after) = busy[0], busy[-1]
     seconds = sum(cycle["train_seconds"] for cycle in cycles[1:])
     tokens = sum(len(cycle["step_losses"]) for cycle in cycles[1:]) * config.step_tokens
     return {
-        "import_seconds": imported - began,
-        "mlflow_new_store_seconds": stored - imported,
-        "ray_init_seconds": connected_at - stored,
-        "ray_train_start_and_end_seconds": ray_train,
-        "first_step_seconds": result.first_step_seconds or 0.0,
-        "start_up_seconds": ended - began - result.seconds,
+        "imports": imported - began,
+        "new_mlflow_store": stored - imported,
+        "ray_start": connected_at - stored,
+        "ray_train_worker_start": started - connected_at,
+        "worker_set_up": first_step - started,
+        "start_up": first_step - began,
+        "end_of_training_to_result": returned - ended,
+        "ray_stop": time.time() - returned,
+        "cpu_share_of_others": (after - before) / (until - since) / (os.cpu_count() or 1),
         "tokens_per_second": tokens / seconds,
     }
 
 
-def speed(config: TrainConfig, step_seconds: list[float]) -> float:
-    """Tokens a second over all cycles but the first."""
-    counted = step_seconds[config.cycle.train :]
-    return len(counted) * config.step_tokens / sum(counted)
+def cpu_seconds_of_others() -> float:
+    """CPU time so far of this process and all below it but the training worker."""
+    total = sum(psutil.Process().cpu_times()[:2])
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if "TrainWorker" not in " ".join(process.cmdline()[:1]):
+                total += sum(process.cpu_times()[:2])
+        except psutil.NoSuchProcess:
+            continue
+    return total
 
 
 if __name__ == "__main__":
