@@ -5,8 +5,9 @@ by it. What this machine cannot do is refused here, before anything is allocated
 """
 
 import contextlib
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -115,3 +116,19 @@ def arithmetic(config: TrainConfig) -> contextlib.AbstractContextManager[Any]:
     """The context in which a settled config's forward passes run."""
     kind = AUTOCAST.get(config.precision)
     return torch.autocast(config.device, kind) if kind else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def frozen_garbage(config: TrainConfig) -> Iterator[None]:
+    """No garbage collection while the block runs, but what it asks for itself; or as ever, by ``--naive collect``."""
+    if "collect" in config.naive:
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

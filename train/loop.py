@@ -1,6 +1,6 @@
 """The step loop: plain torch, without Ray and without MLflow, reporting through callbacks.
 
-In: a config and opened shards. Out: a RunResult. Nothing inside a cycle waits for the device: losses
+In: a config and its data. Out: a RunResult. Nothing inside a cycle waits for the device: losses
 stay there, moments are marked on its own timeline, and both are read one step into the next cycle,
 when the device already has new work. The garbage collector is frozen, because a collection in the
 middle of a step delays the launches behind it.
@@ -9,25 +9,24 @@ middle of a step delays the launches behind it.
 import gc
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from infra.hardware import peak_flops
 from train import checkpoint, measure, memory, parallel
 from train.batches import BatchLoader
+from train.conclusion import conclude
 from train.config import TrainConfig
 from train.cycle import Cycle, open_cycle, report, step_seconds, trouble
 from train.data import Data, ShardData, refuse_foreign_ids
-from train.execution import arithmetic, build, compiled, pick_device, settle
+from train.execution import arithmetic, build, compiled, frozen_garbage, pick_device, settle
 from train.optimizers import learning_rate, make_optimizer, set_rate
 from train.parallel import Workers
 from train.progress import Progress, read_progress
 from train.result import CycleReport, Outcome, RunResult
 from train.resume import refuse_other_run
-from train.validation import bits_per, bytes_of, perplexity, validate
+from train.validation import validate
 
 
 class Trainer:
@@ -88,7 +87,7 @@ class Trainer:
         """Train. Running out of memory and diverging are outcomes, unless other workers wait for this one."""
         memory.start_peak(self.device)
         try:
-            with nullcontext() if "collect" in self.config.naive else _frozen_garbage():
+            with frozen_garbage(self.config):
                 outcome, reason = self._steps()
         except torch.OutOfMemoryError as failure:
             outcome, reason = self._out_of_memory(failure)
@@ -97,7 +96,7 @@ class Trainer:
                 raise
             outcome, reason = self._out_of_memory(failure)
         saved = self.checkpoints.wait() if self.checkpoints else None
-        return self._result(outcome, reason, saved)
+        return conclude(self, outcome, reason, saved)
 
     def _steps(self) -> tuple[Outcome, str]:
         config = self.config
@@ -263,57 +262,3 @@ class Trainer:
         if self.workers.size > 1:
             raise failure
         return "oom", str(failure).splitlines()[0]
-
-    def _result(self, outcome: Outcome, reason: str, saved: Path | None) -> RunResult:
-        config, manifest = self.config, self.data.manifest
-        speed = measure.steady_state(self.step_seconds, config.step_tokens)
-        flops = measure.flops_per_token(config.model)
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        peak = peak_flops(name)
-        rate = speed.tokens_per_second * flops if speed else None
-        last = self.reports[-1] if self.reports else None
-        trained = sum(self.step_seconds)
-        train_tokens = self.step * config.step_tokens
-        totals, val = manifest.splits["train"], manifest.splits["val"]
-        val_loss = last.val_loss if last else None
-        validation = self.data.validation
-        val_bytes = bytes_of(validation, manifest.vocabulary_sha256) if validation and val_loss is not None else None
-        return RunResult(
-            outcome=outcome,
-            reason=reason,
-            steps=self.step,
-            throughput=speed,
-            memory=memory.peak(self.device),
-            train_loss=last.train_loss if last else None,
-            val_loss=val_loss,
-            train_tokens=train_tokens,
-            val_tokens=self.val_tokens,
-            books=train_tokens * totals["books"] / totals["tokens"],
-            seconds=self.elapsed,
-            first_step_seconds=self.first_step_seconds,
-            data_wait_fraction=self.data_wait / trained if trained else None,
-            flops_per_token=flops,
-            flops_formula=measure.FLOPS_FORMULA,
-            flops_per_second=rate,
-            mfu=rate / (peak * config.workers) if rate and peak else None,
-            device=name,
-            checkpoint=str(saved) if saved else None,
-            data_fingerprint=manifest.fingerprint,
-            loss_curve=[(r.step, r.train_loss, r.val_loss) for r in self.reports],
-            val_perplexity=perplexity(val_loss),
-            val_bits_per_byte=bits_per(val_loss, val["tokens"], val_bytes),
-            val_bits_per_character=bits_per(val_loss, val["tokens"], val["chars"]),
-        )
-
-
-@contextmanager
-def _frozen_garbage():
-    """No garbage collection while the block runs, but what the loop asks for."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
