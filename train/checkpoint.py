@@ -25,6 +25,7 @@ from pipeline.shards import checksum
 from train.model import GPT
 from train.parallel import share_of, whole
 from train.progress import PROGRESS, Progress, checkpoints_in, damage
+from train.remote import upload
 
 _WEIGHTS, _STATE = "model.safetensors", "state.pt"
 
@@ -82,9 +83,10 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 class Checkpoints:
     """The checkpoints of one run, ``folder/step-00000123``: written one at a time in a thread, the newest kept."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, copy_to: str | None = None) -> None:
         self.folder = folder
         self.keep = keep
+        self.copy_to = copy_to
         self.latest: Path | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -108,8 +110,9 @@ class Checkpoints:
             self._thread.join()
         if self._failure:
             raise UserError(
-                f"the checkpoint under {self.folder} could not be written ({self._failure}): free some space, then "
-                "continue the run with --resume; the checkpoints before are whole."
+                f"the checkpoint under {self.folder}{f' or {self.copy_to}' if self.copy_to else ''} could not be "
+                f"written ({self._failure}): make room or mend the storage, then continue the run with --resume; the "
+                "checkpoints before are whole."
             ) from self._failure
         return self.latest
 
@@ -122,6 +125,8 @@ class Checkpoints:
                 self.latest = write(self.folder, taken, progress)
                 for old in checkpoints_in(self.folder)[: -self.keep]:
                     shutil.rmtree(old, ignore_errors=True)
+                if self.copy_to:
+                    upload(self.latest, self.folder.parent.name, self.copy_to, self.keep)
         except Exception as failure:  # noqa: BLE001 handed to the thread that trains
             self._failure = failure
 

@@ -226,6 +226,9 @@ class TrainConfig:
     """Steps between two checkpoints; one more is written at the end."""
     keep_checkpoints: int = 2
     """Checkpoints kept, the newest ones; 0 writes none."""
+    copy_to: str | None = None
+    """Object storage (s3://bucket/folder, gs://...) that keeps a copy of them; --resume s3://bucket/folder/NAME
+    continues the run on another machine."""
 
     def __post_init__(self) -> None:
         if isinstance(self.checkpointing, bool):  # searches write their two extremes so

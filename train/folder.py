@@ -136,8 +136,14 @@ class Follower:
 def find_run(text: str, out: Path) -> RunFolder:
     """The run that ``--resume`` names: by its name under ``out``, its folder, or its newest checkpoint's folder.
 
+    A run in object storage is fetched from there.
+
     Raises ``UserError`` when there is nothing to continue.
     """
+    if "://" in text:
+        from train.remote import download  # most runs are on disk
+
+        text = str(download(text, out))
     for path in (out / text, Path(text)):
         if (path / "progress.json").is_file():
             later = checkpoints_in(path.parent)[-1]

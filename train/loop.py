@@ -76,7 +76,7 @@ class Trainer:
             torch.manual_seed(hash((config.seed, self.step, self.workers.rank)))
         self.checkpoints = None
         if checkpoints and config.keep_checkpoints and self.workers.first:
-            self.checkpoints = checkpoint.Checkpoints(checkpoints, config.keep_checkpoints)
+            self.checkpoints = checkpoint.Checkpoints(checkpoints, config.keep_checkpoints, config.copy_to)
         self.saves = checkpoints is not None and config.keep_checkpoints > 0
         self.step_seconds: list[float] = []
         self.data_wait = 0.0

@@ -27,6 +27,7 @@ def refuse_contradictions(config: "TrainConfig") -> None:
     """Raise ``UserError`` for the first rule that ``config`` breaks."""
     _choices(config)
     _sizes(config)
+    _copies(config)
     _batch(config)
     _end(config)
     for (first, ours), (second, theirs), reason in _pairs(config):
@@ -67,6 +68,13 @@ def _sizes(config: "TrainConfig") -> None:
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
             raise UserError(f"{_flag(config, name)} must be at least 0 and below 1.")
+
+
+def _copies(config: "TrainConfig") -> None:
+    if config.copy_to is not None and not config.copy_to.startswith(("s3://", "gs://")):
+        raise UserError(
+            f"{_flag(config, 'copy_to')} is no object storage: give s3://bucket/folder or gs://bucket/folder."
+        )
 
 
 def _batch(config: "TrainConfig") -> None:

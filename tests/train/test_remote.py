@@ -1,0 +1,73 @@
+"""Checkpoints in object storage: copied as they are written, and the run goes on from them on another machine."""
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.fs
+import pytest
+
+from infra.command import UserError
+from train.config import Cycle, ModelConfig, TrainConfig
+from train.folder import find_run
+from train.loop import Trainer
+from train.progress import newest
+from train.result import CycleReport
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The query of a real S3 server on loopback, with the bucket ``runs``."""
+    from moto.server import ThreadedMotoServer
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "key")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    query = f"?endpoint_override={host}:{port}&scheme=http&region=us-east-1"
+    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://runs{query}&allow_bucket_creation=true")
+    system.create_dir("runs")
+    yield query
+    server.stop()
+
+
+@pytest.fixture
+def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(
+        data=small_shards, model=small_model, global_batch=4, micro_batch=4, steps=30, cycle=Cycle(10, 1),
+        precision="fp32", device="cpu", warmup_steps=5, checkpoint_every=5,
+    )  # fmt: skip
+
+
+def test_a_run_goes_on_from_its_copy(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
+    config = dataclasses.replace(config, copy_to=f"s3://runs/kept{bucket}")
+    straight: list[CycleReport] = []
+    Trainer(config, on_cycle=straight.append).run()
+    Trainer(
+        config, checkpoints=tmp_path / "here" / "one" / "checkpoints", should_stop=iter([False] * 16 + [True]).__next__
+    ).run()
+    with pytest.raises(UserError, match="there is no checkpoint"):
+        find_run(f"s3://runs/kept/other{bucket}", tmp_path / "there")
+    run = find_run(f"s3://runs/kept/one{bucket}", tmp_path / "there")
+    assert run.path == (tmp_path / "there" / "one").resolve()
+    found = newest(run.checkpoints)
+    assert found == run.checkpoints / "step-00000017"
+    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://runs/kept{bucket}")
+    kept = system.get_file_info(pyarrow.fs.FileSelector("runs/kept/one"))
+    assert sorted(info.base_name for info in kept) == ["step-00000015", "step-00000017"]
+    rest: list[CycleReport] = []
+    Trainer(config, on_cycle=rest.append, resume=found).run()
+    assert [(r.step, r.step_losses) for r in rest] == [(r.step, r.step_losses) for r in straight[1:]]
+
+
+def test_a_storage_that_refuses_is_named(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
+    config = dataclasses.replace(config, copy_to=f"s3://absent/kept{bucket}")
+    with pytest.raises(UserError, match=r"or s3://absent/kept.* could not be written"):
+        Trainer(config, checkpoints=tmp_path / "one" / "checkpoints").run()
+    assert newest(tmp_path / "one" / "checkpoints")
+    with pytest.raises(UserError, match=r"--copy-to elsewhere is no object storage"):
+        dataclasses.replace(config, copy_to="elsewhere")

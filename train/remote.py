@@ -1,0 +1,60 @@
+"""Copies of a run's checkpoints in object storage, from which another machine goes on when this one is gone.
+
+In: a checkpoint on disk and a URI (``s3://``, ``gs://``). Out: ``URI/NAME/step-00000123/``, of which
+``progress.json`` is written last and removed first, so that what has one is whole; and back again.
+"""
+
+from pathlib import Path
+
+import pyarrow.fs as fs
+
+from infra.command import UserError
+from infra.storage import TEMPORARY, write_json
+from pipeline.files import locate
+from train.progress import PROGRESS, newest, read_progress
+
+
+def upload(checkpoint: Path, run: str, uri: str, keep: int) -> None:
+    """Copy ``checkpoint`` of the run ``run`` to ``uri`` and remove all but its newest ``keep`` there.
+
+    Raises ``OSError`` when the storage does not take it.
+    """
+    system, root = locate(uri)
+    target = f"{root}/{run}/{checkpoint.name}"
+    for file in sorted(checkpoint.iterdir(), key=lambda file: file.name == PROGRESS):
+        system.create_dir(target)  # object storage has no folders, other filesystems do
+        with file.open("rb") as source, system.open_output_stream(f"{target}/{file.name}") as sink:
+            while block := source.read(8 << 20):
+                sink.write(block)
+    for old in _steps(system, f"{root}/{run}")[:-keep]:
+        system.delete_file(f"{old}/{PROGRESS}")
+        system.delete_dir(old)
+
+
+def download(uri: str, out: Path) -> Path:
+    """The folder of the run at ``uri``, below ``out``: as it is there already, else made of its newest checkpoint.
+
+    Raises ``UserError`` when there is nothing whole at ``uri``.
+    """
+    system, root = locate(uri)
+    folder = out / Path(root).name
+    if (folder / "config.json").exists():
+        return folder
+    steps = _steps(system, root)
+    if not steps:
+        raise UserError(f"--resume {uri}: there is no checkpoint; name the run's folder below --copy-to.")
+    name = Path(steps[-1]).name
+    temporary = folder / "checkpoints" / f"{TEMPORARY}{name}"
+    temporary.mkdir(parents=True, exist_ok=True)
+    fs.copy_files(steps[-1], str(temporary), source_filesystem=system, destination_filesystem=fs.LocalFileSystem())
+    temporary.rename(folder / "checkpoints" / name)
+    if newest(folder / "checkpoints") is None:
+        raise UserError(f"--resume {uri}: {name} is damaged there; remove it to go on from the one before it.")
+    write_json(folder / "config.json", read_progress(folder / "checkpoints" / name).config)
+    return folder
+
+
+def _steps(system: fs.FileSystem, folder: str) -> list[str]:
+    """Whole checkpoints in ``folder``, oldest first."""
+    found = system.get_file_info(fs.FileSelector(folder, recursive=True, allow_not_found=True))
+    return sorted(str(Path(info.path).parent) for info in found if info.base_name == PROGRESS)
