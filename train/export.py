@@ -8,6 +8,7 @@ vocabulary cut off, and the tokenizer's files where the ids are GPT-2's. Written
 import json
 import shutil
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from infra import command
 from infra.command import UserError, console
+from infra.run_key import RunKey
 from infra.storage import TEMPORARY, write_json
 from train.config import ModelConfig, config_from_json, format_model
+from train.folder import RunFolder
 from train.generate import find_checkpoint, load_model
 from train.model import GPT
 from train.progress import Progress, read_progress
@@ -49,6 +52,8 @@ class ExportConfig:
     """A run's name, its folder, or one of its checkpoints' folders."""
     to: Path
     """Folder to make."""
+    register: str | None = None
+    """Also register the model under this name in the MLflow store that holds the run (needs transformers)."""
     out: Path = Path("runs")
     """Folder that holds runs."""
 
@@ -64,9 +69,26 @@ def export(config: ExportConfig) -> int:
     if config.to.exists():
         raise UserError(f"--to {config.to} exists already: name a folder that does not.")
     checkpoint = find_checkpoint(config.checkpoint, config.out)
+    key = run_of(checkpoint, config.register) if config.register else None
     write_model(checkpoint, config.to)
     console.print(f"{config.to}: load it with transformers' GPT2LMHeadModel.from_pretrained({str(config.to)!r})")
+    if key and config.register:
+        from infra.registry import register  # MLflow takes seconds to import
+
+        vocabulary = config_from_json(read_progress(checkpoint).config, str(checkpoint)).model.vocabulary
+        version = register(key, config.register, config.to, vocabulary)
+        console.print(f"registered: mlflow.pyfunc.load_model('models:/{config.register}/{version}')")
     return 0
+
+
+def run_of(checkpoint: Path, name: str) -> RunKey:
+    """The MLflow run that wrote ``checkpoint``, to register its model as ``name``. Raises ``UserError``."""
+    key = RunFolder(checkpoint.resolve().parent.parent).key()
+    if key is None:
+        raise UserError(f"--register {name}: {checkpoint} is in no run's folder, so its MLflow run is not known.")
+    if find_spec("transformers") is None:
+        raise UserError(f"--register {name} needs transformers: 'pip install transformers', or leave it out.")
+    return key
 
 
 def write_model(checkpoint: Path, folder: Path) -> None:

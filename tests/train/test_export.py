@@ -3,14 +3,18 @@
 import dataclasses
 from pathlib import Path
 
+import mlflow
 import pytest
 import torch
+from mlflow.tracking import MlflowClient
 from transformers import GPT2LMHeadModel, GPT2Tokenizer
 
 from infra.command import UserError
+from infra.tracking import Tracker, create_run
 from pipeline.encoding import VOCABULARY_SHA256
 from train.config import Cycle, ModelConfig, TrainConfig
 from train.export import ExportConfig, export, write_model
+from train.folder import RunFolder
 from train.generate import GenerateConfig, find_checkpoint, generate, load_model, sample
 from train.loop import Trainer
 from train.progress import read_progress
@@ -43,6 +47,32 @@ def test_transformers_gives_the_same_logits(
     loss.backward()
     card = (tmp_path / "exported" / "README.md").read_text()
     assert read_progress(saved).data_fingerprint in card
+
+
+def test_a_registered_model_has_a_signature_and_the_same_logits(
+    small_shards: Path, small_model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = trained(small_shards, small_model, tmp_path / "runs" / "one")
+    asked = ExportConfig(checkpoint=str(saved), to=tmp_path / "exported", register="books")
+    with pytest.raises(UserError, match="its MLflow run is not known"):
+        export(asked)
+    key = create_run("train", "one", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    RunFolder(tmp_path / "runs" / "one").keep_key(key)
+    with Tracker(key) as tracker:
+        tracker.finish("KILLED")
+    assert export(asked) == 0
+    assert MlflowClient(key.store).get_run(key.run_id).info.status == "KILLED"
+    (version,) = MlflowClient(key.store).search_model_versions("name='books'")
+    assert version.run_id == key.run_id
+    mlflow.set_tracking_uri(key.store)
+    loaded = mlflow.pyfunc.load_model("models:/books/1")
+    assert str(loaded.metadata.signature.inputs.inputs[0].type) == "int64"
+    ours, _ = load_model(saved)
+    tokens = torch.randint(0, 257, (2, 20))
+    with torch.no_grad():
+        expected = ours(tokens)[..., :257]
+    torch.testing.assert_close(torch.tensor(loaded.predict(tokens.numpy())), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
