@@ -2,7 +2,7 @@
 
 In: a config and its data. Out: a RunResult. Nothing inside a cycle waits for the device: losses
 stay there, moments are marked on its own timeline, and both are read one step into the next cycle,
-when the device already has new work. The garbage collector is frozen, because a collection in the
+when the device already has new work. The garbage collector is off, because a collection in the
 middle of a step delays the launches behind it.
 """
 
@@ -20,7 +20,7 @@ from train.conclusion import conclude
 from train.config import TrainConfig
 from train.cycle import Cycle, open_cycle, report, step_seconds, trouble
 from train.data import Data, ShardData, refuse_foreign_ids
-from train.execution import arithmetic, build, compiled, frozen_garbage, pick_device, settle
+from train.execution import arithmetic, build, compiled, no_collections, pick_device, settle
 from train.optimizers import learning_rate, make_optimizer, set_rate
 from train.parallel import Workers
 from train.progress import Progress, read_progress
@@ -87,7 +87,7 @@ class Trainer:
         """Train. Running out of memory and diverging are outcomes, unless other workers wait for this one."""
         memory.start_peak(self.device)
         try:
-            with frozen_garbage(self.config):
+            with no_collections(self.config):
                 outcome, reason = self._steps()
         except torch.OutOfMemoryError as failure:
             outcome, reason = self._out_of_memory(failure)
