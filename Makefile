@@ -69,7 +69,7 @@ campaign-pipeline: install
 	$(BIN)/pytest tests/pipeline/campaign.py
 
 campaign-train: install
-	$(BIN)/python -P tests/benchmarks/campaign_train.py --data $(DATA) --record $(RECORDS)/campaign-train.json
+	$(BIN)/python -P tests/benchmarks/campaign_train.py --data $(DATA) --kills 20 --record $(RECORDS)/campaign-train.json
 
 # On a CUDA machine; run it until it says that it is done. NANOGPT and BUILD_NANOGPT are checkouts to compare with.
 campaign-gpu: install

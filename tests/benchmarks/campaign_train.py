@@ -1,6 +1,6 @@
 """Runs killed at many random moments, and what they then computed: losses and curves of a run left alone?
 
-    python -P tests/benchmarks/campaign_train.py --data data/tokens --record FILE.json [--runs 4] [--kills 5]
+    python -P tests/benchmarks/campaign_train.py --data data/tokens --record FILE.json [--kills 20]
 
 Each kill is SIGKILL of the worker (Ray starts it again), of the driver, or of the driver with every process
 below it, as when the machine dies. After the last one the run is left to finish. Its losses must equal, bit
@@ -33,6 +33,7 @@ from train.loop import Trainer
 from train.result import CycleReport
 
 WAYS = ("worker", "driver", "machine")
+KILLS_A_RUN = 5
 
 
 def main() -> None:
@@ -41,14 +42,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--model", default="tiny,width=32,context_length=32,dropout=0.1")
-    parser.add_argument("--runs", type=int, default=4)
-    parser.add_argument("--kills", type=int, default=5, help="in each run")
+    parser.add_argument("--kills", type=int, default=20, help=f"in all, {KILLS_A_RUN} in each run")
     parser.add_argument("--steps", type=int, default=400, help="of each run")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)  # sums depend on the number
     runs = json.loads(options.record.read_text())["runs"] if options.record.exists() else []
-    for seed in range(len(runs), options.runs):
+    for seed in range(len(runs), options.kills // KILLS_A_RUN):
         runs.append(one_run(options, seed))
         print(runs[-1], flush=True)
         kills = Counter(event["way"] for run in runs for event in run["events"])
@@ -73,7 +73,7 @@ def one_run(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     ]  # fmt: skip
     events: list[dict[str, Any]] = []
     driver = start(folder, first)
-    while len(events) < options.kills and checkpoint_comes(home, driver):
+    while len(events) < KILLS_A_RUN and checkpoint_comes(home, driver):
         way = chance.choice(WAYS)
         time.sleep(chance.uniform(0, 3))
         step = stands_at(home)

@@ -9,7 +9,6 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from infra.tracking import store_uri
-from pipeline.encoding import VOCABULARY_SHA256
 from train import run
 
 FLAGS = [
@@ -84,18 +83,6 @@ def test_a_mistake_gets_one_sentence(
     message = capfd.readouterr().err
     assert named in message
     assert "Traceback" not in message
-
-
-def test_data_and_model_of_different_vocabularies_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(small_shards, tmp_path / "tokens")
-    manifest = tmp_path / "tokens" / "manifest.json"
-    gpt2 = f'"vocabulary_sha256": "{VOCABULARY_SHA256}"'
-    manifest.write_text(manifest.read_text().replace('"vocabulary_sha256": "small"', gpt2))
-    assert command(monkeypatch, "--data", "tokens", *FLAGS) == 2
-    assert "tokens holds GPT-2's 50,257 token ids and --model has vocabulary=257" in capfd.readouterr().err
-    assert not (tmp_path / "runs").exists()
 
 
 def test_damaged_shards_are_named(
