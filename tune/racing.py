@@ -9,35 +9,44 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from train.intervals import anytime_half_width, autocorrelation, batch_means
+from train.intervals import anytime_half_width, autocorrelation
 from train.measure import warmup_steps
 
 FEWEST = 5
 """Steps after warm-up before a trial is judged: the deviation of fewer is too often far below the truth."""
+ASSUMED_CORRELATION, ASSUMED_STEPS = 0.85, 40
+"""What is believed of neighbouring steps before any was seen, and how many steps that belief is worth."""
 
 
 def verdict(step_seconds: Sequence[float], *, bar_seconds: float | None, precision: float) -> str | None:
     """Why the trial should end now, ``cannot win`` or ``precise``; None to go on.
 
     ``bar_seconds`` is the time of a step that a winner stays below; ``precision`` the half-width of the
-    interval, as a fraction, that is good enough.
+    interval, as a fraction, that is good enough. A trial that stops by mistake is lost, so its steps are
+    taken for correlated until they show otherwise; a measurement that ends early is only a little wider.
     """
     steady = step_seconds[warmup_steps(step_seconds) :]
     if len(steady) < FEWEST:
         return None
-    batches = batch_means(steady)
-    middle, half = statistics.fmean(batches), _half_width(batches)
-    if bar_seconds is not None and middle - half > bar_seconds:
+    middle = statistics.fmean(steady)
+    if bar_seconds is not None and middle - _half_width(steady, ASSUMED_STEPS) > bar_seconds:
         return "cannot win"
-    return "precise" if half <= precision * middle else None
+    return "precise" if _half_width(steady, 0) <= precision * middle else None
 
 
-def _half_width(batches: Sequence[float]) -> float:
-    """The confidence sequence's half-width, widened for what the few batches of a short trial still have in common.
+def _half_width(values: Sequence[float], assumed: int) -> float:
+    """A confidence sequence's half-width for the mean of values that resemble their neighbours.
 
-    The factor is that of a first-order autoregression's mean; 1 / n offsets the estimate's bias. In
-    simulation a trial as fast as the bar is stopped by mistake in 3% of cases with independent steps and
-    in 11% with a lag-one correlation of a half (4% and 18% without the factor).
+    The correlation is estimated, raised by the bias of so short a series (Marriott and Pope 1954), and mixed
+    with the assumed one as if that rested on ``assumed`` values. The width then grows by the variance of a
+    first-order autoregression's mean, and by how much too small a deviation a sample of it shows. In
+    simulation a trial as fast as the bar, judged after each of 40 steps, is stopped by mistake in 0 of 1,500
+    cases with independent steps, in 0.5% with a correlation of 0.5, 3.1% with 0.7 and 15% with 0.9.
     """
-    correlation = min(0.8, max(0.0, autocorrelation(batches) + 1 / len(batches)))
-    return anytime_half_width(batches) * math.sqrt((1 + correlation) / (1 - correlation))
+    count = len(values)
+    seen = max(0.0, autocorrelation(values))
+    seen = min(0.95, seen + (1 + 4 * seen) / count)
+    correlation = (count * seen + assumed * ASSUMED_CORRELATION) / (count + assumed)
+    inflation = (1 + correlation) / (1 - correlation)
+    apparent = 1 + 2 * sum((1 - lag / count) * correlation**lag for lag in range(1, count))
+    return anytime_half_width(values) * math.sqrt(inflation * (count - 1) / (count - apparent))

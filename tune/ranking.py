@@ -16,6 +16,10 @@ from tune.space import Candidate
 CONTENDERS = 3
 NEGLIGIBLE = 0.005
 """Loss of speed, as a fraction, that a smaller memory is worth when no difference has been shown."""
+CLEAR = 0.001
+"""Expected loss, as a fraction, below which a candidate counts as beaten without another run."""
+NORMAL = statistics.NormalDist()
+Z95 = NORMAL.inv_cdf(0.975)
 UNFIT = ("over_limit", "oom", "thrash")
 
 
@@ -30,8 +34,22 @@ class Standing:
     memory: int
     runs: int
     confirmed: bool
+    final: bool = False
+    """It ran in every round of confirmations, so that it can win."""
     tied: bool = False
     """Its interval overlaps the fastest one's: no difference has been shown."""
+
+    def loss_against(self, other: "Standing") -> float:
+        """Expected loss, as a fraction of speed, of choosing this one if ``other`` should be the faster.
+
+        From both intervals, taken for 95% of normal distributions of the logarithm.
+        """
+        lead = math.log(self.tokens_per_second / other.tokens_per_second)
+        error = math.hypot(*(math.log(s.high / s.low) / 2 / Z95 for s in (self, other)))
+        if not error:
+            return max(0.0, -lead)
+        z = lead / error
+        return error * (NORMAL.pdf(z) - z * NORMAL.cdf(-z))
 
 
 def fit_to_win(rows: Sequence[Row]) -> dict[Candidate, list[Row]]:
@@ -45,25 +63,39 @@ def fit_to_win(rows: Sequence[Row]) -> dict[Candidate, list[Row]]:
 
 
 def contenders(rows: Sequence[Row], control: Candidate) -> list[Candidate]:
-    """The fastest three of the exploration, and the control where it ran within the limit."""
-    explored = fit_to_win([row for row in rows if row.stage != "confirm"])
-    ordered = sorted(explored, key=lambda candidate: -_speed(explored[candidate]))
-    chosen = ordered[:CONTENDERS]
-    if control in explored and control not in chosen:
+    """Who runs in the round of confirmations after ``rows``, fastest first; empty when nothing is left to settle.
+
+    In the first round the best three of the exploration, without those that are clearly beaten. Later the
+    winner so far, and whom to pass over may cost more than a negligible loss. The control always runs
+    along where it fits, so that every round holds what the search is compared with.
+    """
+    ranked = standings(rows)
+    again = any(standing.confirmed for standing in ranked)
+    final = [s for s in ranked if s.final]
+    if not final:
+        return []
+    rivals = [s for s in final[1:] if final[0].loss_against(s) > (NEGLIGIBLE if again else CLEAR)]
+    if again and not rivals:
+        return []
+    by_speed = sorted([final[0], *rivals], key=lambda s: -s.tokens_per_second)
+    chosen = [s.candidate for s in by_speed[:CONTENDERS]]
+    if control not in chosen and any(s.candidate == control for s in final):
         chosen.append(control)
-    return chosen
+    return chosen if len(chosen) > 1 else []
 
 
 def standings(rows: Sequence[Row]) -> list[Standing]:
     """All candidates that can win, the winner first, then those tied with it by memory, then the rest by speed.
 
-    Where anything was confirmed only confirmed candidates can win or tie, on their confirmed speeds: the
-    fastest of many single measurements is partly luck.
+    Where anything was confirmed only candidates that ran in every round of it can win or tie, on their confirmed
+    speeds: the fastest of many single measurements is partly luck, and rounds differ as the machine drifts.
     """
     found = [_standing(runs) for runs in fit_to_win(rows).values()]
     if not found:
         return []
-    final = [s for s in found if s.confirmed] or found
+    most = max(s.runs if s.confirmed else 0 for s in found)
+    found = [replace(s, final=not most or (s.confirmed and s.runs == most)) for s in found]
+    final = [s for s in found if s.final]
     best = max(final, key=lambda s: s.tokens_per_second)
     tied = [s for s in final if s is best or s.high >= best.low]
     if len(tied) > 1:
@@ -74,7 +106,7 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
     equal = [s for s in tied if s.tokens_per_second >= (1 - NEGLIGIBLE) * best.tokens_per_second]
     winner = min(equal, key=lambda s: (s.memory, -s.tokens_per_second))
     by_speed = sorted((s for s in tied if s is not winner), key=lambda s: -s.tokens_per_second)
-    return [winner, *by_speed, *sorted(rest, key=lambda s: (not s.confirmed, -s.tokens_per_second))]
+    return [winner, *by_speed, *sorted(rest, key=lambda s: (not s.confirmed, not s.final, -s.tokens_per_second))]
 
 
 def _standing(runs: list[Row]) -> Standing:

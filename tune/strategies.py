@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tune.ranking import contenders, standings
+from tune.ranking import CONTENDERS, contenders, standings
 from tune.record import Proposal, Row
 from tune.space import Space
 
@@ -43,7 +43,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """Explore, then run the best three and the control again, interleaved, ``rounds`` times."""
+    """Explore, then run the best again beside the control, interleaved, until the winner is settled.
+
+    There are at most ``rounds`` rounds.
+    """
 
     explore: Strategy
     space: Space
@@ -61,18 +64,20 @@ class Confirmed:
         left = self.explore.remaining(explored)
         if self.explore.propose(explored) is None:
             return len(self._missing(rows))
-        return left + self.rounds * 4
+        return left + bool(self.rounds) * (CONTENDERS + 1)
 
     def _missing(self, rows: Sequence[Row]) -> list[Proposal]:
-        """Confirmations not run yet; odd rounds go backwards, so that a steady drift cancels."""
-        chosen = contenders(rows, self.space.control)
-        if len(chosen) < 2:
-            return []
-        done = {(row.candidate, row.round) for row in rows if row.stage == "confirm"}
-        speeds = {s.candidate: s.tokens_per_second for s in standings([r for r in rows if r.stage != "confirm"])}
-        return [
-            Proposal(candidate, "confirm", number, predicted_speed=speeds[candidate])
-            for number in range(1, self.rounds + 1)
-            for candidate in (chosen if number % 2 else reversed(chosen))
-            if (candidate, number) not in done
-        ]
+        """Confirmations of the first unfinished round; odd rounds go backwards, so that a steady drift cancels."""
+        for number in range(1, self.rounds + 1):
+            before = [row for row in rows if row.stage != "confirm" or row.round < number]
+            chosen = contenders(before, self.space.control)
+            done = {row.candidate for row in rows if row.stage == "confirm" and row.round == number}
+            speeds = {s.candidate: s.tokens_per_second for s in standings(before)}
+            missing = [
+                Proposal(candidate, "confirm", number, predicted_speed=speeds[candidate])
+                for candidate in (chosen if number % 2 else reversed(chosen))
+                if candidate not in done
+            ]
+            if missing or not chosen:
+                return missing
+        return []

@@ -1,5 +1,7 @@
 """Who wins: confirmed speed, ties by interval, the smaller memory among equals, never what broke the limit."""
 
+from dataclasses import replace
+
 from tune.ranking import contenders, standings
 from tune.record import Outcome, Row, Stage
 from tune.space import Candidate
@@ -38,7 +40,34 @@ def test_one_run_over_the_limit_disqualifies() -> None:
     assert [s.candidate.micro_batch for s in standings(rows)] == [8]
 
 
-def test_contenders_are_the_best_three_and_the_control() -> None:
-    rows = [row(size, 100 * size, size) for size in (1, 2, 4, 8)] + [row(16, 50, 5, outcome="oom")]
+def confirmed(size: int, speed: float, number: int, *, width: float = 0.01) -> Row:
+    """A confirmation of round ``number``."""
+    return replace(row(size, speed, size, width=width, stage="confirm"), key=f"{size}-{number}", round=number)
+
+
+def test_the_first_round_runs_the_best_three_and_the_control() -> None:
+    rows = [row(size, 100 + size, size, width=0.1) for size in (1, 2, 4, 8)] + [row(16, 50, 5, outcome="oom")]
     assert [c.micro_batch for c in contenders(rows, Candidate(1))] == [8, 4, 2, 1]
     assert [c.micro_batch for c in contenders(rows, Candidate(16))] == [8, 4, 2]
+
+
+def test_who_is_clearly_beaten_does_not_run_again() -> None:
+    rows = [row(1, 100, 1), row(2, 200, 2), row(4, 201, 4), row(8, 150, 8)]
+    assert [c.micro_batch for c in contenders(rows, Candidate(1))] == [4, 2, 1]
+
+
+def test_confirmation_ends_when_the_winner_is_settled() -> None:
+    explored = [row(1, 100, 1), row(2, 200, 2), row(4, 201, 4)]
+    control = [confirmed(1, 100, 1)]
+    apart = [*explored, confirmed(2, 190, 1), confirmed(4, 201, 1), *control]
+    equal = [*explored, confirmed(2, 200, 1), confirmed(4, 200, 1), *control]
+    unclear = [*explored, confirmed(2, 200, 1, width=0.1), confirmed(4, 198, 1, width=0.1), *control]
+    assert contenders(apart, Candidate(1)) == []
+    assert contenders(equal, Candidate(1)) == []
+    assert [c.micro_batch for c in contenders(unclear, Candidate(1))] == [2, 4, 1]
+
+
+def test_who_missed_a_round_cannot_win() -> None:
+    """The machine became slower between the rounds: the one that was let go after the first must not gain by that."""
+    rows = [confirmed(2, 200, 1), confirmed(4, 210, 1), confirmed(4, 180, 2), confirmed(1, 90, 2), confirmed(1, 100, 1)]
+    assert standings(rows)[0].candidate == Candidate(4)
