@@ -12,8 +12,8 @@ START_SECONDS = 10.0
 
 
 def optuna_trials(space: Space) -> int:
-    """Optuna's budget: a quarter of the grid, and no fewer than eight trials."""
-    return max(8, len(space.candidates()) // 4)
+    """Optuna's budget: a quarter of the grid, at least eight trials and at most fifty, some hours on a GPU."""
+    return min(50, max(8, len(space.candidates()) // 4))
 
 
 def print_plan(config: SearchConfig, space: Space, memory: MemorySearcher, strategy: Strategy) -> None:

@@ -1,0 +1,80 @@
+"""An exhaustive grid, really run on this machine's CPU: what ``search.py`` replays all searches on.
+
+    python tests/benchmarks/search/real_grid.py --data data/tokens [--repeats 3] [--most-minutes 9] --record FILE.json
+
+Every candidate runs in a fresh process, ``repeats`` times; a repeat is the whole grid once, in an order of its
+own, so that a drift of the machine falls on all alike. It goes on where it was stopped: run it until it says
+that the grid is complete.
+"""
+
+import argparse
+import json
+import multiprocessing
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from infra.provenance import collect
+from infra.storage import write_json
+from train.config import ModelConfig, TrainConfig
+from tune.record import Proposal, Row, read_rows
+from tune.space import make_space
+from tune.trial import Request, run
+
+MODEL = ModelConfig(layers=2, heads=2, width=64, context_length=128, vocabulary=2048, padded_vocabulary=2048)
+KNOBS = ("checkpointing",)
+STEPS = 20
+
+
+def main() -> int:
+    """Run what is missing, within the time."""
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--data", type=Path, required=True)
+    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--most-minutes", type=float, default=9.0)
+    options.add_argument("--record", type=Path, required=True)
+    chosen = options.parse_args()
+    base = TrainConfig(
+        data=chosen.data.resolve(), model=MODEL, global_batch=24, micro_batch=4, device="cpu", attention="sdpa",
+        precision="fp32",
+    )  # fmt: skip
+    space = make_space(base, KNOBS, device="cpu")
+    kept = json.loads(chosen.record.read_text()) if chosen.record.exists() else {"rows": []}
+    rows = [Row.from_json(row) for row in kept["rows"]]
+    done = {(row.candidate, row.round) for row in rows}
+    every = space.candidates()
+    order = [(c, n) for n in range(chosen.repeats) for c in random.Random(n).sample(every, k=len(every))]
+    until = time.monotonic() + 60 * chosen.most_minutes
+    for candidate, repeat in order:
+        if (candidate, repeat) in done or time.monotonic() > until:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            request = Request(
+                "m", len(rows) + 1, Proposal(candidate, "probe", repeat), space.config(candidate).to_json(), 2**60,
+                STEPS, 600.0, 1e-9, folder, time.time(),
+            )  # fmt: skip
+            process = multiprocessing.get_context("spawn").Process(target=run, args=(request,))
+            process.start()
+            process.join()
+            (row,) = read_rows(Path(folder))
+        rows.append(row)
+        done.add((candidate, repeat))
+        speed = f"{row.tokens_per_second or 0:,.0f} tok/s"
+        print(f"{len(rows)} of {len(order)}: {space.label(candidate)} {row.outcome} {speed}", flush=True)
+        write_json(
+            chosen.record,
+            {
+                "base": base.to_json() | {"data": chosen.data.name},
+                "knobs": KNOBS,
+                "provenance": collect(),
+                "rows": [row.to_json() for row in rows],
+            },
+        )
+    print("the grid is complete" if len(rows) == len(order) else "not complete: run it again")
+    return int(len(rows) < len(order))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
