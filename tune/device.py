@@ -32,12 +32,20 @@ def pick_device(config: SearchConfig) -> str:
         found = state is not None
         if state and state.other_processes:
             raise UserError(
-                f"{state.name} is in use by process {', '.join(map(str, state.other_processes))}, which would share "
-                "its memory and its time with the trials: end it, or choose another GPU with CUDA_VISIBLE_DEVICES."
+                f"{state.name} is in use by process {', '.join(map(_process, state.other_processes))}, which would "
+                "share its memory and time with the trials: end it, or choose another GPU with CUDA_VISIBLE_DEVICES."
             )
     if wanted == "cuda" and not found:
         raise UserError("--device cuda: there is no GPU here; use --device cpu, or --address of a cluster with one.")
     return "cuda" if found else "cpu"
+
+
+def _process(number: int) -> str:
+    """A process by its number and, where this user and container can see it, its command."""
+    try:
+        return f"{number} ({' '.join(psutil.Process(number).cmdline())[:80]})"
+    except psutil.Error:
+        return str(number)
 
 
 def memory_limit(config: SearchConfig, device: str) -> int:

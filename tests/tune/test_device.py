@@ -1,0 +1,57 @@
+"""Where trials run, and what is refused before. The reading of a GPU is made up; the process that uses it is real."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from infra.command import UserError
+from infra.gpu import GpuState
+from tune import device
+from tune.config import SearchConfig
+
+IDLE = GpuState("H200", "570", 140 * 10**9, 10**9, None, (), 1980, 100.0, 700.0, 40, 0)
+
+
+@pytest.fixture
+def neighbour() -> Iterator[int]:
+    """A process of somebody else."""
+    with subprocess.Popen([sys.executable, "-c", "input('their training')"], stdin=subprocess.PIPE) as process:
+        yield process.pid
+        process.kill()
+
+
+def on(monkeypatch: pytest.MonkeyPatch, state: GpuState | None) -> None:
+    """Let NVML say ``state``."""
+    monkeypatch.setattr(device, "read_gpu", lambda: state)
+
+
+def search(kind: str) -> SearchConfig:
+    """A search with this ``--device``."""
+    return replace(SearchConfig(), training=replace(SearchConfig().training, device=kind))
+
+
+def test_a_gpu_in_use_is_refused_with_its_process(monkeypatch: pytest.MonkeyPatch, neighbour: int) -> None:
+    on(monkeypatch, replace(IDLE, other_processes=(neighbour,)))
+    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES") as refusal:
+        device.pick_device(search("auto"))
+    assert f"H200 is in use by process {neighbour} (" in str(refusal.value)
+    assert "their training" in str(refusal.value)
+
+
+def test_a_process_that_cannot_be_seen_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, replace(IDLE, other_processes=(2**22 + 1,)))
+    with pytest.raises(UserError, match="in use by process 4194305, which"):
+        device.pick_device(search("cuda"))
+
+
+def test_what_trials_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, IDLE)
+    assert device.pick_device(search("auto")) == "cuda"
+    assert device.pick_device(search("cpu")) == "cpu"
+    on(monkeypatch, None)
+    assert device.pick_device(search("auto")) == "cpu"
+    with pytest.raises(UserError, match="there is no GPU here; use --device cpu"):
+        device.pick_device(search("cuda"))
