@@ -231,8 +231,6 @@ class TrainConfig:
     continues the run on another machine."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.checkpointing, bool):  # searches write their two extremes so
-            object.__setattr__(self, "checkpointing", "full" if self.checkpointing else "none")
         refuse_contradictions(self)
 
     @property
