@@ -26,6 +26,9 @@ class SearchConfig:
     """Most memory that a process may use: 40GB is 40 x 10^9 bytes, 40GiB 40 x 2^30. Default: all there is."""
     knobs: str = "none"
     """Settings searched beside the micro-batch: all, none, or names such as compile,checkpointing."""
+    free_global_batch: bool = False
+    """A study of its own: a step is one micro-batch of any size up to --global-batch, without accumulation. Its winner
+    trains with another batch, so it does not compare with a search that holds the batch fixed."""
     searcher: Literal["memory", "grid", "optuna"] = "memory"
     """How: by predicted memory and fitted speed, every candidate in turn, or Optuna."""
     trial_steps: int = 20
@@ -34,8 +37,9 @@ class SearchConfig:
     """Most time that one trial's steps may take, after the first."""
     trial_precision: float = 0.01
     """Half-width of a speed's 95% interval, as a fraction of it, that ends a trial."""
-    confirm: int = 2
-    """Rounds in which the best three and the control run again, interleaved; 0 trusts the first measurement."""
+    confirm: int = 3
+    """Most rounds in which the best and the control run again, interleaved, until the winner is settled; 0 trusts the
+    first measurement."""
     name: str | None = None
     """Name of the search and of its folder; made from the model and the time when left out."""
     out: Path = Path("runs")
@@ -83,6 +87,7 @@ class SearchConfig:
             "data": str(self.training.data.resolve()),
             "memory_limit": self.memory_limit,
             "knobs": ",".join(parse_knobs(self.knobs)),
+            "free_global_batch": self.free_global_batch,
             "searcher": self.searcher,
             "trial_steps": self.trial_steps,
             "trial_time": self.trial_time,

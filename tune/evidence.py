@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infra.run_key import RunKey
-from infra.tracking import Tracker, create_run, find_runs
+from infra.tracking import Tracker, create_run, find_runs, reopen_run
 from pipeline.shards import Manifest
-from tune.record import Row
+from tune.ranking import standings
+from tune.record import OUTCOMES, Row
 from tune.report import flat_row
 from tune.space import Space
 from tune.trial import Request
@@ -27,11 +28,20 @@ class Evidence:
         self.data = data
         self.space = space
         self.closed = set(find_runs(parent, "closed", "true"))
+        self.running: RunKey | None = None
 
     def start(self, request: Request) -> None:
         """Open the child of a trial that is about to start, unless a killed driver opened it already."""
         proposal = request.proposal
-        self._child(request.key, f"{request.number:03d} {self.space.label(proposal.candidate)}", proposal.stage)
+        name = f"{request.number:03d} {self.space.label(proposal.candidate)}"
+        self.running = self._child(request.key, name, proposal.stage)
+        reopen_run(self.running)
+
+    def abandon(self) -> None:
+        """Close the child of the trial that is running, which a resumed search will open again."""
+        if self.running and self.running.run_id not in self.closed:
+            with Tracker(self.running) as tracker:
+                tracker.finish("KILLED")
 
     def end(self, row: Row) -> None:
         """Complete a trial's child from its row, and close it."""
@@ -50,8 +60,9 @@ class Evidence:
             tracker.data(self.data.name, self.manifest.fingerprint, str(self.data), self.manifest.splits, "training")
             tracker.json(flat_row(row), "trial.json")
             tracker.note(f"**{row.outcome}**: {row.reason}")
-            tracker.tags({"outcome": row.outcome, "reason": row.reason, "closed": "true"})
+            tracker.tags({"outcome": row.outcome, "reason": row.reason})
             tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED")
+            tracker.tags({"closed": "true"})  # in a batch of its own: a batch sends its tags before it ends the run
         self.closed.add(key.run_id)
 
     def catch_up(self, rows: Sequence[Row]) -> None:
@@ -86,9 +97,27 @@ def metrics(row: Row) -> dict[str, float | int | None]:
     }
 
 
-def open_parent(name: str, tracking_uri: str | None, tags: dict[str, str]) -> RunKey:
+def summary_metrics(rows: Sequence[Row], space: Space) -> dict[str, float | int | None]:
+    """A finished search's numbers, by which searches compare in MLflow's list."""
+    ranked = standings(rows)
+    best = ranked[0] if ranked else None
+    control = next((s for s in ranked if s.candidate == space.control), None)
+    return {
+        "result/tokens_per_second": best and best.tokens_per_second,
+        "result/tokens_per_second_low": best and best.low,
+        "result/tokens_per_second_high": best and best.high,
+        "result/speedup_over_control": best.tokens_per_second / control.tokens_per_second if best and control else None,
+        "memory/process_gib": best and best.memory / GIB,
+        "trials/all": len(rows),
+        **{f"trials/{outcome}": sum(row.outcome == outcome for row in rows) for outcome in OUTCOMES},
+        "time/device_seconds": sum(row.seconds for row in rows),
+    }
+
+
+def open_parent(name: str, tracking_uri: str | None, tags: dict[str, str], space: Space) -> RunKey:
     """The parent run of a new search."""
-    return create_run("tune", name, tracking_uri=tracking_uri, tags=tags | {"kind": "search"})
+    study = "free global batch" if space.free else "fixed global batch"
+    return create_run("tune", name, tracking_uri=tracking_uri, tags=tags | {"kind": "search", "study": study})
 
 
 def describe(tracker: Tracker, identity: dict[str, object], manifest: Manifest, data: Path) -> None:

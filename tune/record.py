@@ -9,13 +9,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from infra.storage import write_json
 from tune.space import Candidate
 
 Stage = Literal["probe", "refine", "confirm"]
 Outcome = Literal["ok", "over_limit", "oom", "thrash", "stopped", "failed"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,10 @@ from tune.space import Space
 
 GB = 1e9
 HEADINGS = ("", "candidate", "x", "tokens/s", "95%", "control", "GB", "runs", "")
+FREE = (
+    "The global batch was free here: candidates train with different batches, so that the winner is another training, "
+    "not a faster way to the same one."
+)
 MEMORY_SOURCES = {
     "nvml": "the process's GPU memory by NVML",
     "device": "the growth of the GPU's memory by NVML, which hides processes here",
@@ -47,8 +51,8 @@ def row_text(row: Row, space: Space, limit: int) -> str:
 
 
 def progress_text(rows: Sequence[Row], space: Space, remaining: int) -> str:
-    """The best so far, what was spent, and the time left."""
-    ranked = standings(rows)
+    """The best so far, by the rounds of confirmations that are complete, what was spent, and the time left."""
+    ranked = standings([row for row in rows if row.stage != "confirm" or row.round < rows[-1].round])
     best = f"{space.label(ranked[0].candidate)} {ranked[0].tokens_per_second:,.0f} tok/s" if ranked else "none yet"
     spent = sum(row.seconds for row in rows)
     left = spent / len(rows) * remaining if rows else 0.0
@@ -127,6 +131,7 @@ def best_json(rows: Sequence[Row], space: Space) -> dict[str, Any] | None:
         return None
     best = ranked[0]
     return {
+        "study": "free global batch" if space.free else "fixed global batch",
         "config": space.config(best.candidate).to_json(),
         "measured": {
             "tokens_per_second": best.tokens_per_second,
@@ -161,7 +166,9 @@ def summary(rows: Sequence[Row], space: Space, memory: MemorySearcher, config: S
     ranked = standings(rows)
     spent = format_duration(round(sum(row.seconds for row in rows)))
     limit = format_size(int(memory.limit))
-    lines = [f"### The fastest {space.base.global_batch} sequences a step under {limit}", ""]
+    lines = [f"### The fastest way to {space.batch_label} under {limit}", ""]
+    if space.free:
+        lines += [FREE, ""]
     if ranked:
         best = ranked[0]
         lines.append(
@@ -207,6 +214,8 @@ def write_files(
 def print_end(rows: Sequence[Row], space: Space, memory: MemorySearcher, folder: Path) -> None:
     """The closing table and what to do next."""
     console.print(table(rows, space))
+    if space.free:
+        console.print(FREE)
     for source in sorted({row.memory_source for row in rows if row.memory_source}):
         console.print(f"memory is {MEMORY_SOURCES[source]}")
     seen = {row.candidate for row in rows}

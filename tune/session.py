@@ -1,12 +1,14 @@
 """A search from its config to its files: check, plan, drive, and say what was found."""
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from infra import provenance
 from infra.cluster import connected
-from infra.command import INTERRUPTED, UserError, console
+from infra.command import INTERRUPTED, UserError, console, errors
 from infra.tracking import Tracker, how_to_look
 from infra.units import format_size
 from pipeline.shards import Manifest, read_manifest
@@ -16,12 +18,13 @@ from tune import folder as folders
 from tune.config import SearchConfig
 from tune.device import make_prior, memory_limit, pick_device
 from tune.driver import Listener, Proposals, drive, trial_resources
-from tune.evidence import Evidence, describe, open_parent
+from tune.evidence import Evidence, describe, open_parent, summary_metrics
 from tune.record import Proposal, Row, read_rows
 from tune.searcher import MemorySearcher
 from tune.space import Space, make_space, parse_knobs
 from tune.strategies import Confirmed, Grid, Strategy
 from tune.trial import Request
+from tune.watchdog import CLUSTER_GRACE, OWN_GRACE, watching
 
 
 def search(config: SearchConfig) -> int:
@@ -40,12 +43,12 @@ def search(config: SearchConfig) -> int:
 def _search(config: SearchConfig, manifest: Manifest, folder: Path) -> int:
     device = pick_device(config)
     limit = memory_limit(config, device)
-    space = make_space(config.training, parse_knobs(config.knobs), device=device)
+    space = make_space(config.training, parse_knobs(config.knobs), device=device, free=config.free_global_batch)
     memory = MemorySearcher(space, make_prior(space, device), limit)
     strategy = Confirmed(make_strategy(config, space, memory), space, config.confirm)
     console.print(
         f"[bold]{format_model(config.training.model)}[/bold]: {len(space.candidates())} candidates for "
-        f"{config.training.global_batch} sequences a step, limit {format_size(limit)} a process, on {device}"
+        f"{space.batch_label}, limit {format_size(limit)} a process, on {device}"
     )
     if config.dry_run:
         plan.print_plan(config, space, memory, strategy)
@@ -75,7 +78,7 @@ def _run(
     if config.resume:
         parent = folders.resumed_parent(folder, identity)
     else:
-        parent = open_parent(folder.name, config.tracking_uri, provenance.collect())
+        parent = open_parent(folder.name, config.tracking_uri, provenance.collect(), space)
         folders.begin(folder, config, identity, parent)
     trials, data = folder / folders.TRIALS, config.training.data.resolve()
     evidence = Evidence(parent, manifest, data, space)
@@ -93,16 +96,30 @@ def _run(
         )  # fmt: skip
 
     with Tracker(parent) as tracker:
+
+        def lost(part: str) -> NoReturn:
+            """Leave from the watchdog's thread, because the main one waits for an answer that will not come."""
+            evidence.abandon()
+            tracker.finish("KILLED")
+            errors.print(
+                f"[red]error:[/red] Ray died: its {part} no longer answers. Finished trials are kept; continue with: "
+                f"{resume_command(folder)}"
+            )
+            os._exit(1)
+
         describe(tracker, identity, manifest, data)
         evidence.catch_up(read_rows(trials))
-        with connected(config.address):
+        grace = CLUSTER_GRACE if config.address else OWN_GRACE
+        with connected(config.address), watching(lost, grace=grace):
             proposals = Proposals(strategy, trials, Listener(evidence.start, ended), request)
             drive(proposals, folder, trial_resources(device == "cuda"))
         rows = read_rows(trials)
         if strategy.propose(rows) is not None:
-            console.print(f"stopped; continue with: python -m tune.search --resume {folder.name}")
+            console.print(f"stopped; continue with: {resume_command(folder)}")
+            evidence.abandon()
             tracker.finish("KILLED")
             return INTERRUPTED
+        tracker.metrics(summary_metrics(rows, space))
         for file in report.write_files(rows, space, memory, config, folder):
             tracker.file(file)
         for chart, figure in charts.draw(rows, memory).items():
@@ -113,3 +130,9 @@ def _run(
     report.print_end(rows, space, memory, folder)
     console.print(how_to_look(parent, children_by="result/tokens_per_second"), markup=False)
     return 0
+
+
+def resume_command(folder: Path) -> str:
+    """The line that continues the search in ``folder``."""
+    place = "" if folder.parent == Path("runs").resolve() else f" --out {folder.parent}"
+    return f"python -m tune.search --resume {folder.name}{place}"

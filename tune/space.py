@@ -41,10 +41,19 @@ class Space:
     base: TrainConfig
     sizes: tuple[int, ...]
     combinations: tuple[Combination, ...]
+    free: bool = False
+    """A step is one micro-batch, whatever its size: candidates do not compute the same training."""
 
     def config(self, candidate: Candidate) -> TrainConfig:
         """The training config of ``candidate``. Raises ``UserError`` where the knobs contradict its size."""
-        return replace(self.base, micro_batch=candidate.micro_batch, **dict(candidate.knobs))
+        size = candidate.micro_batch
+        batch = size if self.free else self.base.global_batch
+        return replace(self.base, micro_batch=size, global_batch=batch, **dict(candidate.knobs))
+
+    @property
+    def batch_label(self) -> str:
+        """What a step is, in words."""
+        return "a free number of sequences a step" if self.free else f"{self.base.global_batch} sequences a step"
 
     def sizes_of(self, knobs: Combination) -> list[int]:
         """Micro-batches that are possible with ``knobs``, ascending."""
@@ -95,10 +104,11 @@ def parse_knobs(text: str) -> tuple[str, ...]:
     return names
 
 
-def make_space(base: TrainConfig, knobs: Sequence[str], *, device: str) -> Space:
+def make_space(base: TrainConfig, knobs: Sequence[str], *, device: str, free: bool = False) -> Space:
     """The space around ``base``; its own combination comes first, so that ties of order favour the control.
 
-    ``device`` (cuda or cpu) decides what auto means and which precisions exist. Raises ``UserError``.
+    ``device`` (cuda or cpu) decides what auto means and which precisions exist. With ``free`` the global batch is
+    the largest size, and no longer held fixed. Raises ``UserError``.
     """
     if base.workers != 1:
         raise UserError(f"--workers {base.workers}: a search measures one device; leave --workers at 1.")
@@ -111,4 +121,7 @@ def make_space(base: TrainConfig, knobs: Sequence[str], *, device: str) -> Space
         if name == "precision" and device == "cpu":
             values = dict.fromkeys([own, "fp32"])  # bf16 is emulated there, and tf32 is fp32
         combinations = [(*chosen, (name, value)) for chosen in combinations for value in values]
-    return Space(base, tuple(divisors(base.global_batch)), tuple(combinations))
+    largest = base.global_batch
+    free_sizes = {1, 2, 4, base.micro_batch, *range(8, largest + 1, 8)}
+    sizes = sorted(size for size in free_sizes if size <= largest) if free else divisors(largest)
+    return Space(base, tuple(sizes), tuple(combinations), free)

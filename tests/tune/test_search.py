@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,14 @@ from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
 from infra.cluster import connected
-from train import run as train_run
+from train.config import Cycle, load_config
+from train.loop import Trainer
 from tune import search
+from tune.ranking import NEGLIGIBLE
 
 FLAGS = [
     "--model", "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320",
-    "--global-batch", "4", "--device", "cpu", "--trial-steps", "8",
+    "--device", "cpu", "--trial-steps", "8",
 ]  # fmt: skip
 
 
@@ -60,32 +63,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def searched(folder: Path, small_shards: Path) -> Path:
     """A finished search: every candidate once, then a round of confirmations."""
+    batch = ["--global-batch", "2", "--micro-batch", "1"]
     flags = ["--searcher", "grid", "--confirm", "1", "--memory-limit", "8GB", "--name", "one"]
-    assert command(search.main, "--data", str(small_shards), *flags, *FLAGS) == 0
+    assert command(search.main, "--data", str(small_shards), *flags, *batch, *FLAGS) == 0
     return folder / "runs" / "one"
 
 
 def test_a_search_leaves_rows_files_and_runs(folder: Path, searched: Path) -> None:
     rows = list(csv.DictReader((searched / "trials.csv").open()))
-    assert Counter(row["stage"] for row in rows) == {"probe": 3, "confirm": 3}
+    assert Counter(row["stage"] for row in rows) == {"probe": 2, "confirm": 2}
     assert {row["outcome"] for row in rows} == {"ok"}
-    assert {int(row["micro_batch"]) * int(row["accumulation"]) for row in rows} == {4}
+    assert {int(row["micro_batch"]) * int(row["accumulation"]) for row in rows} == {2}
     assert "stands in for GPU memory" in (searched / "summary.md").read_text()
     parent, children = runs(folder, "one")
     assert parent.info.status == "FINISHED"
     assert "tokens/s" in parent.data.tags["mlflow.note.content"]
+    assert parent.data.metrics["trials/ok"] == len(rows)
+    assert parent.data.metrics["result/speedup_over_control"] >= 1 - NEGLIGIBLE
     assert Counter(r.info.status for r in children) == {"FINISHED": len(rows)}
     assert len({r.data.tags["trial"] for r in children}) == len(rows)
     assert all(r.data.metrics["result/tokens_per_second"] > 0 for r in children)
 
 
-def test_the_winner_trains(folder: Path, searched: Path) -> None:
+def test_the_winner_trains(searched: Path) -> None:
     best = json.loads((searched / "best.json").read_text())
     assert best["measured"]["tokens_per_second"] > 0
-    flags = ["--config", str(searched / "best.json"), "--steps", "5", "--cycle", "5+1", "--name", "best"]
-    assert command(train_run.main, *flags) == 0
-    trained = json.loads((folder / "runs" / "best" / "config.json").read_text())
-    assert trained["micro_batch"] == best["config"]["micro_batch"]
+    config = load_config(searched / "best.json")
+    assert config.micro_batch == best["config"]["micro_batch"]
+    assert Trainer(replace(config, steps=5, cycle=Cycle(5, 0))).run().outcome == "finished"
 
 
 def test_resume_runs_only_what_is_missing(folder: Path, searched: Path) -> None:
@@ -102,25 +107,25 @@ def test_resume_runs_only_what_is_missing(folder: Path, searched: Path) -> None:
 @pytest.mark.usefixtures("searched")
 def test_resume_refuses_another_search(capfd: pytest.CaptureFixture[str]) -> None:
     assert command(search.main, "--resume", "one", "--global-batch", "16") == 2
-    assert "global_batch was 4 and is now 16" in capfd.readouterr().err
+    assert "global_batch was 2 and is now 16" in capfd.readouterr().err
     assert command(search.main, "--resume", "two") == 2
     assert "search.json" in capfd.readouterr().err
     assert command(search.main, "--name", "one", "--data", "nowhere") == 2
 
 
 def test_over_the_limit_is_an_outcome(folder: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    flags = ["--searcher", "grid", "--memory-limit", "100MB", "--name", "tight"]
+    flags = ["--searcher", "grid", "--memory-limit", "100MB", "--name", "tight", "--global-batch", "1"]
     assert command(search.main, "--data", str(small_shards), *flags, *FLAGS) == 0
     assert "nothing fits under 100MB" in capfd.readouterr().out
     rows = list(csv.DictReader((folder / "runs/tight/trials.csv").open()))
-    assert [row["outcome"] for row in rows] == ["over_limit"] * 3
+    assert [row["outcome"] for row in rows] == ["over_limit"]
     assert not (folder / "runs/tight/best.json").exists()
 
 
 def test_a_killed_search_continues(folder: Path, small_shards: Path) -> None:
     """SIGKILL of the driver after its first trial; its Ray dies with it, and the search goes on in ours."""
     flags = [
-        "--data", str(small_shards), *FLAGS, "--searcher", "grid", "--confirm", "0",
+        "--data", str(small_shards), *FLAGS, "--global-batch", "2", "--searcher", "grid", "--confirm", "0",
         "--name", "killed", "--memory-limit", "8GB",
     ]  # fmt: skip
     driver = subprocess.Popen([sys.executable, "-m", "tune.search", *flags], start_new_session=True)
@@ -134,11 +139,11 @@ def test_a_killed_search_continues(folder: Path, small_shards: Path) -> None:
     assert done
     assert command(search.main, "--resume", "killed") == 0
     now = {path: path.stat().st_mtime_ns for path in trials.glob("m*.json")}
-    assert len(now) == 3
+    assert len(now) == 2
     assert {path: now[path] for path in done} == done
     parent, children = runs(folder, "killed")
     assert parent.info.status == "FINISHED"
-    assert Counter(r.info.status for r in children) == {"FINISHED": 3}
+    assert Counter(r.info.status for r in children) == {"FINISHED": 2}
 
 
 @pytest.mark.parametrize(
@@ -157,7 +162,8 @@ def test_a_killed_search_continues(folder: Path, small_shards: Path) -> None:
 def test_bad_input_gets_one_sentence(
     folder: Path, small_shards: Path, capfd: pytest.CaptureFixture[str], flags: list[str], sentence: str
 ) -> None:
-    code = command(search.main, "--data", str(small_shards), "--name", "bad", *FLAGS, *flags)
+    batch = [] if "--global-batch" in flags else ["--global-batch", "4"]
+    code = command(search.main, "--data", str(small_shards), "--name", "bad", *FLAGS, *batch, *flags)
     printed = capfd.readouterr().err
     assert code == 2, printed
     assert sentence in printed
@@ -166,6 +172,9 @@ def test_bad_input_gets_one_sentence(
 
 
 def test_dry_run_runs_nothing(folder: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert command(search.main, "--data", str(small_shards), "--name", "dry", "--dry-run", *FLAGS) == 0
+    assert (
+        command(search.main, "--data", str(small_shards), "--name", "dry", "--dry-run", "--global-batch", "4", *FLAGS)
+        == 0
+    )
     assert "of 3 sizes should fit" in capfd.readouterr().out
     assert not (folder / "runs" / "dry").exists()

@@ -25,6 +25,14 @@ def test_knobs_multiply_and_the_control_comes_first() -> None:
     assert all(space.control.knobs != near for near in space.neighbours(space.control.knobs))
 
 
+def test_a_free_global_batch_is_one_micro_batch_a_step() -> None:
+    space = make_space(TrainConfig(global_batch=24, micro_batch=3), (), device="cpu", free=True)
+    assert [c.micro_batch for c in space.candidates()] == [1, 2, 3, 4, 8, 16, 24]
+    assert {space.config(c).accumulation for c in space.candidates()} == {1}
+    assert space.control in space.candidates()
+    assert "free" in space.batch_label
+
+
 def test_contradictions_are_left_out() -> None:
     base = TrainConfig(global_batch=4, micro_batch=4)
     space = make_space(replace(base, model=replace(base.model, context_length=12)), ("loss_chunks",), device="cpu")

@@ -63,12 +63,12 @@ def test_a_failure_is_an_outcome(training: TrainConfig, tmp_path: Path) -> None:
 
 
 def test_speed_does_not_depend_on_accumulation(training: TrainConfig, tmp_path: Path) -> None:
-    """Counting micro-batches where steps are meant would make these differ sixteenfold."""
+    """Counting micro-batches where steps are meant would make these differ eightfold."""
     speeds = []
-    for batch in (8, 128):
+    for batch in (8, 64):
         rows = [
             attempt(replace(training, global_batch=batch), tmp_path / f"{batch}-{again}").tokens_per_second or 0.0
-            for again in range(3)
+            for again in range(2)
         ]
         speeds.append(max(rows))
     assert 0.25 < speeds[1] / speeds[0] < 4
