@@ -47,7 +47,8 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="campaign-"))
     write_books(folder / "shards")
     record: dict[str, Any] = json.loads(options.record.read_text()) if options.record.exists() else {}
-    for way in options.ways.split(","):
+    ways = options.ways.split(",")
+    for way in (way for way in ways if way not in record):
         chance = random.Random(f"{way} {options.seed}")
         if way == "best":
             record[way] = train_with_the_best(folder)
@@ -58,7 +59,7 @@ def main() -> int:
             record[way] = campaign(folder, way, chance, record["undisturbed"])
         options.record.write_text(json.dumps(record, indent=2) + "\n")
         print(way, {k: v for k, v in record[way].items() if k != "events"}, flush=True)
-    return int(not all(record[way]["passed"] for way in options.ways.split(",")))
+    return int(not all(record[way]["passed"] for way in ways))
 
 
 def write_books(folder: Path) -> None:

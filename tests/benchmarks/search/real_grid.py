@@ -25,7 +25,7 @@ from tune.trial import Request, run
 
 MODEL = ModelConfig(layers=2, heads=2, width=64, context_length=128, vocabulary=2048, padded_vocabulary=2048)
 KNOBS = ("checkpointing",)
-STEPS = 20
+STEPS = 12
 
 
 def main() -> int:
