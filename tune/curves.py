@@ -10,10 +10,11 @@ third, hence nothing is ever extrapolated upwards.
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from train.anatomy import correct
 from tune.ranking import UNFIT
-from tune.record import Row
+from tune.record import Row, feasible
 from tune.space import Candidate, Combination, Space
 
 Prior = Callable[[Candidate], float]
@@ -36,20 +37,27 @@ class Curves:
 
     def measured(self, knobs: Combination) -> list[Row]:
         """Rows of a combination that ran within the limit and have a speed, by size."""
-        found = [
-            row for row in self.rows
-            if row.candidate.knobs == knobs and row.outcome in ("ok", "stopped") and row.tokens_per_second
-        ]  # fmt: skip
-        return sorted(found, key=lambda row: row.candidate.micro_batch)
+        return self._measured.get(knobs, [])
+
+    @cached_property
+    def _measured(self) -> dict[Combination, list[Row]]:
+        found: dict[Combination, list[Row]] = {}
+        for row in sorted(feasible(self.rows), key=lambda row: row.candidate.micro_batch):
+            found.setdefault(row.candidate.knobs, []).append(row)
+        return found
 
     def memory(self, candidate: Candidate) -> float:
         """Expected peak of the candidate's process, in bytes: the prior, corrected by the runs nearest to it."""
         probes = [(self.prior(row.candidate), float(row.memory or 0)) for row in self.measured(candidate.knobs)]
         if not probes:
-            others = [row for row in self.rows if row.memory and row.outcome in ("ok", "stopped")]
-            offsets = [(row.memory or 0) - self.prior(row.candidate) for row in others]
-            return self.prior(candidate) + (statistics.median(offsets) if offsets else 0.0)
+            return self.prior(candidate) + self._offset
         return correct(self.prior(candidate), probes)
+
+    @cached_property
+    def _offset(self) -> float:
+        """How far runs of any combination were from the prior: what is known of those that have not run."""
+        known = [row for row in self.rows if row.memory and row.outcome in ("ok", "stopped")]
+        return statistics.median((row.memory or 0) - self.prior(row.candidate) for row in known) if known else 0.0
 
     def ceiling(self, knobs: Combination) -> float:
         """Sizes above this are too large, by what did not fit."""

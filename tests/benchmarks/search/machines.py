@@ -112,6 +112,7 @@ class Simulated:
         self.dips = {size: draw.uniform(0.0, 0.012) for size in self.space.sizes}
         self.prior_slope, self.prior_rest = draw.uniform(0.88, 1.08), draw.uniform(-1.2e9, 0.6e9)
         self.noise = random.Random(self.seed + 10**6)
+        self.known: dict[Candidate, float] = {}
 
     def value(self, name: str, candidate: Candidate) -> float:
         """A parameter of BASE under the candidate's knobs."""
@@ -124,8 +125,11 @@ class Simulated:
 
     def memory(self, candidate: Candidate) -> float:
         """True peak in bytes; accumulating keeps the gradients, once."""
-        accumulating = 0.5e9 if candidate.micro_batch < self.space.base.global_batch else 0.0
-        return self.value("rest", candidate) + self.value("sequence", candidate) * candidate.micro_batch + accumulating
+        if candidate not in self.known:
+            accumulating = 0.5e9 if candidate.micro_batch < self.space.base.global_batch else 0.0
+            moving = self.value("sequence", candidate) * candidate.micro_batch
+            self.known[candidate] = self.value("rest", candidate) + moving + accumulating
+        return self.known[candidate]
 
     def prior(self, candidate: Candidate) -> float:
         """What a prediction without the GPU would say: wrong in slope and offset."""
@@ -168,12 +172,12 @@ class Simulated:
 class Replayed:
     """An exhaustive grid that was really run (``real_grid.py``), each candidate several times.
 
-    A trial is one of the candidate's runs, drawn from ``seed``; the truth is the mean of all of them. ``limit`` in
-    bytes.
+    A trial is one of the candidate's runs, drawn from ``seed``; the truth is the mean of all of them. The limit is
+    one under which the share ``fitting`` of all candidates runs.
     """
 
     record: Path
-    limit: float
+    fitting: float
     seed: int
     seconds: float = 0.0
 
@@ -183,6 +187,8 @@ class Replayed:
         self.rows: dict[Candidate, list[Row]] = {}
         for row in map(Row.from_json, kept["rows"]):
             self.rows.setdefault(row.candidate, []).append(row)
+        peaks = sorted(self.memory(candidate) for candidate in self.rows)
+        self.limit = peaks[round(self.fitting * len(peaks)) - 1]
         self.draw = random.Random(self.seed)
 
     def prior(self, candidate: Candidate) -> float:

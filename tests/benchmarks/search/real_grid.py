@@ -1,6 +1,6 @@
 """An exhaustive grid, really run on this machine's CPU: what ``search.py`` replays all searches on.
 
-    python tests/benchmarks/search/real_grid.py --data data/tokens [--repeats 3] [--most-minutes 9] --record FILE.json
+    python tests/benchmarks/search/real_grid.py --data data/tokens [--repeats 2] [--most-minutes 9] --record FILE.json
 
 Every candidate runs in a fresh process, ``repeats`` times; a repeat is the whole grid once, in an order of its
 own, so that a drift of the machine falls on all alike. It goes on where it was stopped: run it until it says
@@ -32,7 +32,7 @@ def main() -> int:
     """Run what is missing, within the time."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--data", type=Path, required=True)
-    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--repeats", type=int, default=2)
     options.add_argument("--most-minutes", type=float, default=9.0)
     options.add_argument("--record", type=Path, required=True)
     chosen = options.parse_args()
