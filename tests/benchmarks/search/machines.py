@@ -188,7 +188,8 @@ class Replayed:
         for row in map(Row.from_json, kept["rows"]):
             self.rows.setdefault(row.candidate, []).append(row)
         peaks = sorted(self.memory(candidate) for candidate in self.rows)
-        self.limit = peaks[round(self.fitting * len(peaks)) - 1]
+        fit = round(self.fitting * len(peaks))
+        self.limit = (peaks[fit - 1] + [*peaks, 1.2 * peaks[-1]][fit]) / 2
         self.draw = random.Random(self.seed)
 
     def prior(self, candidate: Candidate) -> float:
