@@ -1,5 +1,6 @@
 """What decides a search, with every default and its unit in one place."""
 
+import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -63,6 +64,11 @@ class SearchConfig:
             raise UserError(f"--confirm {self.confirm} must be at least 0.")
         if not 0 < self.trial_precision < 1:
             raise UserError(f"--trial-precision {self.trial_precision} is a fraction between 0 and 1, such as 0.01.")
+
+    @property
+    def cluster(self) -> str | None:
+        """Address of the Ray cluster to join: the flag's, else that of ``RAY_ADDRESS``."""
+        return self.address or os.environ.get("RAY_ADDRESS")
 
     def to_json(self) -> dict[str, Any]:
         """The config as JSON values; :meth:`from_json` reads it back."""

@@ -23,7 +23,7 @@ def pick_device(config: SearchConfig) -> str:
     wanted = config.training.device
     if wanted == "cpu":
         return "cpu"
-    if config.address:
+    if config.cluster:
         import ray
 
         found = ray.cluster_resources().get("GPU", 0) >= 1

@@ -34,8 +34,8 @@ def search(config: SearchConfig) -> int:
     folder = (config.out / name).resolve()
     if folder.exists() and not config.resume and not config.dry_run:
         raise UserError(f"{folder} exists already: continue it with --resume {name}, or give another --name.")
-    if config.address:
-        with connected(config.address):
+    if config.cluster:
+        with connected(config.cluster):
             return _search(config, manifest, folder)
     return _search(config, manifest, folder)
 
@@ -109,8 +109,8 @@ def _run(
 
         describe(tracker, identity, manifest, data)
         evidence.catch_up(read_rows(trials))
-        grace = CLUSTER_GRACE if config.address else OWN_GRACE
-        with connected(config.address), watching(lost, grace=grace):
+        grace = CLUSTER_GRACE if config.cluster else OWN_GRACE
+        with connected(config.cluster), watching(lost, grace=grace):
             proposals = Proposals(strategy, trials, Listener(evidence.start, ended), request)
             drive(proposals, folder, trial_resources(device == "cuda"))
         rows = read_rows(trials)
