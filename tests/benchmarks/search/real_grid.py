@@ -1,6 +1,6 @@
-"""An exhaustive grid, really run on this machine's CPU: what ``search.py`` replays all searches on.
+"""An exhaustive grid, really run on this machine's CPU: what ``compare.py`` replays all searches on.
 
-    python tests/benchmarks/search/real_grid.py --data data/tokens [--repeats 2] [--most-minutes 9] --record FILE.json
+    python tests/benchmarks/search/real_grid.py [--repeats 2] [--most-minutes 9] --record FILE.json
 
 Every candidate runs in a fresh process, ``repeats`` times; a repeat is the whole grid once, in an order of its
 own, so that a drift of the machine falls on all alike. It goes on where it was stopped: run it until it says
@@ -16,14 +16,17 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
+
 from infra.provenance import collect
 from infra.storage import write_json
+from pipeline.shards import Manifest, ShardRow, write_shard
 from train.config import ModelConfig, TrainConfig
 from tune.record import Proposal, Row, read_rows
 from tune.space import make_space
 from tune.trial import Request, run
 
-MODEL = ModelConfig(layers=2, heads=2, width=64, context_length=128, vocabulary=2048, padded_vocabulary=2048)
+MODEL = ModelConfig(layers=2, heads=2, width=64, context_length=128, vocabulary=512, padded_vocabulary=512)
 KNOBS = ("checkpointing",)
 STEPS = 12
 
@@ -31,13 +34,12 @@ STEPS = 12
 def main() -> int:
     """Run what is missing, within the time."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options.add_argument("--data", type=Path, required=True)
     options.add_argument("--repeats", type=int, default=2)
     options.add_argument("--most-minutes", type=float, default=9.0)
     options.add_argument("--record", type=Path, required=True)
     chosen = options.parse_args()
     base = TrainConfig(
-        data=chosen.data.resolve(), model=MODEL, global_batch=24, micro_batch=4, device="cpu", attention="sdpa",
+        data=Path("made"), model=MODEL, global_batch=24, micro_batch=4, device="cpu", attention="sdpa",
         precision="fp32",
     )  # fmt: skip
     space = make_space(base, KNOBS, device="cpu")
@@ -51,8 +53,10 @@ def main() -> int:
         if (candidate, repeat) in done or time.monotonic() > until:
             continue
         with tempfile.TemporaryDirectory() as folder:
+            write_data(Path(folder) / "made")
             request = Request(
-                "m", len(rows) + 1, Proposal(candidate, "probe", repeat), space.config(candidate).to_json(), 2**60,
+                "m", len(rows) + 1, Proposal(candidate, "probe", repeat),
+                space.config(candidate).to_json() | {"data": f"{folder}/made"}, 2**60,
                 STEPS, 600.0, 1e-9, folder, time.time(),
             )  # fmt: skip
             process = multiprocessing.get_context("spawn").Process(target=run, args=(request,))
@@ -66,7 +70,7 @@ def main() -> int:
         write_json(
             chosen.record,
             {
-                "base": base.to_json() | {"data": chosen.data.name},
+                "base": base.to_json(),
                 "knobs": KNOBS,
                 "provenance": collect(),
                 "rows": [row.to_json() for row in rows],
@@ -74,6 +78,14 @@ def main() -> int:
         )
     print("the grid is complete" if len(rows) == len(order) else "not complete: run it again")
     return int(len(rows) < len(order))
+
+
+def write_data(folder: Path) -> None:
+    """Token shards of one book of random ids of the model's vocabulary."""
+    tokens = np.random.default_rng(0).integers(0, MODEL.vocabulary, 200_000).astype(np.uint16)
+    rows = [ShardRow("book", "", None, "en", "made", "0" * 64, len(tokens), tokens)]
+    shards = [write_shard(folder, f"{split}/00000.arrow", split, rows) for split in ("train", "val")]
+    Manifest.of(shards, config={}, vocabulary_sha256="made", inputs={}, report={}).write(folder)
 
 
 if __name__ == "__main__":
