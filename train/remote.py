@@ -4,6 +4,7 @@ In: a checkpoint on disk and a URI (``s3://``, ``gs://``). Out: ``URI/NAME/step-
 ``progress.json`` is written last and removed first, so that what has one is whole; and back again.
 """
 
+import shutil
 from pathlib import Path
 
 import pyarrow.fs as fs
@@ -47,6 +48,7 @@ def download(uri: str, out: Path) -> Path:
     temporary = folder / "checkpoints" / f"{TEMPORARY}{name}"
     temporary.mkdir(parents=True, exist_ok=True)
     fs.copy_files(steps[-1], str(temporary), source_filesystem=system, destination_filesystem=fs.LocalFileSystem())
+    shutil.rmtree(folder / "checkpoints" / name, ignore_errors=True)  # of a download that was cut short
     temporary.rename(folder / "checkpoints" / name)
     if newest(folder / "checkpoints") is None:
         raise UserError(f"--resume {uri}: {name} is damaged there; remove it to go on from the one before it.")
