@@ -60,8 +60,9 @@ def connected(address: str | None = None, *, cpus: int | None = None, prestart: 
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
     except (ConnectionError, ValueError) as failure:
         raise UserError(
-            f"no Ray cluster answers at --address {address}: {failure}. Start one with 'ray start --head', "
-            "or leave --address out to use this machine."
+            f"no Ray cluster answers at --address {address}: {str(failure).splitlines()[0]} Start one with "
+            "'ray start --head' (where it asks for a token, 'export RAY_AUTH_MODE=token'), or leave --address out "
+            "to use this machine."
         ) from failure
     try:
         yield

@@ -1,5 +1,9 @@
 """What tests of several packages share: small token shards that train fast on a CPU."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +12,8 @@ import torch
 
 from pipeline.shards import END_OF_TEXT, Manifest, ShardRow, write_shard
 from train.config import ModelConfig
+
+os.environ["RAY_AUTH_MODE"] = "token"  # before Ray is imported: what it does for a Ray of its own, but not to join one
 
 SMALL_VOCABULARY = 257
 """GPT-2's own 50,257 make the head 97% of a small model's work; tests of the loop do without."""
@@ -53,3 +59,27 @@ def small_model() -> ModelConfig:
     return ModelConfig(
         layers=2, heads=2, width=32, context_length=32, vocabulary=SMALL_VOCABULARY, padded_vocabulary=320
     )
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[str]:
+    """The address of a Ray for tests to share whose point is not Ray's own start or end, which cost ten seconds."""
+    hold = """
+import sys, ray
+from infra.cluster import connected
+with connected(prestart=False):
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    sys.stdin.read()
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as head:
+        assert head.stdout is not None
+        yield head.stdout.readline().strip()
+
+
+@pytest.fixture
+def shared_ray(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of this test, and what they start, join the shared Ray."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster)

@@ -8,10 +8,8 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,25 +56,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         (books / f"book {number}.txt").write_text("".join(chapters), encoding="utf-8")
     return folder
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """The address of a Ray that several commands use, so that not each of them starts one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    host, _, port = address.partition(":")
-    command = ["ray", "start", "--head", "--block", f"--node-ip-address={host}", f"--port={port}", "--num-cpus=2"]
-    head = subprocess.Popen([Path(sys.executable).parent / command[0], *command[1:], "--include-dashboard=false"])
-    try:
-        ready = [Path(sys.executable).parent / "ray", "status", "--address", address]
-        while subprocess.run(ready, capture_output=True).returncode:
-            assert head.poll() is None
-        yield address
-    finally:
-        head.terminate()
-        head.wait()
 
 
 def test_the_demo_leaves_shards_a_run_and_a_search(demo: Path) -> None:

@@ -89,6 +89,7 @@ def test_a_mistake_is_refused(monkeypatch: pytest.MonkeyPatch, flags: list[str])
     assert command(monkeypatch, *flags) == 2
 
 
+@pytest.mark.usefixtures("shared_ray")
 def test_all_reduce_between_two_workers() -> None:
     reduced = allreduce.measure(2)
     assert reduced.backend == "gloo"

@@ -55,6 +55,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     return int(leaving.value.code or 0)
 
 
+@pytest.mark.usefixtures("shared_ray")
 def test_a_ladder_is_interrupted_and_continued(
     monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
+@pytest.mark.usefixtures("shared_ray")
 def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = command(monkeypatch, "--data", str(small_shards), "--name", "one", "--steps", "25", *FLAGS)
     printed = capfd.readouterr().out
