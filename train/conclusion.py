@@ -46,6 +46,7 @@ def conclude(trainer: "Trainer", outcome: Outcome, reason: str, saved: Path | No
         seconds=trainer.elapsed,
         first_step_seconds=trainer.first_step_seconds,
         data_wait_fraction=trainer.data_wait / trained if trained else None,
+        optimizer_fraction=trainer.optimizer_seconds / trained if trained else None,
         flops_per_token=flops,
         flops_formula=measure.FLOPS_FORMULA,
         flops_per_second=rate,

@@ -32,7 +32,10 @@ class Cycle:
     norms: Tensor
     earlier: int = 0
     """Steps of it that an interrupted run did, whose losses the checkpoint brought."""
+    computed: list[measure.Mark] = field(default_factory=list)
+    """Where each step has its gradients and the optimizer begins."""
     marks: list[measure.Mark] = field(default_factory=list)
+    """Where each step ends."""
     val_losses: Tensor | None = None
     trained: measure.Mark = None
     end: measure.Mark = None
@@ -85,6 +88,7 @@ def report(
         seconds=measure.seconds_between(cycle.start, cycle.end),
         train_seconds=train_seconds,
         data_wait_seconds=cycle.data_wait,
+        optimizer_seconds=sum(map(measure.seconds_between, cycle.computed, cycle.marks)),
         elapsed=elapsed,
         cycle_tokens=here * config.step_tokens + cycle_val_tokens,
         epoch_seconds=totals["tokens"] / (here * config.step_tokens / train_seconds),

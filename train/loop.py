@@ -79,7 +79,7 @@ class Trainer:
             self.checkpoints = checkpoint.Checkpoints(checkpoints, config.keep_checkpoints, config.copy_to)
         self.saves = checkpoints is not None and config.keep_checkpoints > 0
         self.step_seconds: list[float] = []
-        self.data_wait = 0.0
+        self.data_wait = self.optimizer_seconds = 0.0
         self.reports: list[CycleReport] = []
         self.first_step_seconds: float | None = None
 
@@ -163,6 +163,7 @@ class Trainer:
             cycle.losses[index] += loss.detach() / config.accumulation
             if "sync" in config.naive:
                 loss.item()
+        cycle.computed.append(measure.mark(self.device))
         if config.clip_norm:
             self.scaler.unscale_(self.optimizer)
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
@@ -206,6 +207,7 @@ class Trainer:
         )
         self.step_seconds += step_seconds(cycle)
         self.data_wait += cycle.data_wait
+        self.optimizer_seconds += made.optimizer_seconds
         wrong = trouble(made.step_losses, self.reference, self.config.spike, cycle.first)
         self.reported, self.reference, self.val_tokens = made.step, made.train_loss, made.val_tokens
         self.reports.append(made)

@@ -66,6 +66,7 @@ def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float 
             "time/cycle_seconds": cycle["seconds"],
             "time/train_seconds": cycle["train_seconds"],
             "time/data_wait_seconds": cycle["data_wait_seconds"],
+            "time/optimizer_seconds": cycle["optimizer_seconds"],
             "optimizer/learning_rate": cycle["learning_rate"],
             "optimizer/gradient_norm": cycle["gradient_norm"],
         },
@@ -122,6 +123,7 @@ def result_metrics(result: RunResult) -> dict[str, float | None]:
         "memory/allocator_retries": memory.allocator_retries,
         "time/first_step_seconds": result.first_step_seconds,
         "time/data_wait_fraction": result.data_wait_fraction,
+        "time/optimizer_fraction": result.optimizer_fraction,
     }
 
 
@@ -155,8 +157,10 @@ def summary(result: RunResult) -> list[tuple[str, str]]:
     rows.append(("seen", seen))
     first = "" if result.first_step_seconds is None else f"; first step after {result.first_step_seconds:.1f} s"
     rows.append(("time", f"{format_duration(round(result.seconds, 1))}{first}"))
-    if result.data_wait_fraction is not None:
-        rows.append(("data wait", f"{result.data_wait_fraction:.2%} of training time"))
+    if result.data_wait_fraction is not None and result.optimizer_fraction is not None:
+        wait, optimizer = result.data_wait_fraction, result.optimizer_fraction
+        compute = 1 - wait - optimizer
+        rows.append(("a step", f"{compute:.1%} compute, {optimizer:.1%} optimizer, {wait:.2%} waiting for data"))
     if result.checkpoint:
         rows.append(("checkpoint", result.checkpoint))
     if result.sample:

@@ -53,6 +53,8 @@ class CycleReport:
     """Of this cycle."""
     train_seconds: float
     data_wait_seconds: float
+    optimizer_seconds: float
+    """Clipping, the optimizer's step and clearing the gradients."""
     elapsed: float
     """Since the first step."""
     cycle_tokens: int
@@ -93,6 +95,8 @@ class RunResult:
     """From the start of the loop to the end of the first step: compilation is in here."""
     data_wait_fraction: float | None
     """Share of training time spent waiting for a batch."""
+    optimizer_fraction: float | None = field(default=None, kw_only=True)
+    """Share of training time spent in clipping, the optimizer's step and clearing the gradients."""
     flops_per_token: float
     flops_formula: str
     flops_per_second: float | None

@@ -59,6 +59,14 @@ def test_accumulation_changes_nothing(config: TrainConfig, micro_batch: int) -> 
     assert losses == pytest.approx(expected, rel=1e-4)
 
 
+def test_the_parts_of_a_step_make_no_more_than_the_step(config: TrainConfig) -> None:
+    reports: list[CycleReport] = []
+    result = Trainer(config, on_cycle=reports.append).run()
+    assert all(0 < r.optimizer_seconds < r.train_seconds - r.data_wait_seconds for r in reports)
+    assert result.optimizer_fraction is not None
+    assert 0 < result.optimizer_fraction < 1
+
+
 def test_the_same_seed_gives_the_same_run(config: TrainConfig) -> None:
     assert train(config)[1] == train(config)[1]
     assert train(config)[1] != train(dataclasses.replace(config, seed=1))[1]
