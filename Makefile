@@ -16,7 +16,7 @@ DEMO_RUN := --model gpt2-124m --micro-batch 32 --global-batch 96 --steps 100 --c
 DEMO_SEARCH := --model gpt2-124m --global-batch 96 --memory-limit 40GB --compile whole
 endif
 
-.PHONY: install demo test lint clean bench-tokenize bench-loader bench-overhead bench-search bench-aa campaign-pipeline campaign-train campaign-gpu
+.PHONY: install demo test lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa campaign-pipeline campaign-train campaign-search campaign-gpu
 
 install: $(INSTALLED)
 
@@ -60,13 +60,16 @@ bench-overhead: install
 	$(BIN)/python -P tests/benchmarks/overhead.py --data $(DATA) --record $(RECORDS)/overhead.json
 
 bench-search: install
-	$(BIN)/python -P tests/benchmarks/search.py --seeds 200 --out $(RECORDS)/search-simulated.json
+	$(BIN)/python tests/benchmarks/search/compare.py --seeds 200 --out $(RECORDS)/search.json
 
 bench-aa: install
 	$(BIN)/python -P tests/benchmarks/aa.py --pairs 100 --out $(RECORDS)
 
 campaign-pipeline: install
 	$(BIN)/pytest tests/pipeline/campaign.py
+
+campaign-search: install
+	$(BIN)/python -P tests/benchmarks/campaign_search.py --record $(RECORDS)/campaign-search.json
 
 campaign-train: install
 	$(BIN)/python -P tests/benchmarks/campaign_train.py --data $(DATA) --kills 20 --record $(RECORDS)/campaign-train.json
@@ -75,6 +78,10 @@ campaign-train: install
 campaign-gpu: install
 	$(BIN)/python -P tests/benchmarks/campaign_gpu.py --records $(RECORDS) \
 		$(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(BUILD_NANOGPT),--build-nanogpt $(BUILD_NANOGPT))
+
+# A grid that bench-search replays; it is run in parts, each of at most nine minutes, until it says complete.
+bench-real-grid: install
+	$(BIN)/python tests/benchmarks/search/real_grid.py --record $(RECORDS)/real-grid.json
 
 clean:
 	rm -rf $(VENV)
