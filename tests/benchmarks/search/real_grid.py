@@ -10,6 +10,7 @@ that the grid is complete.
 import argparse
 import json
 import multiprocessing
+import os
 import random
 import sys
 import tempfile
@@ -26,9 +27,11 @@ from tune.record import Proposal, Row, read_rows
 from tune.space import make_space
 from tune.trial import Request, run
 
-MODEL = ModelConfig(layers=2, heads=2, width=64, context_length=128, vocabulary=512, padded_vocabulary=512)
+MODEL = ModelConfig(layers=2, heads=2, width=64, context_length=64, vocabulary=512, padded_vocabulary=512)
 KNOBS = ("checkpointing",)
 STEPS = 12
+THREADS = "1"
+"""A neighbour on the second core then costs little."""
 
 
 def main() -> int:
@@ -38,6 +41,7 @@ def main() -> int:
     options.add_argument("--most-minutes", type=float, default=9.0)
     options.add_argument("--record", type=Path, required=True)
     chosen = options.parse_args()
+    os.environ["OMP_NUM_THREADS"] = THREADS
     base = TrainConfig(
         data=Path("made"), model=MODEL, global_batch=24, micro_batch=4, device="cpu", attention="sdpa",
         precision="fp32",
