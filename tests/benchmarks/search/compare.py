@@ -114,6 +114,8 @@ def score(name: str, machine: Machine) -> Score:
         rows = drive(SEARCHES[name](machine), machine, race=name == "ours")
     if name in ("doubling", "binary"):
         chosen = max((row.candidate for row in rows if row.outcome == "ok"), key=lambda c: c.micro_batch)
+    elif not standings(rows):
+        return Score(1.0, machine.seconds, len(rows), fits=True)  # it found nothing
     else:
         chosen = standings(rows)[0].candidate
     best = max(machine.speed(c) for c in machine.space.candidates() if machine.fits(c))

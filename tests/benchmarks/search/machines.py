@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from train.anatomy import CONTEXT
 from train.config import config_from_json
 from train.measure import steady_state
 from tune import racing
@@ -184,6 +185,7 @@ class Replayed:
     def __post_init__(self) -> None:
         kept = json.loads(self.record.read_text(encoding="utf-8"))
         self.space = make_space(config_from_json(kept["base"], str(self.record)), kept["knobs"], device="cpu")
+        self.idle = float(kept["idle_bytes"])
         self.rows: dict[Candidate, list[Row]] = {}
         for row in map(Row.from_json, kept["rows"]):
             self.rows.setdefault(row.candidate, []).append(row)
@@ -193,8 +195,8 @@ class Replayed:
         self.draw = random.Random(self.seed)
 
     def prior(self, candidate: Candidate) -> float:
-        """The prediction that a real search would use."""
-        return make_prior(self.space, "cpu")(candidate)
+        """The prediction that a real search would use, with the memory of an idle process as it is here."""
+        return make_prior(self.space, "cpu")(candidate) - CONTEXT["cpu"] + self.idle
 
     def memory(self, candidate: Candidate) -> float:
         """The largest peak that was seen."""

@@ -12,9 +12,11 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +52,8 @@ def main() -> int:
     kept = json.loads(chosen.record.read_text()) if chosen.record.exists() else {"rows": []}
     rows = [Row.from_json(row) for row in kept["rows"]]
     done = {(row.candidate, row.round) for row in rows}
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        idle = pool.submit(own_peak).result()
     every = space.candidates()
     order = [(c, n) for n in range(chosen.repeats) for c in random.Random(n).sample(every, k=len(every))]
     until = time.monotonic() + 60 * chosen.most_minutes
@@ -76,12 +80,18 @@ def main() -> int:
             {
                 "base": base.to_json(),
                 "knobs": KNOBS,
+                "idle_bytes": idle,
                 "provenance": collect(),
                 "rows": [row.to_json() for row in rows],
             },
         )
     print("the grid is complete" if len(rows) == len(order) else "not complete: run it again")
     return int(len(rows) < len(order))
+
+
+def own_peak() -> int:
+    """Peak resident bytes of this process: of one that has imported all and done nothing."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def write_data(folder: Path) -> None:
