@@ -135,7 +135,8 @@ def workers(driver: subprocess.Popen[str], *, idle: bool) -> list[psutil.Process
         for child in psutil.Process(driver.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 title = " ".join(child.cmdline()[:1])
-                if title.startswith("ray::") and title.startswith("ray::IDLE") == idle:
+                worker = title.startswith("ray::") and "Agent" not in title  # agents are the raylet's own
+                if worker and title.startswith("ray::IDLE") == idle:
                     found.append(child)
     return found
 
