@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -110,7 +111,8 @@ def _run(
         describe(tracker, identity, manifest, data)
         evidence.catch_up(read_rows(trials))
         grace = CLUSTER_GRACE if config.cluster else OWN_GRACE
-        with connected(config.cluster), watching(lost, grace=grace):
+        # Tune takes Ctrl-C between two of its events; where it falls elsewhere, the rows say as well where to go on.
+        with suppress(KeyboardInterrupt), connected(config.cluster), watching(lost, grace=grace):
             proposals = Proposals(strategy, trials, Listener(evidence.start, ended), request)
             drive(proposals, folder, trial_resources(device == "cuda"))
         rows = read_rows(trials)
