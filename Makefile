@@ -35,9 +35,8 @@ endif
 	cd $(DEMO) && $(PYTHON_HERE) -m tune.search --data data/tokens --name demo-search $(DEMO_SEARCH)
 	@echo "Everything is in MLflow; look with: cd $(DEMO) && $(abspath $(BIN))/mlflow ui --backend-store-uri sqlite:///mlflow.db"
 
-# Two files of tests at a time: most of their time is spent waiting for Ray's processes to start.
 test: install
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest
 
 lint: install
 	$(BIN)/ruff check .

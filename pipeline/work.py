@@ -36,7 +36,7 @@ def do_pieces(pieces: list[Piece], folder: Path, tasks: int | None, run: str) ->
     context.print_on_execution_start = False
     items = [{"piece": pickle.dumps(piece), "folder": str(folder), "run": run} for piece in pieces]
     work = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
-        _task, batch_size=1, compute=ray.data.TaskPoolStrategy(size=tasks), num_cpus=1
+        _task, batch_size=1, compute=ray.data.TaskPoolStrategy(size=tasks and min(tasks, len(items))), num_cpus=1
     )
     try:
         for row in work.iter_rows():

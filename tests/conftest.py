@@ -61,6 +61,13 @@ def small_model() -> ModelConfig:
     )
 
 
+@pytest.fixture(autouse=True)
+def no_store_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow's fluent functions put their store into the environment, where the next test would find it."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
     """The address of a Ray for tests to share whose point is not Ray's own start or end, which cost ten seconds."""

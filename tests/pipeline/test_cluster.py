@@ -1,5 +1,6 @@
 """Workers that die, nodes that go, and storage that fails now and then: on a real Ray and a real S3 server."""
 
+import contextlib
 import logging
 import os
 import random
@@ -92,10 +93,13 @@ def test_a_book_that_crashes_the_encoder_is_quarantined_and_the_rest_goes_on(
 
 
 def workers_of_ray() -> list[psutil.Process]:
-    """Processes of this machine in which Ray runs our tasks now."""
-    return [
-        p for p in psutil.process_iter(["cmdline"]) if "ray::MapBatches(_task)" in " ".join(p.info["cmdline"] or [])
-    ]
+    """Processes below this one in which Ray runs our tasks now."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if "ray::MapBatches(_task)" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def test_a_killed_worker_costs_nothing_but_time(
