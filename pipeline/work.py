@@ -25,7 +25,6 @@ def do_pieces(pieces: list[Piece], folder: Path, tasks: int | None, run: str) ->
     Raises ``UserError`` or ``EncodingMismatch`` as a task raised it.
     """
     import ray.data
-    import ray.exceptions
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current()
@@ -38,14 +37,11 @@ def do_pieces(pieces: list[Piece], folder: Path, tasks: int | None, run: str) ->
     work = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         _task, batch_size=1, compute=ray.data.TaskPoolStrategy(size=tasks and min(tasks, len(items))), num_cpus=1
     )
-    try:
-        for row in work.iter_rows():
-            yield pickle.loads(row["summary"])  # noqa: S301 our own bytes
-    except ray.exceptions.RayTaskError as failure:
-        cause = original(failure)
-        if isinstance(cause, (UserError, EncodingMismatch)):
-            raise cause from None
-        raise
+    for row in work.iter_rows():
+        summary = pickle.loads(row["summary"])  # noqa: S301 our own bytes
+        if isinstance(summary, Exception):
+            raise summary
+        yield summary
 
 
 def original(failure: Exception) -> Exception:
@@ -59,7 +55,10 @@ def original(failure: Exception) -> Exception:
 
 def _task(batch: Any) -> dict[str, list[bytes]]:
     piece: Piece = pickle.loads(batch["piece"][0])  # noqa: S301 our own bytes
-    summary = do_piece(piece, Path(str(batch["folder"][0])), str(batch["run"][0]))
+    try:
+        summary = do_piece(piece, Path(str(batch["folder"][0])), str(batch["run"][0]))
+    except (UserError, EncodingMismatch) as expected:  # as a value, because Ray Data wraps what a task raises
+        return {"summary": [pickle.dumps(expected)]}
     return {"summary": [pickle.dumps(summary)]}
 
 
