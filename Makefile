@@ -6,6 +6,10 @@ INSTALLED := $(VENV)/installed
 PYTHON_HERE := $(abspath $(BIN)/python)
 GPU := $(shell nvidia-smi -L 2>/dev/null)
 
+# What is imported is compiled once and kept, also where the environment says otherwise: each of the dozen
+# processes of a run would compile torch and Ray anew. Nothing else is compiled, so that installing is quick.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Where the demo puts its data, runs and MLflow store, and what it trains.
 DEMO := $(CURDIR)
 ifeq ($(GPU),)
