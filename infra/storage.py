@@ -12,14 +12,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from infra.command import UserError
+
 TEMPORARY = ".partial-"
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a private temporary file that becomes ``path``, durably, when the block ends without an error."""
+    """Open a private temporary file that becomes ``path``, durably, when the block ends without an error.
+
+    Raises ``UserError`` when the system does not take it: a full disk, a quota, a folder that may not be written to.
+    """
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    except OSError as refused:
+        raise _refusal(path, refused) from refused
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
@@ -28,9 +36,17 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         temporary.chmod(0o644)
         os.replace(temporary, path)
         sync_folder(path.parent)
-    except BaseException:
+    except BaseException as failure:
         temporary.unlink(missing_ok=True)
+        if isinstance(failure, OSError) and failure.errno is not None:
+            raise _refusal(path, failure) from failure
         raise
+
+
+def _refusal(path: Path, refused: OSError) -> UserError:
+    return UserError(
+        f"{path} cannot be written ({refused.strerror}): make room or mend the folder, then run the same command again."
+    )
 
 
 def sync_folder(folder: Path) -> None:

@@ -140,8 +140,8 @@ def do_piece(piece: Piece, folder: Path, run: str) -> dict[str, Any]:
     """Do the work of ``piece`` and return a small summary: its number, seconds by stage, bytes, tokens, books.
 
     ``run`` names the command's run, for the notes of :mod:`pipeline.witness`. Raises ``UserError`` when a
-    source is gone, ``EncodingMismatch`` when tiktoken disagrees, ``OSError`` when the folder cannot be
-    written; the piece is then as good as not begun.
+    source is gone or the folder cannot be written, ``EncodingMismatch`` when tiktoken disagrees; the piece is
+    then as good as not begun.
     """
     with Witness(run, piece.name) as witness:
         work = Work(piece, folder, witness)

@@ -1,6 +1,7 @@
 """Files appear whole or not at all, whatever happens to the writer."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.command import UserError
 from infra.storage import TEMPORARY, atomic_file, clear_temporaries, write_json
 
 
@@ -47,3 +49,19 @@ def test_a_temporary_file_is_private_while_it_is_written(tmp_path: Path) -> None
         file.write(b"x")
         (temporary,) = tmp_path.iterdir()
         assert temporary.stat().st_mode & 0o077 == 0
+
+
+def test_a_disk_that_takes_no_more_is_a_sentence_and_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "manifest.json"
+    write_json(target, {"old": 1})
+    old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most))
+    try:
+        with pytest.raises(UserError, match=r"manifest\.json cannot be written \(File too large\): make room"):
+            write_json(target, {"new": "x" * 100_000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
+    with pytest.raises(UserError, match="cannot be written"):
+        write_json(tmp_path / "gone" / "manifest.json", {})
+    assert target.read_text() == '{\n  "old": 1\n}\n'
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -192,3 +193,20 @@ def test_the_book_that_kills_its_worker_is_convicted(tmp_path: Path, write_books
     assert record
     assert record.dropped == [Dropped("books/book 0001.txt", "killed its worker", "3 times, while it was worked on")]
     assert len(record.books) == 2
+
+
+def test_a_full_disk_leaves_no_half_shard_and_the_next_run_makes_it_whole(
+    tmp_path: Path, write_books: Callable[..., Path]
+) -> None:
+    books, out = write_books(tmp_path / "books", 5), tmp_path / "out"
+    (out / "train").mkdir(parents=True)
+    old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most))
+    try:
+        with pytest.raises(UserError, match=r"train/.*\.arrow cannot be written"):
+            do(books, out, val_fraction=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
+    assert not [path for path in out.rglob("*") if path.is_file()]
+    (info,) = do(books, out, val_fraction=0).shards
+    assert checksum(out / info.path) == info.checksum
