@@ -76,7 +76,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
     limit = ("--memory-limit", "40GB")
     short = ("--steps", "6", "--cycle", "3+1") if small else ("--time-budget", "15s", "--within", "0.005")
     rungs = ("--rungs", "tensor cores", "no synchronisation") if small else ()
-    trial = ("--trial-steps", "6", "--trial-time", "5s") if small else ("--trial-steps", "12", "--trial-time", "20s")
+    trial = ("--trial-steps", "8", "--trial-time", "5s") if small else ("--trial-steps", "12", "--trial-time", "20s")
     knobs = "attention" if small else "compile,attention,precision,loss_chunks,optimizer"
     space = (*model, "--global-batch", batch, "--data", "tokens")
     peers = ["--data", "tokens", *model, "--global-batch", batch, *limit, "--config", "runs/search/best.json"]
