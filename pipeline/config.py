@@ -10,6 +10,7 @@ import tyro
 
 from infra.units import Bytes
 from pipeline.downloads import MIRROR
+from pipeline.files import is_remote
 
 SAMPLE = "sample"
 
@@ -24,7 +25,10 @@ class TokenizeConfig:
     Their order does not matter."""
 
     out: Path = Path("data/tokens")
-    """Folder for the token shards."""
+    """Folder for the token shards, on a disk that every worker sees: training memory-maps them."""
+
+    copy_to: str | None = None
+    """Copy the finished folder there as well: s3://bucket/folder or gs://bucket/folder."""
 
     workers: int | None = None
     """Tasks at a time. Default: every CPU of this machine, or of the cluster at --address."""
@@ -77,6 +81,10 @@ class TokenizeConfig:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ValueError("no sources: name a file or a folder of books, or leave sources out for the sample")
+        if is_remote(str(self.out).replace(":/", "://", 1)):
+            raise ValueError(f"--out {self.out} is no folder: shards are memory-mapped; add --copy-to for a copy")
+        if self.copy_to and not is_remote(self.copy_to):
+            raise ValueError(f"--copy-to {self.copy_to} is no object storage: write for example s3://bucket/folder")
         if not 0 <= self.val_fraction < 1:
             raise ValueError(f"--val-fraction {self.val_fraction} is not a share: give at least 0 and less than 1")
         if self.workers is not None and self.workers < 1:
@@ -91,7 +99,7 @@ class TokenizeConfig:
 
     def identity(self) -> dict[str, Any]:
         """The settings that decide the bytes of the shards, for the manifest and for telling runs apart."""
-        execution = {"out", "mirror", "workers", "dry_run", "overwrite", "tracking_uri", "address"}
+        execution = {"out", "copy_to", "mirror", "workers", "dry_run", "overwrite", "tracking_uri", "address"}
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in execution}
         return values | {"sources": sorted(set(self.sources)), "languages": sorted(set(self.languages))}
 

@@ -6,15 +6,17 @@ fail, and then fail as a ``UserError``: a network that is away says nothing abou
 
 import io
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import pyarrow.fs as fs
 
 from infra.command import UserError
+
+T = TypeVar("T")
 
 REMOTE = ("s3", "gs", "gcs", "hf")
 ATTEMPTS = 5
@@ -65,10 +67,10 @@ def _filesystem(scheme: str, bucket: str, query: str) -> Any:
 def listing(uri: str) -> Iterator[Entry]:
     """Files at a remote ``uri``: itself, or everything below it. Raises ``UserError`` where nothing answers."""
     system, path = locate(uri)
-    info = _steadily(uri, lambda: system.get_file_info(path))
+    info = steadily(uri, lambda: system.get_file_info(path))
     found = [info]
     if info.type == fs.FileType.Directory:
-        found = _steadily(uri, lambda: system.get_file_info(fs.FileSelector(path, recursive=True)))
+        found = steadily(uri, lambda: system.get_file_info(fs.FileSelector(path, recursive=True)))
     for one in found:
         if one.type == fs.FileType.File:
             yield Entry(one.path, one.size, one.mtime_ns or 0)
@@ -79,7 +81,7 @@ def open_file(uri: str) -> BinaryIO:
     if not is_remote(uri):
         return open(uri, "rb")  # noqa: PTH123 the caller closes it; Path would parse each name
     system, path = locate(uri)
-    file = _steadily(uri, lambda: system.open_input_file(path))
+    file = steadily(uri, lambda: system.open_input_file(path))
     return io.BufferedReader(_Steady(uri, file), buffer_size=_BUFFER)
 
 
@@ -107,7 +109,7 @@ class _Steady(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         size = min(len(buffer), max(0, self.file.size() - self.position))
-        data = _steadily(self.uri, lambda: self.file.read_at(size, self.position)) if size else b""
+        data = steadily(self.uri, lambda: self.file.read_at(size, self.position)) if size else b""
         buffer[: len(data)] = data
         self.position += len(data)
         return len(data)
@@ -118,8 +120,8 @@ class _Steady(io.RawIOBase):
         super().close()
 
 
-def _steadily(uri: str, action: Any) -> Any:
-    """``action()``, tried ``ATTEMPTS`` times."""
+def steadily(uri: str, action: Callable[[], T], doing: str = "read") -> T:
+    """``action()``, tried ``ATTEMPTS`` times; ``FileNotFoundError`` at once, ``UserError`` after the last."""
     pause = FIRST_PAUSE
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -129,7 +131,7 @@ def _steadily(uri: str, action: Any) -> Any:
         except OSError as failure:
             if attempt == ATTEMPTS:
                 raise UserError(
-                    f"{uri} cannot be read, after {ATTEMPTS} attempts: {_first_line(failure)} Run the same command "
+                    f"{uri} cannot be {doing}, after {ATTEMPTS} attempts: {_first_line(failure)} Run the same command "
                     "again to go on from here."
                 ) from failure
             time.sleep(pause)

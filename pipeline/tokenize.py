@@ -67,8 +67,10 @@ def main(config: TokenizeConfig) -> int:
     with state.sole_writer(folder):
         if not todo and _is_finished(folder, inventory):
             console.print(f"{folder} is finished; nothing to do.", markup=False)
-            return 0
-        _make(config, folder, inventory, plan, todo, timings)
+        else:
+            _make(config, folder, inventory, plan, todo, timings)
+        if config.copy_to:
+            _copy(folder, config.copy_to)
     return 0
 
 
@@ -165,6 +167,15 @@ def _finish(config: TokenizeConfig, folder: Path, inventory: Inventory, plan: li
     )
     manifest.write(folder)
     return manifest
+
+
+def _copy(folder: Path, uri: str) -> None:
+    from pipeline.copies import upload  # most runs are on one machine
+
+    with Progress(console=console) as bar:
+        task = bar.add_task("copying", total=len(read_manifest(folder).shards))
+        sent = upload(folder, uri, lambda: bar.advance(task))
+    console.print(f"{uri} is a copy of it: {sent:,} shards sent, the others were there.", markup=False)
 
 
 def _is_finished(folder: Path, inventory: Inventory) -> bool:

@@ -1,16 +1,14 @@
 """Workers that die, nodes that go, and storage that fails now and then: on a real Ray and a real S3 server."""
 
 import contextlib
-import logging
 import os
-import random
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,42 +127,6 @@ def test_a_killed_worker_costs_nothing_but_time(
     killer.join()
     assert killed
     assert read_manifest(tmp_path / "killed") == whole
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[[float], None]]]:
-    """A real S3 server on loopback, behind a proxy that refuses a share of the requests: its query, and the setter."""
-    from moto.server import ThreadedMotoServer
-
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }.items():
-        monkeypatch.setenv(name, value)
-    rate = [0.0]
-    chance = random.Random(1)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server.start()
-    running = server._server
-    assert running
-    application = running.app  # the WSGI application that it serves
-
-    def flaky(environ, start_response):
-        if environ["REQUEST_METHOD"] in ("GET", "HEAD") and chance.random() < rate[0]:
-            start_response("503 Slow Down", [("Content-Length", "0")])
-            return [b""]
-        return application(environ, start_response)
-
-    running.app = flaky
-    host, port = server.get_host_and_port()
-
-    def set_rate(share: float) -> None:
-        rate[0] = share
-
-    yield f"?endpoint_override={host}:{port}&scheme=http&region=us-east-1", set_rate
-    server.stop()
 
 
 def test_books_are_read_from_s3_that_fails_now_and_then(

@@ -1,0 +1,130 @@
+"""Copies of a data set in a real S3 server: whole or without a manifest, through failures, and back again."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.fs
+import pytest
+
+from infra.command import UserError
+from pipeline import files
+from pipeline.config import TokenizeConfig
+from pipeline.copies import download, upload
+from pipeline.fetch import FetchConfig, main
+from pipeline.shards import MANIFEST, Manifest, TokenShards, read_manifest
+
+S3 = tuple[str, Callable[[float], None]]
+
+
+@pytest.fixture
+def tokens(small_shards: Path, tmp_path: Path) -> Path:
+    """A finished data set of three shards."""
+    folder = shutil.copytree(small_shards, tmp_path / "tokens")
+    (folder / "quarantine.jsonl").write_text('{"book": "none"}\n')
+    return folder
+
+
+@pytest.fixture
+def uri(s3: S3) -> str:
+    """Where to copy to."""
+    query, _ = s3
+    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://copies{query}&allow_bucket_creation=true")
+    system.create_dir("copies")
+    return f"s3://copies/tokens{query}"
+
+
+def stored(uri: str) -> set[str]:
+    return {entry.path.removeprefix("copies/tokens/") for entry in files.listing(uri)}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_copy_comes_back_to_the_same_bytes_through_a_storage_that_fails_now_and_then(
+    tokens: Path, uri: str, s3: S3, tmp_path: Path
+) -> None:
+    _, set_rate = s3
+    set_rate(0.1)
+    assert upload(tokens, uri) == 3
+    main(FetchConfig(uri, tmp_path / "back"))
+    assert contents(tmp_path / "back") == contents(tokens)
+    assert len(TokenShards(tmp_path / "back").open("train")) == 2
+
+
+def test_only_what_differs_is_sent_and_fetched(tokens: Path, uri: str, tmp_path: Path) -> None:
+    upload(tokens, uri)
+    assert upload(tokens, uri) == 0
+    back = tmp_path / "back"
+    assert download(uri, back) == 3
+    assert download(uri, back) == 0
+    damaged = back / "train/00001.arrow"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    assert download(uri, back) == 1
+    assert contents(back) == contents(tokens)
+    manifest = read_manifest(tokens)
+    fewer = Manifest.of(
+        [shard for shard in manifest.shards if shard.path != "train/00001.arrow"],
+        config={}, vocabulary_sha256="small", inputs={}, report={},
+    )  # fmt: skip
+    fewer.write(tokens)
+    assert upload(tokens, uri) == 0
+    assert stored(uri) == {MANIFEST, "quarantine.jsonl", "train/00000.arrow", "val/00000.arrow"}
+    with pytest.raises(UserError, match="holds another data set"):
+        download(uri, back)
+
+
+def test_a_copy_that_was_cut_short_has_no_manifest_and_is_finished_by_the_next(
+    tokens: Path, uri: str, tmp_path: Path
+) -> None:
+    upload(tokens, uri)
+
+    class Killed(Exception):
+        pass
+
+    def die() -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        upload(tokens, uri, die)
+    assert MANIFEST not in stored(uri)
+    with pytest.raises(UserError, match=r"holds no manifest\.json"):
+        download(uri, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    assert upload(tokens, uri) == 0
+    assert download(uri, tmp_path / "back") == 3
+
+
+def test_what_is_wrong_with_a_copy_is_said(
+    tokens: Path, uri: str, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, set_rate = s3
+    upload(tokens, uri)
+    system, root = files.locate(uri)
+    with system.open_output_stream(f"{root}/train/00000.arrow") as file:
+        file.write((tokens / "train/00000.arrow").read_bytes()[:-1] + b"?")
+    with pytest.raises(UserError, match=r"00000\.arrow is damaged there"):
+        download(uri, tmp_path / "back")
+    assert not [path for path in (tmp_path / "back").rglob("*") if path.is_file()]
+    assert upload(tokens, uri) == 1, "a shard without its label is sent again"
+    system.delete_file(f"{root}/val/00000.arrow")
+    with pytest.raises(UserError, match=r"has lost val/00000\.arrow"):
+        download(uri, tmp_path / "back")
+    values = json.loads((tokens / MANIFEST).read_text())
+    values["shards"][0]["path"] = "../../escaped"
+    with system.open_output_stream(f"{root}/{MANIFEST}") as file:
+        file.write(json.dumps(values).encode())
+    with pytest.raises(UserError, match=r"names '\.\./\.\./escaped', which no shard is called"):
+        download(uri, tmp_path / "other")
+    monkeypatch.setattr(files, "ATTEMPTS", 1)
+    set_rate(1.0)
+    with pytest.raises(UserError, match=r"cannot be (read|written), after 1 attempts"):
+        upload(tokens, uri)
+    with pytest.raises(ValueError, match=r"--out s3:/bucket/tokens is no folder.*--copy-to"):
+        TokenizeConfig(out=Path("s3://bucket/tokens"))
+    with pytest.raises(ValueError, match="--copy-to elsewhere is no object storage"):
+        TokenizeConfig(copy_to="elsewhere")
+    with pytest.raises(ValueError, match="here is no object storage"):
+        FetchConfig("here")
