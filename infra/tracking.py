@@ -53,6 +53,18 @@ def store_uri(tracking_uri: str | None = None) -> str:
     return uri
 
 
+def open_store(tracking_uri: str | None = None) -> None:
+    """Open the store and create its database when it is new: what takes seconds of the first :func:`create_run`.
+
+    Raises ``UserError`` when the store cannot be reached.
+    """
+    store = store_uri(tracking_uri)
+    try:
+        MlflowClient(store).get_experiment_by_name("Default")
+    except MlflowException as failure:
+        raise _unusable(store, failure) from failure
+
+
 def create_run(
     experiment: str,
     name: str,
@@ -77,13 +89,17 @@ def create_run(
             labels["mlflow.parentRunId"] = parent.run_id
         run = client.create_run(experiment_id, run_name=name, tags=labels)
     except MlflowException as failure:
-        raise UserError(
-            f"the MLflow store {store} cannot be used: {failure.message.splitlines()[0]} "
-            "Start its server, or give another with --tracking-uri (for example sqlite:///mlflow.db)."
-        ) from failure
+        raise _unusable(store, failure) from failure
     if not parent:
         deliver_journals(client, journal)
     return RunKey(store, experiment_id, run.info.run_id, str(journal))
+
+
+def _unusable(store: str, failure: MlflowException) -> UserError:
+    return UserError(
+        f"the MLflow store {store} cannot be used: {failure.message.splitlines()[0]} "
+        "Start its server, or give another with --tracking-uri (for example sqlite:///mlflow.db)."
+    )
 
 
 def reopen_run(key: RunKey) -> None:

@@ -84,13 +84,14 @@ def _make(
 ) -> None:
     """Do the pieces and finish the data set. MLflow is imported while Ray starts, and Ray stops while we finish."""
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as ray:
-        opening = background.submit(_open_run, config, folder)
+        opening = background.submit(_open_store, config.tracking_uri)
         if todo:
             with _phase(timings, "ray start"):
                 ray.enter_context(connected(config.address, cpus=config.parallelism))
                 warm_up(0 if config.address else min(config.parallelism, len(todo)))
         with _phase(timings, "mlflow start"):
-            tracker = opening.result()
+            opening.result()
+            tracker = _open_run(config, folder)
         if config.overwrite:
             state.clear(folder)
         state.begin(folder, config)
@@ -119,8 +120,14 @@ def _make(
     tracker.finish()
 
 
+def _open_store(tracking_uri: str | None) -> None:
+    from infra.tracking import open_store  # imports MLflow, which dry runs and mistakes need not wait for
+
+    open_store(tracking_uri)
+
+
 def _open_run(config: TokenizeConfig, folder: Path) -> "Tracker":
-    from infra.tracking import Tracker, create_run  # imports MLflow, which dry runs and mistakes need not wait for
+    from infra.tracking import Tracker, create_run
 
     return Tracker(create_run("pipeline", folder.name, tracking_uri=config.tracking_uri, tags=provenance.collect()))
 

@@ -7,7 +7,7 @@ is therefore made by the worker and handed to the loop.
 from typing import Any, Protocol
 
 from infra.command import UserError
-from pipeline.shards import END_OF_TEXT, Manifest, TokenShards
+from pipeline.shards import Manifest, TokenShards
 from train.batches import OrderedWindows, Windows
 from train.config import TrainConfig
 
@@ -42,18 +42,6 @@ class Data(Protocol):
     def go_to(self, place: dict[str, Any] | None) -> None:
         """Let reading begin where :meth:`place` was."""
         ...
-
-
-def refuse_foreign_ids(config: TrainConfig, manifest: Manifest) -> None:
-    """Raise ``UserError`` when the data's token ids are GPT-2's and the model is made for other ones."""
-    from train.text import is_gpt2  # loads the encoders, which plain imports of the loop need not wait for
-
-    ids = END_OF_TEXT + 1
-    if is_gpt2(manifest.vocabulary_sha256) and config.model.vocabulary != ids:
-        raise UserError(
-            f"{config.source} holds GPT-2's {ids:,} token ids and --model has vocabulary={config.model.vocabulary:,}: "
-            "leave vocabulary out of --model (padded_vocabulary is the one that may be larger)."
-        )
 
 
 class ShardData:

@@ -19,13 +19,14 @@ from train.batches import BatchLoader
 from train.conclusion import conclude
 from train.config import TrainConfig
 from train.cycle import Cycle, open_cycle, report, step_seconds, trouble
-from train.data import Data, ShardData, refuse_foreign_ids
+from train.data import Data, ShardData
 from train.execution import arithmetic, build, compiled, no_collections, pick_device, settle
 from train.optimizers import learning_rate, make_optimizer, set_rate
 from train.parallel import Workers
 from train.progress import Progress, read_progress
 from train.result import CycleReport, Outcome, RunResult
 from train.resume import refuse_other_run
+from train.text import refuse_foreign_ids
 from train.validation import validate
 
 

@@ -6,6 +6,7 @@ cycles.jsonl, result.json and a checkpoint, and an MLflow run. Wiring only.
 
 import dataclasses
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +14,17 @@ from typing import Annotated
 import tyro
 
 from infra import command
+from infra.cluster import connected
 from infra.command import INTERRUPTED, UserError, console
 from infra.run_key import RunKey
 from infra.storage import write_json
+from pipeline.shards import Manifest
 from train.config import TrainConfig, format_model, load_config
 from train.folder import RunFolder, find_run
+from train.progress import newest, read_progress
+from train.resume import refuse_other_run
+from train.source import absolute, manifest_of
+from train.text import refuse_foreign_ids
 
 
 @dataclass(frozen=True)
@@ -63,15 +70,10 @@ def main() -> None:
 
 
 def train(options: RunOptions) -> int:
-    """Run one training from its options; returns the exit code."""
-    from infra.tracking import Tracker
-    from train import report, worker
-    from train.data import refuse_foreign_ids
-    from train.flops import beside_matmul
-    from train.progress import newest, read_progress
-    from train.resume import refuse_other_run
-    from train.stream import absolute, manifest_of
+    """Run one training from its options; returns the exit code.
 
+    What can be refused is refused at once. torch and MLflow are then imported while Ray starts.
+    """
     config = absolute(options.training)
     manifest = manifest_of(config)
     refuse_foreign_ids(config, manifest)
@@ -87,6 +89,30 @@ def train(options: RunOptions) -> int:
         home = RunFolder((options.out / name).resolve())
         if home.path.exists():
             raise UserError(f"{home.path} exists already: continue it with --resume {name}, or give another --name.")
+    with ThreadPoolExecutor(max_workers=1) as background:
+        known = home.key()
+        preparing = background.submit(_prepare, options.tracking_uri or (known and known.store))
+        with connected(options.address, prestart=False):
+            preparing.result()
+            return _recorded(options, config, manifest, home, resume)
+
+
+def _prepare(tracking_uri: str | None) -> None:
+    import torch  # noqa: F401 two seconds, and MLflow the same
+
+    from infra.tracking import open_store
+
+    open_store(tracking_uri)
+
+
+def _recorded(
+    options: RunOptions, config: TrainConfig, manifest: Manifest, home: RunFolder, resume: Path | None
+) -> int:
+    """Train on the connected Ray and record it in MLflow; returns the exit code."""
+    from infra.tracking import Tracker
+    from train import report, worker
+    from train.flops import beside_matmul
+
     key = run_in_mlflow(home, options.tracking_uri, is_new=resume is None)
     write_json(home.config, config.to_json())
     report.print_header(config, manifest, home.path)

@@ -9,17 +9,18 @@ and the token where the block of its position begins; a resumed run reads from t
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from infra.command import UserError
-from pipeline.shards import Manifest, read_manifest
-from pipeline.stream import BYTES_A_TOKEN, EncodedBook, Stream, whole_path
+from pipeline.shards import Manifest
+from pipeline.stream import EncodedBook, Stream
 from train.batches import Windows, permute
 from train.config import TrainConfig
+from train.source import estimate
 
 BLOCK = 1 << 22
 """Tokens that are shuffled together: about 40 books, 8 MB."""
@@ -162,7 +163,7 @@ class StreamData:
     @property
     def manifest(self) -> Manifest:
         """The stream's, with the mean length of the books that were read here."""
-        return _estimate(self.stream, self.tokens / self.books if self.books else None, self._held_out)
+        return estimate(self.stream, self.tokens / self.books if self.books else None, self._held_out)
 
     def summary(self) -> dict[str, Any]:
         """What was read here, of which the last block is not yet trained on."""
@@ -176,38 +177,3 @@ class StreamData:
         """Begin where :meth:`place` was."""
         if place:
             self.windows.go_to(Place(**place))
-
-
-def absolute(config: TrainConfig) -> TrainConfig:
-    """``config`` as workers need it, which run in a folder of Ray's: local sources by their whole paths."""
-    if not config.stream:
-        return replace(config, data=config.data.resolve())
-    return replace(config, stream=tuple(whole_path(source) for source in config.stream))
-
-
-def manifest_of(config: TrainConfig) -> Manifest:
-    """The manifest of what ``config`` trains on. Raises ``UserError`` when there is nothing."""
-    if config.stream:
-        return _estimate(Stream(config.stream, config.seed))
-    return read_manifest(config.data)
-
-
-def _estimate(stream: Stream, book_tokens: float | None = None, held_out: Sequence[EncodedBook] = ()) -> Manifest:
-    """What can be said of a stream: its fingerprint, and an epoch's totals as estimated by the size of its sources.
-
-    ``book_tokens`` is the mean length of a book, by which books are estimated; else there are as many as files.
-    """
-    summary = stream.inventory.summary()
-    tokens = max(1, summary["bytes"] // BYTES_A_TOKEN)
-    books = tokens / book_tokens if book_tokens else summary["files"]
-    kept = [book for book in held_out if not book.dropped]
-    val = {"books": len(kept), "tokens": sum(len(b.tokens) for b in kept), "chars": sum(b.chars for b in kept)}
-    return Manifest(
-        config=stream.settings.identity(),
-        vocabulary_sha256=stream.vocabulary_sha256,
-        shards=[],
-        inputs=summary,
-        report={},
-        fingerprint=stream.fingerprint,
-        splits={"train": {"books": round(books), "tokens": tokens}, "val": val},
-    )

@@ -6,13 +6,25 @@ from functools import cache
 
 import numpy as np
 
+from infra.command import UserError
 from pipeline.encoding import VOCABULARY_SHA256, decode, encode, reference
-from pipeline.shards import END_OF_TEXT
+from pipeline.shards import END_OF_TEXT, Manifest
+from train.config import TrainConfig
 
 
 def is_gpt2(vocabulary_sha256: str) -> bool:
     """Whether ids of this vocabulary can be turned into text."""
     return vocabulary_sha256 == VOCABULARY_SHA256
+
+
+def refuse_foreign_ids(config: TrainConfig, manifest: Manifest) -> None:
+    """Raise ``UserError`` when the data's token ids are GPT-2's and the model is made for other ones."""
+    ids = END_OF_TEXT + 1
+    if is_gpt2(manifest.vocabulary_sha256) and config.model.vocabulary != ids:
+        raise UserError(
+            f"{config.source} holds GPT-2's {ids:,} token ids and --model has vocabulary={config.model.vocabulary:,}: "
+            "leave vocabulary out of --model (padded_vocabulary is the one that may be larger)."
+        )
 
 
 @cache

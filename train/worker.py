@@ -33,7 +33,8 @@ from train.loop import Trainer
 from train.progress import newest, read_progress
 from train.report import cycle_metrics
 from train.result import CycleReport, RunResult
-from train.stream import StreamData, absolute
+from train.source import absolute
+from train.stream import StreamData
 
 POLL_SECONDS = 0.2
 READERS = 2
