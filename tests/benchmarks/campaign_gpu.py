@@ -16,12 +16,14 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from infra import provenance
 from infra.storage import write_json
+from train.anatomy import correct, predict_peak
+from train.config import config_from_json
 
 PEERS = Path(__file__).with_name("peers.py")
 GRACE_SECONDS = 60
@@ -74,7 +76,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
     batch = "4" if small else "480"
     model = ("--model", "tiny" if small else "gpt2-124m")
     limit = ("--memory-limit", "40GB")
-    short = ("--steps", "6", "--cycle", "3+1") if small else ("--time-budget", "15s", "--within", "0.005")
+    short = ("--steps", "8", "--cycle", "4+1") if small else ("--time-budget", "15s", "--within", "0.005")
     rungs = ("--rungs", "tensor cores", "no synchronisation") if small else ()
     trial = ("--trial-steps", "8", "--trial-time", "5s") if small else ("--trial-steps", "12", "--trial-time", "20s")
     knobs = "attention" if small else "compile,attention,precision,loss_chunks,optimizer"
@@ -163,14 +165,11 @@ def collect(folder: Path) -> dict[str, Any]:
     ladders = {name: read(f"runs/{name}/standings.json") for name in ("a100", "memory", "sizes")}
     speed = best["throughput"] and best["throughput"]["tokens_per_second"]
     ceiling = max(doctor.get("matmul", {}).values(), default=math.nan)
-    errors = [
-        abs(float(row["predicted_memory"]) / float(row["memory"]) - 1)
-        for row in trials["grid"]
-        if row["outcome"] == "ok" and row["predicted_memory"] and row["memory"]
-    ]
+    chosen_config = read("runs/search/best.json")["config"]
+    errors = memory_errors(chosen_config, trials["grid"])
     climbed = [row["speed"] for row in ladders["a100"]["rows"] if row["speed"]]
     on_grid = {row["micro_batch"]: float(row["tokens_per_second"]) for row in trials["grid"] if row["outcome"] == "ok"}
-    chosen = on_grid.get(str(read("runs/search/best.json")["config"]["micro_batch"]))
+    chosen = on_grid.get(str(chosen_config["micro_batch"]))
     over = peers["ours_over"]
     goals: dict[str, tuple[float | None, float, bool]] = {
         "times nanoGPT's step": (over.get("nanogpt"), 1.35, True),
@@ -179,7 +178,11 @@ def collect(folder: Path) -> dict[str, Any]:
         "model FLOP/s over the measured matmul ceiling": (best["flops_per_second"] / ceiling, 0.6, True),
         "last rung over the first": (climbed[-1] / climbed[0], 12, True),
         "data wait, of a step": (best["data_wait_fraction"], 0.001, False),
-        f"largest error of predicted memory over {len(errors)} cells": (max(errors, default=None), 0.03, False),
+        f"largest error of predicted memory over {len(errors)} cells": (
+            max(errors.values(), default=None),
+            0.03,
+            False,
+        ),
         "regret of the search on the grid": (chosen and 1 - chosen / max(on_grid.values()), 0.01, False),
     }
     verdict = {
@@ -188,9 +191,20 @@ def collect(folder: Path) -> dict[str, Any]:
     }
     return {
         "command": " ".join(["python", "-P", *sys.argv]), "where": provenance.collect(), "device": doctor["device"],
-        "verdict": verdict, "doctor": doctor, "best": best, "peers": peers, "trials": trials, "ladders": ladders,
+        "verdict": verdict, "memory_errors": errors,
+        "doctor": doctor, "best": best, "peers": peers, "trials": trials, "ladders": ladders,
         "profile": read("runs/profile/profile.json"),
     }  # fmt: skip
+
+
+def memory_errors(config: dict[str, Any], grid: list[dict[str, str]]) -> dict[str, float]:
+    """How far predicted memory was off, by micro-batch: the smallest and the largest that ran are the two probes."""
+    base = config_from_json(config, "best.json")
+    measured = {int(row["micro_batch"]): float(row["memory"]) for row in grid if row["outcome"] == "ok"}
+    prior = {size: predict_peak(replace(base, micro_batch=size)).total for size in measured}
+    probes = [(prior[size], measured[size]) for size in {min(measured), max(measured)}]
+    held_out = sorted(set(measured) - {min(measured), max(measured)})
+    return {str(size): abs(correct(prior[size], probes) / measured[size] - 1) for size in held_out}
 
 
 def rows(path: Path) -> list[dict[str, str]]:
