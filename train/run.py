@@ -91,14 +91,15 @@ def train(options: RunOptions) -> int:
             raise UserError(f"{home.path} exists already: continue it with --resume {name}, or give another --name.")
     with ThreadPoolExecutor(max_workers=1) as background:
         known = home.key()
-        preparing = background.submit(_prepare, options.tracking_uri or (known and known.store))
+        preparing = background.submit(prepare, options.tracking_uri or (known and known.store))
         with connected(options.address, prestart=False):
             preparing.result()
             return _recorded(options, config, manifest, home, resume)
 
 
-def _prepare(tracking_uri: str | None) -> None:
-    import torch  # noqa: F401 two seconds, and MLflow the same
+def prepare(tracking_uri: str | None) -> None:
+    """Import torch and MLflow, and open the store: what takes as long as Ray's start, and goes on beside it."""
+    import torch  # noqa: F401
 
     from infra.tracking import open_store
 
