@@ -69,7 +69,7 @@ bench-aa: install
 	$(BIN)/python -P tests/benchmarks/aa.py --pairs 100 --out $(RECORDS)
 
 campaign-pipeline: install
-	$(BIN)/pytest tests/pipeline/campaign.py
+	RECORD=$(RECORDS)/campaign-pipeline.json $(BIN)/pytest tests/pipeline/campaign.py
 
 campaign-search: install
 	$(BIN)/python -P tests/benchmarks/campaign_search.py --record $(RECORDS)/campaign-search.json

@@ -51,6 +51,7 @@ _SCHEMA = pa.schema(
         pa.field("book", pa.string()),
         pa.field("chars", pa.int64()),
         pa.field("dropped", pa.string()),
+        pa.field("mistake", pa.string()),
         pa.field("tokens", pa.large_list(pa.field("item", pa.uint16(), nullable=False))),
     ]
 )
@@ -150,12 +151,10 @@ def _is_one_book(part: Any, settings: TokenizeConfig) -> bool:
 def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
     """The training books of ``pieces`` in their order, encoded by tasks of Ray Data on the cores that are free.
 
-    Raises what a task raised, and ``UserError`` when a book kills the task's process.
+    Raises ``UserError`` as a task raised it, and when a book kills the task's process.
     """
     import ray.data
     import ray.exceptions
-
-    from pipeline.work import original
 
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
@@ -172,8 +171,6 @@ def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
     try:
         for table in books.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
             yield from _rows(table)
-    except ray.exceptions.RayTaskError as failure:
-        raise original(failure) from None
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as death:
         raise UserError(
             f"a book of --stream kills the process that reads it, {DEATHS + 1} times over: 'python -m "
@@ -183,12 +180,20 @@ def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
 
 def _task(batch: Any) -> Iterator[pa.Table]:
     piece: Piece = pickle.loads(batch["piece"][0])  # noqa: S301 our own bytes
-    for book in encoded_books(piece, "train"):
-        offsets = pa.array([0, len(book.tokens)], pa.int64())
-        tokens = pa.LargeListArray.from_arrays(offsets, pa.array(book.tokens), type=_SCHEMA.field("tokens").type)
-        values = [[book.piece], [book.source], [book.book], [book.chars], [book.dropped]]
-        columns = [pa.array(value, type=field.type) for value, field in zip(values, _SCHEMA, strict=False)]
-        yield pa.table([*columns, tokens], schema=_SCHEMA)
+    try:
+        for book in encoded_books(piece, "train"):
+            yield _table(book)
+    except UserError as mistake:  # as a row, because Ray Data wraps what a task raises
+        yield _table(EncodedBook(piece.index, "", "", 0, np.zeros(0, np.uint16)), str(mistake))
+
+
+def _table(book: EncodedBook, mistake: str | None = None) -> pa.Table:
+    """One row, whose tokens are not copied."""
+    offsets = pa.array([0, len(book.tokens)], pa.int64())
+    tokens = pa.LargeListArray.from_arrays(offsets, pa.array(book.tokens), type=_SCHEMA.field("tokens").type)
+    values = [[book.piece], [book.source], [book.book], [book.chars], [book.dropped], [mistake]]
+    columns = [pa.array(value, type=field.type) for value, field in zip(values, _SCHEMA, strict=False)]
+    return pa.table([*columns, tokens], schema=_SCHEMA)
 
 
 def _rows(table: pa.Table) -> Iterator[EncodedBook]:
@@ -197,4 +202,7 @@ def _rows(table: pa.Table) -> Iterator[EncodedBook]:
         values, offsets = tokens.values.to_numpy(), tokens.offsets.to_numpy()
         names = batch.drop_columns(["tokens"]).to_pylist()
         for row, about in enumerate(names):
+            mistake = about.pop("mistake")
+            if mistake:
+                raise UserError(mistake)
             yield EncodedBook(tokens=values[offsets[row] : offsets[row + 1]], **about)

@@ -44,15 +44,6 @@ def do_pieces(pieces: list[Piece], folder: Path, tasks: int | None, run: str) ->
         yield summary
 
 
-def original(failure: Exception) -> Exception:
-    """What a task raised, taken out of the wrappings that Ray sends it in."""
-    import ray.exceptions
-
-    while isinstance(failure, ray.exceptions.RayTaskError) and isinstance(failure.cause, Exception):
-        failure = failure.cause
-    return failure
-
-
 def _task(batch: Any) -> dict[str, list[bytes]]:
     piece: Piece = pickle.loads(batch["piece"][0])  # noqa: S301 our own bytes
     try:

@@ -1,10 +1,13 @@
 """The long survival campaigns: ``pytest tests/pipeline/campaign.py`` (pytest does not collect this name by itself).
 
-KILLS (default 20) is the number of random moments at which everything is killed.
+KILLS (default 20) is the number of random moments at which everything, the driver or a worker is killed, and
+RECORD the file that tells of them.
 """
 
+import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
+from infra import provenance
+from infra.storage import write_json
 from pipeline.config import TokenizeConfig
 from pipeline.encoding import decode, encode, reference
 from pipeline.piece import do_piece
@@ -49,20 +54,58 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     main(config)
     whole, length = contents(config.out), time.monotonic() - start
     chance = random.Random(0)
+    out = tmp_path / "killed"
     command = [
-        sys.executable, "-m", "pipeline.tokenize", str(books), "--out", str(tmp_path / "killed"),
-        "--shard-size", "1MB", "--tracking-uri", store,
+        sys.executable, "-m", "pipeline.tokenize", str(books), "--out", str(out), "--shard-size", "1MB",
+        "--tracking-uri", store,
     ]  # fmt: skip
-    for _ in range(KILLS):
+    kills: list[dict[str, object]] = []
+    while len(kills) < KILLS:
+        who = ("everything", "driver", "worker")[len(kills) % 3]
+        kill = {"who": who, "pieces_before": pieces(out)}
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-        try:
-            process.wait(timeout=chance.uniform(0, length))
-        except subprocess.TimeoutExpired:
-            for victim in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
-                victim.send_signal(signal.SIGKILL) if victim.is_running() else None
-            process.wait()
-    main(replace(config, out=tmp_path / "killed"))
-    assert contents(tmp_path / "killed") == whole
+        moment = time.monotonic() + chance.uniform(0, length)
+        while process.poll() is None and (time.monotonic() < moment or not victims(process.pid, who)):
+            time.sleep(0.02)
+        if process.poll() is None:
+            chosen = victims(process.pid, who)
+            for victim in chosen if who == "everything" else chosen[:1]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    victim.kill()
+            kills.append(kill)
+        assert process.wait() == (-signal.SIGKILL if process.returncode else 0)
+        kill |= {"exit_code": process.returncode, "pieces_after": pieces(out)}
+        if process.returncode == 0:
+            kill["equal"] = contents(out) == whole
+            assert kill["equal"]
+            shutil.rmtree(out)  # begin anew
+    main(replace(config, out=out))
+    assert contents(out) == whole
+    if "RECORD" in os.environ:
+        found = {
+            "command": "make campaign-pipeline", "where": provenance.collect(), "undisturbed_seconds": length,
+            "pieces": pieces(config.out), "files_equal_at_the_end": True, "kills": kills,
+        }  # fmt: skip
+        write_json(Path(os.environ["RECORD"]), found)
+
+
+def pieces(out: Path) -> int:
+    """Pieces that are done."""
+    return len(list(out.glob("pieces/0*.json")))
+
+
+def victims(driver: int, who: str) -> list[psutil.Process]:
+    """The processes to kill: the driver, a worker at work, or the driver with all that it started."""
+    try:
+        process = psutil.Process(driver)
+        if who == "driver":
+            return [process]
+        below = process.children(recursive=True)
+        if who == "everything":
+            return [process, *below]
+        return [child for child in below if any("ray::Map" in word for word in child.cmdline()[:1])]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def test_a_lost_node_costs_nothing_but_time(tmp_path: Path, write_books: Callable[..., Path], store: str) -> None:

@@ -112,18 +112,26 @@ def test_more_books_change_only_what_they_must(
     assert read_manifest(folder).report["books_in"] == 43
 
 
-def test_a_killed_command_is_finished_by_the_next_to_the_same_bytes(
+def test_a_stopped_or_killed_command_is_finished_by_the_next_to_the_same_bytes(
     make: Callable[..., Path], books: Path, tmp_path: Path, ray_address: str, store: str
 ) -> None:
     whole = contents(make("whole"))
     out = tmp_path / "killed"
-    process = subprocess.Popen(command(books, out, store, ray_address), cwd=ROOT, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not list(out.glob("pieces/0*.json")) and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (out / "manifest.json").exists()
+    begun = out / "pieces" / "settings.json"  # written anew when the work begins
+    for way, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
+        started = time.time()
+        process = subprocess.Popen(
+            command(books, out, store, ray_address),
+            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        while not (begun.exists() and begun.stat().st_mtime >= started) and time.time() < started + 60:
+            time.sleep(0.002)
+        process.send_signal(way)
+        said = process.communicate()[1]
+        assert process.returncode == code
+        assert "Traceback" not in said
+        assert way == signal.SIGKILL or "run the same command again to continue" in said
+        assert not (out / "manifest.json").exists()
     make("killed")
     assert contents(out) == whole
 

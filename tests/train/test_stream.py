@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +146,10 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
         assert first.checkpoint
         whole = dataclasses.replace(config, schedule="constant")
         result = worker.run(whole, folder, key=key, resume=Path(first.checkpoint))
+        gone = Stream([str(shutil.copytree(config.stream[0], tmp_path / "gone"))], 0)
+        (tmp_path / "gone" / "book 3.txt").unlink()
+        with pytest.raises(UserError, match=r"book 3\.txt was there when the work was planned and is gone"):
+            list(gone.read(0))
     assert result.outcome == "finished"
     found = [json.loads(line) for line in (folder / "cycles.jsonl").read_text().splitlines()]
     torch.set_num_threads(1)
