@@ -55,7 +55,7 @@ def main() -> None:
         load = os.getloadavg()[0]
         pairs.append({side: child(side) for side in order} | {"load_before": load})
         found = summary(pairs)
-        options.record.write_text(json.dumps(found | {"config": config.to_json(), "runs": pairs}, indent=2) + "\n")
+        options.record.write_text(json.dumps(found | {"model": options.model, "runs": pairs}, indent=2) + "\n")
         print(len(pairs), json.dumps({name: found[name] for name in ("cost", "cpu_share_of_others")}), flush=True)
     print(json.dumps(summary(pairs), indent=2))
 
