@@ -54,7 +54,8 @@ DATA := data/tokens
 BOOKS := books
 
 bench-tokenize: install
-	$(BIN)/python -P tests/benchmarks/tokenize.py $(BOOKS) --record $(RECORDS)/tokenize.json
+	$(BIN)/python -P tests/benchmarks/tokenize.py $(BOOKS) --record $(RECORDS)/tokenize.json \
+		--chart infra/pictures/tokenize.png
 
 bench-loader: install
 	$(BIN)/python -P tests/benchmarks/loader.py --record $(RECORDS)/loader.json

@@ -1,4 +1,4 @@
-"""What a series of noisy timings allows to be said: batch means, the interval of a median, when to stop.
+"""What a series of noisy timings allows to be said: where warm-up ends, an interval of the median, when to stop.
 
 In: numbers measured one after another. Out: estimates with their uncertainty. Neighbouring steps of a
 run resemble each other (clocks, temperature, other processes), so an interval that takes them for
@@ -13,6 +13,32 @@ from collections.abc import Sequence
 CONFIDENCE = 0.95
 MOST_BATCHES, FEWEST_BATCHES = 30, 10
 _CORRELATED = 0.2
+
+
+def warmup_steps(step_seconds: Sequence[float]) -> int:
+    """Steps before the speed has settled: the first place where two neighbouring windows agree, from step 1 on.
+
+    Windows agree when their medians differ by no more than 1% or three standard errors of such a
+    difference, taken from how much steps of the run's second half differ from the next. The first step,
+    which compiles, never counts. A run that never settles gives up its first half, and its interval shows
+    the rest.
+    """
+    count = len(step_seconds)
+    window = max(3, min(20, count // 8))
+    latest = max(1, count // 2)
+    later = step_seconds[count // 2 :]
+    if count < 2 * window + 1:
+        return min(1, count)
+    # 1.4826 turns a median deviation into a standard deviation, sqrt(2) a difference's into one value's;
+    # 1.2533 is the standard error of a median in units of a mean's.
+    scatter = 1.4826 * statistics.median(abs(b - a) for a, b in itertools.pairwise(later)) / math.sqrt(2)
+    tolerance = max(0.01 * statistics.median(later), 3 * 1.2533 * scatter * math.sqrt(2 / window))
+    for start in range(1, min(latest, count - 2 * window) + 1):
+        first = statistics.median(step_seconds[start : start + window])
+        second = statistics.median(step_seconds[start + window : start + 2 * window])
+        if abs(first - second) <= tolerance:
+            return start
+    return latest
 
 
 def batch_means(values: Sequence[float]) -> list[float]:

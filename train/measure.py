@@ -4,8 +4,6 @@ In: the seconds of every step. Out: tokens per second with a 95% interval. The f
 compilation, cache warming and clock ramps, so they never count.
 """
 
-import itertools
-import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 
 from train import flops
-from train.intervals import FEWEST_BATCHES, anytime_half_width, batch_means, median_interval
+from train.intervals import FEWEST_BATCHES, anytime_half_width, batch_means, median_interval, warmup_steps
 from train.result import Throughput
 
 FEWEST_STEPS = 3
@@ -42,32 +40,6 @@ def wait_for(moment: Mark) -> None:
 def seconds_between(first: Mark, last: Mark) -> float:
     """Seconds from ``first`` to ``last``; both must have been reached."""
     return first.elapsed_time(last) / 1000 if isinstance(first, torch.cuda.Event) else last - first
-
-
-def warmup_steps(step_seconds: Sequence[float]) -> int:
-    """Steps before the speed has settled: the first place where two neighbouring windows agree, from step 1 on.
-
-    Windows agree when their medians differ by no more than 1% or three standard errors of such a
-    difference, taken from how much steps of the run's second half differ from the next. The first step,
-    which compiles, never counts. A run that never settles gives up its first half, and its interval shows
-    the rest.
-    """
-    count = len(step_seconds)
-    window = max(3, min(20, count // 8))
-    latest = max(1, count // 2)
-    later = step_seconds[count // 2 :]
-    if count < 2 * window + 1:
-        return min(1, count)
-    # 1.4826 turns a median deviation into a standard deviation, sqrt(2) a difference's into one value's;
-    # 1.2533 is the standard error of a median in units of a mean's.
-    scatter = 1.4826 * statistics.median(abs(b - a) for a, b in itertools.pairwise(later)) / math.sqrt(2)
-    tolerance = max(0.01 * statistics.median(later), 3 * 1.2533 * scatter * math.sqrt(2 / window))
-    for start in range(1, min(latest, count - 2 * window) + 1):
-        first = statistics.median(step_seconds[start : start + window])
-        second = statistics.median(step_seconds[start + window : start + 2 * window])
-        if abs(first - second) <= tolerance:
-            return start
-    return latest
 
 
 def steady_state(step_seconds: Sequence[float], step_tokens: int) -> Throughput | None:

@@ -15,7 +15,6 @@ from typing import Any
 from infra.command import UserError
 from infra.run_key import RunKey
 from infra.storage import clear_temporaries, write_json
-from infra.tracking import reopen_run
 from tune.config import SearchConfig
 
 KEPT, TRIALS = "search.json", "trials"
@@ -68,5 +67,7 @@ def resumed_parent(folder: Path, identity: dict[str, Any]) -> RunKey:
             "continue it, or begin a new search with another --name."
         )
     parent = RunKey(**kept["parent"])
+    from infra.tracking import reopen_run  # imports MLflow, which a refusal need not wait for
+
     reopen_run(parent)
     return parent

@@ -9,8 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from train.intervals import anytime_half_width, autocorrelation
-from train.measure import warmup_steps
+from train.intervals import anytime_half_width, autocorrelation, warmup_steps
 
 FEWEST = 5
 """Steps after warm-up before a trial is judged: the deviation of fewer is too often far below the truth."""

@@ -13,7 +13,6 @@ from infra.command import UserError
 from train.config import load_config
 from tune.config import SearchConfig, with_global_batch
 from tune.folder import kept_config
-from tune.session import search
 
 
 def main() -> None:
@@ -32,12 +31,19 @@ def main() -> None:
     except UserError as mistake:
         command.refuse(mistake)
     command.run(
-        search,
+        run,
         SearchConfig,
         module="tune.search",
         description="Find the micro-batch, and the knobs, with the most tokens per second under a memory limit.",
         default=defaults,
     )
+
+
+def run(config: SearchConfig) -> int | None:
+    """Search; torch, Ray and MLflow are imported only now, when the flags are known to be right."""
+    from tune.session import search
+
+    return search(config)
 
 
 if __name__ == "__main__":

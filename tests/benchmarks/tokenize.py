@@ -1,6 +1,6 @@
 """How fast are books made into tokens? Ours against the floor and the ways of others, in one run.
 
-    python -P tests/benchmarks/tokenize.py BOOKS [--sizes 82MB 1200MB] [--repeats 3] [--record FILE.json]
+    python -P tests/benchmarks/tokenize.py BOOKS [--sizes 82MB 400MB 1200MB] [--repeats 3] [--record FILE.json]
 
 (-P, because the folder of a script comes first on the path, and this name is also one of Python's own.)
 
@@ -28,6 +28,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import psutil
 from rich.console import Console
 from rich.table import Table
@@ -147,9 +148,10 @@ def main() -> None:
     """Measure, print a table, and record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("books", type=Path)
-    parser.add_argument("--sizes", nargs="+", type=parse_size, default=[82_000_000, 1_200_000_000])
+    parser.add_argument("--sizes", nargs="+", type=parse_size, default=[82_000_000, 400_000_000, 1_200_000_000])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--record", type=Path)
+    parser.add_argument("--chart", type=Path, help="where to draw seconds and peak memory over the size")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory(prefix="tokenize-benchmark-") as work:
@@ -160,6 +162,8 @@ def main() -> None:
     show(rows)
     if options.record:
         options.record.write_text(json.dumps(record(options.repeats, rows), indent=2) + "\n", encoding="utf-8")
+    if options.chart:
+        draw(rows, options.chart)
 
 
 def repeat_books(books: Path, folder: Path, size: int) -> tuple[Path, int]:
@@ -268,6 +272,23 @@ def show(rows: list[dict]) -> None:
         peak = str(max(row["peak_MB"])) if "peak_MB" in row else ""
         table.add_row(row["system"], f"{row['MB']:g}", runs, f"{row['MB_per_second']:g}", peak)
     Console().print(table)
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Seconds of every system, and the peak memory of ours, over the size of the corpus."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for name in dict.fromkeys(row["system"] for row in rows):
+        own = sorted((row["MB"], statistics.median(row["seconds"])) for row in rows if row["system"] == name)
+        left.plot(*zip(*own, strict=True), marker="o", linewidth=2.5 if name == OURS else 1, label=name)
+    left.set(xlabel="text, MB", ylabel="seconds, start-up included")
+    left.legend(frameon=False, fontsize=8)
+    peaks = sorted((row["MB"], max(row["peak_MB"])) for row in rows if row["system"] == OURS)
+    right.plot(*zip(*peaks, strict=True), marker="o", linewidth=2.5)
+    right.set(xlabel="text, MB", ylabel="peak memory of our process tree, MB")
+    for axes in (left, right):
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
 
 
 def record(repeats: int, rows: list[dict]) -> dict:

@@ -9,8 +9,9 @@ import pytest
 from infra.command import UserError
 from train.compare import Ladder
 from train.config import Cycle, ModelConfig, TrainConfig
+from train.intervals import warmup_steps
 from train.loop import Trainer
-from train.measure import settled, steady_state, warmup_steps
+from train.measure import settled, steady_state
 
 
 def series(seconds: float, count: int, noise: float = 0.01, seed: int = 0) -> list[float]:
