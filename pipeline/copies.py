@@ -15,7 +15,7 @@ import xxhash
 
 from infra.command import UserError
 from infra.storage import atomic_file
-from pipeline.files import listing, locate, steadily
+from pipeline.files import listing, locate, steadily, store
 from pipeline.shards import MANIFEST, QUARANTINE, SPLITS, Manifest, checksum, read_manifest
 
 _BLOCK = 8 << 20
@@ -87,13 +87,7 @@ def _label(system: Any, path: str, uri: str) -> str:
 
 
 def _send(file: Path, system: Any, path: str, uri: str, label: str) -> None:
-    def send() -> None:
-        system.create_dir(path.rpartition("/")[0])  # object storage has no folders, other filesystems do
-        with file.open("rb") as source, system.open_output_stream(path, metadata={"Content-Type": label}) as sink:
-            while block := source.read(_BLOCK):
-                sink.write(block)
-
-    steadily(uri, send, "written")
+    steadily(uri, lambda: store(file, system, path, label), "written")
 
 
 def _fetch(system: Any, path: str, file: Path, uri: str, expected: str | None = None) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -23,6 +24,7 @@ ATTEMPTS = 5
 FIRST_PAUSE = 0.2
 """Seconds before the second attempt; every further one waits twice as long."""
 _BUFFER = 4 << 20
+_BLOCK = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,18 @@ def open_file(uri: str) -> BinaryIO:
     system, path = locate(uri)
     file = steadily(uri, lambda: system.open_input_file(path))
     return io.BufferedReader(_Steady(uri, file), buffer_size=_BUFFER)
+
+
+def store(file: Path, system: Any, path: str, kind: str | None = None) -> None:
+    """Write a local ``file`` to ``path`` of a filesystem from :func:`locate`, as the content type ``kind``.
+
+    Raises ``OSError`` when the storage does not take it.
+    """
+    system.create_dir(path.rpartition("/")[0])  # object storage has no folders, other filesystems do
+    metadata = {"Content-Type": kind} if kind else None
+    with file.open("rb") as source, system.open_output_stream(path, metadata=metadata) as sink:
+        while block := source.read(_BLOCK):
+            sink.write(block)
 
 
 class _Steady(io.RawIOBase):

@@ -11,7 +11,7 @@ import pyarrow.fs as fs
 
 from infra.command import UserError
 from infra.storage import TEMPORARY, write_json
-from pipeline.files import locate
+from pipeline.files import locate, store
 from train.progress import PROGRESS, newest, read_progress
 
 
@@ -23,10 +23,7 @@ def upload(checkpoint: Path, run: str, uri: str, keep: int) -> None:
     system, root = locate(uri)
     target = f"{root}/{run}/{checkpoint.name}"
     for file in sorted(checkpoint.iterdir(), key=lambda file: file.name == PROGRESS):
-        system.create_dir(target)  # object storage has no folders, other filesystems do
-        with file.open("rb") as source, system.open_output_stream(f"{target}/{file.name}") as sink:
-            while block := source.read(8 << 20):
-                sink.write(block)
+        store(file, system, f"{target}/{file.name}")
     for old in _steps(system, f"{root}/{run}")[:-keep]:
         system.delete_file(f"{old}/{PROGRESS}")
         system.delete_dir(old)
