@@ -7,7 +7,7 @@ phones home, and leaves ``-m`` modules unimportable in workers started from anot
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,13 +32,19 @@ _SETTINGS = {
 
 
 @contextmanager
-def connected(address: str | None = None, *, cpus: int | None = None, prestart: bool = True) -> Iterator[None]:
+def connected(
+    address: str | None = None,
+    *,
+    cpus: int | None = None,
+    prestart: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[None]:
     """Join the Ray cluster at ``address`` or ``RAY_ADDRESS``, or start one on this machine, for the block's length.
 
     ``cpus`` is the number of parallel tasks a local Ray may run (default: the machine's cores), and
     ``prestart`` starts a worker for each at once: two seconds of a core each, in vain for Ray Train, whose
-    processes have a runtime_env and are therefore started anew. Raises ``UserError`` when nothing answers
-    at ``address``.
+    processes have a runtime_env and are therefore started anew. ``environment`` is what all workers are started
+    with. Raises ``UserError`` when nothing answers at ``address``.
     """
     address = address or os.environ.get("RAY_ADDRESS")
     for name, value in _SETTINGS.items():
@@ -49,13 +55,14 @@ def connected(address: str | None = None, *, cpus: int | None = None, prestart: 
         yield
         return
     search_path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH", "")]))
+    variables = {"PYTHONPATH": search_path} | dict(environment or {})
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address:
-            ray.init(address=address, runtime_env={"env_vars": {"PYTHONPATH": search_path}}, **quiet)
+            ray.init(address=address, runtime_env={"env_vars": variables}, **quiet)
         else:
             # Inherited, and not a runtime_env, for which Ray would throw away the workers it starts in advance.
-            os.environ["PYTHONPATH"] = search_path
+            os.environ.update(variables)
             os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
     except (ConnectionError, ValueError) as failure:

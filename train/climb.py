@@ -24,7 +24,7 @@ from infra.run_key import RunKey
 from infra.storage import write_json
 from infra.tracking import Tracker, create_run, first_line
 from pipeline.shards import read_manifest
-from train import report, worker
+from train import launch, report
 from train.anatomy import device_kind, predict_peak
 from train.config import TrainConfig
 from train.flops import beside_matmul
@@ -98,7 +98,7 @@ class Climb:
                 config = self._fitted(apply(state, rung.changes))
                 if config == state:
                     raise UserError("here it changes nothing")
-                refuse_unsuited(config, rung)
+                refuse_unsuited(state, config, rung)
             except UserError as reason:
                 self.say(f"[yellow]{rung.name}[/yellow]: not run, {reason}")
                 rungs.append(Measured(rung.name, "", rung_json(rung), reason=str(reason)))
@@ -151,9 +151,10 @@ class Climb:
         with Tracker(key) as tracker:
             report.record_start(tracker, config, manifest)
             try:
-                result = worker.run(
-                    config, folder, key=key, address=self.address, on_cycle=lambda cycle: self._cycle(cycle, watch)
-                )
+                result = launch.run(
+                    config, folder, tracker=tracker, address=self.address,
+                    on_cycle=lambda cycle: self._cycle(cycle, watch),
+                )  # fmt: skip
                 result = beside_matmul(result, config, self.folder.parent)
                 report.record_end(tracker, config, result)
                 if result.outcome == "finished":
@@ -191,8 +192,8 @@ def rung_json(rung: Rung) -> dict[str, Any]:
     return dict(rung.changes)
 
 
-def refuse_unsuited(config: TrainConfig, rung: Rung) -> None:
-    """Raise ``UserError`` when this machine can run ``config`` only in a way that says nothing about the rung."""
+def refuse_unsuited(before: TrainConfig, config: TrainConfig, rung: Rung) -> None:
+    """Raise ``UserError`` when ``config`` instead of ``before`` says nothing about the rung on this machine."""
     if device_kind(config) == "cuda":
         return
     changed = set(rung.changes)

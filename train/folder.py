@@ -53,6 +53,11 @@ class RunFolder:
         return self.path / "cycles.jsonl"
 
     @property
+    def stream(self) -> Path:
+        """What a run straight from books read, and how long it waited for it."""
+        return self.path / "stream.json"
+
+    @property
     def stop(self) -> Path:
         """Exists when the run shall end after the step it is at."""
         return self.path / "STOP"
@@ -82,27 +87,21 @@ class RunFolder:
                 raise UserError(f"another process is training in {self.path}: stop it, or give another --name.")
             yield
 
-    def append(self, report: CycleReport) -> dict[str, Any]:
-        """Add a cycle to the log, durably; returns it as it stands there."""
+    def append(self, report: CycleReport) -> None:
+        """Add a cycle to the log, durably."""
         cycle = asdict(report) | {"line": report.line()}
         with self.cycles.open("a", encoding="utf-8") as file:
             file.write(json.dumps(cycle) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        return cycle
 
-    def rewind(self, step: int) -> list[dict[str, Any]]:
-        """Forget cycles behind ``step``, which are about to be done again; returns those that stay."""
-        cycles = [cycle for cycle in self._read() if cycle["step"] <= step]
-        with atomic_file(self.cycles) as file:
-            file.writelines(json.dumps(cycle).encode() + b"\n" for cycle in cycles)
-        return cycles
-
-    def _read(self) -> list[dict[str, Any]]:
+    def rewind(self, step: int) -> None:
+        """Forget cycles behind ``step``, which are about to be done again, and a line cut short."""
         if not self.cycles.exists():
-            return []
+            return
         lines = self.cycles.read_bytes().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+        with atomic_file(self.cycles) as file:
+            file.writelines(line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step)
 
 
 class Follower:

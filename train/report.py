@@ -78,6 +78,8 @@ def record_end(tracker: Tracker, config: TrainConfig, result: RunResult) -> None
     tracker.metrics(result_metrics(result) | prediction_metrics(config, result), result.steps)
     tracker.tags({"outcome": result.outcome, "device": result.device})
     tracker.json(result.to_json(), "result.json")
+    if result.sample:
+        tracker.text(result.sample, "sample.txt")
     tracker.note(markdown(config, result) + memory_markdown(config, result))
 
 

@@ -111,7 +111,7 @@ def _recorded(
 ) -> int:
     """Train on the connected Ray and record it in MLflow; returns the exit code."""
     from infra.tracking import Tracker
-    from train import report, worker
+    from train import launch, report
     from train.flops import beside_matmul
 
     key = run_in_mlflow(home, options.tracking_uri, is_new=resume is None)
@@ -124,8 +124,8 @@ def _recorded(
             report.record_start(tracker, config, manifest)
         status = "FAILED"
         try:
-            result = worker.run(
-                config, home.path, key=key, resume=resume, address=options.address,
+            result = launch.run(
+                config, home.path, tracker=tracker, resume=resume, address=options.address,
                 on_cycle=lambda cycle: console.print(cycle["line"]),
             )  # fmt: skip
             result = beside_matmul(result, config, home.path.parent)

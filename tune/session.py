@@ -14,6 +14,7 @@ from infra.tracking import Tracker, how_to_look
 from infra.units import format_size
 from pipeline.shards import Manifest, read_manifest
 from train.config import format_model
+from train.execution import worker_environment
 from tune import charts, plan, report
 from tune import folder as folders
 from tune.config import SearchConfig
@@ -112,7 +113,12 @@ def _run(
         evidence.catch_up(read_rows(trials))
         grace = CLUSTER_GRACE if config.cluster else OWN_GRACE
         # Tune takes Ctrl-C between two of its events; where it falls elsewhere, the rows say as well where to go on.
-        with suppress(KeyboardInterrupt), connected(config.cluster), watching(lost, grace=grace):
+        environment = worker_environment(config.training, device)
+        with (
+            suppress(KeyboardInterrupt),
+            connected(config.cluster, environment=environment),
+            watching(lost, grace=grace),
+        ):
             proposals = Proposals(strategy, trials, Listener(evidence.start, ended), request)
             drive(proposals, folder, trial_resources(device == "cuda"))
         rows = read_rows(trials)

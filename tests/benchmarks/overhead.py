@@ -62,7 +62,10 @@ def main() -> None:
 
 def child(side: str) -> dict[str, float]:
     """One side's figures, from a process of its own."""
+    from train.execution import worker_environment
+
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
+    environment |= worker_environment(TrainConfig(), "cpu") if side == "bare" else {}
     line = [sys.executable, "-P", str(HERE), *sys.argv[1:], "--side", side]
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -129,12 +132,13 @@ def wrapped(config: TrainConfig) -> dict[str, float]:
             connected_at = time.time()
             preparing.result()
             prepared = time.time()
-            from infra.tracking import create_run
-            from train import worker
+            from infra.tracking import Tracker, create_run
+            from train import launch
 
             key = create_run("train", "overhead")
             recorded = time.time()
-            result = worker.run(config, folder, key=key, on_cycle=on_cycle)
+            with Tracker(key) as tracker:
+                result = launch.run(config, folder, tracker=tracker, on_cycle=on_cycle)
             returned = time.time()
         started, ended = ((folder / file).stat().st_mtime for file in ("starts", "cycles.jsonl"))
     first_step = ended - result.seconds

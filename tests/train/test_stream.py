@@ -14,10 +14,10 @@ import torch
 
 from infra.cluster import connected
 from infra.command import UserError
-from infra.tracking import create_run
+from infra.tracking import Tracker, create_run
 from pipeline.shards import END_OF_TEXT
 from pipeline.stream import EncodedBook, Stream, encoded_books
-from train import worker
+from train import launch
 from train.batches import BatchLoader
 from train.config import Cycle, ModelConfig, TrainConfig
 from train.loop import Trainer
@@ -141,11 +141,11 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
     store = f"sqlite:///{tmp_path}/mlflow.db"
     folder = tmp_path / "run"
     with connected(cpus=2):
-        key = create_run("train", "stream", tracking_uri=store, tags={})
-        first = worker.run(dataclasses.replace(config, steps=7, schedule="constant"), folder, key=key)
+        tracker = Tracker(create_run("train", "stream", tracking_uri=store, tags={}))
+        first = launch.run(dataclasses.replace(config, steps=7, schedule="constant"), folder, tracker=tracker)
         assert first.checkpoint
         whole = dataclasses.replace(config, schedule="constant")
-        result = worker.run(whole, folder, key=key, resume=Path(first.checkpoint))
+        result = launch.run(whole, folder, tracker=tracker, resume=Path(first.checkpoint))
         gone = Stream([str(shutil.copytree(config.stream[0], tmp_path / "gone"))], 0)
         (tmp_path / "gone" / "book 3.txt").unlink()
         with pytest.raises(UserError, match=r"book 3\.txt was there when the work was planned and is gone"):
