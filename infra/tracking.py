@@ -128,12 +128,15 @@ def last_steps(key: RunKey) -> dict[str, int]:
 
 
 def find_runs(key: RunKey, tag: str, value: str) -> list[str]:
-    """Ids of the live children of ``key`` whose ``tag`` has ``value``, oldest first."""
-    found = MlflowClient(key.store).search_runs(
-        [key.experiment_id],
-        f"tags.`mlflow.parentRunId` = '{key.run_id}' and tags.`{tag}` = '{value}'",
-        order_by=["attributes.start_time ASC"],
-    )
+    """Ids of the live children of ``key`` whose ``tag`` has ``value``, oldest first. Raises ``UserError``."""
+    try:
+        found = MlflowClient(key.store).search_runs(
+            [key.experiment_id],
+            f"tags.`mlflow.parentRunId` = '{key.run_id}' and tags.`{tag}` = '{value}'",
+            order_by=["attributes.start_time ASC"],
+        )
+    except MlflowException as failure:
+        raise _unusable(key.store, failure) from failure
     return [run.info.run_id for run in found]
 
 

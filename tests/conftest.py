@@ -1,9 +1,16 @@
-"""What tests of several packages share: small token shards that train fast on a CPU."""
+"""What tests of several packages share: small token shards that train fast on a CPU, and real servers on loopback."""
 
+import logging
 import os
+import random
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -90,3 +97,85 @@ with connected(prestart=False):
 def shared_ray(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands of this test, and what they start, join the shared Ray."""
     monkeypatch.setenv("RAY_ADDRESS", cluster)
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[[float], None]]]:
+    """A real S3 server on loopback, behind a proxy that refuses a share of the requests: its query, and the setter."""
+    from moto.server import ThreadedMotoServer
+
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    rate = [0.0]
+    chance = random.Random(1)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server.start()
+    running = server._server
+    assert running
+    application = running.app  # the WSGI application that it serves
+
+    def flaky(environ, start_response):
+        if chance.random() < rate[0]:
+            start_response("503 Slow Down", [("Content-Length", "0")])
+            return [b""]
+        return application(environ, start_response)
+
+    running.app = flaky
+    host, port = server.get_host_and_port()
+
+    def set_rate(share: float) -> None:
+        rate[0] = share
+
+    yield f"?endpoint_override={host}:{port}&scheme=http&region=us-east-1", set_rate
+    server.stop()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def _mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A real MLflow server on loopback, in a process group of its own so that all of it can be killed."""
+    command = [
+        sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+        "--backend-store-uri", f"sqlite:///{folder / 'server.db'}", "--artifacts-destination", str(folder / "files"),
+    ]  # fmt: skip
+    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    process = subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
+                break
+            except OSError:
+                time.sleep(0.2)
+        else:
+            raise TimeoutError("the MLflow server did not start")
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture
+def mlflow_server() -> Callable[[Path, int], AbstractContextManager[subprocess.Popen[bytes]]]:
+    """``mlflow_server(folder, port)``: a real one while the block runs, with its database in ``folder``."""
+    return _mlflow_server
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port on loopback that nobody listens on."""
+    return _free_port()

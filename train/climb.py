@@ -164,7 +164,7 @@ class Climb:
                     raise Interrupted
                 else:
                     result, reason = None, f"{result.outcome}: {result.reason}"
-            except Interrupted:
+            except (Interrupted, launch.ControllerDied):
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
             except Exception as failure:  # noqa: BLE001 one rung's failure is a row of the table, not the ladder's end

@@ -19,7 +19,9 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
+from ray.exceptions import RayActorError
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 from infra.cluster import connected
 from infra.command import INTERRUPTED, UserError
@@ -36,6 +38,10 @@ from train.worker import train_function
 POLL_SECONDS = 0.2
 READERS = 2
 """Cores that are left to Ray Data by each worker that trains on a stream."""
+
+
+class ControllerDied(UserError):
+    """Ray Train's own process is gone, and what its workers held stays taken until our command ends."""
 
 
 class WorkerFailure(Exception):
@@ -55,8 +61,8 @@ def run(
 
     With ``resume``, the newest checkpoint of the folder, the run goes on; without, what an earlier run left
     there is removed. Ctrl-C and SIGTERM finish the step, save and return the outcome ``interrupted``; a
-    second one exits at once. Raises ``UserError`` when the cluster lacks what the config asks for, and
-    ``WorkerFailure`` for our bugs.
+    second one exits at once. Raises ``UserError`` when the cluster lacks what the config asks for,
+    ``ControllerDied``, and ``WorkerFailure`` for our bugs.
     """
     home = RunFolder(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -110,6 +116,11 @@ def run(
     if home.stream.exists():
         tracker.file(home.stream)
     shutil.rmtree(ray_files, ignore_errors=True)
+    if isinstance(done[0], RayActorError):
+        raise ControllerDied(
+            f"Ray Train's controller died (is the machine out of memory?). What is finished in {folder.parent} is "
+            "kept: continue with --resume."
+        )
     if isinstance(done[0], BaseException):
         raise done[0]
     returned = done[0].return_value
@@ -121,10 +132,15 @@ def run(
 
 
 class TorchTrainer(ray.train.torch.TorchTrainer):
-    """Ray's, without the process that hands out Ray data sets, of which there are none: a second of every start."""
+    """Ray's, without two of its processes: four seconds of a core at every start, and one of waiting at the end.
+
+    One hands out Ray data sets, of which there are none. The other frees the workers' resources when Ray Train's
+    controller dies and its job lives on, which ends with our command.
+    """
 
     def _create_default_callbacks(self) -> list[Any]:
-        return [made for made in super()._create_default_callbacks() if not isinstance(made, DatasetsCallback)]
+        unneeded = (DatasetsCallback, PlacementGroupCleanerCallback)
+        return [made for made in super()._create_default_callbacks() if not isinstance(made, unneeded)]
 
 
 def scaling(config: TrainConfig) -> ray.train.ScalingConfig:

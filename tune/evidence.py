@@ -1,12 +1,15 @@
 """A search in MLflow: one parent, and one child a trial, both opened and closed by the driver.
 
 A child is found again by its trial's key, and its last entry is the tag ``closed``: whatever was killed,
-a trial has one child, and a child without that tag is completed from the trial's row.
+a trial has one child, and a child without that tag is completed from the trial's row. A store that goes
+away between two trials stops neither: the rows on disk are what is complete.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from infra.command import UserError, errors
 from infra.run_key import RunKey
 from infra.tracking import Tracker, create_run, find_runs, reopen_run
 from pipeline.shards import Manifest
@@ -28,14 +31,18 @@ class Evidence:
         self.data = data
         self.space = space
         self.closed = set(find_runs(parent, "closed", "true"))
+        self.complete: set[str] = set()
+        """Keys of trials whose child is known to be closed."""
         self.running: RunKey | None = None
 
     def start(self, request: Request) -> None:
         """Open the child of a trial that is about to start, unless a killed driver opened it already."""
         proposal = request.proposal
         name = f"{request.number:03d} {self.space.label(proposal.candidate)}"
-        self.running = self._child(request.key, name, proposal.stage)
-        reopen_run(self.running)
+        self.running = None
+        with self._patience():
+            self.running = self._child(request.key, name, proposal.stage)
+            reopen_run(self.running)
 
     def abandon(self) -> None:
         """Close the child of the trial that is running, which a resumed search will open again."""
@@ -43,8 +50,16 @@ class Evidence:
             with Tracker(self.running) as tracker:
                 tracker.finish("KILLED")
 
-    def end(self, row: Row) -> None:
-        """Complete a trial's child from its row, and close it."""
+    def catch_up(self, rows: Sequence[Row]) -> None:
+        """Complete the children of all trials that have ended, also of those that did so without driver or store."""
+        with self._patience():
+            for row in rows:
+                if row.key not in self.complete:
+                    self._complete(row)
+                    self.complete.add(row.key)
+
+    def _complete(self, row: Row) -> None:
+        """Complete a trial's child from its row, and close it. Raises ``UserError`` when the store is away."""
         key = self._child(row.key, f"{row.number:03d} {self.space.label(row.candidate)}", row.stage)
         if key.run_id in self.closed:
             return
@@ -65,10 +80,13 @@ class Evidence:
             tracker.tags({"closed": "true"})  # in a batch of its own: a batch sends its tags before it ends the run
         self.closed.add(key.run_id)
 
-    def catch_up(self, rows: Sequence[Row]) -> None:
-        """Complete the children of trials that ended without their driver."""
-        for row in rows:
-            self.end(row)
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        """Go on where the store does not answer: the next trial's end, or a resumed search, makes up for it."""
+        try:
+            yield
+        except UserError as failure:
+            errors.print(f"{failure} The search goes on; MLflow gets this trial with the next that it can be told of.")
 
     def _child(self, key: str, name: str, stage: str) -> RunKey:
         found = find_runs(self.parent, "trial", key)

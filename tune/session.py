@@ -86,7 +86,7 @@ def _run(
     evidence = Evidence(parent, manifest, data, space)
 
     def ended(row: Row, rows: Sequence[Row]) -> None:
-        evidence.end(row)
+        evidence.catch_up(rows)
         console.print(report.row_text(row, space, limit), markup=False)
         console.print(report.progress_text(rows, space, strategy.remaining(rows)), markup=False)
 
@@ -122,6 +122,7 @@ def _run(
             proposals = Proposals(strategy, trials, Listener(evidence.start, ended), request)
             drive(proposals, folder, trial_resources(device == "cuda"))
         rows = read_rows(trials)
+        evidence.catch_up(rows)
         if strategy.propose(rows) is not None:
             console.print(f"stopped; continue with: {resume_command(folder)}")
             evidence.abandon()

@@ -3,13 +3,8 @@
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,16 +61,17 @@ def test_an_entry_that_mlflow_refuses_does_not_take_others_with_it(capfd: pytest
     assert "MLflow refuses an entry" in capfd.readouterr().err
 
 
-def test_a_store_that_does_not_answer_is_refused_before_any_work() -> None:
+def test_a_store_that_does_not_answer_is_refused_before_any_work(free_port: int) -> None:
     with pytest.raises(UserError, match="--tracking-uri"):
-        create_run("train", "nowhere", tracking_uri=f"http://127.0.0.1:{free_port()}")
+        create_run("train", "nowhere", tracking_uri=f"http://127.0.0.1:{free_port}")
 
 
-def test_entries_survive_the_server_and_arrive_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_survive_the_server_and_arrive_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlflow_server: Callable, free_port: int
+) -> None:
     monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.5)
-    port = free_port()
-    with server(tmp_path, port) as process:
-        key = create_run("train", "outage", tracking_uri=f"http://127.0.0.1:{port}")
+    with mlflow_server(tmp_path, free_port) as process:
+        key = create_run("train", "outage", tracking_uri=f"http://127.0.0.1:{free_port}")
         tracker = Tracker(key)
         tracker.metrics({"loss": 1.0}, 1)
         assert tracker.flush()
@@ -88,7 +84,7 @@ def test_entries_survive_the_server_and_arrive_later(tmp_path: Path, monkeypatch
         journal = Path(key.journal) / f"{key.run_id}.jsonl"
         assert journal.is_file()
     time.sleep(0.6)
-    with server(tmp_path, port):
+    with mlflow_server(tmp_path, free_port):
         tracker.metrics({"loss": 3.0}, 3)
         assert tracker.flush()
         client = MlflowClient(key.store)
@@ -107,37 +103,3 @@ def test_a_later_run_delivers_what_an_earlier_one_left_behind(tmp_path: Path) ->
     create_run("train", "later")
     assert MlflowClient(key.store).get_run(key.run_id).data.metrics == {"loss": 4.0}
     assert not list(journal.iterdir())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@contextmanager
-def server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A real MLflow server on loopback, in a process group of its own so that all of it can be killed."""
-    command = [
-        sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-        "--backend-store-uri", f"sqlite:///{folder / 'server.db'}", "--artifacts-destination", str(folder / "files"),
-    ]  # fmt: skip
-    environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    process = subprocess.Popen(
-        command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
-                break
-            except OSError:
-                time.sleep(0.2)
-        else:
-            raise TimeoutError("the MLflow server did not start")
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

@@ -1,9 +1,7 @@
-"""What the pipeline's tests share: a Ray that is started once, and books that a test can write."""
+"""What the pipeline's tests share: books that a test can write, and a store."""
 
-import logging
-import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,53 +41,6 @@ def write_books() -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def ray_address() -> Iterator[str]:
-    """The address of a Ray with two CPUs, started once: starting one takes longer than most tests."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    yield str(cluster.address)
-    cluster.shutdown()
-
-
-@pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An MLflow store, created once."""
     return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[[float], None]]]:
-    """A real S3 server on loopback, behind a proxy that refuses a share of the requests: its query, and the setter."""
-    from moto.server import ThreadedMotoServer
-
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }.items():
-        monkeypatch.setenv(name, value)
-    rate = [0.0]
-    chance = random.Random(1)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server.start()
-    running = server._server
-    assert running
-    application = running.app  # the WSGI application that it serves
-
-    def flaky(environ, start_response):
-        if chance.random() < rate[0]:
-            start_response("503 Slow Down", [("Content-Length", "0")])
-            return [b""]
-        return application(environ, start_response)
-
-    running.app = flaky
-    host, port = server.get_host_and_port()
-
-    def set_rate(share: float) -> None:
-        rate[0] = share
-
-    yield f"?endpoint_override={host}:{port}&scheme=http&region=us-east-1", set_rate
-    server.stop()

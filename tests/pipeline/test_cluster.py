@@ -72,14 +72,14 @@ def deadly_encoder(tmp_path: Path) -> dict[str, str]:
 
 
 def test_a_book_that_crashes_the_encoder_is_quarantined_and_the_rest_goes_on(
-    tmp_path: Path, write_books: Callable[..., Path], deadly_encoder: dict[str, str], ray_address: str, store: str
+    tmp_path: Path, write_books: Callable[..., Path], deadly_encoder: dict[str, str], cluster: str, store: str
 ) -> None:
     books = write_books(tmp_path / "books", 30, words=12_000)
     with (books / "book 0004.txt").open("a") as file:
         file.write("KILLER\n")
     out = tmp_path / "tokens"
     done = subprocess.run(
-        command(books, out, store, "--address", ray_address),
+        command(books, out, store, "--address", cluster),
         cwd=ROOT,
         env=deadly_encoder,
         capture_output=True,
@@ -101,11 +101,11 @@ def workers_of_ray() -> list[psutil.Process]:
 
 
 def test_a_killed_worker_costs_nothing_but_time(
-    tmp_path: Path, write_books: Callable[..., Path], ray_address: str, store: str
+    tmp_path: Path, write_books: Callable[..., Path], cluster: str, store: str
 ) -> None:
     books = write_books(tmp_path / "books", 60, words=12_000)
     config = TokenizeConfig(
-        (str(books),), tmp_path / "whole", shard_size=1_000_000, tracking_uri=store, address=ray_address
+        (str(books),), tmp_path / "whole", shard_size=1_000_000, tracking_uri=store, address=cluster
     )
     main(config)
     whole = read_manifest(config.out)

@@ -37,11 +37,11 @@ def books(tmp_path: Path, write_books: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture
-def make(books: Path, ray_address: str, store: str, tmp_path: Path) -> Callable[..., Path]:
+def make(books: Path, cluster: str, store: str, tmp_path: Path) -> Callable[..., Path]:
     """Run the command in this process on the shared Ray; returns the folder of shards."""
 
     def run(name: str, **settings) -> Path:
-        config = {"sources": (str(books),), "shard_size": 1_000_000, "tracking_uri": store, "address": ray_address}
+        config = {"sources": (str(books),), "shard_size": 1_000_000, "tracking_uri": store, "address": cluster}
         main(TokenizeConfig(out=tmp_path / name, **config | settings))
         return tmp_path / name
 
@@ -113,7 +113,7 @@ def test_more_books_change_only_what_they_must(
 
 
 def test_a_stopped_or_killed_command_is_finished_by_the_next_to_the_same_bytes(
-    make: Callable[..., Path], books: Path, tmp_path: Path, ray_address: str, store: str
+    make: Callable[..., Path], books: Path, tmp_path: Path, cluster: str, store: str
 ) -> None:
     whole = contents(make("whole"))
     out = tmp_path / "killed"
@@ -121,7 +121,7 @@ def test_a_stopped_or_killed_command_is_finished_by_the_next_to_the_same_bytes(
     for way, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
         started = time.time()
         process = subprocess.Popen(
-            command(books, out, store, ray_address),
+            command(books, out, store, cluster),
             cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         while not (begun.exists() and begun.stat().st_mtime >= started) and time.time() < started + 60:

@@ -1,8 +1,7 @@
 """Checkpoints in object storage: copied as they are written, and the run goes on from them on another machine."""
 
 import dataclasses
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.fs
@@ -17,22 +16,12 @@ from train.result import CycleReport
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def bucket(s3: tuple[str, Callable[[float], None]]) -> str:
     """The query of a real S3 server on loopback, with the bucket ``runs``."""
-    from moto.server import ThreadedMotoServer
-
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "key")
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    query = f"?endpoint_override={host}:{port}&scheme=http&region=us-east-1"
+    query, _ = s3
     system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://runs{query}&allow_bucket_creation=true")
     system.create_dir("runs")
-    yield query
-    server.stop()
+    return query
 
 
 @pytest.fixture

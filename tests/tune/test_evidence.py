@@ -1,0 +1,64 @@
+"""The search's children in MLflow: one a trial, complete whatever happened to the store meanwhile."""
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from infra import tracking
+from pipeline.shards import read_manifest
+from train.config import ModelConfig, TrainConfig
+from tune.evidence import Evidence, open_parent
+from tune.record import Proposal, Row
+from tune.space import make_space
+from tune.trial import Request
+
+
+def test_a_store_that_goes_away_between_trials_gets_them_later(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mlflow_server: Callable,
+    free_port: int,
+    small_shards: Path,
+    small_model: ModelConfig,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.1)
+    config = TrainConfig(data=small_shards, model=small_model, global_batch=4, micro_batch=1, steps=5)
+    space = make_space(config, (), device="cpu")
+    candidates = space.candidates()
+    first, second = (
+        Row(
+            key=f"trial-{number}", number=number, stage="probe", round=0, candidate=candidate, outcome="ok",
+            accumulation=1, reason="ran its 3 steps", seconds=1.0, tokens_per_second=100.0 * number,
+            step_seconds=[0.1, 0.1, 0.1],
+        )
+        for number, candidate in enumerate(candidates[:2], 1)
+    )  # fmt: skip
+
+    def request(row: Row) -> Request:
+        proposal = Proposal(row.candidate, "probe")
+        return Request(row.key, row.number, proposal, {}, 10**9, 5, 1.0, 0.1, str(tmp_path), 0.0)
+
+    with mlflow_server(tmp_path, free_port) as process:
+        parent = open_parent("search", f"http://127.0.0.1:{free_port}", {}, space)
+        evidence = Evidence(parent, read_manifest(small_shards), small_shards, space)
+        evidence.start(request(first))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        evidence.catch_up([first])
+        evidence.start(request(second))
+        assert "The search goes on" in " ".join(capfd.readouterr().err.split())
+    with mlflow_server(tmp_path, free_port):
+        evidence.catch_up([first, second])
+        evidence.catch_up([first, replace(second, outcome="failed")])  # complete: not told again
+        client = MlflowClient(parent.store)
+        found = client.search_runs([parent.experiment_id], "tags.kind = 'trial'")
+        assert sorted(run.data.tags["trial"] for run in found) == ["trial-1", "trial-2"]
+        assert {run.info.status for run in found} == {"FINISHED"}
+        assert {run.data.metrics["result/tokens_per_second"] for run in found} == {100.0, 200.0}
