@@ -25,7 +25,7 @@ Loss = Literal["plain", "fused"]
 Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adamw-bf16", "adafactor", "muon"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Device = Literal["auto", "cuda", "cpu"]
-Naive = Literal["sync", "zero", "copy", "collect", "release"]
+Naive = Literal["sync", "zero", "copy", "collect", "pages"]
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,8 @@ class TrainConfig:
     """Shard weights, gradients and optimizer state over the workers (FSDP2) in place of a copy on each (DDP)."""
     naive: tuple[Naive, ...] = ()
     """Textbook habits to measure against: sync reads every loss at once, zero fills gradients in place of dropping
-    them, copy reads and copies each batch when it is needed, collect leaves the garbage collector on, release gives
-    freed CPU memory back to the system."""
+    them, copy reads and copies each batch when it is needed, collect leaves the garbage collector on, pages leaves
+    large tensors in a CPU's small pages."""
     accelerator: str | None = None
     """Kind of GPU that Ray must give the workers, as Ray names it: A100, H200. A name that the cluster lacks waits."""
 

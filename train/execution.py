@@ -134,11 +134,11 @@ def no_collections(config: TrainConfig) -> Iterator[None]:
 def worker_environment(config: TrainConfig, kind: str) -> dict[str, str]:
     """What a process that trains ``config`` must be started with, on a device of ``kind`` (``cuda`` or ``cpu``).
 
-    On the CPU it keeps what tensors free, or, by ``--naive release``, does not. The C library returns freed blocks
-    above 32 MB to the system, from which the next step's logits come anew, page by page, each of them zeroed:
-    ``tiny`` trains at 3,500 tokens/s without, and at 1,430 with. It reads these as it starts (mallopt(3)), and can
-    keep blocks of that size in its main arena alone, which a thread as Ray trains in does not have by default.
+    On the CPU it has large tensors in pages of 2 MB, or, by ``--naive pages``, of 4 KB as ever. The C library gives
+    a freed block above 32 MB back to the system and the next step's logits come anew, each page zeroed on its first
+    touch: ``tiny`` trains at 1,450 tokens/s so, and at 2,700 with a 512th of the pages. Keeping freed blocks in
+    the process is another eighth faster and takes up to 1.9 times the memory. glibc 2.35 reads this as it starts.
     """
-    if kind == "cuda" or "release" in config.naive:
+    if kind == "cuda" or "pages" in config.naive:
         return {}
-    return {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 FUSED_ATTENTION = ("flash", "cudnn", "efficient")
 SIXTEEN_BITS = ("fp16", "bf16", "bf16-activations")
-HABITS = ("sync", "zero", "copy", "collect", "release")
+HABITS = ("sync", "zero", "copy", "collect", "pages")
 TORCHAO_OPTIMIZERS = ("adamw-8bit", "adamw-bf16")
 
 

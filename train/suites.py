@@ -73,16 +73,16 @@ A100 = Suite(
 LOOP = Suite(
     "loop",
     "The training loop as a black box: what each habit costs on a small model",
-    _NAIVE | {"model": "small", "batch": 32, "naive": ("sync", "zero", "copy", "collect", "release")},
+    _NAIVE | {"model": "small", "batch": 32, "naive": ("sync", "zero", "copy", "collect", "pages")},
     (
         Rung("accumulation", {"micro_batch": 8}),
-        Rung("gradients set to none", {"naive": ("sync", "copy", "collect", "release")}),
+        Rung("gradients set to none", {"naive": ("sync", "copy", "collect", "pages")}),
         Rung("mixed precision bf16", {"precision": "bf16"}, new_mathematics=True),
         Rung("tensor cores", {"precision": "tf32"}),
         Rung("checkpointing", {"checkpointing": "full"}),
-        Rung("no synchronisation", {"naive": ("zero", "copy", "collect", "release")}),
-        Rung("asynchronous copies", {"naive": ("sync", "zero", "collect", "release")}),
-        Rung("freed memory kept", {"naive": ("sync", "zero", "copy", "collect")}),
+        Rung("no synchronisation", {"naive": ("zero", "copy", "collect", "pages")}),
+        Rung("asynchronous copies", {"naive": ("sync", "zero", "collect", "pages")}),
+        Rung("large pages", {"naive": ("sync", "zero", "copy", "collect")}),
         Rung("compile", {"compile": "whole"}),
         Rung("max-autotune", {"compile": "max-autotune"}),
         Rung(
