@@ -8,8 +8,10 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,8 @@ pytestmark = pytest.mark.timeout(900)  # a test here is a dozen whole commands
 
 RUN_BY_OTHERS = ("make test", "make install", "make demo", "mlflow ui")
 """Commands that a test cannot run from inside: itself, what it stands on, and a server that never ends."""
+LADDER = "python -m train.ladder"
+"""Is interrupted, in a test of its own."""
 
 
 def commands(marker: str) -> list[str]:
@@ -33,11 +37,16 @@ def commands(marker: str) -> list[str]:
     return [line for line in found if line and not line.startswith(("#", *RUN_BY_OTHERS))]
 
 
+def environment(**more: str) -> dict[str, str]:
+    """This environment with its programs first on the path, and ``more``."""
+    return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"} | more
+
+
 def run(command: str, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run one command line in ``folder`` with this environment's programs first on the path."""
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"} | more
-    environment.pop("MLFLOW_TRACKING_URI", None)
-    done = subprocess.run(shlex.split(command), cwd=folder, env=environment, capture_output=True, text=True)
+    """Run one command line in ``folder``."""
+    done = subprocess.run(
+        shlex.split(command), cwd=folder, env=environment(**more), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert "Traceback" not in done.stderr
     return done
@@ -92,11 +101,69 @@ def test_mlflow_holds_the_demo(demo: Path) -> None:
     assert all(run.info.status != "RUNNING" for run in searched)
 
 
-def test_every_command_of_the_readme_works(demo: Path, cluster: str) -> None:
-    wanted = commands("sh")
+@pytest.fixture(scope="module")
+def used(demo: Path, cluster: str) -> Path:
+    """The demo's folder after every command of the README but the ladder."""
+    wanted = [command for command in commands("sh") if not command.startswith(LADDER)]
     assert len(wanted) > 5, "the README's commands were not found"
     for command in wanted:
         run(command, demo, RAY_ADDRESS=cluster)
+    return demo
+
+
+def test_every_command_of_the_readme_works(used: Path) -> None:
+    assert read_manifest(used / "data/books").splits["train"]["books"] >= 4
+    outcomes = {name: json.loads((used / "runs" / name / "result.json").read_text()) for name in ("first", "best")}
+    assert {result["outcome"] for result in outcomes.values()} == {"finished"}
+    assert outcomes["first"]["steps"] == 12
+    assert json.loads((used / "runs/streamed/stream.json").read_text())["books"] >= 4
+    assert (used / "exported/model.safetensors").is_file()
+
+
+def test_the_readmes_ladder_is_interrupted_and_continued(used: Path, cluster: str) -> None:
+    (line,) = [command for command in commands("sh") if command.startswith(LADDER)]
+    ladder = used / "runs/ladder"
+    started = subprocess.Popen(
+        shlex.split(line), cwd=used, env=environment(RAY_ADDRESS=cluster), stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 240
+    while not (ladder / "01-accumulation").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    started.send_signal(signal.SIGINT)
+    printed, _ = started.communicate(timeout=120)
+    assert started.returncode == 130, printed
+    assert "short form" in printed
+    assert "--resume ladder" in printed
+    assert (ladder / "control-00/rung.json").exists()
+
+    printed = run(f"{LADDER} --resume ladder", used, RAY_ADDRESS=cluster).stdout
+    assert printed.count("kept from") == 1
+    found = json.loads((ladder / "standings.json").read_text())
+    base, accumulation, cores = found["rows"]
+    assert "a CPU computes the same fp32" in cores["reason"]
+    assert base["speed"] > 0
+    assert accumulation["low"] <= accumulation["speed"] <= accumulation["high"]
+    assert accumulation["total"]["low"] < accumulation["total"]["ratio"] < accumulation["total"]["high"]
+    assert accumulation["loss"] == pytest.approx(base["loss"], abs=1e-4), "accumulation keeps the mathematics"
+    assert found["device"] == "cpu"
+    assert base["mfu"] is None
+    assert (ladder / "speed.png").stat().st_size > 5000
+    assert (ladder / "loss.png").stat().st_size > 5000
+    assert "tensor cores: not run" in (ladder / "summary.md").read_text()
+
+    client = MlflowClient(f"sqlite:///{used / 'mlflow.db'}")
+    (experiment,) = [e for e in client.search_experiments() if e.name == "ladder"]
+    runs = client.search_runs([experiment.experiment_id])
+    (parent,) = [run for run in runs if run.data.tags.get("kind") == "ladder"]
+    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    finished = [run.data.tags["kind"] for run in children if run.info.status == "FINISHED"]
+    assert sorted(finished) == ["control", "control", "rung"]
+    assert {run.info.status for run in runs} == {"FINISHED", "KILLED"}, "the interrupted rung's"
+    assert {f.path for f in client.list_artifacts(parent.info.run_id)} >= {"speed.png", "loss.png", "summary.md"}
+
+    printed = run(f"{LADDER} --resume ladder --compare ladder", used).stdout  # all is kept: no Ray is started
+    assert printed.count("kept from") == 3
+    assert "1.00x" in printed
 
 
 @pytest.mark.gpu
