@@ -98,6 +98,10 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+NEXT_BATCH = "throughline: next batch"
+"""What a profile calls the loop's asking for a batch."""
+
+
 class BatchLoader:
     """Micro-batches of one worker, read ahead.
 
@@ -142,6 +146,7 @@ class BatchLoader:
         """Windows consumed by all workers, counted in whole steps: where a resumed run goes on."""
         return self.start + self.taken // self.accumulation * self.step_windows
 
+    @torch.profiler.record_function(NEXT_BATCH)
     def next(self) -> tuple[Tensor, Tensor]:
         """The next micro-batch, its copy to the device ordered before the current stream's further work."""
         batch, copied = self._ready or self._prepare()

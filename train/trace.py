@@ -11,9 +11,9 @@ from typing import Any
 
 from torch._C._autograd import DeviceType
 
+from train.batches import NEXT_BATCH
+
 FORWARD = "throughline: forward"
-LOADER = "train/batches.py"
-"""The profiler keeps Python's stack: functions appear as FILE(LINE): NAME."""
 
 CLASSES = {
     "copies": ("memcpy", "memset", "copy_", "_to_copy", "aten::clone"),
@@ -107,7 +107,7 @@ def analyse(events: Iterable[Any], steps: int, seconds: float, *, cuda: bool) ->
         gaps={cause: spent / steps for cause, spent in gaps.items()},
         forward=within(FORWARD),
         backward=within("autograd::engine::evaluate_function"),
-        loader=sum(e.cpu_time_total for e in host if is_loader(e.name)) / 1000 / steps,
+        loader=sum(e.cpu_time_total for e in host if e.name == NEXT_BATCH) / 1000 / steps,
         waits=sum(e.self_cpu_time_total for e in waits) / 1000 / steps,
         wait_calls=len([e for e in waits if e.name == "aten::item" or cuda]) / steps,
         attention=attention_kernel(kernel.name for kernel in kernels),
@@ -117,11 +117,6 @@ def analyse(events: Iterable[Any], steps: int, seconds: float, *, cuda: bool) ->
 def python(name: str) -> bool:
     """Whether a name in the trace is of a Python function rather than an operator."""
     return "): " in name or name.startswith(("<built-in", "nn.Module: ", "ProfilerStep"))
-
-
-def is_loader(name: str) -> bool:
-    """Whether a name in the trace is the loop's asking for a batch."""
-    return LOADER in name and name.endswith(": next")
 
 
 def attention_kernel(names: Iterable[str]) -> str:
@@ -149,7 +144,7 @@ def idle_gaps(kernels: list[Any], host: list[Any]) -> dict[str, float]:
 
 def _cause(name: str) -> str | None:
     low = name.lower()
-    if is_loader(name):
+    if name == NEXT_BATCH:
         return "the loader"
     if low in WAITS:
         return "a synchronisation"

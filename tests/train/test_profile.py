@@ -13,6 +13,7 @@ from mlflow.tracking import MlflowClient
 
 from infra.tracking import store_uri
 from train import intensity, profile
+from train.batches import NEXT_BATCH
 from train.config import ModelConfig, TrainConfig
 from train.model import GPT
 from train.trace import attention_kernel, idle_gaps, kind_of
@@ -58,7 +59,7 @@ def test_a_gap_is_put_down_to_what_the_host_did() -> None:
         return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
 
     kernels = [event("a", 0, 100), event("b", 105, 200), event("c", 1200, 1300), event("d", 1800, 1900)]
-    host = [event("cudaStreamSynchronize", 150, 900), event("train/batches.py(120): next", 1400, 1700)]
+    host = [event("cudaStreamSynchronize", 150, 900), event(NEXT_BATCH, 1400, 1700)]
     assert idle_gaps(kernels, host) == {"a synchronisation": 1.0, "the loader": 0.5}
 
 
