@@ -195,6 +195,8 @@ def rung_json(rung: Rung) -> dict[str, Any]:
 def refuse_unsuited(before: TrainConfig, config: TrainConfig, rung: Rung) -> None:
     """Raise ``UserError`` when ``config`` instead of ``before`` says nothing about the rung on this machine."""
     if device_kind(config) == "cuda":
+        if set(config.naive) ^ set(before.naive) == {"pages"}:
+            raise UserError("the pages are a CPU's; torch keeps a GPU's memory by itself")
         return
     changed = set(rung.changes)
     if "precision" in changed and config.precision == "tf32":

@@ -8,9 +8,10 @@ import pytest
 
 from infra.command import UserError
 from train import ladder
-from train.climb import refuse_short
+from train.climb import refuse_short, refuse_unsuited
 from train.config import ModelConfig, TrainConfig
 from train.loop import Trainer
+from train.suites import Rung
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +66,14 @@ def test_a_mistyped_ladder_is_answered_with_the_nearest(
     Path("runs/one/ladder.json").write_text("{}")
     assert command(monkeypatch, "--resume", "on") == 2
     assert "did you mean one" in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_rung_that_says_nothing_here_is_named(small_shards: Path, small_model: ModelConfig) -> None:
+    config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=8)
+    on_gpu = replace(config, device="cuda", naive=("pages",))
+    rung = Rung("large pages", {"naive": ()})
+    with pytest.raises(UserError, match="the pages are a CPU's"):
+        refuse_unsuited(on_gpu, replace(on_gpu, naive=()), rung)
+    refuse_unsuited(replace(on_gpu, device="cpu"), replace(on_gpu, device="cpu", naive=()), rung)
+    with pytest.raises(UserError, match="--attention cudnn"):
+        Trainer(replace(config, device="cpu", attention="cudnn")).run()
