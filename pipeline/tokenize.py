@@ -110,6 +110,8 @@ def _make(
             raise
         finally:
             shutil.rmtree(notes_folder(tracker.key.run_id), ignore_errors=True)
+    from infra.tracking import how_to_look  # was imported while Ray started
+
     note = report.as_markdown(str(config.out), manifest.report, timings, manifest.fingerprint)
     tracker.note(note)
     tracker.metrics(timings.metrics() | _counts(manifest))
@@ -117,6 +119,7 @@ def _make(
     tracker.file(folder / QUARANTINE)
     tracker.data(folder.name, manifest.fingerprint, str(folder), manifest.report, "output")
     console.print(Markdown(note), soft_wrap=False)
+    console.print(how_to_look(tracker.key), markup=False)
     tracker.finish()
 
 

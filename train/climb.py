@@ -99,9 +99,10 @@ class Climb:
                 if config == state:
                     raise UserError("here it changes nothing")
                 refuse_unsuited(state, config, rung)
-            except UserError as reason:
+            except UserError as refused:
+                reason = str(refused).rstrip(".")  # the table ends it
                 self.say(f"[yellow]{rung.name}[/yellow]: not run, {reason}")
-                rungs.append(Measured(rung.name, "", rung_json(rung), reason=str(reason)))
+                rungs.append(Measured(rung.name, "", rung_json(rung), reason=reason))
                 continue
             measured = self._measure(f"{number:02d}", rung, config, number)
             rungs.append(measured)

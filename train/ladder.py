@@ -88,7 +88,7 @@ def climb(options: LadderOptions) -> int:
     """Run a ladder from its options; returns the exit code."""
     from infra import provenance
     from infra.run_key import RunKey
-    from infra.tracking import Tracker, create_run
+    from infra.tracking import Tracker, create_run, how_to_look
     from pipeline.shards import read_manifest
     from train import ladder_report
     from train.climb import Climb, Interrupted
@@ -104,7 +104,7 @@ def climb(options: LadderOptions) -> int:
         if folder.exists():
             raise UserError(f"{folder} exists already: continue it with --resume {name}, or give another --name.")
     suite, base = prepare(options)
-    read_manifest(options.data)
+    manifest = read_manifest(options.data)
     if key is None:
         tags = provenance.collect() | {"kind": "ladder", "suite": suite.name}
         key = create_run("ladder", folder.name, tracking_uri=options.tracking_uri, tags=tags)
@@ -113,6 +113,7 @@ def climb(options: LadderOptions) -> int:
     console.print(f"[bold]{suite.name}[/bold]: {suite.title}; {len(suite.rungs)} rungs in {folder}")
     status = "FAILED"
     with Tracker(RunKey(**asdict(key))) as tracker:
+        tracker.data(options.data.name, manifest.fingerprint, str(options.data), manifest.splits, "training")
         try:
             with ExitStack() as session:
                 controls, rungs = Climb(
@@ -126,6 +127,7 @@ def climb(options: LadderOptions) -> int:
             return INTERRUPTED
         finally:
             tracker.finish(status)
+    console.print(how_to_look(key, children_by="result/tokens_per_second"), markup=False)
     return 0
 
 

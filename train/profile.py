@@ -63,7 +63,7 @@ def main() -> None:
 def profile(options: ProfileOptions) -> None:
     """Profile a configuration from its options."""
     from infra import provenance
-    from infra.tracking import Tracker, create_run
+    from infra.tracking import Tracker, create_run, how_to_look
     from pipeline.shards import read_manifest
     from train import report
 
@@ -73,13 +73,13 @@ def profile(options: ProfileOptions) -> None:
     folder = (options.out / name).resolve()
     if folder.exists():
         raise UserError(f"{folder} exists already: give another --name.")
-    folder.mkdir(parents=True)
-    free = shutil.disk_usage(folder).free
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
     if free < TRACE_ROOM:
-        folder.rmdir()
         raise UserError(f"{options.out} has {free / 1e9:.1f} GB free and a trace may need {TRACE_ROOM / 1e9:g} GB.")
     tags = provenance.collect() | {"kind": "profile"}
     key = create_run("train", name, tracking_uri=options.tracking_uri, tags=tags)
+    folder.mkdir()
     with Tracker(key) as tracker:
         report.record_start(tracker, options.training, manifest)
         status = "FAILED"
@@ -99,6 +99,7 @@ def profile(options: ProfileOptions) -> None:
             tracker.finish(status)
     show(found, words)
     console.print(f"trace (open in ui.perfetto.dev), tables and pictures: {folder}")
+    console.print(how_to_look(key), markup=False)
 
 
 def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:

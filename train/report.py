@@ -74,8 +74,8 @@ def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float 
 
 
 def record_end(tracker: Tracker, config: TrainConfig, result: RunResult) -> None:
-    """The run's page with its result."""
-    tracker.metrics(result_metrics(result) | prediction_metrics(config, result), result.steps)
+    """The run's page with its result. At step 0, because MLflow compares runs by bars where that is the only step."""
+    tracker.metrics(result_metrics(result) | prediction_metrics(config, result))
     tracker.tags({"outcome": result.outcome, "device": result.device})
     tracker.json(result.to_json(), "result.json")
     if result.sample:
@@ -181,12 +181,13 @@ def memory_text(result: RunResult) -> str:
     return text
 
 
-def print_result(result: RunResult, folder: Path) -> None:
-    """The closing table, and as the last line what to do next."""
+def print_result(result: RunResult, folder: Path, in_mlflow: str) -> None:
+    """The closing table, where to look in MLflow, and as the last line what to do next, if there is something."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in summary(result):
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     console.print(table)
+    console.print(in_mlflow, markup=False)
     if result.outcome == "interrupted":
         console.print(f"continue with: {resume_command(folder)}")
     elif result.outcome == "diverged" and result.checkpoint:

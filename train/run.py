@@ -110,7 +110,7 @@ def _recorded(
     options: RunOptions, config: TrainConfig, manifest: Manifest, home: RunFolder, resume: Path | None
 ) -> int:
     """Train on the connected Ray and record it in MLflow; returns the exit code."""
-    from infra.tracking import Tracker
+    from infra.tracking import Tracker, how_to_look
     from train import launch, report
     from train.flops import beside_matmul
 
@@ -137,7 +137,7 @@ def _recorded(
             raise
         finally:
             tracker.finish(status)
-    report.print_result(result, home.path)
+    report.print_result(result, home.path, how_to_look(key))
     if result.outcome == "interrupted":
         return INTERRUPTED
     return 0 if result.outcome == "finished" else 1

@@ -3,7 +3,7 @@
 In: the controls and rungs of a climb. Out: rows, for the terminal's table, Markdown, JSON and charts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.table import Table
@@ -26,6 +26,8 @@ class Row:
     speed: float | None = None
     low: float | None = None
     high: float | None = None
+    step_seconds: float | None = None
+    """Of one optimizer step at that speed."""
     step: Difference | None = None
     """Over the rung before, each seen against the controls around it."""
     total: Difference | None = None
@@ -78,6 +80,7 @@ def _row(
         speed=run.throughput.tokens_per_second,
         low=run.throughput.low,
         high=run.throughput.high,
+        step_seconds=run.train_tokens / run.steps / run.throughput.tokens_per_second,
         step=step,
         total=total,
         mfu=run.mfu,
@@ -105,7 +108,7 @@ def loss_at(folder: Path, tokens: int) -> float | None:
     return sum(chosen) / len(chosen) if chosen else None
 
 
-HEADER = ("rung", "batch", "GiB", "tokens/s", "step", "total", "MFU", "of ceiling", "loss")
+HEADER = ("rung", "batch", "GiB", "tokens/s", "s a step", "step", "total", "MFU", "of ceiling", "loss")
 
 
 def cells(row: Row, *, climbs: bool) -> tuple[str, ...]:
@@ -118,6 +121,7 @@ def cells(row: Row, *, climbs: bool) -> tuple[str, ...]:
         row.batch,
         f"{row.gib:.2f}{expected}",
         f"{row.speed:,.0f} ±{max(row.speed - row.low, row.high - row.speed):,.0f}",
+        f"{row.step_seconds:.3g}" if row.step_seconds else "-",
         times(row.step) if climbs else "",
         times(row.total),
         f"{row.mfu:.1%}" if row.mfu is not None else "-",
@@ -169,24 +173,29 @@ def helps(rows: list[Row]) -> list[tuple[str, str, str]]:
     return found
 
 
-def table(suite: Suite, rows: list[Row]) -> Table:
-    """The closing table for the terminal, without the columns that are empty here (MFU on a CPU)."""
+def columns(suite: Suite, rows: list[Row]) -> list[tuple[str, ...]]:
+    """The closing table's columns, each its heading and its cells, without those that are empty here (MFU on a CPU)."""
     lines = [cells(row, climbs=suite.climbs) for row in rows]
-    shown = [number for number in range(len(HEADER)) if any(line[number] not in ("", "-") for line in lines)]
+    return [column for column in zip(HEADER, *lines, strict=True) if set(column[1:]) - {"", "-"}]
+
+
+def table(suite: Suite, rows: list[Row]) -> Table:
+    """The closing table for the terminal."""
+    shown = columns(suite, rows)
     made = Table(title=suite.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for number in shown:
-        made.add_column(HEADER[number], justify="left" if number == 0 else "right", no_wrap=True)
-    for line in lines:
-        made.add_row(*(line[number] for number in shown))
+    for number, (heading, *_) in enumerate(shown):
+        made.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    for line in zip(*(column[1:] for column in shown), strict=True):
+        made.add_row(*line)
     return made
 
 
 def markdown(suite: Suite, rows: list[Row]) -> str:
     """The closing table for the ladder's page in MLflow and ``summary.md``."""
-    lines = [f"### {suite.title}", "", "| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
-    for row in rows:
-        name, *others = cells(row, climbs=suite.climbs)
-        lines.append("| " + " | ".join([f"{name}: not run, {row.reason}" if row.reason else name, *others]) + " |")
+    named = [replace(row, name=f"{row.name}: not run, {row.reason}") if row.reason else row for row in rows]
+    heading, *body = zip(*columns(suite, named), strict=True)
+    lines = [f"### {suite.title}", "", "| " + " | ".join(heading) + " |", "|" + "---|" * len(heading)]
+    lines += ["| " + " | ".join(line) + " |" for line in body]
     lines += ["", *(line for line in legend(suite, rows) if "not run" not in line)]
     if not suite.climbs:
         lines += ["", "| rung | saves memory | faster |", "|---|---|---|"]

@@ -25,8 +25,8 @@ class SearchConfig:
     training: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
     memory_limit: Bytes | None = None
     """Most memory that a process may use: 40GB is 40 x 10^9 bytes, 40GiB 40 x 2^30. Default: all there is."""
-    knobs: str = "none"
-    """Settings searched beside the micro-batch: all, none, or names such as compile,checkpointing."""
+    knobs: tuple[str, ...] = ()
+    """Settings searched beside the micro-batch: names such as compile checkpointing, or all."""
     free_global_batch: bool = False
     """A study of its own: a step is one micro-batch of any size up to --global-batch, without accumulation. Its winner
     trains with another batch, so it does not compare with a search that holds the batch fixed."""
@@ -81,7 +81,7 @@ class SearchConfig:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "SearchConfig":
         """Read back what :meth:`to_json` gave. Raises ``UserError``."""
-        read: dict[str, Any] = values | {"out": Path(values["out"])}
+        read: dict[str, Any] = values | {"out": Path(values["out"]), "knobs": tuple(values["knobs"])}
         read["training"] = config_from_json(values["training"], "the search's config")
         return cls(**read)
 
@@ -92,7 +92,7 @@ class SearchConfig:
         return {name: value for name, value in training.items() if name not in length} | {
             "data": str(self.training.data.resolve()),
             "memory_limit": self.memory_limit,
-            "knobs": ",".join(parse_knobs(self.knobs)),
+            "knobs": list(parse_knobs(self.knobs)),
             "free_global_batch": self.free_global_batch,
             "searcher": self.searcher,
             "trial_steps": self.trial_steps,

@@ -69,7 +69,7 @@ class Evidence:
                 | {name: _numeric(value) for name, value in row.candidate.knobs}
                 | {"stage": row.stage, "round": row.round}
             )
-            tracker.metrics(metrics(row), len(row.step_seconds))
+            tracker.metrics(metrics(row))  # at step 0, as train.report does
             for step, seconds in enumerate(row.step_seconds, 1):
                 tracker.metrics({"time/step_seconds": seconds}, step)
             tracker.data(self.data.name, self.manifest.fingerprint, str(self.data), self.manifest.splits, "training")

@@ -1,4 +1,4 @@
-"""Who won: candidates ranked by confirmed speed, ties named, the smaller memory first among them.
+"""Who won: candidates ranked by confirmed speed, ties named, the smaller memory winning among equals.
 
 In: rows. Out: standings, and the contenders that are worth confirming. Every number of a standing comes
 from runs in fresh processes, interleaved where they were confirmed, so that a drift of the machine
@@ -85,7 +85,7 @@ def contenders(rows: Sequence[Row], control: Candidate) -> list[Candidate]:
 
 
 def standings(rows: Sequence[Row]) -> list[Standing]:
-    """All candidates that can win, the winner first, then those tied with it by memory, then the rest by speed.
+    """All candidates that can win, the winner first, then those tied with it and then the rest, by speed.
 
     Where anything was confirmed only candidates that ran in every round of it can win or tie, on their confirmed
     speeds: the fastest of many single measurements is partly luck, and rounds differ as the machine drifts.

@@ -93,14 +93,14 @@ class Space:
         return True
 
 
-def parse_knobs(text: str) -> tuple[str, ...]:
-    """Knob names in ``all``, ``none`` or ``compile,attention``. Raises ``UserError``."""
-    if text in ("all", "none"):
-        return tuple(KNOBS) if text == "all" else ()
-    names = tuple(dict.fromkeys(name.strip().replace("-", "_") for name in text.split(",")))
+def parse_knobs(words: Sequence[str]) -> tuple[str, ...]:
+    """The knobs that ``words`` name, each once; ``all`` among them means all. Raises ``UserError``."""
+    if "all" in words:
+        return tuple(KNOBS)
+    names = tuple(dict.fromkeys(word.replace("-", "_") for word in words))
     unknown = [name for name in names if name not in KNOBS]
     if unknown:
-        raise UserError(f"--knobs {text}: {unknown[0]!r} is no knob; the knobs are {', '.join(KNOBS)}, all and none.")
+        raise UserError(f"--knobs: {unknown[0]!r} is no knob; there are {', '.join(KNOBS)}, or all.")
     return names
 
 

@@ -79,7 +79,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
     short = ("--steps", "8", "--cycle", "4+1") if small else ("--time-budget", "15s", "--within", "0.005")
     rungs = ("--rungs", "tensor cores", "no synchronisation") if small else ()
     trial = ("--trial-steps", "8", "--trial-time", "5s") if small else ("--trial-steps", "12", "--trial-time", "20s")
-    knobs = "attention" if small else "compile,attention,precision,loss_chunks,optimizer"
+    knobs = ("attention",) if small else ("compile", "attention", "precision", "loss_chunks", "optimizer")
     space = (*model, "--global-batch", batch, "--data", "tokens")
     peers = ["--data", "tokens", *model, "--global-batch", batch, *limit, "--config", "runs/search/best.json"]
     peers += ["--micro-batch", "2", "--steps", "4", "--rounds", "1", "--compile", "off"] if small else []
@@ -91,7 +91,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
         Step("ceilings", (*module, "infra.doctor", *(("--quick",) if small else ())), "runs/doctor.json"),
         Step(
             "search",
-            (*module, "tune.search", *space, *limit, "--knobs", knobs, *trial, "--name", "search"),
+            (*module, "tune.search", *space, *limit, "--knobs", *knobs, *trial, "--name", "search"),
             "runs/search/summary.md", "search",
         ),
         Step(
