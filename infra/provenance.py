@@ -15,8 +15,10 @@ _PACKAGES = ("torch", "ray", "mlflow", "pyarrow", "gigatoken", "tiktoken")
 
 def collect() -> dict[str, str]:
     """Tags that say how to reproduce this process's work; a value that cannot be had is left out."""
+    module = _module_name()
     tags = {
-        "command": shlex.join(["python", "-m", _module_name(), *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "mlflow.source.name": module,  # MLflow shows what comes after the last slash of it
         "python": platform.python_version(),
         "host": platform.node(),
         "platform": platform.platform(),

@@ -84,7 +84,7 @@ def create_run(
         client = MlflowClient(store)
         experiment_id = parent.experiment_id if parent else _experiment(client, store, experiment)
         labels = {"mlflow.user": getpass.getuser(), "mlflow.source.type": "LOCAL"} | dict(tags or {})
-        labels.setdefault("mlflow.source.name", labels.get("command", experiment))
+        labels.setdefault("mlflow.source.name", experiment)
         if parent:
             labels["mlflow.parentRunId"] = parent.run_id
         run = client.create_run(experiment_id, run_name=name, tags=labels)
