@@ -33,7 +33,7 @@ from pipeline.shards import Manifest, ShardRow, write_shard
 MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
 SEARCH = ["--model", MODEL, "--device", "cpu", "--memory-limit", "8GB"]
 TEN = ["--global-batch", "48", "--searcher", "grid", "--confirm", "0", "--trial-steps", "8"]
-KILLS, SEARCHES = 10, 6
+KILLS, SEARCHES = 10, 15
 """Kills of each way, and the most searches to place them in."""
 PATIENCE = 90.0
 """Seconds that anything may take before it counts as hung."""
