@@ -139,6 +139,7 @@ def test_the_readmes_ladder_is_interrupted_and_continued(used: Path, cluster: st
 
     printed = run(f"{LADDER} --resume ladder", used, RAY_ADDRESS=cluster).stdout
     assert printed.count("kept from") == 1
+    assert "mlflow ui --backend-store-uri sqlite:///mlflow.db\nhttp://127.0.0.1:5000/#/experiments/" in printed
     found = json.loads((ladder / "standings.json").read_text())
     base, accumulation, cores = found["rows"]
     assert "a CPU computes the same fp32" in cores["reason"]

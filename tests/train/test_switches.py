@@ -176,11 +176,17 @@ def test_every_optimizer_learns_and_resumes(config: TrainConfig, tmp_path: Path,
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-8bit", "adamw-bf16"])
-def test_torchao_is_asked_for_by_name(config: TrainConfig, optimizer: str) -> None:
+def test_torchao_resumes_exactly_or_is_asked_for_by_name(config: TrainConfig, tmp_path: Path, optimizer: str) -> None:
     precision = "bf16-activations" if optimizer == "adamw-bf16" else "fp32"
-    config = dataclasses.replace(config, optimizer=optimizer, precision=precision)
+    config = dataclasses.replace(
+        config, optimizer=optimizer, precision=precision, steps=8, cycle=Cycle(4, 1), checkpoint_every=4
+    )
     if importlib.util.find_spec("torchao"):
-        assert Trainer(config).run().outcome == "finished"
+        straight: list[CycleReport] = []
+        Trainer(config, checkpoints=tmp_path, on_cycle=straight.append).run()
+        rest: list[CycleReport] = []
+        Trainer(config, resume=tmp_path / "step-00000004", on_cycle=rest.append).run()
+        assert [report.step_losses for report in rest] == [straight[1].step_losses]
         return
     with pytest.raises(UserError, match=f"--optimizer {optimizer} is torchao's.*pip install torchao"):
         Trainer(config)

@@ -83,6 +83,9 @@ def test_a_search_leaves_rows_files_and_runs(folder: Path, searched: Path) -> No
     assert Counter(r.info.status for r in children) == {"FINISHED": len(rows)}
     assert len({r.data.tags["trial"] for r in children}) == len(rows)
     assert all(r.data.metrics["result/tokens_per_second"] > 0 for r in children)
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    speeds = [client.get_metric_history(r.info.run_id, "result/tokens_per_second") for r in children]
+    assert {point.step for points in speeds for point in points} == {0}, "for which MLflow draws bars"
 
 
 def test_the_winner_trains(searched: Path) -> None:
