@@ -107,15 +107,21 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     from train import intensity, memory_timeline
     from train.loop import Trainer
 
-    config = replace(
-        config, steps=WARM + STEPS, tokens=None, time_budget=None, cycle=Cycle(WARM + STEPS, 0), keep_checkpoints=0
-    )
-    moments: list[float] = []
+    steps = WARM + STEPS + 1  # the loop does not ask after its last whether to stop
+    config = replace(config, steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0), keep_checkpoints=0)
+    done, seconds = 0, 0.0
 
     def after_step() -> bool:
-        moments.append(time.perf_counter())
-        if len(moments) == WARM:
+        nonlocal done, seconds
+        done += 1
+        if cuda and done in (WARM, WARM + STEPS):
+            torch.cuda.synchronize(trainer.device)
+        if done == WARM:
             recorder.start()
+            seconds = -time.perf_counter()
+        elif done == WARM + STEPS:
+            seconds += time.perf_counter()
+            recorder.stop()
         return False
 
     trainer = Trainer(config, should_stop=after_step)
@@ -135,11 +141,9 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     trainer.forward = forward
     with memory_timeline.history(folder, cuda=cuda):
         result = trainer.run()
-        recorder.stop()
     if result.outcome != "finished":
         raise UserError(f"the run to profile ended early, {result.outcome}: {result.reason}.")
     recorder.export_chrome_trace(str(folder / "trace.json.gz"))
-    seconds = moments[-1] - moments[WARM - 1]
     found = analyse(recorder.events() or [], STEPS, seconds, cuda=cuda)
     memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
     length = config.model.context_length
