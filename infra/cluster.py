@@ -7,6 +7,7 @@ phones home, and leaves ``-m`` modules unimportable in workers started from anot
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,3 +77,18 @@ def connected(
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def ray_files(folder: Path) -> Iterator[Path]:
+    """A place in ``folder`` for what Ray Train or Tune write themselves, removed when the block ends.
+
+    Those of drivers that were killed are removed too: what a run or search goes on from is ours.
+    """
+    for leftover in folder.glob("ray-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    place = folder / f"ray-{os.getpid()}"
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)

@@ -83,8 +83,9 @@ def create_run(
     try:
         client = MlflowClient(store)
         experiment_id = parent.experiment_id if parent else _experiment(client, store, experiment)
-        labels = {"mlflow.user": getpass.getuser(), "mlflow.source.type": "LOCAL"} | dict(tags or {})
-        labels.setdefault("mlflow.source.name", experiment)
+        labels = {
+            "mlflow.user": getpass.getuser(), "mlflow.source.type": "LOCAL", "mlflow.source.name": experiment,
+        } | dict(tags or {})  # fmt: skip
         if parent:
             labels["mlflow.parentRunId"] = parent.run_id
         run = client.create_run(experiment_id, run_name=name, tags=labels)

@@ -23,7 +23,7 @@ from ray.exceptions import RayActorError
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
-from infra.cluster import connected
+from infra.cluster import connected, ray_files
 from infra.command import INTERRUPTED, UserError
 from infra.tracking import Tracker, last_steps
 from train.config import TrainConfig
@@ -67,8 +67,6 @@ def run(
     home = RunFolder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     home.stop.unlink(missing_ok=True)
-    for leftover in folder.glob("ray-*"):  # of a driver that was killed
-        shutil.rmtree(leftover, ignore_errors=True)
     reported, sent = 0, dict[str, int]()
     if resume:
         reported = read_progress(resume).reported
@@ -85,15 +83,14 @@ def run(
             on_cycle(cycle)
 
     follower = Follower(home.cycles, hand_on)
-    ray_files = folder / f"ray-{os.getpid()}"
-    with connected(address, prestart=False):
+    with ray_files(folder) as place, connected(address, prestart=False):
         wanted = scaling(config)
         trainer = TorchTrainer(
             train_function,
             train_loop_config={"config": absolute(config).to_json(), "folder": str(folder)},
             scaling_config=wanted,
             run_config=ray.train.RunConfig(
-                name=ray_files.name,
+                name=place.name,
                 storage_path=str(folder),
                 worker_runtime_env={"env_vars": worker_environment(config, "cuda" if wanted.use_gpu else "cpu")},
                 failure_config=ray.train.FailureConfig(max_failures=-1),  # train_function counts what matters
@@ -115,7 +112,6 @@ def run(
                 follower.poll()
     if home.stream.exists():
         tracker.file(home.stream)
-    shutil.rmtree(ray_files, ignore_errors=True)
     if isinstance(done[0], RayActorError):
         raise ControllerDied(
             f"Ray Train's controller died (is the machine out of memory?). What is finished in {folder.parent} is "

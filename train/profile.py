@@ -109,19 +109,17 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
 
     steps = WARM + STEPS + 1  # the loop does not ask after its last whether to stop
     config = replace(config, steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0), keep_checkpoints=0)
-    done, seconds = 0, 0.0
+    moments: list[float] = []
 
     def after_step() -> bool:
-        nonlocal done, seconds
-        done += 1
-        if cuda and done in (WARM, WARM + STEPS):
-            torch.cuda.synchronize(trainer.device)
-        if done == WARM:
-            recorder.start()
-            seconds = -time.perf_counter()
-        elif done == WARM + STEPS:
-            seconds += time.perf_counter()
-            recorder.stop()
+        if trainer.step in (WARM, WARM + STEPS):
+            if cuda:
+                torch.cuda.synchronize(trainer.device)
+            if trainer.step == WARM:
+                recorder.start()
+            moments.append(time.perf_counter())
+            if trainer.step > WARM:
+                recorder.stop()
         return False
 
     trainer = Trainer(config, should_stop=after_step)
@@ -144,7 +142,7 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     if result.outcome != "finished":
         raise UserError(f"the run to profile ended early, {result.outcome}: {result.reason}.")
     recorder.export_chrome_trace(str(folder / "trace.json.gz"))
-    found = analyse(recorder.events() or [], STEPS, seconds, cuda=cuda)
+    found = analyse(recorder.events() or [], STEPS, moments[1] - moments[0], cuda=cuda)
     memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
     length = config.model.context_length
     tokens = torch.zeros(config.micro_batch, length, dtype=torch.int64, device=trainer.device)

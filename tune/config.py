@@ -92,7 +92,7 @@ class SearchConfig:
         return {name: value for name, value in training.items() if name not in length} | {
             "data": str(self.training.data.resolve()),
             "memory_limit": self.memory_limit,
-            "knobs": list(parse_knobs(self.knobs)),
+            "knobs": ",".join(parse_knobs(self.knobs)),
             "free_global_batch": self.free_global_batch,
             "searcher": self.searcher,
             "trial_steps": self.trial_steps,

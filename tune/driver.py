@@ -6,7 +6,6 @@ up to a second old when the driver is killed.
 """
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import ray
 import ray.tune
 from ray.tune.search import Searcher
 
+from infra.cluster import ray_files
 from tune.record import Proposal, Row, read_rows, write_row
 from tune.strategies import Strategy
 from tune.trial import Request, run
@@ -97,30 +97,24 @@ def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
 
 def drive(proposals: Proposals, folder: Path, resources: dict[str, float]) -> None:
     """Run trials until the strategy has no more, or until Ctrl-C, which Tune takes between two events."""
-    for leftover in folder.glob("ray-*"):  # of a driver that was killed
-        shutil.rmtree(leftover, ignore_errors=True)
-    ray_files = folder / f"ray-{os.getpid()}"
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # its console prints a box of its own even when silenced
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # CSV and JSON copies of the rows
-    tuner = ray.tune.Tuner(
-        ray.tune.with_resources(trainable, resources),
-        tune_config=ray.tune.TuneConfig(
-            search_alg=proposals,
-            num_samples=-1,
-            reuse_actors=False,
-            trial_dirname_creator=lambda trial: trial.trial_id,
-        ),
-        run_config=ray.tune.RunConfig(
-            name=ray_files.name,
-            storage_path=str(folder),
-            failure_config=ray.tune.FailureConfig(max_failures=RETRIES),
-            verbose=0,
-        ),
-    )
-    try:
-        tuner.fit()
-    finally:
-        shutil.rmtree(ray_files, ignore_errors=True)  # its snapshots; what counts is in the rows
+    with ray_files(folder) as place:
+        ray.tune.Tuner(
+            ray.tune.with_resources(trainable, resources),
+            tune_config=ray.tune.TuneConfig(
+                search_alg=proposals,
+                num_samples=-1,
+                reuse_actors=False,
+                trial_dirname_creator=lambda trial: trial.trial_id,
+            ),
+            run_config=ray.tune.RunConfig(
+                name=place.name,
+                storage_path=str(folder),
+                failure_config=ray.tune.FailureConfig(max_failures=RETRIES),
+                verbose=0,
+            ),
+        ).fit()
 
 
 def trial_resources(use_gpu: bool) -> dict[str, float]:
