@@ -74,7 +74,6 @@ def replicate(forward: Any, device: torch.device) -> DistributedDataParallel:
         forward,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,
     )
 
 

@@ -16,7 +16,7 @@ from train.loop import Trainer
 from train.result import CycleReport
 
 WORKER = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 import torch.distributed as dist
 from train.config import config_from_json
@@ -38,6 +38,8 @@ if dist.get_rank() == 0:
 else:
     assert not reports, "only the first worker reports"
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # gloo's thread may still hold a tensor and abort while Python ends (pytorch/pytorch, issue 190489)
 """
 
 
