@@ -68,12 +68,17 @@ ATTENTION: dict[str, AttentionFunction] = {
 }
 
 
-def ordered_for(capability: tuple[int, int]) -> AttentionFunction:
-    """Attention by the fastest kernel of a GPU of this compute capability that can do what is asked.
+def ordered_for(capability: tuple[int, int], time: int, *, masked: bool) -> AttentionFunction:
+    """Attention over ``time`` tokens by the fastest kernel of a GPU of this compute capability that can do it.
 
-    cuDNN's is 1.7 to 2.3 times as fast as FlashAttention-2 on Hopper, and 0.8 times on an A100.
+    cuDNN's is 1.7 to 2.3 times as fast as FlashAttention-2 on Hopper, and 0.8 times on an A100. Before 9.15.1 it is
+    wrong where ``time`` is no multiple of 128, and under a mask it can give NaN gradients (pytorch/pytorch, issues
+    169849 and 196678). FlashAttention takes no mask.
     """
-    order = ["cudnn", "flash", "efficient"] if capability[0] == 9 else ["flash", "efficient", "cudnn"]
+    sound = time % 128 == 0 or (torch.backends.cudnn.version() or 0) > 91500
+    order = ["cudnn", "flash", "efficient"] if capability[0] == 9 and sound else ["flash", "efficient"]
+    if masked:
+        order = ["efficient"]
     return partial(by_kernels, [*(KERNELS[name] for name in order), SDPBackend.MATH])
 
 

@@ -188,7 +188,8 @@ def load(
         like = parameters[index]
         state["optimizer"]["state"][index] = {name: _share(value, like) for name, value in values.items()}
     optimizer.load_state_dict(state["optimizer"])
-    scaler.load_state_dict(state["scaler"])
+    if state["scaler"]:  # empty unless the run before was in fp16
+        scaler.load_state_dict(state["scaler"])
     restore_random_state(state["rng"])
     return state["losses"].tolist()
 
@@ -200,7 +201,7 @@ def _share(value: Any, like: Tensor) -> Any:
 def random_state() -> dict[str, Tensor]:
     """torch's generators, which decide dropout."""
     state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # asking would take memory of a GPU that a run on the CPU leaves alone
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
@@ -208,5 +209,5 @@ def random_state() -> dict[str, Tensor]:
 def restore_random_state(state: dict[str, Tensor]) -> None:
     """Undo :func:`random_state`."""
     torch.set_rng_state(state["cpu"].cpu())
-    if "cuda" in state and torch.cuda.is_available():
+    if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"].cpu())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from infra.command import UserError
-from train.attention import ATTENTION, AttentionFunction, MaskFunction, block_mask, dense_mask, ordered_for, sdpa
+from train.attention import ATTENTION, AttentionFunction, MaskFunction, block_mask, dense_mask, ordered_for
 from train.config import TrainConfig
 from train.losses import HAS_FUSED
 from train.model import GPT
@@ -79,17 +79,33 @@ def build(config: TrainConfig, device: torch.device) -> GPT:
     return model
 
 
+def plain(config: TrainConfig) -> GPT:
+    """The model as it is asked after training: eager, by torch's own choice of attention kernel, at any length.
+
+    What a training was executed with may not do for that: cuDNN's kernel refuses a single token, a CPU has none of
+    a GPU's, and compiled code would be compiled anew for every length.
+    """
+    return GPT(config.model, mask=_dense(config)).eval()
+
+
 def _attention(config: TrainConfig) -> AttentionFunction:
     if config.attention != "auto":
         return ATTENTION[config.attention]
-    return sdpa if config.mask_books else ordered_for(torch.cuda.get_device_capability())
+    return ordered_for(torch.cuda.get_device_capability(), config.model.context_length, masked=config.mask_books)
 
 
 def _mask(config: TrainConfig) -> MaskFunction:
-    end_of_text = config.model.vocabulary - 1  # GPT-2's last id
     if config.attention == "flex":
-        return partial(block_mask, end_of_text=end_of_text if config.mask_books else None)
-    return partial(dense_mask, end_of_text=end_of_text) if config.mask_books else lambda tokens: None
+        return partial(block_mask, end_of_text=_end_of_text(config) if config.mask_books else None)
+    return _dense(config)
+
+
+def _dense(config: TrainConfig) -> MaskFunction:
+    return partial(dense_mask, end_of_text=_end_of_text(config)) if config.mask_books else lambda tokens: None
+
+
+def _end_of_text(config: TrainConfig) -> int:
+    return config.model.vocabulary - 1  # GPT-2's last id
 
 
 def _to_fp8(model: GPT) -> None:
@@ -105,11 +121,24 @@ def compiled(model: GPT, config: TrainConfig) -> Callable[..., Tensor]:
     if config.compile == "off":
         return model
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(INDUCTOR_CACHE.expanduser()))
+    keep_compiled_attention()
     if config.compile == "blocks":
         for block in model.blocks:
             block.compile(dynamic=False)
         return model
     return torch.compile(model, dynamic=False, mode=MODES.get(config.compile))
+
+
+def keep_compiled_attention() -> None:
+    """Let torch's cache hold graphs in which attention's kernel is chosen, which it takes for unknown functions.
+
+    Their arguments are constants of the graph and so of its key. Without this every process traces anew.
+    """
+    import torch._inductor.config as inductor  # takes a second, which uncompiled runs need not wait
+
+    inductor.unsafe_marked_cacheable_functions |= {
+        f"torch.nn.attention.{name}": torch.__version__ for name in ("_sdpa_kernel", "_backend_from_string")
+    }
 
 
 def arithmetic(config: TrainConfig) -> contextlib.AbstractContextManager[Any]:

@@ -4,7 +4,7 @@ In: a checkpoint and a prompt. Out: text, sampled token by token. The whole cont
 every token: a few hundred tokens are a check of a training, not a service.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from infra import command
 from infra.command import UserError, console
 from train.checkpoint import load_weights
 from train.config import config_from_json
-from train.execution import build, pick_device, settle
+from train.execution import pick_device, plain
 from train.folder import find_run
 from train.loop import Trainer
 from train.model import GPT
@@ -89,12 +89,11 @@ def find_checkpoint(text: str, out: Path) -> Path:
 def load_model(checkpoint: Path) -> tuple[GPT, str]:
     """The model of a checkpoint, ready to be asked, and its vocabulary's hash. Raises ``UserError``."""
     progress = read_progress(checkpoint)
-    values = progress.config | {"device": "auto", "compile": "off", "fp8": False, "shard": False, "workers": 1}
-    config = settle(config_from_json(values, str(checkpoint)))
-    device = pick_device(config)
-    model = build(config, device)
+    config = config_from_json(progress.config, str(checkpoint))
+    device = pick_device(replace(config, device="auto"))
+    model = plain(config).to(device)
     load_weights(checkpoint, model, device)
-    return model.eval(), progress.vocabulary_sha256
+    return model, progress.vocabulary_sha256
 
 
 @torch.no_grad()
@@ -124,8 +123,10 @@ def closing_sample(trainer: Trainer, result: RunResult) -> str | None:
     """What a model writes at the end of its run; None where it cannot (shards of a model, ids that are no text)."""
     if result.outcome != "finished" or trainer.config.shard or not is_gpt2(trainer.data.manifest.vocabulary_sha256):
         return None
-    trainer.model.eval()
-    return to_text(sample(trainer.model, [trainer.config.model.vocabulary - 1], SAMPLE_TOKENS))
+    with torch.device("meta"):
+        model = plain(trainer.config)
+    model.load_state_dict(trainer.model.state_dict(), assign=True)  # the weights themselves, not a copy
+    return to_text(sample(model, [trainer.config.model.vocabulary - 1], SAMPLE_TOKENS))
 
 
 if __name__ == "__main__":

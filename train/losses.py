@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-HAS_FUSED = hasattr(F, "linear_cross_entropy")
+HAS_FUSED = hasattr(torch.nn, "LinearCrossEntropyOptions")  # torch 2.13; the function alone came before it
 
 
 def plain(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
@@ -30,5 +30,8 @@ def chunked(hidden: Tensor, head: Tensor, targets: Tensor, chunks: int) -> Tenso
 def fused(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     """The same mean by torch's own chunked operator (2.13), which makes the gradients in the forward pass."""
     hidden = hidden.flatten(0, 1)
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):  # which does not know this operator, and gives it a norm's fp32
+        hidden = hidden.to(torch.get_autocast_dtype(kind))
     options = torch.nn.LinearCrossEntropyOptions(acc_policy="accurate")
     return F.linear_cross_entropy(hidden, head.to(hidden.dtype), targets.flatten(), options=options).float()

@@ -137,9 +137,8 @@ class GPT(nn.Module):
     def _block(self, block: nn.Module, x: Tensor, mask: Mask) -> Tensor:
         if self.checkpointing == "none" or not self.training:
             return block(x, mask)
-        if self.checkpointing == "full":
-            return recompute.full(block, x, mask)
-        return recompute.selective(block, x, mask, dropout=self.config.dropout)
+        again = recompute.full if self.checkpointing == "full" else recompute.selective
+        return again(block, x, mask, dropout=self.config.dropout)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         hidden = self.hidden(tokens)

@@ -20,14 +20,15 @@ _ATTENTION = {
 }
 
 
-def full(block: nn.Module, *inputs: Any) -> Tensor:
+def full(block: nn.Module, *inputs: Any, dropout: float) -> Tensor:
     """Keep the block's input alone."""
-    return checkpoint(block, *inputs, use_reentrant=False)
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0)
 
 
 def selective(block: nn.Module, *inputs: Any, dropout: float) -> Tensor:
     """Keep what matmuls and attention gave, the costly part, and compute norms, GELU and casts again."""
-    return checkpoint(block, *inputs, use_reentrant=False, context_fn=partial(_contexts, dropout))
+    contexts = partial(_contexts, dropout)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=dropout > 0)
 
 
 def _contexts(dropout: float) -> Any:

@@ -127,6 +127,9 @@ def _pairs(config: "TrainConfig"):
     yield ("attention", attention == "flex"), narrow, "FlexAttention's heads are at least 16 wide"
     masked = ("mask_books", config.mask_books)
     yield ("attention", attention in FUSED_ATTENTION), masked, "these kernels know no such mask; use auto or flex"
+    selective = ("checkpointing", config.checkpointing == "selective")
+    blocks = ("compile", config.compile == "blocks")
+    yield selective, blocks, "a compiled block hides what to keep, so all is computed again; use --compile whole"
     yield ("loss", config.loss == "fused"), ("loss_chunks", config.loss_chunks > 1), "fused chooses its own pieces"
     yield ("fp8", config.fp8), on_cpu, "8-bit matmuls are a GPU's"
     not_bf16 = ("precision", precision in ("fp32", "tf32", "fp16"))

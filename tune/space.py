@@ -124,4 +124,5 @@ def make_space(base: TrainConfig, knobs: Sequence[str], *, device: str, free: bo
     largest = base.global_batch
     free_sizes = {1, 2, 4, base.micro_batch, *range(8, largest + 1, 8)}
     sizes = sorted(size for size in free_sizes if size <= largest) if free else divisors(largest)
-    return Space(base, tuple(sizes), tuple(combinations), free)
+    every = Space(base, tuple(sizes), tuple(combinations), free)
+    return replace(every, combinations=tuple(c for c in combinations if every.sizes_of(c)))

@@ -1,6 +1,7 @@
 """After training: the exported model is the trained one, and it writes text."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import mlflow
@@ -100,6 +101,19 @@ def test_bytes_are_counted_by_token() -> None:
     text = "naïve 日本 and so on"
     assert lengths[to_ids(text)].sum() == len(text.encode())
     assert token_bytes("another") is None
+
+
+def test_a_gpus_checkpoint_is_asked_on_any_machine(
+    small_shards: Path, small_model: ModelConfig, tmp_path: Path
+) -> None:
+    saved = trained(small_shards, small_model, tmp_path)
+    tokens = torch.randint(0, 257, (2, 20))
+    expected = load_model(saved)[0](tokens)
+    progress = json.loads((saved / "progress.json").read_text())
+    gpus = {"device": "cuda", "precision": "fp16", "attention": "cudnn", "compile": "max-autotune", "loss": "fused"}
+    progress["config"] |= gpus
+    (saved / "progress.json").write_text(json.dumps(progress))
+    torch.testing.assert_close(load_model(saved)[0](tokens), expected)
 
 
 def test_sampling(small_shards: Path, small_model: ModelConfig, tmp_path: Path) -> None:
