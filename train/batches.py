@@ -9,6 +9,7 @@ micro-batch and worker count.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -98,6 +99,12 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all loaders: the allocator keeps memory by stream, and each validation would leave some behind."""
+    return torch.cuda.Stream(device)
+
+
 NEXT_BATCH = "throughline: next batch"
 """What a profile calls the loop's asking for a batch."""
 
@@ -133,7 +140,7 @@ class BatchLoader:
         self.taken = 0
         self.ahead = ahead
         cuda = device.type == "cuda" and ahead
-        self._stream = torch.cuda.Stream(device) if cuda else None
+        self._stream = _copy_stream(device) if cuda else None
         shape = (micro_batch, windows.context_length + 1)
         self._host = [torch.empty(shape, dtype=torch.int64, pin_memory=cuda) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in range(2)] if cuda else []

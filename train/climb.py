@@ -125,7 +125,7 @@ class Climb:
         kept = folder / "rung.json"
         if kept.exists():
             found = Measured(**json.loads(kept.read_text(encoding="utf-8")))
-            if found.result and found.config == json.loads(json.dumps(config.to_json())):
+            if found.tokens_per_second is not None and found.config == json.loads(json.dumps(config.to_json())):
                 self.say(f"[dim]{rung.name}: kept from {name}[/dim]")
                 return found
         shutil.rmtree(folder, ignore_errors=True)
@@ -158,13 +158,15 @@ class Climb:
                 )  # fmt: skip
                 result = beside_matmul(result, config, self.folder.parent)
                 report.record_end(tracker, config, result)
-                if result.outcome == "finished":
-                    status = "FINISHED"
-                elif result.outcome == "interrupted":
+                if result.outcome == "interrupted":
                     status = "KILLED"
                     raise Interrupted
-                else:
+                if result.outcome != "finished":
                     result, reason = None, f"{result.outcome}: {result.reason}"
+                else:
+                    status = "FINISHED"
+                    if result.throughput is None:
+                        reason = f"{result.steps} steps are too few to leave warm-up: give it more time or steps"
             except (Interrupted, launch.ControllerDied):
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
@@ -240,11 +242,10 @@ def refuse_short(run: RunResult | None, reason: str) -> None:
     if run is None:
         raise UserError(f"the baseline cannot be run: {reason}")
     if run.throughput is None or run.steps < SHORTEST:
-        first = run.first_step_seconds or 0.0
-        step = max(0.0, run.seconds - first) / (run.steps - 1) if run.steps > 1 else first
+        step = run.seconds / (run.steps - 1) if run.steps > 1 else run.first_step_seconds or 0.0
         raise UserError(
             f"{run.steps} steps in {run.seconds:.1f}s are too few to leave warm-up: a rung needs {SHORTEST} steps, "
-            f"here --time-budget {math.ceil(first + SHORTEST * step)}s or more."
+            f"here --time-budget {math.ceil(SHORTEST * step)}s or more."
         )
 
 

@@ -218,7 +218,7 @@ class TrainConfig:
     tokens: int | None = None
     """Training tokens to train for."""
     time_budget: Seconds | None = None
-    """Time to train for, from the first step on: 90s, 5m, 1h."""
+    """Time to train for: 90s, 5m, 1h. It begins behind the first step, which compiles."""
     within: float | None = None
     """End early once the speed is known to this fraction: 0.005 is half a percent, by a confidence sequence."""
     cycle: CycleText = Cycle()

@@ -36,10 +36,12 @@ class Cycle:
     """Where each step has its gradients and the optimizer begins."""
     marks: list[measure.Mark] = field(default_factory=list)
     """Where each step ends."""
+    waits: list[tuple[measure.Mark, measure.Mark]] = field(default_factory=list)
+    """Around each request for a batch: on a GPU's own timeline they are apart only where it had nothing to do."""
     val_losses: Tensor | None = None
-    trained: measure.Mark = None
     end: measure.Mark = None
-    data_wait: float = 0.0
+    on_host: tuple[Tensor, Tensor, Tensor | None] | None = None
+    """Once ``end`` is reached: the losses and their last norm, and the validation's, means over the workers."""
     rate: float = 0.0
 
     @property
@@ -56,6 +58,20 @@ def open_cycle(first: int, step: int, length: int, earlier: list[float], device:
     return Cycle(first, stop, measure.mark(device), losses, norms, earlier=len(earlier))
 
 
+def close_cycle(cycle: Cycle, workers: Workers, device: torch.device) -> None:
+    """Queue the copy of ``cycle``'s numbers to the host, so that reading them waits for no later step."""
+    losses = _to_host(workers.mean(cycle.losses[: cycle.steps]))
+    validation = None if cycle.val_losses is None else _to_host(workers.mean(cycle.val_losses))
+    cycle.on_host = losses, _to_host(cycle.norms[cycle.steps - 1]), validation
+    cycle.end = measure.mark(device)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
 def step_seconds(cycle: Cycle) -> list[float]:
     """Seconds of each step done here; waits for the last of them."""
     moments = [cycle.start, *cycle.marks]
@@ -63,17 +79,17 @@ def step_seconds(cycle: Cycle) -> list[float]:
     return [measure.seconds_between(a, b) for a, b in itertools.pairwise(moments)]
 
 
-def report(
-    cycle: Cycle, config: TrainConfig, manifest: Manifest, workers: Workers, *, val_tokens: int, elapsed: float
-) -> CycleReport:
-    """Read a finished cycle's numbers off the device; ``val_tokens`` are those seen before it."""
+def report(cycle: Cycle, config: TrainConfig, manifest: Manifest, *, val_tokens: int, elapsed: float) -> CycleReport:
+    """The numbers of a closed cycle; ``val_tokens`` are those seen before it."""
     measure.wait_for(cycle.end)
+    assert cycle.on_host is not None, "only a closed cycle is reported"
+    step_losses, norm, validation = cycle.on_host
+    losses = step_losses.tolist()
+    val_losses = [] if validation is None else validation.tolist()
     here = len(cycle.marks)
-    losses = workers.mean(cycle.losses[: cycle.steps]).tolist()
-    val_losses = [] if cycle.val_losses is None else workers.mean(cycle.val_losses).tolist()
     cycle_val_tokens = len(val_losses) * config.micro_batch * config.workers * config.model.context_length
     val_tokens += cycle_val_tokens
-    train_seconds = measure.seconds_between(cycle.start, cycle.trained)
+    train_seconds = measure.seconds_between(cycle.start, cycle.marks[-1])
     step = cycle.first + cycle.steps
     train_tokens = step * config.step_tokens
     totals = manifest.splits["train"]
@@ -87,13 +103,13 @@ def report(
         books=train_tokens * totals["books"] / totals["tokens"],
         seconds=measure.seconds_between(cycle.start, cycle.end),
         train_seconds=train_seconds,
-        data_wait_seconds=cycle.data_wait,
+        data_wait_seconds=sum(measure.seconds_between(*wait) for wait in cycle.waits),
         optimizer_seconds=sum(map(measure.seconds_between, cycle.computed, cycle.marks)),
         elapsed=elapsed,
         cycle_tokens=here * config.step_tokens + cycle_val_tokens,
         epoch_seconds=totals["tokens"] / (here * config.step_tokens / train_seconds),
         learning_rate=cycle.rate,
-        gradient_norm=float(cycle.norms[cycle.steps - 1]),
+        gradient_norm=norm.item(),
         step_losses=losses,
     )
 

@@ -18,7 +18,7 @@ from train import checkpoint, measure, memory, parallel
 from train.batches import BatchLoader
 from train.conclusion import conclude
 from train.config import TrainConfig
-from train.cycle import Cycle, open_cycle, report, step_seconds, trouble
+from train.cycle import Cycle, close_cycle, open_cycle, report, step_seconds, trouble
 from train.data import Data, ShardData
 from train.execution import arithmetic, build, compiled, no_collections, pick_device, settle
 from train.optimizers import learning_rate, make_optimizer, set_rate
@@ -65,6 +65,11 @@ class Trainer:
             parallel.shard(self.model, config)
         elif self.workers.size > 1:
             self.forward = parallel.replicate(self.forward, self.device)
+        # A CUDA graph's next replay overwrites what the last one gave, so gradients need memory of their own.
+        self.keep_gradients = config.compile == "reduce-overhead" or "zero" in config.naive
+        if config.compile == "reduce-overhead":
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
         self.optimizer = make_optimizer(self.model, config)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
         self.step = self.position = self.reported = self.val_tokens = 0
@@ -90,12 +95,10 @@ class Trainer:
         try:
             with no_collections(self.config):
                 outcome, reason = self._steps()
-        except torch.OutOfMemoryError as failure:
-            outcome, reason = self._out_of_memory(failure)
         except RuntimeError as failure:
-            if "can't allocate memory" not in str(failure):  # torch's CPU allocator has no class of its own
+            if not memory.is_exhausted(failure) or self.workers.size > 1:  # the others wait for this one
                 raise
-            outcome, reason = self._out_of_memory(failure)
+            outcome, reason = "oom", str(failure).splitlines()[0]
         saved = self.checkpoints.wait() if self.checkpoints else None
         return conclude(self, outcome, reason, saved)
 
@@ -123,7 +126,8 @@ class Trainer:
             cycle.marks.append(measure.mark(self.device))
             if self.first_step_seconds is None:
                 measure.wait_for(cycle.marks[-1])
-                self.first_step_seconds = time.perf_counter() - self.started
+                begun = time.perf_counter()  # it compiled, which no time budget is for
+                self.first_step_seconds = begun - self.started
             if pending and (wrong := self._report(pending)):
                 return "diverged", wrong
             pending = None
@@ -152,9 +156,9 @@ class Trainer:
         config, index = self.config, cycle.steps
         set_rate(self.optimizer, cycle.rate)
         for micro in range(config.accumulation):
-            asked = time.perf_counter()
+            asked = measure.mark(self.device)
             inputs, targets = loader.next()
-            cycle.data_wait += time.perf_counter() - asked
+            cycle.waits.append((asked, measure.mark(self.device)))
             if config.compile == "reduce-overhead":
                 torch.compiler.cudagraph_mark_step_begin()
             with parallel.synchronised(self.forward, self.model, micro == config.accumulation - 1):
@@ -171,7 +175,7 @@ class Trainer:
             cycle.norms[index] = parallel.whole(norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none="zero" not in config.naive)
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
 
     def _end(self, total: int | None, seconds: float) -> tuple[Outcome | None, str]:
         """Whether and why the run ends after this step, as the first worker sees it."""
@@ -192,22 +196,19 @@ class Trainer:
         return known[int(code)], ended or "the first worker ended it"
 
     def _validate(self, cycle: Cycle) -> None:
-        """Close ``cycle``: mark the end of its steps and queue its validation."""
-        cycle.trained = measure.mark(self.device)
+        """Queue the validation behind ``cycle``'s steps, and close it."""
         if self.data.validation is not None:
             cycle.val_losses = validate(
                 self.data.validation, self.config, self.device, self.workers, self.model, self.forward,
                 lambda: arithmetic(self.config),
             )  # fmt: skip
-        cycle.end = measure.mark(self.device)
+        close_cycle(cycle, self.workers, self.device)
 
     def _report(self, cycle: Cycle) -> str | None:
         """Read a finished cycle's numbers and hand them on; gives the reason to stop if they hold one."""
-        made = report(
-            cycle, self.config, self.data.manifest, self.workers, val_tokens=self.val_tokens, elapsed=self.elapsed
-        )
+        made = report(cycle, self.config, self.data.manifest, val_tokens=self.val_tokens, elapsed=self.elapsed)
         self.step_seconds += step_seconds(cycle)
-        self.data_wait += cycle.data_wait
+        self.data_wait += made.data_wait_seconds
         self.optimizer_seconds += made.optimizer_seconds
         wrong = trouble(made.step_losses, self.reference, self.config.spike, cycle.first)
         self.reported, self.reference, self.val_tokens = made.step, made.train_loss, made.val_tokens
@@ -234,7 +235,10 @@ class Trainer:
     def _save(self, cycle: Cycle) -> None:
         """Take a snapshot on this step and have it written while training goes on."""
         unreported = cycle.losses[: cycle.steps] if self.reported < self.step else cycle.losses[:0]
-        taken = checkpoint.snapshot(self.model, self.optimizer, self.scaler, self.workers.mean(unreported))
+        losses = self.workers.mean(unreported)
+        if not (self.workers.first or self.config.shard):
+            return
+        taken = checkpoint.snapshot(self.model, self.optimizer, self.scaler, losses)
         if self.checkpoints is None:
             return
         first, reference, spike = self.reported, self.reference, self.config.spike
@@ -260,8 +264,3 @@ class Trainer:
         self.data.go_to(progress.place)
         self.reference, self.val_tokens = progress.reference, progress.val_tokens
         self.elapsed_before = self.elapsed = progress.elapsed
-
-    def _out_of_memory(self, failure: RuntimeError) -> tuple[Outcome, str]:
-        if self.workers.size > 1:
-            raise failure
-        return "oom", str(failure).splitlines()[0]

@@ -15,6 +15,12 @@ def start_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
+def is_exhausted(failure: RuntimeError) -> bool:
+    """Whether ``failure`` says that memory ran out; torch's allocator on the GPU alone has a class for that."""
+    text = str(failure).lower()
+    return any(words in text for words in ("out of memory", "can't allocate memory", "cublas_status_alloc_failed"))
+
+
 def peak(device: torch.device) -> Memory:
     """Peak memory of this process on ``device``, in bytes, under its three names."""
     if device.type != "cuda":
@@ -28,7 +34,7 @@ def peak(device: torch.device) -> Memory:
     return Memory(
         allocated=torch.cuda.max_memory_allocated(device),
         reserved=reserved,
-        process=process or reserved,
+        process=max(process or 0, reserved),  # NVML's is of this moment
         process_source="nvml" if process else "reserved",
         allocator_retries=statistics.get("num_alloc_retries", 0),
     )

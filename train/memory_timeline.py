@@ -43,7 +43,7 @@ def history(folder: Path, *, cuda: bool) -> Iterator[None]:
     if not cuda:
         yield
         return
-    torch.cuda.memory._record_memory_history(max_entries=200_000)
+    torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
     try:
         yield
         from torch.cuda._memory_viz import trace_plot

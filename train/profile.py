@@ -105,6 +105,7 @@ def profile(options: ProfileOptions) -> None:
 def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     """Run a few steps of ``config`` under torch's profiler, and write what they show to ``folder``."""
     from train import intensity, memory_timeline
+    from train.execution import arithmetic
     from train.loop import Trainer
 
     steps = WARM + STEPS + 1  # the loop does not ask after its last whether to stop
@@ -146,7 +147,15 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
     length = config.model.context_length
     tokens = torch.zeros(config.micro_batch, length, dtype=torch.int64, device=trainer.device)
-    work = intensity.measure(lambda: trainer.model(tokens, tokens).backward()) if config.compile == "off" else {}
+    work = {}
+    if config.compile == "off" and trainer.config.attention != "flex":  # whose operator cannot be looked into
+
+        def once() -> None:
+            with arithmetic(trainer.config):
+                loss = trainer.model(tokens, tokens)
+            loss.backward()
+
+        work = intensity.measure(once)
     words = findings(found, optimizer=config.optimizer, compiled=config.compile != "off", cuda=cuda)
     words += [f"{kind}: {counted.intensity:.1f} FLOPs a byte moved." for kind, counted in work.items()]
     write_json(folder / "profile.json", asdict(found) | {"findings": words})

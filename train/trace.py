@@ -18,7 +18,7 @@ FORWARD = "throughline: forward"
 CLASSES = {
     "copies": ("memcpy", "memset", "copy_", "_to_copy", "aten::clone"),
     "attention": ("flash", "fmha", "attention", "sdpa", "softmax"),
-    "matmul": ("gemm", "addmm", "aten::mm", "bmm", "cutlass", "nvjet", "xmma", "cublas", "linear"),
+    "matmul": ("gemm", "addmm", "aten::mm", "_mm_", "bmm", "cutlass", "nvjet", "xmma", "cublas", "linear"),
     "optimizer": ("adam", "optimizer", "multi_tensor", "lamb", "foreach"),
     "norms and loss": ("layer_norm", "nll", "log_softmax", "cross_entropy"),
 }
@@ -27,6 +27,7 @@ ATTENTION_KERNELS = {
     "cuDNN": ("cudnn_generated", "cudnn_attention", "sdpa_sm90"),
     "flash": ("flash",),
     "efficient": ("fmha", "efficient_attention"),
+    "flex": ("flex_attention",),
 }
 GAP = 20.0
 """Microseconds of an idle GPU from which a gap is asked for its cause; shorter ones are launch spacing."""
@@ -68,15 +69,19 @@ class Profile:
 def kind_of(name: str) -> str:
     """The class of a kernel or operator by its name."""
     low = name.lower()
-    if "log_softmax" in low:
+    if "log_softmax" in low or "logsoftmax" in low:
         return "norms and loss"
-    return next((kind for kind, words in CLASSES.items() if any(word in low for word in words)), "element-wise")
+    fused = low.startswith("triton_")  # and named after all that is in it, casts too, which are no copies there
+    kinds = [kind for kind, words in CLASSES.items() if any(word in low for word in words)]
+    return next((kind for kind in kinds if not (fused and kind == "copies")), "element-wise")
 
 
 def analyse(events: Iterable[Any], steps: int, seconds: float, *, cuda: bool) -> Profile:
     """Read the events of a profile over ``steps`` steps that took ``seconds``."""
     events = list(events)
     work = [e for e in events if e.device_type == (DeviceType.CUDA if cuda else DeviceType.CPU)]
+    if cuda:  # where a range that the host named, such as an optimizer's step, stands beside the kernels in it
+        work = [e for e in work if not e.is_user_annotation]
     work = [
         e for e in work if not e.name.startswith(("throughline", "autograd::engine", "cuda")) and not python(e.name)
     ]
@@ -164,10 +169,9 @@ def findings(profile: Profile, *, optimizer: str, compiled: bool, cuda: bool) ->
         found.append(
             f"`.item()` and other waits in the loop: {profile.wait_calls:.0f} a step, costing {lost:.2f} ms a step."
         )
-    if profile.loader > 0.01 * profile.step:
-        found.append(
-            f"the loop waits {profile.loader:.2f} ms a step for batches ({profile.loader / profile.step:.1%})."
-        )
+    waited = profile.gaps.get("the loader", 0.0) if cuda else profile.loader
+    if waited > 0.01 * profile.step:
+        found.append(f"the {where} waits {waited:.2f} ms a step for batches ({waited / profile.step:.1%}).")
     if cuda and profile.idle > 0.02 * profile.step:
         cause = max(profile.gaps, key=lambda name: profile.gaps[name])
         found.append(f"the GPU is idle {profile.idle:.2f} ms a step, most of it because of {cause}.")

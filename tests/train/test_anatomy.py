@@ -1,5 +1,6 @@
 """Predicted peaks against torch's own memory tracker, which runs the real operations on tensors without storage."""
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,9 @@ def test_two_probes_predict_reserved_memory_of_other_batches_within_3_percent(
             data=small_shards, model=model, micro_batch=size, global_batch=size, precision="bf16", attention="flash",
             compile=compiled, device="cuda", steps=4,
         )  # fmt: skip
-        torch.cuda.empty_cache()
         torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
         reserved = Trainer(config).run().memory.reserved
         assert reserved is not None
         return predict_peak(config).allocated, reserved

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
+from torch._C._autograd import DeviceType
 
 from infra.tracking import store_uri
 from train import intensity, profile
 from train.batches import NEXT_BATCH
 from train.config import ModelConfig, TrainConfig
 from train.model import GPT
-from train.trace import attention_kernel, idle_gaps, kind_of
+from train.trace import analyse, attention_kernel, idle_gaps, kind_of
 
 MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
 
@@ -41,6 +42,10 @@ def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
         ("void at::native::vectorized_layer_norm_kernel<float>", "norms and loss"),
         ("triton_poi_fused_gelu_3", "element-wise"),
         ("aten::_log_softmax", "norms and loss"),
+        ("void cunn_SoftMaxForward<4, float, float, LogSoftMaxForwardEpilogue>", "norms and loss"),
+        ("triton_per_fused__to_copy_add_native_layer_norm_3", "norms and loss"),
+        ("triton_poi_fused__to_copy_gelu_5", "element-wise"),
+        ("triton_tem_fused__to_copy_mm_t_7", "matmul"),
     ],
 )
 def test_kernels_are_sorted_by_name(name: str, kind: str) -> None:
@@ -51,7 +56,25 @@ def test_the_attention_kernel_is_recognised() -> None:
     assert attention_kernel(["cudnn_generated_fort_native_sdpa_sm90_flash_fprop"]) == "cuDNN"
     assert attention_kernel(["void pytorch_flash::flash_fwd_kernel<...>"]) == "flash"
     assert attention_kernel(["fmha_cutlassF_bf16_aligned_64x64_rf_sm80"]) == "efficient"
+    assert attention_kernel(["triton_tem_fused_flex_attention_2"]) == "flex"
     assert attention_kernel(["aten::mm"]) == "none fused"
+
+
+def test_a_range_that_the_host_named_is_no_kernel() -> None:
+    def event(name: str, start: float, end: float, *, annotation: bool = False) -> SimpleNamespace:
+        span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        return SimpleNamespace(
+            name=name, time_range=span, device_type=DeviceType.CUDA, is_user_annotation=annotation
+        )  # fmt: skip
+
+    events = [
+        event("nvjet_gemm", 0, 1000), event("multi_tensor_apply_kernel", 3000, 4000),
+        event("Optimizer.step#AdamW.step", 3000, 4000, annotation=True),
+        event("## Call CompiledFxGraph abc ##", 0, 3000, annotation=True),
+    ]  # fmt: skip
+    found = analyse(events, 1, 0.004, cuda=True)
+    assert found.by_class == {"matmul": 1.0, "optimizer": 1.0}
+    assert found.idle == 2.0
 
 
 def test_a_gap_is_put_down_to_what_the_host_did() -> None:
