@@ -85,9 +85,10 @@ class GpuWatch:
 
 def _visible_handle(index: int):
     """NVML ignores CUDA_VISIBLE_DEVICES, so the process's device ``index`` is looked up there first."""
-    visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
-    if not visible:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
         return pynvml.nvmlDeviceGetHandleByIndex(index) if index < pynvml.nvmlDeviceGetCount() else None
+    visible = [name for name in named.split(",") if name]  # set to nothing, it hides every GPU
     if index >= len(visible):
         return None
     name = visible[index]

@@ -30,10 +30,12 @@ def pick_device(config: SearchConfig) -> str:
     else:
         state = read_gpu()
         found = state is not None
-        if state and state.other_processes:
+        above = {process.pid for process in psutil.Process().parents()}  # a notebook or test run that waits for us
+        others = [process for process in state.other_processes if process not in above] if state else []
+        if state and others:
             raise UserError(
-                f"{state.name} is in use by process {', '.join(map(_process, state.other_processes))}, which would "
-                "share its memory and time with the trials: end it, or choose another GPU with CUDA_VISIBLE_DEVICES."
+                f"{state.name} is in use by process {', '.join(map(_process, others))}, which would share its memory "
+                "and time with the trials: end it, or choose another GPU with CUDA_VISIBLE_DEVICES."
             )
     if wanted == "cuda" and not found:
         raise UserError("--device cuda: there is no GPU here; use --device cpu, or --address of a cluster with one.")
@@ -51,6 +53,8 @@ def _process(number: int) -> str:
 def memory_limit(config: SearchConfig, device: str) -> int:
     """The limit in bytes: the flag, else all there is. Raises ``UserError`` when the model's state alone exceeds it."""
     state = read_gpu() if device == "cuda" else None
+    if device == "cuda" and state is None and not config.memory_limit:
+        raise UserError("NVML does not tell this machine the GPU's memory: say what a trial may take, --memory-limit.")
     limit = config.memory_limit or (state.memory_total if state else psutil.virtual_memory().total)
     training = replace(config.training, micro_batch=1, device=device)
     parts = predict_peak(training)

@@ -31,7 +31,8 @@ class Limit:
         torch.cuda.init()
         device = torch.device("cuda", torch.cuda.current_device())
         limit = cls(size, device, state.memory_used if state else 0)
-        torch.empty(1, device=device)
+        square = torch.ones(256, 256, device=device)
+        torch.mm(square, square)  # so that the libraries' own memory is there to be measured
         context = limit.used()[0] - torch.cuda.memory_reserved(device)
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, (size - context) / total)), device)

@@ -91,7 +91,7 @@ def _run(
         console.print(report.progress_text(rows, space, strategy.remaining(rows)), markup=False)
 
     def request(proposal: Proposal, number: int) -> Request:
-        trial = space.config(proposal.candidate).to_json() | {"data": str(data)}
+        trial = space.config(proposal.candidate).to_json() | {"data": str(data), "device": device}
         return Request(
             proposal.key(folder.name), number, proposal, trial, limit, config.trial_steps, config.trial_time,
             config.trial_precision, str(trials), time.time(),

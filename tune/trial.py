@@ -19,6 +19,7 @@ from infra.hardware import peak_flops
 from train.config import Cycle, TrainConfig, config_from_json
 from train.loop import Trainer, pick_device
 from train.measure import flops_per_token, steady_state
+from train.memory import is_exhausted
 from train.result import CycleReport, RunResult
 from tune import racing
 from tune.limit import Limit
@@ -110,10 +111,11 @@ def run(request: Request) -> Row:
         result = Trainer(config, on_cycle=watch.on_cycle, should_stop=watch.should_stop).run()
         watch.counters.append(_counters(watch.limit.device))
         outcome, reason = judge(watch, result)
-    except torch.OutOfMemoryError as failure:
-        outcome, reason = "oom", _first_line(failure)
     except Exception as failure:  # noqa: BLE001 a trial that fails is a row like any other
-        outcome, reason = "failed", f"{type(failure).__name__}: {_first_line(failure)}"
+        if isinstance(failure, RuntimeError) and is_exhausted(failure):
+            outcome, reason = "oom", _first_line(failure)
+        else:
+            outcome, reason = "failed", f"{type(failure).__name__}: {_first_line(failure)}"
     row = make_row(request, config, watch, result, outcome, reason)
     write_row(Path(request.folder), row)
     return row

@@ -12,6 +12,7 @@ import argparse
 import csv
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,6 +40,8 @@ class Step:
     result: str
     run: str | None = None
     """Name of the run, search or ladder that ``--resume`` continues."""
+    kept: str = "*.json"
+    """Without a file of this pattern in its run's folder there is nothing to continue, and it begins anew."""
 
 
 def main() -> None:
@@ -54,7 +57,7 @@ def main() -> None:
     options.folder.mkdir(exist_ok=True)
     deadline = time.monotonic() + 60 * options.minutes
     for step in steps(options):
-        if (options.folder / step.result).exists():
+        if is_finished(step, options.folder):
             continue
         left = deadline - time.monotonic()
         if left < 0 or not finish(step, options.folder, left):
@@ -107,12 +110,12 @@ def steps(options: argparse.Namespace) -> list[Step]:
             "best run",
             (*module, "train.run", "--config", "runs/search/best.json", "--data", "tokens", "--name", "best",
              "--steps", "8" if small else "60", "--cycle", "4+1" if small else "20+1"),
-            "runs/best/result.json", "best",
+            "runs/best/result.json", "best", "checkpoints/step-*",
         ),
         Step(
             "profile",
             (*module, "train.profile", "--config", "runs/search/best.json", "--data", "tokens", "--name", "profile"),
-            "runs/profile/profile.json",
+            "runs/profile/profile.json", "profile", "profile.json",
         ),
         Step(
             "grid",
@@ -132,11 +135,23 @@ def steps(options: argparse.Namespace) -> list[Step]:
     ]  # fmt: skip
 
 
+def is_finished(step: Step, folder: Path) -> bool:
+    """Whether ``step`` has left its result, which an interrupted run leaves as well."""
+    result = folder / step.result
+    if not result.exists():
+        return False
+    return result.name != "result.json" or json.loads(result.read_text())["outcome"] == "finished"
+
+
 def finish(step: Step, folder: Path, seconds: float) -> bool:
     """Run or continue a step for at most ``seconds``; whether it finished."""
     command = list(step.command)
-    if step.run and (folder / "runs" / step.run).exists():
-        command = [*step.command[:3], "--resume", step.run]
+    if step.run:
+        home = folder / "runs" / step.run
+        if any(home.glob(step.kept)):
+            command = [*step.command[:3], "--resume", step.run]
+        else:
+            shutil.rmtree(home, ignore_errors=True)
     print(f"{step.name}: {' '.join(['python', *command[1:]])}", flush=True)
     with (folder / f"{step.name.replace(' ', '-')}.log").open("a") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)

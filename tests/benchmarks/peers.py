@@ -7,8 +7,9 @@ Every side trains the standard GPT-2 of ``--model`` (biases, tied head, vocabula
 AdamW, betas 0.9 and 0.95, decay 0.1 on matrices, gradients clipped at 1. The peers get bf16 autocast, SDPA,
 ``torch.compile``, fused AdamW, TF32 elsewhere, and our data loader, which flatters them. Each side uses the
 largest micro-batch up to its own ``--micro-batch`` that stays within the limit: a side that runs out of
-memory is tried again with the next smaller divisor. nanoGPT and build-nanogpt are read from a checkout that
-is laid beside; nothing of theirs is kept here.
+memory, or lives off freed cache as no trial of the search may, is tried again with the next smaller divisor.
+nanoGPT and build-nanogpt are read from a checkout that is laid beside; nothing of theirs is kept here. A run
+that was interrupted goes on from the rows beside its record.
 """
 
 import argparse
@@ -75,15 +76,25 @@ def main() -> None:
     sizes = dict.fromkeys(sides, largest(options.global_batch, options.micro_batch))
     if options.config:
         sizes["ours"] = load_config(options.config).micro_batch
+    journal = options.record and options.record.with_suffix(".rows.jsonl")
     rows: list[dict[str, Any]] = []
+    if journal and journal.exists():
+        rows = [json.loads(line) for line in journal.read_text().splitlines()]
+        sizes |= {row["side"]: row["micro_batch"] for row in rows}
+    done = {(row["turn"], row["side"]) for row in rows}
     for turn in range(options.rounds):
         for side in sides if turn % 2 == 0 else reversed(sides):
+            if (turn, side) in done:
+                continue
             row = run(side, sizes[side])
             while row.get("outcome") == RAN_OUT and sizes[side] > 1:
                 print(f"{side}: {sizes[side]} sequences do not fit", flush=True)
                 sizes[side] = largest(options.global_batch, sizes[side] - 1)
                 row = run(side, sizes[side])
             rows.append({"turn": turn, "side": side} | row)
+            if journal:
+                with journal.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
             print(json.dumps({k: v for k, v in rows[-1].items() if k != "losses"}), flush=True)
     speeds = {side: [r["tokens_per_second"] for r in rows if r["side"] == side] for side in sides}
     middle = {side: statistics.median(found) for side, found in speeds.items()}
@@ -118,6 +129,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     from train import memory
     from tune.limit import Limit
+    from tune.trial import THRASHING_STEPS
 
     config = config_of(options)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,7 +141,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             seconds, losses = train_ours(config)
         else:
             seconds, losses = train_peer(PEERS[options.side], config, options, limit.device)
-    except torch.OutOfMemoryError:
+    except RuntimeError as failure:
+        if not memory.is_exhausted(failure):
+            raise
+        return {"outcome": RAN_OUT}
+    # One retry makes room for the optimizer's state in the first step; more mean that every step frees and asks anew.
+    if options.side not in ("ours", "ladder") and memory.peak(limit.device).allocator_retries > THRASHING_STEPS:
         return {"outcome": RAN_OUT}
     steady = seconds[max(1, len(seconds) // 3) :]
     return {
@@ -167,7 +184,7 @@ def train_ours(config: TrainConfig) -> tuple[list[float], list[float]]:
     if result.outcome == "oom":
         import torch
 
-        raise torch.OutOfMemoryError
+        raise torch.OutOfMemoryError(result.reason)
     return trainer.step_seconds, [loss for report in trainer.reports for loss in report.step_losses]
 
 
@@ -212,10 +229,15 @@ def train_peer(
 
 
 def huggingface(options: argparse.Namespace, device: Any) -> Peer:
-    """``transformers``' GPT-2 at its best: SDPA, the loss inside the compiled graph, no logits returned."""
+    """``transformers``' GPT-2 at its best: SDPA, the loss inside the compiled graph, no logits returned.
+
+    Under compilation its own "sdpa" makes a mask of all positions, with which no flash kernel runs. An attention
+    registered under another name gets none, and is causal by the flag.
+    """
     import torch
     import torch.nn.functional as F
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     shape = parse_model(options.model)
     sizes: dict[str, Any] = {
@@ -223,7 +245,8 @@ def huggingface(options: argparse.Namespace, device: Any) -> Peer:
         "n_layer": shape.layers, "n_head": shape.heads,
     }  # fmt: skip
     plain: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
-    plain["attn_implementation"] = "sdpa"
+    AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+    plain["attn_implementation"] = "causal_sdpa"
     model: Any = GPT2LMHeadModel(GPT2Config(**sizes, **plain)).to(device)
 
     def loss(inputs: Any, targets: Any) -> Any:
