@@ -77,7 +77,10 @@ def no_store_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
-    """The address of a Ray for tests to share whose point is not Ray's own start or end, which cost ten seconds."""
+    """The address of a Ray for tests to share whose point is not Ray's own start or end, which cost ten seconds.
+
+    It has no GPU on any machine: what these tests expect is a CPU's.
+    """
     hold = """
 import sys, ray
 from infra.cluster import connected
@@ -86,6 +89,7 @@ with connected(prestart=False):
     sys.stdin.read()
 """
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     with subprocess.Popen(
         [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as head:

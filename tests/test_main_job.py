@@ -21,10 +21,12 @@ from pipeline.shards import read_manifest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-pytestmark = pytest.mark.timeout(900)  # a test here is a dozen whole commands
+pytestmark = pytest.mark.timeout(1800)  # a test here is a dozen whole commands
 
 RUN_BY_OTHERS = ("make test", "make install", "make demo", "mlflow ui")
 """Commands that a test cannot run from inside: itself, what it stands on, and a server that never ends."""
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""For commands on the shared Ray, which has none either."""
 LADDER = "python -m train.ladder"
 """Is interrupted, in a test of its own."""
 
@@ -108,7 +110,7 @@ def used(demo: Path, cluster: str) -> Path:
     wanted = [command for command in commands("sh") if not command.startswith(LADDER)]
     assert len(wanted) > 5, "the README's commands were not found"
     for command in wanted:
-        run(command, demo, RAY_ADDRESS=cluster)
+        run(command, demo, RAY_ADDRESS=cluster, **NO_GPU)
     return demo
 
 
@@ -125,7 +127,7 @@ def test_the_readmes_ladder_is_interrupted_and_continued(used: Path, cluster: st
     (line,) = [command for command in commands("sh") if command.startswith(LADDER)]
     ladder = used / "runs/ladder"
     started = subprocess.Popen(
-        shlex.split(line), cwd=used, env=environment(RAY_ADDRESS=cluster), stdout=subprocess.PIPE, text=True
+        shlex.split(line), cwd=used, env=environment(RAY_ADDRESS=cluster, **NO_GPU), stdout=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 240
     while not (ladder / "01-accumulation").exists() and time.monotonic() < deadline:
@@ -137,7 +139,7 @@ def test_the_readmes_ladder_is_interrupted_and_continued(used: Path, cluster: st
     assert "--resume ladder" in printed
     assert (ladder / "control-00/rung.json").exists()
 
-    printed = run(f"{LADDER} --resume ladder", used, RAY_ADDRESS=cluster).stdout
+    printed = run(f"{LADDER} --resume ladder", used, RAY_ADDRESS=cluster, **NO_GPU).stdout
     assert printed.count("kept from") == 1
     assert "mlflow ui --backend-store-uri sqlite:///mlflow.db\nhttp://127.0.0.1:5000/#/experiments/" in printed
     found = json.loads((ladder / "standings.json").read_text())
@@ -163,7 +165,7 @@ def test_the_readmes_ladder_is_interrupted_and_continued(used: Path, cluster: st
     assert {run.info.status for run in runs} == {"FINISHED", "KILLED"}, "the interrupted rung's"
     assert {f.path for f in client.list_artifacts(parent.info.run_id)} >= {"speed.png", "loss.png", "summary.md"}
 
-    printed = run(f"{LADDER} --resume ladder --compare ladder", used).stdout  # all is kept: no Ray is started
+    printed = run(f"{LADDER} --resume ladder --compare ladder", used, **NO_GPU).stdout  # all is kept: no Ray is started
     assert printed.count("kept from") == 3
     assert "1.00x" in printed
 

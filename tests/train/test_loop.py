@@ -10,6 +10,7 @@ import torch
 
 from train.config import Cycle, ModelConfig, TrainConfig
 from train.loop import Trainer
+from train.memory import is_exhausted
 from train.result import CycleReport, RunResult
 
 GOLDEN = [5.7706, 5.7397, 5.7080, 5.7372, 5.6842, 5.6755, 5.6816, 5.6503, 5.6573, 5.6529]
@@ -91,6 +92,20 @@ def test_a_time_budget_ends_the_run(config: TrainConfig) -> None:
     assert result.outcome == "finished"
     assert "time budget" in result.reason
     assert 0.4 < result.seconds < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "exhausted"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB.", True),
+        ("CUDA error: out of memory", True),
+        ("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", False),
+    ],
+)
+def test_memory_that_ran_out_is_known_by_its_words(text: str, exhausted: bool) -> None:
+    assert is_exhausted(RuntimeError(text)) is exhausted
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Where trials run, and what is refused before. The reading of a GPU is made up; the process that uses it is real."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from infra import gpu
 from infra.command import UserError
 from infra.gpu import GpuState
 from tune import device
@@ -39,6 +41,23 @@ def test_a_gpu_in_use_is_refused_with_its_process(monkeypatch: pytest.MonkeyPatc
         device.pick_device(search("auto"))
     assert f"H200 is in use by process {neighbour} (" in str(refusal.value)
     assert "their training" in str(refusal.value)
+
+
+def test_the_process_that_waits_for_the_search_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, replace(IDLE, other_processes=(os.getppid(),)))
+    assert device.pick_device(search("auto")) == "cuda"
+
+
+def test_a_limit_is_asked_for_where_nvml_tells_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    on(monkeypatch, None)
+    with pytest.raises(UserError, match="--memory-limit"):
+        device.memory_limit(search("cuda"), "cuda")
+    assert device.memory_limit(replace(search("cuda"), memory_limit=40 * 10**9), "cuda") == 40 * 10**9
+
+
+def test_a_variable_set_to_nothing_hides_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu._visible_handle(0) is None
 
 
 def test_a_process_that_cannot_be_seen_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
