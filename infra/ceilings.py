@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 SECONDS = 0.4
+"""Time for each rate; all of them together stay well under a minute."""
 LAUNCHES = 8
 """Repetitions behind each other on a GPU, so that the first one's launch does not count against all."""
-"""Time for each rate; all of them together stay well under a minute."""
 
 SHAPES = {
     "qkv": (768, 2304),
@@ -29,11 +29,11 @@ SHAPES = {
 """(inner, columns) of GPT-2 124M's matrix products; the rows are tokens."""
 
 
-def best_seconds(work: Callable[[], object], device: torch.device, budget: float = SECONDS) -> float:
-    """The fastest of the repetitions of ``work`` that fit ``budget`` seconds, after one to warm up; at least three."""
+def best_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """The fastest of the repetitions of ``work`` that fit ``SECONDS``, after one to warm up; at least three."""
     work()
     best = float("inf")
-    until = time.perf_counter() + budget
+    until = time.perf_counter() + SECONDS
     repeated = 0
     while repeated < 3 or time.perf_counter() < until:
         if device.type == "cuda":
@@ -97,14 +97,17 @@ def copy_rates(device: torch.device) -> dict[str, float]:
     return rates
 
 
-def disk_rate(folder: Path, size: int = 2**28) -> float:
+DISK_BYTES = 2**28
+
+
+def disk_rate(folder: Path) -> float:
     """Bytes/s of reading a fresh file in ``folder`` that the page cache was told to forget.
 
     Where the kernel keeps it anyway (tmpfs), this is memory's speed. Raises ``OSError`` on a full disk.
     """
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".disk-") as file:
         block = os.urandom(2**22)
-        for _ in range(size // len(block)):
+        for _ in range(DISK_BYTES // len(block)):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
@@ -114,7 +117,7 @@ def disk_rate(folder: Path, size: int = 2**28) -> float:
         with Path(file.name).open("rb", buffering=0) as reader:
             while reader.read(2**22):
                 pass
-        return size / (time.perf_counter() - began)
+        return DISK_BYTES / (time.perf_counter() - began)
 
 
 def read_matmul_rate(path: Path, device: str, precision: str) -> float | None:

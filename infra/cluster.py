@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from infra.command import UserError
@@ -58,16 +58,21 @@ def connected(
         return
     search_path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH", "")]))
     variables = {"PYTHONPATH": search_path} | dict(environment or {})
+    leaving = ExitStack()
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address:
             ray.init(address=address, runtime_env={"env_vars": variables}, **quiet)
         else:
+            leaving.enter_context(_loopback())
             # Inherited, and not a runtime_env, for which Ray would throw away the workers it starts in advance.
             os.environ.update(variables)
             os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
     except (ConnectionError, ValueError) as failure:
+        leaving.close()
+        if not address:
+            raise
         raise UserError(
             f"no Ray cluster answers at --address {address}: {str(failure).splitlines()[0]} Start one with "
             "'ray start --head' (where it asks for a token, 'export RAY_AUTH_MODE=token'), or leave --address out "
@@ -77,6 +82,25 @@ def connected(
         yield
     finally:
         ray.shutdown()
+        leaving.close()
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """While the block runs, the Ray that is started listens on 127.0.0.1 alone.
+
+    By itself it listens on all of the machine's addresses, and this is its only way not to: it is meant for systems
+    on which it forms no clusters, and read by its processes and, where Ray is imported already, by us.
+    """
+    from ray._private import ray_constants
+
+    name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """The shape that every command shares: flags to a config, a config to work, a result to an exit code.
 
-In: a config dataclass and a function that takes one. Out: 0 done, 2 the user's mistake (one sentence
-on stderr, no traceback), 1 our bug (a traceback), 130 after Ctrl-C. Entry files stay wiring, because
-functions defined in a ``python -m`` file reach Ray's workers as ``__main__`` and are pickled by value.
+In: a config dataclass and a function that takes one. Out: 0 done, 2 the user's mistake (one sentence on
+stderr, no traceback), 1 what was asked did not succeed (or a traceback: our bug), 130 after Ctrl-C. Entry
+files stay wiring, because functions defined in a ``python -m`` file reach Ray's workers as ``__main__`` and
+are pickled by value.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 import tyro
@@ -34,7 +35,6 @@ def run(
     module: str,
     description: str,
     default: Config | None = None,
-    args: Sequence[str] | None = None,
 ) -> NoReturn:
     """Parse ``config`` from the command line, call ``main`` with it, and exit with its code.
 
@@ -44,9 +44,9 @@ def run(
     prog = f"python -m {module}"
     try:
         if default is None:
-            parsed = tyro.cli(config, prog=prog, description=description, args=args)
+            parsed = tyro.cli(config, prog=prog, description=description)
         else:
-            parsed = tyro.cli(config, prog=prog, description=description, args=args, default=default)
+            parsed = tyro.cli(config, prog=prog, description=description, default=default)
     except ValueError as mistake:
         refuse(mistake)
     try:

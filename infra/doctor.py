@@ -1,8 +1,8 @@
 """Entry: ``python -m infra.doctor`` says whether this machine is ready, and how fast it is at best.
 
 In: nothing but the machine. Out: a table with a red line and its mend for each thing wrong, measured
-ceilings, ``runs/doctor.json`` (which ladders read for the fraction of what this machine can do), and an
-MLflow run. Wiring and tables only.
+ceilings, ``runs/doctor.json`` (which runs and ladders read for the fraction of what this machine can do), and
+an MLflow run. Wiring and tables only.
 """
 
 import time
@@ -79,7 +79,10 @@ def examine(options: DoctorOptions) -> int:
         found["allreduce"] = asdict(reduced)
         print_allreduce(reduced, found)
         metrics |= {f"allreduce/{size}": rate for size, rate in reduced.bus_bytes_per_second.items()}
-    write_json(options.out / "doctor.json", found)
+    kept = "nothing was measured, so an earlier doctor.json stays"
+    if not options.quick:
+        write_json(options.out / "doctor.json", found)
+        kept = f"kept in {options.out / 'doctor.json'}"
     key = create_run("doctor", name, tracking_uri=options.tracking_uri, tags=provenance.collect() | {"kind": "doctor"})
     with Tracker(key) as tracker:
         tracker.metrics(metrics)
@@ -88,7 +91,7 @@ def examine(options: DoctorOptions) -> int:
             "\n".join(f"- {'✗' if check.mend else '✓'} {check.name}: {check.value} {check.mend}" for check in checks)
         )
         tracker.finish()
-    console.print(f"kept in {options.out / 'doctor.json'}, {time.perf_counter() - began:.0f} s")
+    console.print(f"{kept}; {time.perf_counter() - began:.0f} s")
     return int(any(check.mend and check.fatal for check in checks))
 
 

@@ -21,7 +21,6 @@ class GpuState:
     """Bytes held by this process; None where the driver does not tell (many containers)."""
     other_processes: tuple[int, ...]
     sm_clock: int | None
-    power: float | None
     power_limit: float | None
     temperature: int | None
     throttle_reasons: int | None
@@ -51,7 +50,6 @@ def read_gpu(index: int = 0) -> GpuState | None:
             process_memory=int(own[0]) if own and own[0] else None,
             other_processes=tuple(p.pid for p in processes if p.pid != os.getpid()),
             sm_clock=_attempt(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
-            power=_watts(_attempt(pynvml.nvmlDeviceGetPowerUsage, handle)),
             power_limit=_watts(_attempt(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
             temperature=_attempt(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
             throttle_reasons=_attempt(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle),

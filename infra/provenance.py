@@ -16,8 +16,9 @@ _PACKAGES = ("torch", "ray", "mlflow", "pyarrow", "gigatoken", "tiktoken")
 def collect() -> dict[str, str]:
     """Tags that say how to reproduce this process's work; a value that cannot be had is left out."""
     module = _module_name()
+    started = ["-m", module] if getattr(sys.modules.get("__main__"), "__spec__", None) else ["-P", sys.argv[0]]
     tags = {
-        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "command": shlex.join(["python", *started, *sys.argv[1:]]),
         "mlflow.source.name": module,  # MLflow shows what comes after the last slash of it
         "python": platform.python_version(),
         "host": platform.node(),

@@ -1,4 +1,4 @@
-"""The key to a run in MLflow, which the driver hands to workers and keeps for a continued run.
+"""The key to a run in MLflow, which a command keeps for the one that continues its work.
 
 Apart from ``infra.tracking`` because importing MLflow takes two seconds that ``--help`` and mistakes need
 not wait for.
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RunKey:
-    """All that a process needs to write into a run that the driver created."""
+    """All that is needed to write into a run that exists."""
 
     store: str
     experiment_id: str
     run_id: str
     journal: str
-    """Folder for entries that could not be delivered; absolute, because workers run elsewhere."""
+    """Folder for entries that could not be delivered; absolute, because work is continued from anywhere."""

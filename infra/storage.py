@@ -1,8 +1,7 @@
-"""Write files whole or not at all, on a local disk or in object storage.
+"""Write files whole or not at all.
 
 A reader never sees half a file: data goes to a temporary name in the same folder, is fsynced, and is
-renamed over the final name (on object stores an upload becomes visible only when it completes, so
-there the plain write has the same effect).
+renamed over the final name.
 """
 
 import json

@@ -1,8 +1,7 @@
-"""Runs in MLflow that never slow or kill the work they record. The only file that imports mlflow.
+"""Runs in MLflow that never slow or kill the work they record.
 
-In: metrics, params, tags, files, from the driver or from a worker that was handed a ``RunKey``. Out:
-an MLflow run. The driver creates every run before any worker starts (a fresh SQLite store does not
-survive several processes creating it at once); workers attach by key. Writes pass through a queue to
+In: metrics, params, tags, files, from the driver. Out: an MLflow run. A fresh SQLite store does not survive
+several processes creating it at once, so workers have none to do with it. Writes pass through a queue to
 one thread that batches them (a call costs microseconds; a single ``log_metric`` costs 2 ms). When the
 store does not answer, entries go to a journal on disk, are sent as soon as it answers again or when
 any later command opens the store, and the run says so in the tag ``tracking.delivered_late``.
@@ -16,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
@@ -37,6 +37,7 @@ for chatter in ("mlflow.store.db.utils", "alembic.runtime.migration"):
 
 BATCH_SECONDS = 1.0
 RETRY_SECONDS = 30.0
+FLUSH_SECONDS = 60.0
 METRICS_A_BATCH = 500
 ITEMS_A_BATCH = 90  # MLflow refuses more than 1,000 metrics, 100 params or 100 tags in one call
 PARAM_CHARACTERS = 6000
@@ -202,7 +203,7 @@ class Tracker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.flush()
+        self._deliver_all()
 
     def metrics(self, values: Mapping[str, float | int | None], step: int = 0) -> None:
         """Record numbers at ``step``; names are grouped by a prefix, ``throughput/tokens_per_second``."""
@@ -246,16 +247,20 @@ class Tracker:
         """Upload a local file, by reference: it must still be there when the queue reaches it."""
         self._queue.put({"kind": "file", "path": str(path.resolve()), "folder": folder})
 
-    def flush(self, timeout: float = 60.0) -> bool:
+    def flush(self) -> bool:
         """Wait until everything queued so far is in the store or in the journal; False if that took too long."""
         done = threading.Event()
         self._queue.put(done)
-        return done.wait(timeout)
+        return done.wait(FLUSH_SECONDS)
 
     def finish(self, status: str = "FINISHED") -> None:
         """Deliver everything and close the run as FINISHED, FAILED or KILLED."""
         self._queue.put({"kind": "finish", "status": status, "time": int(time.time() * 1000)})
-        self.flush()
+        self._deliver_all()
+
+    def _deliver_all(self) -> None:
+        while not self.flush():
+            errors.print(f"MLflow ({self.key.store}) is slow; still sending. Ctrl-C leaves without the rest.")
 
     def _write(self) -> None:
         while True:
@@ -340,7 +345,10 @@ def deliver_journal(client: MlflowClient, journal: Path) -> None:
     """Send what ``journal`` kept for its run, then remove it. Raises when the store does not answer."""
     if not journal.exists():
         return
-    entries = [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()]
+    entries = []
+    for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(json.JSONDecodeError):  # a kill may have cut it short
+            entries.append(json.loads(line))
     send(client, journal.stem, entries)
     client.set_tag(journal.stem, "tracking.delivered_late", f"{len(entries)} entries")
     journal.unlink()
@@ -349,13 +357,13 @@ def deliver_journal(client: MlflowClient, journal: Path) -> None:
 def deliver_journals(client: MlflowClient, folder: Path) -> None:
     """Send every journal in ``folder`` that belongs to the client's store; those that fail stay."""
     for journal in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
-        with journal.open(encoding="utf-8") as file:
-            first = file.readline()
-        if first and json.loads(first).get("store") == client.tracking_uri:
-            try:
+        try:
+            with journal.open(encoding="utf-8") as file:
+                first = file.readline()
+            if first.endswith("\n") and json.loads(first).get("store") == client.tracking_uri:
                 deliver_journal(client, journal)
-            except Exception as failure:  # noqa: BLE001 an old run's journal must not stop a new run
-                errors.print(f"{journal} could not be delivered: {first_line(failure)}")
+        except Exception as failure:  # noqa: BLE001 an old run's journal must not stop a new run
+            errors.print(f"{journal} could not be delivered: {first_line(failure)}")
 
 
 def first_line(failure: BaseException) -> str:

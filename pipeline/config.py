@@ -76,7 +76,7 @@ class TokenizeConfig:
     """MLflow store. Default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
 
     address: str | None = None
-    """Ray cluster to work on. Default: this machine alone."""
+    """Ray cluster to work on; default RAY_ADDRESS, else a Ray of its own here."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -102,6 +102,11 @@ class TokenizeConfig:
         execution = {"out", "copy_to", "mirror", "workers", "dry_run", "overwrite", "tracking_uri", "address"}
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in execution}
         return values | {"sources": sorted(set(self.sources)), "languages": sorted(set(self.languages))}
+
+    @property
+    def cluster(self) -> str | None:
+        """The address of the Ray to join; None for one of our own."""
+        return self.address or os.environ.get("RAY_ADDRESS")
 
     @property
     def parallelism(self) -> int:

@@ -87,8 +87,8 @@ def _make(
         opening = background.submit(_open_store, config.tracking_uri)
         if todo:
             with _phase(timings, "ray start"):
-                ray.enter_context(connected(config.address, cpus=config.parallelism))
-                warm_up(0 if config.address else min(config.parallelism, len(todo)))
+                ray.enter_context(connected(config.cluster, cpus=config.parallelism))
+                warm_up(0 if config.cluster else min(config.parallelism, len(todo)))
         with _phase(timings, "mlflow start"):
             opening.result()
             tracker = _open_run(config, folder)
@@ -147,7 +147,7 @@ def _work(
         start = time.perf_counter()
         # Our own Ray runs no more tasks than it has CPUs, so some may wait there: Ray Data takes up to 0.2 s to see
         # that one is done, and a worker would idle for as long.
-        tasks = config.workers if config.address else TASKS_A_WORKER * config.parallelism
+        tasks = config.workers if config.cluster else TASKS_A_WORKER * config.parallelism
         for summary in do_pieces(todo, folder, tasks, run):
             timings.add(summary)
             rate = f"{timings.bytes / 1e6 / (time.perf_counter() - start):,.0f} MB/s"

@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
+from infra.command import UserError
+
 DEATHS = 3
 _LENGTH = 8
 
@@ -22,7 +24,10 @@ class Witness:
 
     def __init__(self, run: str, piece: str) -> None:
         folder = notes_folder(run)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        if folder.parent.lstat().st_uid != os.getuid():
+            raise UserError(f"{folder.parent} belongs to another user: set TMPDIR to a folder of your own.")
+        folder.mkdir(exist_ok=True)
         self._note = folder / f"{piece}.note"
         self._counts = folder / f"{piece}.json"
         self.deaths: dict[str, int] = json.loads(self._counts.read_text()) if self._counts.exists() else {}

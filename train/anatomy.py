@@ -223,12 +223,12 @@ def correct(predicted: float, probes: Sequence[tuple[float, float]]) -> float:
     return middle_y + slope * (predicted - middle_x)
 
 
-def largest_micro_batch(config: TrainConfig, limit: int, probes: Sequence[tuple[float, float]] = ()) -> int | None:
-    """The largest micro-batch that divides the global batch with a (corrected) peak within ``limit`` bytes.
+def largest_micro_batch(config: TrainConfig, limit: int) -> int | None:
+    """The largest micro-batch that divides the global batch with a predicted peak within ``limit`` bytes.
 
     None when not even one sequence fits.
     """
     for size in reversed(divisors(config.global_batch // config.workers)):
-        if correct(predict_peak(replace(config, micro_batch=size)).total, probes) <= limit:
+        if predict_peak(replace(config, micro_batch=size)).total <= limit:
             return size
     return None

@@ -10,6 +10,7 @@ import torch
 
 from infra.hardware import peak_flops
 from train import measure, memory
+from train.flops import utilisation
 from train.result import Outcome, RunResult
 from train.validation import bits_per, bytes_of, perplexity
 
@@ -50,7 +51,7 @@ def conclude(trainer: "Trainer", outcome: Outcome, reason: str, saved: Path | No
         flops_per_token=flops,
         flops_formula=measure.FLOPS_FORMULA,
         flops_per_second=rate,
-        mfu=rate / (peak * config.workers) if rate and peak else None,
+        mfu=utilisation(speed.tokens_per_second, flops, peak, config.workers) if speed else None,
         device=name,
         checkpoint=str(saved) if saved else None,
         data_fingerprint=manifest.fingerprint,

@@ -49,6 +49,16 @@ class Cycle:
         """Steps so far, earlier ones too."""
         return self.earlier + len(self.marks)
 
+    @property
+    def data_wait(self) -> float:
+        """Seconds without a batch to work on; the last step must have ended."""
+        return sum(measure.seconds_between(*wait) for wait in self.waits)
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """Seconds of clipping and the optimizer; the last step must have ended."""
+        return sum(map(measure.seconds_between, self.computed, self.marks))
+
 
 def open_cycle(first: int, step: int, length: int, earlier: list[float], device: torch.device) -> Cycle:
     """The cycle that goes on at ``step`` after a report at ``first``, with the losses of the steps between."""
@@ -103,8 +113,8 @@ def report(cycle: Cycle, config: TrainConfig, manifest: Manifest, *, val_tokens:
         books=train_tokens * totals["books"] / totals["tokens"],
         seconds=measure.seconds_between(cycle.start, cycle.end),
         train_seconds=train_seconds,
-        data_wait_seconds=sum(measure.seconds_between(*wait) for wait in cycle.waits),
-        optimizer_seconds=sum(map(measure.seconds_between, cycle.computed, cycle.marks)),
+        data_wait_seconds=cycle.data_wait,
+        optimizer_seconds=cycle.optimizer_seconds,
         elapsed=elapsed,
         cycle_tokens=here * config.step_tokens + cycle_val_tokens,
         epoch_seconds=totals["tokens"] / (here * config.step_tokens / train_seconds),

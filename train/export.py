@@ -176,7 +176,9 @@ def model_card(progress: Progress, checkpoint: Path) -> str:
     }
     rows += [(text, str(measured[name])) for name, text in names.items() if measured.get(name) is not None]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    settings = json.dumps(config.to_json() | {"data": config.data.name}, indent=2, sort_keys=True)
+    private = {"stream", "copy_to"}  # paths and buckets of whoever trained it
+    public = {name: value for name, value in config.to_json().items() if name not in private}
+    settings = json.dumps(public | {"data": config.data.name}, indent=2, sort_keys=True)
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
         f"# GPT-2, {format_model(config.model)}, pre-trained on books\n\n| | |\n|---|---|\n{table}\n\n"

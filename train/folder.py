@@ -132,8 +132,8 @@ class Follower:
                     self.on_cycle(cycle)
 
 
-def find_run(text: str, out: Path) -> RunFolder:
-    """The run that ``--resume`` names: by its name under ``out``, its folder, or its newest checkpoint's folder.
+def find_run(text: str, out: Path, flag: str = "--resume") -> RunFolder:
+    """The run that ``flag`` names: by its name under ``out``, its folder, or its newest checkpoint's folder.
 
     A run in object storage is fetched from there.
 
@@ -148,13 +148,13 @@ def find_run(text: str, out: Path) -> RunFolder:
             later = checkpoints_in(path.parent)[-1]
             if later.name != path.name:
                 raise UserError(
-                    f"--resume {text} is not the newest checkpoint of its run: remove those behind it, up to "
+                    f"{flag} {text} is not the newest checkpoint of its run: remove those behind it, up to "
                     f"{later.name}, to continue from there."
                 )
             return RunFolder(path.resolve().parent.parent)
         if (path / "config.json").is_file():
             run = RunFolder(path.resolve())
             if newest(run.checkpoints) is None:
-                raise UserError(f"--resume {text}: {run.path} has no checkpoint yet; start again with another --name.")
+                raise UserError(f"{flag} {text}: {run.path} has no checkpoint yet; start again with another --name.")
             return run
-    raise UserError(f"--resume {text}: there is no run {out / text} or {text}; 'ls {out}' lists runs.")
+    raise UserError(f"{flag} {text}: there is no run {out / text} or {text}; 'ls {out}' lists runs.")

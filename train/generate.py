@@ -22,7 +22,6 @@ from train.progress import newest, read_progress
 from train.result import RunResult
 from train.text import is_gpt2, to_ids, to_text
 
-END_OF_TEXT = "<|endoftext|>"
 SAMPLE_TOKENS = 64
 
 
@@ -80,7 +79,7 @@ def find_checkpoint(text: str, out: Path) -> Path:
     """The checkpoint that ``--checkpoint`` names: itself, or a run's newest. Raises ``UserError``."""
     if (Path(text) / "progress.json").is_file():
         return Path(text)
-    found = newest(find_run(text, out).checkpoints)
+    found = newest(find_run(text, out, flag="--checkpoint").checkpoints)
     if found is None:
         raise UserError(f"--checkpoint {text} has no checkpoint.")
     return found

@@ -142,7 +142,7 @@ class Trainer:
                     return "diverged", wrong
                 pending = None
             elif outcome:
-                self.step_seconds += step_seconds(cycle)
+                self._account(cycle)
             if saving:
                 self._save(cycle)
             if outcome:
@@ -207,15 +207,19 @@ class Trainer:
     def _report(self, cycle: Cycle) -> str | None:
         """Read a finished cycle's numbers and hand them on; gives the reason to stop if they hold one."""
         made = report(cycle, self.config, self.data.manifest, val_tokens=self.val_tokens, elapsed=self.elapsed)
-        self.step_seconds += step_seconds(cycle)
-        self.data_wait += made.data_wait_seconds
-        self.optimizer_seconds += made.optimizer_seconds
+        self._account(cycle)
         wrong = trouble(made.step_losses, self.reference, self.config.spike, cycle.first)
         self.reported, self.reference, self.val_tokens = made.step, made.train_loss, made.val_tokens
         self.reports.append(made)
         if self.workers.first:
             self.on_cycle(made)
         return wrong
+
+    def _account(self, cycle: Cycle) -> None:
+        """Add up where the time of ``cycle``'s steps went; waits for the last of them."""
+        self.step_seconds += step_seconds(cycle)
+        self.data_wait += cycle.data_wait
+        self.optimizer_seconds += cycle.optimizer_seconds
 
     def _total_steps(self) -> int | None:
         """Steps of the whole run: as configured, else one epoch; None when time alone ends it."""

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Outcome = Literal["finished", "interrupted", "oom", "diverged", "failed"]
+Outcome = Literal["finished", "interrupted", "oom", "diverged"]
 
 
 @dataclass(frozen=True)

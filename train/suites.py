@@ -144,7 +144,10 @@ SUITES = {suite.name: suite for suite in (A100, LOOP, MEMORY, SIZES)}
 
 def searched(best: TrainConfig) -> Rung:
     """A rung with the batch and the execution that a search found the fastest."""
-    names = ("global_batch", "micro_batch", "precision", "attention", "compile", "checkpointing", "loss", "loss_chunks")
+    names = (
+        "global_batch", "micro_batch", "precision", "attention", "compile", "checkpointing", "loss", "loss_chunks",
+        "optimizer",
+    )  # fmt: skip
     return Rung("searched batch", {name: getattr(best, name) for name in names}, new_mathematics=True)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from infra.hardware import peak_flops
 from train.config import Cycle, TrainConfig, config_from_json
+from train.flops import utilisation
 from train.loop import Trainer, pick_device
 from train.measure import flops_per_token, steady_state
 from train.memory import is_exhausted
@@ -155,7 +156,6 @@ def make_row(
     measured = steady_state(watch.counted(), config.step_tokens) if watch else None
     used, source = watch.limit.used() if watch else (None, None)
     peak = peak_flops(result.device) if result else None
-    rate = measured.tokens_per_second * flops_per_token(config.model) if measured else None
     steady = config.step_tokens / measured.tokens_per_second if measured else None
     return Row(
         key=request.key,
@@ -178,7 +178,7 @@ def make_row(
         reserved=result.memory.reserved if result else None,
         allocator_retries=result.memory.allocator_retries if result else 0,
         rejected_steps=len(watch.rejected()) if watch else 0,
-        mfu=rate / peak if rate and peak else None,
+        mfu=utilisation(measured.tokens_per_second, flops_per_token(config.model), peak, 1) if measured else None,
         compile_seconds=max(0.0, watch.seconds[0] - steady) if watch and steady else None,
         data_wait_fraction=result.data_wait_fraction if result else None,
         train_loss=result.train_loss if result else None,

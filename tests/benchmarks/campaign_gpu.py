@@ -94,7 +94,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
     module = (sys.executable, "-m")
     return [
         Step("tokens", (*module, "pipeline.tokenize", "--out", "tokens"), "tokens/manifest.json"),
-        Step("ceilings", (*module, "infra.doctor", *(("--quick",) if small else ())), "runs/doctor.json"),
+        Step("ceilings", (*module, "infra.doctor"), "runs/doctor.json"),
         Step(
             "search",
             (*module, "tune.search", *space, *limit, "--knobs", *knobs, *trial, "--name", "search"),

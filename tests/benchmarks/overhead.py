@@ -4,28 +4,32 @@
 
 Both run the same config in fresh processes with the same number of threads, in the order bare, wrapped,
 wrapped, bare, ..., because machines drift. Tokens/s is over all steps but those of the first cycle; the cost
-is the mean of the pairs' ratios with Student's interval. A second, quieter measure is the CPU time that all
-processes but the training worker take meanwhile, as a share of the machine: no more than that can be lost
-to them. Start-up is from the process's first line to the beginning of the first step. Pairs that the record
-holds already are not repeated, so a long benchmark can be done in parts.
+is the mean of the pairs' ratios with Student's interval. A machine that drifts by a fifth between two runs
+hides a few per cent that way, so one run of the command is also compared with itself: every process but its
+worker is stopped for some steps and goes on for as many, and each stopped stretch is held against those around
+it. The CPU time that these processes take is given as a share of the machine. Start-up is from the process's
+first line to the beginning of the first step. Pairs that the record holds already are not repeated, so a long
+benchmark can be done in parts.
 """
 
 import argparse
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
-from train.config import Cycle, TrainConfig, parse_model
+from train.config import Cycle, TrainConfig, format_model, parse_model
 from train.intervals import t_quantile
 
 HERE = Path(__file__)
@@ -40,6 +44,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--stretches", type=int, default=120, help="alternately stopped and going on")
     parser.add_argument("--side", choices=["bare", "wrapped"])
     options = parser.parse_args()
     config = TrainConfig(
@@ -49,13 +54,18 @@ def main() -> None:
     if options.side:
         print(json.dumps(bare(config) if options.side == "bare" else wrapped(config)))
         return
-    pairs = json.loads(options.record.read_text())["runs"] if options.record.exists() else []
+    known = json.loads(options.record.read_text()) if options.record.exists() else {}
+    pairs, alternated = known.get("runs", []), known.get("stopping_the_others")
+    if not alternated:
+        alternated = stop_and_go(config, options.stretches)
+        print(json.dumps({name: value for name, value in alternated.items() if name != "stretches"}), flush=True)
     while len(pairs) < options.pairs:
         order = ["bare", "wrapped"] if len(pairs) % 2 == 0 else ["wrapped", "bare"]
         load = os.getloadavg()[0]
         pairs.append({side: child(side) for side in order} | {"load_before": load})
         found = summary(pairs)
-        options.record.write_text(json.dumps(found | {"model": options.model, "runs": pairs}, indent=2) + "\n")
+        found |= {"model": options.model, "stopping_the_others": alternated, "runs": pairs}
+        options.record.write_text(json.dumps(found, indent=2) + "\n")
         print(len(pairs), json.dumps({name: found[name] for name in ("cost", "cpu_share_of_others")}), flush=True)
     print(json.dumps(summary(pairs), indent=2))
 
@@ -74,9 +84,6 @@ def child(side: str) -> dict[str, float]:
 def summary(pairs: list[dict]) -> dict[str, object]:
     """The cost with its interval, the share of CPU time, and the medians of every item."""
     logs = [math.log(pair["wrapped"]["tokens_per_second"] / pair["bare"]["tokens_per_second"]) for pair in pairs]
-    mean, reach = statistics.fmean(logs), math.inf
-    if len(logs) > 1:
-        reach = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
     medians = {
         side: {name: round(statistics.median(pair[side][name] for pair in pairs), 3) for name in pairs[0][side]}
         for side in ("bare", "wrapped")
@@ -86,12 +93,62 @@ def summary(pairs: list[dict]) -> dict[str, object]:
         "versions": {name: version(name) for name in ("torch", "ray", "mlflow")},
         "cores": os.cpu_count(),
         "pairs": len(pairs),
-        "cost": 1 - math.exp(mean),
-        "cost_95_percent": [1 - math.exp(mean + reach), 1 - math.exp(mean - reach)],
+        **cost(logs),
         "cpu_share_of_others": medians["wrapped"]["cpu_share_of_others"],
         "start_up_seconds_beyond_bare": medians["wrapped"]["start_up"] - medians["bare"]["start_up"],
         "median_seconds": medians,
     }
+
+
+def cost(logs: list[float]) -> dict[str, object]:
+    """The share of its speed that a run loses, from logarithms of ratios with to without, with a 95% interval."""
+    mean, reach = statistics.fmean(logs), math.inf
+    if len(logs) > 1:
+        reach = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return {"cost": 1 - math.exp(mean), "cost_95_percent": [1 - math.exp(mean + reach), 1 - math.exp(mean - reach)]}
+
+
+CYCLE, CYCLES = 4, 3
+"""Steps of a cycle and cycles of a stretch; its first cycle, in which the others are stopped or go on, is left out."""
+
+
+def stop_and_go(config: TrainConfig, stretches: int) -> dict[str, object]:
+    """One run of the command, all but its worker stopped in every second of ``stretches``; what the others cost."""
+    steps = (stretches + 2) * CYCLES * CYCLE
+    with tempfile.TemporaryDirectory() as name:
+        line = [
+            sys.executable, "-m", "train.run", "--data", str(config.data), "--model", format_model(config.model),
+            "--global-batch", str(config.global_batch), "--micro-batch", str(config.micro_batch), "--steps", str(steps),
+            "--cycle", f"{CYCLE}+0", "--keep-checkpoints", "0", "--name", "run",
+        ]  # fmt: skip
+        driver = subprocess.Popen(line, cwd=name, stdout=subprocess.DEVNULL)
+        log, stopped, seen = Path(name) / "runs" / "run" / "cycles.jsonl", False, 0
+        try:
+            while driver.poll() is None:
+                done = log.read_bytes().count(b"\n") if log.exists() else 0
+                wanted = done // CYCLES % 2 == 1 and done < stretches * CYCLES
+                if done > seen and wanted is not stopped:
+                    send_others(driver, signal.SIGSTOP if wanted else signal.SIGCONT)
+                    stopped = wanted
+                seen = done
+                time.sleep(0.01)
+        finally:
+            if driver.poll() is None:
+                send_others(driver, signal.SIGCONT)
+                driver.terminate()
+        seconds = [json.loads(line)["train_seconds"] for line in log.read_text().splitlines()]
+    means = [statistics.fmean(seconds[i * CYCLES + 1 : (i + 1) * CYCLES]) for i in range(stretches)]
+    logs = [math.log(2 * means[i] / (means[i - 1] + means[i + 1])) for i in range(1, stretches - 1, 2)]
+    return cost(logs) | {"stretch_steps": CYCLES * CYCLE, "stretches": means}
+
+
+def send_others(driver: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Send a signal to ``driver`` and all below it but the training worker."""
+    above = psutil.Process(driver.pid)
+    for process in (above, *above.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            if "TrainWorker" not in " ".join(process.cmdline()[:1]):
+                process.send_signal(number)
 
 
 def bare(config: TrainConfig) -> dict[str, float]:

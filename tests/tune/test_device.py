@@ -14,7 +14,7 @@ from infra.gpu import GpuState
 from tune import device
 from tune.config import SearchConfig
 
-IDLE = GpuState("H200", "570", 140 * 10**9, 10**9, None, (), 1980, 100.0, 700.0, 40, 0)
+IDLE = GpuState("H200", "570", 140 * 10**9, 10**9, None, (), 1980, 700.0, 40, 0)
 
 
 @pytest.fixture
