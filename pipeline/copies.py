@@ -31,7 +31,7 @@ def upload(folder: Path, uri: str, on_shard: Callable[[], None] = lambda: None) 
     system, root = locate(uri)
     there = {entry.path.removeprefix(f"{root}/"): entry.size for entry in listing(uri)}
     wanted = {shard.path for shard in manifest.shards}
-    strays = [name for name in there if name.startswith(tuple(f"{split}/" for split in SPLITS)) and name not in wanted]
+    strays = [name for name in there if _SHARD.fullmatch(name) and name not in wanted]
     for name in (MANIFEST, *strays):
         if name in there:
             steadily(uri, lambda name=name: system.delete_file(f"{root}/{name}"), "written")

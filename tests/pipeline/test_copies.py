@@ -70,8 +70,12 @@ def test_only_what_differs_is_sent_and_fetched(tokens: Path, uri: str, tmp_path:
         config={}, vocabulary_sha256="small", inputs={}, report={},
     )  # fmt: skip
     fewer.write(tokens)
+    system, root = files.locate(uri)
+    for name in (others := {"train/notes.txt", "val/their own.arrow", "train/below/00001.arrow"}):
+        with system.open_output_stream(f"{root}/{name}") as file:
+            file.write(b"not ours")
     assert upload(tokens, uri) == 0
-    assert stored(uri) == {MANIFEST, "quarantine.jsonl", "train/00000.arrow", "val/00000.arrow"}
+    assert stored(uri) == {MANIFEST, "quarantine.jsonl", "train/00000.arrow", "val/00000.arrow", *others}
     with pytest.raises(UserError, match="holds another data set"):
         download(uri, back)
 
