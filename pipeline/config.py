@@ -70,7 +70,7 @@ class TokenizeConfig:
     """Say what would be done, and do nothing."""
 
     overwrite: bool = False
-    """Replace what is in --out instead of finishing it."""
+    """Replace what is in --out instead of finishing it; after an interruption, the same command goes on."""
 
     tracking_uri: str | None = None
     """MLflow store. Default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""

@@ -2,9 +2,9 @@
 
 import fcntl
 import json
-import shutil
+import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from pipeline.records import PIECES, Record, read_record
 from pipeline.shards import MANIFEST, QUARANTINE, SPLITS
 
 SETTINGS = "settings.json"
+# What this program calls its files: the folders may hold others, which are not ours to delete.
+_SHARD = re.compile(r"\d{6,}-\d{3,}\.arrow")
+_RECORD = re.compile(r"\d{6,}\.json")
 
 
 @contextmanager
@@ -39,13 +42,25 @@ def sole_writer(folder: Path) -> Iterator[None]:
         yield
 
 
+def refuse_foreign(folder: Path) -> None:
+    """Raise ``UserError`` when ``folder`` holds a data set without the settings that we note for ours."""
+    if (folder / MANIFEST).exists() and not (folder / PIECES / SETTINGS).exists():
+        raise UserError(
+            f"{folder} holds a data set that was not made here (no {PIECES}/{SETTINGS}): name another --out."
+        )
+
+
 def changed_settings(folder: Path, config: TokenizeConfig) -> dict[str, tuple[Any, Any]]:
-    """Settings by which ``folder`` was made and that ``config`` has otherwise: name to (there, now)."""
+    """Settings by which ``folder`` was made and that ``config`` has otherwise: name to (there, now).
+
+    Other sources are no other settings: the pieces that they change are known by their keys.
+    """
     try:
         there = json.loads((folder / PIECES / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     now = json.loads(json.dumps(config.identity()))
+    del now["sources"]
     return {name: (there[name], now[name]) for name in now if there.get(name, now[name]) != now[name]}
 
 
@@ -96,13 +111,20 @@ def begin(folder: Path, config: TokenizeConfig) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove what this program wrote to ``folder``, and nothing else."""
+    """Remove what this program wrote to ``folder``, and nothing else.
+
+    Records go first, so that a kill leaves nothing that looks done; the settings stay until :func:`begin` notes others.
+    """
+    for record in _named(folder / PIECES, _RECORD):
+        record.unlink()
     (folder / MANIFEST).unlink(missing_ok=True)
     (folder / QUARANTINE).unlink(missing_ok=True)
     for name in SPLITS:
-        shutil.rmtree(folder / name, ignore_errors=True)
-    for leftover in (folder / PIECES).glob("*.json"):
-        leftover.unlink()
+        for shard in _named(folder / name, _SHARD):
+            shard.unlink()
+        clear_temporaries(folder / name)
+        with suppress(OSError):  # it is not there, or holds what is not ours
+            (folder / name).rmdir()
 
 
 def write_quarantine(folder: Path, records: Iterable[Record]) -> None:
@@ -117,10 +139,15 @@ def remove_strays(folder: Path, records: dict[str, Record], plan: list[Piece]) -
     """Remove shards and records of an earlier plan that this one does not name."""
     shards = {shard.path for record in records.values() for shard in record.shards}
     for split in SPLITS:
-        for path in (folder / split).glob("*.arrow"):
+        for path in _named(folder / split, _SHARD):
             if f"{split}/{path.name}" not in shards:
                 path.unlink()
-    names = {f"{piece.name}.json" for piece in plan} | {SETTINGS}
-    for path in (folder / PIECES).glob("*.json"):
+    names = {f"{piece.name}.json" for piece in plan}
+    for path in _named(folder / PIECES, _RECORD):
         if path.name not in names:
             path.unlink()
+
+
+def _named(folder: Path, names: re.Pattern[str]) -> list[Path]:
+    """The files in ``folder`` with one of our names; none where there is no folder."""
+    return [path for path in folder.glob("*") if names.fullmatch(path.name)]

@@ -41,12 +41,15 @@ TASKS_A_WORKER = 4
 def main(config: TokenizeConfig) -> int:
     """Run the command; returns its exit code."""
     folder = config.out.absolute()
+    if not config.overwrite:
+        state.refuse_foreign(folder)
     timings = report.Progress()
     with _phase(timings, "plan"):
         inventory = find(config.sources, config.mirror)
         plan = make_plan(inventory, config)
     changed = state.changed_settings(folder, config)
-    fresh = bool(changed) or config.overwrite
+    # A folder without a manifest is what an interrupted --overwrite left: it goes on with that.
+    fresh = bool(changed) or (config.overwrite and (folder / MANIFEST).exists())
     assessed = state.Assessment(
         {}, dict.fromkeys((p.name for p in plan), "settings changed" if changed else "asked for")
     )
@@ -68,7 +71,7 @@ def main(config: TokenizeConfig) -> int:
         if not todo and _is_finished(folder, inventory):
             console.print(f"{folder} is finished; nothing to do.", markup=False)
         else:
-            _make(config, folder, inventory, plan, todo, timings)
+            _make(config, folder, inventory, plan, todo, timings, fresh=fresh)
         if config.copy_to:
             _copy(folder, config.copy_to)
     return 0
@@ -81,6 +84,8 @@ def _make(
     plan: list[Piece],
     todo: list[Piece],
     timings: report.Progress,
+    *,
+    fresh: bool,
 ) -> None:
     """Do the pieces and finish the data set. MLflow is imported while Ray starts, and Ray stops while we finish."""
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as ray:
@@ -92,7 +97,7 @@ def _make(
         with _phase(timings, "mlflow start"):
             opening.result()
             tracker = _open_run(config, folder)
-        if config.overwrite:
+        if fresh:
             state.clear(folder)
         state.begin(folder, config)
         tracker.params(config.identity() | {"out": folder, "workers": config.parallelism, "pieces": len(plan)})
