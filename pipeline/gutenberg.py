@@ -72,6 +72,9 @@ _NOTE = re.compile(
     + (_APOSTROPHE + rb"s?" + _APOSTROPHE)
     + rb" notes?\b"
 )
+# What no transcriber's note holds: what opens a book, and what may stand behind a closing note.
+_OPENS_BOOK = re.compile(rb"[\s_*=]*(?:chapter|book|part|act|preface|contents)(?![a-z])", re.I)
+_BACK_MATTER = re.compile(rb"\n\n\n[\s_*=\[]*(?:footnotes?|index|appendi(?:x|ces)|glossary|advertisements?)(?![a-z])")
 _NOTES_BY_DIRECTOR = re.compile(rb"Executive Director's Notes:.{0,4000}?\nExecutive Director\n", re.S)
 
 _FIELD = re.compile(
@@ -172,7 +175,11 @@ def _before_note(text: bytes, start: int, stop: int, forms: list[str]) -> int:
         begins_paragraph = line >= 2 and lower[line - 2 : line] == b"\n\n"
         if begins_paragraph and offset + line > start + FRONT and _NOTE.match(lower, line):
             after_bracket = _after_bracket(text[:stop], offset + line)
-            if after_bracket is None or len(text[after_bracket:stop].strip()) < 200:
+            if after_bracket is None:
+                alone = not _BACK_MATTER.search(lower, line)
+            else:
+                alone = len(text[after_bracket:stop].strip()) < 200
+            if alone:
                 forms.append("closing note")
                 return offset + len(lower[:line].rstrip(b" *\t\n"))
         at = lower.find(b"transcriber", at + 1)
@@ -221,21 +228,29 @@ def _mentions(lower: bytes) -> list[int]:
     return sorted(found)
 
 
-def _paragraphs(front: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Bounds and text of the paragraphs that lie wholly in ``front``."""
-    for match in _PARAGRAPH.finditer(front):
+def _paragraphs(front: bytes, offset: int = 0) -> Iterator[tuple[int, int, bytes]]:
+    """Bounds and text of the paragraphs that lie wholly in ``front``, from ``offset`` on."""
+    for match in _PARAGRAPH.finditer(front, offset):
         if match.end() == len(front) == FRONT:
             return
         yield match.start(1), match.end(), match[1]
 
 
 def _end_of_note(front: bytes, begin: int, end: int) -> int:
-    """Where the note that begins at ``begin`` ends: at its bracket, else at the next two empty lines."""
+    """Where the note ends whose first paragraph is ``front[begin:end]``: at its bracket, else with that paragraph.
+
+    A bare heading takes the next paragraph along. Indented ones follow, until two empty lines or what opens a book.
+    """
     bracket = _after_bracket(front, begin)
     if bracket is not None:
         return bracket
-    gap = front.find(b"\n\n\n", end + 2 if front[end : end + 2] == b"\n\n" else end)
-    return gap if gap >= 0 else end
+    bare = not re.search(rb"\w", _NOTE.sub(b"", front[begin:end].lower(), count=1))
+    for first, last, paragraph in _paragraphs(front, end):
+        goes_on = bare or (first - end < 2 and paragraph[:1] in b" \t")
+        if not goes_on or _OPENS_BOOK.match(paragraph) or paragraph.isupper():
+            break
+        end, bare = last, False
+    return end
 
 
 def _after_bracket(text: bytes, begin: int) -> int | None:

@@ -63,6 +63,38 @@ def test_a_closing_note_goes() -> None:
     assert "closing note" in unwrapped.forms
 
 
+@pytest.mark.parametrize("heading", ["FOOTNOTES:", "Index", "APPENDIX A", "  _Glossary_", "ADVERTISEMENTS."])
+def test_what_stands_behind_a_closing_note_stays(heading: str) -> None:
+    body = (BOOK * 200).rstrip()
+    note = "\n\n\n\n\nTranscriber's Notes:\n\nHyphens were kept.\n"
+    behind = f"\n\n\n{heading}\n\n" + "[1] Of this more is said elsewhere.\n\n" * 100
+    unwrapped = unwrap((HEADS["this"] + body + note + behind + TAILS["this"]).encode())
+    assert unwrapped.body.decode().strip().startswith(body)
+    assert unwrapped.body.decode().strip().endswith(behind.strip())
+
+
+NOTES = {
+    "a paragraph": "Transcriber's Note: Letters that are superscript are\npreceded by a caret.\n",
+    "a bare heading": "TRANSCRIBER'S NOTES\n\n\nObvious errors have been\ncorrected.\n\n  Italics are _so_.\n",
+    "indented": "Transcriber's note:\n\n      Words are underscored.\n\n      A list is at the end.\n",
+}
+OPENINGS = {
+    "capitals": "THE CLUB.\n\nM.DCCC.XXXI.\n\n\n\nSir Walter.\n\n\n",
+    "a chapter": "Chapter I.\n\nIt began.\n\n  And went on.\n\n\n\n",
+    "contents": "  Contents\n\n  One\n\n  Two\n\n\n",
+}
+
+
+@pytest.mark.parametrize("gap", ["\n", "\n\n\n"])
+@pytest.mark.parametrize("opening", OPENINGS)
+@pytest.mark.parametrize("note", NOTES)
+def test_an_opening_note_goes_and_takes_nothing_of_the_book_along(note: str, opening: str, gap: str) -> None:
+    book = OPENINGS[opening] + BOOK
+    unwrapped = unwrap((HEADS["this"] + NOTES[note] + gap + book + TAILS["this"]).encode())
+    assert unwrapped.body.decode().strip() == book.strip()
+    assert "opening note" in unwrapped.forms
+
+
 def test_notices_between_the_scenes_of_the_1993_shakespeare_go() -> None:
     notice = "<<THIS ELECTRONIC VERSION OF THE COMPLETE WORKS OF WILLIAM\nSHAKESPEARE IS COPYRIGHT 1990-1993>>\n\n\n"
     head = (

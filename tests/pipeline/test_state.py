@@ -1,6 +1,7 @@
 """What an output folder holds: ours is continued or replaced, and what others put there stays."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def test_overwriting_begins_anew_once_and_continues_after_an_interruption(
     config: TokenizeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(**settings) -> str:
-        main(TokenizeConfig(**(vars(config) | {"dry_run": True, "overwrite": True} | settings)))
+        main(replace(config, dry_run=True, overwrite=True, **settings))
         return capsys.readouterr().out
 
     assert "done: 1 pieces; to do: 2 not done yet" in said()
@@ -85,7 +86,7 @@ def test_overwriting_begins_anew_once_and_continues_after_an_interruption(
 
 def test_other_sources_are_no_other_settings(config: TokenizeConfig, write_books: Callable[..., Path]) -> None:
     more = write_books(config.out.parent / "more", 1)
-    other = TokenizeConfig(**(vars(config) | {"sources": (*config.sources, str(more))}))
+    other = replace(config, sources=(*config.sources, str(more)))
     assert state.changed_settings(config.out, other) == {}
     plan = make_plan(find(other.sources), other)
     assert "000000" in state.assess(config.out, plan).done
