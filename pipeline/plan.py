@@ -10,14 +10,13 @@ import math
 import zipfile
 from dataclasses import dataclass, replace
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
 from pipeline.config import TokenizeConfig
 from pipeline.encoding import VOCABULARY_SHA256
 from pipeline.files import open_file
-from pipeline.reading import Part, members
+from pipeline.reading import DAMAGE, Part, members
 from pipeline.shards import FORMAT_VERSION, Split
 from pipeline.sources import Inventory, SourceFile
 
@@ -91,11 +90,11 @@ def _split_container(file: SourceFile, step: int) -> list[Part]:
     try:
         with open_file(file.uri) as opened:
             if file.form == "zip":
-                sizes = [info.file_size for info in members(opened)]
+                sizes = [info.file_size for info in members(zipfile.ZipFile(opened))]
             else:
                 metadata = pq.read_metadata(opened)
                 sizes = [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
-    except (OSError, pa.ArrowException, zipfile.BadZipFile):
+    except (OSError, *DAMAGE):
         return [Part(file, file.size)]
     parts: list[Part] = []
     start = total = 0
@@ -118,7 +117,7 @@ def _reachable_fraction(inventory: Inventory, config: TokenizeConfig) -> float:
     Only for collections whose books are all known beforehand, one a file; others are large.
     """
     known = not config.doc_separator and all(file.form == "text" for file in inventory.files)
-    if not config.val_fraction or not known:
+    if not config.val_fraction or not known or len(inventory.files) < 2:  # a single book is there to train on
         return config.val_fraction
     lowest = min(_position(file.id) for file in inventory.files)
     return config.val_fraction if lowest < config.val_fraction else math.nextafter(lowest, 1)

@@ -5,9 +5,12 @@ a fixed order. Only one book is held at a time, however large the file.
 """
 
 import gzip
+import io
 import json
+import lzma
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -23,7 +26,11 @@ from pipeline.sources import TEXT, SourceFile
 
 _BLOCK = 1 << 20
 _TITLES = ("title", "short_book_title")
-_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, pa.ArrowException, NotImplementedError)
+DAMAGE = (
+    EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile, pa.ArrowException, UnicodeDecodeError,
+    NotImplementedError,
+)  # fmt: skip
+"""What readers raise where a file's bytes are wrong; and besides, an ``OSError`` without a number."""
 
 
 @dataclass(frozen=True, order=True)
@@ -73,7 +80,7 @@ def read_books(part: Part, settings: TokenizeConfig) -> Iterator[RawBook | Unrea
         ) from gone
     except PermissionError as refused:
         yield Unreadable(file.id, f"{refused.strerror}")
-    except _DAMAGE as damage:
+    except DAMAGE as damage:
         yield Unreadable(file.id, f"damaged: {damage or type(damage).__name__}")
     except OSError as failure:
         if failure.errno is not None:
@@ -88,7 +95,7 @@ def _books(part: Part, opened: BinaryIO, settings: TokenizeConfig) -> Iterator[R
     if file.form == "parquet":
         yield from _parquet(part, opened, settings.text_column)
     elif file.form == "zip":
-        yield from _archive(part, opened)
+        yield from _archive(part, opened, settings.doc_separator)
     elif file.form == "sample":
         yield from _sample(opened)
     else:
@@ -96,7 +103,8 @@ def _books(part: Part, opened: BinaryIO, settings: TokenizeConfig) -> Iterator[R
         if file.form == "lines":
             yield from _lines(part, stream, settings.text_field)
         elif settings.doc_separator:
-            yield from _separated(part, stream, settings.doc_separator.encode())
+            documents = _documents(stream, settings.doc_separator.encode(), part.start, part.stop)
+            yield from _separated(file.id, file.id, documents)
         else:
             yield RawBook(file.id, file.id, stream.read())
 
@@ -110,37 +118,41 @@ def _decompressed(opened: BinaryIO, compression: str | None) -> BinaryIO:
 
 
 def _documents(stream: BinaryIO, separator: bytes, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-    """Offset and bytes of each document that begins in the range; the last may reach beyond it."""
+    """Offset and bytes of each document that begins in the range; the last may reach beyond it.
+
+    Nothing is read that can hold no such beginning, and between documents no more is kept than the beginning of a separator.
+    """
     position = max(0, start - len(separator))
     if position:
         stream.seek(position)
-    buffer = b""
-    begin = scanned = 0
+    buffer = bytearray()  # the file from ``position`` on; to take from its front costs next to nothing
+    scanned = 0
     inside = start == 0
-    while True:
+    while stop is None or position + (0 if inside else len(separator)) < stop:
         at = buffer.find(separator, scanned)
-        if at < 0:
-            rest = len(buffer) - begin
-            if block := stream.read(_BLOCK):
-                buffer = buffer[begin:] + block
-                begin, scanned = 0, max(0, rest - len(separator) + 1)
-                continue
-            if inside and rest and (stop is None or position < stop):
-                yield position, buffer[begin:]
+        searched = max(0, len(buffer) - len(separator) + 1)
+        if at >= 0:
+            if inside:
+                yield position, bytes(buffer[:at])
+            passed, inside = at + len(separator), True
+        elif searched and not inside:
+            passed = searched
+        elif block := stream.read(_BLOCK):
+            buffer += block
+            scanned = searched
+            continue
+        else:
+            if inside and buffer:
+                yield position, bytes(buffer)
             return
-        if inside:
-            if stop is not None and position >= stop:
-                return
-            yield position, buffer[begin:at]
-        inside = True
-        position += at + len(separator) - begin
-        begin = scanned = at + len(separator)
+        del buffer[:passed]
+        position, scanned = position + passed, 0
 
 
-def _separated(part: Part, stream: BinaryIO, separator: bytes) -> Iterator[RawBook]:
-    for offset, data in _documents(stream, separator, part.start, part.stop):
+def _separated(place: str, source: str, documents: Iterator[tuple[int, bytes]]) -> Iterator[RawBook]:
+    for offset, data in documents:
         if data.strip():
-            yield RawBook(f"{part.file.id}#{offset}", part.file.id, data)
+            yield RawBook(f"{place}#{offset}", source, data)
 
 
 def _lines(part: Part, stream: BinaryIO, name: str) -> Iterator[RawBook | Unreadable]:
@@ -150,7 +162,7 @@ def _lines(part: Part, stream: BinaryIO, name: str) -> Iterator[RawBook | Unread
         place = f"{part.file.id}#{offset}"
         try:
             values = json.loads(line)
-        except ValueError as wrong:
+        except (ValueError, RecursionError) as wrong:
             yield Unreadable(place, f"not a line of JSON: {wrong}")
             continue
         if not isinstance(values, dict) or not isinstance(values.get(name), str):
@@ -183,26 +195,42 @@ def _parquet(part: Part, opened: BinaryIO, name: str) -> Iterator[RawBook | Unre
 
 def _described(place: str, source: str, text: str, values: dict[str, Any]) -> RawBook:
     def word(*names: str) -> str | None:
-        return next((values[name] for name in names if isinstance(values.get(name), str)), None)
+        found = next((values[name] for name in names if isinstance(values.get(name), str)), None)
+        # JSON may hold half a surrogate pair, which no shard can.
+        return None if found is None else found.encode("utf-8", "replace").decode()
 
     data = text.encode("utf-8", "replace")
     return RawBook(place, source, data, word(*_TITLES), word("author"), word("language"))
 
 
-def members(opened: BinaryIO) -> list[zipfile.ZipInfo]:
+def members(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     """The books in an archive, by name."""
-    infos = zipfile.ZipFile(opened).infolist()
+    infos = archive.infolist()
     return sorted((i for i in infos if PurePosixPath(i.filename.lower()).suffix in TEXT), key=lambda i: i.filename)
 
 
-def _archive(part: Part, opened: BinaryIO) -> Iterator[RawBook | Unreadable]:
+def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[RawBook | Unreadable]:
     archive = zipfile.ZipFile(opened)
-    for info in members(opened)[part.start : part.stop]:
+    infos = members(archive)
+    if not infos:
+        yield Unreadable(part.file.id, "holds no .txt or .md")
+    names = Counter(info.filename for info in infos)
+    for info in infos[part.start : part.stop]:
         place = f"{part.file.id}/{info.filename}"
+        if names[info.filename] > 1:  # an archive that was added to may hold a name again
+            place += f"#{info.header_offset}"
         try:
-            yield RawBook(place, part.file.id, archive.read(info))
-        except (*_DAMAGE, RuntimeError) as damage:  # RuntimeError: it is encrypted
-            yield Unreadable(place, f"damaged: {damage}")
+            data = archive.read(info)
+        except (*DAMAGE, RuntimeError, OSError) as damage:  # RuntimeError: it is encrypted
+            if isinstance(damage, OSError) and damage.errno is not None:
+                raise
+            yield Unreadable(place, f"damaged: {damage or type(damage).__name__}")
+            continue
+        if separator:
+            documents = _documents(io.BytesIO(data), separator.encode(), 0, None)
+            yield from _separated(place, part.file.id, documents)
+        else:
+            yield RawBook(place, part.file.id, data)
 
 
 def _sample(opened: BinaryIO) -> Iterator[RawBook]:

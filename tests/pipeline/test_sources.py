@@ -138,6 +138,11 @@ def test_a_small_collection_has_a_book_to_validate_on() -> None:
     assert splits.count("val") == 1
 
 
+def test_a_single_book_is_there_to_train_on() -> None:
+    (piece,) = make_plan(Inventory([SourceFile("b1.txt", "/b1.txt", 300_000, 0)]), TokenizeConfig())
+    assert split_of("b1.txt", piece.settings.val_fraction) == "train"
+
+
 @pytest.mark.parametrize("source", ["nowhere", "empty", "ftp://host/books", "gutenberg:12x"])
 def test_a_bad_source_is_one_sentence(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
