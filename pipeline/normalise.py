@@ -6,6 +6,7 @@ UTF-8 is decoded, by the character set that the file declares or that a library 
 
 import codecs
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,13 @@ from charset_normalizer import from_bytes
 
 from pipeline.gutenberg import declared_encoding
 
-_MARKS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
+_MARKS = (
+    (b"\xef\xbb\xbf", "utf-8"),
+    (b"\xff\xfe\0\0", "utf-32-le"), (b"\0\0\xfe\xff", "utf-32-be"),  # the first begins like UTF-16's
+    (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"),
+)  # fmt: skip
+# Codecs of Python that take bytes to text and are no character sets of a book.
+_NO_CHARACTER_SETS = ("idna", "punycode", "undefined", "unicode-escape", "raw-unicode-escape")
 _REPLACEMENT = "\ufffd"
 _DETECTION_SAMPLE = 32_000
 _WESTERN_LEAD = 0.1
@@ -50,7 +57,10 @@ def to_utf8(data: bytes) -> Decoded:
     damaged = _decode(data, "utf-8")
     if damaged.replaced * 20 < _non_ascii(data):
         return damaged
-    return _decode(data, _declared_codec(data) or _detected_codec(data))
+    if declared := _declared_codec(data):
+        with suppress(LookupError, UnicodeError):  # hex and its like give no text
+            return _decode(data, declared)
+    return _decode(data, _detected_codec(data))
 
 
 def _decode(data: bytes, encoding: str) -> Decoded:
@@ -66,7 +76,7 @@ def _declared_codec(data: bytes) -> str | None:
     except LookupError:
         return None
     # What declares Latin-1 often holds the curly quotes of Windows, which Latin-1 has as control characters.
-    return {"iso8859-1": "cp1252", "utf-8": None, "ascii": None}.get(name, name)
+    return {"iso8859-1": "cp1252", "utf-8": None, "ascii": None, **dict.fromkeys(_NO_CHARACTER_SETS)}.get(name, name)
 
 
 def _detected_codec(data: bytes) -> str:

@@ -46,7 +46,7 @@ def test_any_bytes_become_utf8(data: bytes) -> None:
     assert is_utf8(to_utf8(data).text)
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252", "iso-8859-15"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32", "cp1252", "iso-8859-15"])
 def test_encodings_are_found(encoding: str) -> None:
     text = FRENCH.replace("œ", "oe") if encoding == "iso-8859-15" else FRENCH
     decoded = to_utf8(text.encode(encoding))
@@ -57,6 +57,36 @@ def test_encodings_are_found(encoding: str) -> None:
 def test_a_declared_character_set_is_believed() -> None:
     text = "Character set encoding: ISO-8859-5\n\n" + "Война и мир. Князь Андрей.\n"
     assert to_utf8(text.encode("iso-8859-5")).text.decode() == text
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        "hex",
+        "base64",
+        "rot13",
+        "zlib",
+        "bz2",
+        "quopri",
+        "uu",
+        "undefined",
+        "idna",
+        "punycode",
+        "unicode_escape",
+        "none",
+    ],
+)
+def test_a_declaration_that_names_no_character_set_is_not_believed(declared: str) -> None:
+    text = f"Character set encoding: {declared}\n\n" + FRENCH
+    assert to_utf8(text.encode("cp1252")).text.decode() == text
+
+
+@pytest.mark.parametrize(
+    ("mark", "encoding"), [(b"\xff\xfe\0\0", "utf-32-le"), (b"\0\0\xfe\xff", "utf-32-be"), (b"\xfe\xff", "utf-16-be")]
+)
+def test_byte_order_marks_tell_the_encoding(mark: bytes, encoding: str) -> None:
+    decoded = to_utf8(mark + FRENCH.encode(encoding))
+    assert (decoded.text.decode(), decoded.encoding) == (FRENCH, encoding)
 
 
 def test_a_few_damaged_bytes_are_replaced_and_counted() -> None:
