@@ -81,6 +81,8 @@ class TokenizeConfig:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ValueError("no sources: name a file or a folder of books, or leave sources out for the sample")
+        if "" in self.sources:
+            raise ValueError("a source is empty: name a file or a folder of books in its place, or leave it out")
         if is_remote(str(self.out).replace(":/", "://", 1)):
             raise ValueError(f"--out {self.out} is no folder: shards are memory-mapped; add --copy-to for a copy")
         if self.copy_to and not is_remote(self.copy_to):

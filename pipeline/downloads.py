@@ -1,5 +1,6 @@
 """Fetch Project Gutenberg's plain-text editions by number, politely: a robot-friendly mirror, a pause, a cache."""
 
+import http.client
 import os
 import re
 import time
@@ -59,8 +60,8 @@ def _download(number: str, mirror: str) -> bytes:
         url = f"{mirror.rstrip('/')}/{name}"
         if not url.startswith(("https://", "http://")):
             raise UserError(f"--mirror {mirror} is not a web address: write for example {MIRROR}.")
-        request = urllib.request.Request(url, headers={"User-Agent": "throughline (corpus preparation)"})  # noqa: S310
         try:
+            request = urllib.request.Request(url, headers={"User-Agent": "throughline (corpus preparation)"})  # noqa: S310
             with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:  # noqa: S310 the scheme is checked above
                 return answer.read()
         except urllib.error.HTTPError as refused:
@@ -68,6 +69,6 @@ def _download(number: str, mirror: str) -> bytes:
                 raise UserError(
                     f"{url} answers {refused.code} {refused.reason}: try later, or another --mirror."
                 ) from refused
-        except OSError as away:
+        except (OSError, http.client.HTTPException, ValueError) as away:  # ValueError: the address is none
             raise UserError(f"{url} cannot be reached ({away}): check the network, or name another --mirror.") from away
     raise UserError(f"book {number} has no plain text at {mirror}: leave it out.")

@@ -112,7 +112,7 @@ def _distinct(files: Iterable[SourceFile]) -> list[SourceFile]:
     """``files`` sorted by id; those that share an id (two folders of one name) take their whole URI for it."""
     files = list(files)
     shared = {name for name, count in Counter(file.id for file in files).items() if count > 1}
-    return sorted(SourceFile(f.uri, f.uri, f.size, f.modified) if f.id in shared else f for f in files)
+    return sorted(SourceFile(_printable(f.uri), f.uri, f.size, f.modified) if f.id in shared else f for f in files)
 
 
 def _sample() -> SourceFile:
@@ -155,8 +155,9 @@ def _local(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
         yield from _walk(path, _printable(path.name), skipped)
     elif path.is_file():
         yield _entry(path.name, path)
-    elif matches := sorted(glob.glob(str(path), recursive=True)):  # noqa: PTH207 Path.glob takes no absolute pattern
-        for match in matches:
+    # What is neither (a pipe, a link to nothing) would match itself for ever.
+    elif matches := [m for m in glob.glob(str(path), recursive=True) if Path(m).is_file() or Path(m).is_dir()]:  # noqa: PTH207 Path.glob takes no absolute pattern
+        for match in sorted(matches):
             yield from _local(match, skipped)
     else:
         raise UserError(f"there is no file or folder {source}: check the path, or name '{SAMPLE}' for the sample.")
@@ -173,8 +174,12 @@ def _walk(folder: Path, name: str, skipped: Counter[str]) -> Iterator[SourceFile
             continue
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(Path(entry.path), f"{name}/{_printable(entry.name)}", skipped)
-        elif entry.is_file() and _known(entry.name, skipped):
-            status = entry.stat()
+            continue
+        try:
+            status = entry.stat() if entry.is_file() and _known(entry.name, skipped) else None
+        except OSError:  # it went away meanwhile, or is a link to itself
+            continue
+        if status:
             yield SourceFile(f"{name}/{_printable(entry.name)}", entry.path, status.st_size, status.st_mtime_ns)
 
 
@@ -182,7 +187,7 @@ def _known(name: str, skipped: Counter[str]) -> bool:
     suffix = _suffix(name)
     if suffix in SUFFIXES:
         return True
-    skipped[suffix or "(none)"] += 1
+    skipped[_printable(suffix) or "(none)"] += 1
     return False
 
 

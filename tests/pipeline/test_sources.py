@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import socket
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -143,12 +145,62 @@ def test_a_single_book_is_there_to_train_on() -> None:
     assert split_of("b1.txt", piece.settings.val_fraction) == "train"
 
 
+def test_what_is_no_file_is_refused_by_name_and_skipped_in_folders_and_globs(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "books")
+    (folder / "broken.txt").symlink_to(folder / "nothing.txt")
+    (folder / "loop.txt").symlink_to("loop.txt")
+    os.mkfifo(folder / "pipe.txt")
+    for name in ("broken.txt", "loop.txt", "pipe.txt", "p*.txt"):
+        with pytest.raises(UserError, match="there is no file or folder"):
+            find([str(folder / name)])
+    names = [f"{number}.txt" for number in range(3)]
+    assert [file.id for file in find([f"{folder}/*.txt"]).files] == names
+    assert [file.id for file in find([str(folder)]).files] == [f"books/{name}" for name in names]
+
+
+def test_names_and_suffixes_that_are_no_unicode_are_told_in_print(tmp_path: Path) -> None:
+    undecodable = b"\xff\xfe".decode("utf-8", "surrogateescape")
+    for above in ("a", "b"):
+        folder = write_texts(tmp_path / above / f"books{undecodable}")
+        (folder / f"picture.{undecodable}").write_bytes(b"picture")
+    inventory = find([str(tmp_path / above / f"books{undecodable}") for above in ("a", "b")])
+    assert len({file.id.encode() for file in inventory.files}) == 6
+    assert {suffix.encode(): count for suffix, count in inventory.skipped.items()} == {rb".\xff\xfe": 2}
+
+
+def test_an_empty_source_is_refused() -> None:
+    with pytest.raises(ValueError, match="a source is empty"):
+        TokenizeConfig(sources=("books", ""))
+
+
 @pytest.mark.parametrize("source", ["nowhere", "empty", "ftp://host/books", "gutenberg:12x"])
 def test_a_bad_source_is_one_sentence(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=source.split(":")[0]):
         find([source])
+
+
+@pytest.mark.parametrize("mirror", ["http://[bad", "http://a host", "http://host:port", "http://host/\u00e9"])
+def test_a_bad_mirror_is_one_sentence(mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="name another --mirror"):
+        find(["gutenberg:11"], mirror)
+
+
+def test_a_mirror_that_speaks_no_http_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"220 mail.example ready\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        with pytest.raises(UserError, match="name another --mirror"):
+            find(["gutenberg:11"], f"http://127.0.0.1:{server.getsockname()[1]}")
 
 
 @pytest.fixture
