@@ -10,10 +10,12 @@ killed command convicts nobody.
 import json
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from infra.command import UserError
+from infra.storage import write_json
 
 DEATHS = 3
 _LENGTH = 8
@@ -30,10 +32,12 @@ class Witness:
         folder.mkdir(exist_ok=True)
         self._note = folder / f"{piece}.note"
         self._counts = folder / f"{piece}.json"
-        self.deaths: dict[str, int] = json.loads(self._counts.read_text()) if self._counts.exists() else {}
+        self.deaths: dict[str, int] = {}
+        with suppress(FileNotFoundError, ValueError):  # ValueError: a kill or a full disk cut it short
+            self.deaths = json.loads(self._counts.read_text(encoding="utf-8"))
         if self._note.exists() and (place := _read(self._note)):
             self.deaths[place] = self.deaths.get(place, 0) + 1
-            self._counts.write_text(json.dumps(self.deaths))
+            write_json(self._counts, self.deaths)
         self._file = os.open(self._note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
     def at(self, place: str) -> bool:
