@@ -12,6 +12,7 @@ from typing import NoReturn, TypeVar
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 
 Config = TypeVar("Config")
 
@@ -73,8 +74,3 @@ def refuse(mistake: ValueError) -> NoReturn:
     """Print the sentence of a user's mistake and exit with code 2."""
     errors.print(f"[red]error:[/red] {escape(str(mistake))}")
     sys.exit(2)
-
-
-def escape(text: str) -> str:
-    """``text`` with rich's markup characters made literal (file names may hold brackets)."""
-    return text.replace("[", r"\[")

@@ -1,11 +1,13 @@
 """A flipped byte anywhere in any shard is found."""
 
+import glob
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from infra.command import refuse
 from pipeline.config import TokenizeConfig
 from pipeline.inspect import InspectConfig, main, passages, verify
 from pipeline.piece import do_piece
@@ -71,3 +73,22 @@ def test_passages_are_the_text_of_books(tokens: Path) -> None:
     for title, text in found:
         book = tokens.parent / title.split(", tokens")[0]
         assert text in book.read_text(encoding="utf-8")
+
+
+def test_brackets_are_printed_as_they_are(
+    tmp_path: Path, prose: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "[b] [a=b].txt").write_text(prose(1).replace(" the ", " [/foo] [a=b] [1] "), encoding="utf-8")
+    config = TokenizeConfig(sources=(f"{glob.escape(str(tmp_path))}/*.txt",))
+    (piece,) = make_plan(find(config.sources), config)
+    do_piece(piece, tmp_path / "tokens", "test")
+    record = read_record(tmp_path / "tokens", piece.name)
+    assert record
+    Manifest.of(record.shards, config={}, vocabulary_sha256="", inputs={}, report={}).write(tmp_path / "tokens")
+    assert main(InspectConfig(tmp_path / "tokens", length=400)) == 0
+    said = capsys.readouterr().out
+    assert "[b] [a=b].txt, tokens" in said
+    assert " [/foo] [a=b] [1] " in said
+    with pytest.raises(SystemExit):
+        refuse(ValueError("[/foo] [a=b] [1] is no folder"))
+    assert capsys.readouterr().err == "error: [/foo] [a=b] [1] is no folder\n"
