@@ -120,7 +120,7 @@ def _decompressed(opened: BinaryIO, compression: str | None) -> BinaryIO:
 def _documents(stream: BinaryIO, separator: bytes, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
     """Offset and bytes of each document that begins in the range; the last may reach beyond it.
 
-    Nothing is read that can hold no such beginning, and between documents no more is kept than the beginning of a separator.
+    Nothing is read that can hold no such beginning, and between documents only what may begin a separator is kept.
     """
     position = max(0, start - len(separator))
     if position:

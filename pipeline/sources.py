@@ -155,18 +155,22 @@ def _local(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
         yield from _walk(path, _printable(path.name), skipped)
     elif path.is_file():
         yield _entry(path.name, path)
-    # What is neither (a pipe, a link to nothing) would match itself for ever.
-    elif matches := [m for m in glob.glob(str(path), recursive=True) if Path(m).is_file() or Path(m).is_dir()]:  # noqa: PTH207 Path.glob takes no absolute pattern
-        for match in sorted(matches):
-            yield from _local(match, skipped)
     else:
-        raise UserError(f"there is no file or folder {source}: check the path, or name '{SAMPLE}' for the sample.")
+        matches = glob.glob(str(path), recursive=True)  # noqa: PTH207 Path.glob takes no absolute pattern
+        # What is neither (a pipe, a link to nothing) matches itself, and would do so for ever.
+        matches = [match for match in sorted(matches) if Path(match).is_file() or Path(match).is_dir()]
+        if not matches:
+            raise UserError(f"there is no file or folder {source}: check the path, or name '{SAMPLE}' for the sample.")
+        for match in matches:
+            yield from _local(match, skipped)
 
 
 def _walk(folder: Path, name: str, skipped: Counter[str]) -> Iterator[SourceFile]:
     """The books below ``folder``, whose ids begin with ``name``. Links to folders are not followed: they may loop."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except FileNotFoundError:  # it went away meanwhile
+        return
     except PermissionError as refused:
         raise UserError(f"{folder} cannot be listed ({refused.strerror}): allow it or name other sources.") from refused
     for entry in entries:
