@@ -1,6 +1,7 @@
 """Where a result comes from: code, versions, machine and command line, captured once by the driver."""
 
 import getpass
+import os
 import platform
 import shlex
 import subprocess
@@ -23,7 +24,7 @@ def collect() -> dict[str, str]:
         "python": platform.python_version(),
         "host": platform.node(),
         "platform": platform.platform(),
-        "user": getpass.getuser(),
+        "user": user(),
     }
     commit = _git("rev-parse", "HEAD")
     if commit:
@@ -40,6 +41,14 @@ def collect() -> dict[str, str]:
         if gpu.power_limit:
             tags["gpu_power_limit_watts"] = f"{gpu.power_limit:g}"
     return tags
+
+
+def user() -> str:
+    """The user's name, or number where the system knows none, as in many containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def _module_name() -> str:

@@ -7,7 +7,6 @@ store does not answer, entries go to a journal on disk, are sent as soon as it a
 any later command opens the store, and the run says so in the tag ``tracking.delivered_late``.
 """
 
-import getpass
 import json
 import logging
 import os
@@ -30,6 +29,7 @@ from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, TEMPORARILY_UNAVAILABLE
 from mlflow.tracking import MlflowClient
 
 from infra.command import UserError, errors
+from infra.provenance import user
 from infra.run_key import RunKey
 
 for chatter in ("mlflow.store.db.utils", "alembic.runtime.migration"):
@@ -60,9 +60,11 @@ def open_store(tracking_uri: str | None = None) -> None:
     Raises ``UserError`` when the store cannot be reached.
     """
     store = store_uri(tracking_uri)
+    if store.startswith("sqlite:///") and Path(store.removeprefix("sqlite:///")).is_dir():
+        raise UserError(f"the MLflow store {store} is a folder: name a file in it, such as sqlite:///mlflow.db.")
     try:
         MlflowClient(store).get_experiment_by_name("Default")
-    except MlflowException as failure:
+    except Exception as failure:  # a damaged database, a missing driver: each library has a class of its own
         raise _unusable(store, failure) from failure
 
 
@@ -85,7 +87,7 @@ def create_run(
         client = MlflowClient(store)
         experiment_id = parent.experiment_id if parent else _experiment(client, store, experiment)
         labels = {
-            "mlflow.user": getpass.getuser(), "mlflow.source.type": "LOCAL", "mlflow.source.name": experiment,
+            "mlflow.user": user(), "mlflow.source.type": "LOCAL", "mlflow.source.name": experiment,
         } | dict(tags or {})  # fmt: skip
         if parent:
             labels["mlflow.parentRunId"] = parent.run_id
@@ -97,9 +99,9 @@ def create_run(
     return RunKey(store, experiment_id, run.info.run_id, str(journal))
 
 
-def _unusable(store: str, failure: MlflowException) -> UserError:
+def _unusable(store: str, failure: Exception) -> UserError:
     return UserError(
-        f"the MLflow store {store} cannot be used: {failure.message.splitlines()[0]} "
+        f"the MLflow store {store} cannot be used: {first_line(failure)} "
         "Start its server, or give another with --tracking-uri (for example sqlite:///mlflow.db)."
     )
 

@@ -25,7 +25,10 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
     if not match or match[2].lower() not in _SIZES:
         raise ValueError(f"{text!r} is not a size; write for example 40GB (10^9) or 40GiB (2^30)")
-    return int(Fraction(match[1]) * _SIZES[match[2].lower()])
+    size = int(Fraction(match[1]) * _SIZES[match[2].lower()])
+    if not size:
+        raise ValueError(f"{text!r} is nothing; give more than 0")
+    return size
 
 
 def format_size(size: int) -> str:
@@ -41,7 +44,10 @@ def parse_duration(text: str) -> float:
     parts = re.findall(r"(\d+(?:\.\d+)?)([smhd])", text.strip().lower())
     if not parts or "".join(n + u for n, u in parts) != text.strip().lower():
         raise ValueError(f"{text!r} is not a duration; write for example 90s, 5m or 1h30m")
-    return float(sum(float(number) * _SECONDS[unit] for number, unit in parts))
+    seconds = float(sum(float(number) * _SECONDS[unit] for number, unit in parts))
+    if not seconds:
+        raise ValueError(f"{text!r} is no time; give more than 0")
+    return seconds
 
 
 def format_duration(seconds: float) -> str:

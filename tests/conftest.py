@@ -82,11 +82,13 @@ def cluster() -> Iterator[str]:
     It has no GPU on any machine: what these tests expect is a CPU's.
     """
     hold = """
-import sys, ray
-from infra.cluster import connected
-with connected(prestart=False):
-    print(ray.get_runtime_context().gcs_address, flush=True)
-    sys.stdin.read()
+import os, sys
+from infra.cluster import _SETTINGS
+os.environ.update(_SETTINGS, RAY_prestart_worker_first_driver="0")
+import ray  # and not by connected(), whose own Ray is for nobody else to join
+ray.init(address="local", include_dashboard=False, log_to_driver=False)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
 """
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment["CUDA_VISIBLE_DEVICES"] = ""

@@ -123,12 +123,17 @@ class Checkpoints:
             finite = all(bool(torch.isfinite(value).all()) for value in taken.weights.values())
             if finite and is_sound(taken.state["losses"].tolist()):
                 self.latest = write(self.folder, taken, progress)
+                for later in checkpoints_in(self.folder):
+                    if later.name > self.latest.name:  # damaged, or we would have begun there
+                        shutil.rmtree(later, ignore_errors=True)
                 for old in checkpoints_in(self.folder)[: -self.keep]:
                     shutil.rmtree(old, ignore_errors=True)
                 if self.copy_to:
                     upload(self.latest, self.folder.parent.name, self.copy_to, self.keep)
         except Exception as failure:  # noqa: BLE001 handed to the thread that trains
             self._failure = failure
+            for leftover in self.folder.glob(f"{TEMPORARY}*"):  # on a disk that may be full
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def write(folder: Path, taken: Snapshot, progress: Progress) -> Path:
@@ -187,7 +192,10 @@ def load(
     for index, values in state["optimizer"].get("state", {}).items():
         like = parameters[index]
         state["optimizer"]["state"][index] = {name: _share(value, like) for name, value in values.items()}
+    settings = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state["optimizer"])
+    for group, ours in zip(optimizer.param_groups, settings, strict=True):
+        group.update(ours)  # decay and betas are the config's, which may have changed them
     if state["scaler"]:  # empty unless the run before was in fp16
         scaler.load_state_dict(state["scaler"])
     restore_random_state(state["rng"])

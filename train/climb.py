@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shutil
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -172,6 +173,7 @@ class Climb:
                 raise
             except Exception as failure:  # noqa: BLE001 one rung's failure is a row of the table, not the ladder's end
                 result, reason = None, worker_reason(failure)
+                (folder / "failure.txt").write_text("".join(traceback.format_exception(failure)), encoding="utf-8")
             finally:
                 tracker.tags({"reason": reason} if reason else {})
                 tracker.finish(status)

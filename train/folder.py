@@ -9,6 +9,7 @@ arrive. Neither costs an actor or a call into Ray during training.
 import fcntl
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,6 +63,13 @@ class RunFolder:
         """Exists when the run shall end after the step it is at."""
         return self.path / "STOP"
 
+    def is_finished(self) -> bool:
+        """Whether it came to its end, as far as its settings of then went."""
+        try:
+            return json.loads(self.result.read_text(encoding="utf-8"))["outcome"] == "finished"
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
     def keep_key(self, key: RunKey) -> None:
         """Remember the MLflow run, for a resumed run to go on in it."""
         write_json(self.path / "tracking.json", asdict(key))
@@ -85,6 +93,16 @@ class RunFolder:
                     time.sleep(0.1 if attempt else 0)
             else:
                 raise UserError(f"another process is training in {self.path}: stop it, or give another --name.")
+            yield
+
+    @contextmanager
+    def driven(self) -> Iterator[None]:
+        """Be the only command that runs or continues this run. Raises ``UserError``."""
+        with (self.path / ".command").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another command is training in {self.path}: wait for it, or end it.") from None
             yield
 
     def append(self, report: CycleReport) -> None:
@@ -130,6 +148,26 @@ class Follower:
                 if cycle["step"] > self.last:
                     self.last = cycle["step"]
                     self.on_cycle(cycle)
+
+
+def new_folder(out: Path, name: str) -> Path:
+    """The folder of a new run, search or ladder. Raises ``UserError`` when ``name`` cannot be one's or it exists."""
+    if not re.fullmatch(r"[^/\0]{1,200}", name) or name in (".", ".."):
+        raise UserError(f"--name {name!r} is not the name of a folder: write for example --name first.")
+    folder = (out / name).resolve()
+    if folder.exists():
+        raise UserError(f"{folder} exists already: continue it with --resume {name}, or give another --name.")
+    return folder
+
+
+def make(folder: Path) -> None:
+    """Make a new ``folder``. Raises ``UserError`` when it cannot be, or another command was faster."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(f"{folder} exists already: give another --name.") from None
+    except OSError as refused:
+        raise UserError(f"{folder} cannot be made ({refused.strerror}): name another --out.") from refused
 
 
 def find_run(text: str, out: Path, flag: str = "--resume") -> RunFolder:

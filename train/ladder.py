@@ -16,6 +16,7 @@ from infra.command import INTERRUPTED, UserError, console
 from infra.storage import write_json
 from infra.units import Bytes, Seconds
 from train.config import Cycle, CycleText, Device, Model, TrainConfig, load_config
+from train.folder import make, new_folder
 from train.suites import Suite, choose, find_suite, nearest, searched, short_form
 
 CYCLE = Cycle()
@@ -65,6 +66,8 @@ class LadderOptions:
     """Ray cluster to run on; default RAY_ADDRESS, else a Ray of its own here."""
 
     def __post_init__(self) -> None:
+        if self.resume == "":
+            raise UserError("--resume is empty: name a ladder.")
         if self.steps is not None and self.time_budget is not None:
             raise UserError("--steps and --time-budget both end a rung; give one of them.")
         if self.steps is not None and self.steps < 8:
@@ -87,8 +90,7 @@ def main() -> None:
 def climb(options: LadderOptions) -> int:
     """Run a ladder from its options; returns the exit code."""
     from infra import provenance
-    from infra.run_key import RunKey
-    from infra.tracking import Tracker, create_run, how_to_look
+    from infra.tracking import Tracker, create_run, how_to_look, open_store
     from pipeline.shards import read_manifest
     from train import ladder_report
     from train.climb import Climb, Interrupted
@@ -99,20 +101,18 @@ def climb(options: LadderOptions) -> int:
         options, key = continued(options, folder)
     else:
         name = options.name or f"{Path(options.suite).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = (options.out / name).resolve()
-        key = None
-        if folder.exists():
-            raise UserError(f"{folder} exists already: continue it with --resume {name}, or give another --name.")
+        folder, key = new_folder(options.out, name), None
     suite, base = prepare(options)
     manifest = read_manifest(options.data)
     if key is None:
         tags = provenance.collect() | {"kind": "ladder", "suite": suite.name}
+        open_store(options.tracking_uri)
+        make(folder)
         key = create_run("ladder", folder.name, tracking_uri=options.tracking_uri, tags=tags)
-        folder.mkdir(parents=True)
         write_json(folder / "ladder.json", {"options": saved(options), "key": asdict(key)})
     console.print(f"[bold]{suite.name}[/bold]: {suite.title}; {len(suite.rungs)} rungs in {folder}")
     status = "FAILED"
-    with Tracker(RunKey(**asdict(key))) as tracker:
+    with Tracker(key) as tracker:
         tracker.data(options.data.name, manifest.fingerprint, str(options.data), manifest.splits, "training")
         try:
             with ExitStack() as session:

@@ -76,6 +76,7 @@ class Trainer:
         self.reference: float | None = None
         self.elapsed_before = self.elapsed = 0.0
         self.earlier: list[float] = []
+        self.resumed = resume
         if resume is not None:
             self._restore(resume)
         if self.workers.rank:  # dropout must differ between workers, whose weights must not
@@ -99,12 +100,14 @@ class Trainer:
             if not memory.is_exhausted(failure) or self.workers.size > 1:  # the others wait for this one
                 raise
             outcome, reason = "oom", str(failure).splitlines()[0]
-        saved = self.checkpoints.wait() if self.checkpoints else None
+        saved = self.checkpoints.wait() or self.resumed if self.checkpoints else None
         return conclude(self, outcome, reason, saved)
 
     def _steps(self) -> tuple[Outcome, str]:
         config = self.config
         total = self._total_steps()
+        if total is not None and self.step >= total:  # it was killed behind its last checkpoint
+            return "finished", f"reached {self.step} steps"
         loader = BatchLoader(
             self.data.windows,
             micro_batch=config.micro_batch,

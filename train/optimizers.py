@@ -113,12 +113,17 @@ def learning_rate(config: TrainConfig, step: int, total: int | None, progress: f
     warm-up-stable-decay with a linear fall over the last fifth (arXiv 2405.18392), or constant.
     """
     warmup = min(config.warmup_steps, max(1, total // 10)) if total else config.warmup_steps
-    if step < warmup:
-        return config.learning_rate * (step + 1) / warmup
+    warm = (step + 1) / warmup if warmup else 1.0
+    if total is None:  # a tenth of the run ends it as well: a short one would never be warm
+        warm = max(warm, 10 * progress)
+    if warm < 1:
+        return config.learning_rate * warm
     match config.schedule:
         case "constant":
             return config.learning_rate
         case "wsd":
             return config.learning_rate * min(1.0, (1 - min(1.0, progress)) / 0.2)
         case "cosine":
-            return config.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress))))
+            behind = warmup / total if total else 0.0  # it begins where the warm-up ends
+            fallen = min(1.0, max(0.0, progress - behind) / (1 - behind)) if behind < 1 else 1.0
+            return config.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * fallen)))

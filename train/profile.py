@@ -19,6 +19,7 @@ from infra import command
 from infra.command import UserError, console
 from infra.storage import write_json
 from train.config import Cycle, TrainConfig, format_model, load_config
+from train.folder import new_folder
 from train.trace import FORWARD, Profile, analyse, findings
 
 WARM, STEPS = 3, 2
@@ -70,9 +71,7 @@ def profile(options: ProfileOptions) -> None:
     manifest = read_manifest(options.training.data)
     preset = format_model(options.training.model).partition(",")[0]
     name = options.name or f"profile-{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = (options.out / name).resolve()
-    if folder.exists():
-        raise UserError(f"{folder} exists already: give another --name.")
+    folder = new_folder(options.out, name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if free < TRACE_ROOM:

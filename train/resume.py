@@ -38,7 +38,13 @@ def refuse_other_run(path: Path, progress: Progress, config: TrainConfig, manife
         if ours != theirs:
             named = f"--{name.replace('_', '-')}"
             raise UserError(f"{path} was trained with {named} {ours} and not {theirs}: leave {named} out to go on.")
+
+
+def refuse_finished(path: Path, progress: Progress, config: TrainConfig) -> None:
+    """Raise ``UserError`` when the finished run behind ``path`` has nothing left to do by ``config``."""
     total = config.total_steps
+    if total is None and config.time_budget is None:
+        raise UserError(f"{path} is at the end of its epoch: say with --steps how far to train on.")
     if total is not None and progress.step >= total:
         raise UserError(f"{path} is at step {progress.step:,} of {total:,}: give a larger --steps to train on.")
     if config.time_budget is not None and progress.elapsed >= config.time_budget:

@@ -4,6 +4,7 @@ In: a config being made. Out: nothing, or ``UserError``. What depends on the mac
 packages) is asked in :mod:`train.execution`.
 """
 
+import math
 from dataclasses import fields
 from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
@@ -103,6 +104,8 @@ def _end(config: "TrainConfig") -> None:
             f"--stream {' '.join(config.stream)} has no end that is known beforehand: say when to stop with --steps, "
             "--tokens or --time-budget."
         )
+    if config.time_budget is not None and not 0 < config.time_budget < math.inf:
+        raise UserError(f"--time-budget {config.time_budget}s must be above 0.")
     if config.steps is not None and config.steps < 1:
         raise UserError(f"--steps {config.steps} must be at least 1.")
     if config.tokens is not None and config.tokens < config.step_tokens:

@@ -7,6 +7,7 @@ cycles.jsonl, result.json and a checkpoint, and an MLflow run. Wiring only.
 import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -20,9 +21,9 @@ from infra.run_key import RunKey
 from infra.storage import write_json
 from pipeline.shards import Manifest
 from train.config import TrainConfig, format_model, load_config
-from train.folder import RunFolder, find_run
+from train.folder import RunFolder, find_run, make, new_folder
 from train.progress import newest, read_progress
-from train.resume import refuse_other_run
+from train.resume import refuse_finished, refuse_other_run
 from train.source import absolute, manifest_of
 from train.text import refuse_foreign_ids
 
@@ -53,6 +54,8 @@ def main() -> None:
         path, resume = command.flag_value("--config"), command.flag_value("--resume")
         if path and resume:
             raise UserError("--config and --resume both bring settings; give one of them.")
+        if resume == "":
+            raise UserError("--resume is empty: name a run, its folder or a checkpoint.")
         if resume:
             out = Path(command.flag_value("--out") or defaults.out)
             path = str(find_run(resume, out).config)
@@ -82,18 +85,24 @@ def train(options: RunOptions) -> int:
         home = find_run(options.resume, options.out)
         resume = newest(home.checkpoints)
         assert resume is not None
-        refuse_other_run(resume, read_progress(resume), config, manifest)
+        progress = read_progress(resume)
+        refuse_other_run(resume, progress, config, manifest)
+        if home.is_finished():
+            refuse_finished(resume, progress, config)
     else:
         preset = format_model(config.model).partition(",")[0]
         name = options.name or f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-        home = RunFolder((options.out / name).resolve())
-        if home.path.exists():
-            raise UserError(f"{home.path} exists already: continue it with --resume {name}, or give another --name.")
-    with ThreadPoolExecutor(max_workers=1) as background:
+        home = RunFolder(new_folder(options.out, name))
+    with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as held:
+        if resume:
+            held.enter_context(home.driven())
         known = home.key()
         preparing = background.submit(prepare, options.tracking_uri or (known and known.store))
         with connected(options.address, prestart=False):
             preparing.result()
+            if not resume:
+                make(home.path)
+                held.enter_context(home.driven())
             return _recorded(options, config, manifest, home, resume)
 
 
@@ -156,7 +165,6 @@ def run_in_mlflow(home: RunFolder, tracking_uri: str | None, *, is_new: bool) ->
         reopen_run(key)
         return key
     key = create_run("train", home.path.name, tracking_uri=tracking_uri, tags=provenance.collect() | {"kind": "run"})
-    home.path.mkdir(parents=True, exist_ok=True)
     home.keep_key(key)
     return key
 

@@ -58,6 +58,10 @@ class SearchConfig:
 
     def __post_init__(self) -> None:
         parse_knobs(self.knobs)
+        if self.resume == "":
+            raise UserError("--resume is empty: name a search.")
+        if self.training.stream:
+            raise UserError("--stream and a search exclude each other: trials read token shards, by --data.")
         if self.trial_steps < FEWEST + 2:
             raise UserError(f"--trial-steps {self.trial_steps} gives no speed: {FEWEST + 2} or more are needed.")
         if self.confirm < 0:

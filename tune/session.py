@@ -34,7 +34,7 @@ def search(config: SearchConfig) -> int:
     manifest = read_manifest(config.training.data)
     name = config.resume or config.name or f"search-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = (config.out / name).resolve()
-    if folder.exists() and not config.resume and not config.dry_run:
+    if not config.resume and not config.dry_run and (folder.is_file() or (folder / folders.KEPT).exists()):
         raise UserError(f"{folder} exists already: continue it with --resume {name}, or give another --name.")
     if config.cluster:
         with connected(config.cluster):

@@ -9,6 +9,7 @@ a process that may die at any moment leaves them open.
 import itertools
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ def run(request: Request) -> Row:
             outcome, reason = "oom", _first_line(failure)
         else:
             outcome, reason = "failed", f"{type(failure).__name__}: {_first_line(failure)}"
+            (Path(request.folder) / f"{request.key}.txt").write_text(traceback.format_exc(), encoding="utf-8")
     row = make_row(request, config, watch, result, outcome, reason)
     write_row(Path(request.folder), row)
     return row

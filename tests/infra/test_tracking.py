@@ -12,7 +12,7 @@ from mlflow.tracking import MlflowClient
 
 from infra import tracking
 from infra.command import UserError
-from infra.tracking import Tracker, create_run, find_runs
+from infra.tracking import Tracker, create_run, find_runs, open_store
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,15 @@ def test_a_later_run_delivers_what_an_earlier_one_left_behind(tmp_path: Path) ->
     journal = Path(key.journal)
     journal.mkdir()
     entry = {"kind": "metric", "key": "loss", "value": 4.0, "step": 1, "time": 1, "store": key.store}
-    (journal / f"{key.run_id}.jsonl").write_text(json.dumps(entry) + "\n")
+    (journal / f"{key.run_id}.jsonl").write_text(json.dumps(entry) + '\n{"kind": "metr')
+    (journal / "torn.jsonl").write_text('{"kind": "met')
     create_run("train", "later")
     assert MlflowClient(key.store).get_run(key.run_id).data.metrics == {"loss": 4.0}
-    assert not list(journal.iterdir())
+    assert [left.name for left in journal.iterdir()] == ["torn.jsonl"], "which says of no store that it is its"
+
+
+def test_stores_that_cannot_be_used_are_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "damaged.db").write_text("this is no database, however long one looks at it" * 100)
+    for store in (f"sqlite:///{tmp_path}", f"sqlite:///{tmp_path}/damaged.db", "postgresql://nobody@127.0.0.1/none"):
+        with pytest.raises(UserError, match=r"the MLflow store .*--tracking-uri|is a folder"):
+            open_store(store)

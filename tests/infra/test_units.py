@@ -1,5 +1,7 @@
 """Sizes and durations keep their value through text, and a number without a unit is refused."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,12 +9,12 @@ from hypothesis import strategies as st
 from infra.units import format_duration, format_size, parse_duration, parse_size
 
 
-@given(st.integers(min_value=0, max_value=2**60))
+@given(st.integers(min_value=1, max_value=2**60))
 def test_a_size_survives_being_written_and_read(size: int) -> None:
     assert parse_size(format_size(size)) == size
 
 
-@given(st.integers(min_value=0, max_value=10**7))
+@given(st.integers(min_value=1, max_value=10**7))
 def test_a_duration_survives_being_written_and_read(seconds: int) -> None:
     assert parse_duration(format_duration(seconds)) == seconds
 
@@ -21,6 +23,12 @@ def test_the_two_gigabytes_differ() -> None:
     assert parse_size("40GB") == 40 * 10**9
     assert parse_size("40GiB") == 40 * 2**30
     assert parse_duration("1h30m") == 5400
+
+
+@pytest.mark.parametrize(("parse", "text"), [(parse_size, "0GB"), (parse_duration, "0s"), (parse_duration, "0h0m")])
+def test_nothing_is_refused(parse: Callable[[str], float], text: str) -> None:
+    with pytest.raises(ValueError, match="give more than 0"):
+        parse(text)
 
 
 @pytest.mark.parametrize("text", ["40", "GB", "-1GB", "40 parsecs", ""])

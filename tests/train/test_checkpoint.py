@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from infra.command import UserError
 from train.config import Cycle, ModelConfig, TrainConfig
 from train.cycle import trouble
+from train.folder import RunFolder, new_folder
 from train.loop import Trainer
 from train.progress import checkpoints_in, newest
 from train.result import CycleReport
@@ -112,9 +113,47 @@ def test_another_run_is_refused(config: TrainConfig, tmp_path: Path) -> None:
         ({"seed": 1}, "--seed 0 and not 1"),
         ({"optimizer": "adamw"}, "--optimizer adamw-fused and not adamw"),
         ({"model": dataclasses.replace(config.model, layers=3)}, "layers=2 and not 3"),
-        ({"steps": 30}, "is at step 30 of 30"),
     ]:
         with pytest.raises(UserError, match=named):
             Trainer(dataclasses.replace(config, **{"steps": 40} | change), resume=Path(saved))
+    killed_at_its_end = Trainer(dataclasses.replace(config, steps=30), checkpoints=tmp_path, resume=Path(saved)).run()
+    assert (killed_at_its_end.outcome, killed_at_its_end.steps) == ("finished", 30)
+    assert killed_at_its_end.checkpoint == saved
     fine = dataclasses.replace(config, steps=40, micro_batch=1, loss_chunks=2, checkpointing="full")
     assert Trainer(fine, resume=Path(saved)).run().steps == 40
+
+
+def test_a_checkpoint_behind_a_damaged_one_is_kept(config: TrainConfig, tmp_path: Path) -> None:
+    config = dataclasses.replace(config, checkpoint_every=5, keep_checkpoints=2, steps=10)
+    Trainer(config, checkpoints=tmp_path).run()
+    older, damaged = checkpoints_in(tmp_path)
+    (damaged / "model.safetensors").write_bytes(b"")
+    assert newest(tmp_path) == older
+    again = dataclasses.replace(config, keep_checkpoints=1, checkpoint_every=2)
+    result = Trainer(again, checkpoints=tmp_path, resume=older, should_stop=lambda: True).run()
+    assert result.outcome == "interrupted"
+    assert result.checkpoint == str(newest(tmp_path))
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000006"]
+
+
+def test_a_resumed_run_decays_as_it_is_told_now(config: TrainConfig, tmp_path: Path) -> None:
+    saved = Trainer(config, checkpoints=tmp_path).run().checkpoint
+    assert saved
+    told = dataclasses.replace(config, steps=40, weight_decay=0.5, beta2=0.999)
+    groups = Trainer(told, resume=Path(saved)).optimizer.param_groups
+    assert {group["weight_decay"] for group in groups} == {0.5, 0.0}
+    assert {group["betas"] for group in groups} == {(0.9, 0.999)}
+
+
+def test_one_command_drives_a_run(tmp_path: Path) -> None:
+    home = RunFolder(tmp_path)
+    with home.driven(), pytest.raises(UserError, match="another command is training"), home.driven():
+        pass
+    with home.driven():
+        pass
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "x" * 300])
+def test_what_cannot_be_a_folders_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="is not the name of a folder"):
+        new_folder(tmp_path, name)

@@ -13,7 +13,7 @@ from train.loop import Trainer
 from train.memory import is_exhausted
 from train.result import CycleReport, RunResult
 
-GOLDEN = [5.7706, 5.7397, 5.7080, 5.7372, 5.6842, 5.6755, 5.6816, 5.6503, 5.6573, 5.6529]
+GOLDEN = [5.7706, 5.7397, 5.7076, 5.7358, 5.6804, 5.6705, 5.6786, 5.6430, 5.6498, 5.6454]
 """Losses of the first ten steps: whatever changes the mathematics of a step moves them."""
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -221,6 +222,13 @@ def test_the_schedules() -> None:
     assert rates("wsd")[900] == pytest.approx(0.5)
     assert rates("wsd")[1000] == pytest.approx(0.0)
     assert set(rates("constant")[10:]) == {1.0}
+    assert rates("cosine")[10] == pytest.approx(1.0), "the fall begins where the warm-up ends"
+    assert all(a >= b for a, b in itertools.pairwise(rates("cosine")[10:]))
+
+
+def test_a_tenth_of_a_short_time_warms_up() -> None:
+    config = TrainConfig(learning_rate=1.0, warmup_steps=100, schedule="constant")
+    assert [learning_rate(config, step, None, step / 20) for step in range(3)] == pytest.approx([0.01, 0.5, 1.0])
 
 
 @pytest.mark.gpu
