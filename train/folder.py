@@ -150,13 +150,14 @@ class Follower:
                     self.on_cycle(cycle)
 
 
-def new_folder(out: Path, name: str) -> Path:
-    """The folder of a new run, search or ladder. Raises ``UserError`` when ``name`` cannot be one's or it exists."""
+def new_folder(out: Path, name: str, *, resumable: bool = True) -> Path:
+    """The folder of a new run, ladder or profile. Raises ``UserError`` when ``name`` cannot be one's or it exists."""
     if not re.fullmatch(r"[^/\0]{1,200}", name) or name in (".", ".."):
         raise UserError(f"--name {name!r} is not the name of a folder: write for example --name first.")
     folder = (out / name).resolve()
     if folder.exists():
-        raise UserError(f"{folder} exists already: continue it with --resume {name}, or give another --name.")
+        resume = f"continue it with --resume {name}, or " if resumable else ""
+        raise UserError(f"{folder} exists already: {resume}give another --name.")
     return folder
 
 

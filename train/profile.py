@@ -71,7 +71,7 @@ def profile(options: ProfileOptions) -> None:
     manifest = read_manifest(options.training.data)
     preset = format_model(options.training.model).partition(",")[0]
     name = options.name or f"profile-{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = new_folder(options.out, name)
+    folder = new_folder(options.out, name, resumable=False)
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if free < TRACE_ROOM:

@@ -120,6 +120,7 @@ def test_a_profile_on_the_cpu(
     assert run.info.status == "FINISHED"
     assert {f.path for f in client.list_artifacts(run.info.run_id)} >= {"trace.json.gz", "memory.png", "profile.json"}
     assert command(monkeypatch, *flags, "--name", "one") == 2
+    assert "exists already: give another --name." in capfd.readouterr().err
 
 
 def test_without_room_for_a_trace_nothing_is_started(
