@@ -26,6 +26,7 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, TEMPORARILY_UNAVAILABLE, ErrorCode
+from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
 from mlflow.tracking import MlflowClient
 
 from infra.command import UserError, errors
@@ -137,6 +138,7 @@ def find_runs(key: RunKey, tag: str, value: str) -> list[str]:
         found = MlflowClient(key.store).search_runs(
             [key.experiment_id],
             f"tags.`mlflow.parentRunId` = '{key.run_id}' and tags.`{tag}` = '{value}'",
+            max_results=SEARCH_MAX_RESULTS_THRESHOLD,
             order_by=["attributes.start_time ASC"],
         )
     except MlflowException as failure:

@@ -55,6 +55,12 @@ def write_small_shards(folder: Path, *, books: int = 12, tokens: int = 4000, see
 
 
 @pytest.fixture(scope="session")
+def make_shards() -> Callable[..., Path]:
+    """:func:`write_small_shards`, for tests that need other ones."""
+    return write_small_shards
+
+
+@pytest.fixture(scope="session")
 def small_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token shards for :data:`small_model`."""
     return write_small_shards(tmp_path_factory.mktemp("small-shards"))

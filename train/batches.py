@@ -49,10 +49,11 @@ class Windows:
         self.first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)])
         self.count = int(self.first[-1])
         if not self.count:
-            tokens = sum(len(stream) for stream in streams)
+            longest, needed = max((len(stream) for stream in streams), default=0), context_length + 1
+            validated = "raise --val-fraction of 'python -m pipeline.tokenize', do without by --cycle 200+0, "
             raise UserError(
-                f"the {split} split has {tokens:,} tokens and one window needs {context_length + 1:,}: tokenize more "
-                "books, raise --val-fraction of 'python -m pipeline.tokenize', or choose a shorter context length."
+                f"the {split} split's largest shard has {longest:,} tokens and one window needs {needed:,}: tokenize "
+                f"more books, {validated if split == 'val' else ''}or choose a shorter context length."
             )
 
     def order(self, places: np.ndarray) -> np.ndarray:

@@ -124,11 +124,10 @@ class Climb:
         name = f"{prefix}-{number:02d}" if prefix == "control" else f"{prefix}-{slug}"
         folder = self.folder / name
         kept = folder / "rung.json"
-        if kept.exists():
-            found = Measured(**json.loads(kept.read_text(encoding="utf-8")))
-            if found.tokens_per_second is not None and found.config == json.loads(json.dumps(config.to_json())):
-                self.say(f"[dim]{rung.name}: kept from {name}[/dim]")
-                return found
+        found = _kept(kept, config)
+        if found is not None:
+            self.say(f"[dim]{rung.name}: kept from {name}[/dim]")
+            return found
         shutil.rmtree(folder, ignore_errors=True)
         self.say(f"[bold]{rung.name}[/bold]")
         watch = GpuWatch()
@@ -184,6 +183,16 @@ class Climb:
     def _cycle(self, cycle: dict[str, Any], watch: GpuWatch) -> None:
         watch.look()
         self.say(f"  {cycle['line']}")
+
+
+def _kept(path: Path, config: TrainConfig) -> Measured | None:
+    """What ``path`` holds of an earlier run of just this ``config``; None when there is none, or a damaged one."""
+    try:
+        found = Measured(**json.loads(path.read_text(encoding="utf-8")))
+        same = found.config == json.loads(json.dumps(config.to_json()))
+        return found if same and found.tokens_per_second is not None else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def worker_reason(failure: Exception) -> str:

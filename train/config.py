@@ -15,7 +15,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from infra.command import UserError
 from infra.units import Seconds
 from train.rules import divisors as divisors
-from train.rules import refuse_contradictions
+from train.rules import refuse_contradictions, refuse_other_types
 
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16", "bf16-activations"]
 Attention = Literal["auto", "manual", "sdpa", "flash", "cudnn", "efficient", "flex"]
@@ -274,17 +274,24 @@ def config_from_json(values: dict[str, Any], source: str) -> TrainConfig:
             values["data"] = Path(values["data"])
         if "model" in values:
             model = values["model"]
-            values["model"] = parse_model(model) if isinstance(model, str) else ModelConfig(**model)
+            values["model"] = parse_model(model) if isinstance(model, str) else model_from_json(model)
         if "cycle" in values:
             values["cycle"] = Cycle.parse(values["cycle"])
         for name in ("naive", "stream"):
             if name in values:
                 values[name] = tuple(values[name])
+        refuse_other_types(values, TrainConfig)
         return TrainConfig(**values)
     except UserError as mistake:
         raise UserError(f"{source}: {mistake}") from mistake
     except TypeError as mistake:
         raise UserError(f"{source} does not describe a run: {mistake}.") from mistake
+
+
+def model_from_json(values: dict[str, Any]) -> ModelConfig:
+    """The model of these sizes. Raises ``UserError``, or ``TypeError`` for what is no model's field."""
+    refuse_other_types(values, ModelConfig)
+    return ModelConfig(**values)
 
 
 def load_config(path: Path) -> TrainConfig:

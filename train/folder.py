@@ -63,6 +63,11 @@ class RunFolder:
         """Exists when the run shall end after the step it is at."""
         return self.path / "STOP"
 
+    @property
+    def refused(self) -> Path:
+        """Why one of several workers gave up, for them all to read when they are started again."""
+        return self.path / "REFUSED"
+
     def is_finished(self) -> bool:
         """Whether it came to its end, as far as its settings of then went."""
         try:

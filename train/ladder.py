@@ -189,21 +189,25 @@ def continued(options: LadderOptions, folder: Path):
 
     try:
         kept = json.loads((folder / "ladder.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        values = kept["options"]
+        values |= {
+            "rungs": tuple(values["rungs"]),
+            "data": Path(values["data"]),
+            "best": Path(values["best"]) if values["best"] else None,
+            "model": ModelConfig(**values["model"]) if values["model"] else None,
+            "cycle": Cycle.parse(values["cycle"]),
+        }
+        options, key = replace(options, **values), RunKey(**kept["key"])
+    except OSError:
         known = [path.parent.name for path in folder.parent.glob("*/ladder.json")]
         hint = nearest(folder.name, known) if known else ""
         raise UserError(f"--resume {folder.name}: there is no ladder in {folder}{hint}.") from None
-    values = kept["options"]
-    values |= {
-        "rungs": tuple(values["rungs"]),
-        "data": Path(values["data"]),
-        "best": Path(values["best"]) if values["best"] else None,
-        "model": ModelConfig(**values["model"]) if values["model"] else None,
-        "cycle": Cycle.parse(values["cycle"]),
-    }
-    key = RunKey(**kept["key"])
+    except (ValueError, KeyError, TypeError) as damage:
+        raise UserError(
+            f"--resume {folder.name}: {folder / 'ladder.json'} is damaged ({damage}); begin a new ladder."
+        ) from damage
     reopen_run(key)
-    return replace(options, **values), key
+    return options, key
 
 
 if __name__ == "__main__":

@@ -67,8 +67,14 @@ def _metrics(rows: list[Row]) -> dict[str, float | None]:
 def load(text: str, out: Path) -> dict[str, Any]:
     """The standings that an earlier ladder left, by its name or folder. Raises ``UserError``."""
     for folder in (out / text, Path(text)):
-        if (folder / "standings.json").is_file():
-            return json.loads((folder / "standings.json").read_text(encoding="utf-8")) | {"name": text}
+        path = folder / "standings.json"
+        if path.is_file():
+            try:
+                found = json.loads(path.read_text(encoding="utf-8"))
+                speeds = [{"name": row["name"], "speed": row["speed"]} for row in found["rows"]]
+                return {"name": text, "device": found["device"], "rows": speeds}
+            except (ValueError, KeyError, TypeError) as damage:
+                raise UserError(f"--compare {text}: {path} is damaged ({damage}); run that ladder again.") from damage
     raise UserError(f"--compare {text}: there is no finished ladder in {out / text} or {text}.")
 
 

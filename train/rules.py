@@ -5,8 +5,10 @@ packages) is asked in :mod:`train.execution`.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Literal, get_args, get_origin
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from infra.command import UserError
 
@@ -17,6 +19,34 @@ FUSED_ATTENTION = ("flash", "cudnn", "efficient")
 SIXTEEN_BITS = ("fp16", "bf16", "bf16-activations")
 HABITS = ("sync", "zero", "copy", "collect", "pages")
 TORCHAO_OPTIMIZERS = ("adamw-8bit", "adamw-bf16")
+
+
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def refuse_other_types(values: Mapping[str, Any], record: type) -> None:
+    """Raise ``UserError`` for the first value of a file that its field in ``record`` cannot hold."""
+    for field in fields(record):
+        if field.name in values and not _is(values[field.name], field.type):
+            words = [KINDS[kind] for kind in KINDS if _is(kind(), field.type)]
+            expected = words[-1] if words else "a list of texts"
+            raise UserError(f"{field.name} is {values[field.name]!r}, and must be {expected}.")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    arguments = get_args(kind)
+    match get_origin(kind):
+        case origin if origin in (Union, UnionType):
+            return any(_is(value, one) for one in arguments)
+        case origin if origin is Annotated:
+            return _is(value, arguments[0])
+        case origin if origin is Literal:
+            return isinstance(value, str)  # which one is asked by _choices
+        case origin if origin is tuple:
+            return isinstance(value, tuple) and all(_is(one, arguments[0]) for one in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def divisors(number: int) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from infra.command import UserError
 from train.config import ModelConfig, TrainConfig, parse_model
+from train.rules import refuse_other_types
 
 Changes = Mapping[str, Any]
 """Fields of TrainConfig and, after ``model.``, of ModelConfig. Two more names stand for several fields:
@@ -72,7 +73,7 @@ A100 = Suite(
 
 LOOP = Suite(
     "loop",
-    "The training loop as a black box: what each habit costs on a small model",
+    "The training loop as a black box: what each habit costs on a small model (two batches are two steps)",
     _NAIVE | {"model": "small", "batch": 32, "naive": ("sync", "zero", "copy", "collect", "pages")},
     (
         Rung("accumulation", {"micro_batch": 8}),
@@ -188,23 +189,29 @@ def _from_toml(path: Path) -> Suite:
         raise UserError(f"--suite {path} does not exist.") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as damage:
         raise UserError(f"--suite {path} cannot be read as TOML: {damage}.") from damage
+    entries, base = values.get("rung"), values.get("base", {})
+    if not (isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries)):
+        raise UserError(f"--suite {path} has no [[rung]].")
+    if not isinstance(base, dict):
+        raise UserError(f"--suite {path}: base is {base!r}; write a table, [base].")
     rungs = []
-    for number, entry in enumerate(values.get("rung", []), 1):
+    for number, entry in enumerate(entries, 1):
         name = entry.pop("name", None)
         if not isinstance(name, str):
             raise UserError(f"--suite {path}: rung {number} has no name.")
         rungs.append(Rung(name, flat(entry), bool(entry.pop("new_mathematics", False))))
-    if not rungs:
-        raise UserError(f"--suite {path} has no [[rung]].")
-    base = flat(values.get("base", {}))
-    return Suite(path.stem, values.get("title", path.stem), base, tuple(rungs), bool(values.get("climbs", False)))
+    title = str(values.get("title", path.stem))
+    return Suite(path.stem, title, flat(base), tuple(rungs), bool(values.get("climbs", False)))
 
 
 def _from_python(path: Path) -> Suite:
     """A file that makes ``SUITE``, a :class:`Suite`."""
     if not path.is_file():
         raise UserError(f"--suite {path} does not exist.")
-    found = runpy.run_path(str(path)).get("SUITE")
+    try:
+        found = runpy.run_path(str(path)).get("SUITE")
+    except Exception as failure:
+        raise UserError(f"--suite {path} cannot be run: {type(failure).__name__}: {failure}.") from failure
     if not isinstance(found, Suite):
         raise UserError(f"--suite {path} makes no SUITE; write SUITE = Suite(...) with train.suites.Suite.")
     return found
@@ -225,8 +232,9 @@ def short_form(suite: Suite) -> Suite:
     """``suite`` for a CPU: the tiny model and batches an eighth the size, in the baseline and in every rung."""
 
     def shorten(changes: Changes) -> Changes:
+        sizes = ("batch", "micro_batch", "global_batch")
         small = {
-            name: -(-value // 8) if name in ("batch", "micro_batch", "global_batch") else value
+            name: -(-value // 8) if name in sizes and isinstance(value, int) else value
             for name, value in changes.items()
         }
         return small | ({"model": "tiny"} if "model" in small else {})
@@ -242,11 +250,15 @@ def apply(config: TrainConfig, changes: Changes) -> TrainConfig:
     for name in changes:
         if name not in known:
             raise UserError(f"a suite changes {name!r}, which is no setting{nearest(name, known)}")
-    model = parse_model(changes["model"]) if "model" in changes else config.model
+    for name in ("batch", "vocabulary_multiple"):
+        if not (isinstance(changes.get(name, 1), int) and changes.get(name, 1) > 0):
+            raise UserError(f"a suite's {name} is {changes[name]!r}, and must be a whole number of at least 1.")
+    model = parse_model(str(changes["model"])) if "model" in changes else config.model
     parts = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
     if "vocabulary_multiple" in changes:
         multiple = changes["vocabulary_multiple"]
         parts["padded_vocabulary"] = -(-model.vocabulary // multiple) * multiple
+    refuse_other_types(parts, ModelConfig)
     whole = {
         name: value
         for name, value in changes.items()
@@ -254,4 +266,5 @@ def apply(config: TrainConfig, changes: Changes) -> TrainConfig:
     }
     if "batch" in changes:
         whole |= {"micro_batch": changes["batch"], "global_batch": changes["batch"]}
+    refuse_other_types(whole, TrainConfig)
     return replace(config, model=replace(model, **parts), **whole)

@@ -1,12 +1,13 @@
 """What runs in Ray's workers: the loop, from the run's folder, into the run's folder."""
 
 import traceback
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray.train
+from ray.train.collective import broadcast_from_rank_zero
 
 from infra.command import UserError
 from infra.storage import write_json
@@ -27,16 +28,40 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
     """What runs in Ray's workers: the loop, from the folder's newest checkpoint if it has one."""
     home = RunFolder(Path(payload["folder"]))
     context = ray.train.get_context()
-    first = context.get_world_rank() == 0
-    try:
-        with home.held() if first else nullcontext():
+    first, alone = context.get_world_rank() == 0, context.get_world_size() == 1
+    with ExitStack() as held:
+        refusal = begin(home, held) if first else None
+        if refusal is not None if alone else broadcast_from_rank_zero(refusal is not None):
+            return {"refused": refusal}
+        try:
             return train(home, config_from_json(payload["config"], "the run's config"), first)
-    except UserError as mistake:
-        return {"refused": str(mistake)}
-    except Exception:
-        if context.get_world_size() > 1:  # the others wait in a collective until Ray stops the group
+        except UserError as mistake:
+            if alone:
+                return {"refused": str(mistake)}
+            home.refused.write_text(str(mistake), encoding="utf-8")
             raise
-        return {"failed": traceback.format_exc()}
+        except Exception:
+            if alone:
+                return {"failed": traceback.format_exc()}
+            raise  # the others wait in a collective until Ray stops the group, and starts it again
+
+
+def begin(home: RunFolder, held: ExitStack) -> str | None:
+    """Take the run's folder for as long as ``held`` is open; gives the reason when it must not be trained in.
+
+    The first worker's part, whose answer all follow: one that left alone would leave the others in a collective.
+    """
+    try:
+        held.enter_context(home.held())
+        if home.refused.exists():
+            reason = home.refused.read_text(encoding="utf-8")
+            home.refused.unlink()
+            return reason
+        resume = newest(home.checkpoints)
+        refuse_hopeless(home, read_progress(resume).step if resume else 0)
+    except UserError as mistake:
+        return str(mistake)
+    return None
 
 
 def train(home: RunFolder, config: TrainConfig, first: bool) -> dict[str, Any]:
@@ -45,9 +70,7 @@ def train(home: RunFolder, config: TrainConfig, first: bool) -> dict[str, Any]:
     data = StreamData(config, Stream(config.stream, config.seed)) if config.stream else ShardData(config)
     if not first:
         return Trainer(config, data=data, checkpoints=home.checkpoints, resume=resume).run().to_json()
-    progress = read_progress(resume) if resume else None
-    refuse_hopeless(home, progress.step if progress else 0)
-    home.rewind(progress.reported if progress else 0)
+    home.rewind(read_progress(resume).reported if resume else 0)
     trainer = Trainer(
         config,
         data=data,

@@ -90,11 +90,10 @@ class SearchConfig:
         return cls(**read)
 
     def identity(self) -> dict[str, Any]:
-        """What two searches must share to be one search: all that decides which trials run and what they mean."""
+        """What two searches over the same data must share to be one: which trials run and what they mean."""
         training = self.training.to_json()
-        length = ("steps", "tokens", "time_budget", "cycle")
-        return {name: value for name, value in training.items() if name not in length} | {
-            "data": str(self.training.data.resolve()),
+        free = ("data", "steps", "tokens", "time_budget", "cycle")
+        return {name: value for name, value in training.items() if name not in free} | {
             "memory_limit": self.memory_limit,
             "knobs": ",".join(parse_knobs(self.knobs)),
             "free_global_batch": self.free_global_batch,

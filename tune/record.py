@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from infra.command import UserError
 from infra.storage import write_json
 from tune.space import Candidate
 
@@ -94,9 +95,15 @@ def write_row(folder: Path, row: Row) -> None:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """The rows kept in ``folder``, in the order in which their trials were begun."""
-    rows = [Row.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("m*.json")]
-    return sorted(rows, key=lambda row: row.number)
+    """The rows kept in ``folder``, in the order in which their trials were begun. Raises ``UserError``."""
+    return sorted((_read_row(path) for path in folder.glob("m*.json")), key=lambda row: row.number)
+
+
+def _read_row(path: Path) -> Row:
+    try:
+        return Row.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError) as damage:
+        raise UserError(f"{path} is damaged ({damage}): remove it, and its trial runs again.") from damage
 
 
 def feasible(rows: Sequence[Row]) -> list[Row]:

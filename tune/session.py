@@ -9,12 +9,13 @@ from typing import NoReturn
 
 from infra import provenance
 from infra.cluster import connected
-from infra.command import INTERRUPTED, UserError, console, errors
+from infra.command import INTERRUPTED, console, errors
 from infra.tracking import Tracker, how_to_look
 from infra.units import format_size
 from pipeline.shards import Manifest, read_manifest
 from train.config import format_model
 from train.execution import worker_environment
+from train.folder import new_folder
 from tune import charts, plan, report
 from tune import folder as folders
 from tune.config import SearchConfig
@@ -34,8 +35,8 @@ def search(config: SearchConfig) -> int:
     manifest = read_manifest(config.training.data)
     name = config.resume or config.name or f"search-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = (config.out / name).resolve()
-    if not config.resume and not config.dry_run and (folder.is_file() or (folder / folders.KEPT).exists()):
-        raise UserError(f"{folder} exists already: continue it with --resume {name}, or give another --name.")
+    if not config.resume and not config.dry_run:
+        new_folder(config.out, name)
     if config.cluster:
         with connected(config.cluster):
             return _search(config, manifest, folder)
@@ -76,13 +77,14 @@ def _run(
 ) -> int:  # fmt: skip
     """Drive the strategy to its end in ``folder``, which this process holds."""
     limit = int(memory.limit)
-    identity = config.identity() | {"memory_limit": limit, "device": device}
+    trials, data = folder / folders.TRIALS, config.training.data.resolve()
+    kept = read_rows(trials)
+    identity = config.identity() | {"data": manifest.fingerprint, "memory_limit": limit, "device": device}
     if config.resume:
         parent = folders.resumed_parent(folder, identity)
     else:
         parent = open_parent(folder.name, config.tracking_uri, provenance.collect(), space)
         folders.begin(folder, config, identity, parent)
-    trials, data = folder / folders.TRIALS, config.training.data.resolve()
     evidence = Evidence(parent, manifest, data, space)
 
     def ended(row: Row, rows: Sequence[Row]) -> None:
@@ -110,7 +112,7 @@ def _run(
             os._exit(1)
 
         describe(tracker, identity, manifest, data)
-        evidence.catch_up(read_rows(trials))
+        evidence.catch_up(kept)
         grace = CLUSTER_GRACE if config.cluster else OWN_GRACE
         # Tune takes Ctrl-C between two of its events; where it falls elsewhere, the rows say as well where to go on.
         environment = worker_environment(config.training, device)

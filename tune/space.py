@@ -15,12 +15,19 @@ from train.config import TrainConfig, divisors
 KNOBS: dict[str, tuple[Any, ...]] = {
     "checkpointing": ("none", "selective", "full"),
     "loss_chunks": (1, 8),
-    "compile": ("off", "blocks", "whole"),
-    "attention": ("sdpa", "manual"),
-    "precision": ("fp32", "tf32", "bf16"),
+    "compile": ("off", "blocks", "whole", "max-autotune", "reduce-overhead"),
+    "attention": ("auto", "flash", "cudnn", "efficient", "manual"),
+    "precision": ("fp32", "tf32", "bf16", "bf16-activations"),
     "optimizer": ("adamw-fused", "adamw"),
 }
 """Settings of a run that change how a step is executed; precision alone also changes its rounding."""
+
+ON_CPU: dict[str, tuple[Any, ...]] = {
+    "compile": ("off", "blocks", "whole"),
+    "attention": ("auto", "manual"),
+    "precision": ("fp32",),
+}
+"""What is left of them there: one fused kernel of attention, no CUDA graphs, tf32 is fp32, and bf16 is emulated."""
 
 Combination = tuple[tuple[str, Any], ...]
 """Values of the searched knobs, in the order of their names; empty when no knob is searched."""
@@ -107,7 +114,7 @@ def parse_knobs(words: Sequence[str]) -> tuple[str, ...]:
 def make_space(base: TrainConfig, knobs: Sequence[str], *, device: str, free: bool = False) -> Space:
     """The space around ``base``; its own combination comes first, so that ties of order favour the control.
 
-    ``device`` (cuda or cpu) decides what auto means and which precisions exist. With ``free`` the global batch is
+    ``device`` (cuda or cpu) decides what auto means and which settings exist. With ``free`` the global batch is
     the largest size, and no longer held fixed. Raises ``UserError``.
     """
     if base.workers != 1:
@@ -117,10 +124,8 @@ def make_space(base: TrainConfig, knobs: Sequence[str], *, device: str, free: bo
         own = getattr(base, name)
         if name == "precision" and own == "auto":
             own = "bf16" if device == "cuda" else "fp32"
-        values = dict.fromkeys([own, *KNOBS[name]])
-        if name == "precision" and device == "cpu":
-            values = dict.fromkeys([own, "fp32"])  # bf16 is emulated there, and tf32 is fp32
-        combinations = [(*chosen, (name, value)) for chosen in combinations for value in values]
+        there = ON_CPU.get(name, KNOBS[name]) if device == "cpu" else KNOBS[name]
+        combinations = [(*chosen, (name, value)) for chosen in combinations for value in dict.fromkeys([own, *there])]
     largest = base.global_batch
     free_sizes = {1, 2, 4, base.micro_batch, *range(8, largest + 1, 8)}
     sizes = sorted(size for size in free_sizes if size <= largest) if free else divisors(largest)

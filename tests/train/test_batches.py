@@ -109,5 +109,5 @@ def test_a_restored_position_goes_on_with_the_next_window(small_shards: Path, be
 
 
 def test_too_few_tokens_for_a_window_are_refused(small_shards: Path) -> None:
-    with pytest.raises(UserError, match="val split has 4,001 tokens and one window needs 10,001"):
+    with pytest.raises(UserError, match="val split's largest shard has 4,001 tokens and one window needs 10,001"):
         Windows(TokenShards(small_shards).streams("val"), 10_000, 0, split="val")

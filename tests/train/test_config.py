@@ -61,3 +61,32 @@ def test_the_batch_arithmetic() -> None:
     assert config.accumulation == 30
     assert config.step_tokens == 491_520
     assert dataclasses.replace(config, tokens=10**6).total_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"global_batch": "8"}, "global_batch is '8', and must be a whole number"),
+        ({"steps": 2.5}, "steps is 2.5, and must be a whole number"),
+        ({"micro_batch": True}, "micro_batch is True, and must be a whole number"),
+        ({"mask_books": 1}, "mask_books is 1, and must be true or false"),
+        ({"learning_rate": "fast"}, "learning_rate is 'fast', and must be a number"),
+        ({"naive": [1]}, r"naive is \(1,\), and must be a list of texts"),
+        ({"compile": None}, "compile is None, and must be text"),
+        ({"model": {"layers": "2"}}, "layers is '2', and must be a whole number"),
+        ({"model": {"depth": 2}}, "depth"),
+        ({"model": 3}, "does not describe a run"),
+        ({"data": 3}, "does not describe a run"),
+    ],
+)
+def test_a_files_values_are_of_their_fields_types(values: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UserError, match=rf"^a\.json.*{sentence}"):
+        config_from_json(values, "a.json")
+
+
+def test_every_field_takes_back_what_it_gave() -> None:
+    full = TrainConfig(
+        stream=("books",), steps=3, within=0.01, naive=("sync",), accelerator="A100", copy_to="s3://bucket/folder",
+    )  # fmt: skip
+    for config in (TrainConfig(), full, TrainConfig(time_budget=3), TrainConfig(learning_rate=1)):
+        assert config_from_json(json.loads(json.dumps(config.to_json())), "a.json") == config

@@ -1,17 +1,24 @@
-"""The command's refusals; a whole ladder, interrupted and continued, is in tests/test_main_job.py."""
+"""Whole ladders in their short form, and the command's refusals; one is interrupted in tests/test_main_job.py."""
 
+import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from mlflow.tracking import MlflowClient
 
 from infra.command import UserError
-from train import ladder
-from train.climb import refuse_short, refuse_unsuited
+from infra.tracking import store_uri
+from train import climb, ladder, worker
+from train.climb import native_bf16, refuse_short, refuse_unsuited
 from train.config import ModelConfig, TrainConfig
+from train.folder import RunFolder
 from train.loop import Trainer
-from train.suites import Rung
+from train.result import RunResult
+from train.suites import SUITES, Rung
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +56,65 @@ def test_a_mistake_is_one_sentence(
     assert "Traceback" not in error
 
 
+NOT_ON_A_CPU = {
+    "a100": {
+        "tensor cores", "mixed precision fp16", "bf16 without scaler", "bf16 activations", "the GPU's attention",
+        "max-autotune",
+    },
+    "loop": {"mixed precision bf16", "tensor cores", "max-autotune", "all together"},
+    "memory": {
+        "fp16", "bf16", "bf16 activations", "TF32", "8-bit AdamW", "bf16 AdamW", "all together",
+    },
+    "sizes": {"batch 31"},  # an eighth of it, rounded up, is the baseline's
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suite", NOT_ON_A_CPU)
+def test_every_suite_is_climbed_whole_in_its_short_form(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str], suite: str
+) -> None:
+    """The real loop, store and statistics, rung by rung, with what a Ray worker runs run here: Ray alone is left out.
+
+    Two rungs through Ray are in tests/test_main_job.py.
+    """
+
+    def here(config: TrainConfig, folder: Path, **_: object) -> RunResult:
+        torch.compiler.reset()  # a process of its own begins without another model's graphs
+        return RunResult.from_json(worker.train(RunFolder(folder), config, first=True))
+
+    monkeypatch.setattr(climb.launch, "run", here)
+    monkeypatch.setattr(climb, "connected", lambda *_, **__: nullcontext())
+    model = "tiny,layers=1,heads=2,width=48,context_length=32,vocabulary=257,padded_vocabulary=257"
+    flags = ["--suite", suite, "--data", str(small_shards), "--model", model, "--device", "cpu", "--name", suite]
+    assert command(monkeypatch, *flags, "--steps", "8", "--cycle", "8+1") == 0
+    printed = capfd.readouterr().out
+    rungs = [rung.name for rung in SUITES[suite].rungs]
+    base, *rows = json.loads((tmp_path / "runs" / suite / "standings.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == rungs
+    refused = {row["name"]: row["reason"] for row in rows if row["speed"] is None}
+    expected = NOT_ON_A_CPU[suite]
+    if native_bf16():
+        expected = expected - {name for name in expected if "bf16" in name}
+        refused = {name: reason for name, reason in refused.items() if "bf16" not in name}
+    assert set(refused) == expected
+    assert all(refused.values())
+    assert base["loss"] > 0
+    for row in rows:
+        if row["speed"] is not None:
+            assert 0 < row["low"] <= row["speed"] <= row["high"]
+            assert row["total"]["low"] < row["total"]["ratio"] < row["total"]["high"]
+            assert suite == "sizes" or row["loss"] > 0, "only there a step may see more tokens than a rung"
+            assert row["gib"] > 0
+    assert ("Total improvement over the baseline" in printed) is SUITES[suite].climbs
+    summary = (tmp_path / "runs" / suite / "summary.md").read_text()
+    assert all(name in summary for name in rungs)
+    client = MlflowClient(store_uri())
+    children = client.search_runs(["1"], "tags.kind = 'rung'")
+    finished = {run.data.tags["rung"] for run in children if run.info.status == "FINISHED"}
+    assert finished == {row["name"] for row in rows if row["speed"] is not None}
+    assert all(run.info.status == "FINISHED" or run.data.tags["reason"] for run in children)
+
+
 def test_a_budget_that_leaves_no_warm_up_says_how_long_it_needs(small_shards: Path, small_model: ModelConfig) -> None:
     config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, time_budget=0.001)
     short = Trainer(config).run()
@@ -66,6 +132,17 @@ def test_a_mistyped_ladder_is_answered_with_the_nearest(
     Path("runs/one/ladder.json").write_text("{}")
     assert command(monkeypatch, "--resume", "on") == 2
     assert "did you mean one" in " ".join(capfd.readouterr().err.split())
+
+
+def test_damaged_files_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("runs/one").mkdir(parents=True)
+    for text in ("{", "{}", '{"options": 3, "key": {}}'):
+        Path("runs/one/ladder.json").write_text(text)
+        assert command(monkeypatch, "--resume", "one") == 2
+        assert "ladder.json is damaged" in " ".join(capfd.readouterr().err.split())
+        Path("runs/one/standings.json").write_text(text)
+        assert command(monkeypatch, "--compare", "one") == 2
+        assert "standings.json is damaged" in " ".join(capfd.readouterr().err.split())
 
 
 def test_a_rung_that_says_nothing_here_is_named(small_shards: Path, small_model: ModelConfig) -> None:

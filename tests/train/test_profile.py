@@ -17,7 +17,7 @@ from train import intensity, profile
 from train.batches import NEXT_BATCH
 from train.config import ModelConfig, TrainConfig
 from train.model import GPT
-from train.trace import analyse, attention_kernel, idle_gaps, kind_of
+from train.trace import analyse, attention_kernel, findings, idle_gaps, kind_of
 
 MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
 
@@ -84,6 +84,29 @@ def test_a_gap_is_put_down_to_what_the_host_did() -> None:
     kernels = [event("a", 0, 100), event("b", 105, 200), event("c", 1200, 1300), event("d", 1800, 1900)]
     host = [event("cudaStreamSynchronize", 150, 900), event(NEXT_BATCH, 1400, 1700)]
     assert idle_gaps(kernels, host) == {"a synchronisation": 1.0, "the loader": 0.5}
+
+
+def test_waits_in_the_loop_are_a_finding_with_their_cost() -> None:
+    """An idle GPU behind ``.item()``: three milliseconds of a step of ten, and the sentence says so."""
+
+    def event(name: str, start: float, end: float, kind: DeviceType = DeviceType.CPU) -> SimpleNamespace:
+        span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        return SimpleNamespace(
+            name=name, time_range=span, device_type=kind, is_user_annotation=False, self_cpu_time_total=end - start,
+            cpu_time_total=end - start, device_time_total=0.0,
+        )  # fmt: skip
+
+    gpu = DeviceType.CUDA
+    events = [
+        event("nvjet_gemm", 0, 4000, gpu), event("aten::item", 3900, 7000), event("nvjet_gemm", 7000, 10000, gpu),
+        event("cudaStreamSynchronize", 3950, 6900),
+    ]  # fmt: skip
+    found = findings(analyse(events, 1, 0.010, cuda=True), optimizer="adamw-fused", compiled=True, cuda=True)
+    assert "`.item()` and other waits in the loop: 2 a step, costing 3.00 ms a step." in found
+    assert any("idle 3.00 ms a step, most of it because of a synchronisation" in line for line in found)
+    quiet = [event("nvjet_gemm", 0, 5000, gpu), event("nvjet_gemm", 5000, 10000, gpu)]
+    found = findings(analyse(quiet, 1, 0.010, cuda=True), optimizer="adamw-fused", compiled=True, cuda=True)
+    assert not any("item" in line or "idle" in line for line in found)
 
 
 def test_contractions_are_the_most_intense(small_model: ModelConfig) -> None:

@@ -1,15 +1,24 @@
 """The command: one run from flags to folder and MLflow, and one sentence with exit code 2 for every mistake."""
 
+import dataclasses
 import json
+import os
 import shutil
+import signal
 import sys
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
 
 from infra.tracking import store_uri
-from train import run
+from train import launch, run, worker
+from train.config import config_from_json
+from train.folder import RunFolder
+from train.loop import Trainer
+from train.result import CycleReport
 
 FLAGS = [
     "--model", "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320",
@@ -62,6 +71,49 @@ def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pyt
     manifest.write_text(manifest.read_text().replace(result["data_fingerprint"], "0" * 64))
     assert command(monkeypatch, "--resume", "one", "--steps", "30", "--data", "other") == 2
     assert "was trained on other data" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_two_workers(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Through Ray Train they compute what one loop does here, and what one refuses ends both."""
+    flags = ["--data", str(small_shards), "--name", "two", "--workers", "2", "--steps", "12", *FLAGS]
+    assert command(monkeypatch, *flags) == 0, capfd.readouterr().err
+    home = RunFolder(Path("runs/two"))
+    found = [json.loads(line) for line in home.cycles.read_text().splitlines()]
+    config = config_from_json(json.loads(home.config.read_text()), "test")
+    alone: list[CycleReport] = []
+    Trainer(dataclasses.replace(config, workers=1), on_cycle=alone.append).run()
+    for cycle, report in zip(found, alone, strict=True):
+        assert cycle["step_losses"] == pytest.approx(report.step_losses, rel=1e-4)
+        assert cycle["val_loss"] == pytest.approx(report.val_loss, rel=1e-4)
+
+    (home.path / "starts").write_text("12\n12\n12\n")
+    assert command(monkeypatch, "--resume", "two", "--steps", "14") == 2
+    assert "died 3 times without getting from step 12" in " ".join(capfd.readouterr().err.split())
+
+
+def test_the_first_signal_asks_and_the_second_leaves(tmp_path: Path) -> None:
+    flag = tmp_path / "STOP"
+    child = os.fork()
+    if not child:
+        with launch.stop_on_signal(flag):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+            if flag.exists():
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(10)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    assert flag.exists()
+
+
+def test_what_one_worker_refused_ends_all_when_they_start_again(tmp_path: Path) -> None:
+    home = RunFolder(tmp_path)
+    home.refused.write_text("the disk is full")
+    with ExitStack() as held:
+        assert worker.begin(home, held) == "the disk is full"
+    with ExitStack() as held:
+        assert worker.begin(home, held) is None
 
 
 @pytest.mark.parametrize(

@@ -90,13 +90,43 @@ def test_a_suite_from_python(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [("[[rung]]\nbatch = 2\n", "rung 1 has no name"), ("title = 3", "no \\[\\[rung\\]\\]"), ("= 3", "TOML")],
+    [
+        ("[[rung]]\nbatch = 2\n", "rung 1 has no name"),
+        ("title = 3", "no \\[\\[rung\\]\\]"),
+        ("= 3", "TOML"),
+        ("rung = 3", "no \\[\\[rung\\]\\]"),
+        ("rung = [3]", "no \\[\\[rung\\]\\]"),
+        ("base = 3\n[[rung]]\nname = 'a'", "write a table"),
+    ],
 )
 def test_a_bad_file_is_refused_with_its_fault(tmp_path: Path, text: str, named: str) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(text)
     with pytest.raises(UserError, match=named):
         find_suite(str(path))
+
+
+def test_a_python_file_that_fails_is_refused_with_its_fault(tmp_path: Path) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text("SUITE = 1 / 0")
+    with pytest.raises(UserError, match="ZeroDivisionError: division by zero"):
+        find_suite(str(path))
+    path.write_text("SUITE = 3")
+    with pytest.raises(UserError, match="makes no SUITE"):
+        find_suite(str(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"batch": "8"}, "batch is '8'"), ({"vocabulary_multiple": 0}, "at least 1"), ({"naive": "sync"}, "list of"),
+        ({"model.heads": "3"}, "heads is '3'"), ({"learning_rate": "x"}, "must be a number"),
+    ],
+)  # fmt: skip
+def test_a_rungs_values_are_of_their_settings_types(changes: dict[str, object], named: str) -> None:
+    suite = short_form(Suite("mine", "Mine", {}, (Rung("wrong", changes),)))
+    with pytest.raises(UserError, match=named):
+        apply(START, suite.rungs[0].changes)
 
 
 def test_an_unknown_setting_in_a_rung_is_answered_with_the_nearest() -> None:

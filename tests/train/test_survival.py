@@ -71,7 +71,7 @@ def test_a_run_survives_everything(small_shards: Path, tmp_path: Path) -> None:
 
     driver = start(tmp_path, "--resume", "long")
     wait_for_step(home, reached + 30, driver)
-    driver.send_signal(signal.SIGINT)
+    driver.send_signal(signal.SIGTERM)  # a machine that is about to be taken away
     asked = time.monotonic()
     printed, _ = driver.communicate(timeout=120)
     assert driver.returncode == 130, printed

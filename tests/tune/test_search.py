@@ -3,12 +3,13 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,11 +97,13 @@ def test_the_winner_trains(searched: Path) -> None:
     assert Trainer(replace(config, steps=5, cycle=Cycle(5, 0))).run().outcome == "finished"
 
 
-def test_resume_runs_only_what_is_missing(folder: Path, searched: Path) -> None:
+def test_resume_runs_only_what_is_missing(folder: Path, searched: Path, small_shards: Path) -> None:
+    """Also when the same data lies elsewhere by now."""
     rows = {path: path.stat().st_mtime_ns for path in (searched / "trials").glob("m*.json")}
     lost = max(rows, key=lambda path: rows[path])
     lost.unlink()
-    assert command(search.main, "--resume", "one") == 0
+    moved = shutil.copytree(small_shards, folder / "moved")
+    assert command(search.main, "--resume", "one", "--data", str(moved)) == 0
     now = {path: path.stat().st_mtime_ns for path in (searched / "trials").glob("m*.json")}
     assert {path for path in now if now[path] != rows[path]} == {lost}
     _, children = runs(folder, "one")
@@ -108,12 +111,19 @@ def test_resume_runs_only_what_is_missing(folder: Path, searched: Path) -> None:
 
 
 @pytest.mark.usefixtures("searched")
-def test_resume_refuses_another_search(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_the_same_search_is_refused(
+    folder: Path, small_shards: Path, make_shards: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
     assert command(search.main, "--resume", "one", "--global-batch", "16") == 2
     assert "global_batch was 2 and is now 16" in capfd.readouterr().err
+    other = make_shards(folder / "other", seed=1)
+    assert command(search.main, "--resume", "one", "--data", str(other)) == 2
+    assert "data was" in capfd.readouterr().err
     assert command(search.main, "--resume", "two") == 2
     assert "search.json" in capfd.readouterr().err
-    assert command(search.main, "--name", "one", "--data", "nowhere") == 2
+    for name, refusal in {"one": "exists already", "../one": "not the name of a folder"}.items():
+        assert command(search.main, "--name", name, "--data", str(small_shards), "--out", str(folder / "runs")) == 2
+        assert refusal in capfd.readouterr().err
 
 
 def test_over_the_limit_is_an_outcome(folder: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]) -> None:

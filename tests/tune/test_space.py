@@ -39,6 +39,23 @@ def test_contradictions_are_left_out() -> None:
     assert [c.micro_batch for c in space.candidates() if ("loss_chunks", 8) in c.knobs] == [2, 4]
 
 
+def test_settings_that_a_cpu_lacks_are_a_gpus_alone() -> None:
+    base = TrainConfig(global_batch=2, micro_batch=2)
+
+    def values(knob: str, device: str) -> list[object]:
+        return [dict(knobs)[knob] for knobs in make_space(base, (knob,), device=device).combinations]
+
+    assert values("attention", "cpu") == ["auto", "manual"]
+    assert values("attention", "cuda") == ["auto", "flash", "cudnn", "efficient", "manual"]
+    assert values("compile", "cpu") == ["off", "blocks", "whole"]
+    assert values("compile", "cuda") == ["off", "blocks", "whole", "max-autotune", "reduce-overhead"]
+    assert values("precision", "cpu") == ["fp32"]
+    assert values("precision", "cuda") == ["bf16", "fp32", "tf32", "bf16-activations"]
+    both = make_space(base, ("attention", "precision"), device="cuda").combinations
+    assert (("attention", "flash"), ("precision", "bf16")) in both
+    assert (("attention", "flash"), ("precision", "fp32")) not in both, "flash exists in 16 bits only"
+
+
 def test_knob_names() -> None:
     assert parse_knobs(()) == ()
     assert parse_knobs(("compile", "loss-chunks", "compile")) == ("compile", "loss_chunks")

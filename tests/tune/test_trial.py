@@ -1,15 +1,21 @@
 """One trial in this process: its row is on disk, whatever became of it, and its speed counts tokens rightly."""
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from infra.command import UserError
 from train.config import ModelConfig, TrainConfig
+from train.loop import Trainer
+from train.result import RunResult
+from tune.limit import Limit
 from tune.record import Proposal, Row, read_rows
 from tune.space import Candidate
-from tune.trial import Request, run
+from tune.trial import THRASHING_STEPS, Request, Watch, _counters, judge, run
 
 
 @pytest.fixture
@@ -60,6 +66,67 @@ def test_a_failure_is_an_outcome(training: TrainConfig, tmp_path: Path) -> None:
     row = attempt(replace(training, data=tmp_path / "nowhere"), tmp_path / "rows")
     assert row.outcome == "failed"
     assert "nowhere" in row.reason
+
+
+def test_running_out_of_memory_is_an_outcome(
+    training: TrainConfig, make_shards: Callable[..., Path], tmp_path: Path
+) -> None:
+    """T x T matrices of 140 TB, more than a process has addresses for: refused as a GPU refuses what is too large."""
+    data = make_shards(tmp_path / "data", tokens=400_000)
+    long = replace(training.model, context_length=2**21, heads=8, width=8)
+    config = replace(training, data=data, model=long, attention="manual", micro_batch=1, global_batch=1)
+    row = attempt(config, tmp_path / "rows")
+    assert (row.outcome, row.tokens_per_second) == ("oom", None)
+    assert "memory" in row.reason
+
+
+def test_a_damaged_row_is_named(training: TrainConfig, tmp_path: Path) -> None:
+    attempt(training, tmp_path)
+    (tmp_path / "m1.json").write_text('{"key": "m1"')
+    with pytest.raises(UserError, match=r"m1\.json is damaged .*: remove it"):
+        read_rows(tmp_path)
+
+
+@pytest.fixture
+def eight_steps(training: TrainConfig) -> RunResult:
+    """What the loop returned after eight steps."""
+    return Trainer(replace(training, steps=8)).run()
+
+
+def watched(steps: Sequence[float], *, retries: Sequence[int], graphs: Sequence[int], folder: Path) -> Watch:
+    """A trial of these steps, with the counters that a GPU showed after the launch of each and at the end."""
+    proposal = Proposal(Candidate(1), "probe")
+    watch = Watch(
+        Request("m1", 1, proposal, {}, 10**12, 20, 60.0, 0.001, str(folder), 0.0),
+        step_tokens=100,
+        limit=Limit(10**12, torch.device("cpu"), 0),
+    )
+    watch.seconds = list(steps)
+    watch.counters = list(zip(retries, graphs, strict=True))
+    return watch
+
+
+def test_a_step_that_compiled_or_freed_the_cache_is_left_out(eight_steps: RunResult, tmp_path: Path) -> None:
+    steps = [9.0, 1.0, 1.0, 7.0, 1.0, 1.0, 5.0, 1.0]
+    watch = watched(steps, retries=[0, 0, 0, 0, 0, 0, 1, 1, 1], graphs=[1, 1, 1, 2, 2, 2, 2, 2, 2], folder=tmp_path)
+    assert watch.rejected() == {3, 6}
+    assert watch.counted() == [9.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert judge(watch, eight_steps) == ("ok", "ran its 8 steps; 2 steps rejected")
+
+
+def test_an_allocator_that_lives_off_its_cache_thrashes(eight_steps: RunResult, tmp_path: Path) -> None:
+    watch = watched([1.0] * 8, retries=[0, 3, 3, 3, 4, 4, 5, 5, 5], graphs=[0] * 9, folder=tmp_path)
+    assert watch.retried() == THRASHING_STEPS
+    assert judge(watch, eight_steps) == ("thrash", "the allocator had to free its cache in 2 steps")
+
+
+def test_what_is_compiled_is_counted(training: TrainConfig, tmp_path: Path) -> None:
+    """torch's own count of graphs grows with the first step alone, so none after it is rejected."""
+    row = attempt(replace(training, compile="whole", model=replace(training.model, layers=1)), tmp_path)
+    assert (row.outcome, row.rejected_steps) == ("ok", 0)
+    assert row.compile_seconds
+    assert row.compile_seconds > 10 * row.step_seconds[-1]
+    assert _counters(torch.device("cpu"))[1] > 0
 
 
 def test_speed_does_not_depend_on_accumulation(training: TrainConfig, tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ EFFECTS: dict[tuple[str, str], dict[str, float]] = {
     ("compile", "off"): {"speed": 0.42, "sequence": 1.45, "half": 1.8},
     ("compile", "blocks"): {"speed": 0.94, "compile": 12.0, "sequence": 1.05},
     ("compile", "whole"): {"compile": 22.0},
+    ("compile", "max-autotune"): {"speed": 1.015, "compile": 90.0},
+    ("compile", "reduce-overhead"): {"speed": 1.005, "compile": 25.0, "sequence": 1.05},
     ("attention", "manual"): {"speed": 0.72, "sequence": 1.9},
     ("checkpointing", "selective"): {"speed": 0.93, "sequence": 0.7},
     ("checkpointing", "full"): {"speed": 0.77, "sequence": 0.45},
