@@ -17,14 +17,18 @@ def optuna_trials(space: Space) -> int:
 
 
 def print_plan(config: SearchConfig, space: Space, memory: MemorySearcher, strategy: Strategy) -> None:
-    """Print the combinations with the sizes that are predicted to fit, and what the search may cost."""
+    """Print the control and its neighbours with the sizes that are predicted to fit, and what the search may cost."""
     curves = memory.curves([])
-    for knobs in space.combinations:
+    control = space.control.knobs
+    near = [control, *space.neighbours(control)]
+    for knobs in near:
         sizes = space.sizes_of(knobs)
         fit = [size for size in sizes if curves.fits(Candidate(size, knobs))]
-        name = " ".join(f"{knob}={value}" for knob, value in knobs) or "the control's settings"
+        name = space.knobs_label(knobs) or " ".join(["the control", *(f"{knob}={value}" for knob, value in control)])
         largest = f"; {memory.prior(Candidate(fit[-1], knobs)) / 1e9:.2f} GB at {fit[-1]}" if fit else ""
         console.print(f"{name}: {len(fit)} of {len(sizes)} sizes should fit: {', '.join(map(str, fit))}{largest}")
+    if further := len(space.combinations) - len(near):
+        console.print(f"{further} further combinations differ from the control in more than one knob")
     trials = strategy.remaining([])
     most = trials * (START_SECONDS + config.trial_time)
     console.print(

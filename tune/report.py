@@ -18,7 +18,7 @@ from tune.config import SearchConfig
 from tune.ranking import Standing, standings
 from tune.record import Row
 from tune.searcher import MemorySearcher
-from tune.space import Space
+from tune.space import Combination, Space
 
 GB = 1e9
 HEADINGS = ("", "candidate", "x", "tokens/s", "95%", "control", "GB", "runs", "")
@@ -112,16 +112,26 @@ def _remark(standing: Standing, place: int, space: Space) -> str:
 
 
 def never_run(rows: Sequence[Row], space: Space, memory: MemorySearcher) -> list[str]:
-    """Candidates without a row, as sentences: one for each reason and combination."""
+    """Candidates without a row, as sentences: one for each reason and choice of sizes."""
     seen = {row.candidate for row in rows}
-    explored = [row for row in rows if row.stage != "confirm"]
-    groups: dict[tuple[str, str], list[str]] = {}
+    curves = memory.curves([row for row in rows if row.stage != "confirm"])
+    sizes: dict[tuple[Combination, str], list[str]] = {}
     for candidate in space.candidates():
         if candidate not in seen:
-            groups.setdefault((space.knobs_label(candidate.knobs), memory.why_not(explored, candidate)), []).append(
-                f"m{candidate.micro_batch}"
-            )
-    return [f"{', '.join(sizes)}{' with ' + knobs if knobs else ''}: {why}" for (knobs, why), sizes in groups.items()]
+            reason = memory.why_not(curves, candidate)
+            sizes.setdefault((candidate.knobs, reason), []).append(f"m{candidate.micro_batch}")
+    combinations: dict[tuple[str, str], list[Combination]] = {}
+    for (knobs, reason), named in sizes.items():
+        combinations.setdefault((", ".join(named), reason), []).append(knobs)
+    return [f"{named}{_with(knobs, space)}: {reason}" for (named, reason), knobs in combinations.items()]
+
+
+def _with(combinations: Sequence[Combination], space: Space) -> str:
+    """`` with compile=off``; `` with 12 combinations of knobs``; nothing for the control's own."""
+    if len(combinations) > 1:
+        return f" with {len(combinations)} combinations of knobs"
+    label = space.knobs_label(combinations[0])
+    return f" with {label}" if label else ""
 
 
 def best_json(rows: Sequence[Row], space: Space) -> dict[str, Any] | None:

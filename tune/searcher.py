@@ -61,9 +61,8 @@ class MemorySearcher:
         left = sum(REFINEMENTS - self._refined(rows, k) for k in live or [self.space.control.knobs])
         return len(neighbours) + left + (0 if seen else 3)
 
-    def why_not(self, rows: Sequence[Row], candidate: Candidate) -> str:
-        """Why ``candidate`` was never run, in words."""
-        curves = self.curves(rows)
+    def why_not(self, curves: Curves, candidate: Candidate) -> str:
+        """Why ``candidate`` was never run, in words, by what ``curves`` say of it."""
         if candidate.micro_batch > curves.ceiling(candidate.knobs):
             return "a smaller one did not fit"
         if not curves.fits(candidate):

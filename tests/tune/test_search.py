@@ -191,3 +191,9 @@ def test_dry_run_runs_nothing(folder: Path, small_shards: Path, capfd: pytest.Ca
     )
     assert "of 3 sizes should fit" in capfd.readouterr().out
     assert not (folder / "runs" / "dry").exists()
+    flags = ["--dry-run", "--global-batch", "4", "--knobs", "checkpointing", "attention"]
+    assert command(search.main, "--data", str(small_shards), *flags, *FLAGS) == 0
+    printed = capfd.readouterr().out
+    assert "the control checkpointing=none attention=auto: 3 of 3 sizes" in printed
+    assert "\ncheckpointing=full: 3 of 3 sizes" in printed
+    assert "2 further combinations differ from the control in more than one knob" in printed

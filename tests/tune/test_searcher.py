@@ -50,13 +50,14 @@ def test_what_was_not_run_has_a_reason(compare: ModuleType, space: Space) -> Non
     searcher = MemorySearcher(space, machine.prior, machine.limit)
     rows = compare.drive(searcher, machine, race=True)
     seen = {row.candidate for row in rows}
-    assert all(searcher.why_not(rows, candidate) for candidate in space.candidates() if candidate not in seen)
+    curves = searcher.curves(rows)
+    assert all(searcher.why_not(curves, candidate) for candidate in space.candidates() if candidate not in seen)
 
 
 def test_nothing_fits(space: Space) -> None:
     searcher = MemorySearcher(space, lambda candidate: 60e9, 40e9)
     assert searcher.propose([]) is None
-    assert "predicted not to fit" in searcher.why_not([], space.control)
+    assert "predicted not to fit" in searcher.why_not(searcher.curves([]), space.control)
 
 
 def test_the_grid_runs_everything_once(compare: ModuleType) -> None:
