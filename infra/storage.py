@@ -1,11 +1,13 @@
-"""Write files whole or not at all.
+"""Write files whole or not at all, and be the only one who does.
 
 A reader never sees half a file: data goes to a temporary name in the same folder, is fsynced, and is
 renamed over the final name.
 """
 
+import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +48,25 @@ def _refusal(path: Path, refused: OSError) -> UserError:
     return UserError(
         f"{path} cannot be written ({refused.strerror}): make room or mend the folder, then run the same command again."
     )
+
+
+@contextmanager
+def held(path: Path, refusal: str, *, patience: float = 0.0) -> Iterator[None]:
+    """Be the only process that holds ``path``, a lock file; the system lets go of it however the process ends.
+
+    Waits ``patience`` seconds for another that holds it, then raises ``UserError`` with ``refusal``.
+    """
+    with path.open("w") as lock:
+        until = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise UserError(refusal) from None
+                time.sleep(0.1)
+        yield
 
 
 def sync_folder(folder: Path) -> None:

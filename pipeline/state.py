@@ -1,6 +1,5 @@
 """What an output folder already holds: which pieces are done, what is left over, and who else writes there."""
 
-import fcntl
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -10,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from infra.command import UserError
-from infra.storage import atomic_file, clear_temporaries, write_json
+from infra.storage import atomic_file, clear_temporaries, held, write_json
 from pipeline.config import TokenizeConfig
 from pipeline.duplicates import EXACT, NEAR
 from pipeline.plan import Piece
 from pipeline.records import PIECES, Record, read_record
 from pipeline.shards import MANIFEST, QUARANTINE, SPLITS
 
-SETTINGS = "settings.json"
+SETTINGS, LOCK = "settings.json", ".lock"
 # What this program calls its files: the folders may hold others, which are not ours to delete.
 _SHARD = re.compile(r"\d{6,}-\d{3,}\.arrow")
 _RECORD = re.compile(r"\d{6,}\.json")
@@ -31,14 +30,10 @@ def sole_writer(folder: Path) -> Iterator[None]:
     """
     try:
         (folder / PIECES).mkdir(parents=True, exist_ok=True)
-        lock = (folder / PIECES / ".lock").open("w")
+        (folder / PIECES / LOCK).touch()
     except OSError as refused:
         raise UserError(f"--out {folder} cannot be written ({refused.strerror}): name another folder.") from refused
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another run is writing to {folder}: wait for it, or give another --out.") from None
+    with held(folder / PIECES / LOCK, f"another run is writing to {folder}: wait for it, or give another --out."):
         yield
 
 

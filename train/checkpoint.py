@@ -9,6 +9,7 @@ a torch file that is only ever loaded with ``weights_only=True``. Checksums of b
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,6 +29,9 @@ from train.progress import PROGRESS, Progress, checkpoints_in, damage
 from train.remote import upload
 
 _WEIGHTS, _STATE = "model.safetensors", "state.pt"
+
+PAUSES = (1.0, 4.0, 10.0)
+"""Seconds between attempts to reach object storage, beside those of its own client."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +133,20 @@ class Checkpoints:
                 for old in checkpoints_in(self.folder)[: -self.keep]:
                     shutil.rmtree(old, ignore_errors=True)
                 if self.copy_to:
-                    upload(self.latest, self.folder.parent.name, self.copy_to, self.keep)
+                    self._copy(self.latest, self.copy_to)
         except Exception as failure:  # noqa: BLE001 handed to the thread that trains
             self._failure = failure
             for leftover in self.folder.glob(f"{TEMPORARY}*"):  # on a disk that may be full
                 shutil.rmtree(leftover, ignore_errors=True)
+
+    def _copy(self, checkpoint: Path, uri: str) -> None:
+        """Upload ``checkpoint``; a storage that is away for a while is asked again, and training goes on meanwhile."""
+        for pause in PAUSES:
+            try:
+                return upload(checkpoint, self.folder.parent.name, uri, self.keep)
+            except OSError:
+                time.sleep(pause)
+        upload(checkpoint, self.folder.parent.name, uri, self.keep)
 
 
 def write(folder: Path, taken: Snapshot, progress: Progress) -> Path:

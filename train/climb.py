@@ -157,7 +157,7 @@ class Climb:
                     on_cycle=lambda cycle: self._cycle(cycle, watch),
                 )  # fmt: skip
                 result = beside_matmul(result, config, self.folder.parent)
-                report.record_end(tracker, config, result)
+                report.record_end(tracker, config, result, watch.seen)
                 if result.outcome == "interrupted":
                     status = "KILLED"
                     raise Interrupted

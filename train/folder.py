@@ -6,11 +6,9 @@ for a clean stop by creating ``STOP``, because Ray Train runs the loop in a thre
 arrive. Neither costs an actor or a call into Ray during training.
 """
 
-import fcntl
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,7 +17,7 @@ from typing import Any
 
 from infra.command import UserError
 from infra.run_key import RunKey
-from infra.storage import atomic_file, write_json
+from infra.storage import atomic_file, held, write_json
 from train.progress import checkpoints_in, newest
 from train.result import CycleReport
 
@@ -89,25 +87,14 @@ class RunFolder:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Be the only one that trains here; waits for a predecessor that is dying. Raises ``UserError``."""
-        with (self.path / "lock").open("w") as lock:
-            for attempt in range(int(HANDOVER_SECONDS / 0.1)):
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(0.1 if attempt else 0)
-            else:
-                raise UserError(f"another process is training in {self.path}: stop it, or give another --name.")
+        refusal = f"another process is training in {self.path}: stop it, or give another --name."
+        with held(self.path / "lock", refusal, patience=HANDOVER_SECONDS):
             yield
 
     @contextmanager
     def driven(self) -> Iterator[None]:
         """Be the only command that runs or continues this run. Raises ``UserError``."""
-        with (self.path / ".command").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"another command is training in {self.path}: wait for it, or end it.") from None
+        with held(self.path / ".command", f"another command is training in {self.path}: wait for it, or end it."):
             yield
 
     def append(self, report: CycleReport) -> None:

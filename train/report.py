@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,9 +73,13 @@ def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float 
     )
 
 
-def record_end(tracker: Tracker, config: TrainConfig, result: RunResult) -> None:
-    """The run's page with its result. At step 0, because MLflow compares runs by bars where that is the only step."""
+def record_end(tracker: Tracker, config: TrainConfig, result: RunResult, gpu: Mapping[str, float] | None) -> None:
+    """The run's page with its result, and what NVML said of the ``gpu`` meanwhile.
+
+    At step 0, because MLflow compares runs by bars where that is the only step.
+    """
     tracker.metrics(result_metrics(result) | prediction_metrics(config, result))
+    tracker.metrics({f"gpu/{name}": value for name, value in (gpu or {}).items()})
     tracker.tags({"outcome": result.outcome, "device": result.device})
     tracker.json(result.to_json(), "result.json")
     if result.sample:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -119,6 +119,7 @@ def _recorded(
     options: RunOptions, config: TrainConfig, manifest: Manifest, home: RunFolder, resume: Path | None
 ) -> int:
     """Train on the connected Ray and record it in MLflow; returns the exit code."""
+    from infra.gpu import GpuWatch
     from infra.tracking import Tracker, how_to_look
     from train import launch, report
     from train.flops import beside_matmul
@@ -131,15 +132,19 @@ def _recorded(
             report.record_resume(tracker, config, read_progress(resume).step)
         else:
             report.record_start(tracker, config, manifest)
-        status = "FAILED"
+        status, watch = "FAILED", GpuWatch()
+
+        def on_cycle(cycle: dict[str, Any]) -> None:
+            watch.look()
+            console.print(cycle["line"])
+
         try:
             result = launch.run(
-                config, home.path, tracker=tracker, resume=resume, address=options.address,
-                on_cycle=lambda cycle: console.print(cycle["line"]),
-            )  # fmt: skip
+                config, home.path, tracker=tracker, resume=resume, address=options.address, on_cycle=on_cycle
+            )
             result = beside_matmul(result, config, home.path.parent)
             write_json(home.result, result.to_json())
-            report.record_end(tracker, config, result)
+            report.record_end(tracker, config, result, watch.seen)
             status = {"finished": "FINISHED", "interrupted": "KILLED"}.get(result.outcome, "FAILED")
         except KeyboardInterrupt:
             status = "KILLED"

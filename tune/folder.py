@@ -4,7 +4,6 @@
 file a finished trial) and, at the end, the files for people.
 """
 
-import fcntl
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from infra import storage
 from infra.command import UserError
 from infra.run_key import RunKey
 from infra.storage import clear_temporaries, write_json
 from tune.config import SearchConfig
 
-KEPT, TRIALS = "search.json", "trials"
+KEPT, TRIALS, LOCK = "search.json", "trials", ".lock"
 
 
 def kept_config(folder: Path) -> SearchConfig:
@@ -35,14 +35,10 @@ def held(folder: Path) -> Iterator[None]:
     """Make ``folder`` and hold it; the system lets go of it however the process ends. Raises ``UserError``."""
     try:
         (folder / TRIALS).mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        (folder / LOCK).touch()
     except OSError as refused:
         raise UserError(f"{folder} cannot be written ({refused.strerror}): name another --out.") from refused
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process runs the search in {folder}: wait for it, or end it.") from None
+    with storage.held(folder / LOCK, f"another process runs the search in {folder}: wait for it, or end it."):
         clear_temporaries(folder / TRIALS)
         yield
 

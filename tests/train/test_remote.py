@@ -1,6 +1,8 @@
 """Checkpoints in object storage: copied as they are written, and the run goes on from them on another machine."""
 
 import dataclasses
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pyarrow.fs
 import pytest
 
 from infra.command import UserError
+from train import checkpoint
 from train.config import Cycle, ModelConfig, TrainConfig
 from train.folder import find_run
 from train.loop import Trainer
@@ -53,7 +56,24 @@ def test_a_run_goes_on_from_its_copy(config: TrainConfig, bucket: str, tmp_path:
     assert [(r.step, r.step_losses) for r in rest] == [(r.step, r.step_losses) for r in straight[1:]]
 
 
-def test_a_storage_that_refuses_is_named(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
+def test_a_storage_that_is_away_for_a_while_is_asked_again(
+    config: TrainConfig, bucket: str, s3: tuple[str, Callable[[float], None]], tmp_path: Path
+) -> None:
+    _, set_rate = s3
+    set_rate(1.0)
+    back = threading.Timer(3.0, set_rate, [0.0])
+    back.start()
+    away = time.monotonic()
+    config = dataclasses.replace(config, copy_to=f"s3://runs/kept{bucket}", steps=6)
+    assert Trainer(config, checkpoints=tmp_path / "here" / "one" / "checkpoints").run().outcome == "finished"
+    assert time.monotonic() - away > 3.0
+    assert newest(find_run(f"s3://runs/kept/one{bucket}", tmp_path / "there").checkpoints)
+
+
+def test_a_storage_that_refuses_is_named(
+    config: TrainConfig, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "PAUSES", (0.1,))
     config = dataclasses.replace(config, copy_to=f"s3://absent/kept{bucket}")
     with pytest.raises(UserError, match=r"or s3://absent/kept.* could not be written"):
         Trainer(config, checkpoints=tmp_path / "one" / "checkpoints").run()
