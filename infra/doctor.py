@@ -8,14 +8,16 @@ an MLflow run. Wiring and tables only.
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.table import Table
 
-from infra import allreduce, ceilings, command, provenance, readiness
+from infra import allreduce, command
 from infra.command import UserError, console
 from infra.storage import write_json
-from infra.tracking import Tracker, create_run
+
+if TYPE_CHECKING:
+    from infra import readiness
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,15 @@ def main() -> None:
 
 
 def examine(options: DoctorOptions) -> int:
-    """Check and measure; returns 1 when something is wrong that stops training."""
+    """Check and measure; returns 1 when something is wrong that stops training.
+
+    torch and MLflow are imported only now, when the flags are known to be right.
+    """
+    import torch
+
+    from infra import ceilings, provenance, readiness
+    from infra.tracking import Tracker, create_run
+
     began = time.perf_counter()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -95,7 +105,7 @@ def examine(options: DoctorOptions) -> int:
     return int(any(check.mend and check.fatal for check in checks))
 
 
-def print_checks(checks: list[readiness.Check]) -> None:
+def print_checks(checks: "list[readiness.Check]") -> None:
     """A line a check; red with the mend where something is wrong."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for check in checks:

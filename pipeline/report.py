@@ -103,6 +103,7 @@ class Progress:
             values[f"time/stage_{stage}"] = seconds
             if seconds:
                 values[f"throughput/{stage}_MB_per_second"] = self.bytes / 1e6 / seconds
+                values[f"throughput/{stage}_tokens_per_second"] = self.tokens / seconds
         work = self.wall.get("work")
         if work and self.pieces:
             values["throughput/MB_per_second"] = self.bytes / 1e6 / work
@@ -133,11 +134,12 @@ def as_markdown(name: str, counts: dict[str, Any], progress: Progress, fingerpri
             f"{metrics.get('throughput/MB_per_second', 0):,.0f} MB/s, "
             f"{metrics.get('throughput/tokens_per_second', 0):,.0f} tokens/s while working",
             "",
-            "| stage | worker seconds | MB/s a worker |",
-            "|---|---|---|",
+            "| stage | worker seconds | MB/s a worker | million tokens/s a worker |",
+            "|---|---|---|---|",
         ]
         for stage, seconds in sorted(progress.seconds.items(), key=lambda item: -item[1]):
-            lines.append(f"| {stage} | {seconds:.2f} | {progress.bytes / 1e6 / seconds if seconds else 0:,.0f} |")
+            rates = [amount / 1e6 / seconds if seconds else 0 for amount in (progress.bytes, progress.tokens)]
+            lines.append(f"| {stage} | {seconds:.2f} | {rates[0]:,.0f} | {rates[1]:,.1f} |")
         lines += ["", f"Slowest stage: {progress.slowest}."]
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in progress.wall.items())
     return "\n".join([*lines, "", f"Time: {phases}."])

@@ -177,8 +177,12 @@ def test_every_gpu_command_of_the_readme_works(demo: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["pipeline.tokenize", "pipeline.inspect", "train.run", "train.ladder", "tune.search"]
-)
+    "module",
+    [
+        "pipeline.tokenize", "pipeline.inspect", "pipeline.fetch", "train.run", "train.ladder", "train.plan",
+        "train.profile", "train.generate", "train.export", "tune.search", "infra.doctor",
+    ],
+)  # fmt: skip
 def test_help_explains_every_flag(module: str, tmp_path: Path) -> None:
     shown = run(f"env COLUMNS=200 python -m {module} --help", tmp_path).stdout
     assert f"python -m {module}" in shown

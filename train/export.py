@@ -1,47 +1,18 @@
 """Entry: ``python -m train.export`` writes a trained model in the Hugging Face format, with its model card.
 
-In: a checkpoint. Out: a folder that ``transformers`` loads with ``GPT2LMHeadModel.from_pretrained`` and
-whose logits are the model's own: weights under GPT-2's published names, the padding rows of the
-vocabulary cut off, and the tokenizer's files where the ids are GPT-2's. Written without transformers.
+In: a checkpoint. Out: a folder, and if asked for a version in MLflow's model registry. Wiring only.
 """
 
-import json
-import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from infra import command
 from infra.command import UserError, console
 from infra.run_key import RunKey
-from infra.storage import TEMPORARY, write_json
-from train.config import ModelConfig, config_from_json, format_model
-from train.folder import RunFolder
-from train.generate import find_checkpoint, load_model
-from train.model import GPT
-from train.progress import Progress, read_progress
-from train.text import is_gpt2, tokenizer_files
-
-_NAMES = {
-    "token_embedding.weight": "transformer.wte.weight",
-    "position_embedding.weight": "transformer.wpe.weight",
-    "norm.weight": "transformer.ln_f.weight",
-    "norm.bias": "transformer.ln_f.bias",
-    "head.weight": "lm_head.weight",
-}
-_BLOCK = {
-    "norm_1": "ln_1",
-    "norm_2": "ln_2",
-    "attention.qkv": "attn.c_attn",
-    "attention.projection": "attn.c_proj",
-    "feed_forward.up": "mlp.c_fc",
-    "feed_forward.projection": "mlp.c_proj",
-}
+from train.config import config_from_json
+from train.folder import RunFolder, find_checkpoint
+from train.progress import read_progress
 
 
 @dataclass(frozen=True)
@@ -65,15 +36,20 @@ def main() -> None:
 
 
 def export(config: ExportConfig) -> int:
-    """Write the folder; returns the exit code. Raises ``UserError`` when it exists."""
+    """Write the folder; returns the exit code. Raises ``UserError`` when it exists.
+
+    torch and MLflow are imported only when the flags are known to be right.
+    """
     if config.to.exists():
         raise UserError(f"--to {config.to} exists already: name a folder that does not.")
     checkpoint = find_checkpoint(config.checkpoint, config.out)
     key = run_of(checkpoint, config.register) if config.register else None
+    from train.hugging_face import write_model
+
     write_model(checkpoint, config.to)
     console.print(f"{config.to}: load it with transformers' GPT2LMHeadModel.from_pretrained({str(config.to)!r})")
     if key and config.register:
-        from infra.registry import register  # MLflow takes seconds to import
+        from infra.registry import register
 
         vocabulary = config_from_json(read_progress(checkpoint).config, str(checkpoint)).model.vocabulary
         version = register(key, config.register, config.to, vocabulary)
@@ -89,102 +65,6 @@ def run_of(checkpoint: Path, name: str) -> RunKey:
     if find_spec("transformers") is None:
         raise UserError(f"--register {name} needs transformers: 'pip install transformers', or leave it out.")
     return key
-
-
-def write_model(checkpoint: Path, folder: Path) -> None:
-    """Write the model of ``checkpoint`` to the new ``folder``, whole or not at all."""
-    progress = read_progress(checkpoint)
-    model, vocabulary = load_model(checkpoint)
-    temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file(published_weights(model), temporary / "model.safetensors", metadata={"format": "pt"})
-    write_json(temporary / "config.json", published_config(model.config))
-    if is_gpt2(vocabulary):
-        for name, content in tokenizer_files().items():
-            (temporary / name).write_text(content, encoding="utf-8")
-    (temporary / "README.md").write_text(model_card(progress, checkpoint), encoding="utf-8")
-    temporary.rename(folder)
-
-
-def published_weights(model: GPT) -> dict[str, Tensor]:
-    """The weights in fp32 under GPT-2's published names; linear weights as (in, out), as GPT-2's were."""
-    config = model.config
-    weights = {}
-    for name, value in model.state_dict().items():
-        value = value.detach().float().cpu()
-        if name in _NAMES:
-            if name in ("token_embedding.weight", "head.weight"):
-                value = value[: config.vocabulary]
-            if name != "head.weight" or not config.tied:
-                weights[_NAMES[name]] = value.contiguous()
-            continue
-        _, layer, rest = name.split(".", 2)
-        part, _, kind = rest.rpartition(".")
-        is_linear = part not in ("norm_1", "norm_2")
-        weights[f"transformer.h.{layer}.{_BLOCK[part]}.{kind}"] = (
-            value.T if is_linear and value.dim() == 2 else value
-        ).contiguous()
-    if not config.bias:  # the format has biases always
-        for name in [name for name in weights if name.endswith("weight") and (".h." in name or "ln_f" in name)]:
-            weights[name.removesuffix("weight") + "bias"] = torch.zeros(weights[name].shape[-1])
-    return weights
-
-
-def published_config(config: ModelConfig) -> dict[str, Any]:
-    """The model's shape as transformers' ``GPT2Config`` reads it."""
-    end_of_text = config.vocabulary - 1
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "n_layer": config.layers,
-        "n_head": config.heads,
-        "n_embd": config.width,
-        "n_positions": config.context_length,
-        "vocab_size": config.vocabulary,
-        "tie_word_embeddings": config.tied,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout),
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        "dtype": "float32",
-    }
-
-
-def model_card(progress: Progress, checkpoint: Path) -> str:
-    """What the model is: its data, its config, its measured loss."""
-    config = config_from_json(progress.config, str(checkpoint))
-    result = checkpoint.parent.parent / "result.json"
-    measured = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}
-    if measured.get("steps") != progress.step:  # of another part of the run
-        measured = {}
-    rows = [
-        ("model", format_model(config.model)),
-        ("steps", f"{progress.step:,}"),
-        ("training tokens", f"{progress.step * config.step_tokens:,}"),
-        ("data fingerprint", progress.data_fingerprint),
-        ("vocabulary sha256", progress.vocabulary_sha256),
-    ]
-    names = {
-        "train_loss": "training loss (nats a token)",
-        "val_loss": "validation loss (nats a token)",
-        "val_perplexity": "validation perplexity",
-        "val_bits_per_byte": "validation bits a byte",
-        "val_bits_per_character": "validation bits a character",
-        "device": "trained on",
-    }
-    rows += [(text, str(measured[name])) for name, text in names.items() if measured.get(name) is not None]
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    private = {"stream", "copy_to"}  # paths and buckets of whoever trained it
-    public = {name: value for name, value in config.to_json().items() if name not in private}
-    settings = json.dumps(public | {"data": config.data.name}, indent=2, sort_keys=True)
-    return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
-        f"# GPT-2, {format_model(config.model)}, pre-trained on books\n\n| | |\n|---|---|\n{table}\n\n"
-        "Pre-trained from random weights on the books behind the data fingerprint; not aligned, not filtered for "
-        f"what it may say.\n\n## Settings\n\n```json\n{settings}\n```\n"
-    )
 
 
 if __name__ == "__main__":

@@ -189,3 +189,13 @@ def find_run(text: str, out: Path, flag: str = "--resume") -> RunFolder:
                 raise UserError(f"{flag} {text}: {run.path} has no checkpoint yet; start again with another --name.")
             return run
     raise UserError(f"{flag} {text}: there is no run {out / text} or {text}; 'ls {out}' lists runs.")
+
+
+def find_checkpoint(text: str, out: Path) -> Path:
+    """The checkpoint that ``--checkpoint`` names: itself, or a run's newest. Raises ``UserError``."""
+    if (Path(text) / "progress.json").is_file():
+        return Path(text)
+    found = newest(find_run(text, out, flag="--checkpoint").checkpoints)
+    if found is None:
+        raise UserError(f"--checkpoint {text} has no checkpoint.")
+    return found

@@ -1,28 +1,14 @@
 """Entry: ``python -m train.generate`` continues a prompt with a trained model.
 
-In: a checkpoint and a prompt. Out: text, sampled token by token. The whole context is computed again for
-every token: a few hundred tokens are a check of a training, not a service.
+In: a checkpoint and a prompt. Out: text. Wiring only.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from infra import command
 from infra.command import UserError, console
-from train.checkpoint import load_weights
-from train.config import config_from_json
-from train.execution import pick_device, plain
-from train.folder import find_run
-from train.loop import Trainer
-from train.model import GPT
-from train.progress import newest, read_progress
-from train.result import RunResult
-from train.text import is_gpt2, to_ids, to_text
-
-SAMPLE_TOKENS = 64
+from train.folder import find_checkpoint
 
 
 @dataclass(frozen=True)
@@ -61,8 +47,12 @@ def main() -> None:
 
 
 def generate(config: GenerateConfig) -> int:
-    """Print the continuation; returns the exit code."""
-    model, vocabulary = load_model(find_checkpoint(config.checkpoint, config.out))
+    """Print the continuation; returns the exit code. torch is imported when the flags are known to be right."""
+    checkpoint = find_checkpoint(config.checkpoint, config.out)
+    from train.sampling import load_model, sample
+    from train.text import is_gpt2, to_ids, to_text
+
+    model, vocabulary = load_model(checkpoint)
     if not is_gpt2(vocabulary):
         raise UserError(
             f"--checkpoint {config.checkpoint} was trained on ids that are not GPT-2's, so it writes no text."
@@ -73,59 +63,6 @@ def generate(config: GenerateConfig) -> int:
     )  # fmt: skip
     console.print(config.prompt + to_text(written), markup=False)
     return 0
-
-
-def find_checkpoint(text: str, out: Path) -> Path:
-    """The checkpoint that ``--checkpoint`` names: itself, or a run's newest. Raises ``UserError``."""
-    if (Path(text) / "progress.json").is_file():
-        return Path(text)
-    found = newest(find_run(text, out, flag="--checkpoint").checkpoints)
-    if found is None:
-        raise UserError(f"--checkpoint {text} has no checkpoint.")
-    return found
-
-
-def load_model(checkpoint: Path) -> tuple[GPT, str]:
-    """The model of a checkpoint, ready to be asked, and its vocabulary's hash. Raises ``UserError``."""
-    progress = read_progress(checkpoint)
-    config = config_from_json(progress.config, str(checkpoint))
-    device = pick_device(replace(config, device="auto"))
-    model = plain(config).to(device)
-    load_weights(checkpoint, model, device)
-    return model, progress.vocabulary_sha256
-
-
-@torch.no_grad()
-def sample(
-    model: GPT, ids: list[int], count: int, *, temperature: float = 0.8, top_k: int = 200, seed: int = 0
-) -> list[int]:
-    """``count`` token ids that follow ``ids``. Windows longer than the model's context lose their beginning."""
-    device = model.token_embedding.weight.device
-    generator = torch.Generator(device).manual_seed(seed)
-    tokens = torch.tensor([ids], device=device)
-    for _ in range(count):
-        logits = model(tokens[:, -model.config.context_length :])[:, -1, : model.config.vocabulary].float()
-        tokens = torch.cat([tokens, _choose(logits, temperature, top_k, generator)], dim=1)
-    return tokens[0, len(ids) :].tolist()
-
-
-def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    if top_k:
-        least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
-
-
-def closing_sample(trainer: Trainer, result: RunResult) -> str | None:
-    """What a model writes at the end of its run; None where it cannot (shards of a model, ids that are no text)."""
-    if result.outcome != "finished" or trainer.config.shard or not is_gpt2(trainer.data.manifest.vocabulary_sha256):
-        return None
-    with torch.device("meta"):
-        model = plain(trainer.config)
-    model.load_state_dict(trainer.model.state_dict(), assign=True)  # the weights themselves, not a copy
-    return to_text(sample(model, [trainer.config.model.vocabulary - 1], SAMPLE_TOKENS))
 
 
 if __name__ == "__main__":

@@ -79,8 +79,6 @@ class Trainer:
         self.resumed = resume
         if resume is not None:
             self._restore(resume)
-        if self.workers.rank:  # dropout must differ between workers, whose weights must not
-            torch.manual_seed(hash((config.seed, self.step, self.workers.rank)))
         self.checkpoints = None
         if checkpoints and config.keep_checkpoints and self.workers.first:
             self.checkpoints = checkpoint.Checkpoints(checkpoints, config.keep_checkpoints, config.copy_to)
@@ -157,6 +155,8 @@ class Trainer:
     def _train_step(self, loader: BatchLoader, cycle: Cycle) -> None:
         """One optimizer step, its loss and gradient norm left on the device."""
         config, index = self.config, cycle.steps
+        if self.workers.rank:  # dropout must differ between workers, and be the same when the run goes on from here
+            torch.manual_seed(hash((config.seed, self.step, self.workers.rank)))
         set_rate(self.optimizer, cycle.rate)
         for micro in range(config.accumulation):
             asked = measure.mark(self.device)

@@ -7,23 +7,21 @@ It runs the real loop in this process, without Ray, and records a few steps afte
 
 import shutil
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import tyro
 from rich.table import Table
 
 from infra import command
 from infra.command import UserError, console
-from infra.storage import write_json
-from train.config import Cycle, TrainConfig, format_model, load_config
+from train.config import TrainConfig, format_model, load_config
 from train.folder import new_folder
-from train.trace import FORWARD, Profile, analyse, findings
 
-WARM, STEPS = 3, 2
-"""Steps before and while recording."""
+if TYPE_CHECKING:
+    from train.trace import Profile
+
 TRACE_ROOM = 2 * 10**9
 """Free bytes that a trace may need: GPT-2's two steps make about 100 MB of JSON, with stacks many times that."""
 
@@ -62,11 +60,12 @@ def main() -> None:
 
 
 def profile(options: ProfileOptions) -> None:
-    """Profile a configuration from its options."""
+    """Profile a configuration from its options; torch and MLflow are imported when the flags are known to be right."""
     from infra import provenance
     from infra.tracking import Tracker, create_run, how_to_look
     from pipeline.shards import read_manifest
     from train import report
+    from train.recording import record
 
     manifest = read_manifest(options.training.data)
     preset = format_model(options.training.model).partition(",")[0]
@@ -101,67 +100,7 @@ def profile(options: ProfileOptions) -> None:
     console.print(how_to_look(key), markup=False)
 
 
-def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
-    """Run a few steps of ``config`` under torch's profiler, and write what they show to ``folder``."""
-    from train import intensity, memory_timeline
-    from train.execution import arithmetic
-    from train.loop import Trainer
-
-    steps = WARM + STEPS + 1  # the loop does not ask after its last whether to stop
-    config = replace(config, steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0), keep_checkpoints=0)
-    moments: list[float] = []
-
-    def after_step() -> bool:
-        if trainer.step in (WARM, WARM + STEPS):
-            if cuda:
-                torch.cuda.synchronize(trainer.device)
-            if trainer.step == WARM:
-                recorder.start()
-            moments.append(time.perf_counter())
-            if trainer.step > WARM:
-                recorder.stop()
-        return False
-
-    trainer = Trainer(config, should_stop=after_step)
-    cuda = trainer.device.type == "cuda"
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if cuda:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    recorder = torch.profiler.profile(
-        activities=activities, record_shapes=True, profile_memory=True, with_stack=True
-    )  # fmt: skip
-    plain = trainer.forward
-
-    def forward(*batch: torch.Tensor) -> torch.Tensor:
-        with torch.profiler.record_function(FORWARD):
-            return plain(*batch)
-
-    trainer.forward = forward
-    with memory_timeline.history(folder, cuda=cuda):
-        result = trainer.run()
-    if result.outcome != "finished":
-        raise UserError(f"the run to profile ended early, {result.outcome}: {result.reason}.")
-    recorder.export_chrome_trace(str(folder / "trace.json.gz"))
-    found = analyse(recorder.events() or [], STEPS, moments[1] - moments[0], cuda=cuda)
-    memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
-    length = config.model.context_length
-    tokens = torch.zeros(config.micro_batch, length, dtype=torch.int64, device=trainer.device)
-    work = {}
-    if config.compile == "off" and trainer.config.attention != "flex":  # whose operator cannot be looked into
-
-        def once() -> None:
-            with arithmetic(trainer.config):
-                loss = trainer.model(tokens, tokens)
-            loss.backward()
-
-        work = intensity.measure(once)
-    words = findings(found, optimizer=config.optimizer, compiled=config.compile != "off", cuda=cuda)
-    words += [f"{kind}: {counted.intensity:.1f} FLOPs a byte moved." for kind, counted in work.items()]
-    write_json(folder / "profile.json", asdict(found) | {"findings": words})
-    return found, words
-
-
-def show(found: Profile, words: list[str]) -> None:
+def show(found: "Profile", words: list[str]) -> None:
     """Time by class, the costliest kernels, and the findings."""
     looks: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "title_justify": "left"}
     title = f"{found.step:.2f} ms a step; forward {found.forward:.2f}, backward {found.backward:.2f}"

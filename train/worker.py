@@ -15,9 +15,9 @@ from pipeline.stream import Stream
 from train.config import TrainConfig, config_from_json
 from train.data import ShardData
 from train.folder import RunFolder
-from train.generate import closing_sample
 from train.loop import Trainer
 from train.progress import newest, read_progress
+from train.sampling import closing_sample
 from train.stream import StreamData
 
 ATTEMPTS = 3

@@ -14,11 +14,13 @@ from infra.command import UserError
 from infra.tracking import Tracker, create_run
 from pipeline.encoding import VOCABULARY_SHA256
 from train.config import Cycle, ModelConfig, TrainConfig
-from train.export import ExportConfig, export, write_model
-from train.folder import RunFolder
-from train.generate import GenerateConfig, find_checkpoint, generate, load_model, sample
+from train.export import ExportConfig, export
+from train.folder import RunFolder, find_checkpoint
+from train.generate import GenerateConfig, generate
+from train.hugging_face import write_model
 from train.loop import Trainer
 from train.progress import read_progress
+from train.sampling import load_model, sample
 from train.text import to_ids, to_text, token_bytes, tokenizer_files
 
 

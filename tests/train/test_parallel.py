@@ -94,6 +94,15 @@ def test_two_workers_compute_what_one_does(config: TrainConfig, shard: bool) -> 
     same(losses, train_alone(config))
 
 
+def test_dropout_goes_on_where_it_was_on_every_worker(config: TrainConfig, tmp_path: Path) -> None:
+    together = dataclasses.replace(config, workers=2, model=dataclasses.replace(config.model, dropout=0.2))
+    *_, straight = train_together(together)
+    _, steps, saved, before = train_together(together, checkpoints=str(tmp_path), stop=7)
+    assert steps == 7
+    *_, after = train_together(together, checkpoints=str(tmp_path), resume=saved)
+    assert [*before, *after] == straight
+
+
 def test_sharded_and_alone_continue_each_other(config: TrainConfig, tmp_path: Path) -> None:
     together = dataclasses.replace(config, workers=2, shard=True)
     outcome, steps, saved, before = train_together(together, checkpoints=str(tmp_path), stop=7)

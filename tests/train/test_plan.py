@@ -9,7 +9,8 @@ import pytest
 
 from infra.command import UserError, console
 from train.config import PRESETS, ModelConfig, TrainConfig
-from train.plan import PlanOptions, epoch_tokens, limit_rows, parameter_rows, plan, time_rows
+from train.forecast import epoch_tokens, limit_rows, parameter_rows, time_rows
+from train.plan import PlanOptions, plan
 
 PUBLISHED = replace(PRESETS["gpt2-124m"], padded_vocabulary=50257)
 
@@ -23,7 +24,7 @@ def test_gpt2_has_its_published_parameters() -> None:
 
 def test_time_and_cost_follow_from_speed_and_price(small_shards: Path, small_model: ModelConfig) -> None:
     config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=8, steps=100)
-    rows = dict(time_rows(PlanOptions(config, tokens_per_second=256, price=36)))
+    rows = dict(time_rows(config, 256, 36))
     tokens = epoch_tokens(small_shards)
     assert tokens is not None
     assert rows["an epoch of the data"].startswith(f"{tokens:,} tokens")
@@ -34,8 +35,8 @@ def test_time_and_cost_follow_from_speed_and_price(small_shards: Path, small_mod
 
 def test_the_limit_names_a_batch_or_says_that_none_fits() -> None:
     config = TrainConfig(device="cuda", precision="bf16")
-    assert dict(limit_rows(PlanOptions(config, memory_limit=40 * 10**9)))["as configured"].startswith("32 sequences")
-    assert dict(limit_rows(PlanOptions(config, memory_limit=10**9)))["as configured"] == "not even one sequence fits"
+    assert dict(limit_rows(config, 40 * 10**9))["as configured"].startswith("32 sequences")
+    assert dict(limit_rows(config, 10**9))["as configured"] == "not even one sequence fits"
 
 
 def test_the_whole_plan_prints_every_table() -> None:

@@ -13,7 +13,7 @@ from mlflow.tracking import MlflowClient
 from torch._C._autograd import DeviceType
 
 from infra.tracking import store_uri
-from train import intensity, profile
+from train import intensity, profile, recording
 from train.batches import NEXT_BATCH
 from train.config import ModelConfig, TrainConfig
 from train.model import GPT
@@ -163,7 +163,7 @@ def test_a_profile_on_a_gpu_names_the_kernel_that_ran(
     model = replace(small_model, width=128, heads=2, context_length=256)
     config = TrainConfig(data=small_shards, model=model, micro_batch=8, global_batch=8, precision="bf16",
                          attention="flash", device="cuda")  # fmt: skip
-    found, _ = profile.record(config, tmp_path)
+    found, _ = recording.record(config, tmp_path)
     assert found.attention == "flash"
     assert found.by_class["matmul"] > 0
     assert (tmp_path / "memory.html").stat().st_size > 1000

@@ -1,0 +1,78 @@
+"""A few steps of the real loop, recorded under torch's profiler.
+
+In: a config, and a folder. Out: the numbers and findings of a profile, and beside them in the folder the trace, the
+memory timeline and ``profile.json``.
+"""
+
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from infra.command import UserError
+from infra.storage import write_json
+from train import intensity, memory_timeline
+from train.config import Cycle, TrainConfig
+from train.execution import arithmetic
+from train.loop import Trainer
+from train.trace import FORWARD, Profile, analyse, findings
+
+WARM, STEPS = 3, 2
+"""Steps before and while recording."""
+
+
+def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
+    """Run a few steps of ``config`` under torch's profiler, and write what they show to ``folder``."""
+    steps = WARM + STEPS + 1  # the loop does not ask after its last whether to stop
+    config = replace(config, steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0), keep_checkpoints=0)
+    moments: list[float] = []
+
+    def after_step() -> bool:
+        if trainer.step in (WARM, WARM + STEPS):
+            if cuda:
+                torch.cuda.synchronize(trainer.device)
+            if trainer.step == WARM:
+                recorder.start()
+            moments.append(time.perf_counter())
+            if trainer.step > WARM:
+                recorder.stop()
+        return False
+
+    trainer = Trainer(config, should_stop=after_step)
+    cuda = trainer.device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    recorder = torch.profiler.profile(
+        activities=activities, record_shapes=True, profile_memory=True, with_stack=True
+    )  # fmt: skip
+    plain = trainer.forward
+
+    def forward(*batch: torch.Tensor) -> torch.Tensor:
+        with torch.profiler.record_function(FORWARD):
+            return plain(*batch)
+
+    trainer.forward = forward
+    with memory_timeline.history(folder, cuda=cuda):
+        result = trainer.run()
+    if result.outcome != "finished":
+        raise UserError(f"the run to profile ended early, {result.outcome}: {result.reason}.")
+    recorder.export_chrome_trace(str(folder / "trace.json.gz"))
+    found = analyse(recorder.events() or [], STEPS, moments[1] - moments[0], cuda=cuda)
+    memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
+    length = config.model.context_length
+    tokens = torch.zeros(config.micro_batch, length, dtype=torch.int64, device=trainer.device)
+    work = {}
+    if config.compile == "off" and trainer.config.attention != "flex":  # whose operator cannot be looked into
+
+        def once() -> None:
+            with arithmetic(trainer.config):
+                loss = trainer.model(tokens, tokens)
+            loss.backward()
+
+        work = intensity.measure(once)
+    words = findings(found, optimizer=config.optimizer, compiled=config.compile != "off", cuda=cuda)
+    words += [f"{kind}: {counted.intensity:.1f} FLOPs a byte moved." for kind, counted in work.items()]
+    write_json(folder / "profile.json", asdict(found) | {"findings": words})
+    return found, words
