@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from infra.command import UserError
+from infra.command import UserError, first_line
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -74,7 +74,7 @@ def connected(
         if not address:
             raise
         raise UserError(
-            f"no Ray cluster answers at --address {address}: {str(failure).splitlines()[0]} Start one with "
+            f"no Ray cluster answers at --address {address}: {first_line(failure)} Start one with "
             "'ray start --head' (where it asks for a token, 'export RAY_AUTH_MODE=token'), or leave --address out "
             "to use this machine."
         ) from failure

@@ -74,3 +74,8 @@ def refuse(mistake: ValueError) -> NoReturn:
     """Print the sentence of a user's mistake and exit with code 2."""
     errors.print(f"[red]error:[/red] {escape(str(mistake))}")
     sys.exit(2)
+
+
+def first_line(failure: BaseException) -> str:
+    """The first line of an exception's text, for a one-line message."""
+    return (str(failure) or type(failure).__name__).splitlines()[0]

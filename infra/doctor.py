@@ -72,6 +72,7 @@ def examine(options: DoctorOptions) -> int:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     found: dict[str, object] = {"device": name, "checks": [asdict(check) for check in checks]}
     metrics: dict[str, float] = {}
+    rates: dict[str, dict[str, float]] = {}
     if not options.quick:
         rates = {
             "matmul": ceilings.matmul_rates(device),
@@ -86,8 +87,10 @@ def examine(options: DoctorOptions) -> int:
         }
     if options.workers > 1:
         reduced = allreduce.measure(options.workers, options.address)
-        found["allreduce"] = asdict(reduced)
-        print_allreduce(reduced, found)
+        best = max((rates["matmul"] if rates else {}).values(), default=None)
+        verdict = allreduce.verdict(reduced, best) if best else ""
+        found["allreduce"] = asdict(reduced) | {"verdict": verdict}
+        print_allreduce(reduced, verdict)
         metrics |= {f"allreduce/{size}": rate for size, rate in reduced.bus_bytes_per_second.items()}
     kept = "nothing was measured, so an earlier doctor.json stays"
     if not options.quick:
@@ -126,8 +129,8 @@ def print_rates(rates: dict[str, dict[str, float]]) -> None:
     console.print(table)
 
 
-def print_allreduce(reduced: allreduce.Reduced, found: dict[str, object]) -> None:
-    """Bus bandwidth by size, and whether the network would hold training up."""
+def print_allreduce(reduced: allreduce.Reduced, verdict: str) -> None:
+    """Bus bandwidth by size, and the verdict whether the network would hold training up, if there is one."""
     table = Table(
         title=f"All-reduce, {reduced.workers} workers, {reduced.backend}", title_justify="left", show_header=False,
         box=None, padding=(0, 2, 0, 0),
@@ -135,9 +138,8 @@ def print_allreduce(reduced: allreduce.Reduced, found: dict[str, object]) -> Non
     for size, rate in reduced.bus_bytes_per_second.items():
         table.add_row(f"  {int(size) / 2**20:,.2f} MiB", f"{rate / 1e9:,.3f} GB/s")
     console.print(table)
-    matmul = found.get("matmul")
-    if isinstance(matmul, dict) and matmul:
-        console.print(allreduce.verdict(reduced, max(matmul.values())))
+    if verdict:
+        console.print(verdict)
 
 
 if __name__ == "__main__":

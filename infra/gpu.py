@@ -62,7 +62,10 @@ def read_gpu(index: int = 0) -> GpuState | None:
 
 
 class GpuWatch:
-    """The state of the first GPU over a run, read when a cycle ends; nothing where there is none."""
+    """The state of this machine's first visible GPU over a run, read when a cycle ends; nothing where there is none.
+
+    What a board or a container does not tell is left out.
+    """
 
     def __init__(self) -> None:
         self.seen: dict[str, float] | None = None
@@ -72,13 +75,16 @@ class GpuWatch:
         state = read_gpu()
         if state is None:
             return
-        seen = self.seen or {}
-        self.seen = {
-            "lowest_clock_mhz": min(seen.get("lowest_clock_mhz", 1e9), state.sm_clock or 1e9),
-            "highest_celsius": max(seen.get("highest_celsius", 0), state.temperature or 0),
-            "throttle_reasons": int(seen.get("throttle_reasons", 0)) | (state.throttle_reasons or 0),
-            "power_limit_watts": state.power_limit or 0,
-        }
+        seen = dict(self.seen or {})
+        if state.sm_clock is not None:
+            seen["lowest_clock_mhz"] = min(seen.get("lowest_clock_mhz", state.sm_clock), state.sm_clock)
+        if state.temperature is not None:
+            seen["highest_celsius"] = max(seen.get("highest_celsius", state.temperature), state.temperature)
+        if state.throttle_reasons is not None:
+            seen["throttle_reasons"] = int(seen.get("throttle_reasons", 0)) | state.throttle_reasons
+        if state.power_limit is not None:
+            seen["power_limit_watts"] = state.power_limit
+        self.seen = seen
 
 
 def _visible_handle(index: int):

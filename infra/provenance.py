@@ -26,9 +26,8 @@ def collect() -> dict[str, str]:
         "platform": platform.platform(),
         "user": user(),
     }
-    commit = _git("rev-parse", "HEAD")
-    if commit:
-        tags["commit"] = commit
+    if here := commit():
+        tags["commit"] = here
         tags["commit_is_dirty"] = str(bool(_git("status", "--porcelain"))).lower()
     for package in _PACKAGES:
         try:
@@ -41,6 +40,11 @@ def collect() -> dict[str, str]:
         if gpu.power_limit:
             tags["gpu_power_limit_watts"] = f"{gpu.power_limit:g}"
     return tags
+
+
+def commit() -> str:
+    """The commit that this source is at; nothing where it is not a checkout."""
+    return _git("rev-parse", "HEAD")
 
 
 def user() -> str:

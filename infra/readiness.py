@@ -39,7 +39,20 @@ def checks(device: torch.device, out: Path) -> list[Check]:
     found = [*software(), *disk(out)]
     if device.type == "cuda":
         return [*found, *gpu(read_gpu(), torch.cuda.get_device_name(device)), *attention_kernels(device)]
-    return [*found, Check("GPU", "none that torch sees: training runs on the CPU"), *cpu(), *attention_kernels(device)]
+    return [*found, no_gpu(read_gpu()), *cpu(), *attention_kernels(device)]
+
+
+def no_gpu(state: GpuState | None) -> Check:
+    """That torch has no GPU: as it should be, or although NVML has found one."""
+    if state is None:
+        return Check("GPU", "none: training runs on the CPU")
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
+    return Check(
+        "GPU",
+        f"{state.name} is there and torch does not see it: training runs on the CPU",
+        f"this torch is built for {build} and the driver is {state.driver}: install a CUDA build of torch that this "
+        "driver can run, and look at CUDA_VISIBLE_DEVICES",
+    )
 
 
 def software() -> list[Check]:

@@ -18,7 +18,7 @@ from mlflow.models import ModelSignature
 from mlflow.tracking import MlflowClient
 from mlflow.types import Schema, TensorSpec
 
-from infra.command import UserError
+from infra.command import UserError, first_line
 from infra.run_key import RunKey
 
 SERVED = Path(__file__).with_name("logits.py")
@@ -51,5 +51,5 @@ def register(key: RunKey, name: str, folder: Path, vocabulary: int) -> str:
             )
         client.set_terminated(key.run_id, ended.status, ended.end_time)  # logging to it said that it finished now
     except MlflowException as failure:
-        raise UserError(f"--register {name}: {key.store} refuses it: {str(failure).splitlines()[0]}") from failure
+        raise UserError(f"--register {name}: {key.store} refuses it: {first_line(failure)}") from failure
     return str(made.registered_model_version)

@@ -78,10 +78,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` as UTF-8, atomically."""
+    with atomic_file(path) as file:
+        file.write(text.encode())
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as indented JSON with sorted keys, atomically, so that equal values give equal bytes."""
-    with atomic_file(path) as file:
-        file.write(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n")
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 def clear_temporaries(folder: Path) -> None:

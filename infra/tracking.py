@@ -29,7 +29,7 @@ from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, TEMPORARILY_UNAVAILABLE
 from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
 from mlflow.tracking import MlflowClient
 
-from infra.command import UserError, errors
+from infra.command import UserError, errors, first_line
 from infra.provenance import user
 from infra.run_key import RunKey
 
@@ -368,8 +368,3 @@ def deliver_journals(client: MlflowClient, folder: Path) -> None:
                 deliver_journal(client, journal)
         except Exception as failure:  # noqa: BLE001 an old run's journal must not stop a new run
             errors.print(f"{journal} could not be delivered: {first_line(failure)}")
-
-
-def first_line(failure: BaseException) -> str:
-    """The first line of an exception's text, for a one-line message."""
-    return (str(failure) or type(failure).__name__).splitlines()[0]

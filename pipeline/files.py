@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 import pyarrow.fs as fs
 
-from infra.command import UserError
+from infra.command import UserError, first_line
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def _filesystem(scheme: str, bucket: str, query: str) -> Any:
     except ImportError as missing:
         raise UserError(f"{uri} needs the package huggingface_hub: 'pip install huggingface_hub'.") from missing
     except (OSError, ValueError) as wrong:
-        raise UserError(f"{uri} cannot be opened: {_first_line(wrong)}") from wrong
+        raise UserError(f"{uri} cannot be opened: {first_line(wrong)}") from wrong
 
 
 def listing(uri: str) -> Iterator[Entry]:
@@ -145,13 +145,9 @@ def steadily(uri: str, action: Callable[[], T], doing: str = "read") -> T:
         except OSError as failure:
             if attempt == ATTEMPTS:
                 raise UserError(
-                    f"{uri} cannot be {doing}, after {ATTEMPTS} attempts: {_first_line(failure)} Run the same command "
+                    f"{uri} cannot be {doing}, after {ATTEMPTS} attempts: {first_line(failure)} Run the same command "
                     "again to go on from here."
                 ) from failure
             time.sleep(pause)
             pause *= 2
     raise AssertionError("the last attempt returns or raises")
-
-
-def _first_line(failure: BaseException) -> str:
-    return (str(failure) or type(failure).__name__).splitlines()[0]

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from infra.cluster import connected
-from infra.command import UserError
+from infra.command import UserError, first_line
 from infra.gpu import GpuWatch
 from infra.run_key import RunKey
 from infra.storage import write_json
-from infra.tracking import Tracker, create_run, first_line
+from infra.tracking import Tracker, create_run
 from pipeline.shards import read_manifest
 from train import launch, report
 from train.anatomy import device_kind, predict_peak
@@ -97,7 +97,7 @@ class Climb:
         for number, rung in enumerate(suite.rungs, 1):
             try:
                 config = self._fitted(apply(state, rung.changes))
-                if config == state:
+                if config == state and rung.changes:
                     raise UserError("here it changes nothing")
                 refuse_unsuited(state, config, rung)
             except UserError as refused:
@@ -105,6 +105,8 @@ class Climb:
                 self.say(f"[yellow]{rung.name}[/yellow]: not run, {reason}")
                 rungs.append(Measured(rung.name, "", rung_json(rung), reason=reason))
                 continue
+            if config.global_batch != state.global_batch:
+                rung = replace(rung, new_mathematics=True)
             measured = self._measure(f"{number:02d}", rung, config, number)
             rungs.append(measured)
             if measured.tokens_per_second is None:

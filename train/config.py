@@ -264,6 +264,8 @@ class TrainConfig:
 
 def config_from_json(values: dict[str, Any], source: str) -> TrainConfig:
     """The config that ``values`` describe; ``source`` names where they come from in a refusal."""
+    if not isinstance(values, dict):
+        raise UserError(f"{source} holds {values!r} where the settings of a run belong.")
     known = {field.name: field.type for field in fields(TrainConfig)}
     unknown = sorted(set(values) - known.keys())
     if unknown:
@@ -276,9 +278,9 @@ def config_from_json(values: dict[str, Any], source: str) -> TrainConfig:
             model = values["model"]
             values["model"] = parse_model(model) if isinstance(model, str) else model_from_json(model)
         if "cycle" in values:
-            values["cycle"] = Cycle.parse(values["cycle"])
+            values["cycle"] = Cycle.parse(str(values["cycle"]))
         for name in ("naive", "stream"):
-            if name in values:
+            if isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
         refuse_other_types(values, TrainConfig)
         return TrainConfig(**values)

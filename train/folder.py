@@ -9,7 +9,7 @@ arrive. Neither costs an actor or a call into Ray during training.
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,12 +142,16 @@ class Follower:
                     self.on_cycle(cycle)
 
 
-def new_folder(out: Path, name: str, *, resumable: bool = True) -> Path:
-    """The folder of a new run, ladder or profile. Raises ``UserError`` when ``name`` cannot be one's or it exists."""
+def new_folder(out: Path, name: str, *, resumable: bool = True, begun: Sequence[str] = ()) -> Path:
+    """The folder of a new run, ladder, search or profile. Raises ``UserError`` when ``name`` cannot be one's.
+
+    Neither can it be where something is already, unless that is no more than ``begun``: the names of what a command
+    leaves that fails before it has properly begun.
+    """
     if not re.fullmatch(r"[^/\0]{1,200}", name) or name in (".", ".."):
         raise UserError(f"--name {name!r} is not the name of a folder: write for example --name first.")
     folder = (out / name).resolve()
-    if folder.exists():
+    if folder.exists() and not (begun and folder.is_dir() and {path.name for path in folder.iterdir()} <= set(begun)):
         resume = f"continue it with --resume {name}, or " if resumable else ""
         raise UserError(f"{folder} exists already: {resume}give another --name.")
     return folder

@@ -27,7 +27,8 @@ class LadderOptions:
     """A suite and how long to stay on each of its rungs."""
 
     suite: str = "a100"
-    """a100, loop, memory, sizes, or a file: Python that makes SUITE, or TOML with [base] and [[rung]]."""
+    """a100, loop, memory, sizes, aa (the same run ten times: how often is a difference seen where there is none?), or
+    a file: Python that makes SUITE, or TOML with [base] and [[rung]]."""
     rungs: tuple[str, ...] = ()
     """Only these rungs of the suite, by name; default all."""
     data: Path = Path("data/tokens")
@@ -195,7 +196,7 @@ def continued(options: LadderOptions, folder: Path):
             "data": Path(values["data"]),
             "best": Path(values["best"]) if values["best"] else None,
             "model": ModelConfig(**values["model"]) if values["model"] else None,
-            "cycle": Cycle.parse(values["cycle"]),
+            "cycle": Cycle.parse(str(values["cycle"])),
         }
         options, key = replace(options, **values), RunKey(**kept["key"])
     except OSError:

@@ -7,8 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
+from infra import provenance
 from infra.command import UserError, console
-from infra.storage import atomic_file, write_json
+from infra.storage import write_json, write_text
 from infra.tracking import Tracker
 from train.charts import loss_chart, speed_chart
 from train.climb import Measured
@@ -25,31 +26,42 @@ def publish(
     before: dict[str, Any] | None,
 ) -> None:
     """Print, write and record what the ladder found; ``before`` is another ladder to set beside it."""
-    device = (controls[0].result or {})["device"]
+    here = {"name": folder.name, "device": (controls[0].result or {})["device"], "commit": provenance.commit()}
     rows = standings(controls, rungs, folder)
+    speeds = [control.tokens_per_second or 0.0 for control in controls]
     ran = [measured for measured in (controls[0], *rungs) if measured.result]
-    write_json(folder / "standings.json", {"suite": suite.name, "device": device, "rows": [asdict(r) for r in rows]})
-    with atomic_file(folder / "summary.md") as file:
-        file.write(markdown(suite, rows).encode())
-    title = f"{suite.title}; {device}"
+    found = here | {"suite": suite.name, "controls": speeds, "rows": [asdict(row) for row in rows]}
+    write_json(folder / "standings.json", found)
+    text = markdown(suite, rows, speeds)
+    beside = comparison(before, found) if before else []
+    if beside:
+        heading, *body = beside
+        lines = ["", f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
+        text += "\n".join([*lines, *(f"| {' | '.join(line)} |" for line in body)]) + "\n"
+    write_text(folder / "summary.md", text)
+    title = f"{suite.title}; {here['device']}"
     pictures = [
         speed_chart(rows, title, folder / "speed.png"),
         loss_chart({measured.name: folder / measured.folder for measured in ran}, title, folder / "loss.png"),
     ]
     console.print(table(suite, rows), width=max(console.width, 120))
-    for line in legend(suite, rows):
+    for line in legend(suite, rows, speeds):
         console.print(line)
     if not suite.climbs:
         made = Table("rung", "saves memory", "faster", box=None, padding=(0, 2, 0, 0))
         for line in helps(rows):
             made.add_row(*line)
         console.print(made)
-    if before:
-        console.print(comparison(before, rows, device))
+    if beside:
+        heading, *body = beside
+        made = Table(*heading, title="Beside the other ladder", title_justify="left", box=None, padding=(0, 2, 0, 0))
+        for line in body:
+            made.add_row(*line)
+        console.print(made)
     console.print(f"table, charts and every run: {folder}")
     for path in (folder / "standings.json", folder / "summary.md", *pictures):
         tracker.file(path)
-    tracker.note(markdown(suite, rows))
+    tracker.note(text)
     tracker.metrics(_metrics(rows))
 
 
@@ -72,23 +84,23 @@ def load(text: str, out: Path) -> dict[str, Any]:
             try:
                 found = json.loads(path.read_text(encoding="utf-8"))
                 speeds = [{"name": row["name"], "speed": row["speed"]} for row in found["rows"]]
-                return {"name": text, "device": found["device"], "rows": speeds}
+                return {"name": text, "device": found["device"], "commit": found.get("commit", ""), "rows": speeds}
             except (ValueError, KeyError, TypeError) as damage:
                 raise UserError(f"--compare {text}: {path} is damaged ({damage}); run that ladder again.") from damage
     raise UserError(f"--compare {text}: there is no finished ladder in {out / text} or {text}.")
 
 
-def comparison(before: dict[str, Any], rows: list[Row], device: str) -> Table:
-    """Two ladders side by side, matched by the names of their rungs."""
-    made = Table(
-        "rung", f"{before['name']} ({before['device']})", f"this ({device})", "ratio",
-        title="Beside the other ladder", title_justify="left", box=None, padding=(0, 2, 0, 0),
-    )  # fmt: skip
+def comparison(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Two ladders side by side, matched by the names of their rungs: the heading, then a line a rung."""
     others = {row["name"]: row["speed"] for row in before["rows"]}
-    for row in rows:
-        other = others.get(row.name)
-        ratio = f"{row.speed / other:.2f}x" if row.speed and other else "-"
-        made.add_row(
-            row.name, f"{other:,.0f}" if other else "-", f"{row.speed:,.0f}" if row.speed else "-", ratio
-        )  # fmt: skip
-    return made
+    lines: list[tuple[str, ...]] = [("rung", _whose(before), _whose(now), "ratio")]
+    for row in now["rows"]:
+        speed, other = row["speed"], others.get(row["name"])
+        ratio = f"{speed / other:.2f}x" if speed and other else "-"
+        lines.append((row["name"], f"{other:,.0f}" if other else "-", f"{speed:,.0f}" if speed else "-", ratio))
+    return lines
+
+
+def _whose(ladder: dict[str, Any]) -> str:
+    """A ladder by its name, its device and the commit that ran it."""
+    return f"{ladder['name']} ({', '.join(filter(None, (ladder['device'], ladder['commit'][:9])))})"

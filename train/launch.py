@@ -67,6 +67,7 @@ def run(
     home = RunFolder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     home.stop.unlink(missing_ok=True)
+    home.refused.unlink(missing_ok=True)  # of a run that was killed before its workers had read it
     reported, sent = 0, dict[str, int]()
     if resume:
         reported = read_progress(resume).reported

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from infra.command import first_line
 from train import checkpoint, measure, memory, parallel
 from train.batches import BatchLoader
 from train.conclusion import conclude
@@ -97,7 +98,7 @@ class Trainer:
         except RuntimeError as failure:
             if not memory.is_exhausted(failure) or self.workers.size > 1:  # the others wait for this one
                 raise
-            outcome, reason = "oom", str(failure).splitlines()[0]
+            outcome, reason = "oom", first_line(failure)
         saved = self.checkpoints.wait() or self.resumed if self.checkpoints else None
         return conclude(self, outcome, reason, saved)
 

@@ -4,6 +4,7 @@ In: a config, and a folder. Out: the numbers and findings of a profile, and besi
 memory timeline and ``profile.json``.
 """
 
+import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -58,21 +59,31 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
         result = trainer.run()
     if result.outcome != "finished":
         raise UserError(f"the run to profile ended early, {result.outcome}: {result.reason}.")
-    recorder.export_chrome_trace(str(folder / "trace.json.gz"))
+    _export(recorder, folder / "trace.json.gz")
     found = analyse(recorder.events() or [], STEPS, moments[1] - moments[0], cuda=cuda)
     memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
     length = config.model.context_length
     tokens = torch.zeros(config.micro_batch, length, dtype=torch.int64, device=trainer.device)
-    work = {}
-    if config.compile == "off" and trainer.config.attention != "flex":  # whose operator cannot be looked into
+    work, compiled = {}, config.compile != "off"
+    if trainer.config.attention != "flex":  # whose operator cannot be looked into
 
         def once() -> None:
-            with arithmetic(trainer.config):
+            with torch.compiler.set_stance("force_eager"), arithmetic(trainer.config):
                 loss = trainer.model(tokens, tokens)
             loss.backward()
 
         work = intensity.measure(once)
-    words = findings(found, optimizer=config.optimizer, compiled=config.compile != "off", cuda=cuda)
-    words += [f"{kind}: {counted.intensity:.1f} FLOPs a byte moved." for kind, counted in work.items()]
+    words = findings(found, optimizer=config.optimizer, compiled=compiled, cuda=cuda)
+    before = ", before compilation fuses anything" if compiled else ""
+    words += [f"{kind}: {counted.intensity:.1f} FLOPs a byte moved{before}." for kind, counted in work.items()]
     write_json(folder / "profile.json", asdict(found) | {"findings": words})
     return found, words
+
+
+def _export(recorder: torch.profiler.profile, path: Path) -> None:
+    """Write the trace. torch writes it uncompressed to a temporary file first: where there is known to be room."""
+    usual, tempfile.tempdir = tempfile.tempdir, str(path.parent)
+    try:
+        recorder.export_chrome_trace(str(path))
+    finally:
+        tempfile.tempdir = usual

@@ -15,6 +15,8 @@ from infra.units import GIB, format_duration
 from pipeline.shards import Manifest
 from train.anatomy import Anatomy, predict_peak
 from train.config import TrainConfig, format_model
+from train.flops import formulas
+from train.model import parameter_count
 from train.result import RunResult
 
 
@@ -78,8 +80,9 @@ def record_end(tracker: Tracker, config: TrainConfig, result: RunResult, gpu: Ma
 
     At step 0, because MLflow compares runs by bars where that is the only step.
     """
-    tracker.metrics(result_metrics(result) | prediction_metrics(config, result))
-    tracker.metrics({f"gpu/{name}": value for name, value in (gpu or {}).items()})
+    tracker.metrics(result_metrics(result) | prediction_metrics(config, result) | formula_metrics(config, result))
+    if result.device != "cpu":
+        tracker.metrics({f"gpu/{name}": value for name, value in (gpu or {}).items()})
     tracker.tags({"outcome": result.outcome, "device": result.device})
     tracker.json(result.to_json(), "result.json")
     if result.sample:
@@ -96,6 +99,15 @@ def prediction_metrics(config: TrainConfig, result: RunResult) -> dict[str, floa
     """The predicted peak and how far it was from the measured one, as a fraction of that."""
     total = predicted(config, result).total
     return {"memory/predicted_gib": total / GIB, "memory/prediction_error": total / result.memory.process - 1}
+
+
+def formula_metrics(config: TrainConfig, result: RunResult) -> dict[str, float | None]:
+    """FLOPs a token by every formula that has a name; the MFU without one is PaLM's, and here is causal attention's."""
+    counted = {formula.name: formula.flops for formula in formulas(config.model, parameter_count(config.model))}
+    return {
+        **{f"flops_per_token/{name.partition(',')[0]}": flops for name, flops in counted.items()},
+        "result/mfu_causal": result.mfu and result.mfu * counted["causal"] / result.flops_per_token,
+    }
 
 
 def memory_markdown(config: TrainConfig, result: RunResult) -> str:

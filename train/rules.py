@@ -29,8 +29,8 @@ def refuse_other_types(values: Mapping[str, Any], record: type) -> None:
     for field in fields(record):
         if field.name in values and not _is(values[field.name], field.type):
             words = [KINDS[kind] for kind in KINDS if _is(kind(), field.type)]
-            expected = words[-1] if words else "a list of texts"
-            raise UserError(f"{field.name} is {values[field.name]!r}, and must be {expected}.")
+            listed = "a list of texts" if get_origin(field.type) is tuple else "as its flag takes it"
+            raise UserError(f"{field.name} is {values[field.name]!r}, and must be {words[-1] if words else listed}.")
 
 
 def _is(value: Any, kind: Any) -> bool:
@@ -169,6 +169,8 @@ def _pairs(config: "TrainConfig"):
     yield ("fp8", config.fp8), not_bf16, "the rest of the model runs in bf16 then"
     not_stream = ("precision", precision != "bf16-activations")
     yield ("optimizer", optimizer == "adamw-bf16"), not_stream, "bf16 weights need --precision bf16-activations"
+    several = ("workers", config.workers > 1)
+    yield ("optimizer", optimizer == "adamw-bf16"), several, "each worker would round its own copy of the weights"
     shard = ("shard", config.shard)
     yield shard, ("workers", config.workers == 1), "there is nothing to shard over"
     yield shard, ("precision", precision == "fp16"), "loss scaling would have to agree between shards"

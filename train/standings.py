@@ -3,6 +3,7 @@
 In: the controls and rungs of a climb. Out: rows, for the terminal's table, Markdown, JSON and charts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -139,9 +140,13 @@ def times(difference: Difference | None) -> str:
     return f"{difference.ratio:.2f}x ±{difference.high / difference.ratio - 1:.0%}"
 
 
-def legend(suite: Suite, rows: list[Row]) -> list[str]:
-    """Why rungs have no numbers, what the signs of the table mean, and what the whole ladder gained."""
+def legend(suite: Suite, rows: list[Row], controls: Sequence[float]) -> list[str]:
+    """Why rungs have no numbers, what the table's signs mean, how the control drifted, and what the ladder gained."""
     lines = [f"{row.name}: not run, {row.reason}." for row in rows if row.reason]
+    lines.append(
+        f"The control ran {len(controls)} times: {controls[0]:,.0f} tokens/s at first, {controls[-1]:,.0f} at last, "
+        f"between {min(controls):,.0f} and {max(controls):,.0f}."
+    )
     lines += [
         "GiB is the process's peak, with the prediction in brackets. step is over the rung before, total over the "
         "baseline, both against the control run around each rung; a ratio in brackets may be no difference at all. "
@@ -149,6 +154,9 @@ def legend(suite: Suite, rows: list[Row]) -> list[str]:
         "* marks new mathematics, whose loss may differ. loss is at equal tokens."
     ]
     measured = [row for row in rows if row.total]
+    if not any(rung.changes for rung in suite.rungs):
+        alarms = sum(row.total.different for row in measured if row.total)
+        lines.append(f"{alarms} of {len(measured)} equal runs were called different; at most 5% is right.")
     if suite.climbs and measured and measured[-1].total:
         lines.append(f"Total improvement over the baseline: {measured[-1].total.ratio:.2f} times.")
     return lines
@@ -190,13 +198,13 @@ def table(suite: Suite, rows: list[Row]) -> Table:
     return made
 
 
-def markdown(suite: Suite, rows: list[Row]) -> str:
+def markdown(suite: Suite, rows: list[Row], controls: Sequence[float]) -> str:
     """The closing table for the ladder's page in MLflow and ``summary.md``."""
     named = [replace(row, name=f"{row.name}: not run, {row.reason}") if row.reason else row for row in rows]
     heading, *body = zip(*columns(suite, named), strict=True)
     lines = [f"### {suite.title}", "", "| " + " | ".join(heading) + " |", "|" + "---|" * len(heading)]
     lines += ["| " + " | ".join(line) + " |" for line in body]
-    lines += ["", *(line for line in legend(suite, rows) if "not run" not in line)]
+    lines += ["", *(line for line in legend(suite, rows, controls) if "not run" not in line)]
     if not suite.climbs:
         lines += ["", "| rung | saves memory | faster |", "|---|---|---|"]
         lines += [f"| {name} | {memory} | {speed} |" for name, memory, speed in helps(rows)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.command import UserError
-from train.config import ModelConfig, TrainConfig, parse_model
+from train.config import Cycle, ModelConfig, TrainConfig, parse_model
 from train.rules import refuse_other_types
 
 Changes = Mapping[str, Any]
@@ -24,7 +24,10 @@ Changes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rung:
-    """One change and its name. ``new_mathematics`` labels a rung whose loss curve is not the baseline's."""
+    """One change and its name. ``new_mathematics`` labels a rung whose loss curve is not that of the rung before.
+
+    A rung with another global batch is labelled when it is run.
+    """
 
     name: str
     changes: Changes = field(default_factory=dict)
@@ -58,7 +61,7 @@ A100 = Suite(
         Rung("mixed precision fp16", {"precision": "fp16", "batch": 32}, new_mathematics=True),
         Rung("compile", {"compile": "whole", "batch": 48}),
         Rung("flash attention", {"attention": "sdpa", "batch": 64}),
-        Rung("padded vocabulary", {"vocabulary_multiple": 64}),
+        Rung("padded vocabulary", {"vocabulary_multiple": 64}, new_mathematics=True),
         Rung("tied weights", {"model.tied": True}, new_mathematics=True),
         Rung("prefetched copies", {"naive": ("collect",)}),
         Rung("bf16 without scaler", {"precision": "bf16"}, new_mathematics=True),
@@ -131,8 +134,8 @@ SIZES = Suite(
     "Sizes that fill tiles and waves, and sizes that do not",
     {"model": "gpt2-124m", "batch": 32, "vocabulary_multiple": 64, "schedule": "constant"},
     (
-        Rung("vocabulary not padded", {"vocabulary_multiple": 1}),
-        Rung("vocabulary to 50,432", {"vocabulary_multiple": 256}),
+        Rung("vocabulary not padded", {"vocabulary_multiple": 1}, new_mathematics=True),
+        Rung("vocabulary to 50,432", {"vocabulary_multiple": 256}, new_mathematics=True),
         Rung("6 heads", {"model.heads": 6}, new_mathematics=True),
         Rung("16 heads", {"model.heads": 16}, new_mathematics=True),
         Rung("24 heads", {"model.heads": 24}, new_mathematics=True),
@@ -140,7 +143,14 @@ SIZES = Suite(
     ),
 )
 
-SUITES = {suite.name: suite for suite in (A100, LOOP, MEMORY, SIZES)}
+AA = Suite(
+    "aa",
+    "A/A: the same run again and again, to see how often the verdict is a false alarm here",
+    {"model": "gpt2-124m", "batch": 16, "schedule": "constant"},
+    tuple(Rung(f"again {number}") for number in range(1, 11)),
+)
+
+SUITES = {suite.name: suite for suite in (A100, LOOP, MEMORY, SIZES, AA)}
 
 
 def searched(best: TrainConfig) -> Rung:
@@ -246,7 +256,7 @@ def short_form(suite: Suite) -> Suite:
 def apply(config: TrainConfig, changes: Changes) -> TrainConfig:
     """``config`` with ``changes``. Raises ``UserError`` for an unknown field and for what contradicts itself."""
     known = {f.name for f in fields(TrainConfig)} | {f"model.{f.name}" for f in fields(ModelConfig)}
-    known |= {"batch", "vocabulary_multiple"}
+    known = (known | {"batch", "vocabulary_multiple"}) - {"data"}  # which is the ladder's
     for name in changes:
         if name not in known:
             raise UserError(f"a suite changes {name!r}, which is no setting{nearest(name, known)}")
@@ -266,5 +276,7 @@ def apply(config: TrainConfig, changes: Changes) -> TrainConfig:
     }
     if "batch" in changes:
         whole |= {"micro_batch": changes["batch"], "global_batch": changes["batch"]}
+    if "cycle" in whole:
+        whole["cycle"] = Cycle.parse(str(whole["cycle"]))
     refuse_other_types(whole, TrainConfig)
     return replace(config, model=replace(model, **parts), **whole)

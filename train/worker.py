@@ -1,7 +1,7 @@
 """What runs in Ray's workers: the loop, from the run's folder, into the run's folder."""
 
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 
 from infra.command import UserError
-from infra.storage import write_json
+from infra.storage import write_json, write_text
 from pipeline.stream import Stream
 from train.config import TrainConfig, config_from_json
 from train.data import ShardData
@@ -38,7 +38,8 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
         except UserError as mistake:
             if alone:
                 return {"refused": str(mistake)}
-            home.refused.write_text(str(mistake), encoding="utf-8")
+            with suppress(OSError, UserError):  # a disk may be full, which is perhaps the mistake
+                write_text(home.refused, str(mistake))
             raise
         except Exception:
             if alone:
@@ -61,6 +62,8 @@ def begin(home: RunFolder, held: ExitStack) -> str | None:
         refuse_hopeless(home, read_progress(resume).step if resume else 0)
     except UserError as mistake:
         return str(mistake)
+    except OSError as failure:  # raised, it would have Ray start us again and again
+        return f"{home.path} cannot be used ({failure.strerror}): make room or mend it, then continue with --resume."
     return None
 
 
@@ -89,7 +92,7 @@ def refuse_hopeless(home: RunFolder, step: int) -> None:
     """Raise ``UserError`` when workers started from ``step`` have died too often without a new checkpoint."""
     starts = home.path / "starts"
     earlier = starts.read_text().split() if starts.exists() else []
-    starts.write_text("\n".join([*earlier, str(step)]) + "\n")
+    write_text(starts, "\n".join([*earlier, str(step)]) + "\n")
     if earlier[-ATTEMPTS:] == [str(step)] * ATTEMPTS:
         starts.unlink()
         raise UserError(

@@ -2,7 +2,8 @@
 
 In: a strategy and the search's folder. Out: rows in the folder. Ray Tune supplies processes, resources
 and retries; what has been done is read from the rows alone, never from Tune's own snapshots, which are
-up to a second old when the driver is killed.
+up to a second old when the driver is killed. A trial that cannot win ends itself (:mod:`tune.racing`):
+a scheduler of Tune's would stop it by an exception in the middle of its row.
 """
 
 import os

@@ -31,7 +31,8 @@ def print_plan(config: SearchConfig, space: Space, memory: MemorySearcher, strat
         console.print(f"{further} further combinations differ from the control in more than one knob")
     trials = strategy.remaining([])
     most = trials * (START_SECONDS + config.trial_time)
+    compiling = "" if space.base.compile == "off" and "compile" not in dict(control) else ", compilation not counted"
     console.print(
         f"about {trials} trials of at most {config.trial_steps} steps or {format_duration(config.trial_time)} each, "
-        f"at most {format_duration(round(most))} in all; nothing was run"
+        f"at most {format_duration(round(most))} in all{compiling}; nothing was run"
     )

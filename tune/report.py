@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from infra.command import console, escape
-from infra.storage import atomic_file, write_json
+from infra.storage import write_json, write_text
 from infra.units import format_duration, format_size
 from tune.config import SearchConfig
 from tune.ranking import Standing, standings
@@ -211,8 +211,7 @@ def write_files(
     """Write trials.csv, summary.md and, when something fits, best.json; returns their paths."""
     texts = {"trials.csv": csv_text(rows), "summary.md": summary(rows, space, memory, config, folder)}
     for name, text in texts.items():
-        with atomic_file(folder / name) as file:
-            file.write(text.encode())
+        write_text(folder / name, text)
     best = best_json(rows, space)
     if best is None:
         (folder / "best.json").unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """A search from its config to its files: check, plan, drive, and say what was found."""
 
+import dataclasses
 import os
 import time
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import NoReturn
 from infra import provenance
 from infra.cluster import connected
 from infra.command import INTERRUPTED, console, errors
-from infra.tracking import Tracker, how_to_look
+from infra.tracking import Tracker, how_to_look, open_store
 from infra.units import format_size
 from pipeline.shards import Manifest, read_manifest
 from train.config import format_model
@@ -36,7 +37,7 @@ def search(config: SearchConfig) -> int:
     name = config.resume or config.name or f"search-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = (config.out / name).resolve()
     if not config.resume and not config.dry_run:
-        new_folder(config.out, name)
+        new_folder(config.out, name, begun=(folders.TRIALS, folders.LOCK))
     if config.cluster:
         with connected(config.cluster):
             return _search(config, manifest, folder)
@@ -56,6 +57,7 @@ def _search(config: SearchConfig, manifest: Manifest, folder: Path) -> int:
     if config.dry_run:
         plan.print_plan(config, space, memory, strategy)
         return 0
+    open_store(config.tracking_uri)  # one that cannot be used is refused before anything is made
     with folders.held(folder):
         return _run(config, manifest, folder, space, memory, strategy, device)
 
@@ -93,6 +95,9 @@ def _run(
         console.print(report.progress_text(rows, space, strategy.remaining(rows)), markup=False)
 
     def request(proposal: Proposal, number: int) -> Request:
+        if proposal.predicted_memory is None:  # a grid's, Optuna's, or a confirmation
+            curves = memory.curves(read_rows(trials))
+            proposal = dataclasses.replace(proposal, predicted_memory=curves.memory(proposal.candidate))
         trial = space.config(proposal.candidate).to_json() | {"data": str(data), "device": device}
         return Request(
             proposal.key(folder.name), number, proposal, trial, limit, config.trial_steps, config.trial_time,

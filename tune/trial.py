@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from infra.command import first_line
 from infra.hardware import peak_flops
 from train.config import Cycle, TrainConfig, config_from_json
 from train.flops import utilisation
@@ -115,9 +116,9 @@ def run(request: Request) -> Row:
         outcome, reason = judge(watch, result)
     except Exception as failure:  # noqa: BLE001 a trial that fails is a row like any other
         if isinstance(failure, RuntimeError) and is_exhausted(failure):
-            outcome, reason = "oom", _first_line(failure)
+            outcome, reason = "oom", first_line(failure)
         else:
-            outcome, reason = "failed", f"{type(failure).__name__}: {_first_line(failure)}"
+            outcome, reason = "failed", f"{type(failure).__name__}: {first_line(failure)}"
             (Path(request.folder) / f"{request.key}.txt").write_text(traceback.format_exc(), encoding="utf-8")
     row = make_row(request, config, watch, result, outcome, reason)
     write_row(Path(request.folder), row)
@@ -187,10 +188,6 @@ def make_row(
         device=result.device if result else None,
         step_seconds=watch.seconds if watch else [],
     )
-
-
-def _first_line(failure: BaseException) -> str:
-    return (str(failure) or "no message").splitlines()[0]
 
 
 def _counters(device: torch.device) -> tuple[int, int]:

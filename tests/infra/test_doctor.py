@@ -69,6 +69,13 @@ def test_a_good_card_has_nothing_wrong() -> None:
     assert wrong(readiness.gpu(CARD, CARD.name)) == {}
 
 
+def test_a_card_that_torch_does_not_see_is_wrong() -> None:
+    assert not readiness.no_gpu(None).mend
+    unseen = readiness.no_gpu(CARD)
+    assert "A100" in unseen.value
+    assert "CUDA build of torch" in unseen.mend
+
+
 def test_each_thing_wrong_has_its_mend() -> None:
     busy = replace(CARD, other_processes=(4711,), throttle_reasons=0x24)
     found = wrong(readiness.gpu(busy, CARD.name))

@@ -48,7 +48,10 @@ def test_an_unknown_model_is_refused(text: str) -> None:
         parse_model(text)
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"colour": 1}', '{"precision": "fp8"}', '{"steps": -1}', "\xff"])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[1]", '{"config": 3}', '{"config": null}', '{"colour": 1}', '{"precision": "fp8"}', '{"steps": -1}', "\xff"],
+)
 def test_a_bad_config_file_is_refused_by_name(tmp_path: Path, content: str) -> None:
     path = tmp_path / "bad.json"
     path.write_text(content, encoding="latin-1")
@@ -77,6 +80,9 @@ def test_the_batch_arithmetic() -> None:
         ({"model": {"depth": 2}}, "depth"),
         ({"model": 3}, "does not describe a run"),
         ({"data": 3}, "does not describe a run"),
+        ({"cycle": 3}, "--cycle '3' is not N"),
+        ({"cycle": None}, "--cycle 'None' is not N"),
+        ({"stream": "books"}, "stream is 'books', and must be a list of texts"),
     ],
 )
 def test_a_files_values_are_of_their_fields_types(values: dict[str, object], sentence: str) -> None:

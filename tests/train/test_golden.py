@@ -88,8 +88,11 @@ def test_bf16_is_near_fp32_but_not_it(plain: TrainConfig, golden: list[float]) -
 
 
 def test_rungs_that_change_the_mathematics_are_labelled() -> None:
-    """Precision of 16 bits, tying, heads and other optimizers change it; nothing else in the suites does."""
-    changing = {"model.tied", "model.heads"}
+    """Precision of 16 bits, tying, heads, the vocabulary and other optimizers change it; nothing else in the suites.
+
+    A rung with another global batch is labelled when it is run.
+    """
+    changing = {"model.tied", "model.heads", "vocabulary_multiple"}
     for suite in SUITES.values():
         base = apply(TrainConfig(device="cuda", steps=10), suite.base)
         for rung in suite.rungs:

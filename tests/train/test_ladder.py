@@ -4,6 +4,7 @@ import json
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from mlflow.tracking import MlflowClient
 
 from infra.command import UserError
 from infra.tracking import store_uri
-from train import climb, ladder, worker
+from train import climb, ladder, ladder_report, worker
 from train.climb import native_bf16, refuse_short, refuse_unsuited
+from train.compare import Difference
 from train.config import ModelConfig, TrainConfig
 from train.folder import RunFolder
 from train.loop import Trainer
 from train.result import RunResult
+from train.standings import Row, helps
 from train.suites import SUITES, Rung
 
 
@@ -66,6 +69,7 @@ NOT_ON_A_CPU = {
         "fp16", "bf16", "bf16 activations", "TF32", "8-bit AdamW", "bf16 AdamW", "all together",
     },
     "sizes": {"batch 31"},  # an eighth of it, rounded up, is the baseline's
+    "aa": set[str](),
 }  # fmt: skip
 
 
@@ -89,10 +93,16 @@ def test_every_suite_is_climbed_whole_in_its_short_form(
     assert command(monkeypatch, *flags, "--steps", "8", "--cycle", "8+1") == 0
     printed = capfd.readouterr().out
     rungs = [rung.name for rung in SUITES[suite].rungs]
-    base, *rows = json.loads((tmp_path / "runs" / suite / "standings.json").read_text())["rows"]
+    standing = json.loads((tmp_path / "runs" / suite / "standings.json").read_text())
+    base, *rows = standing["rows"]
+    assert len(standing["controls"]) == 1 + sum(row["speed"] is not None for row in rows)
+    assert f"The control ran {len(standing['controls'])} times: {standing['controls'][0]:,.0f} tokens/s" in printed
     assert [row["name"] for row in rows] == rungs
     refused = {row["name"]: row["reason"] for row in rows if row["speed"] is None}
     expected = NOT_ON_A_CPU[suite]
+    if find_spec("torchao"):
+        expected = expected - {"8-bit AdamW"}
+        refused.pop("8-bit AdamW", None)
     if native_bf16():
         expected = expected - {name for name in expected if "bf16" in name}
         refused = {name: reason for name, reason in refused.items() if "bf16" not in name}
@@ -105,6 +115,11 @@ def test_every_suite_is_climbed_whole_in_its_short_form(
             assert row["total"]["low"] < row["total"]["ratio"] < row["total"]["high"]
             assert suite == "sizes" or row["loss"] > 0, "only there a step may see more tokens than a rung"
             assert row["gib"] > 0
+    labelled = {row["name"] for row in rows if row["new_mathematics"]}
+    expected = {rung.name for rung in SUITES[suite].rungs if rung.new_mathematics} - set(refused)
+    other_batch = {"compile", "flash attention"} if suite == "a100" else {name for name in rungs if "batch " in name}
+    assert labelled == expected | other_batch - set(refused)
+    assert ("equal runs were called different; at most 5% is right" in printed) is (suite == "aa")
     assert ("Total improvement over the baseline" in printed) is SUITES[suite].climbs
     summary = (tmp_path / "runs" / suite / "summary.md").read_text()
     assert all(name in summary for name in rungs)
@@ -154,3 +169,31 @@ def test_a_rung_that_says_nothing_here_is_named(small_shards: Path, small_model:
     refuse_unsuited(replace(on_gpu, device="cpu"), replace(on_gpu, device="cpu", naive=()), rung)
     with pytest.raises(UserError, match="--attention cudnn"):
         Trainer(replace(config, device="cpu", attention="cudnn")).run()
+
+
+def test_two_ladders_stand_side_by_side_with_their_commits() -> None:
+    def ladder(name: str, commit: str, **speeds: float | None) -> dict[str, object]:
+        rows = [{"name": rung, "speed": speed} for rung, speed in speeds.items()]
+        return {"name": name, "device": "cpu", "commit": commit, "rows": rows}
+
+    before = ladder("old", "0123456789abcdef", baseline=100.0, compile=None)
+    now = ladder("new", "", baseline=150.0, compile=300.0, flash=400.0)
+    assert ladder_report.comparison(before, now) == [
+        ("rung", "old (cpu, 012345678)", "new (cpu)", "ratio"),
+        ("baseline", "100", "150", "1.50x"),
+        ("compile", "-", "300", "-"),
+        ("flash", "-", "400", "-"),
+    ]
+
+
+def test_what_helps_memory_and_what_helps_speed_is_said_with_its_number() -> None:
+    def row(name: str, gib: float, ratio: float, spread: float) -> Row:
+        return Row(name, gib=gib, speed=1.0, total=Difference(ratio, ratio - spread, ratio + spread))
+
+    rows = [Row("baseline", gib=10.0), row("smaller", 6.0, 0.8, 0.1), row("faster", 9.99, 1.5, 0.1),
+            row("noise", 10.5, 1.1, 0.2), Row("refused", "no such GPU")]  # fmt: skip
+    assert helps(rows) == [
+        ("smaller", "yes (-40.0%)", "no (-20.0%)"),
+        ("faster", "no (-0.1%)", "yes (+50.0%)"),
+        ("noise", "no (+5.0%)", "no (+10.0%)"),
+    ]

@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import signal
+import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,12 +12,13 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from infra.tracking import store_uri
-from train import launch, run, worker
+from train import run, worker
 from train.config import config_from_json
 from train.folder import RunFolder
 from train.loop import Trainer
 from train.result import CycleReport
 
+ROOT = Path(__file__).parents[2]
 FLAGS = [
     "--model", "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320",
     "--global-batch", "8", "--micro-batch", "4", "--cycle", "10+2", "--learning-rate", "3e-3", "--device", "cpu",
@@ -55,6 +54,12 @@ def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pyt
     client = MlflowClient(store_uri())
     steps = [metric.step for metric in client.get_metric_history(found.info.run_id, "loss/step")]
     assert steps == list(range(1, 26))
+    predicted = found.data.metrics["memory/predicted_gib"] * 2**30
+    assert found.data.metrics["memory/prediction_error"] == pytest.approx(
+        predicted / result["memory"]["process"] - 1, rel=1e-6
+    )
+    assert found.data.metrics["flops_per_token/PaLM"] == result["flops_per_token"]
+    assert found.data.metrics["flops_per_token/causal"] < result["flops_per_token"]
     assert found.inputs
     assert found.inputs.dataset_inputs[0].dataset.digest == result["data_fingerprint"][:36]
 
@@ -87,23 +92,32 @@ def test_two_workers(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd:
         assert cycle["step_losses"] == pytest.approx(report.step_losses, rel=1e-4)
         assert cycle["val_loss"] == pytest.approx(report.val_loss, rel=1e-4)
 
-    (home.path / "starts").write_text("12\n12\n12\n")
-    assert command(monkeypatch, "--resume", "two", "--steps", "14") == 2
-    assert "died 3 times without getting from step 12" in " ".join(capfd.readouterr().err.split())
+    broken = shutil.copytree(small_shards, Path("broken"))
+    (broken / "train/00000.arrow").unlink()
+    flags = ["--data", "broken", "--name", "three", "--workers", "2", "--steps", "12", *FLAGS]
+    assert command(monkeypatch, *flags) == 2
+    assert "00000.arrow" in " ".join(capfd.readouterr().err.split())
+    home = RunFolder(Path("runs/three"))
+    assert (home.path / "starts").read_text() == "0\n", "they began, gave up, and were started again to say so"
+    assert not home.refused.exists()
 
 
 def test_the_first_signal_asks_and_the_second_leaves(tmp_path: Path) -> None:
     flag = tmp_path / "STOP"
-    child = os.fork()
-    if not child:
-        with launch.stop_on_signal(flag):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.1)
-            if flag.exists():
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(10)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    signalled = """
+import os, signal, sys, time
+from pathlib import Path
+from train.launch import stop_on_signal
+flag = Path(sys.argv[1])
+with stop_on_signal(flag):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    if flag.exists():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+"""
+    left = subprocess.run([sys.executable, "-c", signalled, str(flag)], timeout=60, cwd=ROOT, check=False)
+    assert left.returncode == 130
     assert flag.exists()
 
 
@@ -114,6 +128,11 @@ def test_what_one_worker_refused_ends_all_when_they_start_again(tmp_path: Path) 
         assert worker.begin(home, held) == "the disk is full"
     with ExitStack() as held:
         assert worker.begin(home, held) is None
+    (tmp_path / "starts").write_text("0\n0\n0\n")
+    with ExitStack() as held:
+        assert "died 3 times without getting from step 0" in (worker.begin(home, held) or "")
+    with ExitStack() as held:
+        assert "cannot be used" in (worker.begin(RunFolder(tmp_path / "gone"), held) or "")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from infra.command import UserError
 from train.climb import largest_batch
-from train.config import PRESETS, TrainConfig
+from train.config import PRESETS, Cycle, TrainConfig
 from train.suites import A100, SUITES, Rung, Suite, apply, choose, find_suite, searched, short_form
 
 START = TrainConfig(device="cuda", steps=10)
@@ -18,7 +18,7 @@ def test_every_rung_of_every_suite_is_a_config(suite: Suite) -> None:
     state = apply(START, suite.base)
     for rung in suite.rungs:
         config = apply(state, rung.changes)
-        assert config != state, f"{rung.name} changes nothing"
+        assert config != state or suite.name == "aa", f"{rung.name} changes nothing"
         state = config if suite.climbs else state
 
 
@@ -127,6 +127,14 @@ def test_a_rungs_values_are_of_their_settings_types(changes: dict[str, object], 
     suite = short_form(Suite("mine", "Mine", {}, (Rung("wrong", changes),)))
     with pytest.raises(UserError, match=named):
         apply(START, suite.rungs[0].changes)
+
+
+def test_a_rung_may_have_its_own_cycle_and_no_data_of_its_own() -> None:
+    assert apply(START, {"cycle": "20+0"}).cycle == Cycle(20, 0)
+    with pytest.raises(UserError, match="N\\+M"):
+        apply(START, {"cycle": 20})
+    with pytest.raises(UserError, match="'data', which is no setting"):
+        apply(START, {"data": "elsewhere"})
 
 
 def test_an_unknown_setting_in_a_rung_is_answered_with_the_nearest() -> None:

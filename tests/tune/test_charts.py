@@ -104,4 +104,4 @@ def test_one_knob_at_a_time(search: tuple[list[Row], MemorySearcher], charts: di
     assert names
     widths = [bar.get_width() for bar in axes.patches if isinstance(bar, Rectangle)]
     assert len(widths) == len(names)
-    assert max(widths) < 5, "in the simulation checkpointing costs speed, in percent"
+    assert min(widths) < -3, "in the simulation checkpointing costs some percent of the speed"

@@ -30,7 +30,7 @@ def test_a_store_that_goes_away_between_trials_gets_them_later(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.1)
     config = TrainConfig(data=small_shards, model=small_model, global_batch=4, micro_batch=1, steps=5)
-    space = make_space(config, (), device="cpu")
+    space = make_space(config, ("checkpointing",), device="cpu")
     candidates = space.candidates()
     first, second = (
         Row(
@@ -62,3 +62,5 @@ def test_a_store_that_goes_away_between_trials_gets_them_later(
         assert sorted(run.data.tags["trial"] for run in found) == ["trial-1", "trial-2"]
         assert {run.info.status for run in found} == {"FINISHED"}
         assert {run.data.metrics["result/tokens_per_second"] for run in found} == {100.0, 200.0}
+        assert {run.data.params["checkpointing"] for run in found} == {"none"}
+        assert {run.data.params["checkpointing_number"] for run in found} == {"0"}, "parallel coordinates draw numbers"

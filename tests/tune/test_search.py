@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -84,7 +85,12 @@ def test_a_search_leaves_rows_files_and_runs(folder: Path, searched: Path) -> No
     assert Counter(r.info.status for r in children) == {"FINISHED": len(rows)}
     assert len({r.data.tags["trial"] for r in children}) == len(rows)
     assert all(r.data.metrics["result/tokens_per_second"] > 0 for r in children)
+    assert all(r.data.metrics["prediction/memory_gib"] > 0 for r in children), "a grid's and confirmations' too"
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    left = {file.path for file in client.list_artifacts(parent.info.run_id)}
+    assert left == {"trials.csv", "summary.md", "best.json", "search.json", "charts"}
+    charts = {Path(file.path).stem for file in client.list_artifacts(parent.info.run_id, "charts")}
+    assert charts == {"memory_by_micro_batch", "speed_by_micro_batch", "pareto", "progress"}
     speeds = [client.get_metric_history(r.info.run_id, "result/tokens_per_second") for r in children]
     assert {point.step for points in speeds for point in points} == {0}, "for which MLflow draws bars"
 
@@ -97,13 +103,22 @@ def test_the_winner_trains(searched: Path) -> None:
     assert Trainer(replace(config, steps=5, cycle=Cycle(5, 0))).run().outcome == "finished"
 
 
-def test_resume_runs_only_what_is_missing(folder: Path, searched: Path, small_shards: Path) -> None:
+def test_resume_runs_only_what_is_missing(
+    folder: Path, searched: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Also when the same data lies elsewhere by now."""
     rows = {path: path.stat().st_mtime_ns for path in (searched / "trials").glob("m*.json")}
     lost = max(rows, key=lambda path: rows[path])
     lost.unlink()
     moved = shutil.copytree(small_shards, folder / "moved")
     assert command(search.main, "--resume", "one", "--data", str(moved)) == 0
+    printed = capfd.readouterr().out
+    assert re.search(
+        r"(probe|confirm) +m\d x \d \| [\d,]+ ± [\d.]+% tok/s \| [\d.]+ of 8.00 GB \| compile .*ok: ", printed
+    )
+    assert re.search(r"best: m\d [\d,]+ tok/s \| spent \d+s \| about \d+s left", printed)
+    assert "winner" in printed
+    assert "train with it: python -m train.run --config" in printed
     now = {path: path.stat().st_mtime_ns for path in (searched / "trials").glob("m*.json")}
     assert {path for path in now if now[path] != rows[path]} == {lost}
     _, children = runs(folder, "one")
@@ -168,6 +183,7 @@ def test_a_killed_search_continues(folder: Path, small_shards: Path) -> None:
         (["--device", "cuda"], "no GPU"),
         (["--workers", "2"], "--workers 2"),
         (["--trial-steps", "2"], "--trial-steps 2"),
+        (["--tracking-uri", "sqlite:///."], "is a folder"),
         (["--micro-batch", "3"], "--micro-batch 3"),
         (["--global-batch", "0"], "--global-batch 0"),
     ],
@@ -197,3 +213,6 @@ def test_dry_run_runs_nothing(folder: Path, small_shards: Path, capfd: pytest.Ca
     assert "the control checkpointing=none attention=auto: 3 of 3 sizes" in printed
     assert "\ncheckpointing=full: 3 of 3 sizes" in printed
     assert "2 further combinations differ from the control in more than one knob" in printed
+    assert re.search(
+        r"about \d+ trials of at most 8 steps or 1m each, at most [\dms]+ in all; nothing was run", printed
+    )

@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 
 from train.config import PRESETS, TrainConfig
+from tune.record import Row
 from tune.searcher import MemorySearcher
 from tune.space import Space, make_space
 from tune.strategies import Grid
@@ -66,3 +67,25 @@ def test_the_grid_runs_everything_once(compare: ModuleType) -> None:
     rows = compare.drive(Grid(space), machine, race=False)
     assert [row.candidate for row in rows] == space.candidates()
     assert {"ok", "oom"} <= {row.outcome for row in rows}
+
+
+def test_what_fails_everywhere_near_the_control_ends_the_search(compare: ModuleType, space: Space) -> None:
+    searcher = compare.ours(compare.Simulated(space, 3)).explore
+    rows: list[Row] = []
+    while (proposal := searcher.propose(rows)) is not None:
+        rows.append(
+            Row(str(len(rows)), len(rows), proposal.stage, 0, proposal.candidate, 1, "failed", "no driver", 10.0)
+        )
+    assert len(rows) == 1 + len(space.neighbours(space.control.knobs)) < len(space.combinations)
+
+
+def test_sizes_near_the_top_are_refined_whole_tiles_first(compare: ModuleType) -> None:
+    space = make_space(BASE, (), device="cuda")
+    machine = compare.Simulated(space, 4)
+    rows = compare.drive(compare.ours(machine), machine, race=True)
+    probes = [row.candidate.micro_batch for row in rows if row.stage == "probe"]
+    refined = [row.candidate.micro_batch for row in rows if row.stage == "refine"]
+    assert len(probes) >= 2
+    assert 1 <= len(refined) <= 4
+    assert all(min(probes) < size <= max(probes) for size in refined)
+    assert refined[0] % 8 == 0

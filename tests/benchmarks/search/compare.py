@@ -107,7 +107,7 @@ def scored(machine: str, name: str, seed: int) -> Score:
 
 def score(name: str, machine: Machine) -> Score:
     """One search on ``machine``."""
-    if name == "grid":  # what the strategy Grid does, without looking at all rows before each of 864 trials
+    if name == "grid":  # what the strategy Grid does, without looking at all rows before each of its trials
         every = machine.space.candidates()
         rows = [machine.run(Proposal(c, "probe"), number, race=False) for number, c in enumerate(every, 1)]
     else:
