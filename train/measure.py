@@ -45,8 +45,10 @@ def seconds_between(first: Mark, last: Mark) -> float:
 def steady_state(step_seconds: Sequence[float], step_tokens: int) -> Throughput | None:
     """Throughput after warm-up, or None when fewer than three steps remain.
 
-    The speed is that of the median batch of steps by the wall clock: one disturbance by a neighbour is
-    not the machine's speed, a stall that recurs is. The interval is the median's, from batch means.
+    The speed is that of the median batch of steps: one disturbance by a neighbour is not the machine's speed, a
+    stall that recurs is. The interval is the median's, from batch means. Steps last from the device's end of one to
+    its end of the next, so that whatever the host does between them counts: on a GPU by its own events, which agree
+    with the wall clock but for the distance at which the host runs ahead.
     """
     warmup = warmup_steps(step_seconds)
     steady = step_seconds[warmup:]

@@ -145,8 +145,8 @@ def result_metrics(result: RunResult) -> dict[str, float | None]:
     }
 
 
-def summary(result: RunResult) -> list[tuple[str, str]]:
-    """The result as (name, value with unit) rows."""
+def summary(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
+    """The result of ``config`` as (name, value with unit) rows."""
     rows = [("outcome", f"{result.outcome}: {result.reason}")]
     if result.throughput:
         speed = result.throughput
@@ -163,7 +163,8 @@ def summary(result: RunResult) -> list[tuple[str, str]]:
         rows.append(("arithmetic", f"{(result.flops_per_second or 0) / 1e12:,.3f} TFLOP/s; {mfu}"))
     else:
         rows.append(("throughput", "not measured: fewer than three steps after warm-up"))
-    rows.append(("peak memory", memory_text(result)))
+    expected = predicted(config, result).total / GIB
+    rows.append(("peak memory", f"{memory_text(result)}; predicted {expected:.2f} GiB"))
     if result.train_loss is not None:
         val = "" if result.val_loss is None else f", validation {result.val_loss:.3f}"
         rows.append(("loss", f"training {result.train_loss:.3f}{val}"))
@@ -197,10 +198,10 @@ def memory_text(result: RunResult) -> str:
     return text
 
 
-def print_result(result: RunResult, folder: Path, in_mlflow: str) -> None:
+def print_result(config: TrainConfig, result: RunResult, folder: Path, in_mlflow: str) -> None:
     """The closing table, where to look in MLflow, and as the last line what to do next, if there is something."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in summary(result):
+    for name, value in summary(config, result):
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     console.print(table)
     console.print(in_mlflow, markup=False)
@@ -223,7 +224,7 @@ def resume_command(folder: Path) -> str:
 def markdown(config: TrainConfig, result: RunResult) -> str:
     """The result as the run's description in MLflow."""
     lines = [f"### {format_model(config.model)}: {result.outcome}", "", "| | |", "|---|---|"]
-    lines += [f"| **{name}** | {value} |" for name, value in summary(result)]
+    lines += [f"| **{name}** | {value} |" for name, value in summary(config, result)]
     lines += [
         "",
         f"Batch: {config.global_batch} sequences = {config.micro_batch} x {config.accumulation} accumulated x "

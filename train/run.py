@@ -151,7 +151,7 @@ def _recorded(
             raise
         finally:
             tracker.finish(status)
-    report.print_result(result, home.path, how_to_look(key))
+    report.print_result(config, result, home.path, how_to_look(key))
     if result.outcome == "interrupted":
         return INTERRUPTED
     return 0 if result.outcome == "finished" else 1

@@ -4,6 +4,7 @@ In: a search's config. Out: ``cuda`` or ``cpu``, and the limit in bytes. Raises 
 sentence for what cannot work, because a search that starts anyway wastes hours.
 """
 
+import socket
 from dataclasses import replace
 from functools import cache
 
@@ -28,16 +29,18 @@ def pick_device(config: SearchConfig) -> str:
         import ray
 
         found = ray.cluster_resources().get("GPU", 0) >= 1
+        alive = [node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]]
+        state = read_gpu() if alive == [socket.gethostname()] else None
     else:
         state = read_gpu()
         found = state is not None
-        above = {process.pid for process in psutil.Process().parents()}  # a notebook or test run that waits for us
-        others = [process for process in state.other_processes if process not in above] if state else []
-        if state and others:
-            raise UserError(
-                f"{state.name} is in use by process {', '.join(map(_process, others))}, which would share its memory "
-                "and time with the trials: end it, or choose another GPU with CUDA_VISIBLE_DEVICES."
-            )
+    above = {process.pid for process in psutil.Process().parents()}  # a notebook or test run that waits for us
+    others = [process for process in state.other_processes if process not in above] if state else []
+    if state and others:
+        raise UserError(
+            f"{state.name} is in use by process {', '.join(map(_process, others))}, which would share its memory "
+            "and time with the trials: end it, or choose another GPU with CUDA_VISIBLE_DEVICES."
+        )
     if wanted == "cuda" and not found:
         raise UserError("--device cuda: there is no GPU here; use --device cpu, or --address of a cluster with one.")
     return "cuda" if found else "cpu"

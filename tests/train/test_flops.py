@@ -1,12 +1,15 @@
 """FLOPs a token by each formula, against figures worked out by others."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from train import flops
-from train.config import PRESETS, ModelConfig
+from train import flops, report
+from train.config import PRESETS, ModelConfig, TrainConfig
+from train.loop import Trainer
 from train.model import GPT, parameter_count
 
 GPT2 = replace(PRESETS["gpt2-124m"], padded_vocabulary=50304)
@@ -44,3 +47,19 @@ def test_unknown_hardware_has_no_utilisation(small_model: ModelConfig) -> None:
 def test_every_formula_is_named(small_model: ModelConfig) -> None:
     names = [formula.name for formula in flops.formulas(small_model, parameter_count(small_model))]
     assert len(names) == len(set(names)) == 4
+
+
+def test_a_run_stands_beside_the_matmul_that_the_doctor_measured(
+    small_shards: Path, small_model: ModelConfig, tmp_path: Path
+) -> None:
+    config = TrainConfig(
+        data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=8, device="cpu", precision="fp32"
+    )
+    result = Trainer(config).run()
+    assert flops.beside_matmul(result, config, tmp_path).matmul_utilisation is None, "the doctor was not asked"
+    doctor = {"device": result.device, "matmul": {"fp32": 1e12}}
+    (tmp_path / "doctor.json").write_text(json.dumps(doctor))
+    beside = flops.beside_matmul(result, config, tmp_path)
+    assert result.flops_per_second
+    assert beside.matmul_utilisation == pytest.approx(result.flops_per_second / 1e12)
+    assert "of the matmul that infra.doctor measured here" in dict(report.summary(config, beside))["arithmetic"]

@@ -14,9 +14,10 @@ from mlflow.tracking import MlflowClient
 from infra.command import UserError
 from infra.tracking import store_uri
 from train import climb, ladder, ladder_report, worker
+from train.anatomy import predict_peak
 from train.climb import native_bf16, refuse_short, refuse_unsuited
 from train.compare import Difference
-from train.config import ModelConfig, TrainConfig
+from train.config import ModelConfig, TrainConfig, parse_model
 from train.folder import RunFolder
 from train.loop import Trainer
 from train.result import RunResult
@@ -73,6 +74,12 @@ NOT_ON_A_CPU = {
 }  # fmt: skip
 
 
+def here(config: TrainConfig, folder: Path, **_: object) -> RunResult:
+    """What a Ray worker does for a rung, in this process."""
+    torch.compiler.reset()  # a process of its own begins without another model's graphs
+    return RunResult.from_json(worker.train(RunFolder(folder), config, first=True))
+
+
 @pytest.mark.parametrize("suite", NOT_ON_A_CPU)
 def test_every_suite_is_climbed_whole_in_its_short_form(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str], suite: str
@@ -81,10 +88,6 @@ def test_every_suite_is_climbed_whole_in_its_short_form(
 
     Two rungs through Ray are in tests/test_main_job.py.
     """
-
-    def here(config: TrainConfig, folder: Path, **_: object) -> RunResult:
-        torch.compiler.reset()  # a process of its own begins without another model's graphs
-        return RunResult.from_json(worker.train(RunFolder(folder), config, first=True))
 
     monkeypatch.setattr(climb.launch, "run", here)
     monkeypatch.setattr(climb, "connected", lambda *_, **__: nullcontext())
@@ -128,6 +131,29 @@ def test_every_suite_is_climbed_whole_in_its_short_form(
     finished = {run.data.tags["rung"] for run in children if run.info.status == "FINISHED"}
     assert finished == {row["name"] for row in rows if row["speed"] is not None}
     assert all(run.info.status == "FINISHED" or run.data.tags["reason"] for run in children)
+
+
+def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path
+) -> None:
+    monkeypatch.setattr(climb.launch, "run", here)
+    monkeypatch.setattr(climb, "connected", lambda *_, **__: nullcontext())
+    text = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
+    config = TrainConfig(
+        data=small_shards, model=parse_model(text), device="cpu", precision="fp32", attention="manual", micro_batch=64,
+        global_batch=64,
+    )  # fmt: skip
+    Path("best.json").write_text(json.dumps({"config": replace(config, micro_batch=2, global_batch=6).to_json()}))
+    limit = -(-predict_peak(config).total // 10**6)
+    flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--model", text]
+    flags += ["--fit", "--memory-limit", f"{limit}MB", "--best", "best.json", "--device", "cpu", "--name", "fitted"]
+    assert command(monkeypatch, *flags, "--steps", "8", "--cycle", "8+1") == 0
+    base, *rows = json.loads(Path("runs/fitted/standings.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["checkpointing", "searched batch"]
+    assert int(rows[0]["batch"]) > int(base["batch"]) > 8, "what saves memory makes room for more"
+    assert rows[0]["new_mathematics"], "the global batch is the mathematics"
+    assert rows[1]["batch"].endswith(" x 3")
+    assert base["predicted_gib"] * 2**30 <= limit * 10**6
 
 
 def test_a_budget_that_leaves_no_warm_up_says_how_long_it_needs(small_shards: Path, small_model: ModelConfig) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from infra import gpu
+from infra.cluster import connected
 from infra.command import UserError
 from infra.gpu import GpuState
 from tune import device
@@ -41,6 +42,12 @@ def test_a_gpu_in_use_is_refused_with_its_process(monkeypatch: pytest.MonkeyPatc
         device.pick_device(search("auto"))
     assert f"H200 is in use by process {neighbour} (" in str(refusal.value)
     assert "their training" in str(refusal.value)
+
+
+def test_the_same_on_a_ray_of_this_machine(cluster: str, monkeypatch: pytest.MonkeyPatch, neighbour: int) -> None:
+    on(monkeypatch, replace(IDLE, other_processes=(neighbour,)))
+    with connected(cluster), pytest.raises(UserError, match=f"in use by process {neighbour}"):
+        device.pick_device(replace(search("auto"), address=cluster))
 
 
 def test_the_process_that_waits_for_the_search_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
