@@ -67,7 +67,6 @@ class Evidence:
             tracker.params(
                 {"micro_batch": row.candidate.micro_batch, "accumulation": row.accumulation}
                 | dict(row.candidate.knobs)
-                | {f"{name}_number": self._number(name, value) for name, value in row.candidate.knobs}
                 | {"stage": row.stage, "round": row.round}
             )
             tracker.metrics(metrics(row))  # at step 0, as train.report does
@@ -80,10 +79,6 @@ class Evidence:
             tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED")
             tracker.tags({"closed": "true"})  # in a batch of its own: a batch sends its tags before it ends the run
         self.closed.add(key.run_id)
-
-    def _number(self, knob: str, value: object) -> int:
-        """The place of ``value`` among the knob's settings: MLflow's parallel coordinates draw numbers alone."""
-        return list(dict.fromkeys(dict(knobs)[knob] for knobs in self.space.combinations)).index(value)
 
     @contextmanager
     def _patience(self) -> Iterator[None]:
