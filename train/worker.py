@@ -31,7 +31,10 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
     first, alone = context.get_world_rank() == 0, context.get_world_size() == 1
     with ExitStack() as held:
         refusal = begin(home, held) if first else None
-        if refusal is not None if alone else broadcast_from_rank_zero(refusal is not None):
+        refused = refusal is not None
+        if not alone:
+            refused = broadcast_from_rank_zero(refused)
+        if refused:
             return {"refused": refusal}
         try:
             return train(home, config_from_json(payload["config"], "the run's config"), first)
