@@ -30,14 +30,15 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
     context = ray.train.get_context()
     first, alone = context.get_world_rank() == 0, context.get_world_size() == 1
     with ExitStack() as held:
-        refusal = begin(home, held) if first else None
+        resume, refusal = begin(home, held) if first else (None, None)
         refused = refusal is not None
         if not alone:
             refused = broadcast_from_rank_zero(refused)
         if refused:
             return {"refused": refusal}
         try:
-            return train(home, config_from_json(payload["config"], "the run's config"), first)
+            resume = resume if first else newest(home.checkpoints)
+            return train(home, config_from_json(payload["config"], "the run's config"), resume, first)
         except UserError as mistake:
             if alone:
                 return {"refused": str(mistake)}
@@ -50,8 +51,8 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
             raise  # the others wait in a collective until Ray stops the group, and starts it again
 
 
-def begin(home: RunFolder, held: ExitStack) -> str | None:
-    """Take the run's folder for as long as ``held`` is open; gives the reason when it must not be trained in.
+def begin(home: RunFolder, held: ExitStack) -> tuple[Path | None, str | None]:
+    """Take the run's folder for as long as ``held`` is open: the checkpoint to go on from, and why not to train if so.
 
     The first worker's part, whose answer all follow: one that left alone would leave the others in a collective.
     """
@@ -60,19 +61,19 @@ def begin(home: RunFolder, held: ExitStack) -> str | None:
         if home.refused.exists():
             reason = home.refused.read_text(encoding="utf-8")
             home.refused.unlink()
-            return reason
+            return None, reason
         resume = newest(home.checkpoints)
         refuse_hopeless(home, read_progress(resume).step if resume else 0)
     except UserError as mistake:
-        return str(mistake)
+        return None, str(mistake)
     except OSError as failure:  # raised, it would have Ray start us again and again
-        return f"{home.path} cannot be used ({failure.strerror}): make room or mend it, then continue with --resume."
-    return None
+        why = f"{home.path} cannot be used ({failure.strerror}): make room or mend it, then continue with --resume."
+        return None, why
+    return resume, None
 
 
-def train(home: RunFolder, config: TrainConfig, first: bool) -> dict[str, Any]:
-    """Train as one worker of the run in ``home``; the ``first`` one also reports. Gives the result as JSON."""
-    resume = newest(home.checkpoints)
+def train(home: RunFolder, config: TrainConfig, resume: Path | None, first: bool) -> dict[str, Any]:
+    """Train in ``home`` from ``resume`` as one worker, of whom the ``first`` also reports. Gives the result as JSON."""
     data = StreamData(config, Stream(config.stream, config.seed)) if config.stream else ShardData(config)
     if not first:
         return Trainer(config, data=data, checkpoints=home.checkpoints, resume=resume).run().to_json()

@@ -39,7 +39,8 @@ class MemorySearcher:
 
     def propose(self, rows: Sequence[Row]) -> Proposal | None:
         """The next trial, or None when nothing unmeasured can be expected to win."""
-        if rows and all(row.outcome == "failed" for row in rows) and len(rows) > len(self._near_control):
+        near = self.space.neighbours(self.space.control.knobs)
+        if len(rows) > len(near) and all(row.outcome == "failed" for row in rows):
             return None  # what fails everywhere near the control is not the candidates' fault
         curves = self.curves(rows)
         seen = {row.candidate for row in rows}
@@ -77,10 +78,6 @@ class MemorySearcher:
         if speed is not None and speed < (1 - REACH) * best:
             return f"predicted more than {REACH:.0%} behind the best"
         return "below the sizes that could win" if speed is None else "enough sizes near it were tried"
-
-    @property
-    def _near_control(self) -> list[Combination]:
-        return self.space.neighbours(self.space.control.knobs)
 
     def _control(self, seen: set[Candidate]) -> tuple[Candidate, Stage] | None:
         control = self.space.control

@@ -35,9 +35,10 @@ def search(config: SearchConfig) -> int:
     """Run the command; returns its exit code. Raises ``UserError``."""
     manifest = read_manifest(config.training.data)
     name = config.resume or config.name or f"search-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = (config.out / name).resolve()
-    if not config.resume and not config.dry_run:
-        new_folder(config.out, name, begun=(folders.TRIALS, folders.LOCK))
+    if config.resume or config.dry_run:
+        folder = (config.out / name).resolve()
+    else:
+        folder = new_folder(config.out, name, begun=(folders.TRIALS, folders.LOCK))
     if config.cluster:
         with connected(config.cluster):
             return _search(config, manifest, folder)

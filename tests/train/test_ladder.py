@@ -77,7 +77,7 @@ NOT_ON_A_CPU = {
 def here(config: TrainConfig, folder: Path, **_: object) -> RunResult:
     """What a Ray worker does for a rung, in this process."""
     torch.compiler.reset()  # a process of its own begins without another model's graphs
-    return RunResult.from_json(worker.train(RunFolder(folder), config, first=True))
+    return RunResult.from_json(worker.train(RunFolder(folder), config, None, first=True))
 
 
 @pytest.mark.parametrize("suite", NOT_ON_A_CPU)

@@ -125,14 +125,14 @@ def test_what_one_worker_refused_ends_all_when_they_start_again(tmp_path: Path) 
     home = RunFolder(tmp_path)
     home.refused.write_text("the disk is full")
     with ExitStack() as held:
-        assert worker.begin(home, held) == "the disk is full"
+        assert worker.begin(home, held) == (None, "the disk is full")
     with ExitStack() as held:
-        assert worker.begin(home, held) is None
+        assert worker.begin(home, held) == (None, None)
     (tmp_path / "starts").write_text("0\n0\n0\n")
     with ExitStack() as held:
-        assert "died 3 times without getting from step 0" in (worker.begin(home, held) or "")
+        assert "died 3 times without getting from step 0" in (worker.begin(home, held)[1] or "")
     with ExitStack() as held:
-        assert "cannot be used" in (worker.begin(RunFolder(tmp_path / "gone"), held) or "")
+        assert "cannot be used" in (worker.begin(RunFolder(tmp_path / "gone"), held)[1] or "")
 
 
 @pytest.mark.parametrize(
