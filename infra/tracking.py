@@ -39,6 +39,8 @@ for chatter in ("mlflow.store.db.utils", "alembic.runtime.migration"):
 BATCH_SECONDS = 1.0
 RETRY_SECONDS = 30.0
 FLUSH_SECONDS = 60.0
+HURRY_SECONDS = 15.0
+"""How long a command that was interrupted waits for the store: it promises to be gone within 30 seconds."""
 METRICS_A_BATCH = 500
 ITEMS_A_BATCH = 90  # MLflow refuses more than 1,000 metrics, 100 params or 100 tags in one call
 PARAM_CHARACTERS = 6000
@@ -199,6 +201,8 @@ class Tracker:
         self._queue: queue.SimpleQueue[Entry | threading.Event] = queue.SimpleQueue()
         self._journal = Path(key.journal) / f"{key.run_id}.jsonl"
         self._retry_at = 0.0
+        self._hurried = False
+        self._sending: list[Entry] = []
         self._client: MlflowClient | None = None
         self._thread = threading.Thread(target=self._write, name="tracking", daemon=True)
         self._thread.start()
@@ -207,7 +211,8 @@ class Tracker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._deliver_all()
+        if not self._hurried:
+            self._deliver_all()
 
     def metrics(self, values: Mapping[str, float | int | None], step: int = 0) -> None:
         """Record numbers at ``step``; names are grouped by a prefix, ``throughput/tokens_per_second``."""
@@ -251,16 +256,24 @@ class Tracker:
         """Upload a local file, by reference: it must still be there when the queue reaches it."""
         self._queue.put({"kind": "file", "path": str(path.resolve()), "folder": folder})
 
-    def flush(self) -> bool:
+    def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
         """Wait until everything queued so far is in the store or in the journal; False if that took too long."""
         done = threading.Event()
         self._queue.put(done)
-        return done.wait(FLUSH_SECONDS)
+        return done.wait(seconds)
 
     def finish(self, status: str = "FINISHED") -> None:
-        """Deliver everything and close the run as FINISHED, FAILED or KILLED."""
+        """Deliver everything and close the run as FINISHED, FAILED or KILLED.
+
+        What a KILLED one cannot deliver at once is kept for the next command: an interrupt at an unlucky moment
+        leaves a lock taken (that of Python's logging), and the writer would wait for it for ever.
+        """
         self._queue.put({"kind": "finish", "status": status, "time": int(time.time() * 1000)})
-        self._deliver_all()
+        self._hurried = status == "KILLED"
+        if not self._hurried:
+            self._deliver_all()
+        elif not self.flush(HURRY_SECONDS):
+            self._keep_rest()
 
     def _deliver_all(self) -> None:
         while not self.flush():
@@ -275,7 +288,9 @@ class Tracker:
                     batch.append(self._queue.get(timeout=max(0.0, deadline - time.monotonic())))
                 except queue.Empty:
                     break
-            self._deliver([entry for entry in batch if not isinstance(entry, threading.Event)])
+            self._sending = [entry for entry in batch if not isinstance(entry, threading.Event)]
+            self._deliver(self._sending)
+            self._sending = []
             for entry in batch:
                 if isinstance(entry, threading.Event):
                     entry.set()
@@ -293,6 +308,12 @@ class Tracker:
                 errors.print(f"MLflow does not answer ({first_line(failure)}); keeping its entries in {self._journal}")
             self._retry_at = time.monotonic() + RETRY_SECONDS
             self._keep(entries)
+
+    def _keep_rest(self) -> None:
+        """Journal what is queued, and what the writer holds: a store that takes an entry twice has it once."""
+        queued = [self._queue.get_nowait() for _ in range(self._queue.qsize())]
+        self._keep([*self._sending, *(entry for entry in queued if not isinstance(entry, threading.Event))])
+        errors.print(f"MLflow ({self.key.store}) does not answer; its entries are kept in {self._journal}")
 
     def _keep(self, entries: list[Entry]) -> None:
         try:

@@ -1,6 +1,7 @@
 """Runs reach MLflow in a real store, and a store that goes away neither loses entries nor stops the work."""
 
 import json
+import logging
 import os
 import signal
 import time
@@ -92,6 +93,25 @@ def test_entries_survive_the_server_and_arrive_later(
         assert sorted(point.value for point in history) == [1.0, 2.0, 3.0]
         assert "entries" in client.get_run(key.run_id).data.tags["tracking.delivered_late"]
         assert not journal.exists()
+
+
+def test_an_interrupted_command_leaves_whatever_holds_its_writer_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the lock of Python's logging, as a Ctrl-C within ``Logger.setLevel`` leaves it."""
+    monkeypatch.setattr(tracking, "HURRY_SECONDS", 2.0)
+    key = create_run("train", "interrupted")
+    with logging._lock, Tracker(key) as tracker:  # type: ignore[attr-defined]
+        logging.getLogger("any").setLevel(logging.ERROR)  # so that the next who would log asks for the lock
+        tracker.metrics({"loss": 5.0})
+        started = time.monotonic()
+        tracker.finish("KILLED")
+        assert 1.9 < time.monotonic() - started < 4, "it was not held up, or it waited"
+        assert MlflowClient(key.store).get_run(key.run_id).info.status == "RUNNING"
+        journal = Path(key.journal) / f"{key.run_id}.jsonl"
+        assert [json.loads(line)["kind"] for line in journal.read_text().splitlines()] == ["metric", "finish"]
+    create_run("train", "later")
+    run = MlflowClient(key.store).get_run(key.run_id)
+    assert run.info.status == "KILLED"
+    assert run.data.metrics == {"loss": 5.0}
 
 
 def test_a_later_run_delivers_what_an_earlier_one_left_behind(tmp_path: Path) -> None:
