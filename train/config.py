@@ -210,6 +210,8 @@ class TrainConfig:
     """Textbook habits to measure against: sync reads every loss at once, zero fills gradients in place of dropping
     them, copy reads and copies each batch when it is needed, collect leaves the garbage collector on, pages leaves
     large tensors in a CPU's small pages."""
+    loader_workers: int = 0
+    """Threads that read batches ahead; 0: the loop reads the next one itself, while the device computes."""
     accelerator: str | None = None
     """Kind of GPU that Ray must give the workers, as Ray names it: A100, H200. A name that the cluster lacks waits."""
 

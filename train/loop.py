@@ -116,6 +116,7 @@ class Trainer:
             rank=self.workers.rank,
             workers=self.workers.size,
             ahead="copy" not in config.naive,
+            threads=config.loader_workers,
         )
         pending: Cycle | None = None
         cycle = open_cycle(self.reported, self.step, config.cycle.train, self.earlier, self.device)

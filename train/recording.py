@@ -4,7 +4,10 @@ In: a config, and a folder. Out: the numbers and findings of a profile, and besi
 memory timeline and ``profile.json``.
 """
 
-import tempfile
+import errno
+import gzip
+import os
+import shutil
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -81,9 +84,16 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
 
 
 def _export(recorder: torch.profiler.profile, path: Path) -> None:
-    """Write the trace. torch writes it uncompressed to a temporary file first: where there is known to be room."""
-    usual, tempfile.tempdir = tempfile.tempdir, str(path.parent)
+    """Write the trace, compressed. Raises ``OSError`` when the disk is full, of which torch's writer only logs."""
+    written = path.with_suffix("")
     try:
-        recorder.export_chrome_trace(str(path))
+        recorder.export_chrome_trace(str(written))
+        with written.open("rb") as trace:
+            trace.seek(max(0, written.stat().st_size - 100))
+            if not trace.read().rstrip().endswith(b"}"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            trace.seek(0)
+            with gzip.open(path, "wb") as packed:
+                shutil.copyfileobj(trace, packed)
     finally:
-        tempfile.tempdir = usual
+        written.unlink(missing_ok=True)

@@ -89,7 +89,7 @@ def _sizes(config: "TrainConfig") -> None:
     for name in ("global_batch", "micro_batch", "loss_chunks", "workers", "checkpoint_every"):
         if getattr(config, name) < 1:
             raise UserError(f"{_flag(config, name)} must be at least 1.")
-    for name in ("keep_checkpoints", "warmup_steps", "clip_norm", "spike", "weight_decay", "seed"):
+    for name in ("keep_checkpoints", "loader_workers", "warmup_steps", "clip_norm", "spike", "weight_decay", "seed"):
         if not getattr(config, name) >= 0:
             raise UserError(f"{_flag(config, name)} must not be negative.")
     if config.within is not None and not 0 < config.within < 1:
@@ -178,3 +178,5 @@ def _pairs(config: "TrainConfig"):
     yield shard, unsharded, "only AdamW works on shards"
     yield shard, whole, "gathering a block's weights would break the graph; use --compile blocks"
     yield shard, ("fp8", config.fp8), "this pair is not supported"
+    readers = ("loader_workers", config.loader_workers > 1)
+    yield readers, ("stream", bool(config.stream)), "a stream has one reader, which meets its books in order"

@@ -48,7 +48,7 @@ class Suite:
 
 _NAIVE: Changes = {
     "precision": "fp32", "attention": "manual", "optimizer": "adamw", "compile": "off", "checkpointing": "none",
-    "loss": "plain", "loss_chunks": 1, "vocabulary_multiple": 1, "schedule": "constant",
+    "loss": "plain", "loss_chunks": 1, "loader_workers": 0, "vocabulary_multiple": 1, "schedule": "constant",
 }  # fmt: skip
 
 A100 = Suite(
@@ -63,12 +63,13 @@ A100 = Suite(
         Rung("flash attention", {"attention": "sdpa", "batch": 64}),
         Rung("padded vocabulary", {"vocabulary_multiple": 64}, new_mathematics=True),
         Rung("tied weights", {"model.tied": True}, new_mathematics=True),
-        Rung("prefetched copies", {"naive": ("collect",)}),
+        Rung("data-loading workers", {"loader_workers": 1}),
         Rung("bf16 without scaler", {"precision": "bf16"}, new_mathematics=True),
         Rung("bf16 activations", {"precision": "bf16-activations"}, new_mathematics=True),
         Rung("fused AdamW", {"optimizer": "adamw-fused"}),
         Rung("the GPU's attention", {"attention": "auto"}),
-        Rung("frozen collector", {"naive": ()}),
+        Rung("frozen collector", {"naive": ("copy",)}),
+        Rung("prefetched copies", {"naive": ()}),
         Rung("max-autotune", {"compile": "max-autotune"}),
     ),
     climbs=True,
@@ -157,7 +158,7 @@ def searched(best: TrainConfig) -> Rung:
     """A rung with the batch and the execution that a search found the fastest."""
     names = (
         "global_batch", "micro_batch", "precision", "attention", "compile", "checkpointing", "loss", "loss_chunks",
-        "optimizer",
+        "optimizer", "loader_workers",
     )  # fmt: skip
     return Rung("searched batch", {name: getattr(best, name) for name in names}, new_mathematics=True)
 

@@ -35,7 +35,7 @@ def validate(
     count = min(config.cycle.val * config.global_batch, max(windows.count, across)) // across
     loader = BatchLoader(
         windows, micro_batch=config.micro_batch, accumulation=1, position=0, device=device,
-        rank=workers.rank, workers=workers.size,
+        rank=workers.rank, workers=workers.size, threads=config.loader_workers,
     )  # fmt: skip
     losses = torch.zeros(count, device=device)
     model.eval()

@@ -19,6 +19,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "attention": ("auto", "flash", "cudnn", "efficient", "manual"),
     "precision": ("fp32", "tf32", "bf16", "bf16-activations"),
     "optimizer": ("adamw-fused", "adamw"),
+    "loader_workers": (0, 1),
 }
 """Settings of a run that change how a step is executed; precision alone also changes its rounding."""
 

@@ -127,7 +127,7 @@ def test_a_stopped_or_killed_command_is_finished_by_the_next_to_the_same_bytes(
         while not (begun.exists() and begun.stat().st_mtime >= started) and time.time() < started + 60:
             time.sleep(0.002)
         process.send_signal(way)
-        said = process.communicate()[1]
+        said = process.communicate(timeout=60)[1]
         assert process.returncode == code
         assert "Traceback" not in said
         assert way == signal.SIGKILL or "run the same command again to continue" in said

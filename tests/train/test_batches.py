@@ -1,6 +1,7 @@
 """Windows, their order, and the exact position: every window once an epoch, whoever reads it."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,6 +107,25 @@ def test_a_restored_position_goes_on_with_the_next_window(small_shards: Path, be
     assert torch.equal(torch.cat([p[0] for p in parts]), inputs)
     assert torch.equal(torch.cat([p[1] for p in parts]), targets)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_batches_are_the_same_whoever_reads_them_and_when(small_shards: Path, threads: int, ahead: bool) -> None:
+    windows = windows_of(small_shards)
+
+    def batches(**how: Any) -> list[torch.Tensor]:
+        loader = BatchLoader(windows, micro_batch=3, accumulation=2, position=6, device=CPU, **how)
+        return [torch.cat(loader.next()) for _ in range(2 * windows.count)]  # behind what is planned at once
+
+    assert all(map(torch.equal, batches(threads=threads, ahead=ahead), batches()))
+
+
+def test_a_failure_of_a_reading_thread_is_the_loops(small_shards: Path) -> None:
+    windows = windows_of(small_shards)
+    windows.streams.clear()  # as if a shard had gone
+    with pytest.raises(IndexError):
+        BatchLoader(windows, micro_batch=3, accumulation=2, position=0, device=CPU, threads=1).next()
 
 
 def test_too_few_tokens_for_a_window_are_refused(small_shards: Path) -> None:

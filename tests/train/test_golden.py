@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from train.batches import BatchLoader
 from train.climb import native_bf16
 from train.config import Cycle, ModelConfig, TrainConfig
+from train.data import ShardData
 from train.loop import Trainer
 from train.losses import HAS_FUSED
+from train.model import GPT
+from train.optimizers import make_optimizer, set_rate
 from train.suites import SUITES, apply
 
 STEPS = 12
@@ -54,6 +58,7 @@ def golden(plain: TrainConfig) -> list[float]:
         {"attention": "sdpa"},
         {"optimizer": "adamw-fused"},
         {"naive": ("sync", "zero", "copy", "collect")},
+        {"loader_workers": 2},
         pytest.param({"loss": "fused"}, marks=pytest.mark.skipif(not HAS_FUSED, reason="torch 2.13 has it")),
         {"micro_batch": 4, "checkpointing": "full", "loss_chunks": 4, "attention": "sdpa", "optimizer": "adamw-fused"},
     ],
@@ -75,6 +80,34 @@ def test_padding_the_vocabulary_barely_moves_the_curve(plain: TrainConfig, golde
     """Ids that never occur add exp(0) each to the softmax at the start, until training has silenced them."""
     exact = curve(replace(plain, model=replace(plain.model, padded_vocabulary=plain.model.vocabulary)))
     assert exact == pytest.approx(golden, abs=0.3)
+
+
+def test_tying_is_one_matrix_in_two_places(plain: TrainConfig) -> None:
+    """As two matrices that start equal and both move by the sum of their gradients, of which autograd knows nothing."""
+    config = replace(plain, clip_norm=0)
+    windows = ShardData(config).windows
+    losses: dict[bool, list[float]] = {True: [], False: []}
+    for tied, curve in losses.items():
+        torch.manual_seed(0)
+        model = GPT(replace(config.model, tied=tied))
+        head, embedding = model.head.weight, model.token_embedding.weight
+        with torch.no_grad():
+            head.copy_(embedding)
+        optimizer = make_optimizer(model, config)
+        set_rate(optimizer, config.learning_rate)
+        batches = BatchLoader(windows, micro_batch=8, accumulation=1, position=0, device=torch.device("cpu"))
+        for _ in range(STEPS):
+            loss = model(*batches.next())
+            loss.backward()
+            if not tied:
+                assert head.grad is not None
+                assert embedding.grad is not None
+                head.grad = embedding.grad = head.grad + embedding.grad
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append(loss.item())
+    assert losses[True][-1] < losses[True][0] - 0.1
+    assert losses[True] == pytest.approx(losses[False], abs=TOLERANCE)
 
 
 def test_untying_is_new_mathematics(plain: TrainConfig, golden: list[float]) -> None:

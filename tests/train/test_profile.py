@@ -2,10 +2,12 @@
 
 import gzip
 import json
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -154,6 +156,31 @@ def test_without_room_for_a_trace_nothing_is_started(
     assert command(monkeypatch, "--data", str(small_shards), "--name", "full") == 2
     assert "GB free" in capfd.readouterr().err
     assert not Path("runs/full").exists()
+
+
+def test_a_disk_that_fills_while_tracing_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No file may grow beyond 1.5 MB while the trace is written, which takes several, as on a full disk."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["--data", str(small_shards), "--model", MODEL, "--micro-batch", "4", "--global-batch", "8"]
+    plain = torch.profiler.profile.export_chrome_trace
+
+    def on_a_full_disk(*arguments: Any) -> None:
+        old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, most))
+        try:
+            plain(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", on_a_full_disk)
+    assert command(monkeypatch, *flags, "--device", "cpu", "--name", "full") == 2
+    said = capfd.readouterr().err
+    assert "the profile cannot be written to" in said
+    assert "Traceback" not in said
+    (run,) = MlflowClient(store_uri()).search_runs(["1"])
+    assert run.info.status == "FAILED"
 
 
 @pytest.mark.gpu
