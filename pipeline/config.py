@@ -67,7 +67,7 @@ class TokenizeConfig:
     """Text in one shard and in one task. The shards depend on it; the number of workers changes nothing."""
 
     dry_run: bool = False
-    """Say what would be done, and do nothing."""
+    """Say what would be done, and do nothing; only gutenberg: numbers are downloaded, to know their size."""
 
     overwrite: bool = False
     """Replace what is in --out instead of finishing it; after an interruption, the same command goes on."""

@@ -77,12 +77,20 @@ def split_file(file: SourceFile, config: TokenizeConfig) -> list[Part]:
         return [Part(file, file.size * COMPRESSION)]
     if file.size <= step and file.form != "parquet":
         return [Part(file, file.size)]
-    if file.form == "lines" or (file.form == "text" and config.doc_separator):
+    if file.form == "lines" or (file.form == "text" and _found_anywhere(config.doc_separator)):
         starts = range(0, file.size, step)
         return [Part(file, min(step, file.size - start), start, min(start + step, file.size)) for start in starts]
     if file.form in ("parquet", "zip"):
         return _split_container(file, step)
     return [Part(file, file.size)]
+
+
+def _found_anywhere(separator: str | None) -> bool:
+    """Whether a reader that begins in the middle finds the separators that one from the beginning does.
+
+    One that ends as it begins can overlap itself: where ``---`` holds a ``--`` depends on what came before.
+    """
+    return bool(separator) and not any(separator.startswith(separator[i:]) for i in range(1, len(separator)))
 
 
 def _split_container(file: SourceFile, step: int) -> list[Part]:

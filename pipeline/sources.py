@@ -142,11 +142,20 @@ def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
     for entry in sorted(entries, key=lambda entry: entry.path):
         below = entry.path.removeprefix(root).lstrip("/")
         name = f"{PurePosixPath(root).name}/{below}" if below else PurePosixPath(root).name
-        if pattern and not fnmatch.fnmatch(below, pattern):
+        if pattern and not _matches(below.split("/"), pattern.split("/")):
             continue
         if below and not _known(name, skipped):
             continue
         yield SourceFile(name, f"{parts.scheme}://{quote(entry.path)}{query}", entry.size, entry.modified)
+
+
+def _matches(path: list[str], pattern: list[str]) -> bool:
+    """Whether a glob takes a file, or a folder above it: ``*`` within one folder and ``**`` over any, as locally."""
+    if not pattern:
+        return True
+    if pattern[0] == "**":
+        return any(_matches(path[skipped:], pattern[1:]) for skipped in range(len(path)))
+    return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
 
 
 def _local(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:

@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--stretches", type=int, default=120, help="alternately stopped and going on")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the training; fewer leave cores to Ray")
     parser.add_argument("--side", choices=["bare", "wrapped"])
     options = parser.parse_args()
     config = TrainConfig(
@@ -54,6 +55,7 @@ def main() -> None:
     if options.side:
         print(json.dumps(bare(config) if options.side == "bare" else wrapped(config)))
         return
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
     known = json.loads(options.record.read_text()) if options.record.exists() else {}
     pairs, alternated = known.get("runs", []), known.get("stopping_the_others")
     if not alternated:
@@ -64,7 +66,7 @@ def main() -> None:
         load = os.getloadavg()[0]
         pairs.append({side: child(side) for side in order} | {"load_before": load})
         found = summary(pairs)
-        found |= {"model": options.model, "stopping_the_others": alternated, "runs": pairs}
+        found |= {"threads": options.threads, "model": options.model, "stopping_the_others": alternated, "runs": pairs}
         options.record.write_text(json.dumps(found, indent=2) + "\n")
         print(len(pairs), json.dumps({name: found[name] for name in ("cost", "cpu_share_of_others")}), flush=True)
     print(json.dumps(summary(pairs), indent=2))
@@ -74,8 +76,7 @@ def child(side: str) -> dict[str, float]:
     """One side's figures, from a process of its own."""
     from train.execution import worker_environment
 
-    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))}
-    environment |= worker_environment(TrainConfig(), "cpu") if side == "bare" else {}
+    environment = os.environ | (worker_environment(TrainConfig(), "cpu") if side == "bare" else {})
     line = [sys.executable, "-P", str(HERE), *sys.argv[1:], "--side", side]
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return json.loads(done.stdout.strip().splitlines()[-1])

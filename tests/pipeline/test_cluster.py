@@ -149,7 +149,13 @@ def test_books_are_read_from_s3_that_fails_now_and_then(
     assert {b.id: b.data for b in found if isinstance(b, RawBook)} == {
         f"books/{path.name}": path.read_bytes() for path in local.iterdir()
     }
-    assert len(find([f"s3://corpus/books/*1.txt{query}"]).files) == 2
+    counts = {"books/*1.txt": 2, "*": 12, "bo*": 12, "*/*1.txt": 2, "**/*1.txt": 2, "*1.txt": 0, "*/*/*1.txt": 0}
+    for pattern, count in counts.items():
+        if count:
+            assert len(find([f"s3://corpus/{pattern}{query}"]).files) == count, pattern
+        else:
+            with pytest.raises(UserError, match="holds no books"):
+                find([f"s3://corpus/{pattern}{query}"])
     set_rate(1.0)
     monkeypatch.setattr(files, "ATTEMPTS", 1)
     with pytest.raises(UserError, match="attempts"):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from infra.command import UserError
 from pipeline import downloads
 from pipeline.config import TokenizeConfig
-from pipeline.plan import make_plan, split_of
+from pipeline.plan import make_plan, split_file, split_of
 from pipeline.reading import Part, RawBook, Unreadable, read_books
 from pipeline.sources import Inventory, SourceFile, find
 
@@ -93,6 +93,17 @@ def test_a_file_of_many_books_is_the_same_in_one_part_and_in_many(
     assert ranges == whole
     text = path.read_bytes()
     assert [b.data for b in whole if isinstance(b, RawBook)] == [d for d in text.split(separator.encode()) if d.strip()]
+
+
+def test_a_file_is_not_split_at_a_separator_that_overlaps_itself(tmp_path: Path) -> None:
+    path = tmp_path / "many.txt"
+    path.write_text("a book---" * 300_000, encoding="utf-8")
+    file = SourceFile("many.txt", str(path), path.stat().st_size, 0)
+    parts = {
+        separator: len(split_file(file, TokenizeConfig(doc_separator=separator, shard_size=1_000_000)))
+        for separator in ("---", "k--", "-b-", "<|endoftext|>", "\n")
+    }
+    assert parts == {"---": 1, "k--": 3, "-b-": 1, "<|endoftext|>": 3, "\n": 3}
 
 
 def test_the_order_of_arguments_and_repeats_do_not_matter(tmp_path: Path) -> None:
