@@ -311,8 +311,11 @@ class Tracker:
 
     def _keep_rest(self) -> None:
         """Journal what is queued, and what the writer holds: a store that takes an entry twice has it once."""
-        queued = [self._queue.get_nowait() for _ in range(self._queue.qsize())]
-        self._keep([*self._sending, *(entry for entry in queued if not isinstance(entry, threading.Event))])
+        rest: list[Entry | threading.Event] = [*self._sending]
+        with suppress(queue.Empty):
+            while True:
+                rest.append(self._queue.get_nowait())
+        self._keep([entry for entry in rest if not isinstance(entry, threading.Event)])
         errors.print(f"MLflow ({self.key.store}) does not answer; its entries are kept in {self._journal}")
 
     def _keep(self, entries: list[Entry]) -> None:

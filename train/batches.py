@@ -161,15 +161,15 @@ class BatchLoader:
         self.ahead = ahead
         cuda = device.type == "cuda" and ahead
         self._stream = _copy_stream(device) if cuda else None
-        depth = threads + 1 if threads else int(ahead)
+        self._depth = threads + 1 if threads else int(ahead)
         shape = (micro_batch, windows.context_length + 1)
-        self._host = [torch.empty(shape, dtype=torch.int64, pin_memory=cuda) for _ in range(max(2, depth))]
+        self._host = [torch.empty(shape, dtype=torch.int64, pin_memory=cuda) for _ in range(max(2, self._depth))]
         self._copied = [torch.cuda.Event() for _ in self._host] if cuda else []
         self._prepared = 0
         self._numbers = np.zeros(0, dtype=np.int64)
         self._readers = _readers(threads) if threads else None
         self._ready: deque[Callable[[], _Prepared]] = deque()
-        for _ in range(depth):
+        for _ in range(self._depth):
             self._begin()
 
     @property
@@ -180,8 +180,7 @@ class BatchLoader:
     @torch.profiler.record_function(NEXT_BATCH)
     def next(self) -> tuple[Tensor, Tensor]:
         """The next micro-batch, its copy to the device ordered before the current stream's further work."""
-        begin_now = not self._ready
-        if begin_now:
+        if not self._depth:
             self._begin()
         prepared = self._ready.popleft()()
         batch = prepared.batch if self.ahead else prepared.batch.to(self.device, copy=True)
@@ -190,7 +189,7 @@ class BatchLoader:
             current.wait_event(prepared.copied)
             batch.record_stream(current)
         self.taken += 1
-        if not begin_now:
+        if self._depth:
             self._begin()
         return batch[:, :-1], batch[:, 1:]
 
