@@ -27,6 +27,7 @@ from infra.cluster import connected, ray_files
 from infra.command import INTERRUPTED, UserError
 from infra.tracking import Tracker, last_steps
 from train.config import TrainConfig
+from train.controller import Alone, AsItIs
 from train.execution import worker_environment
 from train.folder import Follower, RunFolder
 from train.progress import read_progress
@@ -89,6 +90,7 @@ def run(
         trainer = TorchTrainer(
             train_function,
             train_loop_config={"config": absolute(config).to_json(), "folder": str(folder)},
+            torch_config=Alone() if config.workers == 1 else None,  # type: ignore[arg-type]
             scaling_config=wanted,
             run_config=ray.train.RunConfig(
                 name=place.name,
@@ -129,15 +131,19 @@ def run(
 
 
 class TorchTrainer(ray.train.torch.TorchTrainer):
-    """Ray's, without two of its processes: four seconds of a core at every start, and one of waiting at the end.
+    """Ray's, without three of its processes: six seconds of a core at every start, and one of waiting at the end.
 
-    One hands out Ray data sets, of which there are none. The other frees the workers' resources when Ray Train's
-    controller dies and its job lives on, which ends with our command.
+    One hands out Ray data sets, of which there are none. One frees the workers' resources when Ray Train's
+    controller dies and its job lives on, which ends with our command. One asks a cluster to grow, and ``scaling``
+    has refused what this one cannot hold.
     """
 
     def _create_default_callbacks(self) -> list[Any]:
         unneeded = (DatasetsCallback, PlacementGroupCleanerCallback)
         return [made for made in super()._create_default_callbacks() if not isinstance(made, unneeded)]
+
+    def _initialize_and_run_controller(self, **parts: Any) -> ray.train.Result:
+        return super()._initialize_and_run_controller(**parts | {"scaling_policy": AsItIs(self.scaling_config)})
 
 
 def scaling(config: TrainConfig) -> ray.train.ScalingConfig:

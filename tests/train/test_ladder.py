@@ -78,9 +78,10 @@ BF16 = {"bf16 without scaler", "bf16 activations", "mixed precision bf16", "bf16
 
 def refused_here(suite: str) -> set[str]:
     """The rungs of ``suite`` that this machine cannot run."""
-    runs = BF16 if native_bf16() else set[str]()
-    if find_spec("torchao"):
-        runs = runs | {"8-bit AdamW"} | ({"bf16 AdamW", "all together"} if native_bf16() and suite == "memory" else set())
+    torchao, bf16 = find_spec("torchao") is not None, native_bf16()
+    runs = (BF16 if bf16 else set[str]()) | ({"8-bit AdamW"} if torchao else set[str]())
+    if torchao and bf16 and suite == "memory":
+        runs = runs | {"bf16 AdamW", "all together"}
     return NOT_ON_A_CPU[suite] - runs
 
 
