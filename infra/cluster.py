@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from infra.command import UserError, first_line
 
@@ -112,19 +113,29 @@ def _unattended() -> Iterator[None]:
     """While the block runs, the Ray that is started has no processes that nobody asks for anything.
 
     They serve a dashboard that is left out, let clusters grow, and copy logs to a driver that wants none. Ray waits
-    for the first of them as it starts, and for all as it ends: 1.7 of 4.5 seconds.
+    for the first of them as it starts, and for all as it ends: 1.7 of 4.5 seconds. What remains for a dashboard, an
+    agent on the machine, starts as where Ray is installed without one.
     """
+    from ray._private import utils
     from ray._private.node import Node
 
-    names = ("start_api_server", "start_monitor", "start_log_monitor")
-    methods = {name: getattr(Node, name) for name in names}
-    for name in names:
-        setattr(Node, name, lambda node, **_: None)
+    nothing = {name: lambda node, **_: None for name in ("start_api_server", "start_monitor", "start_log_monitor")}
+    absent = ImportError("no dashboard is wanted")
+    with replaced(Node, nothing), replaced(utils, {"get_dashboard_dependency_error": lambda: absent}):
+        yield
+
+
+@contextmanager
+def replaced(place: object, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """While the block runs, these ``attributes`` of a module or class of Ray's are ours, where it has no setting."""
+    kept = {name: getattr(place, name) for name in attributes}
+    for name, ours in attributes.items():
+        setattr(place, name, ours)
     try:
         yield
     finally:
-        for name, method in methods.items():
-            setattr(Node, name, method)
+        for name, theirs in kept.items():
+            setattr(place, name, theirs)
 
 
 @contextmanager

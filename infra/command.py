@@ -6,6 +6,8 @@ files stay wiring, because functions defined in a ``python -m`` file reach Ray's
 are pickled by value.
 """
 
+import atexit
+import gc
 import sys
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
@@ -42,6 +44,9 @@ def run(
     ``module`` is the name after ``python -m``; ``default`` supplies the values that flags override.
     A config refuses itself by raising ``ValueError`` in ``__post_init__``.
     """
+    atexit.register(
+        gc.freeze
+    )  # else Python looks for garbage among all that it leaves anyway: 0.7 s with MLflow and Ray
     prog = f"python -m {module}"
     try:
         if default is None:

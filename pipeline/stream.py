@@ -156,6 +156,8 @@ def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
     import ray.data
     import ray.exceptions
 
+    from pipeline.executor import without_actors
+
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.execution_options.resource_limits = context.execution_options.resource_limits.copy(
@@ -169,8 +171,9 @@ def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
         _task, batch_size=1, num_cpus=1, max_retries=DEATHS
     )
     try:
-        for table in books.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
-            yield from _rows(table)
+        with without_actors():
+            for table in books.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
+                yield from _rows(table)
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as death:
         raise UserError(
             f"a book of --stream kills the process that reads it, {DEATHS + 1} times over: 'python -m "

@@ -34,9 +34,6 @@ from pipeline.work import do_pieces, warm_up
 if TYPE_CHECKING:
     from infra.tracking import Tracker
 
-TASKS_A_WORKER = 4
-"""Tasks handed out for every worker of our own Ray."""
-
 
 def main(config: TokenizeConfig) -> int:
     """Run the command; returns its exit code."""
@@ -150,10 +147,8 @@ def _work(
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("tokenizing", total=len(plan), completed=len(plan) - len(todo), rate="starting")
         start = time.perf_counter()
-        # Our own Ray runs no more tasks than it has CPUs, so some may wait there: Ray Data takes up to 0.2 s to see
-        # that one is done, and a worker would idle for as long.
-        tasks = config.workers if config.cluster else TASKS_A_WORKER * config.parallelism
-        for summary in do_pieces(todo, folder, tasks, run):
+        workers = config.workers if config.cluster else config.parallelism
+        for summary in do_pieces(todo, folder, run, workers=workers, ours=not config.cluster):
             timings.add(summary)
             rate = f"{timings.bytes / 1e6 / (time.perf_counter() - start):,.0f} MB/s"
             bar.update(task, advance=1, rate=rate)

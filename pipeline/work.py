@@ -1,13 +1,14 @@
-"""Have Ray Data do the pieces: one task each, on however many workers the cluster has.
+"""Have Ray Data do the pieces, on however many workers the cluster has.
 
 In: pieces. Out: their summaries, as they are done. Ray Data hands out the work and limits how much is in
-flight; a task reads its own files and writes its own shard, because Ray's readers cost 4 ms a file and
+flight; a task reads its own files and writes its own shards, because Ray's readers cost 4 ms a file and
 its writers use random names. Ray is imported in the functions: planning and dry runs do without it.
 """
 
 import logging
 import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,26 @@ from pipeline.encoding import EncodingMismatch
 from pipeline.piece import do_piece
 from pipeline.plan import Piece
 
+IN_FLIGHT = 4
+"""Tasks handed out for every worker of our own Ray, of which it runs one at a time: Ray Data takes up to 0.2 s to see
+that one is done, and a worker would idle for as long."""
+TASKS = 12
+"""Tasks made for every worker where there are as many pieces: a worker idles for 7 ms between two, and in the end
+waits for the last of another."""
 
-def do_pieces(pieces: list[Piece], folder: Path, tasks: int | None, run: str) -> Iterator[dict[str, Any]]:
+
+def do_pieces(
+    pieces: list[Piece], folder: Path, run: str, *, workers: int | None, ours: bool
+) -> Iterator[dict[str, Any]]:
     """Do ``pieces`` on the connected Ray and yield each one's summary when it is done.
 
-    ``tasks`` limits how many are handed out at a time (default: as many as Ray Data sees fit), and ``run`` names
-    the command's run, for the notes that survive a dead worker.
+    ``workers`` limits how many tasks run at a time (default: as many as Ray Data sees fit), ``ours`` says whether
+    the Ray is our command's own, and ``run`` names the command's run, for the notes that survive a dead worker.
     Raises ``UserError`` or ``EncodingMismatch`` as a task raised it.
     """
     import ray.data
+
+    from pipeline.executor import without_actors
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current()
@@ -33,24 +45,31 @@ def do_pieces(pieces: list[Piece], folder: Path, tasks: int | None, run: str) ->
     context.downstream_capacity_backpressure_ratio = None  # held all but one worker back over a queue of 200 bytes
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    items = [{"piece": pickle.dumps(piece), "folder": str(folder), "run": run} for piece in pieces]
+    size = max(1, len(pieces) // (TASKS * workers)) if workers else 1
+    groups = [pieces[first : first + size] for first in range(0, len(pieces), size)]
+    items = [{"pieces": pickle.dumps(group), "folder": str(folder), "run": run} for group in groups]
+    limit = workers and min(len(items), IN_FLIGHT * workers if ours else workers)
     work = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
-        _task, batch_size=1, compute=ray.data.TaskPoolStrategy(size=tasks and min(tasks, len(items))), num_cpus=1
+        _task, batch_size=1, compute=ray.data.TaskPoolStrategy(size=limit), num_cpus=1
     )
-    for row in work.iter_rows():
-        summary = pickle.loads(row["summary"])  # noqa: S301 our own bytes
-        if isinstance(summary, Exception):
-            raise summary
-        yield summary
+    with without_actors() if ours else nullcontext():
+        for row in work.iter_rows():
+            summary = pickle.loads(row["summary"])  # noqa: S301 our own bytes
+            if isinstance(summary, Exception):
+                raise summary
+            yield summary
 
 
 def _task(batch: Any) -> dict[str, list[bytes]]:
-    piece: Piece = pickle.loads(batch["piece"][0])  # noqa: S301 our own bytes
+    pieces: list[Piece] = pickle.loads(batch["pieces"][0])  # noqa: S301 our own bytes
+    folder, run = Path(str(batch["folder"][0])), str(batch["run"][0])
+    done: list[Any] = []
     try:
-        summary = do_piece(piece, Path(str(batch["folder"][0])), str(batch["run"][0]))
+        for piece in pieces:
+            done.append(do_piece(piece, folder, run))
     except (UserError, EncodingMismatch) as expected:  # as a value, because Ray Data wraps what a task raises
-        return {"summary": [pickle.dumps(expected)]}
-    return {"summary": [pickle.dumps(summary)]}
+        done.append(expected)
+    return {"summary": [pickle.dumps(summary) for summary in done]}
 
 
 def warm_up(workers: int) -> None:

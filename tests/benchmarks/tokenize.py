@@ -128,9 +128,9 @@ if __name__ == "__main__":
     config = TokenizeConfig(sources=(sys.argv[1],))
     plan = make_plan(find(config.sources), config)
     with connected(cpus=2):
-        list(do_pieces(plan, out, 8, "warm-up"))
+        list(do_pieces(plan, out, "warm-up", workers=2, ours=True))
         start = time.perf_counter()
-        list(do_pieces(plan, out, 8, "measured"))
+        list(do_pieces(plan, out, "measured", workers=2, ours=True))
         print(f"SECONDS {time.perf_counter() - start}")
 """
 
