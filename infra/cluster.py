@@ -69,11 +69,11 @@ def connected(
             ray.init(address=address, runtime_env={"env_vars": variables}, **quiet)
         else:
             leaving.enter_context(_loopback())
-            leaving.enter_context(_unattended())
             # Inherited, and not a runtime_env, for which Ray would throw away the workers it starts in advance.
             os.environ.update(variables)
             os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+            with _unattended():
+                ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
     except (ConnectionError, ValueError) as failure:
         leaving.close()
         if not address:

@@ -165,3 +165,9 @@ def test_damaged_shards_are_named(
     manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 9'))
     assert command(monkeypatch, "--data", "tokens") == 2
     assert "format version 9" in capfd.readouterr().err
+
+
+def test_what_ray_trains_controller_unpickles_imports_no_torch() -> None:
+    """Two seconds before the worker would even be started."""
+    program = "import sys, train.controller; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
