@@ -1,6 +1,6 @@
 """How fast are books made into tokens? Ours against the floor and the ways of others, in one run.
 
-    python -P tests/benchmarks/tokenize.py BOOKS [--sizes 82MB 400MB 1200MB] [--repeats 3] [--record FILE.json]
+    python -P tests/benchmarks/tokenize.py BOOKS [--sizes 82MB 130MB 400MB 1200MB] [--repeats 3] [--record FILE.json]
 
 (-P, because the folder of a script comes first on the path, and this name is also one of Python's own.)
 
@@ -148,7 +148,9 @@ def main() -> None:
     """Measure, print a table, and record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("books", type=Path)
-    parser.add_argument("--sizes", nargs="+", type=parse_size, default=[82_000_000, 400_000_000, 1_200_000_000])
+    parser.add_argument(
+        "--sizes", nargs="+", type=parse_size, default=[82_000_000, 130_000_000, 400_000_000, 1_200_000_000]
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--chart", type=Path, help="where to draw seconds and peak memory over the size")
