@@ -83,7 +83,7 @@ def no_store_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
-    """The address of a Ray for tests to share whose point is not Ray's own start or end, which cost ten seconds.
+    """The address of a Ray for tests to share whose point is not Ray's own start or end, which cost seconds.
 
     It has no GPU on any machine: what these tests expect is a CPU's.
     """

@@ -131,7 +131,7 @@ def run(
 
 
 class TorchTrainer(ray.train.torch.TorchTrainer):
-    """Ray's, without three of its processes: six seconds of a core at every start, and one of waiting at the end.
+    """Ray's, without three of its processes: five seconds of a core at every start, and one of waiting at the end.
 
     One hands out Ray data sets, of which there are none. One frees the workers' resources when Ray Train's
     controller dies and its job lives on, which ends with our command. One asks a cluster to grow, and ``scaling``

@@ -1,4 +1,4 @@
-"""What a Ray of our own consists of while it does pieces: what is needed, and nothing that is only waited for."""
+"""A Ray of our own while it does pieces: no processes but what is needed, and several pieces to a task."""
 
 import json
 import subprocess
@@ -10,6 +10,7 @@ import json, sys
 from pathlib import Path
 import psutil
 from infra.cluster import connected
+from infra.command import UserError
 from pipeline.config import TokenizeConfig
 from pipeline.plan import make_plan
 from pipeline.sources import find
@@ -19,25 +20,40 @@ def processes():
     titles = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
     return [title for title in titles if title]
 
-config = TokenizeConfig(sources=("sample",))
+out, books = Path(sys.argv[1]), Path(sys.argv[2])
+config = TokenizeConfig(sources=(str(books),), shard_size=1_000_000)
+plan = make_plan(find(config.sources), config)
 with connected(cpus=1):
     from ray._private.node import Node
     from ray.data._internal import stats
-    plan = make_plan(find(config.sources), config)
-    summaries = list(do_pieces(plan, Path(sys.argv[1]), "run", workers=1, ours=True))
-    print(json.dumps([processes(), sum(summary["books"] for summary in summaries)]))
+    done = [summary["piece"] for summary in do_pieces(plan, out, "run", workers=1, ours=True)]
+    print(json.dumps([processes(), len(plan), done]))
+    (books / "17.txt").unlink()
+    try:
+        list(do_pieces(plan, out, "run", workers=1, ours=True))
+    except UserError as gone:
+        print(json.dumps(str(gone)))
 assert Node.start_monitor.__name__ == "start_monitor", "Ray is as it was"
 assert stats.get_or_create_stats_actor.__name__ == "get_or_create_stats_actor"
 """
 
 
-def test_a_ray_of_our_own_has_no_processes_that_nobody_asks(tmp_path: Path) -> None:
+def test_a_ray_of_our_own_does_what_it_is_asked_and_no_more(tmp_path: Path) -> None:
+    books = tmp_path / "books"
+    books.mkdir()
+    for number in range(40):
+        days = (f"It was day {day} of year {number}, and the rain had not ended.\n" for day in range(12_000))
+        (books / f"{number}.txt").write_text("".join(days))  # two would be more than a shard
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
-    )
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "out"), str(books)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    titles, books = json.loads(done.stdout)
-    assert books == 66
+    asked, gone = done.stdout.splitlines()
+    titles, pieces, numbers = json.loads(asked)
+    assert pieces == 40, "of which a task does three, so that one is left"
+    assert sorted(numbers) == list(range(40))
+    assert "17.txt was there when the work was planned and is gone" in json.loads(gone)
     running = "\n".join(titles)
     assert "raylet" in running, "what is looked for is seen"
     for unneeded in ("dashboard.py", "monitor.py", "Autoscaling", "_StatsActor"):
