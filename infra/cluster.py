@@ -99,13 +99,13 @@ def _loopback() -> Iterator[None]:
     """
     from ray._private import ray_constants
 
-    name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
-    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    os.environ[name] = "0"
     try:
-        yield
+        with replaced(ray_constants, {"ENABLE_RAY_CLUSTER": False}):
+            yield
     finally:
         del os.environ[name]
-        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

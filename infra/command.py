@@ -44,10 +44,8 @@ def run(
     ``module`` is the name after ``python -m``; ``default`` supplies the values that flags override.
     A config refuses itself by raising ``ValueError`` in ``__post_init__``.
     """
-    # Ray, MLflow and torch are a million objects that stay: looking for garbage among them takes a quarter of the time
-    # of importing them, and 0.7 s at exit.
-    gc.set_threshold(100_000, 50, 100)
-    atexit.register(gc.freeze)
+    collect_seldom()
+    atexit.register(gc.freeze)  # or the last look, at all that is left anyway, takes 0.7 s
     prog = f"python -m {module}"
     try:
         if default is None:
@@ -64,6 +62,15 @@ def run(
         errors.print("Interrupted. What was finished is kept; run the same command again to continue.")
         sys.exit(INTERRUPTED)
     sys.exit(code or 0)
+
+
+def collect_seldom() -> None:
+    """Have this process look for garbage after 100,000 new objects instead of 700.
+
+    Ray, MLflow and torch are a million objects that stay: looking for garbage among them takes a quarter of the time
+    of importing them.
+    """
+    gc.set_threshold(100_000, 50, 100)
 
 
 def flag_value(flag: str) -> str | None:

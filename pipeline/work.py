@@ -5,7 +5,6 @@ flight; a task reads its own files and writes its own shards, because Ray's read
 its writers use random names. Ray is imported in the functions: planning and dry runs do without it.
 """
 
-import gc
 import logging
 import pickle
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from infra.command import UserError
+from infra.command import UserError, collect_seldom
 from pipeline.encoding import EncodingMismatch
 from pipeline.piece import do_piece
 from pipeline.plan import Piece
@@ -79,7 +78,7 @@ def warm_up(workers: int) -> None:
 
     @ray.remote(num_cpus=1)
     def load() -> None:
-        gc.set_threshold(100_000, 50, 100)  # as infra.command does, and for the same reason
+        collect_seldom()
         import ray.data  # noqa: F401 what a map task unpickles needs it
 
         from pipeline.encoding import encode
