@@ -8,7 +8,7 @@ import hashlib
 from dataclasses import dataclass
 
 from pipeline.gutenberg import unwrap
-from pipeline.normalise import count_characters, join_lines, normalise, to_utf8
+from pipeline.normalise import count_characters, join_lines, normalise, to_utf8, trim
 from pipeline.reading import RawBook
 
 
@@ -47,10 +47,11 @@ def clean(raw: RawBook, *, join: bool = False) -> Book | Dropped:
         return Dropped(raw.id, "not text", "there are zero bytes near its beginning")
     decoded = to_utf8(data)
     unwrapped = unwrap(normalise(decoded.text) if decoded.text else b"")
-    body = unwrapped.body.strip()
+    body = trim(unwrapped.body)
     if not body:
         return Dropped(raw.id, "empty", f"nothing is left of {len(data):,} bytes")
-    body = (join_lines(body) if join else body) + b"\n"
+    if join:
+        body = join_lines(body)
     fields = unwrapped.fields
     traits = [f"gutenberg: {form}" for form in unwrapped.forms]
     if b"\r\n" in data[:1000]:

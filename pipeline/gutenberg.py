@@ -109,8 +109,10 @@ def unwrap(text: bytes) -> Unwrapped:
     stop = _before_note(text, start, stop, forms)
     front = text[start : min(start + FRONT, stop)]
     kept = _without_credits(front, forms)
-    rest = memoryview(text)[start + len(front) : stop]
-    body = b"".join((kept, rest)) if len(rest) or kept.strip() else front  # credits are never all of a book
+    rest = memoryview(text)[start + len(front) : stop - _blanks_before(text, stop)]
+    if not len(rest) and not kept.strip():
+        kept = front  # credits are never all of a book
+    body = b"".join((kept.lstrip(), rest, b"\n"))
     if text.find(b"THIS ELECTRONIC VERSION OF THE COMPLETE WORKS", 0, HEAD) >= 0:
         forms.append("notices between scenes")
         body = _SHAKESPEARE.sub(b"", body)
@@ -121,6 +123,12 @@ def declared_encoding(head: bytes) -> str | None:
     """The character set that a header names, in its own words."""
     match = _ENCODING.search(head[:HEAD])
     return match[1].decode("ascii", "replace").strip() if match else None
+
+
+def _blanks_before(text: bytes, stop: int) -> int:
+    """How many blanks and line ends stand before ``stop``, as far as a few hundred bytes show."""
+    end = text[max(0, stop - 500) : stop]
+    return len(end) - len(end.rstrip())
 
 
 def _find_start(text: bytes, forms: list[str]) -> int:

@@ -119,6 +119,14 @@ def normalise(text: bytes) -> bytes:
     return text.replace(_MARK, b"") if _MARK[:1] in text else text
 
 
+def trim(text: bytes) -> bytes:
+    """``text`` without blanks at its ends but one line end; nothing if it is all blank. Not copied if it is so."""
+    if text.endswith(b"\n") and not text[:1].isspace() and not text[-2:-1].isspace():
+        return text
+    text = text.strip()
+    return text + b"\n" if text else text
+
+
 def join_lines(text: bytes) -> bytes:
     """``text`` with the hard-wrapped lines of a paragraph joined by spaces."""
     return _WRAPPED.sub(rb"\1 ", text)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.normalise import count_characters, is_utf8, join_lines, normalise, to_utf8
+from pipeline.normalise import count_characters, is_utf8, join_lines, normalise, to_utf8, trim
 
 LETTERS = st.characters(exclude_categories=["Cs", "Cc", "Cf"])
 FRENCH = "Où est l'été? Les élèves français étaient déjà là, « près » de la forêt où naît le cœur.\n" * 30
@@ -30,6 +30,11 @@ def test_only_control_characters_and_soft_hyphens_go(text: str) -> None:
 
 
 @settings(deadline=None)
+@given(st.text(" \n\tab"))
+def test_blank_ends_become_one_line_end(text: str) -> None:
+    assert trim(text.encode()).decode() == (text.strip() + "\n" if text.strip() else "")
+
+
 @given(st.binary())
 def test_utf8_is_what_python_takes_for_it(data: bytes) -> None:
     try:
