@@ -42,9 +42,18 @@ def is_remote(uri: str) -> bool:
 
 
 def locate(uri: str) -> tuple[Any, str]:
-    """The filesystem of a remote ``uri`` and the path in it. Percent-encoding is undone."""
+    """The filesystem of a remote ``uri`` and the path in it, from its bucket on. Percent-encoding is undone.
+
+    Raises ``UserError`` for a URI that holds a key, which the manifest and MLflow would keep, or is malformed.
+    """
     parts = urlsplit(uri)
-    return _filesystem(parts.scheme, parts.netloc, parts.query), unquote(f"{parts.netloc}{parts.path}").rstrip("/")
+    bucket = parts.netloc.rpartition("@")[2]
+    if parts.password is not None:
+        raise UserError(
+            f"the address of the bucket {bucket} holds a secret key, which would be kept with the results: take it out "
+            "and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or what else your storage reads from the environment."
+        )
+    return _filesystem(parts.scheme, parts.netloc, parts.query), unquote(f"{bucket}{parts.path}").rstrip("/")
 
 
 @cache

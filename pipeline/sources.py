@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote, urlsplit
 
 from infra.command import UserError
 from pipeline import downloads
 from pipeline.config import SAMPLE
-from pipeline.files import is_remote, listing
+from pipeline.files import is_remote, listing, locate
 
 TEXT = (".txt", ".text", ".md")
 LINES = (".jsonl", ".ndjson")
@@ -133,7 +133,8 @@ def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
         base, _, begun = head.rpartition("/")
         pattern = f"{begun}{star}{tail}"
         source = base + (f"?{parts.query}" if parts.query else "")
-    root = unquote(parts.netloc + urlsplit(source).path).strip("/")
+    root = locate(source)[1]
+    user = "".join(parts.netloc.rpartition("@")[:2])  # gs://anonymous@bucket is how a public one is named
     query = f"?{parts.query}" if parts.query else ""
     try:
         entries = list(listing(source))
@@ -146,7 +147,7 @@ def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
             continue
         if below and not _known(name, skipped):
             continue
-        yield SourceFile(name, f"{parts.scheme}://{quote(entry.path)}{query}", entry.size, entry.modified)
+        yield SourceFile(name, f"{parts.scheme}://{user}{quote(entry.path)}{query}", entry.size, entry.modified)
 
 
 def _matches(path: list[str], pattern: list[str]) -> bool:

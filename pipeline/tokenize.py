@@ -24,6 +24,7 @@ from pipeline import report, state
 from pipeline.config import TokenizeConfig
 from pipeline.duplicates import drop_duplicates, find_duplicates
 from pipeline.encoding import VOCABULARY_SHA256
+from pipeline.files import locate
 from pipeline.plan import Piece, make_plan
 from pipeline.records import read_record
 from pipeline.shards import MANIFEST, QUARANTINE, Manifest, read_manifest
@@ -40,6 +41,8 @@ def main(config: TokenizeConfig) -> int:
     folder = config.out.absolute()
     if not config.overwrite:
         state.refuse_foreign(folder)
+    if config.copy_to:
+        locate(config.copy_to)  # what cannot be an address is refused before the work
     timings = report.Progress()
     with _phase(timings, "plan"):
         inventory = find(config.sources, config.mirror)
