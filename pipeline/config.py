@@ -1,4 +1,7 @@
-"""What decides a tokenizing run, with every default and its unit in one place."""
+"""What decides a tokenizing run, with every default and its unit in one place.
+
+How sources are read and cleaned stands apart, because a training run that streams books reads them in the same way.
+"""
 
 import os
 import re
@@ -8,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from infra.command import UserError
 from infra.units import Bytes
 from pipeline.downloads import MIRROR
 from pipeline.files import is_remote
@@ -15,8 +19,38 @@ from pipeline.files import is_remote
 SAMPLE = "sample"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How sources become clean books, of shards and of a stream alike. Refuses itself with ``UserError``."""
+
+    text_field: str = "text"
+    """The field of JSON lines that holds a book's text."""
+
+    text_column: str = "text"
+    """The column of Parquet files that holds a book's text; capitals do not matter."""
+
+    doc_separator: str | None = None
+    """What stands between the books in text files that hold many, for example '<|endoftext|>'."""
+
+    languages: tuple[str, ...] = ()
+    """Keep only books in these languages (ISO 639-1: en fr ...), by their header, else detected. Default: all."""
+
+    min_chars: int = 200
+    """Leave out books with fewer characters."""
+
+    join_lines: bool = False
+    """Join hard-wrapped lines into paragraphs; verse and tables stay."""
+
+    def __post_init__(self) -> None:
+        if self.doc_separator == "":
+            raise UserError("--doc-separator is empty: give what stands between two books, or leave it out.")
+        for language in self.languages:
+            if not re.fullmatch("[a-z]{2}", language):
+                raise UserError(f"--languages {language!r} is not a language code: write for example en fr de.")
+
+
 @dataclass(frozen=True)
-class TokenizeConfig:
+class TokenizeConfig(Reading):
     """Settings of one run of ``pipeline.tokenize``. Refuses itself with ``ValueError``."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (SAMPLE,)
@@ -39,26 +73,8 @@ class TokenizeConfig:
     encoder: Literal["gigatoken", "tiktoken"] = "gigatoken"
     """Both give the same ids. gigatoken is about 15 times faster, and tiktoken checks a sample of its books."""
 
-    text_field: str = "text"
-    """The field of JSON lines that holds a book's text."""
-
-    text_column: str = "text"
-    """The column of Parquet files that holds a book's text; capitals do not matter."""
-
-    doc_separator: str | None = None
-    """What stands between the books in text files that hold many, for example '<|endoftext|>'."""
-
     mirror: str = MIRROR
     """Where 'gutenberg:' numbers are downloaded from; a robot-friendly one."""
-
-    languages: tuple[str, ...] = ()
-    """Keep only books in these languages (ISO 639-1: en fr ...), by their header, else detected. Default: all."""
-
-    min_chars: int = 200
-    """Leave out books with fewer characters."""
-
-    join_lines: bool = False
-    """Join hard-wrapped lines into paragraphs; verse and tables stay."""
 
     duplicates: Literal["drop", "near", "keep"] = "drop"
     """drop: of books with the same cleaned text keep the first by id. near: of other editions too, by MinHash."""
@@ -79,6 +95,7 @@ class TokenizeConfig:
     """Ray cluster to work on; default RAY_ADDRESS, else a Ray of its own here."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.sources:
             raise ValueError("no sources: name a file or a folder of books, or leave sources out for the sample")
         if "" in self.sources:
@@ -91,11 +108,6 @@ class TokenizeConfig:
             raise ValueError(f"--val-fraction {self.val_fraction} is not a share: give at least 0 and less than 1")
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"--workers {self.workers} leaves nobody to work: give 1 or more")
-        if self.doc_separator == "":
-            raise ValueError("--doc-separator is empty: give what stands between two books, or leave it out")
-        for language in self.languages:
-            if not re.fullmatch("[a-z]{2}", language):
-                raise ValueError(f"--languages {language!r} is not a language code: write for example en fr de")
         if self.shard_size < 1_000_000:
             raise ValueError(f"--shard-size {self.shard_size}B is too small for a task: give 1MB or more")
 

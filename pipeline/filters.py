@@ -7,7 +7,7 @@ samples from the beginning, middle and end, so they cost a few percent of the en
 import re
 
 from pipeline.books import Book, Dropped
-from pipeline.config import TokenizeConfig
+from pipeline.config import Reading
 
 SAMPLE_BYTES = 1_000
 LONGEST_WORD = 1_000
@@ -29,7 +29,7 @@ _CODES = {
 }  # fmt: skip
 
 
-def refuse(book: Book, settings: TokenizeConfig) -> Dropped | None:
+def refuse(book: Book, settings: Reading) -> Dropped | None:
     """Why ``book`` is left out under ``settings``; None when it stays."""
     if book.chars < settings.min_chars:
         return Dropped(book.id, "too short", f"{book.chars:,} characters, fewer than {settings.min_chars:,}")

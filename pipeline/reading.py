@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infra.command import UserError
-from pipeline.config import SAMPLE, TokenizeConfig
+from pipeline.config import SAMPLE, Reading
 from pipeline.files import open_file
 from pipeline.sources import TEXT, SourceFile
 
@@ -63,7 +63,7 @@ class Unreadable:
     reason: str
 
 
-def read_books(part: Part, settings: TokenizeConfig) -> Iterator[RawBook | Unreadable]:
+def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Unreadable]:
     """The books of ``part`` in a fixed order; what is damaged is named and ends the part.
 
     Raises ``UserError`` when the file is gone or the disk fails: that says nothing about the books, and
@@ -90,7 +90,7 @@ def read_books(part: Part, settings: TokenizeConfig) -> Iterator[RawBook | Unrea
         yield Unreadable(file.id, f"damaged: {failure}")  # Arrow's codecs raise OSError without a number
 
 
-def _books(part: Part, opened: BinaryIO, settings: TokenizeConfig) -> Iterator[RawBook | Unreadable]:
+def _books(part: Part, opened: BinaryIO, settings: Reading) -> Iterator[RawBook | Unreadable]:
     file = part.file
     if file.form == "parquet":
         yield from _parquet(part, opened, settings.text_column)

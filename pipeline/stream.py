@@ -1,15 +1,16 @@
 """Books as a stream of tokens: Ray Data reads, cleans and encodes them ahead of who trains on them; no shards.
 
-In: sources and a seed. Out: encoded books, in an order that is a pure function of (seed, epoch) at any number
-of readers, from any place on. A book is held out for validation by the hash of its id, as in shards. What
-only shards can do is left to them: duplicates stay, and dropped books are counted without a quarantine file.
+In: sources, how to read them, and a seed. Out: encoded books, in an order that is a pure function of (seed,
+epoch) at any number of readers, from any place on. A book is held out for validation by the hash of its id, as
+in shards. What only shards can do is left to them: duplicates stay, and dropped books are counted without a
+quarantine file.
 """
 
 import hashlib
 import json
 import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import xxhash
 
 from infra.command import UserError
 from pipeline.books import Dropped, clean
-from pipeline.config import SAMPLE, TokenizeConfig
+from pipeline.config import SAMPLE, Reading, TokenizeConfig
 from pipeline.downloads import PREFIX
 from pipeline.encoding import VOCABULARY_SHA256, encode
 from pipeline.files import is_remote
@@ -51,6 +52,7 @@ _SCHEMA = pa.schema(
         pa.field("book", pa.string()),
         pa.field("chars", pa.int64()),
         pa.field("dropped", pa.string()),
+        pa.field("why", pa.string()),
         pa.field("mistake", pa.string()),
         pa.field("tokens", pa.large_list(pa.field("item", pa.uint16(), nullable=False))),
     ]
@@ -59,7 +61,7 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class EncodedBook:
-    """A book of the stream, its last token the end of text; without tokens when it was ``dropped``, and why."""
+    """A book of the stream, its last token the end of text; without tokens when it was ``dropped``."""
 
     piece: int
     """Its place in the epoch's order of pieces."""
@@ -68,6 +70,9 @@ class EncodedBook:
     chars: int
     tokens: np.ndarray
     dropped: str | None = None
+    """The kind of reason why it was left out, to count by."""
+    why: str | None = None
+    """The reason itself."""
 
 
 class Stream:
@@ -76,10 +81,10 @@ class Stream:
     Raises ``UserError`` for a source that is missing or holds no books.
     """
 
-    def __init__(self, sources: Sequence[str], seed: int) -> None:
+    def __init__(self, sources: Sequence[str], seed: int, reading: Reading) -> None:
         self.seed = seed
         self.vocabulary_sha256 = VOCABULARY_SHA256
-        self.settings = TokenizeConfig(tuple(sources), val_fraction=HELD_OUT, shard_size=PIECE)
+        self.settings = TokenizeConfig(tuple(sources), val_fraction=HELD_OUT, shard_size=PIECE, **asdict(reading))
         self.inventory = find(sources)
         identity = self.settings.identity() | {"sources": self.inventory.summary()["sha256"]}
         everything = json.dumps([identity, VOCABULARY_SHA256], sort_keys=True)
@@ -119,19 +124,26 @@ class Stream:
 
 
 def encoded_books(piece: Piece, split: Split) -> Iterator[EncodedBook]:
-    """The books of ``piece`` that are in ``split``, and those of them that were dropped."""
+    """The books of ``piece`` that are in ``split``, and those of them that were dropped.
+
+    What cannot be read is in both: whoever finds no book at all can then say why.
+    """
     settings = piece.settings
     for part in piece.parts:
         if _is_one_book(part, settings) and split_of(part.file.id, settings.val_fraction) != split:
             continue
         for raw in read_books(part, settings):
-            if split_of(raw.id, settings.val_fraction) != split:
+            if isinstance(raw, Unreadable):
+                book = Dropped(raw.id, "unreadable", raw.reason)
+            elif split_of(raw.id, settings.val_fraction) == split:
+                book = clean(raw, join=settings.join_lines)
+            else:
                 continue
-            book = Dropped(raw.id, "unreadable", raw.reason) if isinstance(raw, Unreadable) else clean(raw)
             refused = book if isinstance(book, Dropped) else refuse(book, settings)
             if isinstance(book, Dropped) or refused:
                 assert refused is not None
-                yield EncodedBook(piece.index, part.file.id, raw.id, 0, np.zeros(0, np.uint16), refused.reason)
+                nothing = np.zeros(0, np.uint16)
+                yield EncodedBook(piece.index, part.file.id, raw.id, 0, nothing, refused.reason, refused.detail)
             else:
                 tokens = np.append(encode(book.text, settings.encoder), np.uint16(END_OF_TEXT))
                 yield EncodedBook(piece.index, part.file.id, book.id, book.chars, tokens)
@@ -194,8 +206,8 @@ def _table(book: EncodedBook, mistake: str | None = None) -> pa.Table:
     """One row, whose tokens are not copied."""
     offsets = pa.array([0, len(book.tokens)], pa.int64())
     tokens = pa.LargeListArray.from_arrays(offsets, pa.array(book.tokens), type=_SCHEMA.field("tokens").type)
-    values = [[book.piece], [book.source], [book.book], [book.chars], [book.dropped], [mistake]]
-    columns = [pa.array(value, type=field.type) for value, field in zip(values, _SCHEMA, strict=False)]
+    values = [book.piece, book.source, book.book, book.chars, book.dropped, book.why, mistake]
+    columns = [pa.array([value], type=field.type) for value, field in zip(values, _SCHEMA, strict=False)]
     return pa.table([*columns, tokens], schema=_SCHEMA)
 
 

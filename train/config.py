@@ -6,14 +6,16 @@ when it is made, by a sentence that names both fields. Suites and searches vary 
 """
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from infra.command import UserError
 from infra.units import Seconds
+from pipeline.config import Reading
 from train.rules import divisors as divisors
 from train.rules import refuse_contradictions, refuse_other_types
 
@@ -149,7 +151,10 @@ class TrainConfig:
     """Folder of token shards, as python -m pipeline.tokenize makes it."""
     stream: tuple[str, ...] = ()
     """Train straight from these books in place of --data, without shards: files, folders, globs, or whatever else
-    python -m pipeline.tokenize takes. Ray Data encodes them ahead of the training."""
+    python -m pipeline.tokenize takes. Ray Data encodes them ahead of the training. The last flags, from --text-field
+    on, are that command's and say how the books are read."""
+    reading: Annotated[Reading, tyro.conf.arg(name="")] = field(default_factory=Reading)
+    """How the books of ``stream`` are read and cleaned."""
     model: Model = PRESETS["gpt2-124m"]
     """Preset, with changes if any: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, small, tiny; tiny,layers=4."""
     seed: int = 0
@@ -261,7 +266,11 @@ class TrainConfig:
     def to_json(self) -> dict[str, Any]:
         """The config as JSON values; :func:`config_from_json` reads it back."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return values | {"data": str(self.data), "model": asdict(self.model), "cycle": str(self.cycle)}
+        values |= {"data": str(self.data), "model": asdict(self.model), "cycle": str(self.cycle)}
+        if self.stream:
+            return values | {"reading": asdict(self.reading)}
+        del values["reading"]  # without a stream it says nothing, and what was saved before it existed stays equal
+        return values
 
 
 def config_from_json(values: dict[str, Any], source: str) -> TrainConfig:
@@ -279,6 +288,8 @@ def config_from_json(values: dict[str, Any], source: str) -> TrainConfig:
         if "model" in values:
             model = values["model"]
             values["model"] = parse_model(model) if isinstance(model, str) else model_from_json(model)
+        if "reading" in values:
+            values["reading"] = reading_from_json(values["reading"])
         if "cycle" in values:
             values["cycle"] = Cycle.parse(str(values["cycle"]))
         for name in ("naive", "stream"):
@@ -296,6 +307,14 @@ def model_from_json(values: dict[str, Any]) -> ModelConfig:
     """The model of these sizes. Raises ``UserError``, or ``TypeError`` for what is no model's field."""
     refuse_other_types(values, ModelConfig)
     return ModelConfig(**values)
+
+
+def reading_from_json(values: dict[str, Any]) -> Reading:
+    """How books are read, by these settings. Raises ``UserError``, or ``TypeError`` for what is no such setting."""
+    if isinstance(values, dict) and isinstance(values.get("languages"), list):
+        values = values | {"languages": tuple(values["languages"])}
+    refuse_other_types(values, Reading)
+    return Reading(**values)
 
 
 def load_config(path: Path) -> TrainConfig:

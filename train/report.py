@@ -19,6 +19,9 @@ from train.flops import formulas
 from train.model import parameter_count
 from train.result import RunResult
 
+PARTS = ("model", "reading")
+"""Settings that are several, each with a name of its own in MLflow."""
+
 
 def print_header(config: TrainConfig, manifest: Manifest, folder: Path) -> None:
     """Say what is about to be trained, with the arithmetic of the batch written out."""
@@ -35,9 +38,11 @@ def print_header(config: TrainConfig, manifest: Manifest, folder: Path) -> None:
 
 def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest) -> None:
     """The run's page before it has numbers: settings, data, and a description."""
-    flat = {k: v for k, v in config.to_json().items() if k != "model"}
+    settings = config.to_json()
+    flat = {k: v for k, v in settings.items() if k not in PARTS}
     tracker.params(flat | {"accumulation": config.accumulation, "model": format_model(config.model)})
-    tracker.params({f"model.{name}": value for name, value in config.to_json()["model"].items()})
+    for part in PARTS:
+        tracker.params({f"{part}.{name}": value for name, value in settings.get(part, {}).items()})
     tracker.json(config.to_json(), "config.json")
     tracker.data(Path(config.source).name, manifest.fingerprint, config.source, manifest.splits, "training")
     tracker.note(f"Training {format_model(config.model)} on `{config.source}`. Still running.")

@@ -3,9 +3,12 @@
 In: a checkpoint's progress, the config, the data's manifest. Out: nothing, or ``UserError`` naming the difference.
 """
 
+from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 
 from infra.command import UserError
+from pipeline.config import Reading
 from pipeline.shards import Manifest
 from train.config import ModelConfig, TrainConfig, config_from_json, format_model
 from train.progress import Progress
@@ -22,19 +25,25 @@ def refuse_other_run(path: Path, progress: Progress, config: TrainConfig, manife
             f"{path} was trained on another vocabulary (sha256 {progress.vocabulary_sha256[:12]}) than that of "
             f"{flag} {config.source} ({manifest.vocabulary_sha256[:12]}): start a new run with --name."
         )
+    before = config_from_json(progress.config, str(path))
     if progress.data_fingerprint != manifest.fingerprint:
+        _refuse_changes(path, before.reading, config.reading, [field.name for field in fields(Reading)])
         raise UserError(
             f"{path} was trained on other data (fingerprint {progress.data_fingerprint[:12]}) than "
             f"{flag} {config.source} ({manifest.fingerprint[:12]}): give the {flag} it was trained on, or start a new "
             "run with --name."
         )
-    before = config_from_json(progress.config, str(path))
     if before.model != config.model:
         raise UserError(
             f"{path} holds the model {_with_changes(before.model, config.model)}: leave --model out to continue it."
         )
-    for name in _SAME:
-        ours, theirs = getattr(before, name), getattr(config, name)
+    _refuse_changes(path, before, config, _SAME)
+
+
+def _refuse_changes(path: Path, before: object, now: object, names: Iterable[str]) -> None:
+    """Raise ``UserError`` for the first of the settings ``names`` that is another ``now``."""
+    for name in names:
+        ours, theirs = getattr(before, name), getattr(now, name)
         if ours != theirs:
             named = f"--{name.replace('_', '-')}"
             raise UserError(f"{path} was trained with {named} {ours} and not {theirs}: leave {named} out to go on.")

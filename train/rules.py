@@ -11,6 +11,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from infra.command import UserError
+from pipeline.config import Reading
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -61,6 +62,7 @@ def refuse_contradictions(config: "TrainConfig") -> None:
     _copies(config)
     _batch(config)
     _end(config)
+    _reading(config)
     for (first, ours), (second, theirs), reason in _pairs(config):
         if ours and theirs:
             raise UserError(f"{_flag(config, first)} and {_flag(config, second)} exclude each other: {reason}.")
@@ -143,6 +145,17 @@ def _end(config: "TrainConfig") -> None:
             f"--tokens {config.tokens:,} is less than one step: --global-batch {config.global_batch} sequences "
             f"of {config.model.context_length} are {config.step_tokens:,} tokens."
         )
+
+
+def _reading(config: "TrainConfig") -> None:
+    if config.stream:
+        return
+    for field in fields(Reading):
+        if getattr(config.reading, field.name) != field.default:
+            raise UserError(
+                f"--{field.name.replace('_', '-')} is about books and this run reads none: name them with --stream, or "
+                "give it to 'python -m pipeline.tokenize', which makes the shards of --data."
+            )
 
 
 def _pairs(config: "TrainConfig"):

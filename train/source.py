@@ -21,8 +21,13 @@ def absolute(config: TrainConfig) -> TrainConfig:
 def manifest_of(config: TrainConfig) -> Manifest:
     """The manifest of what ``config`` trains on. Raises ``UserError`` when there is nothing."""
     if config.stream:
-        return estimate(Stream(config.stream, config.seed))
+        return estimate(stream_of(config))
     return read_manifest(config.data)
+
+
+def stream_of(config: TrainConfig) -> Stream:
+    """The books that ``config`` names with ``--stream``. Raises ``UserError`` when there are none."""
+    return Stream(config.stream, config.seed, config.reading)
 
 
 def estimate(stream: Stream, book_tokens: float | None = None, held_out: Sequence[EncodedBook] = ()) -> Manifest:

@@ -9,7 +9,7 @@ and the token where the block of its position begins; a resumed run reads from t
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -144,21 +144,28 @@ class StreamData:
             if len(tokens) <= length:
                 raise UserError(
                     f"the books that --stream holds out for validation have {len(tokens):,} tokens and one window "
-                    f"needs {length + 1:,}: name more books, or do without validation (--cycle {config.cycle.train}+0)."
+                    f"needs {length + 1:,}: name more books, or do without validation (--cycle {config.cycle.train}+0)"
+                    f"{_left_out(held_out)}."
                 )
             self.validation = Windows([tokens], length, config.seed, split="val")
         self._held_out = held_out
 
     def _read(self, epoch: int, piece: int) -> Iterator[EncodedBook]:
-        """The stream's books that were not dropped, counted."""
+        """The stream's books that were not dropped, counted. Raises ``UserError`` when all were."""
+        first: EncodedBook | None = None
         for book in self.stream.read(epoch, piece):
             if book.dropped:
                 self.dropped[book.dropped] += 1
+                first = first or book
                 continue
             self.books += 1
             self.tokens += len(book.tokens)
             self.chars += book.chars
             yield book
+        if first and not self.books:
+            raise UserError(
+                f"no book of --stream can be trained on: name others, or have them read otherwise{_left_out([first])}."
+            )
 
     @property
     def manifest(self) -> Manifest:
@@ -177,3 +184,8 @@ class StreamData:
         """Begin where :meth:`place` was."""
         if place:
             self.windows.go_to(Place(**place))
+
+
+def _left_out(books: Sequence[EncodedBook]) -> str:
+    """The first of ``books`` that was dropped and why, to end a sentence with; nothing when none was."""
+    return next((f"; {book.book} was left out: {book.why}" for book in books if book.dropped), "")

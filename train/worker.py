@@ -11,13 +11,13 @@ from ray.train.collective import broadcast_from_rank_zero
 
 from infra.command import UserError
 from infra.storage import write_json, write_text
-from pipeline.stream import Stream
 from train.config import TrainConfig, config_from_json
 from train.data import ShardData
 from train.folder import RunFolder
 from train.loop import Trainer
 from train.progress import newest, read_progress
 from train.sampling import closing_sample
+from train.source import stream_of
 from train.stream import StreamData
 
 ATTEMPTS = 3
@@ -74,7 +74,7 @@ def begin(home: RunFolder, held: ExitStack) -> tuple[Path | None, str | None]:
 
 def train(home: RunFolder, config: TrainConfig, resume: Path | None, first: bool) -> dict[str, Any]:
     """Train in ``home`` from ``resume`` as one worker, of whom the ``first`` also reports. Gives the result as JSON."""
-    data = StreamData(config, Stream(config.stream, config.seed)) if config.stream else ShardData(config)
+    data = StreamData(config, stream_of(config)) if config.stream else ShardData(config)
     if not first:
         return Trainer(config, data=data, checkpoints=home.checkpoints, resume=resume).run().to_json()
     home.rewind(read_progress(resume).reported if resume else 0)

@@ -90,3 +90,12 @@ def test_other_sources_are_no_other_settings(config: TokenizeConfig, write_books
     assert state.changed_settings(config.out, other) == {}
     plan = make_plan(find(other.sources), other)
     assert "000000" in state.assess(config.out, plan).done
+
+
+def test_the_settings_that_folders_are_known_by_are_those_of_the_first_folders() -> None:
+    """Another name or value here would have every finished folder made again."""
+    assert TokenizeConfig(languages=("fr", "en", "fr")).identity() == {
+        "sources": ["sample"], "val_fraction": 0.01, "encoder": "gigatoken", "text_field": "text",
+        "text_column": "text", "doc_separator": None, "languages": ["en", "fr"], "min_chars": 200, "join_lines": False,
+        "duplicates": "drop", "shard_size": 16_000_000,
+    }  # fmt: skip

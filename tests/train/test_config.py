@@ -5,9 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
+import tyro
 
 from infra.command import UserError
+from pipeline.config import Reading
 from train.config import PRESETS, Cycle, TrainConfig, config_from_json, format_model, load_config, parse_model
+from train.run import RunOptions
 
 
 @pytest.mark.parametrize(
@@ -21,6 +24,7 @@ from train.config import PRESETS, Cycle, TrainConfig, config_from_json, format_m
         ({"micro_batch": 0}, ["--micro-batch 0"]),
         ({"loss_chunks": 7}, ["--loss-chunks 7", "--micro-batch"]),
         ({"precision": "fp16", "device": "cpu"}, ["--precision fp16", "--device"]),
+        ({"reading": Reading(text_field="content")}, ["--text-field", "--stream", "python -m pipeline.tokenize"]),
     ],
 )
 def test_a_contradiction_is_named(settings: dict, named: list[str]) -> None:
@@ -83,6 +87,12 @@ def test_the_batch_arithmetic() -> None:
         ({"cycle": 3}, "--cycle '3' is not N"),
         ({"cycle": None}, "--cycle 'None' is not N"),
         ({"stream": "books"}, "stream is 'books', and must be a list of texts"),
+        ({"reading": {"min_chars": "5"}}, "min_chars is '5', and must be a whole number"),
+        ({"reading": {"languages": "en"}}, "languages is 'en', and must be a list of texts"),
+        ({"reading": {"languages": ["english"]}}, "--languages 'english' is not a language code"),
+        ({"reading": {"colour": 1}}, "colour"),
+        ({"reading": 3}, "does not describe a run"),
+        ({"reading": None}, "does not describe a run"),
     ],
 )
 def test_a_files_values_are_of_their_fields_types(values: dict[str, object], sentence: str) -> None:
@@ -92,7 +102,23 @@ def test_a_files_values_are_of_their_fields_types(values: dict[str, object], sen
 
 def test_every_field_takes_back_what_it_gave() -> None:
     full = TrainConfig(
-        stream=("books",), steps=3, within=0.01, naive=("sync",), accelerator="A100", copy_to="s3://bucket/folder",
+        stream=("books",), reading=Reading(doc_separator="***", languages=("en", "fr")), steps=3, within=0.01,
+        naive=("sync",), accelerator="A100", copy_to="s3://bucket/folder",
     )  # fmt: skip
     for config in (TrainConfig(), full, TrainConfig(time_budget=3), TrainConfig(learning_rate=1)):
         assert config_from_json(json.loads(json.dumps(config.to_json())), "a.json") == config
+
+
+def test_how_a_stream_is_read_is_in_a_file_and_under_the_pipelines_flags(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TrainConfig(stream=("a.jsonl",), steps=3, reading=Reading(text_field="body")).to_json()))
+    default = RunOptions(training=load_config(path))
+    parsed = tyro.cli(RunOptions, args=["--languages", "en", "fr", "--join-lines"], default=default)
+    assert parsed.training.reading == Reading(text_field="body", languages=("en", "fr"), join_lines=True)
+
+
+def test_what_was_saved_before_a_stream_could_be_read_otherwise_is_the_same_run() -> None:
+    assert "reading" not in TrainConfig().to_json()
+    streamed = TrainConfig(stream=("books",), steps=3)
+    earlier = {name: value for name, value in streamed.to_json().items() if name != "reading"}
+    assert config_from_json(earlier, "a.json") == streamed

@@ -146,6 +146,8 @@ def test_what_one_worker_refused_ends_all_when_they_start_again(tmp_path: Path) 
         (["--resume", "never"], "--resume never"),
         (["--steps", "3", "--tokens", "70000000"], "--tokens"),
         (["--time-budget", "5"], "5m"),
+        (["--text-field", "content"], "--text-field is about books and this run reads none: name them with --stream"),
+        (["--stream", "books", "--steps", "3", "--doc-separator", ""], "--doc-separator is empty"),
     ],
 )
 def test_a_mistake_gets_one_sentence(

@@ -9,19 +9,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from infra.cluster import connected
 from infra.command import UserError
 from infra.tracking import Tracker, create_run
-from pipeline.shards import END_OF_TEXT
-from pipeline.stream import EncodedBook, Stream, encoded_books
+from pipeline.config import Reading, TokenizeConfig
+from pipeline.piece import do_piece
+from pipeline.plan import make_plan
+from pipeline.records import read_record
+from pipeline.shards import END_OF_TEXT, Shard
+from pipeline.sources import find
+from pipeline.stream import HELD_OUT, EncodedBook, Stream, encoded_books
 from train import launch
 from train.batches import BatchLoader
 from train.config import Cycle, ModelConfig, TrainConfig
 from train.loop import Trainer
+from train.progress import read_progress
 from train.result import CycleReport
+from train.resume import refuse_other_run
+from train.source import manifest_of
 from train.stream import Place, StreamData, StreamWindows
 
 LENGTH = 16
@@ -59,7 +69,7 @@ def config(books: Path) -> TrainConfig:
 
 
 def windows_of(books: Path, seed: int = 0, block: int = 40 * LENGTH) -> StreamWindows:
-    return StreamWindows(Inline([str(books)], seed).read, LENGTH, seed, block)
+    return StreamWindows(Inline([str(books)], seed, Reading()).read, LENGTH, seed, block)
 
 
 def rows(windows: StreamWindows, first: int, stop: int) -> np.ndarray:
@@ -69,7 +79,7 @@ def rows(windows: StreamWindows, first: int, stop: int) -> np.ndarray:
 
 
 def test_an_epoch_is_every_training_book_once_and_no_other(books: Path) -> None:
-    stream = Inline([str(books)], 0)
+    stream = Inline([str(books)], 0, Reading())
     held = {book.book for book in stream.held_out(10**9)}
     names = {epoch: [book.book for book in stream.read(epoch)] for epoch in range(2)}
     everything = {f"books/{path.name}" for path in books.iterdir()}
@@ -78,14 +88,14 @@ def test_an_epoch_is_every_training_book_once_and_no_other(books: Path) -> None:
     assert len(held) + len(names[0]) == len(everything)
     assert sorted(names[0]) == sorted(names[1])
     assert names[0] != names[1]
-    assert [book.book for book in Inline([str(books)], 1).read(0)] != names[0]
+    assert [book.book for book in Inline([str(books)], 1, Reading()).read(0)] != names[0]
     dropped = [(book.book, book.dropped) for book in stream.read(0) if book.dropped]
     assert dropped == [("books/short.txt", "too short")]
     assert all(book.tokens[-1] == END_OF_TEXT for book in stream.read(0) if not book.dropped)
 
 
 def test_blocks_hold_every_window_of_the_stream_once(books: Path) -> None:
-    tokens = np.concatenate([book.tokens for book in Inline([str(books)], 0).read(0)]).astype(np.int64)
+    tokens = np.concatenate([book.tokens for book in Inline([str(books)], 0, Reading()).read(0)]).astype(np.int64)
     count = (len(tokens) - 1) // LENGTH
     windows = windows_of(books)
     found = rows(windows, 0, count)
@@ -131,15 +141,89 @@ def test_what_a_stream_cannot_do_is_said(config: TrainConfig, tmp_path: Path) ->
     (tmp_path / "one.txt").write_text(" ".join(WORDS * 20), encoding="utf-8")
     alone = dataclasses.replace(config, stream=(str(tmp_path),))
     with pytest.raises(UserError, match=r"holds out for validation have 0 tokens .* do without validation"):
-        StreamData(alone, Inline(alone.stream, 0))  # a single book is there to train on
+        StreamData(alone, Inline(alone.stream, 0, alone.reading))  # a single book is there to train on
     unvalidated = dataclasses.replace(alone, cycle=Cycle(5, 0))
-    assert Trainer(unvalidated, data=StreamData(unvalidated, Inline(alone.stream, 0))).run().outcome == "finished"
+    data = StreamData(unvalidated, Inline(alone.stream, 0, alone.reading))
+    assert Trainer(unvalidated, data=data).run().outcome == "finished"
     long = dataclasses.replace(config, model=dataclasses.replace(config.model, context_length=10_000))
     with pytest.raises(UserError, match=r"holds out for validation have .* one window needs 10,001"):
-        StreamData(long, Inline(long.stream, 0))
+        StreamData(long, Inline(long.stream, 0, long.reading))
+
+
+@pytest.fixture(scope="module")
+def unusual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same 150 books in hard-wrapped lines, each second one in French, in files of three forms."""
+    folder = tmp_path_factory.mktemp("unusual")
+    chance = random.Random(0)
+    texts = [
+        "\n".join(f"{number} {' '.join(chance.choices(WORDS, k=13))}" for _ in range(chance.randint(4, 16)))
+        for number in range(150)
+    ]
+    languages = ["en", "fr"] * 75
+    lines = [json.dumps({"content": text, "language": code}) for text, code in zip(texts, languages, strict=True)]
+    (folder / "books.jsonl").write_text("\n".join(lines))
+    (folder / "books.txt").write_text("<|end|>".join(texts))
+    pq.write_table(pa.table({"Body": texts, "language": languages}), folder / "books.parquet")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "reading", "fewer"),
+    [
+        ("books.jsonl", Reading(text_field="content"), False),
+        ("books.jsonl", Reading(text_field="content", languages=("fr",), min_chars=500), True),
+        ("books.parquet", Reading(text_column="body"), False),
+        ("books.txt", Reading(doc_separator="<|end|>"), False),
+        ("books.txt", Reading(doc_separator="<|end|>", join_lines=True), False),
+    ],
+)
+def test_a_stream_reads_what_shards_hold(
+    unusual: Path, tmp_path: Path, name: str, reading: Reading, fewer: bool
+) -> None:
+    sources = (str(unusual / name),)
+    config = TokenizeConfig(sources, val_fraction=HELD_OUT, **dataclasses.asdict(reading))
+    (piece,) = make_plan(find(sources), config)
+    do_piece(piece, tmp_path, "test")
+    record = read_record(tmp_path, piece.name)
+    assert record
+    shards = {
+        (info.split, book): tokens.tolist()
+        for info in record.shards
+        for shard in [Shard(tmp_path / info.path)]
+        for book, tokens in zip(
+            shard.batch.column("book").to_pylist(), np.split(shard.tokens, shard.offsets[1:-1]), strict=True
+        )
+    }
+    stream = Inline(sources, 0, reading)
+    found = {("val", book.book): book.tokens.tolist() for book in stream.held_out(10**9) if not book.dropped}
+    assert found
+    found |= {("train", book.book): book.tokens.tolist() for book in stream.read(0) if not book.dropped}
+    assert found == shards
+    assert (len(found) < 75) == fewer
+    if reading.join_lines:
+        apart = Inline(sources, 0, dataclasses.replace(reading, join_lines=False))
+        assert {book.book for book in apart.read(0)} == {book.book for book in stream.read(0)}
+        assert not any(book.tokens.tolist() in shards.values() for book in apart.read(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("books.jsonl", r"books\.jsonl#0 was left out: no text in the field 'text' \(--text-field\)\."),
+        ("books.parquet", r"books\.parquet was left out: no column 'text' \(--text-column\) among Body, language\."),
+    ],
+)
+def test_when_no_book_can_be_read_the_first_is_named(config: TrainConfig, unusual: Path, name: str, why: str) -> None:
+    config = dataclasses.replace(config, stream=(str(unusual / name),))
+    with pytest.raises(UserError, match=f"holds out for validation have 0 tokens .*; {why}"):
+        StreamData(config, Inline(config.stream, 0, config.reading))
+    config = dataclasses.replace(config, cycle=Cycle(5, 0))
+    with pytest.raises(UserError, match=f"no book of --stream can be trained on: .*; {why}"):
+        Trainer(config, data=StreamData(config, Inline(config.stream, 0, config.reading))).run()
 
 
 def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, tmp_path: Path) -> None:
+    config = dataclasses.replace(config, reading=Reading(min_chars=5, join_lines=True))
     store = f"sqlite:///{tmp_path}/mlflow.db"
     folder = tmp_path / "run"
     with connected(cpus=2):
@@ -148,7 +232,7 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
         assert first.checkpoint
         whole = dataclasses.replace(config, schedule="constant")
         result = launch.run(whole, folder, tracker=tracker, resume=Path(first.checkpoint))
-        gone = Stream([str(shutil.copytree(config.stream[0], tmp_path / "gone"))], 0)
+        gone = Stream([str(shutil.copytree(config.stream[0], tmp_path / "gone"))], 0, config.reading)
         (tmp_path / "gone" / "book 3.txt").unlink()
         with pytest.raises(UserError, match=r"book 3\.txt was there when the work was planned and is gone"):
             list(gone.read(0))
@@ -156,11 +240,15 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
     found = [json.loads(line) for line in (folder / "cycles.jsonl").read_text().splitlines()]
     torch.set_num_threads(1)
     straight: list[CycleReport] = []
-    Trainer(whole, data=StreamData(whole, Inline(whole.stream, 0)), on_cycle=straight.append).run()
+    Trainer(whole, data=StreamData(whole, Inline(whole.stream, 0, whole.reading)), on_cycle=straight.append).run()
     losses = [loss for cycle in found for loss in cycle["step_losses"]]
     assert losses == [loss for report in straight for loss in report.step_losses]
     assert found[-1]["val_loss"] == straight[-1].val_loss
     progress = json.loads((folder / "checkpoints" / "step-00000012" / "progress.json").read_text())
     assert progress["position"] == 48
     assert progress["place"]["epoch"] == 0
-    assert result.data_fingerprint == Stream(config.stream, 0).fingerprint
+    refuse_other_run(Path(first.checkpoint), read_progress(Path(first.checkpoint)), whole, manifest_of(whole))
+    other = dataclasses.replace(whole, reading=Reading(min_chars=5))
+    with pytest.raises(UserError, match="was trained with --join-lines True and not False: leave --join-lines out"):
+        refuse_other_run(Path(first.checkpoint), read_progress(Path(first.checkpoint)), other, manifest_of(other))
+    assert result.data_fingerprint == Stream(config.stream, 0, config.reading).fingerprint
