@@ -20,6 +20,8 @@ from train.folder import make, new_folder
 from train.suites import Suite, choose, find_suite, nearest, searched, short_form
 
 CYCLE = Cycle()
+TIME_BUDGET, WITHIN = 300.0, 0.005
+"""Seconds that a rung takes at most, and how well its speed is known where it ends earlier, unless --steps ends it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class LadderOptions:
     time_budget: Seconds | None = None
     """Time a rung, from its first step on; 5m unless --steps is given."""
     within: float | None = None
-    """End a rung early once its speed is known to this fraction; 0.005 is half a percent."""
+    """End a rung early, after a cycle at least, once its speed is known to this fraction; 0 stays to the end.
+    Default: 0.005, half a percent, but the end with --steps, which are for comparing losses."""
     cycle: CycleText = CYCLE
     """Training steps and validation batches between two reports."""
     fit: bool = False
@@ -101,6 +104,7 @@ def climb(options: LadderOptions) -> int:
         folder = (options.out / options.resume).resolve()
         options, key = continued(options, folder)
     else:
+        options = with_ends(options)
         name = options.name or f"{Path(options.suite).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder, key = new_folder(options.out, name), None
     suite, base = prepare(options)
@@ -132,6 +136,14 @@ def climb(options: LadderOptions) -> int:
     return 0
 
 
+def with_ends(options: LadderOptions) -> LadderOptions:
+    """``options`` with what ends a rung where they say nothing: five minutes, or earlier a speed that is known."""
+    if options.steps is not None:
+        return options
+    within = WITHIN if options.within is None else options.within
+    return replace(options, time_budget=options.time_budget or TIME_BUDGET, within=within)
+
+
 def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
     """The suite, chosen and fitted to the device, and the config that its baseline starts from."""
     import torch
@@ -154,13 +166,13 @@ def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
         device=options.device,
         cycle=options.cycle,
         keep_checkpoints=0,
-        within=options.within,
+        within=options.within or None,
     )
     if options.model:
         config = replace(config, model=options.model)
     if options.steps is not None:
         return suite, replace(config, steps=options.steps)
-    return suite, replace(config, time_budget=options.time_budget or 300.0)
+    return suite, replace(config, time_budget=options.time_budget or TIME_BUDGET)
 
 
 def saved(options: LadderOptions) -> dict[str, object]:

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import numpy as np
 import psutil
 from mlflow.tracking import MlflowClient
 
+from infra.provenance import commit
 from pipeline.shards import Manifest, ShardRow, write_shard
 
 MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
@@ -50,6 +52,10 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="campaign-"))
     write_books(folder / "shards")
     record: dict[str, Any] = json.loads(options.record.read_text()) if options.record.exists() else {}
+    record |= {
+        "command": "make campaign-search",
+        "versions": {name: version(name) for name in ("torch", "ray", "mlflow")},
+    }
     ways = options.ways.split(",")
     for way in (way for way in ways if way not in record):
         chance = random.Random(f"{way} {options.seed}")
@@ -60,6 +66,7 @@ def main() -> int:
                 finish(start(folder, ["--name", "undisturbed", *TEN]))
                 record["undisturbed"] = membership(folder, "undisturbed")
             record[way] = campaign(folder, way, chance, record["undisturbed"])
+        record[way]["commit"] = commit()
         options.record.write_text(json.dumps(record, indent=2) + "\n")
         print(way, {k: v for k, v in record[way].items() if k != "events"}, flush=True)
     return int(not all(record[way]["passed"] for way in ways))

@@ -17,8 +17,9 @@ from train import climb, ladder, ladder_report, worker
 from train.anatomy import predict_peak
 from train.climb import native_bf16, refuse_short, refuse_unsuited
 from train.compare import Difference
-from train.config import ModelConfig, TrainConfig, parse_model
+from train.config import ModelConfig, TrainConfig, format_model, parse_model
 from train.folder import RunFolder
+from train.ladder import LadderOptions, with_ends
 from train.loop import Trainer
 from train.result import RunResult
 from train.standings import Row, helps
@@ -168,6 +169,22 @@ def test_a_budget_that_leaves_no_warm_up_says_how_long_it_needs(small_shards: Pa
     refuse_short(Trainer(replace(config, time_budget=None, steps=8)).run(), "")
     with pytest.raises(UserError, match="cannot be run: oom"):
         refuse_short(None, "oom")
+
+
+def test_time_ends_a_rung_early_once_its_speed_is_known(
+    monkeypatch: pytest.MonkeyPatch, small_shards: Path, small_model: ModelConfig
+) -> None:
+    assert with_ends(LadderOptions()).within == 0.005
+    assert with_ends(LadderOptions(time_budget=20.0, within=0)).within == 0
+    assert with_ends(LadderOptions(steps=100)).within is None, "the rungs' losses are compared at the same step"
+    monkeypatch.setattr(climb.launch, "run", here)
+    monkeypatch.setattr(climb, "connected", lambda *_, **__: nullcontext())
+    flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
+    flags += ["--model", format_model(small_model), "--time-budget", "200s", "--within", "0.9", "--cycle", "20+1"]
+    assert command(monkeypatch, *flags, "--name", "early") == 0
+    ends = [json.loads(path.read_text().splitlines()[-1])["step"] for path in Path("runs/early").rglob("cycles.jsonl")]
+    assert len(ends) == 3, "the baseline, the rung and the control again"
+    assert all(end % 20 == 1 and end < 2000 for end in ends), "seen behind a cycle's report, and not after 200 seconds"
 
 
 def test_a_mistyped_ladder_is_answered_with_the_nearest(
