@@ -18,10 +18,10 @@ from rich.markup import escape
 
 Config = TypeVar("Config")
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, emoji=False, soft_wrap=True)
 """Where commands print for people."""
 
-errors = Console(stderr=True, highlight=False, soft_wrap=True)
+errors = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 """Where commands print what went wrong."""
 
 INTERRUPTED = 130

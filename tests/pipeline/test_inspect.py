@@ -75,10 +75,10 @@ def test_passages_are_the_text_of_books(tokens: Path) -> None:
         assert text in book.read_text(encoding="utf-8")
 
 
-def test_brackets_are_printed_as_they_are(
+def test_brackets_and_names_between_colons_are_printed_as_they_are(
     tmp_path: Path, prose: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "[b] [a=b].txt").write_text(prose(1).replace(" the ", " [/foo] [a=b] [1] "), encoding="utf-8")
+    (tmp_path / "[b] [a=b].txt").write_text(prose(1).replace(" the ", " [/foo] [a=b] [1] :abc: "), encoding="utf-8")
     config = TokenizeConfig(sources=(f"{glob.escape(str(tmp_path))}/*.txt",))
     (piece,) = make_plan(find(config.sources), config)
     do_piece(piece, tmp_path / "tokens", "test")
@@ -88,7 +88,7 @@ def test_brackets_are_printed_as_they_are(
     assert main(InspectConfig(tmp_path / "tokens", length=400)) == 0
     said = capsys.readouterr().out
     assert "[b] [a=b].txt, tokens" in said
-    assert " [/foo] [a=b] [1] " in said
+    assert " [/foo] [a=b] [1] :abc: " in said
     with pytest.raises(SystemExit):
-        refuse(ValueError("[/foo] [a=b] [1] is no folder"))
-    assert capsys.readouterr().err == "error: [/foo] [a=b] [1] is no folder\n"
+        refuse(ValueError("[/foo] [a=b] [1] gutenberg:abc: is no folder"))
+    assert capsys.readouterr().err == "error: [/foo] [a=b] [1] gutenberg:abc: is no folder\n"
