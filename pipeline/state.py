@@ -10,6 +10,7 @@ from typing import Any
 
 from infra.command import UserError
 from infra.storage import atomic_file, clear_temporaries, held, write_json
+from pipeline.books import Dropped
 from pipeline.config import TokenizeConfig
 from pipeline.duplicates import EXACT, NEAR
 from pipeline.plan import Piece
@@ -122,12 +123,13 @@ def clear(folder: Path) -> None:
             (folder / name).rmdir()
 
 
-def write_quarantine(folder: Path, records: Iterable[Record]) -> None:
-    """Write one JSON line for every book that was left out, in the order of their ids."""
+def write_quarantine(folder: Path, records: Iterable[Record]) -> list[Dropped]:
+    """Write one JSON line for every book that was left out, in the order of their ids; returns those books."""
     dropped = sorted((d for record in records for d in record.dropped), key=lambda d: (d.book, d.detail))
     with atomic_file(folder / QUARANTINE) as file:
         for entry in dropped:
             file.write(json.dumps(asdict(entry), ensure_ascii=False).encode() + b"\n")
+    return dropped
 
 
 def remove_strays(folder: Path, records: dict[str, Record], plan: list[Piece]) -> None:

@@ -50,18 +50,17 @@ def main(config: TokenizeConfig) -> int:
     changed = state.changed_settings(folder, config)
     # A folder without a manifest is what an interrupted --overwrite left: it goes on with that.
     fresh = bool(changed) or (config.overwrite and (folder / MANIFEST).exists())
-    assessed = state.Assessment(
-        {}, dict.fromkeys((p.name for p in plan), "settings changed" if changed else "asked for")
-    )
-    if not fresh:
+    if fresh:
+        why = "because settings changed" if changed else "because of --overwrite"
+        assessed = state.Assessment({}, dict.fromkeys((piece.name for piece in plan), why))
+    else:
         assessed = state.assess(folder, plan)
     todo = [piece for piece in plan if piece.name in assessed.todo]
     console.print(_intention(config, inventory, plan, assessed), markup=False)
-    if changed and not config.overwrite:
+    if changed and (config.dry_run or not config.overwrite):
         names = "; ".join(f"{name} was {there!r} and is now {now!r}" for name, (there, now) in changed.items())
-        sentence = (
-            f"{folder} was made with other settings ({names}): add --overwrite to replace it, or name another --out."
-        )
+        step = "it is replaced" if config.overwrite else "add --overwrite to replace it, or name another --out"
+        sentence = f"{folder} was made with other settings ({names}): {step}."
         if not config.dry_run:
             raise UserError(sentence)
         console.print(sentence, markup=False)
@@ -164,11 +163,13 @@ def _finish(config: TokenizeConfig, folder: Path, inventory: Inventory, plan: li
     if config.duplicates != "keep":
         records = drop_duplicates(folder, records, find_duplicates(records))
     state.remove_strays(folder, records, plan)
-    state.write_quarantine(folder, records.values())
+    dropped = state.write_quarantine(folder, records.values())
     counts = report.totals(records.values())
     if not counts["books_kept"]:
+        first = f" Of {dropped[0].book} it is: {dropped[0].detail}." if dropped else ""
         raise UserError(
             f"none of {counts['books_in']:,} books could be kept: {folder / QUARANTINE} gives the reason for each."
+            f"{first}"
         )
     shards = [shard for record in records.values() for shard in record.shards]
     manifest = Manifest.of(

@@ -94,11 +94,18 @@ def test_other_settings_need_overwrite(make: Callable[..., Path], capsys: pytest
     folder = make("tokens")
     with pytest.raises(UserError, match=r"min_chars was 200 and is now 100.*--overwrite"):
         make("tokens", min_chars=100)
-    make("tokens", min_chars=100, dry_run=True)
-    assert "min_chars was 200 and is now 100" in capsys.readouterr().out
+    for overwrite in (False, True):
+        make("tokens", min_chars=100, overwrite=overwrite, dry_run=True)
+        assert "min_chars was 200 and is now 100" in capsys.readouterr().out
     before = contents(folder)
     make("tokens", min_chars=100, overwrite=True)
     assert contents(folder).keys() == before.keys()
+
+
+def test_when_no_book_can_be_kept_the_reason_is_told(make: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "lines.jsonl").write_text('{"content": "a book"}\n')
+    with pytest.raises(UserError, match=r"none of 1 books.*lines\.jsonl#0 it is: no text in the field 'text'"):
+        make("nothing", sources=(str(tmp_path / "lines.jsonl"),))
 
 
 def test_more_books_change_only_what_they_must(
