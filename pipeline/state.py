@@ -133,7 +133,12 @@ def write_quarantine(folder: Path, records: Iterable[Record]) -> list[Dropped]:
 
 
 def remove_strays(folder: Path, records: dict[str, Record], plan: list[Piece]) -> None:
-    """Remove shards and records of an earlier plan that this one does not name."""
+    """Remove shards and records of an earlier plan that this one does not name, and what killed workers left.
+
+    Call it when all pieces are done: no worker writes any more.
+    """
+    for name in (*SPLITS, PIECES):
+        clear_temporaries(folder / name)
     shards = {shard.path for record in records.values() for shard in record.shards}
     for split in SPLITS:
         for path in _named(folder / split, _SHARD):

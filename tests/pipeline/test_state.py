@@ -52,12 +52,13 @@ def test_clearing_takes_our_files_and_leaves_all_others(config: TokenizeConfig) 
     assert not (out / "train").exists()
 
 
-def test_strays_are_shards_and_records_of_ours_that_no_plan_names(config: TokenizeConfig) -> None:
+def test_strays_are_what_no_plan_names_and_what_a_killed_worker_left(config: TokenizeConfig) -> None:
     out, plan = config.out, make_plan(find(config.sources), config)
     record = read_record(out, "000000")
     assert record
     before = files(out)
-    put(out, (*FOREIGN, "train/000009-000.arrow", "pieces/000009.json"))
+    half_written = ("train/.partial-7-000001-000.arrow", "pieces/.partial-7-000001.json")
+    put(out, (*FOREIGN, *half_written, "train/000009-000.arrow", "pieces/000009.json"))
     state.remove_strays(out, {"000000": record}, plan)
     assert files(out) == before | set(FOREIGN)
 
