@@ -80,9 +80,9 @@ def test_overwriting_begins_anew_once_and_continues_after_an_interruption(
         return capsys.readouterr().out
 
     assert "done: 1 pieces; to do: 2 not done yet" in said()
-    assert "done: 0 pieces; to do: 3 settings changed" in said(min_chars=100)
+    assert "done: 0 pieces; to do: 3 because settings changed" in said(min_chars=100)
     put(config.out, (MANIFEST,))
-    assert "done: 0 pieces; to do: 3 asked for" in said()
+    assert "done: 0 pieces; to do: 3 because of --overwrite" in said()
 
 
 def test_other_sources_are_no_other_settings(config: TokenizeConfig, write_books: Callable[..., Path]) -> None:
