@@ -23,6 +23,8 @@ REMOTE = ("s3", "gs", "gcs", "hf")
 ATTEMPTS = 5
 FIRST_PAUSE = 0.2
 """Seconds before the second attempt; every further one waits twice as long."""
+GOOGLE_PATIENCE = 10
+"""Seconds for which Google's client tries one request again; of itself it is silent for a quarter of an hour."""
 _BUFFER = 4 << 20
 _BLOCK = 8 << 20
 
@@ -63,6 +65,8 @@ def _filesystem(scheme: str, bucket: str, query: str) -> Any:
     Raises ``UserError`` when the scheme needs a package that is missing or the URI is malformed.
     """
     uri = f"{scheme}://{bucket}" + (f"?{query}" if query else "")
+    if scheme in ("gs", "gcs") and "retry_limit_seconds" not in query:
+        uri += f"{'&' if query else '?'}retry_limit_seconds={GOOGLE_PATIENCE}"
     try:
         if scheme == "hf":
             from huggingface_hub import HfFileSystem  # an extra: pip install 'throughline[hf]'
@@ -151,12 +155,21 @@ def steadily(uri: str, action: Callable[[], T], doing: str = "read") -> T:
             return action()
         except FileNotFoundError:
             raise
-        except OSError as failure:
+        except _failures(uri) as failure:
             if attempt == ATTEMPTS:
                 raise UserError(
-                    f"{uri} cannot be {doing}, after {ATTEMPTS} attempts: {first_line(failure)} Run the same command "
-                    "again to go on from here."
+                    f"{uri} cannot be {doing}, after {ATTEMPTS} attempts: {first_line(failure).rstrip('.')}. Run the "
+                    "same command again to go on from here."
                 ) from failure
             time.sleep(pause)
             pause *= 2
     raise AssertionError("the last attempt returns or raises")
+
+
+def _failures(uri: str) -> tuple[type[Exception], ...]:
+    """What the filesystem of ``uri`` raises when its storage fails: the hub's raises also what its HTTP client does."""
+    if urlsplit(uri).scheme != "hf":
+        return (OSError,)
+    from huggingface_hub.errors import HTTPError  # type: ignore[reportPrivateImportUsage] of whichever client it has
+
+    return (OSError, HTTPError)

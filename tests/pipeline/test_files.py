@@ -61,6 +61,8 @@ class Hub(BaseHTTPRequestHandler):
             content = self.files[path.removeprefix("/datasets/org/books/resolve/main/")]
             first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
             self.send(206, content[int(first) : int(last or len(content) - 1) + 1])
+        elif path == "/api/datasets/org/refused":
+            self.send(403, b"")
         else:
             self.send(404, b"", {"X-Error-Code": "RepoNotFound"})
 
@@ -140,19 +142,23 @@ sys.path.insert(0, sys.argv[1])
 from test_files import books_of
 from infra.command import UserError
 print(json.dumps({name: data.decode() for name, data in books_of("hf://datasets/org/books/data").items()}))
-try:
-    books_of("hf://datasets/org/nothing")
-except UserError as missing:
-    print(missing)
+from pipeline import files
+files.ATTEMPTS = 2
+for folder in ("nothing", "refused"):
+    try:
+        books_of(f"hf://datasets/org/{folder}")
+    except UserError as mistake:
+        print(mistake)
 """
     done = subprocess.run(  # huggingface_hub reads the address of the hub when it is imported
         [sys.executable, "-c", program, str(Path(__file__).parent)], env={"HF_ENDPOINT": hub, "HOME": str(tmp_path)},
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    read, missing = done.stdout.splitlines()
+    read, missing, refused = done.stdout.splitlines()
     assert json.loads(read) == {f"data/sub folder/{path.name}": path.read_text() for path in local.iterdir()}
     assert "hf://datasets/org/nothing holds no books" in missing
+    assert "hf://datasets/org/refused cannot be read, after 2 attempts" in refused
 
 
 def test_an_address_with_a_secret_key_is_refused_and_not_repeated() -> None:
