@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from infra.command import UserError, collect_seldom
-from pipeline.encoding import EncodingMismatch
 from pipeline.piece import do_piece
 from pipeline.plan import Piece
 
@@ -67,7 +66,7 @@ def _task(batch: Any) -> dict[str, list[bytes]]:
     try:
         for piece in pieces:
             done.append(do_piece(piece, folder, run))
-    except (UserError, EncodingMismatch) as expected:  # as a value, because Ray Data wraps what a task raises
+    except UserError as expected:  # as a value, because Ray Data wraps what a task raises
         done.append(expected)
     return {"summary": [pickle.dumps(summary) for summary in done]}
 

@@ -29,6 +29,29 @@ def test_ids_equal_tiktoken_and_decode_to_the_text(text: str) -> None:
     assert decode(ids) == text
 
 
+# What is a letter or digit since Unicode 17 and was unassigned before (UnicodeData.txt of 16.0 and 17.0 compared).
+NEWEST = (
+    (0x88F, 0x88F), (0xC5C, 0xC5C), (0xCDC, 0xCDC), (0xA7CE, 0xA7CF), (0xA7D2, 0xA7D2), (0xA7D4, 0xA7D4),
+    (0xA7F1, 0xA7F1), (0x10940, 0x10959), (0x10EC5, 0x10EC7), (0x11DB0, 0x11DDB), (0x11DE0, 0x11DE9),
+    (0x16EA0, 0x16EB8), (0x16EBB, 0x16ED3), (0x16FF2, 0x16FF6), (0x187F8, 0x187FF), (0x18D09, 0x18D1E),
+    (0x18D80, 0x18DF2), (0x1E6C0, 0x1E6DE), (0x1E6E0, 0x1E6E2), (0x1E6E4, 0x1E6E5), (0x1E6E7, 0x1E6ED),
+    (0x1E6F0, 0x1E6F4), (0x1E6FE, 0x1E6FF), (0x2B73A, 0x2B73F), (0x2CEA2, 0x2CEAD), (0x323B0, 0x33479),
+)  # fmt: skip
+
+
+def test_letters_of_a_newer_unicode_than_one_encoder_knows_have_the_ids_of_tiktoken() -> None:
+    for first, last in NEWEST:
+        for letter in map(chr, range(first, last + 1)):
+            text = f"x{letter}x 1{letter}{letter}1 \u6000{letter}\u6000 !{letter}!"
+            assert encode(text.encode()).tolist() == reference().encode_ordinary(text), hex(ord(letter))
+
+
+def test_every_character_of_the_basic_plane_has_the_ids_of_tiktoken() -> None:
+    for letter in map(chr, (*range(0xD800), *range(0xE000, 0x10000))):
+        text = f"x{letter}x 1{letter} !{letter}!"
+        assert encode(text.encode()).tolist() == reference().encode_ordinary(text), hex(ord(letter))
+
+
 def test_the_sample_has_the_ids_of_tiktoken() -> None:
     books = list(read_books(Part(find(["sample"]).files[0], 0), TokenizeConfig()))
     assert len(books) == 66
