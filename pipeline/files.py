@@ -50,6 +50,8 @@ def locate(uri: str) -> tuple[Any, str]:
     """
     parts = urlsplit(uri)
     bucket = parts.netloc.rpartition("@")[2]
+    if not bucket:
+        raise UserError(f"{uri} names no bucket: write for example {parts.scheme}://bucket/folder.")
     if parts.password is not None:
         raise UserError(
             f"the address of the bucket {bucket} holds a secret key, which would be kept with the results: take it out "

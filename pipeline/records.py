@@ -6,9 +6,7 @@ from pathlib import Path
 
 from infra.storage import write_json
 from pipeline.books import Dropped
-from pipeline.shards import ShardInfo
-
-PIECES = "pieces"
+from pipeline.shards import PIECES, ShardInfo
 
 
 @dataclass(frozen=True)

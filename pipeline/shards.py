@@ -27,6 +27,8 @@ FORMAT_VERSION = 1
 END_OF_TEXT = 50256
 MANIFEST = "manifest.json"
 QUARANTINE = "quarantine.jsonl"
+PIECES = "pieces"
+"""The folder in it that tells which part of the work is done."""
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
@@ -129,7 +131,7 @@ def read_manifest(folder: Path) -> Manifest:
     format is not the one this version reads.
     """
     path = folder / MANIFEST
-    if not folder.is_dir():
+    if not folder.is_dir() or not any((folder / name).exists() for name in (MANIFEST, *SPLITS, PIECES)):
         raise UserError(
             f"there are no token shards at {folder}: make them with 'python -m pipeline.tokenize --out {folder}'."
         )

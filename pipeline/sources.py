@@ -160,6 +160,10 @@ def _matches(path: list[str], pattern: list[str]) -> bool:
 
 
 def _local(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
+    if "://" in source:
+        raise UserError(
+            f"{source} cannot be read from here: a source lies on this machine or at s3://, gs:// or hf://."
+        )
     path = Path(source).expanduser().absolute()
     if path.is_dir():
         yield from _walk(path, _printable(path.name), skipped)

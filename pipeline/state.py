@@ -14,8 +14,8 @@ from pipeline.books import Dropped
 from pipeline.config import TokenizeConfig
 from pipeline.duplicates import EXACT, NEAR
 from pipeline.plan import Piece
-from pipeline.records import PIECES, Record, read_record
-from pipeline.shards import MANIFEST, QUARANTINE, SPLITS
+from pipeline.records import Record, read_record
+from pipeline.shards import MANIFEST, PIECES, QUARANTINE, SPLITS
 
 SETTINGS, LOCK = "settings.json", ".lock"
 # What this program calls its files: the folders may hold others, which are not ours to delete.

@@ -122,9 +122,9 @@ def _make(
     tracker.file(folder / MANIFEST)
     tracker.file(folder / QUARANTINE)
     tracker.data(folder.name, manifest.fingerprint, str(folder), manifest.report, "output")
+    tracker.finish()
     console.print(Markdown(note), soft_wrap=False)
     console.print(how_to_look(tracker.key), markup=False)
-    tracker.finish()
 
 
 def _open_store(tracking_uri: str | None) -> None:

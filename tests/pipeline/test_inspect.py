@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.command import refuse
+from infra.command import UserError, refuse
 from pipeline.config import TokenizeConfig
 from pipeline.inspect import InspectConfig, main, passages, verify
 from pipeline.piece import do_piece
@@ -65,6 +65,15 @@ def test_a_missing_and_a_short_shard_are_found(tokens: Path, capsys: pytest.Capt
     one.write_bytes(content)
     two.write_bytes(other)
     assert main(InspectConfig(tokens, verify=True)) == 0
+
+
+def test_a_folder_of_something_else_is_not_called_unfinished(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").touch()
+    with pytest.raises(UserError, match="there are no token shards at"):
+        read_manifest(tmp_path)
+    (tmp_path / "pieces").mkdir()
+    with pytest.raises(UserError, match="so its shards are unfinished"):
+        read_manifest(tmp_path)
 
 
 def test_passages_are_the_text_of_books(tokens: Path) -> None:

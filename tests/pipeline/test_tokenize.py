@@ -149,6 +149,8 @@ def test_a_mistake_is_one_sentence_and_code_two(tmp_path: Path) -> None:
     mistakes = {
         ("nowhere",): "no file or folder nowhere",
         ("empty",): "holds no books",
+        ("s3:///books",): "s3:///books names no bucket",
+        ("ftp://there/books",): "at s3://, gs:// or hf://",
         ("sample", "--val-fraction", "7"): "--val-fraction 7",
         ("sample", "--out", "file/tokens"): "cannot be written",
         ("sample", "--shard-size", "1kB"): "too small",
