@@ -31,7 +31,7 @@ def do_pieces(
 
     ``workers`` limits how many tasks run at a time (default: as many as Ray Data sees fit), ``ours`` says whether
     the Ray is our command's own, and ``run`` names the command's run, for the notes that survive a dead worker.
-    Raises ``UserError`` or ``EncodingMismatch`` as a task raised it.
+    Raises ``UserError`` as a task raised it.
     """
     import ray.data
 
