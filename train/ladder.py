@@ -43,7 +43,7 @@ class LadderOptions:
     """Time a rung, from its first step on; 5m unless --steps is given."""
     within: float | None = None
     """End a rung early, after a cycle at least, once its speed is known to this fraction; 0 stays to the end.
-    Default: 0.005, half a percent, but the end with --steps, which are for comparing losses."""
+    Default: 0.005, half a percent; with --steps, which are for comparing losses, 0."""
     cycle: CycleText = CYCLE
     """Training steps and validation batches between two reports."""
     fit: bool = False
