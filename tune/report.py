@@ -64,7 +64,7 @@ def table(rows: Sequence[Row], space: Space) -> Table:
     result = Table(title="tokens per second under the limit", title_justify="left", box=None, padding=(0, 1, 0, 0))
     for name in HEADINGS:
         numeric = name in ("tokens/s", "95%", "control", "GB", "runs")
-        result.add_column(name, justify="right" if numeric else "left", no_wrap=numeric)
+        result.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
     for values in leaderboard(rows, space):
         result.add_row(*(escape(value) for value in values))
     return result

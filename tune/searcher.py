@@ -62,7 +62,9 @@ class MemorySearcher:
         neighbours = [k for k in self.space.neighbours(best or self.space.control.knobs) if not self._probed(curves, k)]
         live = [k for k in self.space.combinations if self._probed(curves, k) and self._live(curves, k)]
         left = sum(REFINEMENTS - self._refined(rows, k) for k in live or [self.space.control.knobs])
-        return len(neighbours) + left + (0 if seen else 3)
+        untried = sum(c not in seen and curves.fits(c) for c in self.space.candidates())
+        most = max(untried, bool(self._control(seen)))
+        return min(len(neighbours) + left + (0 if seen else 3), most)
 
     def why_not(self, curves: Curves, candidate: Candidate) -> str:
         """Why ``candidate`` was never run, in words, by what ``curves`` say of it."""

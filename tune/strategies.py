@@ -64,7 +64,7 @@ class Confirmed:
         left = self.explore.remaining(explored)
         if self.explore.propose(explored) is None:
             return len(self._missing(rows))
-        return left + bool(self.rounds) * (CONTENDERS + 1)
+        return left + bool(self.rounds) * min(CONTENDERS + 1, left + len(standings(explored)))
 
     def _missing(self, rows: Sequence[Row]) -> list[Proposal]:
         """Confirmations of the first unfinished round; odd rounds go backwards, so that a steady drift cancels."""

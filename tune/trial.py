@@ -144,7 +144,10 @@ def judge(watch: Watch, result: RunResult) -> tuple[Outcome, str]:
         return "thrash", f"the allocator had to free its cache in {watch.retried()} steps"
     measured = steady_state(watch.counted(), watch.step_tokens)
     if measured is None:
-        return "failed", f"only {len(watch.counted())} steps could be counted, too few for a speed"
+        counted = f"only {len(watch.counted())} steps could be counted"
+        if watch.verdict == "time":
+            return "failed", f"{counted} in the trial's time, too few for a speed: raise --trial-time"
+        return "failed", f"{counted}, too few for a speed"
     if watch.verdict == "cannot win":
         return "stopped", f"cannot reach {watch.request.proposal.bar:,.0f} tokens/s after {measured.steps} steps"
     ended = {"precise": "the interval is narrow enough", "time": "the trial's time is used up"}

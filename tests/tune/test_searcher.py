@@ -9,8 +9,8 @@ import pytest
 from train.config import PRESETS, TrainConfig
 from tune.record import Row
 from tune.searcher import MemorySearcher
-from tune.space import Space, make_space
-from tune.strategies import Grid
+from tune.space import Candidate, Space, make_space
+from tune.strategies import Confirmed, Grid
 
 BASE = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
 
@@ -44,6 +44,15 @@ def test_the_next_trial_follows_from_the_rows_alone(compare: ModuleType, space: 
         )  # fmt: skip
     keys = [(row.candidate, row.stage, row.round) for row in rows]
     assert len(set(keys)) == len(keys)
+
+
+def test_no_more_trials_are_announced_than_there_are_candidates() -> None:
+    space = make_space(TrainConfig(global_batch=8, micro_batch=8), ("checkpointing",), device="cpu")
+    few = [Candidate(size, space.control.knobs) for size in (1, 2)]
+    searcher = MemorySearcher(space, lambda candidate: 1e9 if candidate in few else 60e9, 40e9)
+    assert searcher.remaining([]) == 2
+    assert Confirmed(searcher, space, 1).remaining([]) == 4
+    assert Confirmed(searcher, space, 0).remaining([]) == 2
 
 
 def test_what_was_not_run_has_a_reason(compare: ModuleType, space: Space) -> None:

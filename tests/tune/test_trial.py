@@ -121,6 +121,15 @@ def test_an_allocator_that_lives_off_its_cache_thrashes(eight_steps: RunResult, 
     assert judge(watch, eight_steps) == ("thrash", "the allocator had to free its cache in 2 steps")
 
 
+def test_a_trial_without_the_time_for_a_speed_says_so(eight_steps: RunResult, tmp_path: Path) -> None:
+    watch = watched([1.0] * 3, retries=[0] * 4, graphs=[0] * 4, folder=tmp_path)
+    watch.verdict = "time"
+    outcome, reason = judge(watch, eight_steps)
+    assert outcome == "failed"
+    assert "only 3 steps could be counted in the trial's time" in reason
+    assert "--trial-time" in reason
+
+
 def test_what_is_compiled_is_counted(training: TrainConfig, tmp_path: Path) -> None:
     """torch's own count of graphs grows with the first step alone, so none after it is rejected."""
     row = attempt(replace(training, compile="whole", model=replace(training.model, layers=1)), tmp_path)
