@@ -48,12 +48,13 @@ def search(config: SearchConfig) -> int:
 def _search(config: SearchConfig, manifest: Manifest, folder: Path) -> int:
     device = pick_device(config)
     limit = memory_limit(config, device)
+    named = format_size(limit) if config.memory_limit else f"{limit / 1e9:.1f} GB (all there is)"
     space = make_space(config.training, parse_knobs(config.knobs), device=device, free=config.free_global_batch)
     memory = MemorySearcher(space, make_prior(space, device), limit)
     strategy = Confirmed(make_strategy(config, space, memory), space, config.confirm)
     console.print(
         f"[bold]{format_model(config.training.model)}[/bold]: {len(space.candidates())} candidates for "
-        f"{space.batch_label}, limit {format_size(limit)} a process, on {device}"
+        f"{space.batch_label}, limit {named} a process, on {device}"
     )
     if config.dry_run:
         plan.print_plan(config, space, memory, strategy)
