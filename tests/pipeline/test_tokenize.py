@@ -122,13 +122,13 @@ def test_more_books_change_only_what_they_must(
 def test_a_stopped_or_killed_command_is_finished_by_the_next_to_the_same_bytes(
     make: Callable[..., Path], books: Path, tmp_path: Path, cluster: str, store: str
 ) -> None:
-    whole = contents(make("whole"))
+    whole = contents(make("whole", encoder="tiktoken"))  # slow, so that it is not done before it is stopped
     out = tmp_path / "killed"
     begun = out / "pieces" / "settings.json"  # written anew when the work begins
     for way, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
         started = time.time()
         process = subprocess.Popen(
-            command(books, out, store, cluster),
+            [*command(books, out, store, cluster), "--encoder", "tiktoken"],
             cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         while not (begun.exists() and begun.stat().st_mtime >= started) and time.time() < started + 60:
@@ -139,7 +139,7 @@ def test_a_stopped_or_killed_command_is_finished_by_the_next_to_the_same_bytes(
         assert "Traceback" not in said
         assert way == signal.SIGKILL or "run the same command again to continue" in said
         assert not (out / "manifest.json").exists()
-    make("killed")
+    make("killed", encoder="tiktoken")
     assert contents(out) == whole
 
 
