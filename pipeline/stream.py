@@ -168,7 +168,7 @@ def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
     import ray.data
     import ray.exceptions
 
-    from pipeline.executor import without_actors
+    from pipeline.executor import executed, without_actors
 
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
@@ -183,8 +183,9 @@ def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
         _task, batch_size=1, num_cpus=1, max_retries=DEATHS
     )
     try:
-        with without_actors():
-            for table in books.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2):
+        tables = books.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
+        with without_actors(), executed(tables) as arriving:
+            for table in arriving:
                 yield from _rows(table)
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as death:
         raise UserError(

@@ -35,7 +35,7 @@ def do_pieces(
     """
     import ray.data
 
-    from pipeline.executor import without_actors
+    from pipeline.executor import executed, without_actors
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current()
@@ -51,8 +51,8 @@ def do_pieces(
     work = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         _task, batch_size=1, compute=ray.data.TaskPoolStrategy(size=limit), num_cpus=1
     )
-    with without_actors() if ours else nullcontext():
-        for row in work.iter_rows():
+    with without_actors() if ours else nullcontext(), executed(work.iter_rows()) as rows:
+        for row in rows:
             summary = pickle.loads(row["summary"])  # noqa: S301 our own bytes
             if isinstance(summary, Exception):
                 raise summary

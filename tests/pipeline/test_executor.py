@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 PROGRAM = """
-import json, sys
+import json, sys, threading
 from pathlib import Path
 import psutil
 from infra.cluster import connected
@@ -29,10 +29,14 @@ with connected(cpus=1):
     done = [summary["piece"] for summary in do_pieces(plan, out, "run", workers=1, ours=True)]
     print(json.dumps([processes(), len(plan), done]))
     (books / "17.txt").unlink()
-    try:
-        list(do_pieces(plan, out, "run", workers=1, ours=True))
-    except UserError as gone:
-        print(json.dumps(str(gone)))
+    threads = []
+    for _ in range(4):
+        try:
+            list(do_pieces(plan, out, "run", workers=1, ours=True))
+        except UserError as gone:
+            threads += [thread.name for thread in threading.enumerate()]
+            sentence = str(gone)
+    print(json.dumps([sentence, threads]))
 assert Node.start_monitor.__name__ == "start_monitor", "Ray is as it was"
 assert stats.get_or_create_stats_actor.__name__ == "get_or_create_stats_actor"
 """
@@ -53,7 +57,10 @@ def test_a_ray_of_our_own_does_what_it_is_asked_and_no_more(tmp_path: Path) -> N
     titles, pieces, numbers = json.loads(asked)
     assert pieces == 40, "of which a task does three, so that one is left"
     assert sorted(numbers) == list(range(40))
-    assert "17.txt was there when the work was planned and is gone" in json.loads(gone)
+    sentence, threads = json.loads(gone)
+    assert "17.txt was there when the work was planned and is gone" in sentence
+    executing = ("StreamingExecutor", "ray-data-metadata-prefetch", "iter_threaded")
+    assert not [name for name in threads if name.startswith(executing)], "one that asks Ray after its end ends us"
     running = "\n".join(titles)
     assert "raylet" in running, "what is looked for is seen"
     for unneeded in ("dashboard.py", "monitor.py", "Autoscaling", "_StatsActor"):
