@@ -8,9 +8,11 @@ are pickled by value.
 
 import atexit
 import gc
+import signal
 import sys
+import threading
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import tyro
 from rich.console import Console
@@ -46,6 +48,7 @@ def run(
     """
     collect_seldom()
     atexit.register(gc.freeze)  # or the last look, at all that is left anyway, takes 0.7 s
+    _insist_on_interrupts()
     prog = f"python -m {module}"
     try:
         if default is None:
@@ -71,6 +74,23 @@ def collect_seldom() -> None:
     of importing them.
     """
     gc.set_threshold(100_000, 50, 100)
+
+
+def _insist_on_interrupts() -> None:
+    """Send a Ctrl-C again that came while Python was in a finalizer or a weak reference's callback.
+
+    No exception leaves those: Python prints it and goes on, and one Ctrl-C in ten was lost so while Ray was imported.
+    """
+    report = sys.unraisablehook
+
+    def insist(lost: Any) -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):  # a moment later, when this hook has been left
+            main = threading.main_thread().ident
+            threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT)).start()
+        else:
+            report(lost)
+
+    sys.unraisablehook = insist
 
 
 def flag_value(flag: str) -> str | None:

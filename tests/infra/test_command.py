@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import sys
+import signal, sys, time, weakref
 from dataclasses import dataclass
 from infra import command
 
@@ -27,6 +27,11 @@ def main(options):
         raise RuntimeError("our bug")
     if options.do == "interrupt":
         raise KeyboardInterrupt
+    if options.do == "interrupt in a callback":
+        options_of_before = Options()
+        reference = weakref.ref(options_of_before, lambda _: signal.raise_signal(signal.SIGINT))
+        del options_of_before
+        time.sleep(10)
     return 0
 
 command.run(main, Options, module="test", description="A command.")
@@ -42,6 +47,14 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 )
 def test_exit_codes(what: str, code: int) -> None:
     assert run("--do", what).returncode == code
+
+
+def test_an_interrupt_that_python_would_forget_is_not_lost() -> None:
+    done = run("--do", "interrupt in a callback")
+    assert done.returncode == 130
+    assert done.stderr.splitlines() == [
+        "Interrupted. What was finished is kept; run the same command again to continue."
+    ]
 
 
 def test_a_mistake_is_one_sentence_with_its_brackets_kept() -> None:
