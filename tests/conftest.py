@@ -26,6 +26,14 @@ SMALL_VOCABULARY = 257
 """GPT-2's own 50,257 make the head 97% of a small model's work; tests of the loop do without."""
 
 
+def pytest_configure() -> None:
+    """Have what the tests start and interrupt be interrupted, also where the tests run in the background.
+
+    There interrupts are ignored, and what ignores them hands that on.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none."""
     if torch.cuda.is_available():

@@ -28,7 +28,6 @@ def main(options):
     if options.do == "interrupt":
         raise KeyboardInterrupt
     if options.do == "interrupt in a callback":
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
         options_of_before = Options()
         reference = weakref.ref(options_of_before, lambda _: signal.raise_signal(signal.SIGINT))
         del options_of_before
