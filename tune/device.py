@@ -74,7 +74,7 @@ def memory_limit(config: SearchConfig, device: str) -> int:
 def make_prior(space: Space, device: str) -> Prior:
     """Predicted peak bytes of a candidate's process on ``device``, by formulas alone."""
 
-    @cache  # all knobs of a GPU make twenty thousand candidates, each of which is looked at before every trial
+    @cache  # all knobs of a GPU make forty thousand candidates, and many are looked at before every trial
     def prior(candidate: Candidate) -> float:
         config: TrainConfig = replace(space.config(candidate), device=device)
         return float(predict_peak(config).total)

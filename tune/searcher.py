@@ -9,6 +9,7 @@ carries the bar below which it stops.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from tune.curves import Curves, Prior
 from tune.ranking import fit_to_win
@@ -60,11 +61,12 @@ class MemorySearcher:
         seen = {row.candidate for row in rows}
         best = self._best(curves)
         neighbours = [k for k in self.space.neighbours(best or self.space.control.knobs) if not self._probed(curves, k)]
-        live = [k for k in self.space.combinations if self._probed(curves, k) and self._live(curves, k)]
+        live = [k for k in self.space.combinations if self._live(curves, k) and self._probed(curves, k)]
         left = sum(REFINEMENTS - self._refined(rows, k) for k in live or [self.space.control.knobs])
-        untried = sum(c not in seen and curves.fits(c) for c in self.space.candidates())
-        most = max(untried, bool(self._control(seen)))
-        return min(len(neighbours) + left + (0 if seen else 3), most)
+        expected = len(neighbours) + left + (0 if seen else 3)
+        untried = (c for c in self.space.candidates() if c not in seen and curves.fits(c))
+        there = len(list(islice(untried, expected)))  # no more are counted: all knobs make 40,000 candidates
+        return max(there, bool(self._control(seen)))
 
     def why_not(self, curves: Curves, candidate: Candidate) -> str:
         """Why ``candidate`` was never run, in words, by what ``curves`` say of it."""
