@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from infra.command import UserError, first_line
+from infra.command import UserError, first_line, heed_termination
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -83,6 +83,7 @@ def connected(
             "'ray start --head' (where it asks for a token, 'export RAY_AUTH_MODE=token'), or leave --address out "
             "to use this machine."
         ) from failure
+    heed_termination()
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import tyro
@@ -49,6 +50,7 @@ def run(
     collect_seldom()
     atexit.register(gc.freeze)  # or the last look, at all that is left anyway, takes 0.7 s
     _insist_on_interrupts()
+    heed_termination()
     prog = f"python -m {module}"
     try:
         if default is None:
@@ -74,6 +76,20 @@ def collect_seldom() -> None:
     of importing them.
     """
     gc.set_threshold(100_000, 50, 100)
+
+
+def heed_termination() -> None:
+    """Have SIGTERM, by which schedulers and machines end us, do what Ctrl-C does.
+
+    To be called again when Ray has started: it replaces the handler by one that prints a stack and aborts.
+    """
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        handler = signal.getsignal(signal.SIGINT)  # none where interrupts are ignored, as in the background
+        (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, interrupt)
 
 
 def _insist_on_interrupts() -> None:

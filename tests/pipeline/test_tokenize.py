@@ -125,7 +125,7 @@ def test_a_stopped_or_killed_command_is_finished_by_the_next_to_the_same_bytes(
     whole = contents(make("whole", encoder="tiktoken"))  # slow, so that it is not done before it is stopped
     out = tmp_path / "killed"
     begun = out / "pieces" / "settings.json"  # written anew when the work begins
-    for way, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
+    for way, code in ((signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)):
         started = time.time()
         process = subprocess.Popen(
             [*command(books, out, store, cluster), "--encoder", "tiktoken"],
@@ -137,6 +137,7 @@ def test_a_stopped_or_killed_command_is_finished_by_the_next_to_the_same_bytes(
         said = process.communicate(timeout=60)[1]
         assert process.returncode == code
         assert "Traceback" not in said
+        assert "SIGTERM" not in said, "Ray's words, before it aborts"
         assert way == signal.SIGKILL or "run the same command again to continue" in said
         assert not (out / "manifest.json").exists()
     make("killed", encoder="tiktoken")
