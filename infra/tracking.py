@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import queue
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, TEMPORARILY_UNAVAILABLE, ErrorCode
+from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine
 from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
 from mlflow.tracking import MlflowClient
 
@@ -63,12 +65,26 @@ def open_store(tracking_uri: str | None = None) -> None:
     Raises ``UserError`` when the store cannot be reached.
     """
     store = store_uri(tracking_uri)
-    if store.startswith("sqlite:///") and Path(store.removeprefix("sqlite:///")).is_dir():
+    file = Path(store.removeprefix("sqlite:///")) if store.startswith("sqlite:///") else None
+    if file and file.is_dir():
         raise UserError(f"the MLflow store {store} is a folder: name a file in it, such as sqlite:///mlflow.db.")
     try:
+        if file and not file.exists():
+            _create_database(file)
         MlflowClient(store).get_experiment_by_name("Default")
     except Exception as failure:  # a damaged database, a missing driver: each library has a class of its own
         raise _unusable(store, failure) from failure
+
+
+def _create_database(file: Path) -> None:
+    """Create the database of a store, whole or not at all: of one that is cut short, MLflow can make nothing more."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-") as place:
+        engine = create_sqlalchemy_engine(f"sqlite:///{place}/{file.name}")
+        _initialize_tables(engine)
+        engine.dispose()
+        with suppress(OSError):  # another command was first; or there are no links here, and MLflow makes it in place
+            os.link(f"{place}/{file.name}", file)
 
 
 def create_run(
@@ -84,6 +100,8 @@ def create_run(
     Raises ``UserError`` when the store cannot be reached: nothing has been computed yet, so the user
     is told now rather than after hours.
     """
+    if not parent:
+        open_store(tracking_uri)
     store = parent.store if parent else store_uri(tracking_uri)
     journal = Path(parent.journal) if parent else Path(JOURNAL).resolve()
     try:

@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,8 @@ from mlflow.tracking import MlflowClient
 from infra import tracking
 from infra.command import UserError
 from infra.tracking import Tracker, create_run, find_runs, open_store
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +64,19 @@ def test_an_entry_that_mlflow_refuses_does_not_take_others_with_it(capfd: pytest
     assert run.data.params == {"rate": "1"}
     assert run.data.metrics == {"loss": 3.0}
     assert "MLflow refuses an entry" in capfd.readouterr().err
+
+
+def test_a_store_whose_creation_was_killed_is_created_by_the_next_command(tmp_path: Path) -> None:
+    program = "from infra.tracking import open_store; open_store()"
+    for seconds in (0.0, 0.2, 0.4):
+        left = set(tmp_path.iterdir())
+        creating = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)})
+        while set(tmp_path.iterdir()) == left and creating.poll() is None:
+            time.sleep(0.002)
+        time.sleep(seconds)
+        creating.kill()
+        creating.wait()
+    assert find_runs(create_run("train", "after"), "none", "such") == []
 
 
 def test_a_store_that_does_not_answer_is_refused_before_any_work(free_port: int) -> None:
