@@ -19,8 +19,8 @@ CLASSES = {
     "copies": ("memcpy", "memset", "copy_", "_to_copy", "aten::clone"),
     "attention": ("flash", "fmha", "attention", "sdpa", "softmax"),
     "matmul": ("gemm", "addmm", "aten::mm", "_mm_", "bmm", "cutlass", "nvjet", "xmma", "cublas", "linear"),
-    "optimizer": ("adam", "optimizer", "multi_tensor", "lamb", "foreach"),
-    "norms and loss": ("layer_norm", "nll", "log_softmax", "cross_entropy"),
+    "optimizer": ("adam", "optimizer", "multi_tensor", "foreach"),
+    "norms and loss": ("layer_norm", "gammabeta", "nll", "log_softmax", "cross_entropy"),
 }
 """Words in a kernel's or operator's name, looked for in this order; all else is element-wise."""
 ATTENTION_KERNELS = {
@@ -71,9 +71,12 @@ def kind_of(name: str) -> str:
     low = name.lower()
     if "log_softmax" in low or "logsoftmax" in low:
         return "norms and loss"
-    fused = low.startswith("triton_")  # and named after all that is in it, casts too, which are no copies there
     kinds = [kind for kind, words in CLASSES.items() if any(word in low for word in words)]
-    return next((kind for kind in kinds if not (fused and kind == "copies")), "element-wise")
+    if low.startswith("triton_"):  # and named after all that is in it, casts too, which are no copies there
+        kinds = [kind for kind in kinds if kind != "copies"]
+        if not low.startswith("triton_tem_"):  # a product's bias alone: the product is a template or the library's
+            kinds = [kind for kind in kinds if kind != "matmul"]
+    return next(iter(kinds), "element-wise")
 
 
 def analyse(events: Iterable[Any], steps: int, seconds: float, *, cuda: bool) -> Profile:

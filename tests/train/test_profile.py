@@ -42,12 +42,16 @@ def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("void at::native::multi_tensor_apply_kernel<...FusedAdamMathFunctor...>", "optimizer"),
         ("void at::native::vectorized_layer_norm_kernel<float>", "norms and loss"),
+        ("void at::native::GammaBetaBackwardCUDAKernelTemplate<float, float, 32u, 32u>", "norms and loss"),
+        ("void vectorized_elementwise_kernel<4, GeluCUDAKernelImpl(GeluType)::{lambda()#2}>", "element-wise"),
         ("triton_poi_fused_gelu_3", "element-wise"),
         ("aten::_log_softmax", "norms and loss"),
         ("void cunn_SoftMaxForward<4, float, float, LogSoftMaxForwardEpilogue>", "norms and loss"),
         ("triton_per_fused__to_copy_add_native_layer_norm_3", "norms and loss"),
         ("triton_poi_fused__to_copy_gelu_5", "element-wise"),
         ("triton_tem_fused__to_copy_mm_t_7", "matmul"),
+        ("triton_poi_fused_addmm_gelu_view_3", "element-wise"),
+        ("triton_per_fused_add_addmm_native_layer_norm_view_2", "norms and loss"),
     ],
 )
 def test_kernels_are_sorted_by_name(name: str, kind: str) -> None:
