@@ -16,7 +16,7 @@ import torch
 
 from infra.command import UserError
 from infra.storage import write_json
-from train import intensity, memory_timeline
+from train import intensity, memory, memory_timeline
 from train.config import Cycle, TrainConfig
 from train.execution import arithmetic
 from train.loop import Trainer
@@ -75,7 +75,11 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
                 loss = trainer.model(tokens, tokens)
             loss.backward()
 
-        work = intensity.measure(once)
+        try:
+            work = intensity.measure(once)
+        except RuntimeError as failure:  # eager, a compiled step's batch may need twice the memory: the rest is whole
+            if not memory.is_exhausted(failure):
+                raise
     words = findings(found, optimizer=config.optimizer, compiled=compiled, cuda=cuda)
     before = ", before compilation fuses anything" if compiled else ""
     words += [f"{kind}: {counted.intensity:.1f} FLOPs a byte moved{before}." for kind, counted in work.items()]

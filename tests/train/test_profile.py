@@ -152,6 +152,19 @@ def test_a_profile_on_the_cpu(
     assert "exists already: give another --name." in capfd.readouterr().err
 
 
+def test_a_compiled_batch_that_does_not_fit_eagerly_is_profiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, small_model: ModelConfig
+) -> None:
+    def exhausted(work: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(intensity, "measure", exhausted)
+    config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, device="cpu")
+    _, words = recording.record(config, tmp_path)
+    assert json.loads((tmp_path / "profile.json").read_text())["findings"] == words
+    assert not any("FLOPs a byte" in line for line in words)
+
+
 def test_without_room_for_a_trace_nothing_is_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
