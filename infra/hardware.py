@@ -1,11 +1,13 @@
 """Datasheet peaks by GPU name, for MFU. Unknown hardware has no peak and therefore no MFU, never a guess.
 
 Dense rates without sparsity, in FLOP/s, for bf16 tensor cores, from NVIDIA's datasheets (A100: 2020,
-H100 SXM and PCIe: 2022, H200: 2023, L4/L40S: 2023, V100 has no bf16; its fp16 rate stands in).
+H100 SXM, PCIe and NVL: 2022, H200 and its NVL: 2023, L4/L40S: 2023, V100 has no bf16; its fp16 rate stands in).
 """
 
 _PEAK_BF16 = (
+    ("H200 NVL", 835.5e12),
     ("H200", 989.4e12),
+    ("H100 NVL", 835.5e12),
     ("H100 PCIe", 756e12),
     ("H100", 989.4e12),
     ("A100", 312e12),

@@ -11,6 +11,7 @@ from mlflow.tracking import MlflowClient
 
 from infra import allreduce, ceilings, doctor, readiness
 from infra.gpu import GpuState
+from infra.hardware import peak_flops
 from infra.tracking import store_uri
 
 CPU = torch.device("cpu")
@@ -113,10 +114,19 @@ def test_the_verdict_on_the_network() -> None:
     assert "not be network-bound" in allreduce.verdict(fast, 312e12)
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.4e12), ("NVIDIA H200 NVL", 835.5e12), ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GH200 480GB", None), ("cpu", None),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_known_by_its_name(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak
+
+
 @pytest.mark.gpu
 def test_a_gpu_reaches_most_of_its_datasheet() -> None:
-    from infra.hardware import peak_flops
-
     device = torch.device("cuda", 0)
     rates = ceilings.matmul_rates(device)
     peak = peak_flops(torch.cuda.get_device_name(device))
