@@ -253,7 +253,8 @@ def largest_batch(config: TrainConfig, limit: int) -> TrainConfig:
 def refuse_short(run: RunResult | None, reason: str) -> None:
     """Raise ``UserError`` when the baseline failed for ``reason``, or ended before its speed could settle."""
     if run is None:
-        raise UserError(f"the baseline cannot be run: {reason}")
+        step = " Give --fit and --memory-limit for the largest batch that fits." if reason.startswith("oom") else ""
+        raise UserError(f"the baseline cannot be run: {reason.rstrip('.')}.{step}")
     if run.throughput is None or run.steps < SHORTEST:
         step = run.seconds / (run.steps - 1) if run.steps > 1 else run.first_step_seconds or 0.0
         raise UserError(
