@@ -92,7 +92,7 @@ def _visible_handle(index: int):
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return pynvml.nvmlDeviceGetHandleByIndex(index) if index < pynvml.nvmlDeviceGetCount() else None
-    visible = [name for name in named.split(",") if name]  # set to nothing, it hides every GPU
+    visible = [name.strip() for name in named.split(",") if name.strip()]  # set to nothing, it hides every GPU
     if index >= len(visible):
         return None
     name = visible[index]
