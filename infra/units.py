@@ -6,7 +6,7 @@ Memory limits are argued in gigabytes of two kinds, so a flag always says which.
 import math
 import re
 from fractions import Fraction
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -63,26 +63,38 @@ def format_duration(seconds: float) -> str:
     return "".join(f"{n}{unit}" for n, unit in parts if n)
 
 
-Bytes = Annotated[
-    int,
-    PrimitiveConstructorSpec(
+def or_none(spec: PrimitiveConstructorSpec[Any]) -> PrimitiveConstructorSpec[Any]:
+    """``spec`` for a flag that may be left out: of a union, tyro's refusal would show the parsers' own insides."""
+    return PrimitiveConstructorSpec(
         nargs=1,
-        metavar="SIZE",
-        instance_from_str=lambda args: parse_size(args[0]),
-        is_instance=lambda x: isinstance(x, int),
-        str_from_instance=lambda size: [format_size(size)],
-    ),
-]
+        metavar=f"{{None}}|{spec.metavar}",
+        instance_from_str=lambda args: None if args == ["None"] else spec.instance_from_str(args),
+        is_instance=lambda x: x is None or bool(spec.is_instance(x)),
+        str_from_instance=lambda value: ["None"] if value is None else spec.str_from_instance(value),
+    )
+
+
+_SIZE = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="SIZE",
+    instance_from_str=lambda args: parse_size(args[0]),
+    is_instance=lambda x: isinstance(x, int),
+    str_from_instance=lambda size: [format_size(size)],
+)
+_DURATION = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="DURATION",
+    instance_from_str=lambda args: parse_duration(args[0]),
+    is_instance=lambda x: isinstance(x, (int, float)),
+    str_from_instance=lambda seconds: [format_duration(seconds)],
+)
+
+Bytes = Annotated[int, _SIZE]
 """A number of bytes, written with its unit on the command line."""
 
-Seconds = Annotated[
-    float,
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="DURATION",
-        instance_from_str=lambda args: parse_duration(args[0]),
-        is_instance=lambda x: isinstance(x, (int, float)),
-        str_from_instance=lambda seconds: [format_duration(seconds)],
-    ),
-]
+BytesOrNone = Annotated[int | None, or_none(_SIZE)]
+
+Seconds = Annotated[float, _DURATION]
 """A number of seconds, written with its unit on the command line."""
+
+SecondsOrNone = Annotated[float | None, or_none(_DURATION)]

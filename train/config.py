@@ -14,7 +14,7 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from infra.command import UserError
-from infra.units import Seconds
+from infra.units import SecondsOrNone, or_none
 from pipeline.config import Reading
 from train.rules import divisors as divisors
 from train.rules import refuse_contradictions, refuse_other_types
@@ -100,16 +100,15 @@ def format_model(model: ModelConfig) -> str:
     return min(texts, key=lambda text: text.count(","))
 
 
-Model = Annotated[
-    ModelConfig,
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="PRESET[,FIELD=VALUE...]",
-        instance_from_str=lambda args: parse_model(args[0]),
-        is_instance=lambda x: isinstance(x, ModelConfig),
-        str_from_instance=lambda model: [format_model(model)],
-    ),
-]
+_MODEL = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="PRESET[,FIELD=VALUE...]",
+    instance_from_str=lambda args: parse_model(args[0]),
+    is_instance=lambda x: isinstance(x, ModelConfig),
+    str_from_instance=lambda model: [format_model(model)],
+)
+Model = Annotated[ModelConfig, _MODEL]
+ModelOrNone = Annotated[ModelConfig | None, or_none(_MODEL)]
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,7 @@ class TrainConfig:
     """Optimizer steps to train for. Without this, --tokens and --time-budget, one epoch."""
     tokens: int | None = None
     """Training tokens to train for."""
-    time_budget: Seconds | None = None
+    time_budget: SecondsOrNone = None
     """Time to train for: 90s, 5m, 1h. It begins behind the first step, which compiles."""
     within: float | None = None
     """End early once the speed is known to this fraction: 0.005 is half a percent, by a confidence sequence."""

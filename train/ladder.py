@@ -14,8 +14,8 @@ from pathlib import Path
 from infra import command
 from infra.command import INTERRUPTED, UserError, console
 from infra.storage import write_json
-from infra.units import Bytes, Seconds
-from train.config import Cycle, CycleText, Device, Model, TrainConfig, load_config
+from infra.units import Bytes, SecondsOrNone
+from train.config import Cycle, CycleText, Device, ModelOrNone, TrainConfig, load_config
 from train.folder import make, new_folder
 from train.suites import Suite, choose, find_suite, nearest, searched, short_form
 
@@ -35,11 +35,11 @@ class LadderOptions:
     """Only these rungs of the suite, by name; default all."""
     data: Path = Path("data/tokens")
     """Folder of token shards, as python -m pipeline.tokenize makes it."""
-    model: Model | None = None
+    model: ModelOrNone = None
     """Another model than the suite's: a preset, with changes if any."""
     steps: int | None = None
     """Optimizer steps a rung."""
-    time_budget: Seconds | None = None
+    time_budget: SecondsOrNone = None
     """Time a rung, from its first step on; 5m unless --steps is given."""
     within: float | None = None
     """End a rung early, after a cycle at least, once its speed is known to this fraction; 0 stays to the end.

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from infra import command
 from infra.command import UserError, console
-from infra.units import Bytes
+from infra.units import BytesOrNone
 from train.config import TrainConfig, format_model
 
 
@@ -22,7 +22,7 @@ class PlanOptions:
     """The run to plan, and what is known about the machine."""
 
     training: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
-    memory_limit: Bytes | None = None
+    memory_limit: BytesOrNone = None
     """Memory that the process may take, to find the largest micro-batch; default this machine's GPU, if any."""
     tokens_per_second: float | None = None
     """Training speed over all workers, to tell hours; python -m train.run measures it."""

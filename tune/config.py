@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from infra.command import UserError
-from infra.units import Bytes, Seconds
+from infra.units import BytesOrNone, Seconds
 from train.config import TrainConfig, config_from_json, divisors
 from tune.racing import FEWEST
 from tune.space import parse_knobs
@@ -23,7 +23,7 @@ class SearchConfig:
     """
 
     training: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
-    memory_limit: Bytes | None = None
+    memory_limit: BytesOrNone = None
     """Most memory that a process may use: 40GB is 40 x 10^9 bytes, 40GiB 40 x 2^30. Default: all there is."""
     knobs: tuple[str, ...] = ()
     """Settings searched beside the micro-batch: names such as compile checkpointing, or all."""

@@ -1,12 +1,14 @@
 """Sizes and durations keep their value through text, and a number without a unit is refused."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import tyro
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.units import format_duration, format_size, parse_duration, parse_size
+from infra.units import BytesOrNone, SecondsOrNone, format_duration, format_size, parse_duration, parse_size
 
 
 @given(st.integers(min_value=1, max_value=2**60))
@@ -41,3 +43,16 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a duration"):
         parse_duration(text)
+
+
+@pytest.mark.parametrize(("kind", "text", "value"), [(BytesOrNone, "40GB", 40 * 10**9), (SecondsOrNone, "5m", 300)])
+def test_a_flag_that_may_be_left_out_is_refused_like_any_other(
+    capfd: pytest.CaptureFixture[str], kind: Any, text: str, value: float
+) -> None:
+    assert tyro.cli(kind, default=None, args=[text]) == value
+    assert tyro.cli(kind, default=value, args=["None"]) is None
+    with pytest.raises(SystemExit):
+        tyro.cli(kind, default=None, args=["40"])
+    said = capfd.readouterr().err
+    assert "'40' is not a" in said
+    assert "lambda" not in said

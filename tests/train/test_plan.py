@@ -56,5 +56,6 @@ def test_the_command_refuses_a_size_without_a_unit() -> None:
         [sys.executable, "-m", "train.plan", "--memory-limit", "40"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2
-    assert "40GB" in done.stderr
+    assert "'40' is not a size; write for example 40GB" in " ".join(done.stderr.replace("│", " ").split())
+    assert "lambda" not in done.stderr
     assert "Traceback" not in done.stderr
