@@ -78,8 +78,14 @@ def examine(options: DoctorOptions) -> int:
             "matmul": ceilings.matmul_rates(device),
             "model_matmul": ceilings.model_rates(device),
             "copy": ceilings.copy_rates(device),
-            "disk": {"reading": ceilings.disk_rate(options.out)},
         }
+        try:
+            rates["disk"] = {"reading": ceilings.disk_rate(options.out)}
+        except OSError as failure:
+            raise UserError(
+                f"the disk of --out {options.out} cannot be measured: {failure.strerror}; make room there, or give "
+                "--out elsewhere."
+            ) from failure
         found |= rates
         print_rates(rates)
         metrics = {

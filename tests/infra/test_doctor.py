@@ -1,6 +1,7 @@
 """The doctor: it measures what is there, names what is wrong with its mend, and leaves JSON that ladders read."""
 
 import json
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,23 @@ def test_the_whole_examination(
     (experiment,) = [e for e in client.search_experiments() if e.name == "doctor"]
     runs = client.search_runs([experiment.experiment_id])
     assert sorted("matmul/fp32" in run.data.metrics for run in runs) == [False, True], "the quick one measured nothing"
+
+
+def test_a_full_disk_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No file may grow beyond a megabyte, as on a full disk; the disk's speed takes one of 256."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ceilings, "SECONDS", 0.02)
+    old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, most))
+    try:
+        assert command(monkeypatch, "--out", "runs") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
+    said = capfd.readouterr().err
+    assert "the disk of --out runs cannot be measured" in said
+    assert "Traceback" not in said
 
 
 def test_a_matrix_product_is_counted_by_its_sides() -> None:
