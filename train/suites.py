@@ -168,10 +168,10 @@ def find_suite(text: str) -> Suite:
     if text in SUITES:
         return SUITES[text]
     path = Path(text)
-    if path.suffix == ".toml":
-        return _from_toml(path)
-    if path.suffix == ".py":
-        return _from_python(path)
+    if path.suffix in (".toml", ".py"):
+        suite = _from_toml(path) if path.suffix == ".toml" else _from_python(path)
+        _refuse_no_settings(suite, path)
+        return suite
     raise UserError(f"--suite {text!r} is not known{nearest(text, SUITES)}. A file ends in .py or .toml.")
 
 
@@ -200,6 +200,10 @@ def _from_toml(path: Path) -> Suite:
         raise UserError(f"--suite {path} does not exist.") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as damage:
         raise UserError(f"--suite {path} cannot be read as TOML: {damage}.") from damage
+    known = ("title", "climbs", "base", "rung")
+    for name in values:
+        if name not in known:
+            raise UserError(f"--suite {path} has {name!r}, which no suite has{nearest(name, known)}")
     entries, base = values.get("rung"), values.get("base", {})
     if not (isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries)):
         raise UserError(f"--suite {path} has no [[rung]].")
@@ -210,22 +214,47 @@ def _from_toml(path: Path) -> Suite:
         name = entry.pop("name", None)
         if not isinstance(name, str):
             raise UserError(f"--suite {path}: rung {number} has no name.")
-        rungs.append(Rung(name, flat(entry), bool(entry.pop("new_mathematics", False))))
+        rungs.append(Rung(name, flat(entry), _switch(entry, "new_mathematics", path)))
     title = str(values.get("title", path.stem))
-    return Suite(path.stem, title, flat(base), tuple(rungs), bool(values.get("climbs", False)))
+    return Suite(path.stem, title, flat(base), tuple(rungs), _switch(values, "climbs", path))
+
+
+def _switch(values: Mapping[str, Any], name: str, path: Path) -> bool:
+    value = values.get(name, False)
+    if not isinstance(value, bool):
+        raise UserError(f"--suite {path}: {name} is {value!r}; write true or false.")
+    return value
 
 
 def _from_python(path: Path) -> Suite:
-    """A file that makes ``SUITE``, a :class:`Suite`."""
+    """A file that makes ``SUITE``, a :class:`Suite` or no more than a list of rungs."""
     if not path.is_file():
         raise UserError(f"--suite {path} does not exist.")
     try:
         found = runpy.run_path(str(path)).get("SUITE")
-    except Exception as failure:
+    except (Exception, SystemExit) as failure:
         raise UserError(f"--suite {path} cannot be run: {type(failure).__name__}: {failure}.") from failure
+    if isinstance(found, list):
+        found = Suite(path.stem, path.stem, {}, tuple(found))
     if not isinstance(found, Suite):
-        raise UserError(f"--suite {path} makes no SUITE; write SUITE = Suite(...) with train.suites.Suite.")
+        raise UserError(
+            f"--suite {path} makes no SUITE; write SUITE = [Rung(...), ...] or Suite(...), both of train.suites."
+        )
+    for rung in found.rungs:
+        if not (isinstance(rung, Rung) and isinstance(rung.changes, Mapping)):
+            raise UserError(f"--suite {path}: {rung!r} is no rung; write Rung('name', {{'setting': value}}).")
+    if not found.rungs:
+        raise UserError(f"--suite {path} has no rung.")
     return found
+
+
+def _refuse_no_settings(suite: Suite, path: Path) -> None:
+    """Raise ``UserError`` for a name that is no setting, or a value of another type, before any rung is run."""
+    for name, changes in [("the base", suite.base), *((f"rung {rung.name!r}", rung.changes) for rung in suite.rungs)]:
+        try:
+            _settings(TrainConfig(), changes)
+        except UserError as mistake:
+            raise UserError(f"--suite {path}, {name}: {mistake}") from mistake
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,12 +279,19 @@ def short_form(suite: Suite) -> Suite:
         }
         return small | ({"model": "tiny"} if "model" in small else {})
 
+    start = {"model": "tiny", "micro_batch": TrainConfig.micro_batch, "global_batch": TrainConfig.global_batch}
     rungs = tuple(replace(rung, changes=shorten(rung.changes)) for rung in suite.rungs)
-    return replace(suite, base=shorten(suite.base), rungs=rungs)
+    return replace(suite, base=shorten(start | dict(suite.base)), rungs=rungs)
 
 
 def apply(config: TrainConfig, changes: Changes) -> TrainConfig:
     """``config`` with ``changes``. Raises ``UserError`` for an unknown field and for what contradicts itself."""
+    model, parts, whole = _settings(config, changes)
+    return replace(config, model=replace(model, **parts), **whole)
+
+
+def _settings(config: TrainConfig, changes: Changes) -> tuple[ModelConfig, dict[str, Any], dict[str, Any]]:
+    """The model to start from, its changed fields, and those of ``config``; each exists and is of its type."""
     known = {f.name for f in fields(TrainConfig)} | {f"model.{f.name}" for f in fields(ModelConfig)}
     known = (known | {"batch", "vocabulary_multiple"}) - {"data"}  # which is the ladder's
     for name in changes:
@@ -280,4 +316,4 @@ def apply(config: TrainConfig, changes: Changes) -> TrainConfig:
     if "cycle" in whole:
         whole["cycle"] = Cycle.parse(str(whole["cycle"]))
     refuse_other_types(whole, TrainConfig)
-    return replace(config, model=replace(model, **parts), **whole)
+    return model, parts, whole

@@ -30,6 +30,11 @@ def test_the_short_form_is_an_eighth_on_a_tiny_model() -> None:
     assert state.global_batch == 8
 
 
+def test_the_short_form_of_a_suite_without_a_model_or_batch_is_short_too() -> None:
+    state = apply(START, short_form(Suite("mine", "Mine", {"attention": "manual"}, ())).base)
+    assert (state.model, state.micro_batch, state.global_batch) == (PRESETS["tiny"], 4, 60)
+
+
 def test_the_study_is_climbed_as_it_was() -> None:
     state = apply(START, A100.base)
     batches = {"baseline": state.micro_batch}
@@ -85,7 +90,10 @@ def test_a_suite_from_python(tmp_path: Path) -> None:
         "from train.suites import Rung, Suite\n"
         "SUITE = Suite('mine', 'Mine', {'batch': 8}, tuple(Rung(f'{n}', {'batch': n}) for n in (2, 4)))\n"
     )
-    assert [apply(START, rung.changes).micro_batch for rung in find_suite(str(path)).rungs] == [2, 4]
+    suite = find_suite(str(path))
+    assert [apply(START, rung.changes).micro_batch for rung in suite.rungs] == [2, 4]
+    path.write_text("from train.suites import Rung\nSUITE = [Rung(f'{n}', {'batch': n}) for n in (2, 4)]\n")
+    assert find_suite(str(path)) == replace(suite, title="mine", base={})
 
 
 @pytest.mark.parametrize(
@@ -97,6 +105,12 @@ def test_a_suite_from_python(tmp_path: Path) -> None:
         ("rung = 3", "no \\[\\[rung\\]\\]"),
         ("rung = [3]", "no \\[\\[rung\\]\\]"),
         ("base = 3\n[[rung]]\nname = 'a'", "write a table"),
+        ("climb = true\n[[rung]]\nname = 'a'", "'climb', which no suite has; did you mean climbs"),
+        ("climbs = 'no'\n[[rung]]\nname = 'a'", "climbs is 'no'; write true or false"),
+        ("[[rung]]\nname = 'a'\nnew_mathematics = 'no'", "write true or false"),
+        ("[[rung]]\nname = 'a'\nprecison = 'bf16'", "rung 'a': .*did you mean precision"),
+        ("[base]\nmodel = 'tyni'\n[[rung]]\nname = 'a'", "the base: .*'tyni' is no preset"),
+        ("[base]\nsteps = 'many'\n[[rung]]\nname = 'a'", "steps is 'many'"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_fault(tmp_path: Path, text: str, named: str) -> None:
@@ -111,9 +125,16 @@ def test_a_python_file_that_fails_is_refused_with_its_fault(tmp_path: Path) -> N
     path.write_text("SUITE = 1 / 0")
     with pytest.raises(UserError, match="ZeroDivisionError: division by zero"):
         find_suite(str(path))
-    path.write_text("SUITE = 3")
-    with pytest.raises(UserError, match="makes no SUITE"):
-        find_suite(str(path))
+    for text, named in (
+        ("SUITE = 3", "makes no SUITE"),
+        ("raise SystemExit", "SystemExit"),
+        ("SUITE = []", "has no rung"),
+        ("SUITE = [('a', {'batch': 8})]", "is no rung; write Rung"),
+        ("from train.suites import Rung\nSUITE = [Rung('a', {'bach': 8})]", "rung 'a': .*did you mean batch"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=named):
+            find_suite(str(path))
 
 
 @pytest.mark.parametrize(
