@@ -34,9 +34,9 @@ def loss_chart(folders: dict[str, Path], title: str, path: Path) -> Path:
     """Training loss by tokens seen, a line a run."""
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
-    for name, folder in folders.items():
+    for number, (name, folder) in enumerate(folders.items()):
         tokens, losses = loss_curve(folder)
-        axes.plot(tokens, losses, linewidth=1, label=name)
+        axes.plot(tokens, losses, ("-", "--", ":")[number // 10 % 3], linewidth=1, label=name)  # there are ten colours
     axes.set_xlabel("training tokens")
     axes.set_ylabel("training loss, nats a token")
     axes.set_title(title, loc="left", fontsize=10)

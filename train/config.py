@@ -316,14 +316,16 @@ def reading_from_json(values: dict[str, Any]) -> Reading:
     return Reading(**values)
 
 
-def load_config(path: Path) -> TrainConfig:
-    """Read a config file: a run's ``config.json``, or a search's ``best.json``. Raises ``UserError``."""
+def load_config(path: Path, flag: str = "--config") -> TrainConfig:
+    """Read the file that ``flag`` names: a run's ``config.json`` or a search's ``best.json``. Raises ``UserError``."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"--config {path} does not exist; a run keeps its own in runs/NAME/config.json.") from None
+        raise UserError(
+            f"{flag} {path} does not exist; a run keeps runs/NAME/config.json, a search runs/NAME/best.json."
+        ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as damage:
-        raise UserError(f"--config {path} cannot be read as JSON: {damage}.") from damage
+        raise UserError(f"{flag} {path} cannot be read as JSON: {damage}.") from damage
     if not isinstance(values, dict):
-        raise UserError(f"--config {path} holds no JSON object of settings.")
+        raise UserError(f"{flag} {path} holds no JSON object of settings.")
     return config_from_json(values.get("config", values), str(path))

@@ -157,7 +157,7 @@ def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
         console.print("[yellow]No GPU is used: the suite runs in its short form, batches an eighth the size"
                       + ("" if options.model else " and the model tiny") + ".[/yellow]")  # fmt: skip
     if options.best:
-        suite = replace(suite, rungs=(*suite.rungs, searched(load_config(options.best))))
+        suite = replace(suite, rungs=(*suite.rungs, searched(load_config(options.best, "--best"))))
     if options.model:
         suite = replace(suite, base={name: value for name, value in suite.base.items() if name != "model"})
     config = TrainConfig(

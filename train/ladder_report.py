@@ -44,7 +44,9 @@ def publish(
         speed_chart(rows, title, folder / "speed.png"),
         loss_chart({measured.name: folder / measured.folder for measured in ran}, title, folder / "loss.png"),
     ]
-    console.print(table(suite, rows), width=max(console.width, 120))
+    shown = table(suite, rows)
+    shown.width = console.measure(shown, options=console.options.update(width=1000)).maximum  # or numbers are cut off
+    console.print(shown)
     for line in legend(suite, rows, speeds):
         console.print(line)
     if not suite.climbs:

@@ -49,6 +49,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
         (["--steps", "10", "--time-budget", "5m"], "give one of them"),
         (["--data", "nowhere"], "pipeline.tokenize"),
         (["--compare", "nothing"], "no finished ladder"),
+        (["--best", "nothing.json"], "--best nothing.json does not exist"),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -111,6 +112,7 @@ def test_every_suite_is_climbed_whole_in_its_short_form(
     standing = json.loads((tmp_path / "runs" / suite / "standings.json").read_text())
     base, *rows = standing["rows"]
     assert len(standing["controls"]) == 1 + sum(row["speed"] is not None for row in rows)
+    assert "…" not in printed, "a number that is cut off says nothing"
     assert f"The control ran {len(standing['controls'])} times: {standing['controls'][0]:,.0f} tokens/s" in printed
     assert [row["name"] for row in rows] == rungs
     refused = {row["name"]: row["reason"] for row in rows if row["speed"] is None}
