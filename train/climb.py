@@ -24,6 +24,7 @@ from infra.gpu import GpuWatch
 from infra.run_key import RunKey
 from infra.storage import write_json
 from infra.tracking import Tracker, create_run
+from infra.units import format_size
 from pipeline.shards import read_manifest
 from train import launch, report
 from train.anatomy import device_kind, predict_peak
@@ -130,6 +131,10 @@ class Climb:
         if found is not None:
             self.say(f"[dim]{rung.name}: kept from {name}[/dim]")
             return found
+        left = RunFolder(folder).key()
+        if left and not kept.exists():  # its ladder was killed before it could say how the run ended
+            with Tracker(left) as tracker:
+                tracker.finish("KILLED")
         shutil.rmtree(folder, ignore_errors=True)
         self.say(f"[bold]{rung.name}[/bold]")
         watch = GpuWatch()
@@ -148,6 +153,7 @@ class Climb:
         tags = {"kind": "control" if name.startswith("control") else "rung", "rung": rung.name}
         key = create_run("ladder", f"{self.folder.name}/{name}", parent=self.parent, tags=tags)
         folder.mkdir(parents=True)
+        RunFolder(folder).keep_key(key)
         write_json(folder / "config.json", config.to_json())
         result, reason, status = None, "", "FAILED"
         self.session.enter_context(connected(self.address, prestart=False))
@@ -246,7 +252,7 @@ def largest_batch(config: TrainConfig, limit: int) -> TrainConfig:
     while fitting < len(sizes) and predict_peak(sized(sizes[fitting])).total <= limit:
         fitting += 1
     if not fitting:
-        raise UserError(f"not even one sequence fits {limit / 1e9:g} GB")
+        raise UserError(f"not even one sequence fits --memory-limit {format_size(limit)}")
     return sized(sizes[fitting - 1])
 
 

@@ -189,6 +189,25 @@ def test_time_ends_a_rung_early_once_its_speed_is_known(
     assert all(end % 20 == 1 and end < 2000 for end in ends), "seen behind a cycle's report, and not after 200 seconds"
 
 
+def test_a_ladder_that_was_killed_leaves_no_run_behind_that_seems_to_run(
+    monkeypatch: pytest.MonkeyPatch, small_shards: Path, small_model: ModelConfig
+) -> None:
+    monkeypatch.setattr(climb.launch, "run", here)
+    monkeypatch.setattr(climb, "connected", lambda *_, **__: nullcontext())
+    flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
+    flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--name", "killed"]
+    assert command(monkeypatch, *flags) == 0
+    client = MlflowClient(store_uri())
+    (rung,) = client.search_runs(["1"], "tags.kind = 'rung'")
+    client.update_run(rung.info.run_id, status="RUNNING")
+    Path("runs/killed/01-checkpointing/rung.json").unlink()
+    assert command(monkeypatch, "--resume", "killed") == 0
+    runs = client.search_runs(["1"])
+    killed = [run.info.run_id for run in runs if run.info.status == "KILLED"]
+    assert killed == [rung.info.run_id]
+    assert sorted(run.info.status for run in runs) == ["FINISHED"] * 4 + ["KILLED"], "the ladder, two controls, a rung"
+
+
 def test_a_mistyped_ladder_is_answered_with_the_nearest(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

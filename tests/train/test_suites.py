@@ -177,5 +177,5 @@ def test_the_batch_that_fits_grows_with_what_saves_memory() -> None:
     compiled = largest_batch(replace(config, compile="whole"), 40 * 10**9)
     assert eager.accumulation == compiled.accumulation == 2
     assert 16 <= eager.micro_batch < compiled.micro_batch
-    with pytest.raises(UserError, match="not even one"):
+    with pytest.raises(UserError, match="fits --memory-limit 1GB"):
         largest_batch(config, 10**9)
