@@ -71,7 +71,10 @@ def profile(options: ProfileOptions) -> None:
     preset = format_model(options.training.model).partition(",")[0]
     name = options.name or f"profile-{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = new_folder(options.out, name, resumable=False)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as refused:
+        raise UserError(f"--out {options.out} cannot be made ({refused.strerror}): name another.") from refused
     free = shutil.disk_usage(folder.parent).free
     if free < TRACE_ROOM:
         raise UserError(f"{options.out} has {free / 1e9:.1f} GB free and a trace may need {TRACE_ROOM / 1e9:g} GB.")

@@ -92,6 +92,8 @@ def _export(recorder: torch.profiler.profile, path: Path) -> None:
     written = path.with_suffix("")
     try:
         recorder.export_chrome_trace(str(written))
+        if not written.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with written.open("rb") as trace:
             trace.seek(max(0, written.stat().st_size - 100))
             if not trace.read().rstrip().endswith(b"}"):
@@ -101,3 +103,4 @@ def _export(recorder: torch.profiler.profile, path: Path) -> None:
                 shutil.copyfileobj(trace, packed)
     finally:
         written.unlink(missing_ok=True)
+        written.with_name(f"{written.name}.tmp").unlink(missing_ok=True)  # torch's own, which it leaves when it fails

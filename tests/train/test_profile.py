@@ -195,9 +195,20 @@ def test_a_disk_that_fills_while_tracing_is_one_sentence(
     assert command(monkeypatch, *flags, "--device", "cpu", "--name", "full") == 2
     said = capfd.readouterr().err
     assert "the profile cannot be written to" in said
+    assert "No space left on device" in said
     assert "Traceback" not in said
+    assert not list(Path("runs/full").glob("trace*")), "what is cut short would fill the disk"
     (run,) = MlflowClient(store_uri()).search_runs(["1"])
     assert run.info.status == "FAILED"
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert command(monkeypatch, "--data", str(small_shards), "--out", "file/runs") == 2
+    assert "--out file/runs cannot be made" in capfd.readouterr().err
 
 
 @pytest.mark.gpu
