@@ -67,6 +67,11 @@ def profile(options: ProfileOptions) -> None:
     from train import report
     from train.recording import record
 
+    if options.training.stream:
+        raise UserError(
+            f"--stream {' '.join(options.training.stream)} is not profiled: make token shards with 'python -m "
+            "pipeline.tokenize' and give them with --data."
+        )
     manifest = read_manifest(options.training.data)
     preset = format_model(options.training.model).partition(",")[0]
     name = options.name or f"profile-{preset}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -211,6 +211,14 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(
     assert "--out file/runs cannot be made" in capfd.readouterr().err
 
 
+def test_a_stream_is_not_mistaken_for_the_shards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, "--data", str(small_shards), "--stream", "books", "--steps", "8") == 2
+    assert "--stream books is not profiled" in " ".join(capfd.readouterr().err.split())
+
+
 @pytest.mark.gpu
 def test_a_profile_on_a_gpu_names_the_kernel_that_ran(
     tmp_path: Path, small_shards: Path, small_model: ModelConfig
