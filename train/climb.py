@@ -115,7 +115,7 @@ class Climb:
             state = config if suite.climbs else state
             controls.append(self._measure("control", Rung("control"), baseline, number))
             if controls[-1].tokens_per_second is None:
-                raise UserError(f"the control could not be run again after {rung.name!r}: {controls[-1].reason}")
+                raise UserError(f"the control could not be run again after {rung.name!r}: {controls[-1].reason}.")
         return controls, rungs
 
     def _fitted(self, config: TrainConfig) -> TrainConfig:
@@ -204,9 +204,9 @@ def _kept(path: Path, config: TrainConfig) -> Measured | None:
 
 
 def worker_reason(failure: Exception) -> str:
-    """One line that says why a run failed: the last of a traceback."""
+    """One line that says why a run failed, the last of a traceback, without the full stop that the table gives it."""
     lines = str(failure).strip().splitlines()
-    return lines[-1] if lines else first_line(failure)
+    return (lines[-1] if lines else first_line(failure)).rstrip(".")
 
 
 def rung_json(rung: Rung) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def refuse_short(run: RunResult | None, reason: str) -> None:
     """Raise ``UserError`` when the baseline failed for ``reason``, or ended before its speed could settle."""
     if run is None:
         step = " Give --fit and --memory-limit for the largest batch that fits." if reason.startswith("oom") else ""
-        raise UserError(f"the baseline cannot be run: {reason.rstrip('.')}.{step}")
+        raise UserError(f"the baseline cannot be run: {reason}.{step}")
     if run.throughput is None or run.steps < SHORTEST:
         step = run.seconds / (run.steps - 1) if run.steps > 1 else run.first_step_seconds or 0.0
         raise UserError(
