@@ -28,7 +28,7 @@ from train.parallel import share_of, whole
 from train.progress import PROGRESS, Progress, checkpoints_in, damage
 from train.remote import upload
 
-_WEIGHTS, _STATE = "model.safetensors", "state.pt"
+WEIGHTS, _STATE = "model.safetensors", "state.pt"
 
 PAUSES = (1.0, 4.0, 10.0)
 """Seconds between attempts to reach object storage, beside those of its own client."""
@@ -154,14 +154,14 @@ def write(folder: Path, taken: Snapshot, progress: Progress) -> Path:
     name = f"step-{progress.step:08d}"
     temporary = folder / f"{TEMPORARY}{os.getpid()}-{name}"
     temporary.mkdir(mode=0o700)
-    save_file(taken.weights, temporary / _WEIGHTS)
+    save_file(taken.weights, temporary / WEIGHTS)
     torch.save(taken.state, temporary / _STATE)
-    for file in (_WEIGHTS, _STATE):
+    for file in (WEIGHTS, _STATE):
         with (temporary / file).open("rb") as opened:
             os.fsync(opened.fileno())
-    if any(not torch.equal(value, taken.weights[key]) for key, value in load_file(temporary / _WEIGHTS).items()):
-        raise OSError(f"{temporary / _WEIGHTS} reads back otherwise than it was written")
-    files = {file: checksum(temporary / file) for file in (_WEIGHTS, _STATE)}
+    if any(not torch.equal(value, taken.weights[key]) for key, value in load_file(temporary / WEIGHTS).items()):
+        raise OSError(f"{temporary / WEIGHTS} reads back otherwise than it was written")
+    files = {file: checksum(temporary / file) for file in (WEIGHTS, _STATE)}
     write_json(temporary / PROGRESS, asdict(replace(progress, files=files)))
     temporary.chmod(0o755)
     if (folder / name).exists():
@@ -177,7 +177,7 @@ def write(folder: Path, taken: Snapshot, progress: Progress) -> Path:
 
 def load_weights(checkpoint: Path, model: GPT, device: torch.device) -> None:
     """Put the weights of ``checkpoint`` into ``model``."""
-    weights = load_file(checkpoint / _WEIGHTS, device=str(device))
+    weights = load_file(checkpoint / WEIGHTS, device=str(device))
     if model.config.tied:
         weights["head.weight"] = weights["token_embedding.weight"]
     model.load_state_dict({name: share_of(weights[name], like) for name, like in model.state_dict().items()})

@@ -3,6 +3,7 @@
 In: a checkpoint and a prompt. Out: text. Wiring only.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +34,12 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise UserError(f"--tokens {self.tokens} must be at least 1.")
-        if not self.temperature >= 0:
-            raise UserError(f"--temperature {self.temperature} must not be negative.")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"--temperature {self.temperature} must be a number of at least 0.")
         if self.top_k < 0:
             raise UserError(f"--top-k {self.top_k} must not be negative.")
+        if abs(self.seed) >= 2**63:
+            raise UserError(f"--seed {self.seed} must be below 2^63: torch's generators take no more.")
 
 
 def main() -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from infra.command import UserError
 from infra.storage import TEMPORARY, write_json
 from train.config import ModelConfig, config_from_json, format_model
 from train.model import GPT
@@ -39,19 +41,23 @@ _BLOCK = {
 
 
 def write_model(checkpoint: Path, folder: Path) -> None:
-    """Write the model of ``checkpoint`` to the new ``folder``, whole or not at all."""
+    """Write the model of ``checkpoint`` to the new ``folder``, whole or not at all. Raises ``UserError``."""
     progress = read_progress(checkpoint)
     model, vocabulary = load_model(checkpoint)
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file(published_weights(model), temporary / "model.safetensors", metadata={"format": "pt"})
-    write_json(temporary / "config.json", published_config(model.config))
-    if is_gpt2(vocabulary):
-        for name, content in tokenizer_files().items():
-            (temporary / name).write_text(content, encoding="utf-8")
-    (temporary / "README.md").write_text(model_card(progress, checkpoint), encoding="utf-8")
-    temporary.rename(folder)
+    try:
+        temporary.mkdir(parents=True)
+        save_file(published_weights(model), temporary / "model.safetensors", metadata={"format": "pt"})
+        write_json(temporary / "config.json", published_config(model.config))
+        if is_gpt2(vocabulary):
+            for name, content in tokenizer_files().items():
+                (temporary / name).write_text(content, encoding="utf-8")
+        (temporary / "README.md").write_text(model_card(progress, checkpoint), encoding="utf-8")
+        temporary.rename(folder)
+    except (OSError, SafetensorError) as refused:
+        shutil.rmtree(temporary, ignore_errors=True)  # on a disk that may be full
+        raise UserError(f"--to {folder} could not be written ({refused}): make room, or name another.") from refused
 
 
 def published_weights(model: GPT) -> dict[str, Tensor]:

@@ -48,10 +48,12 @@ def newest(folder: Path) -> Path | None:
     return next((found for found in reversed(checkpoints_in(folder)) if damage(found) is None), None)
 
 
-def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; None when nothing is."""
+def damage(checkpoint: Path, only: str | None = None) -> str | None:
+    """What is wrong with a checkpoint, or with the ``only`` file of it that matters; None when nothing is."""
     try:
         for file, expected in read_progress(checkpoint).files.items():
+            if only and file != only:
+                continue
             if not (checkpoint / file).is_file():
                 return f"{file} is missing"
             if checksum(checkpoint / file) != expected:

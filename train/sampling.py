@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from train.checkpoint import load_weights
+from infra.command import UserError
+from train.checkpoint import WEIGHTS, load_weights
 from train.config import config_from_json
 from train.execution import pick_device, plain
 from train.loop import Trainer
 from train.model import GPT
-from train.progress import read_progress
+from train.progress import damage, read_progress
 from train.result import RunResult
 from train.text import is_gpt2, to_text
 
@@ -26,6 +27,9 @@ def load_model(checkpoint: Path) -> tuple[GPT, str]:
     """The model of a checkpoint, ready to be asked, and its vocabulary's hash. Raises ``UserError``."""
     progress = read_progress(checkpoint)
     config = config_from_json(progress.config, str(checkpoint))
+    fault = damage(checkpoint, only=WEIGHTS)
+    if fault:
+        raise UserError(f"{checkpoint} is damaged: {fault}; name its run to take the newest checkpoint that is whole.")
     device = pick_device(replace(config, device="auto"))
     model = plain(config).to(device)
     load_weights(checkpoint, model, device)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import pytest
@@ -86,6 +87,29 @@ def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--checkpoint nothing: there is no run"):
         find_checkpoint("nothing", tmp_path)
+
+
+def test_a_damaged_checkpoint_is_named(small_shards: Path, small_model: ModelConfig, tmp_path: Path) -> None:
+    saved = trained(small_shards, small_model, tmp_path)
+    (saved / "state.pt").unlink()
+    load_model(saved)  # needs the weights alone
+    (saved / "model.safetensors").write_bytes(b"cut short")
+    with pytest.raises(UserError, match=r"step-00000005 is damaged: model\.safetensors is not what was written"):
+        export(ExportConfig(checkpoint=str(saved), to=tmp_path / "exported"))
+
+
+def test_a_folder_that_cannot_be_written_is_named(small_shards: Path, small_model: ModelConfig, tmp_path: Path) -> None:
+    saved = trained(small_shards, small_model, tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"--to .*exported could not be written"):
+        export(ExportConfig(checkpoint=str(saved), to=tmp_path / "file" / "exported"))
+
+
+@pytest.mark.parametrize("setting", [{"tokens": 0}, {"temperature": float("inf")}, {"top_k": -1}, {"seed": 2**63}])
+def test_a_sampling_that_cannot_be_is_refused(setting: dict[str, Any]) -> None:
+    (name,) = setting
+    with pytest.raises(UserError, match=f"^--{name.replace('_', '-')} "):
+        GenerateConfig(checkpoint="any", **setting)
 
 
 def test_the_tokenizer_is_gpt2s(tmp_path: Path) -> None:
