@@ -186,12 +186,14 @@ def find_run(text: str, out: Path, flag: str = "--resume") -> RunFolder:
                     f"{flag} {text} is not the newest checkpoint of its run: remove those behind it, up to "
                     f"{later.name}, to continue from there."
                 )
-            return RunFolder(path.resolve().parent.parent)
-        if (path / "config.json").is_file():
+            run = RunFolder(path.resolve().parent.parent)
+        elif (path / "config.json").is_file():
             run = RunFolder(path.resolve())
-            if newest(run.checkpoints) is None:
-                raise UserError(f"{flag} {text}: {run.path} has no checkpoint yet; start again with another --name.")
-            return run
+        else:
+            continue
+        if newest(run.checkpoints) is None:
+            raise UserError(f"{flag} {text}: {run.path} has no checkpoint that is whole; start a new run with --name.")
+        return run
     raise UserError(f"{flag} {text}: there is no run {out / text} or {text}; 'ls {out}' lists runs.")
 
 

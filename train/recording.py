@@ -29,7 +29,9 @@ WARM, STEPS = 3, 2
 def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     """Run a few steps of ``config`` under torch's profiler, and write what they show to ``folder``."""
     steps = WARM + STEPS + 1  # the loop does not ask after its last whether to stop
-    config = replace(config, steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0), keep_checkpoints=0)
+    config = replace(
+        config, steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0), keep_checkpoints=0, copy_to=None
+    )
     moments: list[float] = []
 
     def after_step() -> bool:

@@ -210,7 +210,9 @@ def print_result(config: TrainConfig, result: RunResult, folder: Path, in_mlflow
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     console.print(table)
     console.print(in_mlflow, markup=False)
-    if result.outcome == "interrupted":
+    if result.outcome == "interrupted" and not result.checkpoint:
+        console.print("no checkpoint was kept: start again with another --name, and with --keep-checkpoints above 0")
+    elif result.outcome == "interrupted":
         console.print(f"continue with: {resume_command(folder)}")
     elif result.outcome == "diverged" and result.checkpoint:
         console.print(

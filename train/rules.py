@@ -94,6 +94,8 @@ def _sizes(config: "TrainConfig") -> None:
     for name in ("keep_checkpoints", "loader_workers", "warmup_steps", "clip_norm", "spike", "weight_decay", "seed"):
         if not getattr(config, name) >= 0:
             raise UserError(f"{_flag(config, name)} must not be negative.")
+    if config.seed >= 2**63:
+        raise UserError(f"{_flag(config, 'seed')} must be below 2^63: torch's generators take no more.")
     if config.within is not None and not 0 < config.within < 1:
         raise UserError(f"{_flag(config, 'within')} must be a fraction between 0 and 1.")
     if not config.learning_rate > 0:
@@ -176,6 +178,8 @@ def _pairs(config: "TrainConfig"):
     selective = ("checkpointing", config.checkpointing == "selective")
     blocks = ("compile", config.compile == "blocks")
     yield selective, blocks, "a compiled block hides what to keep, so all is computed again; use --compile whole"
+    no_checkpoints = ("keep_checkpoints", config.keep_checkpoints == 0)
+    yield ("copy_to", config.copy_to is not None), no_checkpoints, "there would be nothing to copy"
     yield ("loss", config.loss == "fused"), ("loss_chunks", config.loss_chunks > 1), "fused chooses its own pieces"
     yield ("fp8", config.fp8), on_cpu, "8-bit matmuls are a GPU's"
     not_bf16 = ("precision", precision in ("fp32", "tf32", "fp16"))

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from infra.command import UserError
 from train.config import Cycle, ModelConfig, TrainConfig
 from train.cycle import trouble
-from train.folder import RunFolder, new_folder
+from train.folder import RunFolder, find_run, new_folder
 from train.loop import Trainer
 from train.progress import checkpoints_in, newest
+from train.report import print_result
 from train.result import CycleReport
 
 
@@ -134,6 +135,26 @@ def test_a_checkpoint_behind_a_damaged_one_is_kept(config: TrainConfig, tmp_path
     assert result.outcome == "interrupted"
     assert result.checkpoint == str(newest(tmp_path))
     assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000006"]
+
+
+def test_a_run_without_a_whole_checkpoint_cannot_be_continued(config: TrainConfig, tmp_path: Path) -> None:
+    Trainer(dataclasses.replace(config, steps=7), checkpoints=tmp_path / "one" / "checkpoints").run()
+    (saved,) = checkpoints_in(tmp_path / "one" / "checkpoints")
+    (saved / "model.safetensors").write_bytes(b"")
+    (tmp_path / "one" / "config.json").touch()
+    for text in ("one", str(saved)):
+        with pytest.raises(UserError, match="has no checkpoint that is whole; start a new run with --name"):
+            find_run(text, tmp_path)
+
+
+def test_an_interrupted_run_names_the_command_that_continues_it_if_one_can(
+    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for keep, last in ((1, "continue with: python -m train.run --resume"), (0, "no checkpoint was kept: start again")):
+        told = dataclasses.replace(config, keep_checkpoints=keep)
+        result = Trainer(told, checkpoints=tmp_path / str(keep), should_stop=lambda: True).run()
+        print_result(told, result, tmp_path, "in MLflow")
+        assert capsys.readouterr().out.splitlines()[-1].startswith(last)
 
 
 def test_a_resumed_run_decays_as_it_is_told_now(config: TrainConfig, tmp_path: Path) -> None:

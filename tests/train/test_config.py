@@ -22,6 +22,8 @@ from train.run import RunOptions
         ({"tokens": 5}, ["--tokens 5", "--global-batch"]),
         ({"steps": 0}, ["--steps 0"]),
         ({"micro_batch": 0}, ["--micro-batch 0"]),
+        ({"seed": 2**63}, ["--seed 9223372036854775808"]),
+        ({"copy_to": "s3://bucket/folder", "keep_checkpoints": 0}, ["--copy-to", "--keep-checkpoints 0"]),
         ({"loss_chunks": 7}, ["--loss-chunks 7", "--micro-batch"]),
         ({"precision": "fp16", "device": "cpu"}, ["--precision fp16", "--device"]),
         ({"reading": Reading(text_field="content")}, ["--text-field", "--stream", "python -m pipeline.tokenize"]),
