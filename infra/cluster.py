@@ -5,6 +5,7 @@ Why not plain ``ray.init()``: it joins whatever cluster happens to run on the ma
 phones home, and leaves ``-m`` modules unimportable in workers started from another folder.
 """
 
+import functools
 import logging
 import os
 import shutil
@@ -72,7 +73,7 @@ def connected(
             # Inherited, and not a runtime_env, for which Ray would throw away the workers it starts in advance.
             os.environ.update(variables)
             os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
-            with _unattended():
+            with _unattended(), _apart():
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
     except (ConnectionError, ValueError) as failure:
         leaving.close()
@@ -123,6 +124,20 @@ def _unattended() -> Iterator[None]:
     nothing = {name: lambda node, **_: None for name in ("start_api_server", "start_monitor", "start_log_monitor")}
     absent = ImportError("no dashboard is wanted")
     with replaced(Node, nothing), replaced(utils, {"get_dashboard_dependency_error": lambda: absent}):
+        yield
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """While the block runs, the Ray that is started leaves our process group, for whose signals it is not meant.
+
+    A SIGTERM to the group (of ``timeout``, or of a scheduler) ended Ray's own store at once, and a command that was
+    saving its state waited a minute for it and failed. Ray's processes end with ours, also when ours is killed.
+    """
+    from ray._private import services
+
+    started = functools.partial(services.ConsolePopen, start_new_session=True)
+    with replaced(services, {"ConsolePopen": started}):
         yield
 
 

@@ -28,7 +28,7 @@ def start(folder: Path, *flags: str) -> subprocess.Popen:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MLFLOW")} | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "train.run", *flags], cwd=folder, env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def test_a_run_survives_everything(small_shards: Path, tmp_path: Path) -> None:
 
     driver = start(tmp_path, "--resume", "long")
     wait_for_step(home, reached + 30, driver)
-    driver.send_signal(signal.SIGTERM)  # a machine that is about to be taken away
+    os.killpg(driver.pid, signal.SIGTERM)  # a machine that is about to be taken away
     asked = time.monotonic()
     printed, _ = driver.communicate(timeout=120)
     assert driver.returncode == 130, printed
