@@ -213,8 +213,8 @@ def continued(options: LadderOptions, folder: Path):
         options, key = replace(options, **values), RunKey(**kept["key"])
     except OSError:
         known = [path.parent.name for path in folder.parent.glob("*/ladder.json")]
-        hint = nearest(folder.name, known) if known else ""
-        raise UserError(f"--resume {folder.name}: there is no ladder in {folder}{hint}.") from None
+        hint = nearest(folder.name, known) if known else "."
+        raise UserError(f"--resume {folder.name}: there is no ladder in {folder}{hint}") from None
     except (ValueError, KeyError, TypeError) as damage:
         raise UserError(
             f"--resume {folder.name}: {folder / 'ladder.json'} is damaged ({damage}); begin a new ladder."

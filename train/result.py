@@ -36,7 +36,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class CycleReport:
-    """One cycle: losses, position, and where the time went. Seconds by the wall clock."""
+    """One cycle: losses, position, and where the time went. Seconds by the device's own clock, see ``measure.mark``."""
 
     step: int
     batches: int

@@ -56,6 +56,8 @@ def main() -> None:
             raise UserError("--config and --resume both bring settings; give one of them.")
         if resume == "":
             raise UserError("--resume is empty: name a run, its folder or a checkpoint.")
+        if resume and (name := command.flag_value("--name")):
+            raise UserError(f"--name {name}: a run that goes on keeps its name; leave --name or --resume out.")
         if resume:
             out = Path(command.flag_value("--out") or defaults.out)
             path = str(find_run(resume, out).config)

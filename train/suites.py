@@ -172,14 +172,14 @@ def find_suite(text: str) -> Suite:
         suite = _from_toml(path) if path.suffix == ".toml" else _from_python(path)
         _refuse_no_settings(suite, path)
         return suite
-    raise UserError(f"--suite {text!r} is not known{nearest(text, SUITES)}. A file ends in .py or .toml.")
+    raise UserError(f"--suite {text!r} is not known{nearest(text, SUITES)} A file ends in .py or .toml.")
 
 
 def nearest(text: str, known: Iterable[str]) -> str:
-    """A phrase that offers the names most like ``text``, or all of them."""
+    """The end of a sentence that offers the names most like ``text``, or all of them."""
     known = list(known)
     close = difflib.get_close_matches(text.lower(), known, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(known)}"
+    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(known)}."
 
 
 def choose(suite: Suite, names: Iterable[str]) -> Suite:

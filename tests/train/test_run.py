@@ -144,6 +144,7 @@ def test_what_one_worker_refused_ends_all_when_they_start_again(tmp_path: Path) 
         (["--model", "huge"], "gpt2-124m"),
         (["--config", "none.json"], "none.json"),
         (["--resume", "never"], "--resume never"),
+        (["--resume", "one", "--name", "two"], "--name two: a run that goes on keeps its name"),
         (["--steps", "3", "--tokens", "70000000"], "--tokens"),
         (["--time-budget", "5"], "5m"),
         (["--text-field", "content"], "--text-field is about books and this run reads none: name them with --stream"),
