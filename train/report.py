@@ -110,7 +110,7 @@ def formula_metrics(config: TrainConfig, result: RunResult) -> dict[str, float |
     """FLOPs a token by every formula that has a name; the MFU without one is PaLM's, and here is causal attention's."""
     counted = {formula.name: formula.flops for formula in formulas(config.model, parameter_count(config.model))}
     return {
-        **{f"flops_per_token/{name.partition(',')[0]}": flops for name, flops in counted.items()},
+        **{f"result/flops_per_token_{name.partition(',')[0]}": flops for name, flops in counted.items()},
         "result/mfu_causal": result.mfu and result.mfu * counted["causal"] / result.flops_per_token,
     }
 

@@ -58,8 +58,8 @@ def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pyt
     assert found.data.metrics["memory/prediction_error"] == pytest.approx(
         predicted / result["memory"]["process"] - 1, rel=1e-6
     )
-    assert found.data.metrics["flops_per_token/PaLM"] == result["flops_per_token"]
-    assert found.data.metrics["flops_per_token/causal"] < result["flops_per_token"]
+    assert found.data.metrics["result/flops_per_token_PaLM"] == result["flops_per_token"]
+    assert found.data.metrics["result/flops_per_token_causal"] < result["flops_per_token"]
     assert found.inputs
     assert found.inputs.dataset_inputs[0].dataset.digest == result["data_fingerprint"][:36]
 
