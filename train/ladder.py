@@ -17,7 +17,8 @@ from infra.storage import write_json
 from infra.units import Bytes, SecondsOrNone
 from train.config import Cycle, CycleText, Device, ModelOrNone, TrainConfig, load_config
 from train.folder import make, new_folder
-from train.suites import Suite, choose, find_suite, nearest, searched, short_form
+from train.suite_files import find_suite
+from train.suites import Suite, choose, nearest, searched, short_form
 
 CYCLE = Cycle()
 TIME_BUDGET, WITHIN = 300.0, 0.005

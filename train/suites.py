@@ -1,16 +1,13 @@
 """The ladders: readable lists of config changes, each of which becomes one measured run.
 
-In: a suite's name or a file, and the config to start from. Out: rungs. A climbing suite keeps each rung's
+In: a suite's name, and the config to start from. Out: rungs. A climbing suite keeps each rung's
 changes for those above it; the others change the baseline one thing at a time. The sizes of the studies
 are theirs: one GPU with 40 GB.
 """
 
 import difflib
-import runpy
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from infra.command import UserError
@@ -163,18 +160,6 @@ def searched(best: TrainConfig) -> Rung:
     return Rung("searched batch", {name: getattr(best, name) for name in names}, new_mathematics=True)
 
 
-def find_suite(text: str) -> Suite:
-    """The suite called ``text``, or the one in the Python or TOML file at that path. Raises ``UserError``."""
-    if text in SUITES:
-        return SUITES[text]
-    path = Path(text)
-    if path.suffix in (".toml", ".py"):
-        suite = _from_toml(path) if path.suffix == ".toml" else _from_python(path)
-        _refuse_no_settings(suite, path)
-        return suite
-    raise UserError(f"--suite {text!r} is not known{nearest(text, SUITES)} A file ends in .py or .toml.")
-
-
 def nearest(text: str, known: Iterable[str]) -> str:
     """The end of a sentence that offers the names most like ``text``, or all of them."""
     known = list(known)
@@ -190,82 +175,6 @@ def choose(suite: Suite, names: Iterable[str]) -> Suite:
         if name not in known:
             raise UserError(f"--rungs {name!r} is not in the suite {suite.name}{nearest(name, known)}")
     return replace(suite, rungs=tuple(rung for rung in suite.rungs if rung.name in names))
-
-
-def _from_toml(path: Path) -> Suite:
-    """``title``, ``climbs``, a table ``base`` and tables ``rung`` with a ``name``, ``new_mathematics`` and fields."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"--suite {path} does not exist.") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as damage:
-        raise UserError(f"--suite {path} cannot be read as TOML: {damage}.") from damage
-    known = ("title", "climbs", "base", "rung")
-    for name in values:
-        if name not in known:
-            raise UserError(f"--suite {path} has {name!r}, which no suite has{nearest(name, known)}")
-    entries, base = values.get("rung"), values.get("base", {})
-    if not (isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries)):
-        raise UserError(f"--suite {path} has no [[rung]].")
-    if not isinstance(base, dict):
-        raise UserError(f"--suite {path}: base is {base!r}; write a table, [base].")
-    rungs = []
-    for number, entry in enumerate(entries, 1):
-        name = entry.pop("name", None)
-        if not isinstance(name, str):
-            raise UserError(f"--suite {path}: rung {number} has no name.")
-        rungs.append(Rung(name, flat(entry), _switch(entry, "new_mathematics", path)))
-    title = str(values.get("title", path.stem))
-    return Suite(path.stem, title, flat(base), tuple(rungs), _switch(values, "climbs", path))
-
-
-def _switch(values: Mapping[str, Any], name: str, path: Path) -> bool:
-    value = values.get(name, False)
-    if not isinstance(value, bool):
-        raise UserError(f"--suite {path}: {name} is {value!r}; write true or false.")
-    return value
-
-
-def _from_python(path: Path) -> Suite:
-    """A file that makes ``SUITE``, a :class:`Suite` or no more than a list of rungs."""
-    if not path.is_file():
-        raise UserError(f"--suite {path} does not exist.")
-    try:
-        found = runpy.run_path(str(path)).get("SUITE")
-    except (Exception, SystemExit) as failure:
-        raise UserError(f"--suite {path} cannot be run: {type(failure).__name__}: {failure}.") from failure
-    if isinstance(found, list):
-        found = Suite(path.stem, path.stem, {}, tuple(found))
-    if not isinstance(found, Suite):
-        raise UserError(
-            f"--suite {path} makes no SUITE; write SUITE = [Rung(...), ...] or Suite(...), both of train.suites."
-        )
-    for rung in found.rungs:
-        if not (isinstance(rung, Rung) and isinstance(rung.changes, Mapping)):
-            raise UserError(f"--suite {path}: {rung!r} is no rung; write Rung('name', {{'setting': value}}).")
-    if not found.rungs:
-        raise UserError(f"--suite {path} has no rung.")
-    return found
-
-
-def _refuse_no_settings(suite: Suite, path: Path) -> None:
-    """Raise ``UserError`` for a name that is no setting, or a value of another type, before any rung is run."""
-    for name, changes in [("the base", suite.base), *((f"rung {rung.name!r}", rung.changes) for rung in suite.rungs)]:
-        try:
-            _settings(TrainConfig(), changes)
-        except UserError as mistake:
-            raise UserError(f"--suite {path}, {name}: {mistake}") from mistake
-
-
-def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """TOML's nested ``[rung.model]`` as ``model.field``; lists as tuples, as configs hold them."""
-    result: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            result |= {f"{name}.{inner}": item for inner, item in value.items()}
-        elif name != "new_mathematics":
-            result[name] = tuple(value) if isinstance(value, list) else value
-    return result
 
 
 def short_form(suite: Suite) -> Suite:
@@ -286,11 +195,11 @@ def short_form(suite: Suite) -> Suite:
 
 def apply(config: TrainConfig, changes: Changes) -> TrainConfig:
     """``config`` with ``changes``. Raises ``UserError`` for an unknown field and for what contradicts itself."""
-    model, parts, whole = _settings(config, changes)
+    model, parts, whole = settings_of(config, changes)
     return replace(config, model=replace(model, **parts), **whole)
 
 
-def _settings(config: TrainConfig, changes: Changes) -> tuple[ModelConfig, dict[str, Any], dict[str, Any]]:
+def settings_of(config: TrainConfig, changes: Changes) -> tuple[ModelConfig, dict[str, Any], dict[str, Any]]:
     """The model to start from, its changed fields, and those of ``config``; each exists and is of its type."""
     known = {f.name for f in fields(TrainConfig)} | {f"model.{f.name}" for f in fields(ModelConfig)}
     known = (known | {"batch", "vocabulary_multiple"}) - {"data"}  # which is the ladder's

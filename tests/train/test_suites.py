@@ -8,7 +8,8 @@ import pytest
 from infra.command import UserError
 from train.climb import largest_batch
 from train.config import PRESETS, Cycle, TrainConfig
-from train.suites import A100, SUITES, Rung, Suite, apply, choose, find_suite, searched, short_form
+from train.suite_files import find_suite
+from train.suites import A100, SUITES, Rung, Suite, apply, choose, searched, short_form
 
 START = TrainConfig(device="cuda", steps=10)
 
