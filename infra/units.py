@@ -5,6 +5,7 @@ Memory limits are argued in gigabytes of two kinds, so a flag always says which.
 
 import math
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Annotated, Any
 
@@ -63,6 +64,19 @@ def format_duration(seconds: float) -> str:
     return "".join(f"{n}{unit}" for n, unit in parts if n)
 
 
+def one_word(
+    metavar: str, kind: type | tuple[type, ...], parse: Callable[[str], Any], write: Callable[[Any], str]
+) -> PrimitiveConstructorSpec[Any]:
+    """How a flag's value of ``kind`` is read from one word of the command line, and shown as its default in --help."""
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda args: parse(args[0]),
+        is_instance=lambda x: isinstance(x, kind),
+        str_from_instance=lambda value: [write(value)],
+    )
+
+
 def or_none(spec: PrimitiveConstructorSpec[Any]) -> PrimitiveConstructorSpec[Any]:
     """``spec`` for a flag that may be left out: of a union, tyro's refusal would show the parsers' own insides."""
     return PrimitiveConstructorSpec(
@@ -74,20 +88,8 @@ def or_none(spec: PrimitiveConstructorSpec[Any]) -> PrimitiveConstructorSpec[Any
     )
 
 
-_SIZE = PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="SIZE",
-    instance_from_str=lambda args: parse_size(args[0]),
-    is_instance=lambda x: isinstance(x, int),
-    str_from_instance=lambda size: [format_size(size)],
-)
-_DURATION = PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="DURATION",
-    instance_from_str=lambda args: parse_duration(args[0]),
-    is_instance=lambda x: isinstance(x, (int, float)),
-    str_from_instance=lambda seconds: [format_duration(seconds)],
-)
+_SIZE = one_word("SIZE", int, parse_size, format_size)
+_DURATION = one_word("DURATION", (int, float), parse_duration, format_duration)
 
 Bytes = Annotated[int, _SIZE]
 """A number of bytes, written with its unit on the command line."""

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from tyro.constructors import PrimitiveConstructorSpec
 
 from infra.command import UserError
-from infra.units import SecondsOrNone, or_none
+from infra.units import SecondsOrNone, one_word, or_none
 from pipeline.config import Reading
 from train.rules import divisors as divisors
 from train.rules import refuse_contradictions, refuse_other_types
@@ -100,13 +99,7 @@ def format_model(model: ModelConfig) -> str:
     return min(texts, key=lambda text: text.count(","))
 
 
-_MODEL = PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="PRESET[,FIELD=VALUE...]",
-    instance_from_str=lambda args: parse_model(args[0]),
-    is_instance=lambda x: isinstance(x, ModelConfig),
-    str_from_instance=lambda model: [format_model(model)],
-)
+_MODEL = one_word("PRESET[,FIELD=VALUE...]", ModelConfig, parse_model, format_model)
 Model = Annotated[ModelConfig, _MODEL]
 ModelOrNone = Annotated[ModelConfig | None, or_none(_MODEL)]
 
@@ -130,16 +123,7 @@ class Cycle:
         return f"{self.train}+{self.val}"
 
 
-CycleText = Annotated[
-    Cycle,
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="N+M",
-        instance_from_str=lambda args: Cycle.parse(args[0]),
-        is_instance=lambda x: isinstance(x, Cycle),
-        str_from_instance=lambda cycle: [str(cycle)],
-    ),
-]
+CycleText = Annotated[Cycle, one_word("N+M", Cycle, Cycle.parse, str)]
 
 
 @dataclass(frozen=True)

@@ -61,17 +61,17 @@ def main() -> None:
 
 def profile(options: ProfileOptions) -> None:
     """Profile a configuration from its options; torch and MLflow are imported when the flags are known to be right."""
+    if options.training.stream:
+        raise UserError(
+            f"--stream {' '.join(options.training.stream)} is not profiled: make token shards with 'python -m "
+            "pipeline.tokenize' and give them with --data."
+        )
     from infra import provenance
     from infra.tracking import Tracker, create_run, how_to_look
     from pipeline.shards import read_manifest
     from train import report
     from train.recording import record
 
-    if options.training.stream:
-        raise UserError(
-            f"--stream {' '.join(options.training.stream)} is not profiled: make token shards with 'python -m "
-            "pipeline.tokenize' and give them with --data."
-        )
     manifest = read_manifest(options.training.data)
     preset = format_model(options.training.model).partition(",")[0]
     name = options.name or f"profile-{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
