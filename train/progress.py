@@ -5,6 +5,7 @@ other files. Imports no torch, so that commands find what they continue before a
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,13 @@ def newest(folder: Path) -> Path | None:
     return next((found for found in reversed(checkpoints_in(folder)) if damage(found) is None), None)
 
 
+def passed_over(checkpoint: Path) -> Iterator[str]:
+    """A line for each damaged checkpoint behind ``checkpoint``, the newest sound one, saying what is wrong with it."""
+    for later in checkpoints_in(checkpoint.parent):
+        if later.name > checkpoint.name and (fault := damage(later)):
+            yield f"{later} is damaged: {fault}; going on from {checkpoint.name} instead."
+
+
 def damage(checkpoint: Path, only: str | None = None) -> str | None:
     """What is wrong with a checkpoint, or with the ``only`` file of it that matters; None when nothing is."""
     try:
@@ -59,7 +67,7 @@ def damage(checkpoint: Path, only: str | None = None) -> str | None:
             if checksum(checkpoint / file) != expected:
                 return f"{file} is not what was written"
     except UserError as unreadable:
-        return str(unreadable)
+        return str(unreadable).rstrip(".")  # more of a sentence follows
     return None
 
 

@@ -16,13 +16,13 @@ import tyro
 
 from infra import command
 from infra.cluster import connected
-from infra.command import INTERRUPTED, UserError, console
+from infra.command import INTERRUPTED, UserError, console, errors
 from infra.run_key import RunKey
 from infra.storage import write_json
 from pipeline.shards import Manifest
 from train.config import TrainConfig, format_model, load_config
 from train.folder import RunFolder, find_run, make, new_folder
-from train.progress import newest, read_progress
+from train.progress import newest, passed_over, read_progress
 from train.resume import refuse_finished, refuse_other_run
 from train.source import absolute, manifest_of
 from train.text import refuse_foreign_ids
@@ -87,6 +87,8 @@ def train(options: RunOptions) -> int:
         home = find_run(options.resume, options.out)
         resume = newest(home.checkpoints)
         assert resume is not None
+        for line in passed_over(resume):
+            errors.print(line, markup=False)
         progress = read_progress(resume)
         refuse_other_run(resume, progress, config, manifest)
         if home.is_finished():

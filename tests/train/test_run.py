@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
+from infra.storage import write_json
 from infra.tracking import store_uri
 from train import run, worker
-from train.config import config_from_json
+from train.config import ModelConfig, TrainConfig, config_from_json
 from train.folder import RunFolder
 from train.loop import Trainer
 from train.result import CycleReport
@@ -158,6 +159,27 @@ def test_a_mistake_gets_one_sentence(
     message = capfd.readouterr().err
     assert named in message
     assert "Traceback" not in message
+
+
+def test_a_damaged_checkpoint_is_named_before_the_run_goes_on_from_an_older_one(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
+) -> None:
+    home = RunFolder(Path("runs/one"))
+    config = TrainConfig(
+        data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=6, checkpoint_every=2, device="cpu",
+        keep_checkpoints=3,
+    )  # fmt: skip
+    Trainer(config, checkpoints=home.checkpoints).run()
+    write_json(home.config, config.to_json())
+    (home.checkpoints / "step-00000004" / "progress.json").unlink()
+    (home.checkpoints / "step-00000006" / "model.safetensors").write_bytes(b"")
+    assert command(monkeypatch, "--resume", "one", "--seed", "1") == 2
+    unreadable, emptied, refusal = capfd.readouterr().err.splitlines()
+    assert "step-00000004 is no checkpoint that can be read" in unreadable
+    assert "step-00000006 is damaged: model.safetensors is not what was written; " in emptied
+    assert all(line.endswith("; going on from step-00000002 instead.") for line in (unreadable, emptied))
+    assert ".;" not in unreadable
+    assert "step-00000002 was trained with --seed 0 and not 1" in refusal
 
 
 def test_damaged_shards_are_named(
