@@ -218,6 +218,11 @@ def print_result(config: TrainConfig, result: RunResult, folder: Path, in_mlflow
         console.print(
             f"the last good checkpoint is kept; go on from it more gently: {resume_command(folder)} --learning-rate ..."
         )
+    elif result.outcome == "diverged":
+        console.print(
+            "no checkpoint was kept: start again with another --name, and more gently, with --learning-rate below "
+            f"{config.learning_rate:g} or, in a long run, --warmup-steps above {config.warmup_steps}"
+        )
     elif result.outcome == "oom":
         console.print("try again with a smaller --micro-batch: accumulation keeps the global batch as it is")
 

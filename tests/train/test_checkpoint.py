@@ -157,6 +157,17 @@ def test_an_interrupted_run_names_the_command_that_continues_it_if_one_can(
         assert capsys.readouterr().out.splitlines()[-1].startswith(last)
 
 
+def test_a_run_that_diverged_says_how_to_train_more_gently(
+    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wild = dataclasses.replace(config, learning_rate=1e30, warmup_steps=0)
+    result = Trainer(wild, checkpoints=tmp_path).run()
+    assert (result.outcome, result.checkpoint) == ("diverged", None)
+    for saved, last in ((None, "--learning-rate below 1e+30 or, "), ("step-7", "the last good checkpoint is kept")):
+        print_result(wild, dataclasses.replace(result, checkpoint=saved), tmp_path, "in MLflow")
+        assert last in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_a_resumed_run_decays_as_it_is_told_now(config: TrainConfig, tmp_path: Path) -> None:
     saved = Trainer(config, checkpoints=tmp_path).run().checkpoint
     assert saved
