@@ -9,6 +9,7 @@ arrive. Neither costs an actor or a call into Ray during training.
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -96,6 +97,16 @@ class RunFolder:
         """Be the only command that runs or continues this run. Raises ``UserError``."""
         with held(self.path / ".command", f"another command is training in {self.path}: wait for it, or end it."):
             yield
+
+    @contextmanager
+    def cleared(self) -> Iterator[None]:
+        """Remove this new folder, so that its name is free again, when the block fails before a cycle or checkpoint."""
+        try:
+            yield
+        except BaseException:
+            if not (self.cycles.exists() or self.result.exists() or checkpoints_in(self.checkpoints)):
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
 
     def append(self, report: CycleReport) -> None:
         """Add a cycle to the log, durably."""

@@ -107,6 +107,7 @@ def train(options: RunOptions) -> int:
             if not resume:
                 make(home.path)
                 held.enter_context(home.driven())
+                held.enter_context(home.cleared())
             return _recorded(options, config, manifest, home, resume)
 
 

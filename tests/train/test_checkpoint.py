@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from infra.command import UserError
 from train.config import Cycle, ModelConfig, TrainConfig
 from train.cycle import trouble
-from train.folder import RunFolder, find_run, new_folder
+from train.folder import RunFolder, find_run, make, new_folder
 from train.loop import Trainer
 from train.progress import checkpoints_in, newest
 from train.report import print_result
@@ -183,6 +183,17 @@ def test_one_command_drives_a_run(tmp_path: Path) -> None:
         pass
     with home.driven():
         pass
+
+
+@pytest.mark.parametrize("left", ["config.json", "cycles.jsonl", "result.json", "checkpoints/step-00000007"])
+def test_a_new_run_that_fails_leaves_its_folder_only_where_it_trained(tmp_path: Path, left: str) -> None:
+    home = RunFolder(tmp_path / "one")
+    make(home.path)
+    home.checkpoints.mkdir()
+    (home.path / left).touch()
+    with pytest.raises(UserError, match="no GPU"), home.driven(), home.cleared():
+        raise UserError("no GPU")
+    assert home.path.exists() is (left != "config.json")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "x" * 300])
