@@ -178,6 +178,8 @@ class Climb:
             except (Interrupted, launch.ControllerDied):
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
+            except UserError as refused:
+                result, reason = None, worker_reason(refused)
             except Exception as failure:  # noqa: BLE001 one rung's failure is a row of the table, not the ladder's end
                 result, reason = None, worker_reason(failure)
                 (folder / "failure.txt").write_text("".join(traceback.format_exception(failure)), encoding="utf-8")
@@ -201,6 +203,11 @@ def _kept(path: Path, config: TrainConfig) -> Measured | None:
         return found if same and found.tokens_per_second is not None else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a run in the ladder's ``folder`` trained, or failed in a way that is to be looked into there."""
+    return any(path.name in ("cycles.jsonl", "failure.txt") for path in folder.glob("*/*"))
 
 
 def worker_reason(failure: Exception) -> str:

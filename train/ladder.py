@@ -6,6 +6,7 @@ In: a suite, token shards, and a budget a rung. Out: ``runs/NAME/`` with a folde
 
 import json
 import math
+import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -98,7 +99,8 @@ def climb(options: LadderOptions) -> int:
     from infra.tracking import Tracker, create_run, how_to_look, open_store
     from pipeline.shards import read_manifest
     from train import ladder_report
-    from train.climb import Climb, Interrupted
+    from train.climb import Climb, Interrupted, has_begun
+    from train.launch import ControllerDied
 
     before = ladder_report.load(options.compare, options.out) if options.compare else None
     if options.resume:
@@ -131,6 +133,10 @@ def climb(options: LadderOptions) -> int:
             status = "KILLED"
             console.print(f"continue with: python -m train.ladder --resume {folder.name} --out {options.out}")
             return INTERRUPTED
+        except UserError as refused:
+            if not (options.resume or has_begun(folder) or isinstance(refused, ControllerDied)):
+                shutil.rmtree(folder, ignore_errors=True)  # its name is for the corrected command
+            raise
         finally:
             tracker.finish(status)
     console.print(how_to_look(key, children_by="result/tokens_per_second"), markup=False)

@@ -1,6 +1,7 @@
 """Whole ladders in their short form, and the command's refusals; one is interrupted in tests/test_main_job.py."""
 
 import json
+import shutil
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -207,6 +208,29 @@ def test_a_ladder_that_was_killed_leaves_no_run_behind_that_seems_to_run(
     killed = [run.info.run_id for run in runs if run.info.status == "KILLED"]
     assert killed == [rung.info.run_id]
     assert sorted(run.info.status for run in runs) == ["FINISHED"] * 4 + ["KILLED"], "the ladder, two controls, a rung"
+
+
+def test_a_ladder_whose_baseline_is_refused_leaves_its_name_for_the_corrected_one(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
+) -> None:
+    monkeypatch.setattr(climb.launch, "run", here)
+    monkeypatch.setattr(climb, "connected", lambda *_, **__: nullcontext())
+    shard = shutil.copytree(small_shards, Path("tokens")) / "train/00000.arrow"
+    flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", "tokens", "--device", "cpu"]
+    flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0"]
+    assert command(monkeypatch, *flags, "--name", "first", "--fit", "--memory-limit", "1MB") == 2
+    assert "not even one sequence fits" in capfd.readouterr().err
+    shard.rename("taken away")
+    assert command(monkeypatch, *flags, "--name", "first") == 2
+    assert "00000.arrow" in capfd.readouterr().err
+    Path("taken away").rename(shard)
+    assert command(monkeypatch, *flags, "--name", "first") == 0
+
+    shutil.rmtree("runs/first/control-00")
+    shard.unlink()
+    assert command(monkeypatch, "--resume", "first") == 2
+    assert Path("runs/first/01-checkpointing/rung.json").exists(), "an earlier command's work stays"
+    assert Path("runs/first/control-00/rung.json").exists()
 
 
 def test_a_mistyped_ladder_is_answered_with_the_nearest(
