@@ -1,7 +1,8 @@
 """Copies of a run's checkpoints in object storage, from which another machine goes on when this one is gone.
 
 In: a checkpoint on disk and a URI (``s3://``, ``gs://``). Out: ``URI/NAME/step-00000123/``, of which
-``progress.json`` is written last and removed first, so that what has one is whole; and back again.
+``progress.json`` is written last and removed first, so that what has one is whole; and back again. With each goes
+what the run has reported, without which its curves in MLflow would begin there on a machine that knows nothing of it.
 """
 
 import shutil
@@ -12,17 +13,20 @@ import pyarrow.fs as fs
 from infra.command import UserError
 from infra.storage import TEMPORARY, write_json
 from pipeline.files import locate, store
+from train.folder import RunFolder
 from train.progress import PROGRESS, newest, read_progress
 
 
 def upload(checkpoint: Path, run: str, uri: str, keep: int) -> None:
-    """Copy ``checkpoint`` of the run ``run`` to ``uri`` and remove all but its newest ``keep`` there.
+    """Copy ``checkpoint`` of the run ``run``, and its cycles, to ``uri`` and remove all but its newest ``keep`` there.
 
     Raises ``OSError`` when the storage does not take it.
     """
     system, root = locate(uri)
     target = f"{root}/{run}/{checkpoint.name}"
-    for file in sorted(checkpoint.iterdir(), key=lambda file: file.name == PROGRESS):
+    cycles = RunFolder(checkpoint.parents[1]).cycles
+    files = sorted(checkpoint.iterdir(), key=lambda file: file.name == PROGRESS)
+    for file in [cycles, *files] if cycles.exists() else files:
         store(file, system, f"{target}/{file.name}")
     for old in _steps(system, f"{root}/{run}")[:-keep]:
         system.delete_file(f"{old}/{PROGRESS}")
@@ -49,7 +53,13 @@ def download(uri: str, out: Path) -> Path:
     temporary.rename(folder / "checkpoints" / name)
     if newest(folder / "checkpoints") is None:
         raise UserError(f"--resume {uri}: {name} is damaged there; remove it to go on from the one before it.")
-    write_json(folder / "config.json", read_progress(folder / "checkpoints" / name).config)
+    progress = read_progress(folder / "checkpoints" / name)
+    run = RunFolder(folder)
+    copied = folder / "checkpoints" / name / run.cycles.name
+    if copied.exists():
+        copied.replace(run.cycles)
+        run.rewind(progress.reported)  # training went on while it was copied
+    write_json(run.config, progress.config)
     return folder
 
 

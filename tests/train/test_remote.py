@@ -1,20 +1,27 @@
 """Checkpoints in object storage: copied as they are written, and the run goes on from them on another machine."""
 
 import dataclasses
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pyarrow.fs
 import pytest
+from mlflow.tracking import MlflowClient
 
 from infra.command import UserError
+from infra.storage import write_json
 from train import checkpoint
 from train.config import Cycle, ModelConfig, TrainConfig
-from train.folder import find_run
+from train.folder import RunFolder, find_run
 from train.loop import Trainer
-from train.progress import newest
+from train.progress import newest, read_progress
 from train.result import CycleReport
 
 
@@ -54,6 +61,42 @@ def test_a_run_goes_on_from_its_copy(config: TrainConfig, bucket: str, tmp_path:
     rest: list[CycleReport] = []
     Trainer(config, on_cycle=rest.append, resume=found).run()
     assert [(r.step, r.step_losses) for r in rest] == [(r.step, r.step_losses) for r in straight[1:]]
+
+
+def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
+    config: TrainConfig, bucket: str, tmp_path: Path
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    write_json(here / "config.json", dataclasses.replace(config, checkpoint_every=7, steps=40_000).to_json())
+    flags = ["--config", "config.json", "--copy-to", f"s3://runs/kept{bucket}", "--name", "one"]
+    lost = subprocess.Popen([sys.executable, "-m", "train.run", *flags], cwd=here)
+    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://runs{bucket}")
+    deadline = time.monotonic() + 240
+    while not system.get_file_info("runs/kept/one/step-00000056/progress.json").is_file:
+        assert lost.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for process in (psutil.Process(lost.pid), *psutil.Process(lost.pid).children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    lost.wait()
+
+    uri = f"s3://runs/kept/one{bucket}"
+    copied = newest(find_run(uri, there / "runs").checkpoints)
+    assert copied
+    known, end = read_progress(copied).reported, read_progress(copied).step + 30
+    resumed = [sys.executable, "-m", "train.run", "--resume", uri, "--steps", str(end)]
+    printed = subprocess.run(resumed, cwd=there, capture_output=True, text=True, timeout=240, check=True).stdout
+    assert printed.count("tok/sec") == -((known - end) // 10), "of the cycles, those that are new"
+    client = MlflowClient(f"sqlite:///{there}/mlflow.db")
+    (run,) = client.search_runs(["1"])
+    curve = [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "loss/step")]
+    assert [step for step, _ in curve] == list(range(1, end + 1))
+    cycles = [json.loads(line) for line in RunFolder(here / "runs" / "one").cycles.read_text().splitlines()]
+    before = [loss for cycle in cycles for loss in cycle["step_losses"]]
+    assert [loss for _, loss in curve][:known] == before[:known]
 
 
 def test_a_storage_that_is_away_for_a_while_is_asked_again(
