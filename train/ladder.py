@@ -155,7 +155,18 @@ def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
     """The suite, chosen and fitted to the device, and the config that its baseline starts from."""
     import torch
 
-    suite = find_suite(options.suite)
+    config = TrainConfig(
+        data=options.data.resolve(),
+        model=options.model or TrainConfig.model,
+        seed=options.seed,
+        device=options.device,
+        cycle=options.cycle,
+        keep_checkpoints=0,
+        within=options.within or None,
+        steps=options.steps,
+        time_budget=None if options.steps is not None else options.time_budget or TIME_BUDGET,
+    )
+    suite = find_suite(options.suite, config)
     if options.rungs:
         suite = choose(suite, options.rungs)
     on_cpu = options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available())
@@ -167,19 +178,7 @@ def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
         suite = replace(suite, rungs=(*suite.rungs, searched(load_config(options.best, "--best"))))
     if options.model:
         suite = replace(suite, base={name: value for name, value in suite.base.items() if name != "model"})
-    config = TrainConfig(
-        data=options.data.resolve(),
-        seed=options.seed,
-        device=options.device,
-        cycle=options.cycle,
-        keep_checkpoints=0,
-        within=options.within or None,
-    )
-    if options.model:
-        config = replace(config, model=options.model)
-    if options.steps is not None:
-        return suite, replace(config, steps=options.steps)
-    return suite, replace(config, time_budget=options.time_budget or TIME_BUDGET)
+    return suite, config
 
 
 def saved(options: LadderOptions) -> dict[str, object]:

@@ -1,27 +1,32 @@
 """Ladders of one's own: a Python or TOML file becomes a suite, or is refused before its first rung is run.
 
-In: the text of ``--suite``. Out: a ``Suite``, ours by its name or the user's by its file.
+In: the text of ``--suite``, and the config that its ladder starts from. Out: a ``Suite``, ours by its
+name or the user's by its file.
 """
 
 import runpy
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from infra.command import UserError
 from train.config import TrainConfig
-from train.suites import SUITES, Rung, Suite, nearest, settings_of
+from train.suites import SUITES, Changes, Rung, Suite, apply, nearest
 
 
-def find_suite(text: str) -> Suite:
-    """The suite called ``text``, or the one in the Python or TOML file at that path. Raises ``UserError``."""
+def find_suite(text: str, start: TrainConfig) -> Suite:
+    """The suite called ``text``, or the one in the Python or TOML file at that path, which goes on from ``start``.
+
+    Raises ``UserError``.
+    """
     if text in SUITES:
         return SUITES[text]
     path = Path(text)
     if path.suffix in (".toml", ".py"):
         suite = _from_toml(path) if path.suffix == ".toml" else _from_python(path)
-        _refuse_no_settings(suite, path)
+        _refuse_mistakes(suite, path, start)
         return suite
     raise UserError(f"--suite {text!r} is not known{nearest(text, SUITES)} A file ends in .py or .toml.")
 
@@ -82,13 +87,23 @@ def _from_python(path: Path) -> Suite:
     return found
 
 
-def _refuse_no_settings(suite: Suite, path: Path) -> None:
-    """Raise ``UserError`` for a name that is no setting, or a value of another type, before any rung is run."""
-    for name, changes in [("the base", suite.base), *((f"rung {rung.name!r}", rung.changes) for rung in suite.rungs)]:
+def _refuse_mistakes(suite: Suite, path: Path, start: TrainConfig) -> None:
+    """Raise ``UserError`` for a config that no machine could run, before any rung is run.
+
+    What is right and only cannot be run here becomes a row with its reason when its turn comes.
+    """
+
+    def made(name: str, state: TrainConfig, changes: Changes) -> TrainConfig:
         try:
-            settings_of(TrainConfig(), changes)
+            return apply(state, changes)
         except UserError as mistake:
             raise UserError(f"--suite {path}, {name}: {mistake}") from mistake
+
+    anywhere = replace(start, device="cuda")  # of which the rules refuse nothing, nor ask whether there is one
+    state = made("the base", anywhere, suite.base)
+    for rung in suite.rungs:
+        config = made(f"rung {rung.name!r}", state, rung.changes)
+        state = config if suite.climbs else state
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def test_accumulation_keeps_the_mathematics() -> None:
 @pytest.mark.parametrize(("wrong", "offered"), [("a10", "a100"), ("memroy", "memory"), ("xyz", "a100, loop")])
 def test_an_unknown_suite_is_answered_with_the_nearest(wrong: str, offered: str) -> None:
     with pytest.raises(UserError, match=offered):
-        find_suite(wrong)
+        find_suite(wrong, START)
 
 
 def test_an_unknown_rung_is_answered_with_the_nearest() -> None:
@@ -78,7 +78,7 @@ def test_a_suite_from_toml(tmp_path: Path) -> None:
         '[[rung]]\nname = "untied"\nnew_mathematics = true\n[rung.model]\ntied = false\n'
         '[[rung]]\nname = "no sync"\nnaive = []\n'
     )
-    suite = find_suite(str(path))
+    suite = find_suite(str(path), START)
     assert suite.rungs[0] == Rung("untied", {"model.tied": False}, new_mathematics=True)
     state = apply(apply(START, suite.base), suite.rungs[0].changes)
     assert (state.model.tied, state.global_batch, state.naive) == (False, 4, ("sync",))
@@ -91,10 +91,10 @@ def test_a_suite_from_python(tmp_path: Path) -> None:
         "from train.suites import Rung, Suite\n"
         "SUITE = Suite('mine', 'Mine', {'batch': 8}, tuple(Rung(f'{n}', {'batch': n}) for n in (2, 4)))\n"
     )
-    suite = find_suite(str(path))
+    suite = find_suite(str(path), START)
     assert [apply(START, rung.changes).micro_batch for rung in suite.rungs] == [2, 4]
     path.write_text("from train.suites import Rung\nSUITE = [Rung(f'{n}', {'batch': n}) for n in (2, 4)]\n")
-    assert find_suite(str(path)) == replace(suite, title="mine", base={})
+    assert find_suite(str(path), START) == replace(suite, title="mine", base={})
 
 
 @pytest.mark.parametrize(
@@ -112,20 +112,48 @@ def test_a_suite_from_python(tmp_path: Path) -> None:
         ("[[rung]]\nname = 'a'\nprecison = 'bf16'", "rung 'a': .*did you mean precision"),
         ("[base]\nmodel = 'tyni'\n[[rung]]\nname = 'a'", "the base: .*'tyni' is no preset"),
         ("[base]\nsteps = 'many'\n[[rung]]\nname = 'a'", "steps is 'many'"),
+        ("[[rung]]\nname = 'a'\noptimizer = 'adamx'", "bad.toml, rung 'a': --optimizer adamx is not known"),
+        ("[base]\nmicro_batch = -1\n[[rung]]\nname = 'a'", "bad.toml, the base: --micro-batch -1 must be at least 1"),
+        ("[[rung]]\nname = 'a'\n[rung.model]\nheads = 7", "rung 'a': model width=768 is not divisible by heads=7"),
+        ("[[rung]]\nname = 'a'\nattention = 'flash'\nprecision = 'fp32'", "rung 'a': .*exclude each other"),
+        ("[[rung]]\nname = 'a'\ntokens = 1000000", "rung 'a': --steps and --tokens both end the run"),
+        (
+            "climbs = true\n[[rung]]\nname = 'a'\nloss = 'fused'\n[[rung]]\nname = 'b'\nloss_chunks = 2",
+            "rung 'b': --loss fused and --loss-chunks 2 exclude each other",
+        ),
     ],
 )
 def test_a_bad_file_is_refused_with_its_fault(tmp_path: Path, text: str, named: str) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(text)
     with pytest.raises(UserError, match=named):
-        find_suite(str(path))
+        find_suite(str(path), START)
+
+
+def test_what_only_this_machine_cannot_run_is_no_fault_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        '[[rung]]\nname = "scaler"\nprecision = "fp16"\n[[rung]]\nname = "8 bits"\nfp8 = true\n'
+        '[[rung]]\nname = "the GPU\'s"\nattention = "cudnn"\n'
+        '[[rung]]\nname = "chunks"\nloss_chunks = 2\n[[rung]]\nname = "fused"\nloss = "fused"\n'
+    )
+    suite = find_suite(str(path), replace(START, device="cpu"))
+    assert [rung.name for rung in suite.rungs] == ["scaler", "8 bits", "the GPU's", "chunks", "fused"]
+
+
+def test_a_suite_without_a_model_is_read_with_the_ladders(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[[rung]]\nname = 'a'\n[rung.model]\nheads = 5")
+    with pytest.raises(UserError, match="not divisible by heads=5"):
+        find_suite(str(path), START)
+    assert find_suite(str(path), replace(START, model=replace(START.model, width=100, heads=10))).rungs
 
 
 def test_a_python_file_that_fails_is_refused_with_its_fault(tmp_path: Path) -> None:
     path = tmp_path / "bad.py"
     path.write_text("SUITE = 1 / 0")
     with pytest.raises(UserError, match="ZeroDivisionError: division by zero"):
-        find_suite(str(path))
+        find_suite(str(path), START)
     for text, named in (
         ("SUITE = 3", "makes no SUITE"),
         ("raise SystemExit", "SystemExit"),
@@ -135,7 +163,7 @@ def test_a_python_file_that_fails_is_refused_with_its_fault(tmp_path: Path) -> N
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=named):
-            find_suite(str(path))
+            find_suite(str(path), START)
 
 
 @pytest.mark.parametrize(
