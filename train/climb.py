@@ -227,6 +227,7 @@ def refuse_unsuited(before: TrainConfig, config: TrainConfig, rung: Rung) -> Non
         if set(config.naive) ^ set(before.naive) == {"pages"}:
             raise UserError("the pages are a CPU's; torch keeps a GPU's memory by itself")
         return
+    replace(config, device="cpu")  # asks its rules here: with auto a worker would, started again by every resume
     changed = set(rung.changes)
     if "precision" in changed and config.precision == "tf32":
         raise UserError("TF32 is a GPU's; a CPU computes the same fp32")

@@ -260,6 +260,9 @@ def test_a_rung_that_says_nothing_here_is_named(small_shards: Path, small_model:
     with pytest.raises(UserError, match="the pages are a CPU's"):
         refuse_unsuited(on_gpu, replace(on_gpu, naive=()), rung)
     refuse_unsuited(replace(on_gpu, device="cpu"), replace(on_gpu, device="cpu", naive=()), rung)
+    if not torch.cuda.is_available():  # which auto finds here, before a worker is started to find it
+        with pytest.raises(UserError, match="--precision fp16 and --device cpu exclude each other"):
+            refuse_unsuited(config, replace(config, precision="fp16"), Rung("fp16", {"precision": "fp16"}))
     with pytest.raises(UserError, match="--attention cudnn"):
         Trainer(replace(config, device="cpu", attention="cudnn")).run()
 
