@@ -13,7 +13,8 @@ import torch
 from matplotlib.figure import Figure
 
 CATEGORIES = ("parameters", "optimizer state", "inputs", "temporary", "activations", "gradients", "autograd", "other")
-COLOURS = ("#4477aa", "#228833", "#aaaaaa", "#ccbb44", "#ee6677", "#aa3377", "#66ccee", "#bbbbbb")
+COLOURS = ("#0072b2", "#009e73", "#000000", "#f0e442", "#d55e00", "#cc79a7", "#56b4e9", "#e69f00")
+"""Okabe and Ito's eight, which the colour-blind tell apart too."""
 
 
 def draw(recorder: Any, device: str, path: Path) -> Path:

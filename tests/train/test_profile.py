@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 from mlflow.tracking import MlflowClient
 from torch._C._autograd import DeviceType
 
 from infra.tracking import store_uri
-from train import intensity, profile, recording
+from train import intensity, memory_timeline, profile, recording
 from train.batches import NEXT_BATCH
 from train.config import ModelConfig, TrainConfig
 from train.model import GPT
@@ -150,6 +151,23 @@ def test_a_profile_on_the_cpu(
     assert {f.path for f in client.list_artifacts(run.info.run_id)} >= {"trace.json.gz", "memory.png", "profile.json"}
     assert command(monkeypatch, *flags, "--name", "one") == 2
     assert "exists already: give another --name." in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "vision",
+    [
+        [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]],
+        [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+        [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    ],
+    ids=["all cones", "no red cones", "no green cones"],
+)
+def test_the_memory_pictures_colours_are_told_apart(vision: list[list[float]]) -> None:
+    """Also by the colour-blind, whose sight these matrices put into numbers (Machado et al., 2009)."""
+    colours = torch.tensor([to_rgb(colour) for colour in memory_timeline.COLOURS])
+    seen = (colours**2.2 @ torch.tensor(vision).T).clamp(0, 1) ** (1 / 2.2)
+    assert len(colours) == len(memory_timeline.CATEGORIES)
+    assert torch.nn.functional.pdist(seen).min() > 0.15
 
 
 def test_a_compiled_batch_that_does_not_fit_eagerly_is_profiled(
