@@ -9,6 +9,7 @@ import gzip
 import os
 import shutil
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
             return plain(*batch)
 
     trainer.forward = forward
-    with memory_timeline.history(folder, cuda=cuda):
+    compiled = config.compile != "off"
+    with memory_timeline.history(folder, cuda=cuda), named_kernels() if compiled and not cuda else nullcontext():
         result = trainer.run()
     if result.outcome != "finished":
         raise UserError(f"the run to profile ended early, {result.outcome}: {result.reason}.")
@@ -69,7 +71,7 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
     length = config.model.context_length
     tokens = torch.zeros(config.micro_batch, length, dtype=torch.int64, device=trainer.device)
-    work, compiled = {}, config.compile != "off"
+    work = {}
     if trainer.config.attention != "flex":  # whose operator cannot be looked into
 
         def once() -> None:
@@ -87,6 +89,17 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     words += [f"{kind}: {counted.intensity:.1f} FLOPs a byte moved{before}." for kind, counted in work.items()]
     write_json(folder / "profile.json", asdict(found) | {"findings": words})
     return found, words
+
+
+def named_kernels() -> AbstractContextManager[None]:
+    """A context in which what is compiled for the CPU tells torch's profiler of each of its kernels, by name.
+
+    Otherwise their time is put down to the graph that calls them: the profiler sees what torch dispatches, and they
+    are called directly.
+    """
+    import torch._inductor.config as inductor  # takes a second, which uncompiled runs need not wait
+
+    return inductor.patch({"cpp.enable_kernel_profile": True})
 
 
 def _export(recorder: torch.profiler.profile, path: Path) -> None:

@@ -72,7 +72,8 @@ def kind_of(name: str) -> str:
     if "log_softmax" in low or "logsoftmax" in low:
         return "norms and loss"
     kinds = [kind for kind, words in CLASSES.items() if any(word in low for word in words)]
-    if low.startswith("triton_"):  # and named after all that is in it, casts too, which are no copies there
+    fused = low.startswith("triton_") or "cpp_fused_" in low
+    if fused:  # and named after all that is in it, casts too, which are no copies there
         kinds = [kind for kind in kinds if kind != "copies"]
         if not low.startswith("triton_tem_"):  # a product's bias alone: the product is a template or the library's
             kinds = [kind for kind in kinds if kind != "matmul"]

@@ -53,6 +53,8 @@ def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
         ("triton_tem_fused__to_copy_mm_t_7", "matmul"),
         ("triton_poi_fused_addmm_gelu_view_3", "element-wise"),
         ("triton_per_fused_add_addmm_native_layer_norm_view_2", "norms and loss"),
+        ("graph_0_cpp_fused__to_copy_addmm_gelu_view_2", "element-wise"),
+        ("graph_0_cpp_fused__to_copy_add_native_layer_norm_view_3", "norms and loss"),
     ],
 )
 def test_kernels_are_sorted_by_name(name: str, kind: str) -> None:
@@ -151,6 +153,18 @@ def test_a_profile_on_the_cpu(
     assert {f.path for f in client.list_artifacts(run.info.run_id)} >= {"trace.json.gz", "memory.png", "profile.json"}
     assert command(monkeypatch, *flags, "--name", "one") == 2
     assert "exists already: give another --name." in capfd.readouterr().err
+
+
+def test_the_fused_kernels_of_a_cpu_are_named(tmp_path: Path, small_shards: Path, small_model: ModelConfig) -> None:
+    config = TrainConfig(
+        data=small_shards, model=small_model, micro_batch=4, global_batch=4, device="cpu", compile="whole"
+    )
+    torch.compiler.reset()
+    found, _ = recording.record(config, tmp_path)
+    fused = {kernel.name: kernel.kind for kernel in found.kernels if "cpp_fused" in kernel.name}
+    assert {kind for name, kind in fused.items() if "layer_norm" in name} == {"norms and loss"}
+    assert {kind for name, kind in fused.items() if "gelu_view" in name} == {"element-wise"}
+    assert any("backward" in name for name in fused), "the backward pass is compiled later, with its first step"
 
 
 @pytest.mark.parametrize(
