@@ -109,21 +109,24 @@ def loss_at(folder: Path, tokens: int) -> float | None:
     return sum(chosen) / len(chosen) if chosen else None
 
 
-HEADER = ("rung", "batch", "GiB", "tokens/s", "s a step", "step", "total", "MFU", "of ceiling", "loss")
+def header(suite: Suite) -> tuple[str, ...]:
+    """The headings of the closing table."""
+    took = f"s for {suite.steps_timed} steps" if suite.steps_timed > 1 else "s a step"
+    return ("rung", "batch", "GiB", "tokens/s", took, "step", "total", "MFU", "of ceiling", "loss")
 
 
-def cells(row: Row, *, climbs: bool) -> tuple[str, ...]:
-    """A row as text, one cell a column of :data:`HEADER`; a rung that has no numbers has its name alone."""
+def cells(row: Row, suite: Suite) -> tuple[str, ...]:
+    """A row as text, one cell a heading of :func:`header`; a rung that has no numbers has its name alone."""
     if row.speed is None or row.low is None or row.high is None or row.gib is None:
-        return (row.name, *[""] * (len(HEADER) - 1))
+        return (row.name, *[""] * (len(header(suite)) - 1))
     expected = f" ({row.predicted_gib:.2f})" if row.predicted_gib else ""
     return (
         row.name + (" *" if row.new_mathematics else ""),
         row.batch,
         f"{row.gib:.2f}{expected}",
         f"{row.speed:,.0f} ±{max(row.speed - row.low, row.high - row.speed):,.0f}",
-        f"{row.step_seconds:.3g}" if row.step_seconds else "-",
-        times(row.step) if climbs else "",
+        f"{suite.steps_timed * row.step_seconds:.3g}" if row.step_seconds else "-",
+        times(row.step) if suite.climbs else "",
         times(row.total),
         f"{row.mfu:.1%}" if row.mfu is not None else "-",
         f"{row.ceiling:.1%}" if row.ceiling is not None else "-",
@@ -183,8 +186,8 @@ def helps(rows: list[Row]) -> list[tuple[str, str, str]]:
 
 def columns(suite: Suite, rows: list[Row]) -> list[tuple[str, ...]]:
     """The closing table's columns, each its heading and its cells, without those that are empty here (MFU on a CPU)."""
-    lines = [cells(row, climbs=suite.climbs) for row in rows]
-    return [column for column in zip(HEADER, *lines, strict=True) if set(column[1:]) - {"", "-"}]
+    lines = [cells(row, suite) for row in rows]
+    return [column for column in zip(header(suite), *lines, strict=True) if set(column[1:]) - {"", "-"}]
 
 
 def table(suite: Suite, rows: list[Row]) -> Table:

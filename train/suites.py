@@ -41,6 +41,8 @@ class Suite:
     rungs: tuple[Rung, ...]
     climbs: bool = False
     """Each rung keeps the changes of those before it."""
+    steps_timed: int = 1
+    """Steps whose time the closing table shows: as many as the study that the suite repeats."""
 
 
 _NAIVE: Changes = {
@@ -96,6 +98,7 @@ LOOP = Suite(
             new_mathematics=True,
         ),
     ),
+    steps_timed=2,
 )  # fmt: skip
 
 MEMORY = Suite(

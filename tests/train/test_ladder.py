@@ -23,7 +23,7 @@ from train.folder import RunFolder
 from train.ladder import LadderOptions, with_ends
 from train.loop import Trainer
 from train.result import RunResult
-from train.standings import Row, helps
+from train.standings import Row, columns, helps
 from train.suites import SUITES, Rung
 
 
@@ -293,3 +293,13 @@ def test_what_helps_memory_and_what_helps_speed_is_said_with_its_number() -> Non
         ("faster", "no (-0.1%)", "yes (+50.0%)"),
         ("noise", "no (+5.0%)", "no (+10.0%)"),
     ]
+
+
+def test_the_closing_table_times_as_many_steps_as_the_study() -> None:
+    rows = [Row("baseline", gib=10.0, speed=1.0, low=1.0, high=1.0, step_seconds=0.25)]
+    timed = {
+        suite.name: next(column for column in columns(suite, rows) if column[0].startswith("s "))
+        for suite in SUITES.values()
+    }
+    assert timed.pop("loop") == ("s for 2 steps", "0.5")
+    assert set(timed.values()) == {("s a step", "0.25")}
