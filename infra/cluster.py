@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import shutil
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -36,6 +37,9 @@ _SETTINGS = {
     # Ray Tune forgets trials that finished since its last snapshot when the driver is killed.
     "TUNE_GLOBAL_CHECKPOINT_S": "1",
 }
+
+ANSWER_SECONDS = 10.0
+"""How long a cluster's machine may take to answer."""
 
 
 @contextmanager
@@ -67,7 +71,8 @@ def connected(
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address:
-            ray.init(address=address, runtime_env={"env_vars": variables}, **quiet)
+            with _impatient(address):
+                ray.init(address=address, runtime_env={"env_vars": variables}, **quiet)
         else:
             leaving.enter_context(_loopback())
             # Inherited, and not a runtime_env, for which Ray would throw away the workers it starts in advance.
@@ -75,12 +80,12 @@ def connected(
             os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
             with _unattended(), _apart():
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
-    except (ConnectionError, ValueError) as failure:
+    except (OSError, RuntimeError, ValueError) as failure:
         leaving.close()
         if not address:
             raise
         raise UserError(
-            f"no Ray cluster answers at --address {address}: {first_line(failure)} Start one with "
+            f"no Ray cluster answers at --address {address}: {first_line(failure).rstrip('.')}. Start one with "
             "'ray start --head' (where it asks for a token, 'export RAY_AUTH_MODE=token'), or leave --address out "
             "to use this machine."
         ) from failure
@@ -90,6 +95,23 @@ def connected(
     finally:
         ray.shutdown()
         leaving.close()
+
+
+@contextmanager
+def _impatient(address: str) -> Iterator[None]:
+    """While the block runs, Ray tries once to join the cluster at ``address``, and by itself for a quarter of an hour.
+
+    Raises ``OSError`` or ``ValueError`` where nothing listens at ``address``, which one try of Ray's takes 40 seconds
+    to find.
+    """
+    from ray._private import ray_constants, services
+
+    place = services.canonicalize_bootstrap_address(address)
+    if place:
+        host, _, port = place.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_SECONDS).close()
+    with replaced(ray_constants, {"NUM_REDIS_GET_RETRIES": 1}):
+        yield
 
 
 @contextmanager

@@ -150,13 +150,13 @@ class Climb:
         self, name: str, rung: Rung, config: TrainConfig, folder: Path, watch: GpuWatch
     ) -> tuple[RunResult | None, str]:
         manifest = read_manifest(config.data)
+        self.session.enter_context(connected(self.address, prestart=False))  # or refused, with no child left open
         tags = {"kind": "control" if name.startswith("control") else "rung", "rung": rung.name}
         key = create_run("ladder", f"{self.folder.name}/{name}", parent=self.parent, tags=tags)
         folder.mkdir(parents=True)
         RunFolder(folder).keep_key(key)
         write_json(folder / "config.json", config.to_json())
         result, reason, status = None, "", "FAILED"
-        self.session.enter_context(connected(self.address, prestart=False))
         with Tracker(key) as tracker:
             report.record_start(tracker, config, manifest)
             try:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
+from infra.cluster import connected
 from infra.command import UserError
 from infra.tracking import store_uri
 from train import climb, ladder, ladder_report, worker
@@ -224,6 +225,10 @@ def test_a_ladder_whose_baseline_is_refused_leaves_its_name_for_the_corrected_on
     assert command(monkeypatch, *flags, "--name", "first") == 2
     assert "00000.arrow" in capfd.readouterr().err
     Path("taken away").rename(shard)
+    with monkeypatch.context() as closed:
+        closed.setattr(climb, "connected", connected)
+        assert command(closed, *flags, "--name", "first", "--address", "127.0.0.1:9") == 2
+    assert "RUNNING" not in {run.info.status for run in MlflowClient(store_uri()).search_runs(["1"])}
     assert command(monkeypatch, *flags, "--name", "first") == 0
 
     shutil.rmtree("runs/first/control-00")
