@@ -129,14 +129,14 @@ def _recorded(
     from train import launch, report
     from train.flops import beside_matmul
 
-    key = run_in_mlflow(home, options.tracking_uri, is_new=resume is None)
+    key, is_new = run_in_mlflow(home, options.tracking_uri, starts=resume is None)
     write_json(home.config, config.to_json())
     report.print_header(config, manifest, home.path)
     with Tracker(key) as tracker:
+        if is_new:
+            report.record_start(tracker, config, manifest)
         if resume:
             report.record_resume(tracker, config, read_progress(resume).step)
-        else:
-            report.record_start(tracker, config, manifest)
         status, watch = "FAILED", GpuWatch()
 
         def on_cycle(cycle: dict[str, Any]) -> None:
@@ -162,21 +162,21 @@ def _recorded(
     return 0 if result.outcome == "finished" else 1
 
 
-def run_in_mlflow(home: RunFolder, tracking_uri: str | None, *, is_new: bool) -> RunKey:
-    """The run's key in MLflow: a new run, or the one that the folder's earlier part is in.
+def run_in_mlflow(home: RunFolder, tracking_uri: str | None, *, starts: bool) -> tuple[RunKey, bool]:
+    """The run's key in MLflow and whether it is new there, and not the one that the folder's earlier part is in.
 
-    A resumed run whose store was changed by ``--tracking-uri`` is recorded whole in a new one there.
+    A resumed run whose store was changed by ``--tracking-uri``, or is not known on this machine, is recorded whole.
     """
     from infra import provenance
     from infra.tracking import create_run, reopen_run, store_uri
 
-    key = None if is_new else home.key()
+    key = None if starts else home.key()
     if key and (tracking_uri is None or store_uri(tracking_uri) == key.store):
         reopen_run(key)
-        return key
+        return key, False
     key = create_run("train", home.path.name, tracking_uri=tracking_uri, tags=provenance.collect() | {"kind": "run"})
     home.keep_key(key)
-    return key
+    return key, True
 
 
 if __name__ == "__main__":

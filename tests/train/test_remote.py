@@ -92,6 +92,10 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     assert printed.count("tok/sec") == -((known - end) // 10), "of the cycles, those that are new"
     client = MlflowClient(f"sqlite:///{there}/mlflow.db")
     (run,) = client.search_runs(["1"])
+    assert run.data.params["seed"] == "0", "a run that is new in its store is recorded whole"
+    assert run.inputs is not None
+    assert run.inputs.dataset_inputs
+    assert run.data.tags["resumed_at_step"] == str(end - 30)
     curve = [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "loss/step")]
     assert [step for step, _ in curve] == list(range(1, end + 1))
     cycles = [json.loads(line) for line in RunFolder(here / "runs" / "one").cycles.read_text().splitlines()]
