@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.command import UserError
+from infra.command import UserError, errors
 from infra.run_key import RunKey
 from infra.storage import atomic_file, held, write_json
-from train.progress import checkpoints_in, newest
+from train.progress import checkpoints_in, newest, passed_over
 from train.result import CycleReport
 
 HANDOVER_SECONDS = 60.0
@@ -213,6 +213,7 @@ def find_checkpoint(text: str, out: Path) -> Path:
     if (Path(text) / "progress.json").is_file():
         return Path(text)
     found = newest(find_run(text, out, flag="--checkpoint").checkpoints)
-    if found is None:
-        raise UserError(f"--checkpoint {text} has no checkpoint.")
+    assert found is not None, "a run without a sound checkpoint is refused"
+    for line in passed_over(found):
+        errors.print(line, markup=False)
     return found

@@ -53,7 +53,7 @@ def passed_over(checkpoint: Path) -> Iterator[str]:
     """A line for each damaged checkpoint behind ``checkpoint``, the newest sound one, saying what is wrong with it."""
     for later in checkpoints_in(checkpoint.parent):
         if later.name > checkpoint.name and (fault := damage(later)):
-            yield f"{later} is damaged: {fault}; going on from {checkpoint.name} instead."
+            yield f"{later} is damaged: {fault}; {checkpoint.name} is taken instead."
 
 
 def damage(checkpoint: Path, only: str | None = None) -> str | None:

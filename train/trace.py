@@ -84,11 +84,9 @@ def analyse(events: Iterable[Any], steps: int, seconds: float, *, cuda: bool) ->
     """Read the events of a profile over ``steps`` steps that took ``seconds``."""
     events = list(events)
     work = [e for e in events if e.device_type == (DeviceType.CUDA if cuda else DeviceType.CPU)]
-    if cuda:  # where a range that the host named, such as an optimizer's step, stands beside the kernels in it
-        work = [e for e in work if not e.is_user_annotation]
-    work = [
-        e for e in work if not e.name.startswith(("throughline", "autograd::engine", "cuda")) and not python(e.name)
-    ]
+    # Ranges that were named, such as an optimizer's step, stand beside what was done in them.
+    work = [e for e in work if not (e.is_user_annotation or e.name.startswith(("autograd::engine", "cuda")))]
+    work = [e for e in work if not python(e.name)]
     sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for event in work:
         spent = event.time_range.elapsed_us() if cuda else event.self_cpu_time_total

@@ -15,7 +15,7 @@ from infra.storage import write_json
 from infra.tracking import store_uri
 from train import run, worker
 from train.config import ModelConfig, TrainConfig, config_from_json
-from train.folder import RunFolder
+from train.folder import RunFolder, find_checkpoint
 from train.loop import Trainer
 from train.result import CycleReport
 
@@ -176,9 +176,11 @@ def test_a_damaged_checkpoint_is_named_before_the_run_goes_on_from_an_older_one(
     unreadable, emptied, refusal = capfd.readouterr().err.splitlines()
     assert "step-00000004 is no checkpoint that can be read" in unreadable
     assert "step-00000006 is damaged: model.safetensors is not what was written; " in emptied
-    assert all(line.endswith("; going on from step-00000002 instead.") for line in (unreadable, emptied))
+    assert all(line.endswith("; step-00000002 is taken instead.") for line in (unreadable, emptied))
     assert ".;" not in unreadable
     assert "step-00000002 was trained with --seed 0 and not 1" in refusal
+    assert find_checkpoint("one", Path("runs")).name == "step-00000002"
+    assert capfd.readouterr().err.splitlines() == [unreadable, emptied]
 
 
 def test_damaged_shards_are_named(
