@@ -23,6 +23,7 @@ from train.config import ModelConfig, TrainConfig, format_model, parse_model
 from train.folder import RunFolder
 from train.ladder import LadderOptions, with_ends
 from train.loop import Trainer
+from train.losses import HAS_FUSED
 from train.result import RunResult
 from train.standings import Row, columns, helps
 from train.suites import SUITES, Rung
@@ -86,7 +87,8 @@ def refused_here(suite: str) -> set[str]:
     runs = (BF16 if bf16 else set[str]()) | ({"8-bit AdamW"} if torchao else set[str]())
     if torchao and bf16 and suite == "memory":
         runs = runs | {"bf16 AdamW", "all together"}
-    return NOT_ON_A_CPU[suite] - runs
+    lacks = {"fused loss"} if suite == "memory" and not HAS_FUSED else set[str]()
+    return NOT_ON_A_CPU[suite] - runs | lacks
 
 
 def here(config: TrainConfig, folder: Path, **_: object) -> RunResult:

@@ -116,7 +116,7 @@ def test_resume_runs_only_what_is_missing(
     assert re.search(
         r"(probe|confirm) +m\d x \d \| [\d,]+ ± [\d.]+% tok/s \| [\d.]+ of 8.00 GB \| compile .*ok: ", printed
     )
-    assert re.search(r"best: m\d [\d,]+ tok/s \| spent \d+s \| about \d+s left", printed)
+    assert re.search(r"best: m\d [\d,]+ tok/s \| spent [\dms]+ \| about [\dms]+ left", printed)
     assert "winner" in printed
     assert "train with it: python -m train.run --config" in printed
     now = {path: path.stat().st_mtime_ns for path in (searched / "trials").glob("m*.json")}
