@@ -8,6 +8,7 @@ are pickled by value.
 
 import atexit
 import gc
+import os
 import signal
 import sys
 import threading
@@ -21,10 +22,21 @@ from rich.markup import escape
 
 Config = TypeVar("Config")
 
-console = Console(highlight=False, emoji=False, soft_wrap=True)
+
+class _Console(Console):
+    """A console whose reader may leave: ``| tee log`` ends by the same Ctrl-C after which we still save."""
+
+    def on_broken_pipe(self) -> None:
+        """Print into nothing from here on, where rich would exit."""
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, self.file.fileno())
+        os.close(nothing)
+
+
+console = _Console(highlight=False, emoji=False, soft_wrap=True)
 """Where commands print for people."""
 
-errors = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
+errors = _Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 """Where commands print what went wrong."""
 
 INTERRUPTED = 130
@@ -59,6 +71,9 @@ def run(
             parsed = tyro.cli(config, prog=prog, description=description, default=default)
     except ValueError as mistake:
         refuse(mistake)
+    except BrokenPipeError:  # of --help | head
+        console.on_broken_pipe()
+        sys.exit(0)
     try:
         code = main(parsed)
     except UserError as mistake:

@@ -9,7 +9,6 @@ and opening its store took three of the seconds before the first step, and its t
 import os
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 from infra.cluster import connected, ray_files
-from infra.command import INTERRUPTED, UserError
+from infra.command import INTERRUPTED, UserError, errors
 from infra.tracking import Tracker, last_steps
 from train.config import TrainConfig
 from train.controller import Alone, AsItIs
@@ -182,7 +181,7 @@ def stop_on_signal(flag: Path) -> Iterator[None]:
         if flag.exists():
             os._exit(INTERRUPTED)
         flag.touch()
-        print("\nStopping after this step and saving; once more to leave at once.", file=sys.stderr, flush=True)
+        errors.print("\nStopping after this step and saving; once more to leave at once.")
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,5 +1,6 @@
 """Every command ends with the code its outcome has, and a mistake gets one sentence."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,10 @@ def main(options):
         raise command.UserError("books[1].txt is missing: run something else.")
     if options.do == "bug":
         raise RuntimeError("our bug")
+    if options.do == "print":
+        command.console.print("one")
+        command.errors.print("two")
+        return 3
     if options.do == "interrupt":
         raise KeyboardInterrupt
     if options.do == "interrupt in a callback":
@@ -47,6 +52,16 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 )
 def test_exit_codes(what: str, code: int) -> None:
     assert run("--do", what).returncode == code
+
+
+@pytest.mark.parametrize(("flags", "code"), [(["--do", "print"], 3), (["--help"], 0)])
+def test_a_reader_that_leaves_ends_nothing(flags: list[str], code: int) -> None:
+    """``| tee log`` ends by the same Ctrl-C as we, and before us; ``--help | head`` once it has enough."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer) as left:
+        done = subprocess.run([sys.executable, "-c", SCRIPT, *flags], stdout=left, stderr=left, timeout=60)
+    assert done.returncode == code
 
 
 def test_an_interrupt_that_python_would_forget_is_not_lost() -> None:
