@@ -1,10 +1,16 @@
-"""Joining a Ray cluster that is not there."""
+"""Joining a Ray cluster that is not there, and leaving one that is only starting."""
 
+import signal
 import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
+from ray._common.utils import get_default_ray_temp_dir
 
-from infra.cluster import connected
+from infra.cluster import PROJECT, connected
 from infra.command import UserError
 
 
@@ -22,3 +28,23 @@ def test_an_address_at_which_nothing_listens_is_refused_at_once(address: str) ->
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(UserError, match=f"no Ray cluster answers at --address {address}: "):
         connected(address).__enter__()
+
+
+def test_an_interrupt_as_ray_starts_is_an_interrupt() -> None:
+    """Half a Ray cannot be shut down: the command ended in a segmentation fault."""
+    program = """
+import sys
+from infra.cluster import connected
+try:
+    with connected():
+        print("joined")
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    starting = subprocess.Popen([sys.executable, "-c", program], cwd=PROJECT, stdout=subprocess.PIPE, text=True)
+    log = f"session_*/logs/python-core-driver-*_{starting.pid}.log"  # the first thing that Ray's own part makes
+    while starting.poll() is None and not any(Path(get_default_ray_temp_dir()).glob(log)):
+        time.sleep(0.005)
+    starting.send_signal(signal.SIGINT)
+    assert starting.communicate(timeout=60)[0] == ""
+    assert starting.returncode == 130
