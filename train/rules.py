@@ -52,7 +52,8 @@ def _is(value: Any, kind: Any) -> bool:
 
 def divisors(number: int) -> list[int]:
     """All divisors of ``number``, ascending."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def refuse_contradictions(config: "TrainConfig") -> None:
