@@ -115,7 +115,7 @@ class Cycle:
     def parse(cls, text: str) -> "Cycle":
         """``200+20``."""
         train, plus, val = text.partition("+")
-        if not (plus and train.isdigit() and val.isdigit() and int(train) > 0):
+        if not (plus and train.isdecimal() and val.isdecimal() and int(train) > 0):
             raise UserError(f"--cycle {text!r} is not N+M, such as 200+20: training steps, then validation batches.")
         return cls(int(train), int(val))
 

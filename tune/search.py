@@ -25,7 +25,7 @@ def main() -> None:
             defaults = dataclasses.replace(kept_config((out / resume).resolve()), out=out)
         path, batch = command.flag_value("--config"), command.flag_value("--global-batch")
         training = load_config(Path(path)) if path else defaults.training
-        if batch and batch.isdigit():
+        if batch and batch.isdecimal():
             training = with_global_batch(training, int(batch))
         defaults = dataclasses.replace(defaults, training=training)
     except UserError as mistake:

@@ -186,6 +186,7 @@ def test_a_killed_search_continues(folder: Path, small_shards: Path) -> None:
         (["--tracking-uri", "sqlite:///."], "is a folder"),
         (["--micro-batch", "3"], "--micro-batch 3"),
         (["--global-batch", "0"], "--global-batch 0"),
+        (["--global-batch", "²"], "'²'"),
     ],
 )
 def test_bad_input_gets_one_sentence(
