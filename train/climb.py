@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from infra.cluster import connected
-from infra.command import UserError, first_line
+from infra.command import UserError, escape, first_line
 from infra.gpu import GpuWatch
 from infra.run_key import RunKey
 from infra.storage import write_json
@@ -103,7 +103,7 @@ class Climb:
                 refuse_unsuited(state, config, rung)
             except UserError as refused:
                 reason = str(refused).rstrip(".")  # the table ends it
-                self.say(f"[yellow]{rung.name}[/yellow]: not run, {reason}")
+                self.say(f"[yellow]{escape(rung.name)}[/yellow]: not run, {escape(reason)}")
                 rungs.append(Measured(rung.name, "", rung_json(rung), reason=reason))
                 continue
             if config.global_batch != state.global_batch:
@@ -129,14 +129,14 @@ class Climb:
         kept = folder / "rung.json"
         found = _kept(kept, config)
         if found is not None:
-            self.say(f"[dim]{rung.name}: kept from {name}[/dim]")
+            self.say(f"[dim]{escape(rung.name)}: kept from {name}[/dim]")
             return found
         left = RunFolder(folder).key()
         if left and not kept.exists():  # its ladder was killed before it could say how the run ended
             with Tracker(left) as tracker:
                 tracker.finish("KILLED")
         shutil.rmtree(folder, ignore_errors=True)
-        self.say(f"[bold]{rung.name}[/bold]")
+        self.say(f"[bold]{escape(rung.name)}[/bold]")
         watch = GpuWatch()
         result, reason = self._train(name, rung, config, folder, watch)
         measured = Measured(
@@ -187,7 +187,7 @@ class Climb:
                 tracker.tags({"reason": reason} if reason else {})
                 tracker.finish(status)
         if reason:
-            self.say(f"[yellow]{rung.name}[/yellow]: {reason}")
+            self.say(f"[yellow]{escape(rung.name)}[/yellow]: {escape(reason)}")
         return result, reason
 
     def _cycle(self, cycle: dict[str, Any], watch: GpuWatch) -> None:

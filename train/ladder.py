@@ -6,6 +6,7 @@ In: a suite, token shards, and a budget a rung. Out: ``runs/NAME/`` with a folde
 
 import json
 import math
+import shlex
 import shutil
 import time
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from infra import command
-from infra.command import INTERRUPTED, UserError, console
+from infra.command import INTERRUPTED, UserError, console, escape
 from infra.storage import write_json
 from infra.units import Bytes, SecondsOrNone
 from train.config import Cycle, CycleText, Device, ModelOrNone, TrainConfig, load_config
@@ -118,7 +119,8 @@ def climb(options: LadderOptions) -> int:
         make(folder)
         key = create_run("ladder", folder.name, tracking_uri=options.tracking_uri, tags=tags)
         write_json(folder / "ladder.json", {"options": saved(options), "key": asdict(key)})
-    console.print(f"[bold]{suite.name}[/bold]: {suite.title}; {len(suite.rungs)} rungs in {folder}")
+    heading = f"[bold]{escape(suite.name)}[/bold]: {escape(suite.title)}; {len(suite.rungs)} rungs in"
+    console.print(heading, escape(str(folder)))
     status = "FAILED"
     with Tracker(key) as tracker:
         tracker.data(options.data.name, manifest.fingerprint, str(options.data), manifest.splits, "training")
@@ -131,7 +133,8 @@ def climb(options: LadderOptions) -> int:
             status = "FINISHED"
         except (Interrupted, KeyboardInterrupt):
             status = "KILLED"
-            console.print(f"continue with: python -m train.ladder --resume {folder.name} --out {options.out}")
+            again = shlex.join(["--resume", folder.name, "--out", str(options.out)])
+            console.print(f"continue with: python -m train.ladder {again}", markup=False)
             return INTERRUPTED
         except UserError as refused:
             if not (options.resume or has_begun(folder) or isinstance(refused, ControllerDied)):

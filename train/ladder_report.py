@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from infra import provenance
-from infra.command import UserError, console
+from infra.command import UserError, console, escape
 from infra.storage import write_json, write_text
 from infra.tracking import Tracker
 from train.charts import loss_chart, speed_chart
@@ -48,19 +48,21 @@ def publish(
     shown.width = console.measure(shown, options=console.options.update(width=1000)).maximum  # or numbers are cut off
     console.print(shown)
     for line in legend(suite, rows, speeds):
-        console.print(line)
+        console.print(line, markup=False)
     if not suite.climbs:
         made = Table("rung", "saves memory", "faster", box=None, padding=(0, 2, 0, 0))
         for line in helps(rows):
-            made.add_row(*line)
+            made.add_row(*map(escape, line))
         console.print(made)
     if beside:
         heading, *body = beside
-        made = Table(*heading, title="Beside the other ladder", title_justify="left", box=None, padding=(0, 2, 0, 0))
+        made = Table(
+            *map(escape, heading), title="Beside the other ladder", title_justify="left", box=None, padding=(0, 2, 0, 0)
+        )
         for line in body:
-            made.add_row(*line)
+            made.add_row(*map(escape, line))
         console.print(made)
-    console.print(f"table, charts and every run: {folder}")
+    console.print(f"table, charts and every run: {folder}", markup=False)
     for path in (folder / "standings.json", folder / "summary.md", *pictures):
         tracker.file(path)
     tracker.note(text)

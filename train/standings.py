@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from infra.command import escape
 from infra.units import GIB
 from train.climb import Measured, cycles
 from train.compare import Difference, Ladder
@@ -193,11 +194,11 @@ def columns(suite: Suite, rows: list[Row]) -> list[tuple[str, ...]]:
 def table(suite: Suite, rows: list[Row]) -> Table:
     """The closing table for the terminal."""
     shown = columns(suite, rows)
-    made = Table(title=suite.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    made = Table(title=escape(suite.title), title_justify="left", box=None, padding=(0, 2, 0, 0))
     for number, (heading, *_) in enumerate(shown):
         made.add_column(heading, justify="right" if number else "left", no_wrap=True)
     for line in zip(*(column[1:] for column in shown), strict=True):
-        made.add_row(*line)
+        made.add_row(*map(escape, line))
     return made
 
 

@@ -168,6 +168,21 @@ def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
     assert base["predicted_gib"] * 2**30 <= limit * 10**6
 
 
+def test_brackets_of_ones_own_are_printed_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
+) -> None:
+    monkeypatch.setattr(climb.launch, "run", here)
+    monkeypatch.setattr(climb, "connected", lambda *_, **__: nullcontext())
+    Path("own.toml").write_text('title = "of [/b]"\n[[rung]]\nname = "[fast] rate"\nlearning_rate = 1e-3\n')
+    flags = ["--suite", "own.toml", "--data", str(small_shards), "--device", "cpu", "--steps", "8", "--cycle", "8+0"]
+    flags += ["--model", format_model(small_model), "--name", "[my] own"]
+    assert command(monkeypatch, *flags) == 0
+    printed = capfd.readouterr().out
+    assert "own: of [/b]; 1 rungs in" in printed
+    assert printed.count("[fast] rate") == 3, "as it begins, in the table, and where it is said what helps"
+    assert printed.count("runs/[my] own") == 2
+
+
 def test_a_budget_that_leaves_no_warm_up_says_how_long_it_needs(small_shards: Path, small_model: ModelConfig) -> None:
     config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, time_budget=0.001)
     short = Trainer(config).run()
