@@ -18,6 +18,7 @@ import ray.tune
 from ray.tune.search import Searcher
 
 from infra.cluster import ray_files
+from infra.command import UserError
 from tune.record import Proposal, Row, read_rows, write_row
 from tune.strategies import Strategy
 from tune.trial import Request, run
@@ -124,4 +125,9 @@ def trial_resources(use_gpu: bool) -> dict[str, float]:
     if use_gpu:
         nodes = [node for node in nodes if node.get("GPU", 0) >= 1]
         return {"CPU": min(node["CPU"] / node["GPU"] for node in nodes) // 1, "GPU": 1}
-    return {"CPU": min(node["CPU"] for node in nodes if node.get("CPU"))}
+    cores = [node["CPU"] for node in nodes if node.get("CPU")]
+    if not cores:
+        raise UserError(
+            "the Ray cluster has no cores for trials: start it with 'ray start --head --num-cpus=1' or more."
+        )
+    return {"CPU": min(cores)}

@@ -47,6 +47,8 @@ def search(config: SearchConfig) -> int:
 
 def _search(config: SearchConfig, manifest: Manifest, folder: Path) -> int:
     device = pick_device(config)
+    if config.cluster:
+        trial_resources(device == "cuda")  # of a cluster without any, before anything is made
     limit = memory_limit(config, device)
     named = format_size(limit) if config.memory_limit else f"{limit / 1e9:.1f} GB (all there is)"
     space = make_space(config.training, parse_knobs(config.knobs), device=device, free=config.free_global_batch)

@@ -14,6 +14,7 @@ from infra.command import UserError
 from infra.gpu import GpuState
 from tune import device
 from tune.config import SearchConfig
+from tune.driver import trial_resources
 
 IDLE = GpuState("H200", "570", 140 * 10**9, 10**9, None, (), 1980, 700.0, 40, 0)
 
@@ -81,3 +82,8 @@ def test_what_trials_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.pick_device(search("auto")) == "cpu"
     with pytest.raises(UserError, match="there is no GPU here; use --device cpu"):
         device.pick_device(search("cuda"))
+
+
+def test_a_cluster_without_a_core_is_refused() -> None:
+    with connected(cpus=0), pytest.raises(UserError, match="no cores for trials"):
+        trial_resources(use_gpu=False)
