@@ -159,7 +159,7 @@ def new_folder(out: Path, name: str, *, resumable: bool = True, begun: Sequence[
     Neither can it be where something is already, unless that is no more than ``begun``: the names of what a command
     leaves that fails before it has properly begun.
     """
-    if not re.fullmatch(r"[^/\0]{1,200}", name) or name in (".", ".."):
+    if not re.fullmatch(r"[^/\0]+", name) or name in (".", "..") or len(os.fsencode(name)) > 200:
         raise UserError(f"--name {name!r} is not the name of a folder: write for example --name first.")
     folder = (out / name).resolve()
     if folder.exists() and not (begun and folder.is_dir() and {path.name for path in folder.iterdir()} <= set(begun)):

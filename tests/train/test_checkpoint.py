@@ -196,7 +196,7 @@ def test_a_new_run_that_fails_leaves_its_folder_only_where_it_trained(tmp_path: 
     assert home.path.exists() is (left != "config.json")
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "x" * 300])
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "x" * 300, "é" * 150])
 def test_what_cannot_be_a_folders_name_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="is not the name of a folder"):
         new_folder(tmp_path, name)
