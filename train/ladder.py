@@ -19,6 +19,7 @@ from infra.storage import write_json
 from infra.units import Bytes, SecondsOrNone
 from train.config import Cycle, CycleText, Device, ModelOrNone, TrainConfig, load_config
 from train.folder import make, new_folder
+from train.rules import refuse_other_types
 from train.suite_files import find_suite
 from train.suites import Suite, choose, nearest, searched, short_form
 
@@ -219,6 +220,8 @@ def continued(options: LadderOptions, folder: Path):
             "model": ModelConfig(**values["model"]) if values["model"] else None,
             "cycle": Cycle.parse(str(values["cycle"])),
         }
+        refuse_other_types(values, LadderOptions)
+        refuse_other_types(kept["key"], RunKey)
         options, key = replace(options, **values), RunKey(**kept["key"])
     except OSError:
         known = [path.parent.name for path in folder.parent.glob("*/ladder.json")]

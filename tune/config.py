@@ -10,6 +10,7 @@ import tyro
 from infra.command import UserError
 from infra.units import BytesOrNone, Seconds
 from train.config import TrainConfig, config_from_json, divisors
+from train.rules import refuse_other_types
 from tune.racing import FEWEST
 from tune.space import parse_knobs
 
@@ -87,6 +88,7 @@ class SearchConfig:
         """Read back what :meth:`to_json` gave. Raises ``UserError``."""
         read: dict[str, Any] = values | {"out": Path(values["out"]), "knobs": tuple(values["knobs"])}
         read["training"] = config_from_json(values["training"], "the search's config")
+        refuse_other_types(read, cls)
         return cls(**read)
 
     def identity(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def kept_config(folder: Path) -> SearchConfig:
     """The settings of the search in ``folder``. Raises ``UserError`` when there is none."""
     try:
         return SearchConfig.from_json(json.loads((folder / KEPT).read_text(encoding="utf-8"))["config"])
-    except FileNotFoundError:
+    except OSError:
         raise UserError(f"--resume: there is no {folder / KEPT}; 'ls {folder.parent}' lists what was run.") from None
     except (ValueError, KeyError, TypeError) as damage:
         raise UserError(f"--resume: {folder / KEPT} is damaged ({damage}); begin a new search.") from damage

@@ -21,7 +21,7 @@ from train.climb import native_bf16, refuse_short, refuse_unsuited
 from train.compare import Difference
 from train.config import ModelConfig, TrainConfig, format_model, parse_model
 from train.folder import RunFolder
-from train.ladder import LadderOptions, with_ends
+from train.ladder import LadderOptions, saved, with_ends
 from train.loop import Trainer
 from train.losses import HAS_FUSED
 from train.result import RunResult
@@ -266,7 +266,9 @@ def test_a_mistyped_ladder_is_answered_with_the_nearest(
 
 def test_damaged_files_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     Path("runs/one").mkdir(parents=True)
-    for text in ("{", "{}", '{"options": 3, "key": {}}'):
+    key = {"store": "sqlite:///mlflow.db", "experiment_id": "1", "run_id": "0" * 32, "journal": "journal"}
+    whole = {"options": saved(LadderOptions()) | {"suite": 5}, "key": key}
+    for text in ("{", "{}", '{"options": 3, "key": {}}', json.dumps(whole)):
         Path("runs/one/ladder.json").write_text(text)
         assert command(monkeypatch, "--resume", "one") == 2
         assert "ladder.json is damaged" in " ".join(capfd.readouterr().err.split())

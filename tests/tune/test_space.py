@@ -1,5 +1,6 @@
 """The space: any divisor pair, every combination of knobs, and the control that the flags describe."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from infra.command import UserError
 from train.config import TrainConfig
 from tune.config import SearchConfig, with_global_batch
+from tune.folder import kept_config
 from tune.space import Candidate, make_space, parse_knobs
 
 
@@ -76,3 +78,12 @@ def test_one_device() -> None:
 def test_settings_survive_their_file() -> None:
     config = SearchConfig(knobs=("compile",), memory_limit=10**9, training=TrainConfig(data=Path("/somewhere")))
     assert SearchConfig.from_json(config.to_json()) == config
+
+
+def test_a_damaged_search_is_named(tmp_path: Path) -> None:
+    for damage in ({"memory_limit": "4GB"}, {"knobs": [["compile"]]}, {"out": 3}):
+        (tmp_path / "search.json").write_text(json.dumps({"config": SearchConfig().to_json() | damage}))
+        with pytest.raises(UserError, match=r"search\.json is damaged"):
+            kept_config(tmp_path)
+    with pytest.raises(UserError, match="there is no"):
+        kept_config(tmp_path / "search.json")
