@@ -87,7 +87,7 @@ def load(text: str, out: Path) -> dict[str, Any]:
         if path.is_file():
             try:
                 found = json.loads(path.read_text(encoding="utf-8"))
-                speeds = [{"name": row["name"], "speed": row["speed"]} for row in found["rows"]]
+                speeds = [{"name": row["name"], "speed": row["speed"] and float(row["speed"])} for row in found["rows"]]
                 return {"name": text, "device": found["device"], "commit": found.get("commit", ""), "rows": speeds}
             except (ValueError, KeyError, TypeError) as damage:
                 raise UserError(f"--compare {text}: {path} is damaged ({damage}); run that ladder again.") from damage

@@ -268,6 +268,7 @@ def test_damaged_files_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     Path("runs/one").mkdir(parents=True)
     key = {"store": "sqlite:///mlflow.db", "experiment_id": "1", "run_id": "0" * 32, "journal": "journal"}
     whole = {"options": saved(LadderOptions()) | {"suite": 5}, "key": key}
+    whole |= {"device": "cpu", "rows": [{"name": "baseline", "speed": "fast"}]}
     for text in ("{", "{}", '{"options": 3, "key": {}}', json.dumps(whole)):
         Path("runs/one/ladder.json").write_text(text)
         assert command(monkeypatch, "--resume", "one") == 2
