@@ -12,7 +12,7 @@ import pyarrow.fs as fs
 
 from infra.command import UserError
 from infra.storage import TEMPORARY, write_json
-from pipeline.files import locate, store
+from pipeline.files import locate, steadily, store
 from train.folder import RunFolder
 from train.progress import PROGRESS, newest, read_progress
 
@@ -36,19 +36,23 @@ def upload(checkpoint: Path, run: str, uri: str, keep: int) -> None:
 def download(uri: str, out: Path) -> Path:
     """The folder of the run at ``uri``, below ``out``: as it is there already, else made of its newest checkpoint.
 
-    Raises ``UserError`` when there is nothing whole at ``uri``.
+    Raises ``UserError`` when there is nothing whole at ``uri``, or its storage fails.
     """
     system, root = locate(uri)
     folder = out / Path(root).name
     if (folder / "config.json").exists():
         return folder
-    steps = _steps(system, root)
+    steps = steadily(uri, lambda: _steps(system, root))
     if not steps:
         raise UserError(f"--resume {uri}: there is no checkpoint; name the run's folder below --copy-to.")
     name = Path(steps[-1]).name
     temporary = folder / "checkpoints" / f"{TEMPORARY}{name}"
     temporary.mkdir(parents=True, exist_ok=True)
-    fs.copy_files(steps[-1], str(temporary), source_filesystem=system, destination_filesystem=fs.LocalFileSystem())
+    here = fs.LocalFileSystem()
+    steadily(
+        uri,
+        lambda: fs.copy_files(steps[-1], str(temporary), source_filesystem=system, destination_filesystem=here),
+    )
     shutil.rmtree(folder / "checkpoints" / name, ignore_errors=True)  # of a download that was cut short
     temporary.rename(folder / "checkpoints" / name)
     if newest(folder / "checkpoints") is None:

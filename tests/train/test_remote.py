@@ -17,6 +17,7 @@ from mlflow.tracking import MlflowClient
 
 from infra.command import UserError
 from infra.storage import write_json
+from pipeline import files
 from train import checkpoint
 from train.config import Cycle, ModelConfig, TrainConfig
 from train.folder import RunFolder, find_run
@@ -115,6 +116,16 @@ def test_a_storage_that_is_away_for_a_while_is_asked_again(
     assert Trainer(config, checkpoints=tmp_path / "here" / "one" / "checkpoints").run().outcome == "finished"
     assert time.monotonic() - away > 3.0
     assert newest(find_run(f"s3://runs/kept/one{bucket}", tmp_path / "there").checkpoints)
+
+
+def test_a_run_whose_storage_does_not_answer_is_named(
+    bucket: str, s3: tuple[str, Callable[[float], None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "ATTEMPTS", 1)
+    _, set_rate = s3
+    set_rate(1.0)
+    with pytest.raises(UserError, match=r"s3://runs/kept/one.* cannot be read, after 1 attempts"):
+        find_run(f"s3://runs/kept/one{bucket}", tmp_path / "there")
 
 
 def test_a_storage_that_refuses_is_named(
