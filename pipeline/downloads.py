@@ -63,7 +63,7 @@ def _download(number: str, mirror: str) -> bytes:
         try:
             request = urllib.request.Request(url, headers={"User-Agent": "throughline (corpus preparation)"})  # noqa: S310
             with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:  # noqa: S310 the scheme is checked above
-                return answer.read()
+                kind, text = answer.headers.get_content_type(), answer.read()
         except urllib.error.HTTPError as refused:
             if refused.code != 404:
                 raise UserError(
@@ -71,4 +71,8 @@ def _download(number: str, mirror: str) -> bytes:
                 ) from refused
         except (OSError, http.client.HTTPException, ValueError) as away:  # ValueError: the address is none
             raise UserError(f"{url} cannot be reached ({away}): check the network, or name another --mirror.") from away
+        else:
+            if kind == "text/html":  # the login page of a network, for example, which the cache would keep as the book
+                raise UserError(f"{url} is a web page and not a book: check the network, or name another --mirror.")
+            return text
     raise UserError(f"book {number} has no plain text at {mirror}: leave it out.")

@@ -199,7 +199,13 @@ def test_a_bad_mirror_is_one_sentence(mirror: str, tmp_path: Path, monkeypatch: 
         find(["gutenberg:11"], mirror)
 
 
-def test_a_mirror_that_speaks_no_http_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [b"220 mail.example ready\r\n", b"HTTP/1.0 200 OK\r\nContent-Type: text/html\r\n\r\n<html>Please log in.</html>"],
+)
+def test_a_mirror_that_gives_no_book_is_one_sentence(
+    answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -207,11 +213,12 @@ def test_a_mirror_that_speaks_no_http_is_one_sentence(tmp_path: Path, monkeypatc
             connection, _ = server.accept()
             with connection:
                 connection.recv(4096)
-                connection.sendall(b"220 mail.example ready\r\n")
+                connection.sendall(answer)
 
         threading.Thread(target=greet, daemon=True).start()
         with pytest.raises(UserError, match="name another --mirror"):
             find(["gutenberg:11"], f"http://127.0.0.1:{server.getsockname()[1]}")
+    assert not list(tmp_path.rglob("pg11.txt"))
 
 
 @pytest.fixture
