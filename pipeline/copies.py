@@ -59,7 +59,13 @@ def download(uri: str, folder: Path, on_shard: Callable[[Manifest], None] = lamb
             _fetch(system, f"{root}/{MANIFEST}", Path(incoming) / MANIFEST, uri)
         except FileNotFoundError:
             raise UserError(f"{uri} holds no {MANIFEST}: name a folder that '--copy-to' has finished.") from None
-        manifest = read_manifest(Path(incoming))
+        try:
+            manifest = read_manifest(Path(incoming))
+        except UserError:  # in words for a folder of ours
+            raise UserError(
+                f"{uri}/{MANIFEST} is damaged, or of another version of this program: make the copy again with "
+                f"'--copy-to {uri}'."
+            ) from None
     if (folder / MANIFEST).exists() and read_manifest(folder).fingerprint != manifest.fingerprint:
         raise UserError(f"{folder} holds another data set than {uri}: give another --out.")
     fetched = 0

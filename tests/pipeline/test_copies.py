@@ -122,6 +122,10 @@ def test_what_is_wrong_with_a_copy_is_said(
         file.write(json.dumps(values).encode())
     with pytest.raises(UserError, match=r"names '\.\./\.\./escaped', which no shard is called"):
         download(uri, tmp_path / "other")
+    with system.open_output_stream(f"{root}/{MANIFEST}") as file:
+        file.write(b"<html>Please log in.</html>")
+    with pytest.raises(UserError, match=r"s3://copies/tokens.*manifest\.json is damaged.*make the copy again"):
+        download(uri, tmp_path / "other")
     monkeypatch.setattr(files, "ATTEMPTS", 1)
     set_rate(1.0)
     with pytest.raises(UserError, match=r"cannot be (read|written), after 1 attempts"):
