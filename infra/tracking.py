@@ -68,6 +68,12 @@ def open_store(tracking_uri: str | None = None) -> None:
     file = Path(store.removeprefix("sqlite:///")) if store.startswith("sqlite:///") else None
     if file and file.is_dir():
         raise UserError(f"the MLflow store {store} is a folder: name a file in it, such as sqlite:///mlflow.db.")
+    if file and file.exists() and not all(os.access(place, os.W_OK) for place in (file, file.parent)):
+        # MLflow opens it, and answers the first run to be noted with ninety lines.
+        raise UserError(
+            f"the MLflow store {store} may not be written to: allow it for the file and its folder, or give another "
+            "with --tracking-uri."
+        )
     try:
         if file and not file.exists():
             _create_database(file)

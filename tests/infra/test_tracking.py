@@ -143,6 +143,18 @@ def test_a_later_run_delivers_what_an_earlier_one_left_behind(tmp_path: Path) ->
     assert [left.name for left in journal.iterdir()] == ["torn.jsonl"], "which says of no store that it is its"
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_store_that_may_not_be_written_to_is_refused_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    open_store(f"sqlite:///{folder}/mlflow.db")
+    for place in (folder / "mlflow.db", folder):
+        mode = place.stat().st_mode
+        place.chmod(0o555)
+        with pytest.raises(UserError, match="may not be written to"):
+            open_store(f"sqlite:///{folder}/mlflow.db")
+        place.chmod(mode)
+
+
 def test_stores_that_cannot_be_used_are_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "damaged.db").write_text("this is no database, however long one looks at it" * 100)
     for store in (f"sqlite:///{tmp_path}", f"sqlite:///{tmp_path}/damaged.db", "postgresql://nobody@127.0.0.1/none"):
