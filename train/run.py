@@ -52,6 +52,8 @@ def main() -> None:
     defaults = RunOptions()
     try:
         path, resume = command.flag_value("--config"), command.flag_value("--resume")
+        if path == "":
+            raise UserError("--config is empty: name a JSON file of settings.")
         if path and resume:
             raise UserError("--config and --resume both bring settings; give one of them.")
         if resume == "":

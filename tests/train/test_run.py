@@ -150,6 +150,7 @@ def test_what_one_worker_refused_ends_all_when_they_start_again(tmp_path: Path) 
         (["--global-batch", "7", "--micro-batch", "2"], "--global-batch 7"),
         (["--model", "huge"], "gpt2-124m"),
         (["--config", "none.json"], "none.json"),
+        (["--config", ""], "--config is empty"),
         (["--resume", "never"], "--resume never"),
         (["--resume", "one", "--name", "two"], "--name two: a run that goes on keeps its name"),
         (["--steps", "3", "--tokens", "70000000"], "--tokens"),
