@@ -3,7 +3,6 @@
 In: a checkpoint and a prompt. Out: text. Wiring only.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +33,8 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise UserError(f"--tokens {self.tokens} must be at least 1.")
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"--temperature {self.temperature} must be a number of at least 0.")
+        if self.temperature != 0 and not 1e-6 <= self.temperature <= 1e6:  # beyond, logits divided by it are no numbers
+            raise UserError(f"--temperature {self.temperature} must be 0, or between 0.000001 and 1000000.")
         if self.top_k < 0:
             raise UserError(f"--top-k {self.top_k} must not be negative.")
         if abs(self.seed) >= 2**63:

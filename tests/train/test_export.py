@@ -105,7 +105,9 @@ def test_a_folder_that_cannot_be_written_is_named(small_shards: Path, small_mode
         export(ExportConfig(checkpoint=str(saved), to=tmp_path / "file" / "exported"))
 
 
-@pytest.mark.parametrize("setting", [{"tokens": 0}, {"temperature": float("inf")}, {"top_k": -1}, {"seed": 2**63}])
+@pytest.mark.parametrize(
+    "setting", [{"tokens": 0}, {"temperature": float("inf")}, {"temperature": 1e-320}, {"top_k": -1}, {"seed": 2**63}]
+)
 def test_a_sampling_that_cannot_be_is_refused(setting: dict[str, Any]) -> None:
     (name,) = setting
     with pytest.raises(UserError, match=f"^--{name.replace('_', '-')} "):
