@@ -9,6 +9,7 @@ are pickled by value.
 import atexit
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -64,6 +65,9 @@ def run(
     _insist_on_interrupts()
     heed_termination()
     prog = f"python -m {module}"
+    for word in sys.argv[1:]:
+        if re.search("[\ud800-\udfff]", word):  # bytes that were no text
+            refuse(UserError(f"{word!r} is not UTF-8, as Ray needs it: rename it, or name the folder it is in."))
     try:
         if default is None:
             parsed = tyro.cli(config, prog=prog, description=description)

@@ -77,6 +77,12 @@ def test_a_mistake_is_one_sentence_with_its_brackets_kept() -> None:
     assert done.stderr.strip() == "error: books[1].txt is missing: run something else."
 
 
+def test_what_is_no_unicode_is_refused() -> None:
+    done = run("--do", b"caf\xe9".decode("utf-8", "surrogateescape"))
+    assert done.returncode == 2
+    assert done.stderr == "error: 'caf\\udce9' is not UTF-8, as Ray needs it: rename it, or name the folder it is in.\n"
+
+
 def test_a_config_that_contradicts_itself_gets_a_sentence() -> None:
     done = run("--do", "contradict")
     assert "--do contradict disagrees with itself." in done.stderr + done.stdout
