@@ -7,6 +7,7 @@ are pickled by value.
 """
 
 import atexit
+import errno
 import gc
 import os
 import re
@@ -82,6 +83,12 @@ def run(
         code = main(parsed)
     except UserError as mistake:
         refuse(mistake)
+    except OSError as failure:
+        if failure.errno != errno.ENAMETOOLONG:
+            raise
+        refuse(
+            UserError(f"{str(failure.filename)[:60]}... is a longer name than this system takes: give a shorter one.")
+        )
     except KeyboardInterrupt:
         errors.print("Interrupted. What was finished is kept; run the same command again to continue.")
         sys.exit(INTERRUPTED)

@@ -10,6 +10,7 @@ import pytest
 SCRIPT = """
 import signal, sys, time, weakref
 from dataclasses import dataclass
+from pathlib import Path
 from infra import command
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Options:
 def main(options):
     if options.do == "mistake":
         raise command.UserError("books[1].txt is missing: run something else.")
+    if options.do == "long":
+        Path("x" * 300).stat()
     if options.do == "bug":
         raise RuntimeError("our bug")
     if options.do == "print":
@@ -75,6 +78,12 @@ def test_an_interrupt_that_python_would_forget_is_not_lost() -> None:
 def test_a_mistake_is_one_sentence_with_its_brackets_kept() -> None:
     done = run("--do", "mistake")
     assert done.stderr.strip() == "error: books[1].txt is missing: run something else."
+
+
+def test_a_name_that_is_too_long_is_refused() -> None:
+    done = run("--do", "long")
+    assert done.returncode == 2
+    assert done.stderr == f"error: {'x' * 60}... is a longer name than this system takes: give a shorter one.\n"
 
 
 def test_what_is_no_unicode_is_refused() -> None:
