@@ -35,7 +35,10 @@ def fetch(source: str, mirror: str) -> Iterator[Path]:
         if not re.fullmatch(r"[1-9]\d{0,6}", number):
             raise UserError(f"{source}: {number!r} is not a book's number; write for example {PREFIX}1342,84.")
     folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as refused:
+        raise UserError(f"{folder} cannot be made ({refused.strerror}): name another with XDG_CACHE_HOME.") from refused
     asked = False
     for number in sorted(set(numbers), key=int):
         path = folder / f"pg{number}.txt"

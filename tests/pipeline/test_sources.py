@@ -241,6 +241,13 @@ def mirror(tmp_path: Path) -> Iterator[str]:
     server.server_close()
 
 
+def test_a_cache_that_cannot_be_made_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cannot be made.*XDG_CACHE_HOME"):
+        find(["gutenberg:11"])
+
+
 def test_books_are_fetched_by_number_once(mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(downloads, "PAUSE", 0.01)
