@@ -308,7 +308,7 @@ def load_config(path: Path, flag: str = "--config") -> TrainConfig:
         raise UserError(
             f"{flag} {path} does not exist; a run keeps runs/NAME/config.json, a search runs/NAME/best.json."
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as damage:
+    except (OSError, ValueError, RecursionError) as damage:  # no JSON, a number without end, brackets without end
         raise UserError(f"{flag} {path} cannot be read as JSON: {damage}.") from damage
     if not isinstance(values, dict):
         raise UserError(f"{flag} {path} holds no JSON object of settings.")

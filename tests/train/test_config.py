@@ -57,7 +57,18 @@ def test_an_unknown_model_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[1]", '{"config": 3}', '{"config": null}', '{"colour": 1}', '{"precision": "fp8"}', '{"steps": -1}', "\xff"],
+    [
+        "",
+        "[1]",
+        '{"config": 3}',
+        '{"config": null}',
+        '{"colour": 1}',
+        '{"precision": "fp8"}',
+        '{"steps": -1}',
+        "\xff",
+        "[" * 100_000,
+        f'{{"steps": {"9" * 5000}}}',
+    ],
 )
 def test_a_bad_config_file_is_refused_by_name(tmp_path: Path, content: str) -> None:
     path = tmp_path / "bad.json"
@@ -88,6 +99,7 @@ def test_the_batch_arithmetic() -> None:
         ({"model": 3}, "does not describe a run"),
         ({"data": 3}, "does not describe a run"),
         ({"cycle": 3}, "--cycle '3' is not N"),
+        ({"cycle": "²+1"}, "--cycle '².1' is not N"),
         ({"cycle": None}, "--cycle 'None' is not N"),
         ({"cycle": "²+1"}, "--cycle '².1' is not N"),
         ({"stream": "books"}, "stream is 'books', and must be a list of texts"),
