@@ -95,6 +95,8 @@ def _sizes(config: "TrainConfig") -> None:
     for name in ("keep_checkpoints", "loader_workers", "warmup_steps", "clip_norm", "spike", "weight_decay", "seed"):
         if not getattr(config, name) >= 0:
             raise UserError(f"{_flag(config, name)} must not be negative.")
+    if config.global_batch >= 2**31:  # one that the micro-batch does not divide would have us look for its divisors
+        raise UserError(f"{_flag(config, 'global_batch')} is more sequences than books have: give less than 2^31.")
     if config.seed >= 2**63:
         raise UserError(f"{_flag(config, 'seed')} must be below 2^63: torch's generators take no more.")
     if config.within is not None and not 0 < config.within < 1:
