@@ -26,7 +26,13 @@ Config = TypeVar("Config")
 
 
 class _Console(Console):
-    """A console whose reader may leave: ``| tee log`` ends by the same Ctrl-C after which we still save."""
+    """A console whose reader may leave, and the work goes on: ``| tee log`` ends by the Ctrl-C after which we save."""
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        try:
+            super().print(*objects, **how)
+        except OSError:  # a terminal that was closed, a log on a disk that is full
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         """Print into nothing from here on, where rich would exit."""
@@ -105,9 +111,9 @@ def collect_seldom() -> None:
 
 
 def heed_termination() -> None:
-    """Have SIGTERM, by which schedulers and machines end us, do what Ctrl-C does.
+    """Have SIGTERM, by which schedulers and machines end us, and SIGHUP of a closed terminal do what Ctrl-C does.
 
-    To be called again when Ray has started: it replaces the handler by one that prints a stack and aborts.
+    To be called again when Ray has started: it replaces SIGTERM's handler by one that prints a stack and aborts.
     """
 
     def interrupt(_: int, frame: FrameType | None) -> None:
@@ -115,7 +121,9 @@ def heed_termination() -> None:
         (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
 
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, interrupt)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, interrupt)
 
 
 def _insist_on_interrupts() -> None:

@@ -35,6 +35,8 @@ def main(options):
         return 3
     if options.do == "interrupt":
         raise KeyboardInterrupt
+    if options.do == "hang up":
+        signal.raise_signal(signal.SIGHUP)
     if options.do == "interrupt in a callback":
         options_of_before = Options()
         reference = weakref.ref(options_of_before, lambda _: signal.raise_signal(signal.SIGINT))
@@ -51,7 +53,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("what", "code"), [("work", 0), ("mistake", 2), ("contradict", 2), ("bug", 1), ("interrupt", 130)]
+    ("what", "code"), [("work", 0), ("mistake", 2), ("contradict", 2), ("bug", 1), ("interrupt", 130), ("hang up", 130)]
 )
 def test_exit_codes(what: str, code: int) -> None:
     assert run("--do", what).returncode == code
@@ -65,6 +67,12 @@ def test_a_reader_that_leaves_ends_nothing(flags: list[str], code: int) -> None:
     with os.fdopen(writer) as left:
         done = subprocess.run([sys.executable, "-c", SCRIPT, *flags], stdout=left, stderr=left, timeout=60)
     assert done.returncode == code
+
+
+def test_a_log_on_a_full_disk_ends_nothing() -> None:
+    with Path("/dev/full").open("wb") as disk:
+        done = subprocess.run([sys.executable, "-c", SCRIPT, "--do", "print"], stdout=disk, stderr=disk, timeout=60)
+    assert done.returncode == 3
 
 
 def test_an_interrupt_that_python_would_forget_is_not_lost() -> None:
