@@ -60,6 +60,7 @@ def connected(
     processes have a runtime_env and are therefore started anew. ``environment`` is what all workers are started
     with. Raises ``UserError`` when nothing answers at ``address``.
     """
+    named = "--address" if address else "RAY_ADDRESS"
     address = address or os.environ.get("RAY_ADDRESS")
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -88,8 +89,8 @@ def connected(
         if not address:
             raise
         raise UserError(
-            f"no Ray cluster answers at --address {address}: {first_line(failure).rstrip('.')}. Start one with "
-            "'ray start --head' (where it asks for a token, 'export RAY_AUTH_MODE=token'), or leave --address out "
+            f"no Ray cluster answers at {named} {address}: {first_line(failure).rstrip('.')}. Start one with "
+            f"'ray start --head' (where it asks for a token, 'export RAY_AUTH_MODE=token'), or leave {named} out "
             "to use this machine."
         ) from failure
     heed_termination()

@@ -213,10 +213,12 @@ def print_result(config: TrainConfig, result: RunResult, folder: Path, in_mlflow
     if result.outcome == "interrupted" and not result.checkpoint:
         console.print("no checkpoint was kept: start again with another --name, and with --keep-checkpoints above 0")
     elif result.outcome == "interrupted":
-        console.print(f"continue with: {resume_command(folder)}")
+        console.print(f"continue with: {resume_command(folder)}", markup=False)
     elif result.outcome == "diverged" and result.checkpoint:
         console.print(
-            f"the last good checkpoint is kept; go on from it more gently: {resume_command(folder)} --learning-rate ..."
+            "the last good checkpoint is kept; go on from it more gently: "
+            f"{resume_command(folder)} --learning-rate ...",
+            markup=False,
         )
     elif result.outcome == "diverged":
         console.print(

@@ -5,6 +5,7 @@ In: rows. Out: the terminal, and ``trials.csv``, ``best.json`` and ``summary.md`
 
 import csv
 import io
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,7 @@ def summary(rows: Sequence[Row], space: Space, memory: MemorySearcher, config: S
 
 def train_command(folder: Path) -> str:
     """The line to paste."""
-    return f"python -m train.run --config {folder / 'best.json'}"
+    return f"python -m train.run --config {shlex.quote(str(folder / 'best.json'))}"
 
 
 def write_files(
@@ -230,9 +231,9 @@ def print_end(rows: Sequence[Row], space: Space, memory: MemorySearcher, folder:
     seen = {row.candidate for row in rows}
     untried = len([candidate for candidate in space.candidates() if candidate not in seen])
     if untried:
-        console.print(f"never run: {untried} candidates; {folder / 'summary.md'} says of each why")
+        console.print(f"never run: {untried} candidates; {folder / 'summary.md'} says of each why", markup=False)
     if standings(rows):
-        console.print(f"train with it: {train_command(folder)}")
+        console.print(f"train with it: {train_command(folder)}", markup=False)
     elif all(row.outcome == "failed" for row in rows):
         console.print("every trial failed: the table gives each error, trials/*.json what it rests on")
     else:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,7 +11,7 @@ from typing import NoReturn
 
 from infra import provenance
 from infra.cluster import connected
-from infra.command import INTERRUPTED, console, errors
+from infra.command import INTERRUPTED, console, errors, escape
 from infra.tracking import Tracker, how_to_look, open_store
 from infra.units import format_size
 from pipeline.shards import Manifest, read_manifest
@@ -40,7 +41,7 @@ def search(config: SearchConfig) -> int:
     else:
         folder = new_folder(config.out, name, begun=(folders.TRIALS, folders.LOCK))
     if config.cluster:
-        with connected(config.cluster):
+        with connected(config.address):
             return _search(config, manifest, folder)
     return _search(config, manifest, folder)
 
@@ -116,7 +117,7 @@ def _run(
             tracker.finish("KILLED")
             errors.print(
                 f"[red]error:[/red] Ray died: its {part} no longer answers. Finished trials are kept; continue with: "
-                f"{resume_command(folder)}"
+                f"{escape(resume_command(folder))}"
             )
             os._exit(1)
 
@@ -127,7 +128,7 @@ def _run(
         environment = worker_environment(config.training, device)
         with (
             suppress(KeyboardInterrupt),
-            connected(config.cluster, environment=environment),
+            connected(config.address, environment=environment),
             watching(lost, grace=grace),
         ):
             proposals = Proposals(strategy, trials, Listener(evidence.start, ended), request)
@@ -135,7 +136,7 @@ def _run(
         rows = read_rows(trials)
         evidence.catch_up(rows)
         if strategy.propose(rows) is not None:
-            console.print(f"stopped; continue with: {resume_command(folder)}")
+            console.print(f"stopped; continue with: {resume_command(folder)}", markup=False)
             evidence.abandon()
             tracker.finish("KILLED")
             return INTERRUPTED
@@ -154,5 +155,5 @@ def _run(
 
 def resume_command(folder: Path) -> str:
     """The line that continues the search in ``folder``."""
-    place = "" if folder.parent == Path("runs").resolve() else f" --out {folder.parent}"
-    return f"python -m tune.search --resume {folder.name}{place}"
+    place = [] if folder.parent == Path("runs").resolve() else ["--out", str(folder.parent)]
+    return shlex.join(["python", "-m", "tune.search", "--resume", folder.name, *place])

@@ -24,6 +24,12 @@ def test_an_address_at_which_nothing_listens_is_refused_at_once(address: str) ->
             connected(place).__enter__()
 
 
+def test_a_cluster_named_by_the_environment_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    with pytest.raises(UserError, match=r"at RAY_ADDRESS 127.0.0.1:9: .*, or leave RAY_ADDRESS out to use this"):
+        connected().__enter__()
+
+
 @pytest.mark.parametrize("address", ["elsewhere", "127.0.0.1:port", "ray://127.0.0.1:9"])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(UserError, match=f"no Ray cluster answers at --address {address}: "):

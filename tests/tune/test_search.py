@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from train.config import Cycle, load_config
 from train.loop import Trainer
 from tune import search
 from tune.ranking import NEGLIGIBLE
+from tune.report import train_command
+from tune.session import resume_command
 
 FLAGS = [
     "--model", "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320",
@@ -93,6 +96,12 @@ def test_a_search_leaves_rows_files_and_runs(folder: Path, searched: Path) -> No
     assert charts == {"memory_by_micro_batch", "speed_by_micro_batch", "pareto", "progress"}
     speeds = [client.get_metric_history(r.info.run_id, "result/tokens_per_second") for r in children]
     assert {point.step for points in speeds for point in points} == {0}, "for which MLflow draws bars"
+
+
+def test_what_is_to_be_pasted_names_odd_folders_as_a_shell_reads_them(tmp_path: Path) -> None:
+    folder = tmp_path / "all of my [runs]" / "it's one"
+    assert shlex.split(resume_command(folder))[-3:] == ["it's one", "--out", str(folder.parent)]
+    assert shlex.split(train_command(folder))[-1] == str(folder / "best.json")
 
 
 def test_the_winner_trains(searched: Path) -> None:
