@@ -86,6 +86,7 @@ def profile(options: ProfileOptions) -> None:
     tags = provenance.collect() | {"kind": "profile"}
     key = create_run("train", name, tracking_uri=options.tracking_uri, tags=tags)
     folder.mkdir()
+    report.print_header(options.training, manifest, folder)  # what is compiled can take a minute until more is said
     with Tracker(key) as tracker:
         report.record_start(tracker, options.training, manifest)
         status = "FAILED"
