@@ -35,7 +35,7 @@ def main(options):
         return 3
     if options.do == "interrupt":
         raise KeyboardInterrupt
-    if options.do == "hang up":
+    if options.do in ("hang up", "left alone"):
         signal.raise_signal(signal.SIGHUP)
     if options.do == "interrupt in a callback":
         options_of_before = Options()
@@ -44,6 +44,8 @@ def main(options):
         time.sleep(10)
     return 0
 
+if "left alone" not in sys.argv:  # as nohup has it, under which the tests may run
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 command.run(main, Options, module="test", description="A command.")
 """
 
@@ -57,6 +59,11 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 )
 def test_exit_codes(what: str, code: int) -> None:
     assert run("--do", what).returncode == code
+
+
+def test_nohup_is_left_alone() -> None:
+    ignored = subprocess.run(["nohup", sys.executable, "-c", SCRIPT, "--do", "left alone"], capture_output=True)
+    assert ignored.returncode == 0
 
 
 @pytest.mark.parametrize(("flags", "code"), [(["--do", "print"], 3), (["--help"], 0)])
