@@ -144,13 +144,17 @@ def _insist_on_interrupts() -> None:
 
 
 def flag_value(flag: str) -> str | None:
-    """The value that the command line gives ``flag``, for flags that must be read before the others' defaults exist."""
-    for index, word in enumerate(sys.argv):
-        if word == flag and index + 1 < len(sys.argv):
-            return sys.argv[index + 1]
-        if word.startswith(f"{flag}="):
-            return word.partition("=")[2]
-    return None
+    """The value that the command line gives ``flag``, for flags that must be read before the others' defaults exist.
+
+    Raises ``UserError`` when it is empty, which would be taken for a flag that was left out.
+    """
+    words = [part for word in sys.argv for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])]
+    if flag not in words[:-1]:
+        return None
+    value = words[words.index(flag) + 1]
+    if not value:
+        raise UserError(f"{flag} is empty: give it a value, or leave it out.")
+    return value
 
 
 def refuse(mistake: ValueError) -> NoReturn:

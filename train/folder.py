@@ -98,6 +98,14 @@ class RunFolder:
         with held(self.path / ".command", f"another command is training in {self.path}: wait for it, or end it."):
             yield
 
+    def newest(self) -> Path:
+        """The newest sound checkpoint of a run that has one, as :func:`find_run` gives it; names those passed over."""
+        found = newest(self.checkpoints)
+        assert found is not None, "a run without a sound checkpoint is refused"
+        for line in passed_over(found):
+            errors.print(line, markup=False)
+        return found
+
     @contextmanager
     def cleared(self) -> Iterator[None]:
         """Remove this new folder, so that its name is free again, when the block fails before a cycle or checkpoint."""
@@ -212,8 +220,4 @@ def find_checkpoint(text: str, out: Path) -> Path:
     """The checkpoint that ``--checkpoint`` names: itself, or a run's newest. Raises ``UserError``."""
     if (Path(text) / "progress.json").is_file():
         return Path(text)
-    found = newest(find_run(text, out, flag="--checkpoint").checkpoints)
-    assert found is not None, "a run without a sound checkpoint is refused"
-    for line in passed_over(found):
-        errors.print(line, markup=False)
-    return found
+    return find_run(text, out, flag="--checkpoint").newest()

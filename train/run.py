@@ -16,13 +16,13 @@ import tyro
 
 from infra import command
 from infra.cluster import connected
-from infra.command import INTERRUPTED, UserError, console, errors
+from infra.command import INTERRUPTED, UserError, console
 from infra.run_key import RunKey
 from infra.storage import write_json
 from pipeline.shards import Manifest
 from train.config import TrainConfig, format_model, load_config
 from train.folder import RunFolder, find_run, make, new_folder
-from train.progress import newest, passed_over, read_progress
+from train.progress import read_progress
 from train.resume import refuse_finished, refuse_other_run
 from train.source import absolute, manifest_of
 from train.text import refuse_foreign_ids
@@ -52,12 +52,8 @@ def main() -> None:
     defaults = RunOptions()
     try:
         path, resume = command.flag_value("--config"), command.flag_value("--resume")
-        if path == "":
-            raise UserError("--config is empty: name a JSON file of settings.")
         if path and resume:
             raise UserError("--config and --resume both bring settings; give one of them.")
-        if resume == "":
-            raise UserError("--resume is empty: name a run, its folder or a checkpoint.")
         if resume and (name := command.flag_value("--name")):
             raise UserError(f"--name {name}: a run that goes on keeps its name; leave --name or --resume out.")
         if resume:
@@ -87,10 +83,7 @@ def train(options: RunOptions) -> int:
     resume = None
     if options.resume:
         home = find_run(options.resume, options.out)
-        resume = newest(home.checkpoints)
-        assert resume is not None
-        for line in passed_over(resume):
-            errors.print(line, markup=False)
+        resume = home.newest()
         progress = read_progress(resume)
         refuse_other_run(resume, progress, config, manifest)
         if home.is_finished():

@@ -198,12 +198,6 @@ def short_form(suite: Suite) -> Suite:
 
 def apply(config: TrainConfig, changes: Changes) -> TrainConfig:
     """``config`` with ``changes``. Raises ``UserError`` for an unknown field and for what contradicts itself."""
-    model, parts, whole = settings_of(config, changes)
-    return replace(config, model=replace(model, **parts), **whole)
-
-
-def settings_of(config: TrainConfig, changes: Changes) -> tuple[ModelConfig, dict[str, Any], dict[str, Any]]:
-    """The model to start from, its changed fields, and those of ``config``; each exists and is of its type."""
     known = {f.name for f in fields(TrainConfig)} | {f"model.{f.name}" for f in fields(ModelConfig)}
     known = (known | {"batch", "vocabulary_multiple"}) - {"data"}  # which is the ladder's
     for name in changes:
@@ -228,4 +222,4 @@ def settings_of(config: TrainConfig, changes: Changes) -> tuple[ModelConfig, dic
     if "cycle" in whole:
         whole["cycle"] = Cycle.parse(str(whole["cycle"]))
     refuse_other_types(whole, TrainConfig)
-    return model, parts, whole
+    return replace(config, model=replace(model, **parts), **whole)

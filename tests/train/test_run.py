@@ -151,6 +151,7 @@ def test_what_one_worker_refused_ends_all_when_they_start_again(tmp_path: Path) 
         (["--model", "huge"], "gpt2-124m"),
         (["--config", "none.json"], "none.json"),
         (["--config", ""], "--config is empty"),
+        (["--resume="], "--resume is empty"),
         (["--resume", "never"], "--resume never"),
         (["--resume", "one", "--name", "two"], "--name two: a run that goes on keeps its name"),
         (["--steps", "3", "--tokens", "70000000"], "--tokens"),

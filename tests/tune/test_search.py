@@ -196,6 +196,8 @@ def test_a_killed_search_continues(folder: Path, small_shards: Path) -> None:
         (["--micro-batch", "3"], "--micro-batch 3"),
         (["--global-batch", "0"], "--global-batch 0"),
         (["--global-batch", "²"], "'²'"),
+        (["--config", ""], "--config is empty"),
+        (["--resume="], "--resume is empty"),
     ],
 )
 def test_bad_input_gets_one_sentence(
