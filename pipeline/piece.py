@@ -19,7 +19,7 @@ from pipeline.encoding import encode, verify
 from pipeline.filters import refuse
 from pipeline.plan import Piece, split_of
 from pipeline.reading import RawBook, Unreadable, read_books
-from pipeline.records import Record
+from pipeline.records import Record, reopen
 from pipeline.shards import END_OF_TEXT, SPLITS, ShardInfo, ShardRow, Split, write_shard
 from pipeline.witness import DEATHS, Witness
 
@@ -143,6 +143,7 @@ def do_piece(piece: Piece, folder: Path, run: str) -> dict[str, Any]:
     source is gone or the folder cannot be written, ``EncodingMismatch`` when tiktoken disagrees; the piece is
     then as good as not begun.
     """
+    reopen(folder, [piece.name])  # which is not the command's own where a worker's --out is on another disk
     with Witness(run, piece.name) as witness:
         work = Work(piece, folder, witness)
         record = work.run()

@@ -1,12 +1,13 @@
 """What one piece became, on disk beside the shards: written last, it makes the piece done."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.storage import write_json
+from infra.storage import sync_folder, write_json
 from pipeline.books import Dropped
-from pipeline.shards import PIECES, ShardInfo
+from pipeline.shards import MANIFEST, PIECES, ShardInfo
 
 
 @dataclass(frozen=True)
@@ -46,3 +47,17 @@ def read_record(folder: Path, name: str) -> Record | None:
         return Record(**values | parsed)
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def reopen(folder: Path, names: Iterable[str]) -> None:
+    """Make the data set in ``folder`` unfinished and its pieces ``names`` undone, durably.
+
+    Call it before any shard of these pieces is written: a manifest or a record that outlived the shards it describes
+    would vouch for those that replace them.
+    """
+    for parent, files in ((folder, [MANIFEST]), (folder / PIECES, [f"{name}.json" for name in names])):
+        there = [parent / name for name in files if (parent / name).exists()]
+        for path in there:
+            path.unlink(missing_ok=True)
+        if there:
+            sync_folder(parent)

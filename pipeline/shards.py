@@ -252,7 +252,11 @@ class TokenShards:
         self.manifest = read_manifest(folder)
 
     def open(self, split: Split) -> list[Shard]:
-        """The shards of ``split``; raises ``UserError`` naming the first that is missing or cut short."""
+        """The shards of ``split``.
+
+        Raises ``UserError`` naming the first that is missing or of another length, and when the data set has been made
+        again since its manifest was read.
+        """
         opened = []
         for info in self.manifest.shards:
             if info.split != split:
@@ -265,6 +269,9 @@ class TokenShards:
                     f"{path} {state}: run 'python -m pipeline.tokenize --out {self.folder}' to make it again."
                 )
             opened.append(Shard(path))
+        # A new run removes the manifest before it writes a shard: while it is the same one, so are the shards.
+        if read_manifest(self.folder).fingerprint != self.manifest.fingerprint:
+            raise UserError(f"{self.folder} was made again while it was being opened: run the same command again.")
         return opened
 
     def streams(self, split: Split) -> list[np.ndarray]:

@@ -14,7 +14,7 @@ from pipeline.books import Dropped
 from pipeline.config import TokenizeConfig
 from pipeline.duplicates import EXACT, NEAR
 from pipeline.plan import Piece
-from pipeline.records import Record, read_record
+from pipeline.records import Record, read_record, reopen
 from pipeline.shards import MANIFEST, PIECES, QUARANTINE, SPLITS
 
 SETTINGS, LOCK = "settings.json", ".lock"
@@ -72,25 +72,51 @@ class Assessment:
 def assess(folder: Path, plan: list[Piece]) -> Assessment:
     """Compare ``plan`` with what ``folder`` holds; a shard of the recorded length counts as there.
 
-    When any piece is to be done, so are those that gave up duplicates: what they repeated may be gone.
+    When any piece is to be done, or an earlier plan had more, so are those that gave up duplicates: what they repeated
+    may be gone.
     """
     done: dict[str, Record] = {}
     todo: dict[str, str] = {}
     for piece in plan:
-        record = read_record(folder, piece.name)
-        if record is None:
-            todo[piece.name] = "not done yet"
-        elif record.key != piece.key():
-            todo[piece.name] = "inputs or settings changed"
-        elif not all(_present(folder, shard) for shard in record.shards):
-            todo[piece.name] = "shards missing or cut short"
+        found = _record_or_why(folder, piece)
+        if isinstance(found, Record):
+            done[piece.name] = found
         else:
-            done[piece.name] = record
-    for name in list(done) if todo else []:
+            todo[piece.name] = found
+    changed = bool(todo or _records_of_no_piece(folder, plan))
+    for name in list(done) if changed else []:
         if any(dropped.reason in (EXACT, NEAR) for dropped in done[name].dropped):
             todo[name] = "held duplicates of books that may have changed"
             del done[name]
     return Assessment(done, todo)
+
+
+def collect(folder: Path, plan: list[Piece]) -> dict[str, Record]:
+    """The record of every piece, by name, once all are done.
+
+    Raises ``UserError`` when one is missing, is of other work than the plan's, or describes a shard that is missing.
+    """
+    found = {piece.name: _record_or_why(folder, piece) for piece in plan}
+    records = {name: record for name, record in found.items() if isinstance(record, Record)}
+    if missing := [name for name in found if name not in records]:
+        raise UserError(
+            f"{len(missing):,} of {len(plan):,} pieces were done but did not arrive in {folder} (the first is "
+            f"{PIECES}/{missing[0]}.json), so it is unfinished: give an --out on a disk that all workers share, and "
+            "run the same command again."
+        )
+    return records
+
+
+def _record_or_why(folder: Path, piece: Piece) -> Record | str:
+    """The record of ``piece``, or why it is to be done."""
+    record = read_record(folder, piece.name)
+    if record is None:
+        return "not done yet"
+    if record.key != piece.key():
+        return "inputs or settings changed"
+    if not all(_present(folder, shard) for shard in record.shards):
+        return "shards missing or cut short"
+    return record
 
 
 def _present(folder: Path, shard: Any) -> bool:
@@ -98,9 +124,14 @@ def _present(folder: Path, shard: Any) -> bool:
     return path.is_file() and path.stat().st_size == shard.bytes
 
 
-def begin(folder: Path, config: TokenizeConfig) -> None:
-    """Make ``folder`` unfinished: no manifest, no half-written files, and the settings of this run noted."""
-    (folder / MANIFEST).unlink(missing_ok=True)
+def begin(folder: Path, config: TokenizeConfig, todo: Iterable[str]) -> None:
+    """Make ``folder`` unfinished: no manifest, no record of a piece ``todo``, no half-written files, and the settings
+    of this run noted.
+
+    All these records go before the first piece is done: one that held a duplicate is valid again by its key as soon
+    as the piece that held the original has been done.
+    """
+    reopen(folder, todo)
     for name in (*SPLITS, PIECES, "."):
         clear_temporaries(folder / name)
     write_json(folder / PIECES / SETTINGS, config.identity())
@@ -144,10 +175,13 @@ def remove_strays(folder: Path, records: dict[str, Record], plan: list[Piece]) -
         for path in _named(folder / split, _SHARD):
             if f"{split}/{path.name}" not in shards:
                 path.unlink()
+    for path in _records_of_no_piece(folder, plan):
+        path.unlink()
+
+
+def _records_of_no_piece(folder: Path, plan: list[Piece]) -> list[Path]:
     names = {f"{piece.name}.json" for piece in plan}
-    for path in _named(folder / PIECES, _RECORD):
-        if path.name not in names:
-            path.unlink()
+    return [path for path in _named(folder / PIECES, _RECORD) if path.name not in names]
 
 
 def _named(folder: Path, names: re.Pattern[str]) -> list[Path]:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,6 @@ from pipeline.duplicates import drop_duplicates, find_duplicates
 from pipeline.encoding import VOCABULARY_SHA256
 from pipeline.files import locate
 from pipeline.plan import Piece, make_plan
-from pipeline.records import read_record
 from pipeline.shards import MANIFEST, QUARANTINE, Manifest, read_manifest
 from pipeline.sources import Inventory, find
 from pipeline.witness import notes_folder
@@ -47,6 +46,14 @@ def main(config: TokenizeConfig) -> int:
     with _phase(timings, "plan"):
         inventory = find(config.sources, config.mirror)
         plan = make_plan(inventory, config)
+    with nullcontext() if config.dry_run else state.sole_writer(folder):
+        return _continue(config, folder, inventory, plan, timings)
+
+
+def _continue(
+    config: TokenizeConfig, folder: Path, inventory: Inventory, plan: list[Piece], timings: report.Progress
+) -> int:
+    """Compare ``plan`` with what ``folder`` holds, and do what is missing; returns the exit code."""
     changed = state.changed_settings(folder, config)
     # A folder without a manifest is what an interrupted --overwrite left: it goes on with that.
     fresh = bool(changed) or (config.overwrite and (folder / MANIFEST).exists())
@@ -66,13 +73,12 @@ def main(config: TokenizeConfig) -> int:
         console.print(sentence, markup=False)
     if config.dry_run:
         return 0
-    with state.sole_writer(folder):
-        if not todo and _is_finished(folder, inventory):
-            console.print(f"{folder} is finished; nothing to do.", markup=False)
-        else:
-            _make(config, folder, inventory, plan, todo, timings, fresh=fresh)
-        if config.copy_to:
-            _copy(folder, config.copy_to)
+    if not todo and _is_finished(folder, inventory):
+        console.print(f"{folder} is finished; nothing to do.", markup=False)
+    else:
+        _make(config, folder, inventory, plan, todo, timings, fresh=fresh)
+    if config.copy_to:
+        _copy(folder, config.copy_to)
     return 0
 
 
@@ -98,7 +104,7 @@ def _make(
             tracker = _open_run(config, folder)
         if fresh:
             state.clear(folder)
-        state.begin(folder, config)
+        state.begin(folder, config, [piece.name for piece in todo])
         tracker.params(config.identity() | {"out": folder, "workers": config.parallelism, "pieces": len(plan)})
         try:
             if todo:
@@ -157,9 +163,11 @@ def _work(
 
 
 def _finish(config: TokenizeConfig, folder: Path, inventory: Inventory, plan: list[Piece]) -> Manifest:
-    """Write quarantine and manifest from the records. Raises ``UserError`` when no book was kept."""
-    records = {piece.name: record for piece in plan if (record := read_record(folder, piece.name))}
-    assert len(records) == len(plan), "every piece has a record when Ray has done them all"
+    """Write quarantine and manifest from the records.
+
+    Raises ``UserError`` when a piece's record did not arrive here, and when no book was kept.
+    """
+    records = state.collect(folder, plan)
     if config.duplicates != "keep":
         records = drop_duplicates(folder, records, find_duplicates(records))
     state.remove_strays(folder, records, plan)

@@ -1,5 +1,8 @@
 """What an output folder holds: ours is continued or replaced, and what others put there stays."""
 
+import os
+import shutil
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from infra.command import UserError
-from pipeline import state
+from pipeline import plan, state
 from pipeline.config import TokenizeConfig
 from pipeline.piece import do_piece
 from pipeline.plan import make_plan
 from pipeline.records import read_record
-from pipeline.shards import MANIFEST
+from pipeline.shards import MANIFEST, Manifest, read_manifest
 from pipeline.sources import find
-from pipeline.tokenize import main
+from pipeline.tokenize import _finish, main
 
 FOREIGN = ("train/own.arrow", "train/0001.arrow", "val/sub/000000-000.arrow", "pieces/notes.json", "readme.txt")
 
@@ -26,7 +29,7 @@ def config(tmp_path: Path, write_books: Callable[..., Path]) -> TokenizeConfig:
     config = TokenizeConfig(sources=(str(books),), out=tmp_path / "out", shard_size=1_000_000)
     (config.out / state.PIECES).mkdir(parents=True)
     do_piece(make_plan(find(config.sources), config)[0], config.out, "test")
-    state.begin(config.out, config)
+    state.begin(config.out, config, ())
     return config
 
 
@@ -100,3 +103,104 @@ def test_the_settings_that_folders_are_known_by_are_those_of_the_first_folders()
         "text_column": "text", "doc_separator": None, "languages": ["en", "fr"], "min_chars": 200, "join_lines": False,
         "duplicates": "drop", "shard_size": 16_000_000,
     }  # fmt: skip
+
+
+@pytest.fixture
+def small_pieces(tmp_path: Path, write_books: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> TokenizeConfig:
+    """Settings for 24 small books in six pieces, none of them done."""
+    monkeypatch.setattr(plan, "PARTS_A_PIECE", 4)
+    books = write_books(tmp_path / "books", 24, words=100)
+    return TokenizeConfig(sources=(str(books),), out=tmp_path / "out")
+
+
+def tokenize(config: TokenizeConfig, workers_out: Path | None = None, *, pieces: int = 1000) -> Manifest:
+    """What the command does, without Ray: its workers write to ``workers_out``, and stop after so many ``pieces``."""
+    inventory = find(config.sources)
+    planned = make_plan(inventory, config)
+    todo = state.assess(config.out, planned).todo
+    with state.sole_writer(config.out):
+        state.begin(config.out, config, todo)
+        for piece in [piece for piece in planned if piece.name in todo][:pieces]:
+            do_piece(piece, workers_out or config.out, "test")
+        return _finish(config, config.out, inventory, planned)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in files(folder) if not name.endswith(state.LOCK)}
+
+
+def replace_book(folder: Path, number: int, text: str) -> None:
+    """Put ``text`` in place of a book, a second later as far as its time tells."""
+    path = folder / f"book {number:04d}.txt"
+    later = path.stat().st_mtime_ns + 10**9
+    path.write_text(text, encoding="utf-8")
+    os.utime(path, ns=(later, later))
+
+
+def test_a_record_counts_only_for_the_piece_whose_key_it_holds(
+    small_pieces: TokenizeConfig, tmp_path: Path, prose: Callable[..., str]
+) -> None:
+    config, books = small_pieces, tmp_path / "books"
+    tokenize(config)
+    other_disk = shutil.copytree(config.out, tmp_path / "other disk")
+    for number in range(6):
+        replace_book(books, number, prose(100 + number, 100))
+    planned = make_plan(find(config.sources), config)
+    with pytest.raises(UserError, match=r"2 of 6 pieces .* did not arrive in .*pieces/000000\.json"):
+        state.collect(config.out, planned)  # the records of the earlier texts are there
+    with pytest.raises(UserError, match=r"2 of 6 pieces .* give an --out on a disk that all workers share"):
+        tokenize(config, other_disk)
+    for folder in (config.out, other_disk):
+        with pytest.raises(UserError, match="so its shards are unfinished"):
+            read_manifest(folder)
+    assert state.assess(config.out, planned).todo == dict.fromkeys(("000000", "000001"), "not done yet")
+    again = tokenize(config)
+    fresh = tokenize(replace(config, out=tmp_path / "fresh"))
+    assert again == fresh
+    assert contents(config.out) == contents(tmp_path / "fresh")
+
+
+def test_a_piece_whose_shard_did_not_arrive_is_not_published(small_pieces: TokenizeConfig) -> None:
+    tokenize(small_pieces)
+    (small_pieces.out / "train/000003-000.arrow").unlink()
+    with pytest.raises(UserError, match=r"1 of 6 pieces .*pieces/000003\.json"):
+        tokenize(small_pieces, pieces=0)
+
+
+def test_a_source_of_the_same_size_and_a_new_time_is_done_again(small_pieces: TokenizeConfig, tmp_path: Path) -> None:
+    before = tokenize(small_pieces)
+    book = tmp_path / "books" / "book 0009.txt"
+    replace_book(tmp_path / "books", 9, book.read_text(encoding="utf-8").replace("the", "and"))
+    planned = make_plan(find(small_pieces.sources), small_pieces)
+    assert state.assess(small_pieces.out, planned).todo == {"000002": "inputs or settings changed"}
+    after = tokenize(small_pieces)
+    assert after.inputs == before.inputs
+    assert after.fingerprint != before.fingerprint
+
+
+def test_a_duplicate_comes_back_when_its_original_changes_also_after_an_interruption(
+    small_pieces: TokenizeConfig, tmp_path: Path, prose: Callable[..., str]
+) -> None:
+    books = tmp_path / "books"
+    replace_book(books, 20, prose(1, 100))
+    assert tokenize(small_pieces).report["books_dropped"] == {"duplicate": 1}
+    replace_book(books, 1, prose(200, 100))
+    with pytest.raises(UserError, match=r"1 of 6 pieces .*pieces/000005\.json"):
+        tokenize(small_pieces, pieces=1)  # the piece with the changed original, and not the one with its duplicate
+    assert tokenize(small_pieces).report["books_dropped"] == {}
+    tokenize(replace(small_pieces, out=tmp_path / "fresh"))
+    assert contents(small_pieces.out) == contents(tmp_path / "fresh")
+
+
+def test_a_duplicate_comes_back_when_its_original_goes_with_the_last_piece(
+    small_pieces: TokenizeConfig, tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "PARTS_A_PIECE", 1)
+    config = replace(small_pieces, sources=(f"{tmp_path}/shelf*",), val_fraction=0)
+    with zipfile.ZipFile(tmp_path / "shelf.zip", "w") as archive:
+        archive.writestr("copy.txt", prose(1))
+    (tmp_path / "shelf.zip-1.txt").write_text(prose(1), encoding="utf-8")  # its file comes later, its book before
+    assert tokenize(config).report["books_dropped"] == {"duplicate": 1}
+    assert "shelf.zip/copy.txt" in (config.out / state.QUARANTINE).read_text(encoding="utf-8")
+    (tmp_path / "shelf.zip-1.txt").unlink()
+    assert tokenize(config).report["books_dropped"] == {}

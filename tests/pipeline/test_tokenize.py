@@ -14,9 +14,11 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from infra.command import UserError
+from pipeline import tokenize
 from pipeline.config import TokenizeConfig
 from pipeline.shards import TokenShards, read_manifest
 from pipeline.tokenize import main
+from pipeline.work import do_pieces
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -79,13 +81,20 @@ def test_one_worker_and_two_make_the_same_bytes(make: Callable[..., Path], store
 
 
 def test_a_finished_folder_is_left_alone_and_a_missing_shard_made_again(
-    make: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    make: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make("tokens")
     before = contents(folder)
     make("tokens")
     assert "nothing to do" in capsys.readouterr().out
-    next((folder / "train").glob("*.arrow")).unlink()
+    (folder / "train" / "000001-000.arrow").unlink()
+    with monkeypatch.context() as patch:  # workers on another machine, whose --out is another disk
+        patch.setattr(tokenize, "do_pieces", lambda todo, _, *rest, **how: do_pieces(todo, tmp_path, *rest, **how))
+        with pytest.raises(UserError, match=r"2 of 3 pieces .*pieces/000001\.json.* give an --out on a disk"):
+            make("tokens")
+    undone = {"train/000001-000.arrow", "pieces/000001.json", "pieces/000002.json"}  # the last held a duplicate
+    assert undone <= contents(tmp_path).keys()
+    assert contents(folder).keys() == before.keys() - undone - {"manifest.json"}
     make("tokens")
     assert contents(folder) == before
 
