@@ -21,6 +21,14 @@ HEADS = {
     "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n",
     "small print, later": HEADER + "***START**THE SMALL PRINT!**START***\nlaw\n"
     "*END THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.07/27/01*END*\n\n",
+    "small print, then a start line": HEADER + "***START**THE SMALL PRINT!**START***\nlaw\n"
+    "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\nlaw\n\n"
+    "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n\n",
+    "small print, then a start line far behind": HEADER + "***START**THE SMALL PRINT!**START***\nlaw\n"
+    "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n" + "law\n\n" * 1000
+    + "*** START OF THE PROJECT GUTENBERG EBOOK A TALE ***\n\n",
+    "a start line, then small print": HEADER + "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n\nlaw\n\n"
+    "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n",
     "credits": HEADER + "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n\n\n\n"
     "Produced by Some One and the Online\n"
     "Distributed Proofreading Team at http://www.pgdp.net\n\n\n\n\n",

@@ -35,6 +35,7 @@ def test_blank_ends_become_one_line_end(text: str) -> None:
     assert trim(text.encode()).decode() == (text.strip() + "\n" if text.strip() else "")
 
 
+@settings(deadline=None)
 @given(st.binary())
 def test_utf8_is_what_python_takes_for_it(data: bytes) -> None:
     try:
@@ -62,6 +63,21 @@ def test_encodings_are_found(encoding: str) -> None:
 def test_a_declared_character_set_is_believed() -> None:
     text = "Character set encoding: ISO-8859-5\n\n" + "Война и мир. Князь Андрей.\n"
     assert to_utf8(text.encode("iso-8859-5")).text.decode() == text
+
+
+def test_the_quotes_of_windows_are_read_also_where_latin_1_is_declared() -> None:
+    text = "Character set encoding: ISO-8859-1\n\nHe said “café”.\n"
+    data = text.encode("cp1252")
+    assert b"\x93caf\xe9\x94" in data
+    assert to_utf8(data).text.decode() == text
+
+
+@pytest.mark.parametrize(("invalid", "pairs"), [(2, 9), (1, 2), (1, 1)])
+def test_where_a_tenth_to_a_third_is_no_utf8_the_character_set_is_believed(invalid: int, pairs: int) -> None:
+    lines = "Â£5\n" * pairs + "Là-bas.\n" * invalid  # of which the pairs are UTF-8 as well
+    text = "Character set encoding: ISO-8859-1\n\n" + lines * 20
+    decoded = to_utf8(text.encode("latin-1"))
+    assert (decoded.text.decode(), decoded.encoding, decoded.replaced) == (text, "cp1252", 0)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +111,11 @@ def test_byte_order_marks_tell_the_encoding(mark: bytes, encoding: str) -> None:
 
 
 def test_a_few_damaged_bytes_are_replaced_and_counted() -> None:
-    damaged = FRENCH.encode()[:-2] + b"\xff\n"
-    decoded = to_utf8(damaged)
-    assert decoded.replaced == 1
-    assert decoded.encoding == "utf-8"
+    for few in (1, 30):
+        damaged = b"Character set encoding: ISO-8859-1\n\n" + FRENCH.encode()[:-2] + b"\xff\n" * few
+        decoded = to_utf8(damaged)
+        assert (decoded.encoding, decoded.replaced) == ("utf-8", few)
+        assert decoded.text.decode().replace("\ufffd", "") == damaged.replace(b"\xff", b"").decode()
 
 
 def test_wrapped_prose_is_joined_and_verse_stays() -> None:
