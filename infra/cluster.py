@@ -12,13 +12,14 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from infra.command import UserError, first_line, heed_termination
+from infra.command import UserError, errors, first_line, heed_termination
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -43,6 +44,10 @@ _SETTINGS = {
 
 ANSWER_SECONDS = 10.0
 """How long a cluster's machine may take to answer."""
+
+
+PLACING_SECONDS = 2.0
+"""How long Ray may look for room before that is said; it takes milliseconds where there is some."""
 
 
 @contextmanager
@@ -204,6 +209,95 @@ def replaced(place: object, attributes: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for name, theirs in kept.items():
             setattr(place, name, theirs)
+
+
+Node = Mapping[str, float]
+"""A machine's resources by Ray's names for them."""
+
+
+def eligible_nodes(*, accelerator: str | None = None) -> list[Node]:
+    """The living machines of the connected Ray, or those of them with GPUs of the kind ``accelerator``."""
+    import ray
+
+    nodes: list[Node] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [node for node in nodes if not accelerator or node.get(f"accelerator_type:{accelerator}")]
+
+
+def cores_each(nodes: Sequence[Node], workers: int, *, gpu: bool) -> int:
+    """The most cores that each of ``workers`` can have on ``nodes`` all at once; 0 where there is no room for them.
+
+    A worker is on one machine, so the cores of the cluster taken together say nothing. With ``gpu`` each has a GPU, and
+    no more than that GPU's share of its machine's cores: what trains on the other GPUs needs some too.
+    """
+    room = [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes]
+    room = [(cores, gpus) for cores, gpus in room if cores and (gpus or not gpu)]
+    sizes = {max(1, cores // max(count, gpus * gpu)) for cores, gpus in room for count in range(1, workers + 1)}
+    for size in sorted(sizes, reverse=True):
+        if sum(min(cores // size, gpus) if gpu else cores // size for cores, gpus in room) >= workers:
+            return size
+    return 0
+
+
+@contextmanager
+def placing(what: str, bundles: Sequence[Node], placed: Callable[[], bool]) -> Iterator[threading.Event]:
+    """While the block runs, say so when Ray has no room for the ``bundles`` that it was asked for, and what it has.
+
+    ``placed`` tells whether they have found their place. The event that is given is set while they wait for one.
+    """
+    ended, waits = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        since: float | None = None
+        told = False
+        while not ended.wait(PLACING_SECONDS / 4):
+            lacking = False
+            with suppress(Exception):  # Ray is ending or away, which others notice
+                lacking = not placed() and _is_pending(bundles)
+            if not lacking:
+                since, told = None, False
+                waits.clear()
+                continue
+            waits.set()
+            since = since or time.monotonic()
+            if not told and time.monotonic() - since >= PLACING_SECONDS:
+                told = True
+                errors.print(_lack(what, bundles), markup=False)
+
+    thread = threading.Thread(target=watch, name="placing", daemon=True)
+    thread.start()
+    try:
+        yield waits
+    finally:
+        ended.set()
+
+
+def _is_pending(bundles: Sequence[Node]) -> bool:
+    """Whether somebody waits for a placement group of these ``bundles``; Ray does not tell who."""
+    from ray.util import placement_group_table
+
+    def amounts(asked: Iterable[Node]) -> list[tuple[float, float]]:
+        return sorted((bundle.get("CPU", 0.0), bundle.get("GPU", 0.0)) for bundle in asked)
+
+    groups = placement_group_table().values()
+    waiting = [group["bundles"].values() for group in groups if group["state"] in ("PENDING", "RESCHEDULING")]
+    return any(amounts(asked) == amounts(bundles) for asked in waiting)
+
+
+def _lack(what: str, bundles: Sequence[Node]) -> str:
+    """What the ``bundles`` of ``what`` wait for, and what there is."""
+    import ray
+
+    def amounts(resources: Node) -> str:
+        return " and ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU") if resources.get(name))
+
+    alive = [(node["NodeManagerHostname"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    machines = ", ".join(f"{name} {amounts(resources) or '0 CPU'}" for name, resources in alive)
+    wanted = amounts(bundles[0]) if len(bundles) == 1 else f"{len(bundles)} times {amounts(bundles[0])}"
+    return (
+        f"Waiting for {wanted} for {what}. Ray has {machines}, of which "
+        f"{amounts(ray.available_resources()) or '0 CPU'} is free: end what else runs there, or add machines; Ctrl-C "
+        "leaves."
+    )
 
 
 @contextmanager

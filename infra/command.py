@@ -8,12 +8,14 @@ are pickled by value.
 
 import atexit
 import errno
+import functools
 import gc
 import os
 import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -49,6 +51,9 @@ errors = _Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
 INTERRUPTED = 130
 
+LEAVING_SECONDS = 28.0
+"""How long a command may take to end after Ctrl-C or SIGTERM; what sends the latter often kills after 30 s."""
+
 
 class UserError(ValueError):
     """A mistake in what was asked for: one sentence that names the file or flag and the next step."""
@@ -71,6 +76,7 @@ def run(
     atexit.register(gc.freeze)  # or the last look, at all that is left anyway, takes 0.7 s
     _insist_on_interrupts()
     heed_termination()
+    _leave_in_time()
     prog = f"python -m {module}"
     for word in sys.argv[1:]:
         if re.search("[\ud800-\udfff]", word):  # bytes that were no text
@@ -141,6 +147,29 @@ def _insist_on_interrupts() -> None:
             report(lost)
 
     sys.unraisablehook = insist
+
+
+@functools.cache
+def _leave_in_time() -> None:
+    """End this process ``LEAVING_SECONDS`` after the first Ctrl-C, SIGTERM or SIGHUP, whatever it is stuck in.
+
+    The descriptor is written by Python's C handler: also where the main thread does not return from a call into Ray,
+    and whichever handlers Ray Tune has put in the place of ours.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while os.read(reader, 1)[0] not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            pass
+        time.sleep(LEAVING_SECONDS)
+        errors.print("Interrupted, and left without waiting any longer. What was finished is kept.")
+        os._exit(INTERRUPTED)
+
+    threading.Thread(target=watch, name="leaving", daemon=True).start()
 
 
 def flag_value(flag: str) -> str | None:

@@ -178,6 +178,10 @@ class Climb:
             except (Interrupted, launch.ControllerDied):
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
+            except KeyboardInterrupt:
+                status = "KILLED"
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
             except UserError as refused:
                 result, reason = None, worker_reason(refused)
             except Exception as failure:  # noqa: BLE001 one rung's failure is a row of the table, not the ladder's end

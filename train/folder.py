@@ -18,7 +18,7 @@ from typing import Any
 
 from infra.command import UserError, errors
 from infra.run_key import RunKey
-from infra.storage import atomic_file, held, write_json
+from infra.storage import atomic_file, held, write_json, write_text
 from train.progress import checkpoints_in, newest, passed_over
 from train.result import CycleReport
 
@@ -66,6 +66,18 @@ class RunFolder:
     def refused(self) -> Path:
         """Why one of several workers gave up, for them all to read when they are started again."""
         return self.path / "REFUSED"
+
+    def starts_of(self, command: str) -> list[int] | None:
+        """The steps that workers of ``command`` started from; None where neither it nor they have been at this disk."""
+        try:
+            first, *steps = (self.path / "starts").read_text(encoding="utf-8").split()
+            return [int(step) for step in steps] if first == command else None
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def keep_starts(self, command: str, steps: Sequence[int]) -> None:
+        """Remember for :meth:`starts_of`; an earlier command's are forgotten."""
+        write_text(self.path / "starts", "\n".join([command, *map(str, steps)]) + "\n")
 
     def is_finished(self) -> bool:
         """Whether it came to its end, as far as its settings of then went."""

@@ -10,10 +10,12 @@ import os
 import shutil
 import signal
 import threading
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 import ray.train
@@ -22,11 +24,11 @@ from ray.exceptions import RayActorError
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
-from infra.cluster import connected, ray_files
+from infra.cluster import Node, connected, cores_each, eligible_nodes, placing, ray_files
 from infra.command import INTERRUPTED, UserError, errors
 from infra.tracking import Tracker, last_steps
 from train.config import TrainConfig
-from train.controller import Alone, AsItIs
+from train.controller import Alone, AsItIs, Presence
 from train.execution import worker_environment
 from train.folder import Follower, RunFolder
 from train.progress import read_progress
@@ -38,6 +40,10 @@ from train.worker import train_function
 POLL_SECONDS = 0.2
 READERS = 2
 """Cores that are left to Ray Data by each worker that trains on a stream."""
+
+
+STOP_SECONDS = 18.0
+"""How long a step and its checkpoint may take after Ctrl-C, of the 30 s in which the command ends."""
 
 
 class ControllerDied(UserError):
@@ -60,22 +66,26 @@ def run(
     """Train through Ray Train in ``folder`` (absolute, shared with the workers), recording to ``tracker``.
 
     With ``resume``, the newest checkpoint of the folder, the run goes on; without, what an earlier run left
-    there is removed. Ctrl-C and SIGTERM finish the step, save and return the outcome ``interrupted``; a
-    second one exits at once. Raises ``UserError`` when the cluster lacks what the config asks for,
-    ``ControllerDied``, and ``WorkerFailure`` for our bugs.
+    there is removed. Ctrl-C and SIGTERM finish the step, save and return the outcome ``interrupted``; where that
+    takes more than ``STOP_SECONDS``, or Ray has no room for the workers yet, they raise ``KeyboardInterrupt``. A second
+    one exits at once. Raises ``UserError`` when the cluster lacks what the config asks for or the workers do not find
+    what they continue from, ``ControllerDied``, and ``WorkerFailure`` for our bugs.
     """
     home = RunFolder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     home.stop.unlink(missing_ok=True)
     home.refused.unlink(missing_ok=True)  # of a run that was killed before its workers had read it
-    reported, sent = 0, dict[str, int]()
+    reported, sent, step = 0, dict[str, int](), 0
     if resume:
-        reported = read_progress(resume).reported
+        progress = read_progress(resume)
+        reported, step = progress.reported, progress.step
         tracker.flush()
         sent = last_steps(tracker.key)
     else:
         shutil.rmtree(home.checkpoints, ignore_errors=True)
         home.cycles.unlink(missing_ok=True)
+    command = uuid.uuid4().hex
+    home.keep_starts(command, [])
 
     def hand_on(cycle: dict[str, Any]) -> None:
         for step, values in cycle_metrics(cycle):
@@ -86,9 +96,13 @@ def run(
     follower = Follower(home.cycles, hand_on)
     with ray_files(folder) as place, connected(address, prestart=False):
         wanted = scaling(config)
+        begun = place / "begun"
         trainer = TorchTrainer(
             train_function,
-            train_loop_config={"config": absolute(config).to_json(), "folder": str(folder)},
+            train_loop_config={
+                "config": absolute(config).to_json(), "folder": str(folder), "command": command, "step": step,
+                "begun": str(begun),
+            },
             torch_config=Alone() if config.workers == 1 else None,  # type: ignore[arg-type]
             scaling_config=wanted,
             run_config=ray.train.RunConfig(
@@ -96,8 +110,9 @@ def run(
                 storage_path=str(folder),
                 worker_runtime_env={"env_vars": worker_environment(config, "cuda" if wanted.use_gpu else "cpu")},
                 failure_config=ray.train.FailureConfig(max_failures=-1),  # train_function counts what matters
+                callbacks=[Presence(begun)],
             ),
-        )
+        )  # fmt: skip
         done: list[Any] = []
 
         def fit() -> None:
@@ -107,11 +122,17 @@ def run(
                 done.append(failure)
 
         thread = threading.Thread(target=fit, name="ray-train", daemon=True)
-        with stop_on_signal(home.stop):
+        bundles = [cast(Node, wanted.resources_per_worker)] * config.workers
+        with stop_on_signal(home.stop) as asked, placing("the training", bundles, begun.exists) as waits:
             thread.start()
             while thread.is_alive():
                 thread.join(POLL_SECONDS)
                 follower.poll()
+                if asked and waits.is_set():
+                    raise KeyboardInterrupt
+                if asked and time.monotonic() - asked[0] > STOP_SECONDS:
+                    errors.print(f"No step was finished and saved within {STOP_SECONDS:.0f} s; leaving without it.")
+                    raise KeyboardInterrupt
     if home.stream.exists():
         tracker.file(home.stream)
     if isinstance(done[0], RayActorError):
@@ -147,23 +168,29 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
 
 def scaling(config: TrainConfig) -> ray.train.ScalingConfig:
     """The workers to ask Ray for. Raises ``UserError`` when the cluster lacks them, for which Ray would wait."""
-    resources = ray.cluster_resources()
-    gpus, cores = resources.get("GPU", 0), int(resources.get("CPU", 0))
+    nodes = eligible_nodes(accelerator=config.accelerator)
+    gpus = sum(int(node.get("GPU", 0)) for node in nodes)
     use_gpu = config.device == "cuda" or (config.device == "auto" and gpus >= config.workers)
+    if config.accelerator and not nodes:
+        names = {name.partition(":")[2] for node in eligible_nodes() for name in node if "accelerator_type:" in name}
+        known = ", ".join(sorted(names)) or "none"
+        raise UserError(f"--accelerator {config.accelerator} is not in the cluster, which has {known}.")
     if use_gpu and gpus < config.workers:
-        raise UserError(f"--device cuda needs a GPU for each of --workers {config.workers}; Ray has {gpus:g}.")
-    if cores < config.workers:
+        raise UserError(f"--device cuda needs a GPU for each of --workers {config.workers}; Ray has {gpus}.")
+    mine = cores_each(nodes, config.workers, gpu=use_gpu)
+    if not mine:
+        cores = sum(int(node.get("CPU", 0)) for node in nodes)
         raise UserError(f"--workers {config.workers} needs a core each and Ray has {cores}.")
-    if config.accelerator and not resources.get(f"accelerator_type:{config.accelerator}"):
-        known = [name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")]
-        raise UserError(f"--accelerator {config.accelerator} is not in the cluster, which has {known or 'none'}.")
-    mine = cores // config.workers
-    if config.stream and mine < 2:
-        raise UserError(
-            f"--stream needs a core for reading beside each of --workers {config.workers} and Ray has {cores}: make "
-            "token shards with 'python -m pipeline.tokenize' and give them with --data."
-        )
-    threads = max(1, mine - READERS) if config.stream else mine
+    threads = mine
+    if config.stream:
+        cores = sum(int(node.get("CPU", 0)) for node in eligible_nodes())
+        if cores - config.workers * mine < READERS * config.workers:
+            threads = max(1, mine - READERS)
+        if cores - config.workers * threads < config.workers:
+            raise UserError(
+                f"--stream needs a core for reading beside each of --workers {config.workers} and Ray has {cores}: "
+                "make token shards with 'python -m pipeline.tokenize' and give them with --data."
+            )
     return ray.train.ScalingConfig(
         num_workers=config.workers,
         use_gpu=use_gpu,
@@ -174,18 +201,23 @@ def scaling(config: TrainConfig) -> ray.train.ScalingConfig:
 
 
 @contextmanager
-def stop_on_signal(flag: Path) -> Iterator[None]:
-    """While the block runs, the first SIGINT or SIGTERM creates ``flag``; a second one, then or later, ends us."""
+def stop_on_signal(flag: Path) -> Iterator[list[float]]:
+    """While the block runs, the first SIGINT or SIGTERM creates ``flag``; a second one, then or later, ends us.
+
+    The list that it gives holds from then on when that was, by ``time.monotonic``.
+    """
+    asked: list[float] = []
 
     def handle(signum: int, frame: object) -> None:
         if flag.exists():
             os._exit(INTERRUPTED)
         flag.touch()
+        asked.append(time.monotonic())
         errors.print("\nStopping after this step and saving; once more to leave at once.")
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield asked
     finally:
         if not flag.exists():
             for number, handler in previous.items():

@@ -58,6 +58,13 @@ class Workers:
         return total / self.size
 
 
+def exchange(value: Any) -> list[Any]:
+    """Every worker's ``value``, by rank. All must ask together, before the loop; it travels over the CPU."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value, group=dist.new_group(backend="gloo"))
+    return found
+
+
 def shard(model: GPT, config: TrainConfig) -> None:
     """Spread weights, gradients and optimizer state over the workers, block by block (FSDP2)."""
     from torch.distributed.fsdp import fully_shard

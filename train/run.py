@@ -22,7 +22,7 @@ from infra.storage import write_json
 from pipeline.shards import Manifest
 from train.config import TrainConfig, format_model, load_config
 from train.folder import RunFolder, find_run, make, new_folder
-from train.progress import read_progress
+from train.progress import checkpoints_in, read_progress
 from train.resume import refuse_finished, refuse_other_run
 from train.source import absolute, manifest_of
 from train.text import refuse_foreign_ids
@@ -148,7 +148,10 @@ def _recorded(
             status = {"finished": "FINISHED", "interrupted": "KILLED"}.get(result.outcome, "FAILED")
         except KeyboardInterrupt:
             status = "KILLED"
-            raise
+            if not checkpoints_in(home.checkpoints):
+                raise
+            console.print(f"continue with: {report.resume_command(home.path)}", markup=False)
+            return INTERRUPTED
         finally:
             tracker.finish(status)
     report.print_result(config, result, home.path, how_to_look(key))

@@ -17,7 +17,7 @@ import ray
 import ray.tune
 from ray.tune.search import Searcher
 
-from infra.cluster import ray_files
+from infra.cluster import cores_each, eligible_nodes, placing, ray_files
 from infra.command import UserError
 from tune.record import Proposal, Row, read_rows, write_row
 from tune.strategies import Strategy
@@ -91,6 +91,28 @@ class Proposals(Searcher):
         """Nothing to restore."""
 
 
+class Placed(ray.tune.Callback):
+    """Whether the trial that was asked for has a place: one runs at a time."""
+
+    now = False
+
+    def on_trial_start(self, *_: Any, **__: Any) -> None:
+        """Ray has started its process."""
+        self.now = True
+
+    def on_trial_complete(self, *_: Any, **__: Any) -> None:
+        """The next one waits for a place of its own."""
+        self.now = False
+
+    def on_trial_error(self, *_: Any, **__: Any) -> None:
+        """The same, after its last process was killed."""
+        self.now = False
+
+    def on_trial_recover(self, *_: Any, **__: Any) -> None:
+        """The same, for another process of the same trial."""
+        self.now = False
+
+
 def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
     """What Ray Tune runs in a process of its own."""
     row = run(parameters["request"])
@@ -101,7 +123,8 @@ def drive(proposals: Proposals, folder: Path, resources: dict[str, float]) -> No
     """Run trials until the strategy has no more, or until Ctrl-C, which Tune takes between two events."""
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # its console prints a box of its own even when silenced
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # CSV and JSON copies of the rows
-    with ray_files(folder) as place:
+    placed = Placed()
+    with ray_files(folder) as place, placing("a trial", [resources], lambda: placed.now or not proposals.running):
         ray.tune.Tuner(
             ray.tune.with_resources(trainable, resources),
             tune_config=ray.tune.TuneConfig(
@@ -115,19 +138,16 @@ def drive(proposals: Proposals, folder: Path, resources: dict[str, float]) -> No
                 storage_path=str(folder),
                 failure_config=ray.tune.FailureConfig(max_failures=RETRIES),
                 verbose=0,
+                callbacks=[placed],
             ),
         ).fit()
 
 
 def trial_resources(use_gpu: bool) -> dict[str, float]:
-    """A whole node's cores, and its GPU: a trial has the machine to itself, as the run will that it stands for."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if use_gpu:
-        nodes = [node for node in nodes if node.get("GPU", 0) >= 1]
-        return {"CPU": min(node["CPU"] / node["GPU"] for node in nodes) // 1, "GPU": 1}
-    cores = [node["CPU"] for node in nodes if node.get("CPU")]
+    """What a run gets on the machine with the most room: a trial has it to itself, as the run that it stands for."""
+    cores = cores_each(eligible_nodes(), 1, gpu=use_gpu)
     if not cores:
         raise UserError(
             "the Ray cluster has no cores for trials: start it with 'ray start --head --num-cpus=1' or more."
         )
-    return {"CPU": min(cores)}
+    return {"CPU": float(cores)} | ({"GPU": 1.0} if use_gpu else {})

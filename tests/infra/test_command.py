@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,11 @@ def main(options):
         raise KeyboardInterrupt
     if options.do in ("hang up", "left alone"):
         signal.raise_signal(signal.SIGHUP)
+    if options.do == "get stuck":
+        command.LEAVING_SECONDS = 0.5
+        signal.signal(signal.SIGINT, lambda *_: None)  # as a call that does not return has it
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(60)
     if options.do == "interrupt in a callback":
         options_of_before = Options()
         reference = weakref.ref(options_of_before, lambda _: signal.raise_signal(signal.SIGINT))
@@ -88,6 +94,14 @@ def test_an_interrupt_that_python_would_forget_is_not_lost() -> None:
     assert done.stderr.splitlines() == [
         "Interrupted. What was finished is kept; run the same command again to continue."
     ]
+
+
+def test_what_is_stuck_ends_all_the_same() -> None:
+    before = time.monotonic()
+    done = run("--do", "get stuck")
+    assert done.returncode == 130
+    assert time.monotonic() - before < 30
+    assert "left without waiting any longer" in done.stderr
 
 
 def test_a_mistake_is_one_sentence_with_its_brackets_kept() -> None:

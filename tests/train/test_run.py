@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,11 +15,13 @@ from mlflow.tracking import MlflowClient
 
 from infra.storage import write_json
 from infra.tracking import store_uri
-from train import run, worker
+from train import launch, run, worker
 from train.config import ModelConfig, TrainConfig, config_from_json
 from train.folder import RunFolder, find_checkpoint
 from train.loop import Trainer
+from train.progress import checkpoints_in
 from train.result import CycleReport
+from train.worker import Start
 
 ROOT = Path(__file__).parents[2]
 FLAGS = [
@@ -128,18 +131,90 @@ with stop_on_signal(flag):
     os.close(writer)
 
 
+def begin(folder: Path, start: Start) -> tuple[Path | None, str | None]:
+    """What a worker that is told ``start`` makes of ``folder``."""
+    with ExitStack() as held:
+        return worker.begin(RunFolder(folder), held, start)
+
+
 def test_what_one_worker_refused_ends_all_when_they_start_again(tmp_path: Path) -> None:
-    home = RunFolder(tmp_path)
-    home.refused.write_text("the disk is full")
-    with ExitStack() as held:
-        assert worker.begin(home, held) == (None, "the disk is full")
-    with ExitStack() as held:
-        assert worker.begin(home, held) == (None, None)
-    (tmp_path / "starts").write_text("0\n0\n0\n")
-    with ExitStack() as held:
-        assert "died 3 times without getting from step 0" in (worker.begin(home, held)[1] or "")
-    with ExitStack() as held:
-        assert "cannot be used" in (worker.begin(RunFolder(tmp_path / "gone"), held)[1] or "")
+    (tmp_path / "REFUSED").write_text("the disk is full")
+    start = Start("command", 0)
+    assert begin(tmp_path, start) == (None, "the disk is full")
+    for _ in range(worker.ATTEMPTS):
+        assert begin(tmp_path, start) == (None, None)
+    assert "died 3 times without getting from step 0" in (begin(tmp_path, start)[1] or "")
+    assert begin(tmp_path, Start("another command", 0)) == (None, None)
+    assert "does not exist on" in (begin(tmp_path / "gone", start)[1] or "")
+    (tmp_path / "file").touch()
+    assert "cannot be used (Not a directory)" in (begin(tmp_path / "file", start)[1] or "")
+
+
+def test_a_worker_begins_at_the_step_that_it_is_told_and_nowhere_else(
+    small_shards: Path, small_model: ModelConfig, tmp_path: Path
+) -> None:
+    home = RunFolder(tmp_path / "one")
+    config = TrainConfig(
+        data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=6, checkpoint_every=3, device="cpu"
+    )
+    Trainer(config, checkpoints=home.checkpoints).run()
+    third, sixth = checkpoints_in(home.checkpoints)
+    (home.path / "starts").write_text("0\n0\n0\n")  # of an earlier version
+    for told, again, said in (
+        (0, False, "begins anew, and .* ends at step 6"),
+        (3, False, "continues from step 3, and .* ends at step 6"),
+        (9, False, "continues from step 9, and .* ends at step 6"),
+        (6, True, "started again on another machine: .* ends at step 6"),
+    ):
+        before = sorted(home.path.rglob("*"))
+        resume, refusal = begin(home.path, Start("elsewhere", told, again))
+        assert resume is None
+        assert re.search(said, refusal or "")
+        assert "give an --out that all machines of the cluster share" in (refusal or "")
+        assert sorted({*before, home.path / "lock"}) == sorted(home.path.rglob("*")), "nothing is overwritten"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "continues from step 6, and" in (begin(empty, Start("elsewhere", 6))[1] or "")
+    assert "holds no checkpoint that is whole" in (begin(empty, Start("elsewhere", 0, again=True))[1] or "")
+
+    assert begin(home.path, Start("here", 6)) == (sixth, None)
+    shutil.rmtree(sixth)
+    assert "continues from step 6, and" in (begin(home.path, Start("here", 6, again=True))[1] or "")
+    home.keep_starts("driver", [])  # as the driver does on its own disk
+    assert begin(home.path, Start("driver", 0)) == (third, None), "a predecessor that was dying saved it"
+    Trainer(config, checkpoints=home.checkpoints, resume=third).run()
+    assert begin(home.path, Start("driver", 0, again=True)) == (sixth, None), "a worker saved it since"
+    shutil.rmtree(sixth)
+    assert begin(home.path, Start("driver", 0, again=True))[1], "one has started from it"
+
+
+def test_workers_that_find_different_checkpoints_train_nothing() -> None:
+    assert worker.common_refusal([(None, 6, "a"), (None, 6, "b")]) is None
+    assert worker.common_refusal([(None, 6, "a"), ("why", 6, "b")]) == "why"
+    differ = worker.common_refusal([(None, 6, "a"), (None, 6, "b"), (None, 0, "c")])
+    assert differ
+    assert differ.startswith("the run continues from step 6 on a and from step 0 on c: give an --out")
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
+) -> None:
+    """As on a machine without the driver's disk: the folder that Ray's worker is told has another run's start."""
+    home, elsewhere = RunFolder(Path("runs/one").resolve()), Path("elsewhere").resolve()
+    config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=6, device="cpu")
+    Trainer(config, checkpoints=home.checkpoints).run()
+    write_json(home.config, config.to_json())
+    shutil.copytree(home.path, elsewhere, ignore=shutil.ignore_patterns("step-*"))
+    launched = launch.run
+    monkeypatch.setattr(launch, "run", lambda config, _, **how: launched(config, elsewhere, **how))
+    assert command(monkeypatch, "--resume", "one", "--steps", "8") == 2
+    said = " ".join(capfd.readouterr().err.split())
+    assert "the run continues from step 6, and" in said
+    assert not (elsewhere / "cycles.jsonl").exists()
+    assert not checkpoints_in(elsewhere / "checkpoints")
+    (found,) = MlflowClient(store_uri()).search_runs(["1"])
+    assert found.info.status == "FAILED"
 
 
 @pytest.mark.parametrize(
