@@ -36,7 +36,11 @@ class SearchConfig:
     trial_steps: int = 20
     """Most optimizer steps of one trial; it ends earlier when its speed is known."""
     trial_time: Seconds = 60.0
-    """Most time that one trial's steps may take, after the first."""
+    """Most time that one trial's steps may take, after the first. Where this is too short for a speed, the trial runs
+    once more with enough."""
+    compile_time: Seconds = 900.0
+    """Most time that a trial may take beside that, to start, to compile and to run its first step. One that takes
+    longer is killed and counts as failed."""
     trial_precision: float = 0.01
     """Half-width of a speed's 95% interval, as a fraction of it, that ends a trial."""
     confirm: int = 3

@@ -1,13 +1,17 @@
 """Ray Tune around a strategy: it asks for trials, runs each in a fresh process, and hands over their ends.
 
-In: a strategy and the search's folder. Out: rows in the folder. Ray Tune supplies processes, resources
-and retries; what has been done is read from the rows alone, never from Tune's own snapshots, which are
+In: a strategy and the search's folder. Out: rows in the folder. Ray Tune supplies processes and
+resources; what has been done is read from the rows alone, never from Tune's own snapshots, which are
 up to a second old when the driver is killed. A trial that cannot win ends itself (:mod:`tune.racing`):
-a scheduler of Tune's would stop it by an exception in the middle of its row.
+a scheduler of Tune's would stop it by an exception in the middle of its row. One that does not end is
+killed, and every trial gets a row: where it did not arrive, the driver writes one that says why.
 """
 
+import logging
 import os
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +22,14 @@ import ray.tune
 from ray.tune.search import Searcher
 
 from infra.cluster import cores_each, eligible_nodes, placing, ray_files
-from infra.command import UserError
+from infra.command import UserError, errors, first_line
+from infra.units import format_duration
 from tune.record import Proposal, Row, read_rows, write_row
 from tune.strategies import Strategy
 from tune.trial import Request, run
 
-RETRIES = 2
-"""Times a trial whose process was killed from outside runs again; what a configuration itself does is an outcome."""
+ATTEMPTS = 3
+"""Times a trial is begun whose process dies or whose row does not arrive; what a configuration does is an outcome."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +40,67 @@ class Listener:
     ended: Callable[[Row, Sequence[Row]], None]
 
 
+class Running:
+    """A trial that is running, and the limit on its process."""
+
+    def __init__(self, request: Request, seconds: float) -> None:
+        self.request = request
+        self.seconds = seconds
+        self.started = self.overdue = False
+        self._kill: Callable[[], None] = lambda: None
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True  # or a driver that is interrupted would wait for it
+
+    def limit(self, kill: Callable[[], None]) -> None:
+        """The trial's process has started: call ``kill`` unless it has ended before its time is up."""
+        self._kill = kill
+        self.started = True
+        self._timer.start()
+
+    def ended(self) -> None:
+        """The process has ended, by itself or not."""
+        self._timer.cancel()
+
+    def _end(self) -> None:
+        self.overdue = True
+        self._kill()
+
+    def why_no_row(self, error: bool, attempts: int, rows: Path) -> str:
+        """Why the trial left no row in ``rows`` after so many attempts."""
+        if self.overdue:
+            limit = format_duration(round(self.seconds))
+            return f"it was still running after {limit}, --compile-time and its steps' time, and was killed"
+        times = "once" if attempts == 1 else f"{attempts} times"
+        if not error:
+            return f"it ran {times} and its row did not arrive: can its process write to {rows}?"
+        if not self.started:
+            return f"its process could not be started, tried {times}: see Ray's logs"
+        return f"its process died {times}: see Ray's logs, and whether the machine has enough memory"
+
+
 class Proposals(Searcher):
-    """A strategy as Ray Tune's searcher: one trial at a time, decided from the rows on disk."""
+    """A strategy as Ray Tune's searcher: one trial at a time, decided from the rows on disk.
+
+    A trial's process is killed ``compile_seconds`` and its request's ``most_seconds`` after it has started.
+    """
 
     def __init__(
-        self, strategy: Strategy, rows: Path, listener: Listener, request: Callable[[Proposal, int], Request]
+        self,
+        strategy: Strategy,
+        rows: Path,
+        listener: Listener,
+        request: Callable[[Proposal, Sequence[Row]], Request],
+        compile_seconds: float,
     ) -> None:
         super().__init__(metric="tokens_per_second", mode="max")
         self.strategy = strategy
         self.rows = rows
         self.listener = listener
         self.request = request
-        self.running: dict[str, Request] = {}
+        self.compile_seconds = compile_seconds
+        self.running: dict[str, Running] = {}
+        self.attempts: Counter[str] = Counter()
+        """Attempts without a row, by the trial's key."""
 
     def suggest(self, trial_id: str) -> dict[str, Any] | None:
         """The next trial's parameters, None while one runs, or ``FINISHED``."""
@@ -56,29 +110,49 @@ class Proposals(Searcher):
         proposal = self.strategy.propose(rows)
         if proposal is None:
             return cast(dict[str, Any], Searcher.FINISHED)  # Ray's marker is a string, its signature is narrower
-        request = self.request(proposal, len(rows) + 1)
-        self.running[trial_id] = request
+        request = self.request(proposal, rows)
+        self.running[trial_id] = Running(request, self.compile_seconds + request.most_seconds)
         self.listener.started(request)
         return {"request": request}
 
+    def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
+        """Limit the time of a trial's process, whose first result says that it has started."""
+        trial = self.running.get(trial_id)
+        if trial and "actor" in result:
+            trial.limit(lambda: ray.kill(result["actor"]))
+
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Take a trial's row; where its process died for good, write the row that it could not."""
-        request = self.running.pop(trial_id, None)
-        if request is None:
+        """Take a trial's row; where there is none, have the trial run again, or write one that says why.
+
+        What has no row is proposed again.
+        """
+        trial = self.running.pop(trial_id, None)
+        if trial is None:
             return
+        trial.ended()
+        request = trial.request
         rows = {row.key: row for row in read_rows(self.rows)}
         if request.key not in rows:
-            if not error:
-                return  # stopped by Ctrl-C: it has no outcome and will be proposed again
+            self.attempts[request.key] += 1
+            attempts = self.attempts[request.key]
+            refused = (result or {}).get("refused")
+            reason = refused or trial.why_no_row(error, attempts, self.rows)
+            if attempts < ATTEMPTS and not (refused or trial.overdue):
+                errors.print(f"Trial {request.number}: {reason}. It runs again.", markup=False)
+                return
             row = Row(
                 key=request.key, number=request.number, stage=request.proposal.stage, round=request.proposal.round,
                 candidate=request.proposal.candidate, outcome="failed",
                 accumulation=request.config["global_batch"] // request.config["micro_batch"],
-                reason=f"its process was killed {RETRIES + 1} times", seconds=time.time() - request.asked_at,
+                reason=reason, seconds=time.time() - request.asked_at,
             )  # fmt: skip
             write_row(self.rows, row)
             rows[row.key] = row
         self.listener.ended(rows[request.key], list(rows.values()))
+
+    def have_started(self) -> bool:
+        """Whether every trial that was asked for has its process."""
+        return all(trial.started for trial in list(self.running.values()))
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing for Tune's snapshots, which pickle their searcher: the rows are the state."""
@@ -91,31 +165,18 @@ class Proposals(Searcher):
         """Nothing to restore."""
 
 
-class Placed(ray.tune.Callback):
-    """Whether the trial that was asked for has a place: one runs at a time."""
-
-    now = False
-
-    def on_trial_start(self, *_: Any, **__: Any) -> None:
-        """Ray has started its process."""
-        self.now = True
-
-    def on_trial_complete(self, *_: Any, **__: Any) -> None:
-        """The next one waits for a place of its own."""
-        self.now = False
-
-    def on_trial_error(self, *_: Any, **__: Any) -> None:
-        """The same, after its last process was killed."""
-        self.now = False
-
-    def on_trial_recover(self, *_: Any, **__: Any) -> None:
-        """The same, for another process of the same trial."""
-        self.now = False
-
-
 def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
-    """What Ray Tune runs in a process of its own."""
-    row = run(parameters["request"])
+    """What Ray Tune runs in a process of its own: it says that it has started, and then what became of it."""
+    ray.tune.report({"tokens_per_second": 0.0, "actor": ray.get_runtime_context().current_actor})
+    return outcome(parameters["request"])
+
+
+def outcome(request: Request) -> dict[str, Any]:
+    """Run a trial: its result for Tune, with its row on disk, or with the reason why it is not as ``refused``."""
+    try:
+        row = run(request)
+    except Exception as failure:  # noqa: BLE001 the driver needs the reason, and Tune would hand on none
+        return {"tokens_per_second": 0.0, "refused": f"it could not leave its row: {first_line(failure)}"}
     return {"tokens_per_second": row.tokens_per_second or 0.0, "outcome": row.outcome}
 
 
@@ -123,8 +184,8 @@ def drive(proposals: Proposals, folder: Path, resources: dict[str, float]) -> No
     """Run trials until the strategy has no more, or until Ctrl-C, which Tune takes between two events."""
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # its console prints a box of its own even when silenced
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # CSV and JSON copies of the rows
-    placed = Placed()
-    with ray_files(folder) as place, placing("a trial", [resources], lambda: placed.now or not proposals.running):
+    logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)  # at the end it counts also processes that ran again
+    with ray_files(folder) as place, placing("a trial", [resources], proposals.have_started):
         ray.tune.Tuner(
             ray.tune.with_resources(trainable, resources),
             tune_config=ray.tune.TuneConfig(
@@ -136,9 +197,7 @@ def drive(proposals: Proposals, folder: Path, resources: dict[str, float]) -> No
             run_config=ray.tune.RunConfig(
                 name=place.name,
                 storage_path=str(folder),
-                failure_config=ray.tune.FailureConfig(max_failures=RETRIES),
                 verbose=0,
-                callbacks=[placed],
             ),
         ).fit()
 

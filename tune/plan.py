@@ -9,6 +9,8 @@ from tune.strategies import Strategy
 
 START_SECONDS = 10.0
 """A fresh process with torch, in Ray: 4 to 12 s where this was measured."""
+COMPILE_SECONDS = {"off": 0.0, "blocks": 20.0, "whole": 40.0, "max-autotune": 150.0, "reduce-overhead": 40.0}
+"""Roughly what a first step takes longer than the others, for GPT-2 124M on an idle machine with an empty cache."""
 
 
 def optuna_trials(space: Space) -> int:
@@ -30,9 +32,10 @@ def print_plan(config: SearchConfig, space: Space, memory: MemorySearcher, strat
     if further := len(space.combinations) - len(near):
         console.print(f"{further} further combinations differ from the control in more than one knob")
     trials = strategy.remaining([])
-    most = trials * (START_SECONDS + config.trial_time)
-    compiling = "" if space.base.compile == "off" and "compile" not in dict(control) else ", compilation not counted"
+    compiling = max(COMPILE_SECONDS[space.config(Candidate(space.sizes_of(k)[0], k)).compile] for k in near)
+    most = trials * (START_SECONDS + compiling + config.trial_time)
+    counted = f", {format_duration(compiling)} a trial for compilation" if compiling else ""
     console.print(
         f"about {trials} trials of at most {config.trial_steps} steps or {format_duration(config.trial_time)} each, "
-        f"at most {format_duration(round(most))} in all{compiling}; nothing was run"
+        f"at most {format_duration(round(most))} in all{counted}; nothing was run"
     )

@@ -27,7 +27,7 @@ class Proposal:
     candidate: Candidate
     stage: Stage
     round: int = 0
-    """Which repetition: a confirmation runs the same candidate again."""
+    """Which repetition of the candidate in this stage: a round of confirmations, or 1 for a trial with more time."""
     predicted_memory: float | None = None
     predicted_speed: float | None = None
     bar: float | None = None
@@ -74,6 +74,8 @@ class Row:
     data_wait_fraction: float | None = None
     train_loss: float | None = None
     device: str | None = None
+    too_short: bool = False
+    """It failed because its time ended before enough steps were counted for a speed."""
     step_seconds: list[float] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:

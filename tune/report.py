@@ -16,7 +16,7 @@ from infra.command import console, escape
 from infra.storage import write_json, write_text
 from infra.units import format_duration, format_size
 from tune.config import SearchConfig
-from tune.ranking import Standing, standings
+from tune.ranking import UNFIT, Standing, standings
 from tune.record import Row
 from tune.searcher import MemorySearcher
 from tune.space import Combination, Space
@@ -135,6 +135,28 @@ def _with(combinations: Sequence[Combination], space: Space) -> str:
     return f" with {label}" if label else ""
 
 
+def no_winner(rows: Sequence[Row], space: Space, limit: float) -> list[str]:
+    """Why a search has no winner: a sentence, and a line for each reason for which trials failed."""
+    unfit = {row.candidate for row in rows if row.outcome in UNFIT}
+    failed: dict[str, list[str]] = {}
+    for row in rows:
+        if row.outcome == "failed" and row.candidate not in unfit:
+            labels = failed.setdefault(row.reason, [])
+            labels.extend({space.label(row.candidate)} - set(labels))
+    if not rows:
+        said = f"no trial was run, because nothing is predicted to fit under {format_size(int(limit))}"
+    elif not failed:
+        said = f"nothing fits under {format_size(int(limit))}"
+    else:
+        count = sum(row.outcome == "failed" for row in rows)
+        others = f", and {len(unfit)} of the candidates do not fit under {format_size(int(limit))}" if unfit else ""
+        return [
+            f"no winner: {count} of {len(rows)} trials failed{others}",
+            *(f"{', '.join(labels)}: {reason}" for reason, labels in failed.items()),
+        ]
+    return [f"{said}: raise --memory-limit, or search more --knobs"]
+
+
 def best_json(rows: Sequence[Row], space: Space) -> dict[str, Any] | None:
     """The winner: its training config as ``config``, and what was measured; None when nothing fits."""
     ranked = standings(rows)
@@ -187,7 +209,8 @@ def summary(rows: Sequence[Row], space: Space, memory: MemorySearcher, config: S
             f"{best.tokens_per_second:,.0f} tokens/s ({best.low:,.0f} to {best.high:,.0f}), {best.memory / GB:.2f} GB."
         )
     else:
-        lines.append("Nothing fits under the limit.")
+        said, *reasons = no_winner(rows, space, memory.limit)
+        lines += [f"**{said[0].upper()}{said[1:]}.**", *([""] if reasons else []), *(f"- {line}" for line in reasons)]
     lines += ["", f"{len(rows)} trials in {spent}, searcher {config.searcher}."]
     sources = {row.memory_source for row in rows if row.memory_source}
     lines += [f"Memory is {MEMORY_SOURCES[source]}." for source in sorted(sources)]
@@ -234,8 +257,6 @@ def print_end(rows: Sequence[Row], space: Space, memory: MemorySearcher, folder:
         console.print(f"never run: {untried} candidates; {folder / 'summary.md'} says of each why", markup=False)
     if standings(rows):
         console.print(f"train with it: {train_command(folder)}", markup=False)
-    elif all(row.outcome == "failed" for row in rows):
-        console.print("every trial failed: the table gives each error, trials/*.json what it rests on")
     else:
-        limit = format_size(int(memory.limit))
-        console.print(f"nothing fits under {limit}: raise --memory-limit, or search more --knobs")
+        for line in no_winner(rows, space, memory.limit):
+            console.print(line, markup=False)

@@ -74,8 +74,12 @@ class MemorySearcher:
             return "a smaller one did not fit"
         if not curves.fits(candidate):
             return "predicted not to fit"
+        if curves.rows and self._best(curves) is None:
+            return "the search ended, because no trial had a speed"
         if not self._probed(curves, candidate.knobs):
             return "no combination one knob away was the best"
+        if not curves.measured(candidate.knobs):
+            return "another size of its combination failed"
         if not self._live(curves, candidate.knobs):
             return f"its combination is more than {REACH:.0%} behind the best"
         speed, best = curves.speed(candidate), self._best_speed(curves)

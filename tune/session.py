@@ -13,7 +13,7 @@ from infra import provenance
 from infra.cluster import connected
 from infra.command import INTERRUPTED, console, errors, escape
 from infra.tracking import Tracker, how_to_look, open_store
-from infra.units import format_size
+from infra.units import format_duration, format_size
 from pipeline.shards import Manifest, read_manifest
 from train.config import format_model
 from train.execution import worker_environment
@@ -24,10 +24,11 @@ from tune.config import SearchConfig
 from tune.device import make_prior, memory_limit, pick_device
 from tune.driver import Listener, Proposals, drive, trial_resources
 from tune.evidence import Evidence, describe, open_parent, summary_metrics
+from tune.ranking import standings
 from tune.record import Proposal, Row, read_rows
 from tune.searcher import MemorySearcher
 from tune.space import Space, make_space, parse_knobs
-from tune.strategies import Confirmed, Grid, Strategy
+from tune.strategies import Confirmed, Grid, Retrying, Strategy, enough_seconds
 from tune.trial import Request
 from tune.watchdog import CLUSTER_GRACE, OWN_GRACE, watching
 
@@ -54,7 +55,7 @@ def _search(config: SearchConfig, manifest: Manifest, folder: Path) -> int:
     named = format_size(limit) if config.memory_limit else f"{limit / 1e9:.1f} GB (all there is)"
     space = make_space(config.training, parse_knobs(config.knobs), device=device, free=config.free_global_batch)
     memory = MemorySearcher(space, make_prior(space, device), limit)
-    strategy = Confirmed(make_strategy(config, space, memory), space, config.confirm)
+    strategy = Confirmed(Retrying(make_strategy(config, space, memory)), space, config.confirm)
     console.print(
         f"[bold]{format_model(config.training.model)}[/bold]: {len(space.candidates())} candidates for "
         f"{space.batch_label}, limit {named} a process, on {device}"
@@ -82,7 +83,7 @@ def _run(
     config: SearchConfig, manifest: Manifest, folder: Path, space: Space, memory: MemorySearcher,
     strategy: Strategy, device: str,
 ) -> int:  # fmt: skip
-    """Drive the strategy to its end in ``folder``, which this process holds."""
+    """Drive the strategy to its end in ``folder``, which this process holds; the exit code is 1 without a winner."""
     limit = int(memory.limit)
     trials, data = folder / folders.TRIALS, config.training.data.resolve()
     kept = read_rows(trials)
@@ -99,13 +100,16 @@ def _run(
         console.print(report.row_text(row, space, limit), markup=False)
         console.print(report.progress_text(rows, space, strategy.remaining(rows)), markup=False)
 
-    def request(proposal: Proposal, number: int) -> Request:
-        if proposal.predicted_memory is None:  # a grid's, Optuna's, or a confirmation
-            curves = memory.curves(read_rows(trials))
+    def request(proposal: Proposal, rows: Sequence[Row]) -> Request:
+        if proposal.predicted_memory is None:  # a grid's, Optuna's, a repetition, or a confirmation
+            curves = memory.curves(rows)
             proposal = dataclasses.replace(proposal, predicted_memory=curves.memory(proposal.candidate))
+        seconds = enough_seconds(rows, config.trial_time)
+        if seconds > config.trial_time:
+            console.print(f"    its steps get {format_duration(round(seconds, 1))}, because --trial-time was too short")
         trial = space.config(proposal.candidate).to_json() | {"data": str(data), "device": device}
         return Request(
-            proposal.key(folder.name), number, proposal, trial, limit, config.trial_steps, config.trial_time,
+            proposal.key(folder.name), len(rows) + 1, proposal, trial, limit, config.trial_steps, seconds,
             config.trial_precision, str(trials), time.time(),
         )  # fmt: skip
 
@@ -131,7 +135,7 @@ def _run(
             connected(config.address, environment=environment),
             watching(lost, grace=grace),
         ):
-            proposals = Proposals(strategy, trials, Listener(evidence.start, ended), request)
+            proposals = Proposals(strategy, trials, Listener(evidence.start, ended), request, config.compile_time)
             drive(proposals, folder, trial_resources(device == "cuda"))
         rows = read_rows(trials)
         evidence.catch_up(rows)
@@ -147,10 +151,11 @@ def _run(
             figure.savefig(folder / f"{chart}.png", dpi=120)
             tracker.file(folder / f"{chart}.png", "charts")
         tracker.note(report.summary(rows, space, memory, config, folder))
-        tracker.finish()
+        won = bool(standings(rows))
+        tracker.finish("FINISHED" if won else "FAILED")
     report.print_end(rows, space, memory, folder)
     console.print(how_to_look(parent, children_by="result/tokens_per_second"), markup=False)
-    return 0
+    return 0 if won else 1
 
 
 def resume_command(folder: Path) -> str:

@@ -189,6 +189,7 @@ def make_row(
         data_wait_fraction=result.data_wait_fraction if result else None,
         train_loss=result.train_loss if result else None,
         device=result.device if result else None,
+        too_short=outcome == "failed" and measured is None and watch is not None and watch.verdict == "time",
         step_seconds=watch.seconds if watch else [],
     )
 
