@@ -38,6 +38,11 @@ class Difference:
         return not (self.unclear or self.low <= 1 <= self.high)
 
 
+def over(speed: Estimate, control: Estimate) -> Difference:
+    """``speed`` over the control's, where all that is known of them is their intervals."""
+    return Difference(*power_product([(speed, 1.0), (control, -1.0)]), control_width=control.width)
+
+
 @dataclass(frozen=True)
 class Ladder:
     """Speeds (tokens/s) of one session: control, rung, control, rung, ..., control."""

@@ -29,7 +29,7 @@ from infra import provenance
 from infra.storage import write_json
 from train.compare import Difference, Ladder
 from train.config import Cycle, ModelConfig, TrainConfig
-from train.intervals import Estimate
+from train.intervals import Estimate, t_quantile
 from train.loop import Trainer
 
 RUNGS = 10
@@ -85,7 +85,8 @@ def main() -> None:
     load, commit = os.getloadavg()[0], provenance.commit()
     verdicts: list[Difference] = []
     speeds: list[list[Estimate]] = []
-    torch.optim.AdamW([torch.zeros(1)])  # imports once here what takes each fresh process longer than its run
+    torch.optim.AdamW([torch.zeros(1)])  # imports here once, as the next line, what takes longer than a run
+    t_quantile(1)
     with tempfile.TemporaryDirectory() as folder, busy(asked.busy):
         config = TrainConfig(
             data=shards(Path(folder)), model=ModelConfig(2, 2, 32, 32, 257, 320), micro_batch=8, global_batch=8,
