@@ -31,6 +31,7 @@ from train.anatomy import device_kind, predict_peak
 from train.config import TrainConfig
 from train.flops import beside_matmul
 from train.folder import RunFolder
+from train.intervals import Estimate
 from train.result import RunResult
 from train.rules import SIXTEEN_BITS
 from train.suites import Rung, Suite, apply
@@ -65,10 +66,10 @@ class Measured:
         return RunResult.from_json(self.result) if self.result else None
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """The speed, if it has one."""
+    def speed(self) -> Estimate | None:
+        """Tokens per second, if it has a speed."""
         run = self.run
-        return run.throughput.tokens_per_second if run and run.throughput else None
+        return run.throughput.estimate if run and run.throughput else None
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,11 @@ class Climb:
                 rung = replace(rung, new_mathematics=True)
             measured = self._measure(f"{number:02d}", rung, config, number)
             rungs.append(measured)
-            if measured.tokens_per_second is None:
+            if measured.speed is None:
                 continue
             state = config if suite.climbs else state
             controls.append(self._measure("control", Rung("control"), baseline, number))
-            if controls[-1].tokens_per_second is None:
+            if controls[-1].speed is None:
                 raise UserError(f"the control could not be run again after {rung.name!r}: {controls[-1].reason}.")
         return controls, rungs
 
@@ -204,7 +205,7 @@ def _kept(path: Path, config: TrainConfig) -> Measured | None:
     try:
         found = Measured(**json.loads(path.read_text(encoding="utf-8")))
         same = found.config == json.loads(json.dumps(config.to_json()))
-        return found if same and found.tokens_per_second is not None else None
+        return found if same and found.speed is not None else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

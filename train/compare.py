@@ -1,16 +1,20 @@
 """Is this rung faster than that one, or has the machine drifted? A verdict that A/A runs put to the test.
 
-In: the speeds of rungs, each run between two runs of the control, in the order they were run. Out: ratios
-with 95% intervals. What scatters most is not a run's steps but runs of the same thing (clocks, memory
-layout, neighbours), so the scatter is taken from the controls, never from within a run alone.
+In: the speeds of rungs, each run between two runs of the control, in the order they were run, with their
+intervals. Out: ratios with 95% intervals. What scatters most is usually not a run's steps but runs of the same
+thing (clocks, memory layout, neighbours), so the scatter is taken from the controls; what a run's own steps leave
+open comes on top, because two controls that happen to agree say nothing about how well either is known.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from train.intervals import t_quantile
+from train.intervals import Estimate, power_product, t_quantile
+
+WIDEST = 0.25
+"""Width of the control's interval, as a fraction of its speed, above which nothing is concluded from it."""
 
 
 @dataclass(frozen=True)
@@ -20,20 +24,32 @@ class Difference:
     ratio: float
     low: float
     high: float
+    control_width: float = 0.0
+    """Width of the widest interval of the control that the ratio rests on, as a fraction of the control's speed."""
+
+    @property
+    def unclear(self) -> bool:
+        """Whether the control is known too badly for any conclusion."""
+        return self.control_width > WIDEST
 
     @property
     def different(self) -> bool:
-        """Whether the interval excludes that both are equally fast."""
-        return not self.low <= 1 <= self.high
+        """Whether the interval excludes that both are equally fast, and the control is known well enough to say so."""
+        return not (self.unclear or self.low <= 1 <= self.high)
+
+
+def over(speed: Estimate, control: Estimate) -> Difference:
+    """``speed`` over the control's, where all that is known of them is their intervals."""
+    return Difference(*power_product([(speed, 1.0), (control, -1.0)]), control_width=control.width)
 
 
 @dataclass(frozen=True)
 class Ladder:
     """Speeds (tokens/s) of one session: control, rung, control, rung, ..., control."""
 
-    controls: Sequence[float]
+    controls: Sequence[Estimate]
     """One more than there are rungs."""
-    rungs: Sequence[float | None]
+    rungs: Sequence[Estimate | None]
     """None for a rung without a speed."""
 
     def __post_init__(self) -> None:
@@ -42,29 +58,51 @@ class Ladder:
     @property
     def variance(self) -> float:
         """Variance of the log speed between runs of the same thing: neighbouring controls differ by twice that."""
-        logs = [math.log(speed) for speed in self.controls]
+        logs = [math.log(control.middle) for control in self.controls]
         return sum((b - a) ** 2 for a, b in itertools.pairwise(logs)) / (2 * (len(logs) - 1))
+
+    @property
+    def freedom(self) -> float:
+        """Degrees of freedom of :attr:`variance`, fewer than differences because neighbouring ones share a control.
+
+        By matching its first two moments under normal scatter (von Neumann et al., Annals of Mathematical
+        Statistics 12, 1941): 1 for two controls, and two thirds of the differences for many.
+        """
+        count = len(self.controls)
+        return 2 * (count - 1) ** 2 / (3 * count - 4)
 
     def over_control(self, rung: int) -> Difference | None:
         """Rung ``rung`` over the controls around it: a drift that is linear in time cancels."""
-        place = self._place(rung)
-        # One run against the mean of two: its own variance and half of one more.
-        return None if place is None else self._difference(place, 1.5)
+        return self._difference(_powers(rung), rung)
 
     def over_rung(self, rung: int, other: int) -> Difference | None:
-        """Rung ``rung`` over rung ``other``, each seen against its own controls."""
-        place, base = self._place(rung), self._place(other)
-        if place is None or base is None:
-            return None
-        # Neighbours share a control, which cancels: the variances of two runs and twice a quarter.
-        return self._difference(place - base, 2.5 if abs(rung - other) == 1 else 3.0)
+        """Rung ``rung`` over rung ``other``, each seen against its own controls. One that both share cancels."""
+        powers = _powers(rung)
+        for place, power in _powers(other).items():
+            powers[place] = powers.get(place, 0.0) - power
+        return self._difference(powers, rung, other)
 
-    def _place(self, rung: int) -> float | None:
-        speed = self.rungs[rung]
-        if speed is None:
-            return None
-        return math.log(speed) - (math.log(self.controls[rung]) + math.log(self.controls[rung + 1])) / 2
+    def control_around(self, rung: int) -> Estimate:
+        """The control when ``rung`` was run: between its two runs, as wide as both intervals and the drift."""
+        before, after = self.controls[rung : rung + 2]
+        middle = math.sqrt(before.middle * after.middle)
+        return Estimate(middle, min(before.low, after.low), max(before.high, after.high))
 
-    def _difference(self, logarithm: float, runs: float) -> Difference:
-        reach = t_quantile(len(self.controls) - 1) * math.sqrt(runs * self.variance)
-        return Difference(math.exp(logarithm), math.exp(logarithm - reach), math.exp(logarithm + reach))
+    def _difference(self, powers: Mapping[int, float], *rungs: int) -> Difference | None:
+        """The product of runs to these ``powers``, with the runs' own intervals and the scatter between runs."""
+        terms = [(self._run(place), power) for place, power in powers.items() if power]
+        known = [(run, power) for run, power in terms if run is not None]
+        if len(known) < len(terms):
+            return None
+        scatter = t_quantile(self.freedom) * math.sqrt(self.variance * sum(power**2 for _, power in known))
+        width = max(self.control_around(rung).width for rung in rungs)
+        return Difference(*power_product(known, log_error=scatter), control_width=width)
+
+    def _run(self, place: int) -> Estimate | None:
+        number, is_rung = divmod(place, 2)
+        return self.rungs[number] if is_rung else self.controls[number]
+
+
+def _powers(rung: int) -> dict[int, float]:
+    """A rung over the geometric mean of the controls around it, by the runs' places in the session."""
+    return {2 * rung: -0.5, 2 * rung + 1: 1.0, 2 * rung + 2: -0.5}

@@ -28,7 +28,7 @@ def publish(
     """Print, write and record what the ladder found; ``before`` is another ladder to set beside it."""
     here = {"name": folder.name, "device": (controls[0].result or {})["device"], "commit": provenance.commit()}
     rows = standings(controls, rungs, folder)
-    speeds = [control.tokens_per_second or 0.0 for control in controls]
+    speeds = [control.speed.middle for control in controls if control.speed]
     ran = [measured for measured in (controls[0], *rungs) if measured.result]
     found = here | {"suite": suite.name, "controls": speeds, "rows": [asdict(row) for row in rows]}
     write_json(folder / "standings.json", found)

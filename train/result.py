@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from train.intervals import Estimate
+
 Outcome = Literal["finished", "interrupted", "oom", "diverged"]
 
 
@@ -16,6 +18,11 @@ class Throughput:
     steps: int
     """Steps in the steady state, after ``warmup_steps`` were set aside."""
     warmup_steps: int
+
+    @property
+    def estimate(self) -> Estimate:
+        """Tokens per second with its interval, as comparisons take it."""
+        return Estimate(self.tokens_per_second, self.low, self.high)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rich.table import Table
 from infra.command import escape
 from infra.units import GIB
 from train.climb import Measured, cycles
-from train.compare import Difference, Ladder
+from train.compare import WIDEST, Difference, Ladder
 from train.suites import Suite
 
 
@@ -44,16 +44,14 @@ class Row:
 
 def standings(controls: list[Measured], rungs: list[Measured], folder: Path) -> list[Row]:
     """The rows of the closing table."""
-    ran = [rung for rung in rungs if rung.tokens_per_second is not None]
-    ladder = Ladder(
-        [control.tokens_per_second or 0.0 for control in controls], [rung.tokens_per_second for rung in ran]
-    )
+    ran = [rung for rung in rungs if rung.speed is not None]
+    ladder = Ladder([control.speed for control in controls if control.speed], [rung.speed for rung in ran])
     runs = [run for run in (measured.run for measured in (controls[0], *ran)) if run]
     tokens = min(run.train_tokens for run in runs)
     rows = [_row(controls[0], folder, tokens)]
     number = 0
     for rung in rungs:
-        if rung.tokens_per_second is None:
+        if rung.speed is None:
             rows.append(Row(rung.name, rung.reason))
             continue
         total = ladder.over_control(number)
@@ -136,7 +134,7 @@ def cells(row: Row, suite: Suite) -> tuple[str, ...]:
 
 
 def times(difference: Difference | None) -> str:
-    """``1.23x ±4%``; ``(1.23x)`` when the interval does not exclude that nothing changed."""
+    """``1.23x ±4%``; ``(1.23x)`` when the interval does not exclude that nothing changed, or the control is unclear."""
     if difference is None:
         return ""
     if not difference.different:
@@ -157,29 +155,40 @@ def legend(suite: Suite, rows: list[Row], controls: Sequence[float]) -> list[str
         "MFU is of the datasheet's peak, of ceiling of the matrix products that infra.doctor measured here. "
         "* marks new mathematics, whose loss may differ. loss is at equal tokens."
     ]
-    measured = [row for row in rows if row.total]
+    measured = [(row.name, row.total) for row in rows if row.total]
+    unclear = [(name, total.control_width) for name, total in measured if total.unclear]
+    if unclear:
+        lines.append(
+            f"unclear: the control's 95% interval is up to {max(width for _, width in unclear):.0%} of its speed wide "
+            f"around {', '.join(name for name, _ in unclear)}, and above {WIDEST:.0%} a ratio to it shows nothing. "
+            "More steps a rung (--steps or --time-budget) or a quieter machine would help."
+        )
     if not any(rung.changes for rung in suite.rungs):
-        alarms = sum(row.total.different for row in measured if row.total)
+        alarms = sum(total.different for _, total in measured)
         lines.append(f"{alarms} of {len(measured)} equal runs were called different; at most 5% is right.")
-    if suite.climbs and measured and measured[-1].total:
-        lines.append(f"Total improvement over the baseline: {measured[-1].total.ratio:.2f} times.")
+    if suite.climbs and measured:
+        total = measured[-1][1]
+        lines.append(
+            f"Total improvement over the baseline: {total.ratio:.2f} times (95%: {total.low:.2f} to {total.high:.2f})"
+            + ("." if total.different else ", which may be none.")
+        )
     return lines
 
 
 def helps(rows: list[Row]) -> list[tuple[str, str, str]]:
-    """(rung, memory, speed) against the baseline, yes or no with the number behind it."""
+    """(rung, memory, speed) against the baseline: yes, no or, for the speed, unclear, with the number behind it."""
     base = rows[0].gib
     found = []
     for row in rows[1:]:
         if row.gib is None or row.total is None or not base:
             continue
         saved = 1 - row.gib / base
-        faster = row.total.different and row.total.ratio > 1
+        faster = "unclear" if row.total.unclear else "yes" if row.total.different and row.total.ratio > 1 else "no"
         found.append(
             (
                 row.name,
                 f"{'yes' if saved > 0.01 else 'no'} ({-saved:+.1%})",
-                f"{'yes' if faster else 'no'} ({row.total.ratio - 1:+.1%})",
+                f"{faster} ({row.total.ratio - 1:+.1%})",
             )
         )
     return found

@@ -15,6 +15,8 @@ from rich.table import Table
 from infra.command import console, escape
 from infra.storage import write_json, write_text
 from infra.units import format_duration, format_size
+from train.compare import over
+from train.intervals import Estimate
 from tune.config import SearchConfig
 from tune.ranking import UNFIT, Standing, standings
 from tune.record import Row
@@ -27,6 +29,7 @@ FREE = (
     "The global batch was free here: candidates train with different batches, so that the winner is another training, "
     "not a faster way to the same one."
 )
+CONTROL = "control is the speed over the control's, in brackets where no difference from it has been shown"
 MEMORY_SOURCES = {
     "nvml": "the process's GPU memory by NVML",
     "device": "the growth of the GPU's memory by NVML, which hides processes here",
@@ -77,7 +80,6 @@ def leaderboard(rows: Sequence[Row], space: Space) -> list[tuple[str, ...]]:
     control = next((s for s in ranked if s.candidate == space.control), None)
     lines = []
     for place, standing in enumerate(ranked, 1):
-        ratio = f"{standing.tokens_per_second / control.tokens_per_second:.3f} x" if control else "-"
         lines.append(
             (
                 "=" if standing.tied else str(place),
@@ -85,7 +87,7 @@ def leaderboard(rows: Sequence[Row], space: Space) -> list[tuple[str, ...]]:
                 str(space.config(standing.candidate).accumulation),
                 f"{standing.tokens_per_second:,.0f}",
                 f"± {(standing.high - standing.low) / 2 / standing.tokens_per_second:.1%}",
-                ratio,
+                _over(standing, control),
                 f"{standing.memory / GB:.2f}",
                 str(standing.runs),
                 _remark(standing, place, space),
@@ -99,6 +101,15 @@ def leaderboard(rows: Sequence[Row], space: Space) -> list[tuple[str, ...]]:
         remark = f"{row.outcome}: {row.reason}"
         lines.append(("-", space.label(row.candidate), str(row.accumulation), speed, "", "", memory, "1", remark))
     return lines
+
+
+def _over(standing: Standing, control: Standing | None) -> str:
+    """``1.234 x`` the control's speed; ``(1.234 x)`` when that may be no difference, ``1.000 x`` for the control."""
+    if control is None:
+        return "-"
+    difference = over(*(Estimate(s.tokens_per_second, s.low, s.high) for s in (standing, control)))
+    text = f"{difference.ratio:.3f} x"
+    return text if difference.different or standing is control else f"({text})"
 
 
 def _remark(standing: Standing, place: int, space: Space) -> str:
@@ -214,6 +225,7 @@ def summary(rows: Sequence[Row], space: Space, memory: MemorySearcher, config: S
     lines += ["", f"{len(rows)} trials in {spent}, searcher {config.searcher}."]
     sources = {row.memory_source for row in rows if row.memory_source}
     lines += [f"Memory is {MEMORY_SOURCES[source]}." for source in sorted(sources)]
+    lines += [f"{CONTROL.capitalize()}."]
     lines += ["", f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
     lines += ["| " + " | ".join(cells) + " |" for cells in leaderboard(rows, space)]
     untried = never_run(rows, space, memory)
@@ -251,6 +263,7 @@ def print_end(rows: Sequence[Row], space: Space, memory: MemorySearcher, folder:
         console.print(FREE)
     for source in sorted({row.memory_source for row in rows if row.memory_source}):
         console.print(f"memory is {MEMORY_SOURCES[source]}")
+    console.print(CONTROL)
     seen = {row.candidate for row in rows}
     untried = len([candidate for candidate in space.candidates() if candidate not in seen])
     if untried:

@@ -1,10 +1,12 @@
 """A/A: how often the ladder's verdict calls two runs of the same thing different. At most 5% is right.
 
     python -P tests/benchmarks/aa.py --pairs 100 --out tests/benchmarks/records
+    python -P tests/benchmarks/aa.py --pairs 100 --busy 3 --out tests/benchmarks/records
 
 Runs of the small model stand in a row as on a ladder: control, rung, control, rung, ..., control, where
 rung and control are the same config, each in a fresh process. Ten rungs make a ladder, with its own
-scatter, as in a real one. The record keeps the raw speeds.
+scatter, as in a real one. ``--busy N`` keeps the machine busy meanwhile with N processes that only compute.
+The record keeps the raw speeds with their intervals.
 """
 
 import argparse
@@ -12,27 +14,52 @@ import json
 import multiprocessing
 import os
 import platform
+import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import torch
 
+from infra import provenance
 from infra.storage import write_json
-from train.compare import Ladder
+from train.compare import Difference, Ladder
 from train.config import Cycle, ModelConfig, TrainConfig
+from train.intervals import Estimate, t_quantile
 from train.loop import Trainer
 
 RUNGS = 10
 
 
-def speed(config: TrainConfig) -> float:
+def speed(config: TrainConfig) -> Estimate:
     """Tokens/s of one run; called in a process of its own."""
     torch.set_num_threads(1)
     measured = Trainer(config).run().throughput
     assert measured is not None
-    return measured.tokens_per_second
+    return measured.estimate
+
+
+def compute() -> None:
+    """Keep a core busy until killed."""
+    while True:
+        pass
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """``processes`` busy loops while the block runs."""
+    loops = [multiprocessing.get_context("fork").Process(target=compute, daemon=True) for _ in range(processes)]
+    try:
+        for loop in loops:
+            loop.start()
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
 
 
 def shards(folder: Path) -> Path:
@@ -46,23 +73,21 @@ def shards(folder: Path) -> Path:
     return module.write_small_shards(folder)
 
 
-def called_different(verdicts: list[dict[str, float | bool]]) -> int:
-    """Pairs of equal runs that the verdict told apart: its false alarms."""
-    return sum(bool(verdict["different"]) for verdict in verdicts)
-
-
 def main() -> None:
     """Run the pairs, print the rate, write the record."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--pairs", type=int, default=100)
     options.add_argument("--steps", type=int, default=150)
+    options.add_argument("--busy", type=int, default=0, help="busy loops beside the runs")
     options.add_argument("--out", type=Path, default=Path("tests/benchmarks/records"))
     asked = options.parse_args()
     began = time.time()
-    load = os.getloadavg()[0]
-    verdicts: list[dict[str, float | bool]] = []
-    speeds: list[list[float]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    load, commit = os.getloadavg()[0], provenance.commit()
+    verdicts: list[Difference] = []
+    speeds: list[list[Estimate]] = []
+    torch.optim.AdamW([torch.zeros(1)])  # imports here once, as the next line, what takes longer than a run
+    t_quantile(1)
+    with tempfile.TemporaryDirectory() as folder, busy(asked.busy):
         config = TrainConfig(
             data=shards(Path(folder)), model=ModelConfig(2, 2, 32, 32, 257, 320), micro_batch=8, global_batch=8,
             device="cpu", precision="fp32", steps=asked.steps, cycle=Cycle(50, 0), keep_checkpoints=0,
@@ -73,28 +98,33 @@ def main() -> None:
                 row = [fresh.apply(speed, (config,)) for _ in range(2 * rungs + 1)]
                 speeds.append(row)
                 ladder = Ladder(row[::2], row[1::2])
-                for number in range(rungs):
-                    found = ladder.over_control(number)
-                    assert found is not None
-                    verdicts.append(
-                        {"ratio": found.ratio, "low": found.low, "high": found.high, "different": found.different}
-                    )
-                print(f"{len(verdicts)} pairs, {called_different(verdicts)} called different", flush=True)
-    half_widths = sorted(float(v["high"]) / float(v["ratio"]) - 1 for v in verdicts)
+                verdicts += filter(None, map(ladder.over_control, range(rungs)))
+                print(
+                    f"{len(verdicts)} pairs, {sum(v.different for v in verdicts)} called different, "
+                    f"{sum(v.unclear for v in verdicts)} unclear", flush=True,
+                )  # fmt: skip
+    different = sum(verdict.different for verdict in verdicts)
     record = {
         "pairs": len(verdicts),
-        "called_different": called_different(verdicts),
-        "false_alarm_rate": called_different(verdicts) / len(verdicts),
-        "median_half_width": half_widths[len(half_widths) // 2],
+        "called_different": different,
+        "false_alarm_rate": different / len(verdicts),
+        "unclear": sum(verdict.unclear for verdict in verdicts),
+        "intervals_without_one": sum(not verdict.low <= 1 <= verdict.high for verdict in verdicts),
+        "median_half_width": statistics.median(verdict.high / verdict.ratio - 1 for verdict in verdicts),
+        "median_control_width": statistics.median(verdict.control_width for verdict in verdicts),
         "seconds": round(time.time() - began),
         "load_before": load,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}",
-        "command": f"python -P tests/benchmarks/aa.py --pairs {asked.pairs} --steps {asked.steps}",
+        "load_after": os.getloadavg()[0],
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "commit": commit},
+        "command": f"python -P tests/benchmarks/aa.py --pairs {asked.pairs} --steps {asked.steps} --busy {asked.busy}",
         "config": config.to_json() | {"data": "the tests' small shards"},
         "speeds_by_ladder": speeds,
+        "verdicts": [asdict(verdict) for verdict in verdicts],
     }
-    write_json(asked.out / "aa.json", record)
-    print(json.dumps({name: record[name] for name in ("pairs", "called_different", "median_half_width", "seconds")}))
+    write_json(asked.out / ("aa-busy.json" if asked.busy else "aa.json"), record)
+    shown = ("pairs", "called_different", "unclear", "intervals_without_one", "median_half_width", "seconds")
+    print(json.dumps({name: record[name] for name in shown}))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from infra.command import UserError
-from train.compare import Ladder
 from train.config import Cycle, ModelConfig, TrainConfig
 from train.intervals import warmup_steps
 from train.loop import Trainer
@@ -45,43 +44,6 @@ def test_measuring_stops_only_when_the_speed_is_known() -> None:
     assert not settled(series(0.1, 15, 0.01), within=0.005)
     assert settled(series(0.1, 400, 0.01), within=0.005)
     assert not settled(series(0.1, 400, 0.5), within=0.005)
-
-
-def test_drift_is_not_mistaken_for_a_speedup() -> None:
-    drifting = [1000 * 0.97**n for n in range(9)]
-    ladder = Ladder(drifting[::2], drifting[1::2])
-    for rung in range(4):
-        verdict = ladder.over_control(rung)
-        assert verdict is not None
-        assert not verdict.different
-
-
-def test_a_rung_twice_as_fast_is_called_different() -> None:
-    controls = [1000.0, 1010.0, 995.0, 1004.0]
-    ladder = Ladder(controls, [1001.0, None, 2003.0])
-    same, none, faster = (ladder.over_control(rung) for rung in range(3))
-    assert same is not None
-    assert not same.different
-    assert none is None
-    assert faster is not None
-    assert faster.different
-    assert faster.ratio == pytest.approx(2.0, rel=0.01)
-    step = ladder.over_rung(2, 0)
-    assert step is not None
-    assert step.different
-
-
-def test_false_alarms_of_a_simulated_machine_are_at_most_one_in_twenty() -> None:
-    random = np.random.default_rng(3)
-    alarms = total = 0
-    for _ in range(300):
-        wander = np.cumsum(random.normal(0, 0.005, 19))
-        speeds = (1000 * np.exp(wander + random.normal(0, 0.02, 19))).tolist()
-        ladder = Ladder(speeds[::2], speeds[1::2])
-        verdicts = [ladder.over_control(rung) for rung in range(9)]
-        alarms += sum(v is not None and v.different for v in verdicts)
-        total += 9
-    assert alarms / total <= 0.055
 
 
 def test_a_run_ends_once_its_speed_is_known(small_shards: Path, small_model: ModelConfig) -> None:
