@@ -174,15 +174,15 @@ class TrainConfig:
     """Attention: manual (materialises the T x T matrix); sdpa, where torch chooses the kernel; one kernel of it and
     no other; flex (FlexAttention). auto puts the kernels in the order that suits the GPU."""
     compile: Compile = "off"
-    """torch.compile: off, the whole model, each block on its own (faster to start), the whole model with kernels
-    tuned by trial (max-autotune, without CUDA graphs), or in CUDA graphs (reduce-overhead)."""
+    """torch.compile: off, the whole model, each block and the loss on its own (faster to start), the whole model with
+    kernels tuned by trial (max-autotune, without CUDA graphs), or in CUDA graphs (reduce-overhead)."""
     checkpointing: Checkpointing = "none"
     """Activations that the backward pass computes again: none; selective, all but matmuls' and attention's; full,
     each whole block, for about a third more arithmetic."""
     loss: Loss = "plain"
-    """Cross-entropy: plain logits, or torch's fused linear_cross_entropy (torch 2.13), which never holds them all."""
+    """Cross-entropy: plain, or fused with the head, which computes both piece by piece and keeps no logits."""
     loss_chunks: int = 1
-    """Pieces in which head and plain cross-entropy are computed; more than one saves the logits' memory."""
+    """Pieces of the fused loss; more than one implies it. By default a piece has at most 2,048 tokens."""
     fp8: bool = False
     """Multiply the blocks' matrices in 8-bit floats, scaled per tensor (torchao, on GPUs that have them)."""
     optimizer: Optimizer = "adamw-fused"

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from infra.command import UserError
 from train.attention import ATTENTION, AttentionFunction, MaskFunction, block_mask, dense_mask, ordered_for
 from train.config import TrainConfig
-from train.losses import HAS_FUSED
 from train.model import GPT
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -44,8 +43,6 @@ def settle(config: TrainConfig) -> TrainConfig:
     elif attention == "auto" and not cuda:
         attention = "sdpa"
     settled = replace(config, device="cuda" if cuda else "cpu", precision=precision, attention=attention)
-    if config.loss == "fused" and not HAS_FUSED:
-        raise UserError(f"--loss fused is in torch 2.13 and this is {torch.__version__}: use --loss plain.")
     if config.fp8 and torch.cuda.get_device_capability() < (8, 9):
         raise UserError(f"--fp8 needs 8-bit matmuls, which {torch.cuda.get_device_name()} does not have: leave it out.")
     return settled
@@ -125,6 +122,7 @@ def compiled(model: GPT, config: TrainConfig) -> Callable[..., Tensor]:
     if config.compile == "blocks":
         for block in model.blocks:
             block.compile(dynamic=False)
+        model.mean_loss = torch.compile(model.mean_loss, dynamic=False)
         return model
     return torch.compile(model, dynamic=False, mode=MODES.get(config.compile))
 

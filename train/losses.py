@@ -1,11 +1,20 @@
-"""Cross-entropy of the next token: plain, in chunks, fused. In: hidden states, head, targets. Out: the mean loss."""
+"""Cross-entropy of the next token: plain, or fused with the head.
+
+In: hidden states, head, targets. Out: the mean loss.
+"""
+
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-HAS_FUSED = hasattr(torch.nn, "LinearCrossEntropyOptions")  # torch 2.13; the function alone came before it
+from train.config import Loss
+
+PIECE = 2048
+"""Tokens of a piece of the fused loss where no number of pieces is given: enough for full speed, and logits of 200 MB
+in 16 bits at GPT-2's vocabulary."""
 
 
 def plain(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
@@ -14,34 +23,95 @@ def plain(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def chunked(hidden: Tensor, head: Tensor, targets: Tensor, chunks: int) -> Tensor:
-    """The same mean with only one chunk's logits alive at a time; they are computed again in the backward pass."""
-    hidden, targets = hidden.flatten(0, 1), targets.flatten()
+def fused(hidden: Tensor, head: Tensor, targets: Tensor, chunks: int) -> Tensor:
+    """The same mean, computed in ``chunks`` pieces of which only one has logits in memory at a time.
 
-    def total(part: Tensor, wanted: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(part, head.to(part.dtype)).float(), wanted, reduction="sum")
-
-    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    for part, wanted in zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True):
-        loss = loss + checkpoint(total, part, wanted, use_reentrant=False)
-    return loss / targets.numel()
-
-
-def fused(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """The same mean by torch's own chunked operator (2.13), which makes the gradients in the forward pass.
-
-    In 16 bits it would also add up the chunks' losses in bf16 (10.6 where 11.8 is right) and make the gradients before
-    fp16's loss is scaled. There it gives each token's loss, and makes the gradients in the backward pass.
+    A piece's logits are overwritten with their gradient already in the forward pass, and that is multiplied at once
+    into the gradients of the hidden states and, in fp32, of the head; the backward pass only scales both. So no logits
+    are kept and none are computed twice, as in Liger Kernel (arXiv 2410.10989, section 3.2). To torch.compile it is one
+    opaque operator: Inductor would otherwise fuse the pieces and hold the logits of all at once.
     """
-    hidden = hidden.flatten(0, 1)
     kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):  # which does not know this operator, and gives it a norm's fp32
+    if torch.is_autocast_enabled(kind):  # which does not know this operator
         hidden = hidden.to(torch.get_autocast_dtype(kind))
-    losses = F.linear_cross_entropy(
-        hidden,
-        head.to(hidden.dtype),
-        targets.flatten(),
-        reduction="mean" if hidden.dtype == torch.float32 else "none",
-        options=torch.nn.LinearCrossEntropyOptions(acc_policy="accurate", acc_dtype=torch.float32),
-    )
-    return losses.float().mean()
+    training = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
+    compiled = torch.compiler.is_compiling()
+    return _fused(hidden.flatten(0, 1), head, targets.flatten(), chunks, training, compiled)[0]
+
+
+def pieces(loss: Loss, chunks: int, tokens: int) -> int:
+    """Pieces in which the loss of ``tokens`` tokens is computed by ``--loss`` and ``--loss-chunks``; 0 is plain."""
+    if chunks > 1:
+        return chunks
+    return -(-tokens // PIECE) if loss == "fused" else 0
+
+
+@torch.library.custom_op("throughline::fused_cross_entropy", mutates_args=())
+def _fused(
+    hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, training: bool, compiled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean loss of ``hidden`` (N, D) and, when ``training``, the gradients of the sum of the N losses.
+
+    The gradients are of the sum, because the mean's would underflow in fp16 before the loss is scaled.
+    """
+    weight = head.to(hidden.dtype)
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    overwrite = _compiled_probabilities() if compiled else _probabilities
+    total = torch.zeros((), dtype=exact, device=hidden.device)
+    hidden_gradient = torch.empty_like(hidden if training else hidden[:0])
+    head_gradient = torch.zeros_like(head if training else head[:0], dtype=exact)
+    size = -(-len(targets) // chunks)
+    parts = zip(hidden.split(size), targets[:, None].split(size), range(0, len(targets), size), strict=True)
+    for part, wanted, start in parts:
+        logits = part @ weight.t()
+        found = overwrite(logits, wanted)
+        total -= found.sum()
+        if not training:
+            continue
+        logits.scatter_(1, wanted, found.expm1().to(logits.dtype))  # the target's probability, less one
+        torch.mm(logits, weight, out=hidden_gradient[start : start + size])
+        if logits.dtype == exact:
+            head_gradient.addmm_(logits.t(), part)
+        else:
+            head_gradient += logits.t() @ part
+    return total / len(targets), hidden_gradient, head_gradient.to(head.dtype)
+
+
+def _probabilities(logits: Tensor, targets: Tensor) -> Tensor:
+    """Overwrite ``logits`` (N, V) with their softmax; returns its logarithm at ``targets`` (N, 1)."""
+    logarithms = F.log_softmax(logits, dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    found = logarithms.gather(1, targets)
+    torch.exp(logarithms, out=logits)
+    return found
+
+
+@cache
+def _compiled_probabilities() -> Any:
+    """Compiled code calls the operator as it is, so that what can be fused inside is compiled on its own."""
+    return torch.compile(_probabilities, dynamic=False)
+
+
+@_fused.register_fake
+def _(
+    hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, training: bool, compiled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    loss = hidden.new_empty((), dtype=exact)
+    return loss, torch.empty_like(hidden if training else hidden[:0]), torch.empty_like(head if training else head[:0])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, *gradients = output
+    ctx.tokens = len(inputs[2])
+    ctx.save_for_backward(*gradients)
+    ctx.mark_non_differentiable(*gradients)
+    ctx.set_materialize_grads(False)  # or zeros of their size would be made for both
+
+
+def _backward(ctx: Any, gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    hidden_gradient, head_gradient = ctx.saved_tensors
+    scale = gradient / ctx.tokens
+    return hidden_gradient * scale, head_gradient * scale, None, None, None, None
+
+
+_fused.register_autograd(_backward, setup_context=_keep)

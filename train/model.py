@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from train import recompute
 from train.attention import AttentionFunction, Mask, MaskFunction, sdpa
 from train.config import Checkpointing, Loss, ModelConfig
-from train.losses import chunked, fused, plain
+from train.losses import fused, pieces, plain
 
 
 class Linear(nn.Linear):
@@ -101,7 +101,7 @@ class GPT(nn.Module):
         self.config = config
         self.mask = mask
         self.checkpointing = checkpointing
-        self.loss = loss
+        self.loss: Loss = loss
         self.loss_chunks = loss_chunks
         self.activations = activations
         self.token_embedding = nn.Embedding(config.padded_vocabulary, config.width)
@@ -124,15 +124,15 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """Final hidden states (B, T, D) of ``tokens`` (B, T)."""
+    def stream(self, tokens: Tensor) -> Tensor:
+        """The last block's output (B, T, D) for ``tokens`` (B, T)."""
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         x = F.dropout(x.to(self.activations or x.dtype), self.config.dropout, self.training)
         mask = self.mask(tokens)
         for block in self.blocks:
             x = self._block(block, x, mask)
-        return self.norm(x)
+        return x
 
     def _block(self, block: nn.Module, x: Tensor, mask: Mask) -> Tensor:
         if self.checkpointing == "none" or not self.training:
@@ -141,14 +141,14 @@ class GPT(nn.Module):
         return again(block, x, mask, dropout=self.config.dropout)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        hidden = self.hidden(tokens)
-        if targets is None:
-            return self.head(hidden)
-        if self.loss == "fused":
-            return fused(hidden, self.head.weight, targets)
-        if self.loss_chunks > 1:
-            return chunked(hidden, self.head.weight, targets, self.loss_chunks)
-        return plain(hidden, self.head.weight, targets)
+        x = self.stream(tokens)
+        return self.head(self.norm(x)) if targets is None else self.mean_loss(x, targets)
+
+    def mean_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Norm, head and cross-entropy of the last block's output: what ``--compile blocks`` compiles beside blocks."""
+        hidden, head = self.norm(x), self.head.weight
+        chunks = pieces(self.loss, self.loss_chunks, targets.numel())
+        return fused(hidden, head, targets, chunks) if chunks else plain(hidden, head, targets)
 
 
 def parameter_count(config: ModelConfig) -> int:

@@ -183,7 +183,6 @@ def _pairs(config: "TrainConfig"):
     yield selective, blocks, "a compiled block hides what to keep, so all is computed again; use --compile whole"
     no_checkpoints = ("keep_checkpoints", config.keep_checkpoints == 0)
     yield ("copy_to", config.copy_to is not None), no_checkpoints, "there would be nothing to copy"
-    yield ("loss", config.loss == "fused"), ("loss_chunks", config.loss_chunks > 1), "fused chooses its own pieces"
     yield ("fp8", config.fp8), on_cpu, "8-bit matmuls are a GPU's"
     not_bf16 = ("precision", precision in ("fp32", "tf32", "fp16"))
     yield ("fp8", config.fp8), not_bf16, "the rest of the model runs in bf16 then"

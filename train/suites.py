@@ -117,7 +117,6 @@ MEMORY = Suite(
         Rung("8-bit AdamW", {"optimizer": "adamw-8bit"}, new_mathematics=True),
         Rung("bf16 AdamW", {"optimizer": "adamw-bf16", "precision": "bf16-activations"}, new_mathematics=True),
         Rung("chunked loss", {"loss_chunks": 8}),
-        Rung("fused loss", {"loss": "fused"}),
         Rung("compile", {"compile": "whole"}),
         Rung(
             "all together",

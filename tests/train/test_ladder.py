@@ -23,7 +23,6 @@ from train.config import ModelConfig, TrainConfig, format_model, parse_model
 from train.folder import RunFolder
 from train.ladder import LadderOptions, saved, with_ends
 from train.loop import Trainer
-from train.losses import HAS_FUSED
 from train.result import RunResult
 from train.standings import Row, columns, helps
 from train.suites import SUITES, Rung
@@ -87,8 +86,7 @@ def refused_here(suite: str) -> set[str]:
     runs = (BF16 if bf16 else set[str]()) | ({"8-bit AdamW"} if torchao else set[str]())
     if torchao and bf16 and suite == "memory":
         runs = runs | {"bf16 AdamW", "all together"}
-    lacks = {"fused loss"} if suite == "memory" and not HAS_FUSED else set[str]()
-    return NOT_ON_A_CPU[suite] - runs | lacks
+    return NOT_ON_A_CPU[suite] - runs
 
 
 def here(config: TrainConfig, folder: Path, **_: object) -> RunResult:

@@ -118,8 +118,8 @@ def test_a_suite_from_python(tmp_path: Path) -> None:
         ("[[rung]]\nname = 'a'\nattention = 'flash'\nprecision = 'fp32'", "rung 'a': .*exclude each other"),
         ("[[rung]]\nname = 'a'\ntokens = 1000000", "rung 'a': --steps and --tokens both end the run"),
         (
-            "climbs = true\n[[rung]]\nname = 'a'\nloss = 'fused'\n[[rung]]\nname = 'b'\nloss_chunks = 2",
-            "rung 'b': --loss fused and --loss-chunks 2 exclude each other",
+            "climbs = true\n[[rung]]\nname='a'\ncheckpointing = 'selective'\n[[rung]]\nname='b'\ncompile = 'blocks'",
+            "rung 'b': --checkpointing selective and --compile blocks exclude each other",
         ),
     ],
 )
