@@ -1,5 +1,7 @@
 """Windows, their order, and the exact position: every window once an epoch, whoever reads it."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from infra.command import UserError
 from pipeline.shards import TokenShards
+from train import batches
 from train.batches import BatchLoader, Windows, permute
 
 CPU = torch.device("cpu")
@@ -79,6 +82,16 @@ def test_windows_cover_each_shard_and_share_one_token(small_shards: Path) -> Non
     assert row == windows.count
 
 
+@pytest.mark.parametrize(("tokens", "count"), [(64, 1), (65, 2), (96, 2), (97, 3)])
+def test_the_last_window_needs_a_token_to_predict(tokens: int, count: int) -> None:
+    """A stream of an exact multiple of the context length has one window fewer than that multiple."""
+    windows = Windows([np.arange(tokens, dtype=np.uint16)], 32, 0)
+    assert windows.count == count
+    rows = np.empty((count, 33), dtype=np.int64)
+    windows.read(np.arange(count), rows)
+    assert rows[-1, -1] == count * 32
+
+
 @pytest.mark.parametrize(("micro", "accumulation", "workers"), [(12, 1, 1), (4, 3, 1), (2, 3, 2), (1, 4, 3), (6, 1, 2)])
 def test_a_step_has_the_same_windows_however_it_is_executed(
     small_shards: Path, micro: int, accumulation: int, workers: int
@@ -131,3 +144,88 @@ def test_a_failure_of_a_reading_thread_is_the_loops(small_shards: Path) -> None:
 def test_too_few_tokens_for_a_window_are_refused(small_shards: Path) -> None:
     with pytest.raises(UserError, match="val split's largest shard has 4,001 tokens and one window needs 10,001"):
         Windows(TokenShards(small_shards).streams("val"), 10_000, 0, split="val")
+
+
+class LazyStream:
+    """A stand-in for a CUDA stream on which nothing happens before somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.queued: list[Callable[[], object]] = []
+        self.reached = 0
+
+    def run(self, until: int) -> None:
+        """Do what was queued up to ``until``."""
+        for work in self.queued[self.reached : until]:
+            work()
+        self.reached = max(self.reached, until)
+
+
+class LazyEvent:
+    """A stand-in for a CUDA event on a :class:`LazyStream`."""
+
+    def __init__(self) -> None:
+        self.stream, self.place = LazyStream(), 0
+
+    def record(self, stream: LazyStream) -> None:
+        self.stream, self.place = stream, len(stream.queued)
+
+    def synchronize(self) -> None:
+        self.stream.run(self.place)
+
+
+@pytest.fixture
+def side(monkeypatch: pytest.MonkeyPatch) -> tuple[LazyStream, list[torch.Tensor]]:
+    """A lazy stream in the place of the loader's, and the batches whose memory the current stream was told of."""
+    stream, known = LazyStream(), list[torch.Tensor]()
+
+    class Current:
+        def wait_event(self, event: LazyEvent) -> None:
+            event.synchronize()
+
+    @contextmanager
+    def on(chosen: LazyStream) -> Iterator[None]:
+        def later(host: torch.Tensor, device: torch.device, *, non_blocking: bool) -> torch.Tensor:
+            batch = torch.full_like(host, -1)
+            chosen.queued.append(lambda: batch.copy_(host))
+            return batch
+
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "to", later)
+            yield
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Current())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda batch, stream: known.append(batch))
+    return stream, known
+
+
+def test_a_batch_is_taken_only_when_its_copy_is_there(
+    small_shards: Path, side: tuple[LazyStream, list[torch.Tensor]]
+) -> None:
+    """And its host buffer is filled again only then: on a GPU the copy runs while the batch before is computed on."""
+    stream, known = side
+    windows = windows_of(small_shards)
+    plain, loader = (BatchLoader(windows, micro_batch=3, accumulation=2, position=6, device=CPU) for _ in range(2))
+    loader._stream = stream  # type: ignore[assignment]
+    loader._copied = [LazyEvent() for _ in loader._host]  # type: ignore[misc]
+    for number in range(7):
+        expected, found = plain.next(), loader.next()
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+        assert len(stream.queued) == number + 1, "the next copy is queued"
+        assert stream.reached == number, "and not waited for"
+        assert len(known) == number, "the allocator must not give the memory of a batch in use to the next"
+
+
+@pytest.mark.gpu
+def test_a_gpus_batches_are_those_of_the_host_while_its_copies_are_late(small_shards: Path) -> None:
+    windows, cuda = windows_of(small_shards), torch.device("cuda", torch.cuda.current_device())
+    plain = BatchLoader(windows, micro_batch=3, accumulation=2, position=6, device=CPU)
+    busy = torch.randn(4096, 4096, device=cuda)
+    loader = BatchLoader(windows, micro_batch=3, accumulation=2, position=6, device=cuda)
+    for _ in range(7):
+        with torch.cuda.stream(batches._copy_stream(cuda)):
+            for _ in range(5):
+                torch.mm(busy, busy)
+        for found, expected in zip(loader.next(), plain.next(), strict=True):
+            assert torch.equal(found.cpu(), expected)

@@ -177,6 +177,18 @@ def test_a_resumed_run_decays_as_it_is_told_now(config: TrainConfig, tmp_path: P
     assert {group["betas"] for group in groups} == {(0.9, 0.999)}
 
 
+def test_the_loss_scale_continues(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16's, which a config for the CPU refuses; the scaler itself works there. Here it doubles every third step."""
+    made = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda kind, enabled: made(kind, init_scale=8.0, growth_interval=3))
+    trainer = Trainer(dataclasses.replace(config, steps=7), checkpoints=tmp_path)
+    saved = trainer.run().checkpoint
+    assert saved
+    assert trainer.scaler.state_dict()["scale"] == 32.0
+    resumed = Trainer(config, resume=Path(saved)).scaler
+    assert resumed.state_dict() == trainer.scaler.state_dict()
+
+
 def test_one_command_drives_a_run(tmp_path: Path) -> None:
     home = RunFolder(tmp_path)
     with home.driven(), pytest.raises(UserError, match="another command is training"), home.driven():

@@ -39,9 +39,10 @@ def test_palm_is_what_torch_counts(small_model: ModelConfig) -> None:
     assert counter.get_total_flops() / tokens.numel() == pytest.approx(flops.palm(small_model), rel=1e-6)
 
 
-def test_unknown_hardware_has_no_utilisation(small_model: ModelConfig) -> None:
+def test_utilisation_is_of_all_devices_and_none_of_unknown_ones(small_model: ModelConfig) -> None:
     assert flops.utilisation(1e5, flops.palm(small_model), None, 1) is None
     assert flops.utilisation(182_000, flops.palm(GPT2), 312e12, 1) == pytest.approx(0.50, abs=0.01)
+    assert flops.utilisation(182_000, flops.palm(GPT2), 312e12, 2) == pytest.approx(0.25, abs=0.005)
 
 
 def test_every_formula_is_named(small_model: ModelConfig) -> None:

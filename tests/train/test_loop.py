@@ -2,9 +2,11 @@
 
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,6 +96,96 @@ def test_a_time_budget_ends_the_run(config: TrainConfig) -> None:
     assert 0.4 < result.seconds < 5
 
 
+def test_a_resumed_run_has_what_is_left_of_its_time(config: TrainConfig, tmp_path: Path) -> None:
+    timed = dataclasses.replace(config, steps=None, time_budget=3600.0, warmup_steps=0)
+    first, _ = train(timed, checkpoints=tmp_path, should_stop=stop_at(3))
+    assert first.checkpoint
+    progress = Path(first.checkpoint) / "progress.json"
+    progress.write_text(json.dumps(json.loads(progress.read_text()) | {"elapsed": 3599.99}))
+    reports: list[CycleReport] = []
+    result = Trainer(timed, resume=Path(first.checkpoint), on_cycle=reports.append, should_stop=stop_at(1000)).run()
+    assert (result.outcome, result.reason) == ("finished", "the time budget is used up")
+    assert 3600 <= result.seconds < 3660
+    assert reports[-1].elapsed == result.seconds
+    assert reports[-1].learning_rate == pytest.approx(0.1 * config.learning_rate, rel=1e-3), "the schedule's end"
+
+
+def test_validation_is_without_dropout_and_disturbs_nothing(config: TrainConfig) -> None:
+    config = dataclasses.replace(config, steps=10, model=dataclasses.replace(config.model, dropout=0.2))
+    trainer = Trainer(dataclasses.replace(config, cycle=Cycle(5, 1)))
+    result = trainer.run()
+    assert [loss for r in trainer.reports for loss in r.step_losses] == train(
+        dataclasses.replace(config, cycle=Cycle(5, 0))
+    )[1]
+    windows = trainer.data.validation
+    assert windows
+    rows = np.empty((8, 33), dtype=np.int64)
+    windows.read(windows.order(np.arange(8)), rows)
+    batch = torch.from_numpy(rows)
+    with torch.no_grad():
+        expected = trainer.model.eval()(batch[:, :-1], batch[:, 1:]).item()
+    assert result.val_loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_dropout_differs_between_steps_and_workers(config: TrainConfig) -> None:
+    """The random states from which a worker's forward passes draw are new ones, and the same when it starts again."""
+    config = dataclasses.replace(config, steps=4, model=dataclasses.replace(config.model, dropout=0.2))
+
+    def states(rank: int) -> list[bytes]:
+        trainer, seen = Trainer(config), list[bytes]()
+        trainer.workers.rank = rank
+        trainer.model.register_forward_pre_hook(lambda *_: seen.append(torch.get_rng_state().numpy().tobytes()))
+        trainer.run()
+        return seen[: config.steps]
+
+    found = [states(rank) for rank in (0, 1, 2)]
+    assert len({state for seen in found for state in seen}) == 3 * 4
+    assert states(1) == found[1]
+
+
+def gradients_at_the_optimizer(trainer: Trainer) -> list[float]:
+    """The gradients' norm as the optimizer finds it, to be filled with every step that ``trainer`` takes."""
+    norms: list[float] = []
+
+    def look(*_: object) -> None:
+        gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+        norms.append(torch.nn.utils.get_total_norm(gradients).item())
+
+    trainer.optimizer.register_step_pre_hook(look)
+    return norms
+
+
+@pytest.mark.parametrize("clip", [1e-3, 1e3, 0.0])
+def test_gradients_are_clipped_to_the_norm(config: TrainConfig, clip: float) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=3, clip_norm=clip, cycle=Cycle(1, 0)))
+    norms = gradients_at_the_optimizer(trainer)
+    trainer.run()
+    if clip == 1e-3:
+        assert norms == pytest.approx([1e-3] * 3, rel=1e-4)
+        assert all(report.gradient_norm > 0.1 for report in trainer.reports), "as they were before"
+    else:
+        assert all(norm > 0.1 for norm in norms)
+        assert [report.gradient_norm for report in trainer.reports] == pytest.approx(norms if clip else [0.0] * 3)
+
+
+def test_a_scaled_loss_is_clipped_by_its_true_gradients(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16's loss scaling, which a config for the CPU refuses: the scaler itself works there, in fp32 exactly."""
+    config = dataclasses.replace(config, steps=5, clip_norm=1e-3, cycle=Cycle(1, 0), micro_batch=4)
+    plain = Trainer(config)
+    expected = gradients_at_the_optimizer(plain)
+    plain.run()
+    made = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda kind, enabled: made(kind, init_scale=2.0**16))
+    scaled = Trainer(config)
+    found = gradients_at_the_optimizer(scaled)
+    scaled.run()
+    assert scaled.scaler.get_scale() == 2.0**16
+    assert found == pytest.approx(expected, rel=1e-4)
+    for ours, theirs in zip(scaled.reports, plain.reports, strict=True):
+        assert ours.gradient_norm == pytest.approx(theirs.gradient_norm, rel=1e-4)
+        assert ours.train_loss == pytest.approx(theirs.train_loss, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("text", "exhausted"),
     [
@@ -112,5 +204,16 @@ def test_memory_that_ran_out_is_known_by_its_words(text: str, exhausted: bool) -
 def test_the_gpu_trains(config: TrainConfig) -> None:
     result, losses = train(dataclasses.replace(config, device="cuda", precision="auto"))
     assert result.outcome == "finished"
-    assert losses[-1] < losses[0]
-    assert torch.cuda.is_available()
+    assert losses[-1] < losses[0] - 0.1
+    assert result.device == torch.cuda.get_device_name()
+
+
+@pytest.mark.gpu
+def test_fp16_is_clipped_and_resumed_with_its_loss_scale(config: TrainConfig, tmp_path: Path) -> None:
+    config = dataclasses.replace(config, device="cuda", precision="fp16", clip_norm=1e-3, steps=20)
+    trainer = Trainer(config, checkpoints=tmp_path, should_stop=stop_at(8))
+    norms = gradients_at_the_optimizer(trainer)
+    saved = trainer.run().checkpoint
+    assert saved
+    assert norms == pytest.approx([1e-3] * len(norms), rel=0.02)
+    assert Trainer(config, resume=Path(saved)).scaler.state_dict() == trainer.scaler.state_dict()
