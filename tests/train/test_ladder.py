@@ -5,6 +5,7 @@ import shutil
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -101,9 +102,10 @@ def test_every_suite_is_climbed_whole_in_its_short_form(
 ) -> None:
     """The real loop, store and statistics, rung by rung, with what a Ray worker runs run here: Ray alone is left out.
 
-    Two rungs through Ray are in tests/test_main_job.py.
+    Two rungs through Ray are in tests/test_main_job.py. Compiled rungs are traced and differentiated as ever; the
+    kernels, a second of a C++ compiler each, are compiled in tests/train/test_switches.py.
     """
-
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(climb.launch, "run", here)
     monkeypatch.setattr(climb, "connected", lambda *_, **__: nullcontext())
     model = "tiny,layers=1,heads=2,width=48,context_length=32,vocabulary=257,padded_vocabulary=257"
