@@ -9,17 +9,15 @@ import functools
 import logging
 import os
 import shutil
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from infra.command import UserError, errors, first_line, heed_termination
+from infra.command import UserError, errors, first_line, heed_termination, uninterrupted
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -87,7 +85,8 @@ def connected(
             # Inherited, and not a runtime_env, for which Ray would throw away the workers it starts in advance.
             os.environ.update(variables)
             os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
-            with _unattended(), _apart(), _uninterrupted():
+            # What an interrupted ray.init leaves behind cannot be shut down: the command ended in a segmentation fault.
+            with _unattended(), _apart(), uninterrupted():
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
     except (OSError, RuntimeError, ValueError) as failure:
         leaving.close()
@@ -170,32 +169,6 @@ def _apart() -> Iterator[None]:
     started = functools.partial(services.ConsolePopen, start_new_session=True)
     with replaced(services, {"ConsolePopen": started}):
         yield
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """While the block runs, a first Ctrl-C or SIGTERM waits for its end, two seconds as Ray starts.
-
-    What an interrupted ``ray.init`` leaves behind cannot be shut down: the command ended in a segmentation fault.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if not callable(before) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-
-    def wait(number: int, frame: FrameType | None) -> None:
-        if came:
-            before(number, frame)
-        came.append(number)
-
-    signal.signal(signal.SIGINT, wait)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

@@ -16,7 +16,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -130,6 +131,33 @@ def heed_termination() -> None:
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, interrupt)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """While the block or function runs, a first Ctrl-C or SIGTERM waits for its end, and a second one does not.
+
+    It is for what must not be left half done: creating a run, or calls into SQLAlchemy, which turn the interrupt into
+    an error of their own.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        if came:
+            before(number, frame)
+        came.append(number)
+
+    signal.signal(signal.SIGINT, wait)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _insist_on_interrupts() -> None:

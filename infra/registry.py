@@ -13,6 +13,7 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 import mlflow
 import numpy as np
+from mlflow.entities import LoggedModelOutput
 from mlflow.exceptions import MlflowException
 from mlflow.models import ModelSignature
 from mlflow.tracking import MlflowClient
@@ -38,18 +39,18 @@ def register(key: RunKey, name: str, folder: Path, vocabulary: int) -> str:
     mlflow.set_tracking_uri(key.store)
     client = MlflowClient(key.store)
     try:
-        ended = client.get_run(key.run_id).info
-        with mlflow.start_run(run_id=key.run_id):
-            made = mlflow.pyfunc.log_model(
-                name="model",
-                python_model=str(SERVED),
-                artifacts={"model": str(folder.resolve())},
-                signature=signature,
-                input_example=np.array([[vocabulary - 1]]),
-                pip_requirements=[f"{package}=={version(package)}" for package in ("torch", "transformers")],
-                registered_model_name=name,
-            )
-        client.set_terminated(key.run_id, ended.status, ended.end_time)  # logging to it said that it finished now
+        # Not within mlflow.start_run, which would set the run to RUNNING, and an interrupt leave it so.
+        model = client.create_logged_model(key.experiment_id, name="model", source_run_id=key.run_id)
+        client.log_outputs(key.run_id, [LoggedModelOutput(model.model_id, step=0)])
+        made = mlflow.pyfunc.log_model(
+            model_id=model.model_id,
+            python_model=str(SERVED),
+            artifacts={"model": str(folder.resolve())},
+            signature=signature,
+            input_example=np.array([[vocabulary - 1]]),
+            pip_requirements=[f"{package}=={version(package)}" for package in ("torch", "transformers")],
+            registered_model_name=name,
+        )
     except MlflowException as failure:
         raise UserError(f"--register {name}: {key.store} refuses it: {first_line(failure)}") from failure
     return str(made.registered_model_version)

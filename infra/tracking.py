@@ -14,7 +14,8 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -24,14 +25,15 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, LifecycleStage, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, TEMPORARILY_UNAVAILABLE, ErrorCode
 from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine
 from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
 from mlflow.tracking import MlflowClient
 
-from infra.command import UserError, errors, first_line
+from infra import open_runs
+from infra.command import UserError, errors, first_line, uninterrupted
 from infra.provenance import user
 from infra.run_key import RunKey
 
@@ -59,6 +61,7 @@ def store_uri(tracking_uri: str | None = None) -> str:
     return uri
 
 
+@uninterrupted()
 def open_store(tracking_uri: str | None = None) -> None:
     """Open the store and create its database when it is new: what takes seconds of the first :func:`create_run`.
 
@@ -100,30 +103,44 @@ def create_run(
     tracking_uri: str | None = None,
     parent: RunKey | None = None,
     tags: Mapping[str, str] | None = None,
+    keep: Callable[[RunKey], None] | None = None,
 ) -> RunKey:
-    """Create a run (and the store and experiment when they are new) and return its key.
+    """Create a run (and the store and experiment when they are new), hand its key to ``keep``, and return it.
+
+    ``keep`` writes the key to disk for a command that continues the run. Ctrl-C and SIGTERM wait until it has, and
+    a note on disk says what became of the run where the process is killed: there is never a run RUNNING that
+    nobody knows of.
 
     Raises ``UserError`` when the store cannot be reached: nothing has been computed yet, so the user
     is told now rather than after hours.
     """
-    if not parent:
-        open_store(tracking_uri)
     store = parent.store if parent else store_uri(tracking_uri)
     journal = Path(parent.journal) if parent else Path(JOURNAL).resolve()
-    try:
-        client = MlflowClient(store)
-        experiment_id = parent.experiment_id if parent else _experiment(client, store, experiment)
-        labels = {
-            "mlflow.user": user(), "mlflow.source.type": "LOCAL", "mlflow.source.name": experiment,
-        } | dict(tags or {})  # fmt: skip
+    note = journal / f"{uuid.uuid4().hex}{open_runs.CREATING}"
+    labels = {
+        "mlflow.user": user(), "mlflow.source.type": "LOCAL", "mlflow.source.name": experiment,
+        open_runs.TAG: note.stem,
+    } | dict(tags or {})  # fmt: skip
+    with uninterrupted():
         if parent:
             labels["mlflow.parentRunId"] = parent.run_id
-        run = client.create_run(experiment_id, run_name=name, tags=labels)
-    except MlflowException as failure:
-        raise _unusable(store, failure) from failure
+        else:
+            open_store(tracking_uri)
+        try:
+            client = MlflowClient(store)
+            experiment_id = parent.experiment_id if parent else _experiment(client, store, experiment)
+            open_runs.announce(note, client, experiment_id)
+            run = client.create_run(experiment_id, run_name=name, tags=labels)
+        except MlflowException as failure:
+            raise _unusable(store, failure) from failure
+        key = RunKey(store, experiment_id, run.info.run_id, str(journal))
+        if keep:
+            keep(key)
+        open_runs.rename(note, key.run_id)
     if not parent:
         deliver_journals(client, journal)
-    return RunKey(store, experiment_id, run.info.run_id, str(journal))
+        open_runs.close_abandoned(journal, client)
+    return key
 
 
 def _unusable(store: str, failure: Exception) -> UserError:
@@ -133,10 +150,16 @@ def _unusable(store: str, failure: Exception) -> UserError:
     )
 
 
+@uninterrupted()
 def reopen_run(key: RunKey) -> None:
     """Let a run that ended go on. Raises ``UserError`` when its store does not have it."""
     try:
-        MlflowClient(key.store).update_run(key.run_id, status="RUNNING")
+        client = MlflowClient(key.store)
+        open_runs.close_abandoned(Path(key.journal), client)
+        open_runs.announce(_note(key), client, key.experiment_id)
+        if client.get_run(key.run_id).info.lifecycle_stage == LifecycleStage.DELETED:
+            client.restore_run(key.run_id)  # of a process that was killed just when it had kept the key
+        client.update_run(key.run_id, status="RUNNING")
     except MlflowException as failure:
         raise UserError(
             f"the MLflow run {key.run_id} in {key.store} cannot be continued: {first_line(failure)} "
@@ -144,6 +167,12 @@ def reopen_run(key: RunKey) -> None:
         ) from failure
 
 
+def _note(key: RunKey) -> Path:
+    """Where it is noted that the run is open."""
+    return Path(key.journal) / f"{key.run_id}{open_runs.OPEN}"
+
+
+@uninterrupted()
 def last_steps(key: RunKey) -> dict[str, int]:
     """The last step of every metric of the run: what a continued run need not send again.
 
@@ -158,6 +187,7 @@ def last_steps(key: RunKey) -> dict[str, int]:
         raise UserError(f"the MLflow store {key.store} does not answer: {first_line(failure)}") from failure
 
 
+@uninterrupted()
 def find_runs(key: RunKey, tag: str, value: str) -> list[str]:
     """Ids of the live children of ``key`` whose ``tag`` has ``value``, oldest first. Raises ``UserError``."""
     try:
@@ -215,9 +245,10 @@ def _experiment(client: MlflowClient, store: str, name: str) -> str:
 
 
 class Tracker:
-    """The writer of one run. A context manager: it delivers what is queued when the block ends.
+    """The writer of one run. A context manager: as its block ends, it closes the run and delivers what is queued.
 
-    Methods return at once. They may be called from any thread, and never raise because of the store.
+    The run becomes FINISHED, KILLED after Ctrl-C, or FAILED after another exception, unless the block closed it by
+    :meth:`finish`. Methods return at once. They may be called from any thread, and never raise because of the store.
     """
 
     def __init__(self, key: RunKey) -> None:
@@ -225,6 +256,7 @@ class Tracker:
         self._queue: queue.SimpleQueue[Entry | threading.Event] = queue.SimpleQueue()
         self._journal = Path(key.journal) / f"{key.run_id}.jsonl"
         self._retry_at = 0.0
+        self._finished = False
         self._hurried = False
         self._sending: list[Entry] = []
         self._client: MlflowClient | None = None
@@ -234,8 +266,11 @@ class Tracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if not self._hurried:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._finished:
+            interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+            self.finish("KILLED" if interrupted else "FAILED" if kind else "FINISHED")
+        elif not self._hurried:
             self._deliver_all()
 
     def metrics(self, values: Mapping[str, float | int | None], step: int = 0) -> None:
@@ -293,11 +328,13 @@ class Tracker:
         leaves a lock taken (that of Python's logging), and the writer would wait for it for ever.
         """
         self._queue.put({"kind": "finish", "status": status, "time": int(time.time() * 1000)})
+        self._finished = True
         self._hurried = status == "KILLED"
         if not self._hurried:
             self._deliver_all()
         elif not self.flush(HURRY_SECONDS):
             self._keep_rest()
+        open_runs.release(_note(self.key))
 
     def _deliver_all(self) -> None:
         while not self.flush():
@@ -393,6 +430,7 @@ def _call(method: Any, *arguments: Any, **named: Any) -> None:
         errors.print(f"MLflow refuses an entry: {first_line(failure)}")
 
 
+@uninterrupted()
 def deliver_journal(client: MlflowClient, journal: Path) -> None:
     """Send what ``journal`` kept for its run, then remove it. Raises when the store does not answer."""
     if not journal.exists():

@@ -90,6 +90,16 @@ def no_store_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The database of an MLflow store, to copy for a test: creating one takes seconds."""
+    from infra.tracking import open_store
+
+    file = tmp_path_factory.mktemp("store") / "mlflow.db"
+    open_store(f"sqlite:///{file}")
+    return file
+
+
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
     """The address of a Ray for tests to share whose point is not Ray's own start or end, which cost seconds.
 

@@ -153,9 +153,10 @@ class Climb:
         manifest = read_manifest(config.data)
         self.session.enter_context(connected(self.address, prestart=False))  # or refused, with no child left open
         tags = {"kind": "control" if name.startswith("control") else "rung", "rung": rung.name}
-        key = create_run("ladder", f"{self.folder.name}/{name}", parent=self.parent, tags=tags)
         folder.mkdir(parents=True)
-        RunFolder(folder).keep_key(key)
+        key = create_run(
+            "ladder", f"{self.folder.name}/{name}", parent=self.parent, tags=tags, keep=RunFolder(folder).keep_key
+        )
         write_json(folder / "config.json", config.to_json())
         result, reason, status = None, "", "FAILED"
         with Tracker(key) as tracker:

@@ -118,8 +118,10 @@ def climb(options: LadderOptions) -> int:
         tags = provenance.collect() | {"kind": "ladder", "suite": suite.name}
         open_store(options.tracking_uri)
         make(folder)
-        key = create_run("ladder", folder.name, tracking_uri=options.tracking_uri, tags=tags)
-        write_json(folder / "ladder.json", {"options": saved(options), "key": asdict(key)})
+        key = create_run(
+            "ladder", folder.name, tracking_uri=options.tracking_uri, tags=tags,
+            keep=lambda key: write_json(folder / "ladder.json", {"options": saved(options), "key": asdict(key)}),
+        )  # fmt: skip
     heading = f"[bold]{escape(suite.name)}[/bold]: {escape(suite.title)}; {len(suite.rungs)} rungs in"
     console.print(heading, escape(str(folder)))
     status = "FAILED"

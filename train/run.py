@@ -172,9 +172,8 @@ def run_in_mlflow(home: RunFolder, tracking_uri: str | None, *, starts: bool) ->
     if key and (tracking_uri is None or store_uri(tracking_uri) == key.store):
         reopen_run(key)
         return key, False
-    key = create_run("train", home.path.name, tracking_uri=tracking_uri, tags=provenance.collect() | {"kind": "run"})
-    home.keep_key(key)
-    return key, True
+    tags = provenance.collect() | {"kind": "run"}
+    return create_run("train", home.path.name, tracking_uri=tracking_uri, tags=tags, keep=home.keep_key), True
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ a trial has one child, and a child without that tag is completed from the trial'
 away between two trials stops neither: the rows on disk are what is complete.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -132,10 +132,13 @@ def summary_metrics(rows: Sequence[Row], space: Space) -> dict[str, float | int 
     }
 
 
-def open_parent(name: str, tracking_uri: str | None, tags: dict[str, str], space: Space) -> RunKey:
-    """The parent run of a new search."""
+def open_parent(
+    name: str, tracking_uri: str | None, tags: dict[str, str], space: Space, keep: Callable[[RunKey], None]
+) -> RunKey:
+    """The parent run of a new search, whose key ``keep`` writes to disk."""
     study = "free global batch" if space.free else "fixed global batch"
-    return create_run("tune", name, tracking_uri=tracking_uri, tags=tags | {"kind": "search", "study": study})
+    labels = tags | {"kind": "search", "study": study}
+    return create_run("tune", name, tracking_uri=tracking_uri, tags=labels, keep=keep)
 
 
 def describe(tracker: Tracker, identity: dict[str, object], manifest: Manifest, data: Path) -> None:

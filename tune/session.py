@@ -91,8 +91,10 @@ def _run(
     if config.resume:
         parent = folders.resumed_parent(folder, identity)
     else:
-        parent = open_parent(folder.name, config.tracking_uri, provenance.collect(), space)
-        folders.begin(folder, config, identity, parent)
+        parent = open_parent(
+            folder.name, config.tracking_uri, provenance.collect(), space,
+            keep=lambda parent: folders.begin(folder, config, identity, parent),
+        )  # fmt: skip
     evidence = Evidence(parent, manifest, data, space)
 
     def ended(row: Row, rows: Sequence[Row]) -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_folder(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
@@ -67,6 +69,7 @@ def test_an_entry_that_mlflow_refuses_does_not_take_others_with_it(capfd: pytest
 
 
 def test_a_store_whose_creation_was_killed_is_created_by_the_next_command(tmp_path: Path) -> None:
+    Path("mlflow.db").unlink()
     program = "from infra.tracking import open_store; open_store()"
     for seconds in (0.0, 0.2, 0.4):
         left = set(tmp_path.iterdir())
@@ -134,13 +137,12 @@ def test_an_interrupted_command_leaves_whatever_holds_its_writer_up(monkeypatch:
 def test_a_later_run_delivers_what_an_earlier_one_left_behind(tmp_path: Path) -> None:
     key = create_run("train", "killed")
     journal = Path(key.journal)
-    journal.mkdir()
     entry = {"kind": "metric", "key": "loss", "value": 4.0, "step": 1, "time": 1, "store": key.store}
     (journal / f"{key.run_id}.jsonl").write_text(json.dumps(entry) + '\n{"kind": "metr')
     (journal / "torn.jsonl").write_text('{"kind": "met')
     create_run("train", "later")
     assert MlflowClient(key.store).get_run(key.run_id).data.metrics == {"loss": 4.0}
-    assert [left.name for left in journal.iterdir()] == ["torn.jsonl"], "which says of no store that it is its"
+    assert [left.name for left in journal.glob("*.jsonl")] == ["torn.jsonl"], "which says of no store that it is its"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -66,7 +66,10 @@ def test_a_registered_model_has_a_signature_and_the_same_logits(
     with Tracker(key) as tracker:
         tracker.finish("KILLED")
     assert export(asked) == 0
-    assert MlflowClient(key.store).get_run(key.run_id).info.status == "KILLED"
+    run = MlflowClient(key.store).get_run(key.run_id)
+    assert run.info.status == "KILLED"
+    assert run.outputs is not None
+    assert len(run.outputs.model_outputs) == 1
     (version,) = MlflowClient(key.store).search_model_versions("name='books'")
     assert version.run_id == key.run_id
     mlflow.set_tracking_uri(key.store)
