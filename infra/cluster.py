@@ -44,7 +44,7 @@ ANSWER_SECONDS = 10.0
 """How long a cluster's machine may take to answer."""
 
 
-PLACING_SECONDS = 2.0
+PLACING_SECONDS = 1.0
 """How long Ray may look for room before that is said; it takes milliseconds where there is some."""
 
 

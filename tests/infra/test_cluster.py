@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import ray
+from mlflow.tracking import MlflowClient
 from ray._common.utils import get_default_ray_temp_dir
 
-from infra.cluster import PROJECT, connected
+from infra.cluster import PROJECT, connected, cores_each
 from infra.command import UserError
 
 
@@ -54,3 +56,82 @@ except KeyboardInterrupt:
     starting.send_signal(signal.SIGINT)
     assert starting.communicate(timeout=60)[0] == ""
     assert starting.returncode == 130
+
+
+CPU, GPUS = {"CPU": 2.0}, {"CPU": 64.0, "GPU": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "gpu", "cores"),
+    [
+        ([CPU, CPU], 1, False, 2),  # and not 4, which no machine has
+        ([CPU, CPU], 2, False, 2),
+        ([CPU, CPU], 3, False, 1),
+        ([CPU, CPU], 5, False, 0),
+        ([{"CPU": 8.0}, CPU], 1, False, 8),
+        ([{"CPU": 8.0}, CPU], 3, False, 2),
+        ([{"CPU": 7.0}], 2, False, 3),
+        ([{}, CPU], 1, False, 2),
+        ([{"CPU": 0.5}], 1, False, 0),
+        ([{"CPU": 96.0}, {"CPU": 16.0, "GPU": 1.0}], 1, True, 16),
+        ([{"CPU": 96.0}, {"CPU": 16.0, "GPU": 1.0}], 2, True, 0),
+        ([GPUS], 1, True, 8),  # the GPU's share
+        ([GPUS], 8, True, 8),
+        ([GPUS, {"CPU": 16.0, "GPU": 1.0}], 1, True, 16),
+        ([GPUS, {"CPU": 16.0, "GPU": 1.0}], 9, True, 8),
+        ([{"CPU": 4.0, "GPU": 8.0}], 4, True, 1),
+    ],
+)
+def test_a_worker_is_sized_by_a_machine(nodes: list[dict[str, float]], workers: int, gpu: bool, cores: int) -> None:
+    assert cores_each(nodes, workers, gpu=gpu) == cores
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train.run", "--steps", "5", "--name", "one"],
+        ["tune.search", "--trial-steps", "8", "--memory-limit", "8GB", "--name", "two"],
+    ],
+)
+def test_what_finds_no_room_says_so_and_ends_when_asked(
+    cluster: str, small_shards: Path, tmp_path: Path, command: list[str]
+) -> None:
+    """It waited for ever, in silence, and SIGTERM did not end it."""
+    flags = ["--model", "tiny", "--global-batch", "4", "--micro-batch", "4", "--device", "cpu", "--address", cluster]
+    with connected(cluster):
+        cores = int(ray.cluster_resources()["CPU"])
+        others = ray.util.placement_group([{"CPU": cores}])
+        assert others.wait(60)
+        waiting = subprocess.Popen(
+            [sys.executable, "-m", *command, "--data", str(small_shards), *flags],
+            cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert waiting.stderr
+        said = waiting.stderr.readline()
+        assert said.startswith(f"Waiting for {cores} CPU for ")
+        assert f"Ray has {socket.gethostname()} {cores} CPU, of which 0 CPU is free" in said
+        waiting.send_signal(signal.SIGTERM)
+        asked = time.monotonic()
+        waiting.communicate(timeout=60)
+        ray.util.remove_placement_group(others)
+    assert waiting.returncode == 130
+    assert time.monotonic() - asked < 30
+    assert not (tmp_path / "runs" / "one").exists(), "its name is free again"
+    runs = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").search_runs(["1"])
+    assert {run.info.status for run in runs} == {"KILLED"}
+
+
+def test_a_step_that_takes_long_ends_when_asked(cluster: str, small_shards: Path, tmp_path: Path) -> None:
+    program = "import train.launch; train.launch.STOP_SECONDS = 1; from train.run import main; main()"
+    flags = ["--model", "tiny", "--global-batch", "40000", "--micro-batch", "4", "--device", "cpu"]
+    slow = subprocess.Popen(
+        [sys.executable, "-c", program, "--data", str(small_shards), "--name", "one", "--address", cluster, *flags],
+        cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    starts = tmp_path / "runs/one/starts"
+    while slow.poll() is None and not (starts.exists() and len(starts.read_text().splitlines()) > 1):
+        time.sleep(0.05)
+    slow.send_signal(signal.SIGTERM)
+    _, said = slow.communicate(timeout=60)
+    assert slow.returncode == 130
+    assert "No step was finished and saved within 1 s; leaving without it." in said
