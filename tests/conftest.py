@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -90,6 +91,24 @@ def no_store_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The database of an MLflow store in which nothing is yet, to be copied: MLflow takes seconds to create one."""
+    from infra.tracking import open_store  # imports MLflow
+
+    file = tmp_path_factory.mktemp("empty-store") / "mlflow.db"
+    open_store(f"sqlite:///{file}")
+    return file
+
+
+@pytest.fixture
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_store: Path) -> Path:
+    """The current folder: a new one that holds an empty MLflow store, which commands use by themselves."""
+    shutil.copy(empty_store, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
     """The address of a Ray for tests to share whose point is not Ray's own start or end, which cost seconds.
 
@@ -111,6 +130,15 @@ sys.stdin.read()
     ) as head:
         assert head.stdout is not None
         yield head.stdout.readline().strip()
+
+
+@pytest.fixture(scope="module")
+def joined(cluster: str) -> Iterator[str]:
+    """The address of the shared Ray, which this process joins once for a module's tests, and so keeps Ray's workers."""
+    from infra.cluster import connected
+
+    with connected(cluster):
+        yield cluster
 
 
 @pytest.fixture

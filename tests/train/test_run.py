@@ -20,6 +20,7 @@ from train.folder import RunFolder, find_checkpoint
 from train.loop import Trainer
 from train.result import CycleReport
 
+pytestmark = pytest.mark.usefixtures("working_folder")
 ROOT = Path(__file__).parents[2]
 FLAGS = [
     "--model", "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320",
@@ -33,12 +34,6 @@ def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     with pytest.raises(SystemExit) as leaving:
         run.main()
     return int(leaving.value.code or 0)
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
 @pytest.mark.usefixtures("shared_ray")
