@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import runpy
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from infra.command import UserError
+from infra.command import UserError, run
 from pipeline.config import TokenizeConfig
 from pipeline.shards import TokenShards, read_manifest
 from pipeline.tokenize import main
@@ -162,7 +161,7 @@ def test_a_mistake_is_one_sentence_and_code_two(
     for arguments, words in mistakes.items():
         monkeypatch.setattr(sys, "argv", ["pipeline.tokenize", *arguments])
         with pytest.raises(SystemExit) as leaving:
-            runpy.run_module("pipeline.tokenize", run_name="__main__")
+            run(main, TokenizeConfig, module="pipeline.tokenize", description="")
         said = capfd.readouterr().err
         assert leaving.value.code == 2, (arguments, said)
         assert words in said
