@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -123,10 +125,27 @@ sys.stdin.read()
         yield head.stdout.readline().strip()
 
 
+@pytest.fixture(scope="module")
+def joined(cluster: str) -> Iterator[str]:
+    """The address of the shared Ray, which this process joins once for a module's tests, and so keeps Ray's workers."""
+    from infra.cluster import connected
+
+    with connected(cluster):
+        yield cluster
+
+
 @pytest.fixture
 def shared_ray(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands of this test, and what they start, join the shared Ray."""
     monkeypatch.setenv("RAY_ADDRESS", cluster)
+
+
+@pytest.fixture
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_store: Path) -> Path:
+    """The current folder: a new one that holds an empty MLflow store, which commands use by themselves."""
+    shutil.copy(empty_store, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture
@@ -172,8 +191,10 @@ def _free_port() -> int:
 
 
 @contextmanager
-def _mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+def _mlflow_server(empty_store: Path, folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     """A real MLflow server on loopback, in a process group of its own so that all of it can be killed."""
+    if not (folder / "server.db").exists():
+        shutil.copy(empty_store, folder / "server.db")
     command = [
         sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
         "--backend-store-uri", f"sqlite:///{folder / 'server.db'}", "--artifacts-destination", str(folder / "files"),
@@ -200,9 +221,9 @@ def _mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]
 
 
 @pytest.fixture
-def mlflow_server() -> Callable[[Path, int], AbstractContextManager[subprocess.Popen[bytes]]]:
+def mlflow_server(empty_store: Path) -> Callable[[Path, int], AbstractContextManager[subprocess.Popen[bytes]]]:
     """``mlflow_server(folder, port)``: a real one while the block runs, with its database in ``folder``."""
-    return _mlflow_server
+    return partial(_mlflow_server, empty_store)
 
 
 @pytest.fixture

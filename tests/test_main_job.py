@@ -177,15 +177,36 @@ def test_every_gpu_command_of_the_readme_works(demo: Path) -> None:
         run(command, demo)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "pipeline.tokenize", "pipeline.inspect", "pipeline.fetch", "train.run", "train.ladder", "train.plan",
-        "train.profile", "train.generate", "train.export", "tune.search", "infra.doctor",
-    ],
+COMMANDS = (
+    "pipeline.tokenize", "pipeline.inspect", "pipeline.fetch", "train.run", "train.ladder", "train.plan",
+    "train.profile", "train.generate", "train.export", "tune.search", "infra.doctor",
 )  # fmt: skip
-def test_help_explains_every_flag(module: str, tmp_path: Path) -> None:
-    shown = run(f"env COLUMNS=200 python -m {module} --help", tmp_path).stdout
+HELPS = f"""
+import runpy, sys
+for module in {COMMANDS}:
+    print("\\f", end="")
+    try:
+        sys.argv = [module, "--help"]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as leaving:
+        assert not leaving.code, module
+"""
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, str]:
+    """What every command prints when it is asked for its flags, one after the other in one process."""
+    done = subprocess.run(
+        [sys.executable, "-c", HELPS], env=environment(COLUMNS="200"), cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return dict(zip(COMMANDS, done.stdout.split("\f")[1:], strict=True))
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_help_explains_every_flag(helps: dict[str, str], module: str) -> None:
+    shown = helps[module]
     assert f"python -m {module}" in shown
     inside = "\n".join(line.strip("│ ") for line in shown.splitlines() if line.startswith("│"))
     flags = re.split(r"^(?=--)", inside, flags=re.MULTILINE)[1:]

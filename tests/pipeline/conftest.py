@@ -1,6 +1,7 @@
 """What the pipeline's tests share: books that a test can write, and a store."""
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,6 @@ def write_books() -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+def store(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """An MLflow store, created once."""
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+    return f"sqlite:///{shutil.copy(empty_store, tmp_path_factory.mktemp('mlflow'))}"

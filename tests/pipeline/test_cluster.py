@@ -101,12 +101,10 @@ def workers_of_ray() -> list[psutil.Process]:
 
 
 def test_a_killed_worker_costs_nothing_but_time(
-    tmp_path: Path, write_books: Callable[..., Path], cluster: str, store: str
+    tmp_path: Path, write_books: Callable[..., Path], joined: str, store: str
 ) -> None:
     books = write_books(tmp_path / "books", 60, words=12_000)
-    config = TokenizeConfig(
-        (str(books),), tmp_path / "whole", shard_size=1_000_000, tracking_uri=store, address=cluster
-    )
+    config = TokenizeConfig((str(books),), tmp_path / "whole", shard_size=1_000_000, tracking_uri=store, address=joined)
     main(config)
     whole = read_manifest(config.out)
     killed: list[int] = []

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from infra.command import UserError
+from infra.command import UserError, run
 from pipeline import tokenize
 from pipeline.config import TokenizeConfig
 from pipeline.shards import TokenShards, read_manifest
@@ -39,11 +38,11 @@ def books(tmp_path: Path, write_books: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture
-def make(books: Path, cluster: str, store: str, tmp_path: Path) -> Callable[..., Path]:
+def make(books: Path, joined: str, store: str, tmp_path: Path) -> Callable[..., Path]:
     """Run the command in this process on the shared Ray; returns the folder of shards."""
 
     def run(name: str, **settings) -> Path:
-        config = {"sources": (str(books),), "shard_size": 1_000_000, "tracking_uri": store, "address": cluster}
+        config = {"sources": (str(books),), "shard_size": 1_000_000, "tracking_uri": store, "address": joined}
         main(TokenizeConfig(out=tmp_path / name, **config | settings))
         return tmp_path / name
 
@@ -153,7 +152,10 @@ def test_a_stopped_or_killed_command_is_finished_by_the_next_to_the_same_bytes(
     assert contents(out) == whole
 
 
-def test_a_mistake_is_one_sentence_and_code_two(tmp_path: Path) -> None:
+def test_a_mistake_is_one_sentence_and_code_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("a file")
     mistakes = {
@@ -165,12 +167,11 @@ def test_a_mistake_is_one_sentence_and_code_two(tmp_path: Path) -> None:
         ("sample", "--out", "file/tokens"): "cannot be written",
         ("sample", "--shard-size", "1kB"): "too small",
     }
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for arguments, words in mistakes.items():
-        done = subprocess.run(
-            [sys.executable, "-m", "pipeline.tokenize", *arguments],
-            cwd=tmp_path, env=environment, capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode == 2, (arguments, done.stderr)
-        assert words in done.stderr
-        assert "Traceback" not in done.stderr
+        monkeypatch.setattr(sys, "argv", ["pipeline.tokenize", *arguments])
+        with pytest.raises(SystemExit) as leaving:
+            run(main, TokenizeConfig, module="pipeline.tokenize", description="")
+        said = capfd.readouterr().err
+        assert leaving.value.code == 2, (arguments, said)
+        assert words in said
+        assert "Traceback" not in said

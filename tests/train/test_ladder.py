@@ -28,11 +28,7 @@ from train.result import RunResult
 from train.standings import Row, columns, helps
 from train.suites import SUITES, Rung
 
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:

@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,47 +25,61 @@ from train.config import config_from_json
 from train.loop import Trainer
 
 dist.init_process_group("gloo")
-job = json.loads(sys.argv[1])
-reports = []
-path = lambda name: Path(job[name]) if job[name] else None
-calls = iter(range(10**9))
-trainer = Trainer(
-    config_from_json(job["config"], "test"), on_cycle=reports.append, checkpoints=path("checkpoints"),
-    resume=path("resume"), should_stop=lambda: next(calls) + 1 >= job["stop"],
-)
-result = trainer.run()
-if dist.get_rank() == 0:
+for line in sys.stdin:
+    job = json.loads(line)
+    reports = []
+    path = lambda name: Path(job[name]) if job[name] else None
+    calls = iter(range(10**9))
+    trainer = Trainer(
+        config_from_json(job["config"], "test"), on_cycle=reports.append, checkpoints=path("checkpoints"),
+        resume=path("resume"), should_stop=lambda: next(calls) + 1 >= job["stop"],
+    )
+    result = trainer.run()
+    assert not (dist.get_rank() and reports), "only the first worker reports"
     losses = [[r.step, r.step_losses, r.val_loss] for r in reports]
-    print(json.dumps([result.outcome, result.steps, result.checkpoint, losses]))
-else:
-    assert not reports, "only the first worker reports"
-dist.destroy_process_group()
-sys.stdout.flush()
+    print(json.dumps([result.outcome, result.steps, result.checkpoint, losses]), flush=True)
 os._exit(0)  # gloo's thread may still hold a tensor and abort while Python ends (pytorch/pytorch, issue 190489)
 """
+WORKERS = 2
+
+Together = Callable[..., tuple[str, int, str | None, list[Any]]]
 
 
-def train_together(config: TrainConfig, **options: Any) -> tuple[str, int, str | None, list[Any]]:
-    """Outcome, steps, checkpoint and losses of ``config`` run by its number of processes."""
+@pytest.fixture(scope="module")
+def train_together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
+    """Outcome, steps, checkpoint and losses of a config run by two processes, which stay for the next."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    job = {"config": config.to_json(), "checkpoints": None, "resume": None, "stop": 10**9} | options
     environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(config.workers),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORKERS),
         "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]),
     }  # fmt: skip
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, json.dumps(job)], env=environment | {"RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(config.workers)
-    ]  # fmt: skip
-    ended = [worker.communicate(timeout=120) for worker in workers]
-    for worker, (_, errors) in zip(workers, ended, strict=True):
-        assert worker.returncode == 0, errors
-    return json.loads(ended[0][0].strip().splitlines()[-1])
+    said = tmp_path_factory.mktemp("workers") / "stderr"
+    with ExitStack() as started:
+        errors = started.enter_context(said.open("w"))
+        workers = [
+            started.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", WORKER], env=environment | {"RANK": str(rank)},
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+                )
+            )
+            for rank in range(WORKERS)
+        ]  # fmt: skip
+
+        def train(config: TrainConfig, **options: Any) -> tuple[str, int, str | None, list[Any]]:
+            assert config.workers == WORKERS
+            job = {"config": config.to_json(), "checkpoints": None, "resume": None, "stop": 10**9} | options
+            for worker in workers:
+                print(json.dumps(job), file=worker.stdin, flush=True)
+            ended = [worker.stdout.readline() for worker in workers if worker.stdout]
+            assert all(ended), said.read_text()
+            return json.loads(ended[0])
+
+        yield train
+        for worker in workers:
+            worker.kill()
 
 
 def train_alone(config: TrainConfig) -> list[Any]:
@@ -88,13 +104,15 @@ def same(found: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_two_workers_compute_what_one_does(config: TrainConfig, shard: bool) -> None:
+def test_two_workers_compute_what_one_does(config: TrainConfig, train_together: Together, shard: bool) -> None:
     outcome, steps, _, losses = train_together(dataclasses.replace(config, workers=2, shard=shard))
     assert (outcome, steps) == ("finished", 14)
     same(losses, train_alone(config))
 
 
-def test_dropout_goes_on_where_it_was_on_every_worker(config: TrainConfig, tmp_path: Path) -> None:
+def test_dropout_goes_on_where_it_was_on_every_worker(
+    config: TrainConfig, train_together: Together, tmp_path: Path
+) -> None:
     together = dataclasses.replace(config, workers=2, model=dataclasses.replace(config.model, dropout=0.2))
     *_, straight = train_together(together)
     _, steps, saved, before = train_together(together, checkpoints=str(tmp_path), stop=7)
@@ -103,7 +121,7 @@ def test_dropout_goes_on_where_it_was_on_every_worker(config: TrainConfig, tmp_p
     assert [*before, *after] == straight
 
 
-def test_sharded_and_alone_continue_each_other(config: TrainConfig, tmp_path: Path) -> None:
+def test_sharded_and_alone_continue_each_other(config: TrainConfig, train_together: Together, tmp_path: Path) -> None:
     together = dataclasses.replace(config, workers=2, shard=True)
     outcome, steps, saved, before = train_together(together, checkpoints=str(tmp_path), stop=7)
     assert (outcome, steps) == ("interrupted", 7)

@@ -23,6 +23,7 @@ from train.progress import checkpoints_in
 from train.result import CycleReport
 from train.worker import Start
 
+pytestmark = pytest.mark.usefixtures("working_folder")
 ROOT = Path(__file__).parents[2]
 FLAGS = [
     "--model", "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320",
@@ -36,12 +37,6 @@ def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     with pytest.raises(SystemExit) as leaving:
         run.main()
     return int(leaving.value.code or 0)
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
 @pytest.mark.usefixtures("shared_ray")
