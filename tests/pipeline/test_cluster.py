@@ -142,7 +142,9 @@ def test_books_are_read_from_s3_that_fails_now_and_then(
             file.write(path.read_bytes())
     set_rate(0.2)
     settings = TokenizeConfig()
-    plan = make_plan(find([f"s3://corpus/books{query}"]), settings)
+    inventory = find([f"s3://corpus/books{query}"])
+    assert all(abs(file.modified / 1e9 - time.time()) < 3600 for file in inventory.files)
+    plan = make_plan(inventory, settings)
     found = [book for piece in plan for part in piece.parts for book in read_books(part, settings)]
     assert {b.id: b.data for b in found if isinstance(b, RawBook)} == {
         f"books/{path.name}": path.read_bytes() for path in local.iterdir()

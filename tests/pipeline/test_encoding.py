@@ -90,3 +90,25 @@ def test_another_vocabulary_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(encoding, "VOCABULARY", altered)
     with pytest.raises(UserError, match="not GPT-2's vocabulary"):
         encoding.vocabulary()
+
+
+def test_a_text_longer_than_a_chunk_is_encoded_to_its_end() -> None:
+    line = b"It was a quiet morning on the harbour road.\n"
+    once = encode(line * 1000)
+    ids = encode(line * (encoding.CHUNK // len(line) // 1000 + 1) * 1000)
+    assert np.array_equal(ids, np.tile(once, len(ids) // len(once)))
+
+
+def test_of_a_long_book_the_beginning_is_verified_and_of_a_short_one_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = b"It was the best of times, it was the worst of times."
+    ids = encode(text)
+    with pytest.raises(EncodingMismatch, match=f"from token {len(ids)} on"):
+        verify("Dickens", text, np.append(ids, ids[-1:]))
+    with pytest.raises(EncodingMismatch, match=f"from token {len(ids) - 1} on"):
+        verify("Dickens", text, ids[:-1])
+    monkeypatch.setattr(encoding, "VERIFIED_BYTES", 20)
+    ids[-1] += 1
+    assert verify("Dickens", text, ids) == len("It was the best of times, it"), "up to the next blank between letters"
+    ids[0] += 1
+    with pytest.raises(EncodingMismatch, match="from token 0 on"):
+        verify("Dickens", text, ids)

@@ -1,6 +1,8 @@
 """Books where they lie: a real Google Cloud Storage emulator and the Hugging Face hub's protocol, on loopback."""
 
+import io
 import json
+import random
 import shutil
 import socket
 import subprocess
@@ -13,10 +15,12 @@ from pathlib import Path, PurePosixPath
 from typing import ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pyarrow as pa
 import pyarrow.fs
 import pytest
 
 from infra.command import UserError
+from pipeline import files
 from pipeline.config import TokenizeConfig
 from pipeline.copies import download, upload
 from pipeline.files import locate
@@ -165,3 +169,49 @@ def test_an_address_with_a_secret_key_is_refused_and_not_repeated() -> None:
     with pytest.raises(UserError, match=r"bucket corpus holds a secret key.*AWS_SECRET_ACCESS_KEY") as refused:
         locate("s3://KEY:S3CRET@corpus/books")
     assert "S3CRET" not in str(refused.value)
+
+
+def test_a_remote_file_is_read_from_any_place_like_a_local_one() -> None:
+    data = random.Random(0).randbytes(1000)
+    ours, local = files._Steady("s3://bucket/file", pa.BufferReader(data)), io.BytesIO(data)
+    chance = random.Random(1)
+    for _ in range(300):
+        whence = chance.choice([io.SEEK_SET, io.SEEK_CUR, io.SEEK_END])
+        offset = {io.SEEK_SET: 0, io.SEEK_CUR: -local.tell(), io.SEEK_END: -1000}[whence] + chance.randrange(1100)
+        assert ours.seek(offset, whence) == local.seek(offset, whence) == ours.tell()
+        size = chance.randrange(200)
+        assert ours.read(size) == local.read(size)
+        assert ours.tell() == local.tell()
+
+
+@pytest.mark.parametrize("failures", range(files.ATTEMPTS + 1))
+def test_what_fails_is_tried_again_after_longer_and_longer_pauses(
+    failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(files.time, "sleep", pauses.append)
+    left = iter(range(failures))
+
+    def act() -> str:
+        if next(left, None) is not None:
+            raise OSError("busy")
+        return "done"
+
+    if failures < files.ATTEMPTS:
+        assert files.steadily("s3://bucket/file", act) == "done"
+        assert pauses == [0.2, 0.4, 0.8, 1.6][:failures]
+    else:
+        with pytest.raises(UserError, match="cannot be read, after 5 attempts: busy"):
+            files.steadily("s3://bucket/file", act)
+
+
+def test_what_is_gone_is_not_tried_again() -> None:
+    asked: list[int] = []
+
+    def act() -> None:
+        asked.append(1)
+        raise FileNotFoundError
+
+    with pytest.raises(FileNotFoundError):
+        files.steadily("s3://bucket/file", act)
+    assert len(asked) == 1

@@ -143,3 +143,45 @@ def test_a_text_that_was_joined_to_one_line_keeps_its_book(head: str, tail: str,
     assert b"LICENSE" not in unwrapped.body
     assert unwrapped.fields["author"] == "Somebody Else"
     assert unwrapped.fields["released"] == "May 9, 2008"
+
+
+def test_a_footer_far_from_the_end_is_found() -> None:
+    licence = "The licence goes on and on.\n\n" * 1500
+    assert 24_000 < len(licence) < 60_000
+    unwrapped = unwrap((HEADS["this"] + BOOK * 10 + TAILS["the, tight"] + licence).encode())
+    assert unwrapped.body.decode().strip() == (BOOK * 10).strip()
+
+
+def test_of_a_field_the_first_line_counts_and_a_posting_date_will_do() -> None:
+    header = "Title: A Tale\nTitle: Another\nPosting Date: May 9, 2008 [EBook #123]\n\n"
+    book = "Author: a word of the book\n\n" + BOOK
+    unwrapped = unwrap((header + "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n\n" + book).encode())
+    assert unwrapped.fields == {"title": "A Tale", "released": "May 9, 2008"}
+    both = unwrap(
+        ("Release Date: June 1\n" + header + "*** START OF THIS PROJECT GUTENBERG EBOOK ***\n" + BOOK).encode()
+    )
+    assert both.fields["released"] == "June 1"
+
+
+def test_brackets_in_a_bracketed_note_do_not_end_it() -> None:
+    note = "[Transcriber's Note: Of Galaxy [1952].\n\n   No [such] copyright was found.]\n\n\n"
+    unwrapped = unwrap((HEADS["this"] + note + BOOK + TAILS["this"]).encode())
+    assert unwrapped.body.decode().strip() == BOOK.strip()
+
+
+def test_a_bracketed_note_in_the_last_chapter_takes_nothing_of_it_along() -> None:
+    book = (BOOK * 200).rstrip() + "\n\n[Transcriber's Note: A page is missing.]\n\n" + BOOK * 5
+    unwrapped = unwrap((HEADS["this"] + book + TAILS["this"]).encode())
+    assert unwrapped.body.decode().strip() == book.strip()
+
+
+def test_a_long_paragraph_is_the_books_unless_it_names_project_gutenberg() -> None:
+    credits = "Produced by Some One for Project Gutenberg, " + "from images of a library, " * 25
+    unwrapped = unwrap((HEADS["this"] + credits + "\n\n\n" + BOOK + TAILS["this"]).encode())
+    assert unwrapped.body.decode().strip() == BOOK.strip()
+
+
+def test_credits_are_never_all_of_a_book() -> None:
+    credits = "Produced by Some One and the Online Distributed Proofreading Team.\n"
+    unwrapped = unwrap((HEADS["this"] + credits + TAILS["this"]).encode())
+    assert unwrapped.body.decode() == credits

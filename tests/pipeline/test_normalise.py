@@ -65,8 +65,9 @@ def test_a_declared_character_set_is_believed() -> None:
     assert to_utf8(text.encode("iso-8859-5")).text.decode() == text
 
 
-def test_the_quotes_of_windows_are_read_also_where_latin_1_is_declared() -> None:
-    text = "Character set encoding: ISO-8859-1\n\nHe said “café”.\n"
+@pytest.mark.parametrize("declared", ["ISO-8859-1", "ISO Latin-1", "latin1", "Windows-1252"])
+def test_the_quotes_of_windows_are_read_also_where_latin_1_is_declared(declared: str) -> None:
+    text = f"Character set encoding: {declared}\n\nHe said “café”.\n"
     data = text.encode("cp1252")
     assert b"\x93caf\xe9\x94" in data
     assert to_utf8(data).text.decode() == text
@@ -123,3 +124,19 @@ def test_wrapped_prose_is_joined_and_verse_stays() -> None:
     verse = "Tiger, tiger, burning bright\nIn the forests of the night\n"
     assert join_lines(prose.encode()).decode() == prose.replace("were\nstriking", "were striking")
     assert join_lines(verse.encode()).decode() == verse
+
+
+def test_the_character_set_is_detected_where_the_letters_are() -> None:
+    front = "It was a quiet morning on the harbour road, and the captain wrote a letter home.\n" * 500
+    text = "Все счастливые семьи похожи друг на друга, каждая несчастливая семья несчастлива по-своему.\n" * 300
+    assert to_utf8((front + text).encode("cp1251")).text.decode() == front + text
+
+
+def test_line_ends_of_several_kinds_in_one_text_become_one() -> None:
+    assert normalise(b"a\r\nb\rc\nd\x0be\x0cf\r\r\ng") == b"a\nb\nc\nd\ne\nf\n\ng"
+
+
+def test_lists_quotations_and_tables_are_not_joined() -> None:
+    for second in ("- an item", "* a star", "  indented", "[a note", "| a cell", "= a sum", "+ more"):
+        text = f"It was a bright cold day in April, and the clocks were\n{second}\n"
+        assert join_lines(text.encode()).decode() == text

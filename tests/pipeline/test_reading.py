@@ -1,7 +1,9 @@
 """How files are read: no further than a part needs, and what is damaged costs no more than itself."""
 
+import errno
 import io
 import json
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from infra.command import UserError
 from pipeline import reading
 from pipeline.config import TokenizeConfig
 from pipeline.piece import do_piece
@@ -86,6 +89,60 @@ def test_members_of_one_name_are_books_of_their_own(tmp_path: Path) -> None:
     books = texts(read(path))
     assert sorted(books.values()) == ["first", "other", "second"]
     assert [name for name in books if "#" not in name] == ["books.zip/b.txt"]
+
+
+def test_members_are_read_by_name_whatever_its_case_and_their_order(tmp_path: Path) -> None:
+    path = write_zip(tmp_path / "books.zip", {"b.TXT": b"second", "a.txt": b"first", "c.Md": b"third"})
+    assert list(texts(read(path)).values()) == ["first", "second", "third"]
+
+
+def test_an_encrypted_member_is_the_only_one_lost(tmp_path: Path) -> None:
+    path = write_zip(tmp_path / "books.zip", {"a.txt": b"secret", "b.txt": b"open"})
+    content = bytearray(path.read_bytes())
+    content[6] |= 1  # the flag in the local header of the first member, and in the directory
+    content[content.index(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(content)
+    books = read(path)
+    assert texts(books) == {"books.zip/b.txt": "open"}
+    assert "encrypted" in reasons(books)["books.zip/a.txt"]
+
+
+def test_parts_of_a_container_hold_what_the_whole_does(tmp_path: Path) -> None:
+    rows = [{"text": f"row {n}", "short_book_title": f"short {n}", "Title": f"long {n}"} for n in range(7)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "books.parquet", row_group_size=2)
+    write_zip(tmp_path / "books.zip", {f"{n}.txt": f"row {n}".encode() for n in range(7)})
+    for path, count in ((tmp_path / "books.parquet", 4), (tmp_path / "books.zip", 7)):
+        (file,) = find([str(path)]).files
+        whole = list(read_books(Part(file, file.size), TokenizeConfig()))
+        assert list(texts(whole).values()) == [f"row {n}" for n in range(7)]
+        parts = [read_books(Part(file, 1, start, start + 1), TokenizeConfig()) for start in range(count)]
+        assert [book for part in parts for book in part] == whole
+        if path.suffix == ".parquet":
+            assert {book.title for book in whole if isinstance(book, RawBook)} == {f"long {n}" for n in range(7)}
+
+
+@pytest.mark.parametrize(("number", "ends"), [(errno.EACCES, False), (errno.EIO, True), (errno.ESTALE, True)])
+def test_a_file_that_may_not_be_read_is_left_out_and_a_disk_that_fails_ends_the_work(
+    number: int, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: str) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(reading, "open_file", fail)  # root may read everything, and disks fail seldom
+    books = read_books(Part(SourceFile("a.txt", "a.txt", 1, 0), 1), TokenizeConfig())
+    if ends:
+        with pytest.raises(UserError, match=r"a\.txt cannot be read"):
+            list(books)
+    else:
+        assert list(books) == [Unreadable("a.txt", "Permission denied")]
+
+
+def test_the_sample_has_a_heading_for_every_chapter() -> None:
+    (file,) = find(["sample"]).files
+    books = texts(list(read_books(Part(file, 0), TokenizeConfig())))
+    assert list(books)[::65] == ["sample/Genesis", "sample/Revelation"]
+    assert all("\n\nChapter 1\n\n" in text for text in books.values())
+    assert sum(text.count("\nChapter ") for text in books.values()) == 1189
 
 
 def test_an_archive_without_books_is_named(tmp_path: Path) -> None:

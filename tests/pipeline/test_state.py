@@ -6,6 +6,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,14 +24,21 @@ FOREIGN = ("train/own.arrow", "train/0001.arrow", "val/sub/000000-000.arrow", "p
 
 
 @pytest.fixture
-def config(tmp_path: Path, write_books: Callable[..., Path]) -> TokenizeConfig:
-    """Settings for forty books in three pieces, of which the first is done."""
-    books = write_books(tmp_path / "books", 40, words=12_000)
-    config = TokenizeConfig(sources=(str(books),), out=tmp_path / "out", shard_size=1_000_000)
-    (config.out / state.PIECES).mkdir(parents=True)
-    do_piece(make_plan(find(config.sources), config)[0], config.out, "test")
-    state.begin(config.out, config, ())
-    return config
+def small_pieces(tmp_path: Path, write_books: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> TokenizeConfig:
+    """Settings for 24 small books in six pieces, none of them done."""
+    monkeypatch.setattr(plan, "PARTS_A_PIECE", 4)
+    books = write_books(tmp_path / "books", 24, words=100)
+    return TokenizeConfig(sources=(str(books),), out=tmp_path / "out")
+
+
+@pytest.fixture
+def config(small_pieces: TokenizeConfig, monkeypatch: pytest.MonkeyPatch) -> TokenizeConfig:
+    """Settings for the same books in three pieces, of which the first is done."""
+    monkeypatch.setattr(plan, "PARTS_A_PIECE", 8)
+    (small_pieces.out / state.PIECES).mkdir(parents=True)
+    do_piece(make_plan(find(small_pieces.sources), small_pieces)[0], small_pieces.out, "test")
+    state.begin(small_pieces.out, small_pieces, ())
+    return small_pieces
 
 
 def put(folder: Path, names: tuple[str, ...]) -> None:
@@ -105,14 +113,6 @@ def test_the_settings_that_folders_are_known_by_are_those_of_the_first_folders()
     }  # fmt: skip
 
 
-@pytest.fixture
-def small_pieces(tmp_path: Path, write_books: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> TokenizeConfig:
-    """Settings for 24 small books in six pieces, none of them done."""
-    monkeypatch.setattr(plan, "PARTS_A_PIECE", 4)
-    books = write_books(tmp_path / "books", 24, words=100)
-    return TokenizeConfig(sources=(str(books),), out=tmp_path / "out")
-
-
 def tokenize(config: TokenizeConfig, workers_out: Path | None = None, *, pieces: int = 1000) -> Manifest:
     """What the command does, without Ray: its workers write to ``workers_out``, and stop after so many ``pieces``."""
     inventory = find(config.sources)
@@ -178,12 +178,14 @@ def test_a_source_of_the_same_size_and_a_new_time_is_done_again(small_pieces: To
     assert after.fingerprint != before.fingerprint
 
 
+@pytest.mark.parametrize(("duplicates", "reason"), [("drop", "duplicate"), ("near", "near duplicate")])
 def test_a_duplicate_comes_back_when_its_original_changes_also_after_an_interruption(
-    small_pieces: TokenizeConfig, tmp_path: Path, prose: Callable[..., str]
+    small_pieces: TokenizeConfig, tmp_path: Path, prose: Callable[..., str], duplicates: Any, reason: str
 ) -> None:
     books = tmp_path / "books"
-    replace_book(books, 20, prose(1, 100))
-    assert tokenize(small_pieces).report["books_dropped"] == {"duplicate": 1}
+    small_pieces = replace(small_pieces, duplicates=duplicates)
+    replace_book(books, 20, prose(1, 100) + "THE END\n" * (duplicates == "near"))
+    assert tokenize(small_pieces).report["books_dropped"] == {reason: 1}
     replace_book(books, 1, prose(200, 100))
     with pytest.raises(UserError, match=r"1 of 6 pieces .*pieces/000005\.json"):
         tokenize(small_pieces, pieces=1)  # the piece with the changed original, and not the one with its duplicate

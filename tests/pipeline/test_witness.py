@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.command import UserError
 from pipeline import witness
 from pipeline.witness import Witness
 
@@ -17,10 +18,12 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "notes" / "run"
 
 
-def test_deaths_are_counted_from_one_worker_to_the_next(notes: Path) -> None:
+@pytest.mark.parametrize("book", ["book", "ein Büchlein \u2026"])
+def test_deaths_are_counted_from_one_worker_to_the_next(notes: Path, book: str) -> None:
     for deaths in range(witness.DEATHS):
-        assert Witness("run", "000000").at("book") is True, deaths  # and dies
-    assert Witness("run", "000000").at("book") is False
+        assert Witness("run", "000000").at("a longer name than that of the next book") is True
+        assert Witness("run", "000000").at(book) is (deaths < witness.DEATHS), deaths  # and dies
+    assert Witness("run", "000000").at(book) is False
     assert [path.name for path in notes.iterdir() if path.name.startswith(".partial")] == []
 
 
@@ -32,3 +35,17 @@ def test_counts_that_a_kill_cut_short_begin_again(notes: Path, cut: bytes) -> No
         assert after.deaths == {"book": 1}
         assert json.loads((notes / "000000.json").read_bytes()) == {"book": 1}
     assert list(notes.iterdir()) == []
+
+
+def test_a_worker_that_dies_before_its_first_book_blames_none(notes: Path) -> None:
+    Witness("run", "000000").at("book")
+    Witness("run", "000000")
+    with Witness("run", "000000") as after:
+        assert after.deaths == {"book": 1}
+
+
+def test_a_folder_of_another_user_is_refused(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = notes.parent.stat().st_uid
+    monkeypatch.setattr(witness.os, "getuid", lambda: owner + 1)
+    with pytest.raises(UserError, match="belongs to another user: set TMPDIR"):
+        Witness("run", "000000")
