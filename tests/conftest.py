@@ -45,6 +45,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+VISIBLE, sees_gpu = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.is_available
+
+
+@pytest.hookimpl(tryfirst=True)  # before any fixture of the test
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Hide the GPU from a test and from what it starts, because it expects a CPU, unless it is marked otherwise."""
+    if item.get_closest_marker("gpu") or item.get_closest_marker("any_device"):
+        torch.cuda.is_available = sees_gpu
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        os.environ.update({} if VISIBLE is None else {"CUDA_VISIBLE_DEVICES": VISIBLE})
+    else:
+        torch.cuda.is_available = lambda: False  # once CUDA is initialized, the variable has no effect in this process
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def write_small_shards(folder: Path, *, books: int = 12, tokens: int = 4000, seed: int = 0) -> Path:
     """A data set of ``books`` books of repetitive text over 256 ids, in two training shards and one for validation."""
     random = np.random.default_rng(seed)

@@ -21,7 +21,10 @@ from pipeline.shards import read_manifest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-pytestmark = pytest.mark.timeout(1800)  # a test here is a dozen whole commands
+pytestmark = [
+    pytest.mark.timeout(1800),  # a test here is a dozen whole commands
+    pytest.mark.any_device,  # the demo trains on what there is; the other commands' GPU is hidden below
+]
 
 RUN_BY_OTHERS = ("make test", "make install", "make demo", "mlflow ui")
 """Commands that a test cannot run from inside: itself, what it stands on, and a server that never ends."""

@@ -56,7 +56,9 @@ def test_a_row_that_never_arrives_ends_its_trial(training: TrainConfig, tmp_path
     assert begun[-1].proposal.candidate != begun[0].proposal.candidate
 
 
-@pytest.mark.parametrize(("started", "reason"), [(True, "died 3 times"), (False, "could not be started, tried 3 times")])
+@pytest.mark.parametrize(
+    ("started", "reason"), [(True, "died 3 times"), (False, "could not be started, tried 3 times")]
+)
 def test_a_process_that_dies_is_begun_three_times(
     training: TrainConfig, tmp_path: Path, started: bool, reason: str
 ) -> None:

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tune.ranking import contenders, standings
 from tune.record import Outcome, Row, Stage
 from tune.space import Candidate
@@ -29,14 +31,23 @@ def test_a_wide_interval_does_not_let_a_slow_one_win() -> None:
     assert ranked[1].tied
 
 
+def test_overlapping_intervals_tie_though_the_means_lie_outside_of_them() -> None:
+    fast, slow = row(8, 1000, 60, width=0.15), row(4, 800, 20, width=0.15)
+    assert (slow.tokens_per_second or 0) < (fast.low or 0) < (slow.high or 0)
+    assert [s.tied for s in standings([fast, slow])] == [True, True]
+    apart = [row(8, 1000, 60, width=0.1), row(4, 800, 20, width=0.1)]
+    assert [s.tied for s in standings(apart)] == [False, False]
+
+
 def test_confirmation_outweighs_a_lucky_first_measurement() -> None:
     rows = [row(8, 1100, 30), row(16, 1000, 60)]
     rows += [row(8, 950, 30, stage="confirm"), row(16, 1001, 60, stage="confirm")]
     assert [s.candidate.micro_batch for s in standings(rows)] == [16, 8]
 
 
-def test_one_run_over_the_limit_disqualifies() -> None:
-    rows = [row(8, 1000, 30), row(16, 1200, 60), row(16, 1200, 90, stage="confirm", outcome="over_limit")]
+@pytest.mark.parametrize("outcome", ["over_limit", "oom", "thrash"])
+def test_one_confirmation_that_does_not_fit_disqualifies(outcome: Outcome) -> None:
+    rows = [row(8, 1000, 30), row(16, 1200, 60), row(16, 1200, 90, stage="confirm", outcome=outcome)]
     assert [s.candidate.micro_batch for s in standings(rows)] == [8]
 
 

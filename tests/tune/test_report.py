@@ -1,10 +1,128 @@
-"""What a search prints: every ratio to the control with what is known of both."""
+"""What a person reads of a search: who won, why nobody did, and why a candidate never ran."""
+
+import csv
+import io
+from dataclasses import replace
+
+import pytest
 
 from train.config import TrainConfig
 from tune.ranking import fit_to_win
-from tune.record import Row
-from tune.report import leaderboard
+from tune.record import Outcome, Row, Stage
+from tune.report import best_json, csv_text, leaderboard, never_run, no_winner, progress_text, row_text
+from tune.searcher import MemorySearcher
 from tune.space import Candidate, make_space
+
+SPACE = make_space(TrainConfig(global_batch=16, micro_batch=4), ("checkpointing",), device="cpu")
+OWN = SPACE.control.knobs
+
+
+def row(
+    size: int, outcome: Outcome = "ok", reason: str = "", *, speed: float | None = None, stage: Stage = "probe",
+    round: int = 0,
+) -> Row:  # fmt: skip
+    """A finished trial, at one percent where it has a speed."""
+    return Row(
+        f"m{size}", size, stage, round, Candidate(size, OWN), 16 // size, outcome, reason, 10.0,
+        tokens_per_second=speed, low=speed and 0.99 * speed, high=speed and 1.01 * speed, memory=size * 10**9,
+    )  # fmt: skip
+
+
+def searcher(limit: float) -> MemorySearcher:
+    """One that expects a gigabyte a sequence."""
+    return MemorySearcher(SPACE, lambda candidate: candidate.micro_batch * 1e9, limit)
+
+
+def test_why_nothing_won() -> None:
+    assert no_winner([], SPACE, 4e9) == [
+        "no trial was run, because nothing is predicted to fit under 4GB: raise --memory-limit, or search more --knobs"
+    ]
+    unfit = [row(4, "over_limit"), row(2, "oom"), row(1, "thrash")]
+    assert no_winner(unfit, SPACE, 4e9) == [
+        "nothing fits under 4GB: raise --memory-limit, or search more --knobs"
+    ]  # fmt: skip
+    failed = [row(8, "failed", "no driver"), row(16, "failed", "no driver"), row(1, "failed", "its process died")]
+    assert no_winner(failed, SPACE, 4e9) == [
+        "no winner: 3 of 3 trials failed", "m8, m16: no driver", "m1: its process died"
+    ]  # fmt: skip
+    assert no_winner([*unfit, failed[0]], SPACE, 4e9) == [
+        "no winner: 1 of 4 trials failed, and 3 of the candidates do not fit under 4GB", "m8: no driver"
+    ]  # fmt: skip
+
+
+def test_a_trial_that_was_repeated_is_named_once() -> None:
+    rows = [row(8, "failed", "only 3 steps"), row(8, "failed", "only 3 steps", round=1)]
+    assert no_winner(rows, SPACE, 4e9) == ["no winner: 2 of 2 trials failed", "m8: only 3 steps"]
+
+
+def test_who_won_and_by_how_much() -> None:
+    rows = [row(4, speed=100.0), row(8, speed=150.0), row(16, "oom", "out of memory")]
+    first, control, last = leaderboard(rows, SPACE)
+    assert first == ("1", "m8", "2", "150", "± 1.0%", "1.500 x", "8.00", "1", "winner")
+    assert control == ("2", "m4", "4", "100", "± 1.0%", "1.000 x", "4.00", "1", "control")
+    assert last == ("-", "m16", "1", "-", "", "", "16.00", "1", "oom: out of memory")
+    best = best_json(rows, SPACE)
+    assert best
+    assert (best["config"]["micro_batch"], best["config"]["global_batch"]) == (8, 16)
+    assert best["measured"] == {
+        "tokens_per_second": pytest.approx(150.0),
+        "low": pytest.approx(148.5, rel=1e-3),
+        "high": pytest.approx(151.5, rel=1e-3),
+        "memory_bytes": 8 * 10**9,
+        "runs": 1,
+        "tied_with": [],
+    }
+    assert best_json([row(16, "oom")], SPACE) is None
+
+
+def test_a_tie_is_marked_and_named() -> None:
+    rows = [row(4, speed=100.0), row(8, speed=101.0), row(1, speed=50.0)]
+    assert [line[0] for line in leaderboard(rows, SPACE)] == ["=", "=", "3"]
+    assert leaderboard(rows, SPACE)[0][-1] == "winner, tie"
+    best = best_json(rows, SPACE)
+    assert best
+    assert best["measured"]["tied_with"] == ["m4"]
+
+
+def test_a_line_a_trial() -> None:
+    fast = replace(row(8, speed=1500.0, reason="ran its 8 steps"), mfu=0.4123, compile_seconds=12.34)
+    assert row_text(fast, SPACE, 16 * 10**9) == (
+        "  8 probe   m8 x 2 | 1,500 ± 1.0% tok/s | 8.00 of 16.00 GB | MFU 41.2% | compile 12.3 s | ok: ran its 8 steps"
+    )
+    assert "no speed | - | failed: died" in row_text(replace(row(8, "failed", "died"), memory=None), SPACE, 16 * 10**9)
+
+
+def test_the_best_so_far_is_of_complete_rounds() -> None:
+    rows = [row(4, speed=100.0), row(8, speed=150.0)]
+    assert progress_text(rows, SPACE, 3) == "    best: m8 150 tok/s | spent 20s | about 30s left"
+    rows += [row(4, speed=200.0, stage="confirm", round=1)]
+    assert progress_text(rows, SPACE, 1).startswith("    best: m8 150 tok/s")
+    assert progress_text([row(4, "failed")], SPACE, 0) == "    best: none yet | spent 10s | about 0s left"
+
+
+def test_each_candidate_that_never_ran_has_its_reason() -> None:
+    said = never_run([row(4, "oom"), row(1, speed=100.0)], SPACE, searcher(6e9))
+    assert "m8, m16: a smaller one did not fit" in said
+    assert "m8, m16 with 2 combinations of knobs: predicted not to fit" in said
+    failed = never_run([row(4, "failed", "no driver")], SPACE, searcher(6e9))
+    assert "m1, m2: the search ended, because no trial had a speed" in failed
+
+
+def test_a_combination_whose_only_trial_failed_is_not_called_slow() -> None:
+    other = SPACE.combinations[1]
+    rows = [row(4, speed=100.0), replace(row(16, "failed", "no kernel"), candidate=Candidate(16, other))]
+    said = never_run(rows, SPACE, searcher(32e9))
+    label = SPACE.knobs_label(other)
+    assert f"m1, m2, m4, m8 with {label}: another size of its combination failed" in said
+
+
+def test_all_rows_as_csv() -> None:
+    lines = list(csv.DictReader(io.StringIO(csv_text([row(4, speed=100.0), row(16, "oom", "too much, by far")]))))
+    assert [(line["micro_batch"], line["checkpointing"], line["outcome"]) for line in lines] == [
+        ("4", "none", "ok"), ("16", "none", "oom")
+    ]  # fmt: skip
+    assert lines[1]["reason"] == "too much, by far"
+    assert "step_seconds" not in lines[0]
 
 
 def test_a_ratio_to_the_control_is_in_brackets_where_no_difference_is_shown() -> None:

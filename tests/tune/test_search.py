@@ -152,11 +152,29 @@ def test_what_is_not_the_same_search_is_refused(
 
 def test_over_the_limit_is_an_outcome(folder: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = ["--searcher", "grid", "--memory-limit", "100MB", "--name", "tight", "--global-batch", "1"]
-    assert command(search.main, "--data", str(small_shards), *flags, *FLAGS) == 0
+    assert command(search.main, "--data", str(small_shards), *flags, *FLAGS) == 1
     assert "nothing fits under 100MB" in capfd.readouterr().out
+    parent, (child,) = runs(folder, "tight")
+    assert (parent.info.status, child.info.status) == ("FAILED", "FINISHED")
+    assert "Nothing fits under 100MB" in parent.data.tags["mlflow.note.content"]
     rows = list(csv.DictReader((folder / "runs/tight/trials.csv").open()))
     assert [row["outcome"] for row in rows] == ["over_limit"]
     assert not (folder / "runs/tight/best.json").exists()
+
+
+def test_a_trial_time_that_is_too_short_is_raised(
+    folder: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--memory-limit", "8GB", "--name", "short", "--global-batch", "1", "--trial-time", "0.001s"]
+    assert command(search.main, "--data", str(small_shards), *flags, *FLAGS) == 0
+    assert "because --trial-time was too short" in capfd.readouterr().out
+    rows = list(csv.DictReader((folder / "runs/short/trials.csv").open()))
+    assert [(row["stage"], row["round"], row["outcome"]) for row in rows] == [
+        ("probe", "0", "failed"), ("probe", "1", "ok")
+    ]  # fmt: skip
+    parent, children = runs(folder, "short")
+    assert parent.info.status == "FINISHED"
+    assert Counter(r.info.status for r in children) == {"FAILED": 1, "FINISHED": 1}
 
 
 def test_a_killed_search_continues(folder: Path, small_shards: Path) -> None:
@@ -228,3 +246,9 @@ def test_dry_run_runs_nothing(folder: Path, small_shards: Path, capfd: pytest.Ca
     assert re.search(
         r"about \d+ trials of at most 8 steps or 1m each, at most [\dms]+ in all; nothing was run", printed
     )
+    flags = ["--dry-run", "--global-batch", "1", "--compile", "whole", "--confirm", "0"]
+    assert command(search.main, "--data", str(small_shards), *flags, *FLAGS) == 0
+    (trials, minutes, seconds) = re.search(
+        r"about (\d+) trials of .*, at most (\d+)m(\d+)s in all, 40s a trial for compilation", capfd.readouterr().out
+    ).groups()  # type: ignore[union-attr]
+    assert 60 * int(minutes) + int(seconds) == int(trials) * (10 + 40 + 60)

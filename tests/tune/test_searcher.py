@@ -3,11 +3,12 @@
 import statistics
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from train.config import PRESETS, TrainConfig
-from tune.record import Row
+from tune.record import Outcome, Row
 from tune.searcher import MemorySearcher
 from tune.space import Candidate, Space, make_space
 from tune.strategies import Confirmed, Grid
@@ -68,6 +69,36 @@ def test_nothing_fits(space: Space) -> None:
     searcher = MemorySearcher(space, lambda candidate: 60e9, 40e9)
     assert searcher.propose([]) is None
     assert "predicted not to fit" in searcher.why_not(searcher.curves([]), space.control)
+
+
+def finished(size: int, outcome: Outcome, **measured: Any) -> Row:
+    """A trial of one size of :func:`plain`."""
+    return Row(f"m{size}", 1, "probe", 0, Candidate(size), 1, outcome, "", 10.0, **measured)
+
+
+def plain() -> MemorySearcher:
+    """A search of sizes alone, all of which are predicted to fit."""
+    space = make_space(TrainConfig(global_batch=64, micro_batch=8), (), device="cpu")
+    return MemorySearcher(space, lambda candidate: 1e9, 40e9)
+
+
+def test_the_bar_is_the_best_lower_end_of_an_interval() -> None:
+    rows = [
+        finished(8, "ok", tokens_per_second=100.0, low=99.0, high=101.0),
+        finished(64, "ok", tokens_per_second=102.0, low=90.0, high=115.0),
+        finished(32, "stopped", tokens_per_second=101.0, low=100.0, high=102.0),
+    ]
+    assert [proposal and proposal.bar for proposal in (plain().propose(rows[:1]), plain().propose(rows))] == [99, 99]
+
+
+def test_nothing_above_four_fifths_of_the_smaller_of_two_that_failed_is_proposed() -> None:
+    rows = [finished(8, "ok", tokens_per_second=100.0, low=99.0, high=101.0, memory=10**9)]
+    rows += [finished(32, "oom"), finished(16, "thrash")]
+    while (proposal := plain().propose(rows)) is not None:
+        assert proposal.candidate.micro_batch <= 0.8 * 16
+        size = proposal.candidate.micro_batch
+        rows.append(finished(size, "ok", tokens_per_second=90.0 + size, low=89.0, high=110.0, memory=10**9))
+    assert len(rows) > 3
 
 
 def test_the_grid_runs_everything_once(compare: ModuleType) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +79,33 @@ def test_running_out_of_memory_is_an_outcome(
     row = attempt(config, tmp_path / "rows")
     assert (row.outcome, row.tokens_per_second) == ("oom", None)
     assert "memory" in row.reason
+
+
+def test_running_out_of_memory_while_the_model_is_built_is_an_outcome(training: TrainConfig, tmp_path: Path) -> None:
+    """Its embedding would take 140 TB."""
+    vast = replace(training.model, padded_vocabulary=2**40)
+    row = attempt(replace(training, model=vast), tmp_path)
+    assert (row.outcome, row.step_seconds) == ("oom", [])
+    assert "memory" in row.reason
+
+
+def test_exactly_the_limit_is_within_it(eight_steps: RunResult, tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Told(Limit):
+        """A limit on a process of known size."""
+
+        peak: int = 0
+
+        def used(self) -> tuple[int, str]:
+            return self.peak, "rss"
+
+    for peak, verdict, outcome in ((10**9, "", "ok"), (10**9 + 1, "over the limit", "over_limit")):
+        watch = watched([1.0] * 8, retries=[0] * 9, graphs=[0] * 9, folder=tmp_path)
+        watch.limit = Told(10**9, torch.device("cpu"), 0, peak)
+        assert judge(watch, eight_steps)[0] == outcome
+        watch.seconds = []
+        watch.should_stop()
+        assert watch.verdict == verdict
 
 
 def test_a_damaged_row_is_named(training: TrainConfig, tmp_path: Path) -> None:
