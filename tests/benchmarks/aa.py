@@ -44,7 +44,8 @@ def speed(config: TrainConfig) -> Estimate:
 
 
 def compute() -> None:
-    """Keep a core busy until killed."""
+    """Keep a core busy until killed, in a session of its own: Linux shares its cores between sessions first."""
+    os.setsid()
     while True:
         pass
 

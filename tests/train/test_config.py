@@ -50,6 +50,34 @@ def test_a_model_is_written_as_it_is_read(text: str) -> None:
     assert parse_model(format_model(parse_model(text))) == parse_model(text)
 
 
+def test_a_models_changes_are_read_as_their_types() -> None:
+    assert parse_model("tiny, bias=False,tied=true,dropout=0.5,heads=4") == dataclasses.replace(
+        PRESETS["tiny"], bias=False, tied=True, dropout=0.5, heads=4
+    )
+    assert format_model(dataclasses.replace(PRESETS["tiny"], bias=False)) == "tiny,bias=false"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"vocabulary": 0}, "vocabulary=0"), ({"dropout": 1.0}, "dropout=1.0"), ({"padded_vocabulary": 50256}, "50256")],
+)
+def test_a_size_that_no_model_has_is_named(changes: dict[str, float], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        dataclasses.replace(PRESETS["tiny"], **changes)
+    assert dataclasses.replace(PRESETS["tiny"], padded_vocabulary=50257)
+
+
+def test_what_is_trained_on_is_what_a_person_named() -> None:
+    assert TrainConfig(data=Path("a/b")).source == "a/b"
+    assert TrainConfig(stream=("books", "s3://more"), steps=1).source == "books, s3://more"
+
+
+def test_a_searchs_best_is_read_by_its_config(tmp_path: Path) -> None:
+    path = tmp_path / "best.json"
+    path.write_text(json.dumps({"study": "fixed", "config": TrainConfig(seed=5).to_json()}))
+    assert load_config(path) == TrainConfig(seed=5)
+
+
 @pytest.mark.parametrize("text", ["huge", "tiny,depth=3", "tiny,layers=two", "tiny,layers", "tiny,heads=3"])
 def test_an_unknown_model_is_refused(text: str) -> None:
     with pytest.raises(UserError):
@@ -83,6 +111,8 @@ def test_the_batch_arithmetic() -> None:
     assert config.accumulation == 30
     assert config.step_tokens == 491_520
     assert dataclasses.replace(config, tokens=10**6).total_steps == 2
+    assert dataclasses.replace(config, steps=7).total_steps == 7
+    assert dataclasses.replace(config, micro_batch=4, global_batch=8).step_tokens == 8192
 
 
 @pytest.mark.parametrize(
@@ -102,6 +132,7 @@ def test_the_batch_arithmetic() -> None:
         ({"cycle": 3}, "--cycle '3' is not N"),
         ({"cycle": "²+1"}, "--cycle '².1' is not N"),
         ({"cycle": None}, "--cycle 'None' is not N"),
+        ({"cycle": "0+1"}, "--cycle '0.1' is not N"),
         ({"stream": "books"}, "stream is 'books', and must be a list of texts"),
         ({"reading": {"min_chars": "5"}}, "min_chars is '5', and must be a whole number"),
         ({"reading": {"languages": "en"}}, "languages is 'en', and must be a list of texts"),

@@ -23,12 +23,23 @@ def test_every_rung_of_every_suite_is_a_config(suite: Suite) -> None:
         state = config if suite.climbs else state
 
 
+@pytest.mark.parametrize("suite", SUITES.values(), ids=lambda suite: suite.name)
+def test_a_rung_with_another_loss_curve_is_labelled(suite: Suite) -> None:
+    """Fewer bits, another model or another optimizer: the same numbers only come of the same arithmetic in fp32."""
+    for rung in suite.rungs:
+        changes = {name: value for name, value in rung.changes.items() if value not in ("fp32", "tf32", "adamw-fused")}
+        other = {"precision", "optimizer", "vocabulary_multiple", "model.tied", "model.heads"} & changes.keys()
+        assert rung.new_mathematics is bool(other), rung.name
+
+
 def test_the_short_form_is_an_eighth_on_a_tiny_model() -> None:
     state = apply(START, short_form(A100).base)
     assert (state.model.layers, state.micro_batch, state.global_batch) == (2, 4, 4)
     for rung in short_form(A100).rungs:
         state = apply(state, rung.changes)
     assert state.global_batch == 8
+    batches = [rung.changes["batch"] for rung in short_form(SUITES["sizes"]).rungs if "batch" in rung.changes]
+    assert batches == [1, 1, 2, 4, 5, 8, 8, 9], "of 7, 8, 9, 31, 33, 63, 64 and 65, rounded up"
 
 
 def test_the_short_form_of_a_suite_without_a_model_or_batch_is_short_too() -> None:
@@ -79,10 +90,13 @@ def test_a_suite_from_toml(tmp_path: Path) -> None:
         '[[rung]]\nname = "no sync"\nnaive = []\n'
     )
     suite = find_suite(str(path), START)
+    assert (suite.name, suite.title, suite.climbs) == ("mine", "Mine", True)
     assert suite.rungs[0] == Rung("untied", {"model.tied": False}, new_mathematics=True)
     state = apply(apply(START, suite.base), suite.rungs[0].changes)
     assert (state.model.tied, state.global_batch, state.naive) == (False, 4, ("sync",))
     assert apply(state, suite.rungs[1].changes).naive == ()
+    path.write_text('[[rung]]\nname = "one"\nbatch = 2\n')
+    assert find_suite(str(path), START) == Suite("mine", "mine", {}, (Rung("one", {"batch": 2}),))
 
 
 def test_a_suite_from_python(tmp_path: Path) -> None:
@@ -195,9 +209,13 @@ def test_an_unknown_setting_in_a_rung_is_answered_with_the_nearest() -> None:
 
 
 def test_what_a_search_found_is_a_rung() -> None:
-    best = TrainConfig(micro_batch=5, global_batch=10, attention="flash", loss_chunks=5)
-    config = apply(TrainConfig(), searched(best).changes)
-    assert (config.micro_batch, config.accumulation, config.attention, config.loss_chunks) == (5, 2, "flash", 5)
+    best = TrainConfig(
+        micro_batch=5, global_batch=10, attention="flash", loss_chunks=5, precision="bf16", compile="whole",
+        checkpointing="full", optimizer="adamw", loader_workers=1,
+    )  # fmt: skip
+    assert apply(TrainConfig(), searched(best).changes) == best
+    assert apply(TrainConfig(), searched(replace(best, loss="fused", loss_chunks=1)).changes).loss == "fused"
+    assert searched(best).new_mathematics
 
 
 def test_the_batch_that_fits_grows_with_what_saves_memory() -> None:

@@ -1,0 +1,127 @@
+"""What a person reads of a run, on the terminal and in MLflow: every number under its own name and in its unit."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.units import GIB
+from pipeline.shards import read_manifest
+from train import report
+from train.anatomy import predict_peak
+from train.config import ModelConfig, TrainConfig
+from train.flops import causal, palm
+from train.result import Memory, RunResult, Throughput
+
+Make = Callable[..., RunResult]
+
+
+@pytest.fixture
+def config(small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(model=small_model, micro_batch=2, global_batch=8, workers=2, precision="fp32")
+
+
+def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
+    rows = dict(report.summary(config, make_result(val_bits_per_character=1.25, sample="so\n it  goes")))
+    predicted = predict_peak(replace(config, device="cpu")).total / GIB
+    assert rows == {
+        "outcome": "finished: reached 10 steps",
+        "throughput": "1,000 tokens/s (95%: 990 to 1,020; median of 7 steps after 3 of warm-up)",
+        "arithmetic": "0.002 TFLOP/s; no MFU: the peak of 'cpu' is not known",
+        "peak memory": f"process 1.00 GiB (resident set); predicted {predicted:.2f} GiB",
+        "loss": "training 3.250, validation 3.500",
+        "validation": "perplexity 33.1; 1.500 bits a byte; 1.250 bits a character",
+        "seen": "320 training + 64 validation tokens; 0.5 books",
+        "time": "2s; first step after 1.5 s",
+        "a step": "90.0% compute, 9.0% optimizer, 1.00% waiting for data",
+        "checkpoint": "runs/one/checkpoints/step-00000010",
+        "it writes": "so it goes",
+    }
+    on_gpu = make_result(
+        device="NVIDIA H100", mfu=0.5, memory=Memory(2 * GIB, 3 * GIB, 4 * GIB, "nvml"), throughput=None, val_loss=None
+    )
+    rows = dict(report.summary(config, on_gpu))
+    assert rows["peak memory"].startswith("process 4.00 GiB (NVML), reserved 3.00 GiB, allocated 2.00 GiB; predicted")
+    assert rows["throughput"] == "not measured: fewer than three steps after warm-up"
+    assert rows["loss"] == "training 3.250"
+    measured = replace(on_gpu, throughput=Throughput(1.0, 1.0, 1.0, 3, 1), matmul_utilisation=0.625)
+    assert dict(report.summary(config, measured))["arithmetic"] == (
+        "0.002 TFLOP/s; MFU 50.0%; 62.5% of the matmul that infra.doctor measured here"
+    )
+
+
+def test_a_cycle_in_mlflow_has_each_steps_loss_at_its_step() -> None:
+    cycle: dict[str, Any] = {
+        "step": 12, "step_losses": [5.0, 4.0, 3.0], "train_loss": 4.0, "val_loss": 0.0, "cycle_tokens": 1000,
+        "seconds": 4.0, "train_tokens": 4000, "books": 0.5, "elapsed": 9.0, "train_seconds": 3.0,
+        "data_wait_seconds": 0.25, "optimizer_seconds": 0.5, "learning_rate": 1e-3, "gradient_norm": 2.0,
+    }  # fmt: skip
+    *steps, (last, found) = report.cycle_metrics(cycle)
+    assert steps == [(10, {"loss/step": 5.0}), (11, {"loss/step": 4.0}), (12, {"loss/step": 3.0})]
+    assert last == 12
+    assert found == {
+        "loss/train": 4.0, "loss/val": 0.0, "loss/val_perplexity": 1.0, "throughput/tokens_per_second": 250.0,
+        "progress/train_tokens": 4000, "progress/books": 0.5, "time/elapsed_seconds": 9.0, "time/cycle_seconds": 4.0,
+        "time/train_seconds": 3.0, "time/data_wait_seconds": 0.25, "time/optimizer_seconds": 0.5,
+        "optimizer/learning_rate": 1e-3, "optimizer/gradient_norm": 2.0,
+    }  # fmt: skip
+    for no_perplexity in (None, 1000.0):
+        *_, (_, found) = report.cycle_metrics(cycle | {"val_loss": no_perplexity})
+        assert found["loss/val_perplexity"] is None
+
+
+def test_a_result_in_mlflow(config: TrainConfig, make_result: Make) -> None:
+    memory = Memory(2 * GIB, 3 * GIB, 4 * GIB, "nvml", allocator_retries=5)
+    result = make_result(memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=palm(config.model))
+    assert report.result_metrics(result) == {
+        "result/tokens_per_second": 1000.0, "result/tokens_per_second_low": 990.0,
+        "result/tokens_per_second_high": 1020.0, "result/mfu": 0.4, "result/matmul_utilisation": 0.5,
+        "result/tflops_per_second": 0.002, "result/val_loss": 3.5, "result/val_perplexity": 33.1,
+        "result/val_bits_per_byte": 1.5, "result/val_bits_per_character": None, "memory/process_gib": 4.0,
+        "memory/allocated_gib": 2.0, "memory/reserved_gib": 3.0, "memory/allocator_retries": 5,
+        "time/first_step_seconds": 1.5, "time/data_wait_fraction": 0.01, "time/optimizer_fraction": 0.09,
+    }  # fmt: skip
+    formulas = report.formula_metrics(config, result)
+    assert formulas["result/mfu_causal"] == pytest.approx(0.4 * causal(config.model) / palm(config.model))
+    for device, kind in (("cpu", "cpu"), ("NVIDIA H100", "cuda")):
+        total = predict_peak(replace(config, device=kind)).total
+        found = report.prediction_metrics(config, replace(result, device=device))
+        assert found == {"memory/predicted_gib": total / GIB, "memory/prediction_error": total / (4 * GIB) - 1}
+
+
+def test_what_is_about_to_be_trained(
+    config: TrainConfig, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    manifest = read_manifest(small_shards)
+    report.print_header(replace(config, data=small_shards), manifest, Path("runs/a name"))
+    printed = " ".join(capfd.readouterr().out.split())
+    assert f": {manifest.splits['train']['tokens']:,} training tokens" in printed
+    assert "8 sequences = 2 a micro-batch x 2 accumulated x 2 workers; 256 tokens a step; precision fp32" in printed
+    assert "folder: runs/a name" in printed
+
+
+@pytest.mark.parametrize(
+    ("outcome", "checkpoint", "said"),
+    [
+        ("finished", "c", "the link"),
+        ("interrupted", "c", "continue with: python -m train.run --resume one"),
+        ("interrupted", None, "no checkpoint was kept: start again with another --name"),
+        ("diverged", "c", "python -m train.run --resume one --learning-rate ..."),
+        ("diverged", None, "with --learning-rate below 0.0006 or, in a long run, --warmup-steps above 100"),
+        ("oom", None, "try again with a smaller --micro-batch"),
+    ],
+)
+def test_the_last_line_says_what_to_do_next(
+    config: TrainConfig, make_result: Make, capfd: pytest.CaptureFixture[str], outcome: str, checkpoint: str, said: str
+) -> None:
+    folder = Path("runs/one").resolve()
+    report.print_result(config, make_result(outcome=outcome, checkpoint=checkpoint), folder, "the link")
+    printed = " ".join(capfd.readouterr().out.split())
+    assert said in printed.partition("the link")[1 if said == "the link" else 2]
+
+
+def test_a_run_elsewhere_is_continued_by_its_whole_path(tmp_path: Path) -> None:
+    assert report.resume_command(Path("runs/my run").resolve()) == "python -m train.run --resume 'my run'"
+    assert report.resume_command(tmp_path / "one") == f"python -m train.run --resume {tmp_path / 'one'}"

@@ -1,0 +1,101 @@
+"""Which settings exclude each other: every pair by its two names, and what stands just inside each border."""
+
+from typing import Any
+
+import pytest
+
+from infra.command import UserError
+from train.config import ModelConfig, TrainConfig, divisors
+
+SHARDED = {"shard": True, "workers": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "first", "second"),
+    [
+        ({"attention": "efficient", "device": "cpu"}, "--attention efficient", "--device cpu"),
+        ({"attention": "flex", "device": "cpu"}, "--attention flex", "--device cpu"),
+        ({"attention": "flash", "precision": "tf32"}, "--attention flash", "--precision tf32"),
+        ({"attention": "cudnn", "precision": "fp32"}, "--attention cudnn", "--precision fp32"),
+        ({"attention": "flex", "model": ModelConfig(dropout=0.1)}, "--attention flex", "model.dropout=0.1"),
+        ({"attention": "flex", "model": ModelConfig(heads=4, width=60)}, "--attention flex", "model.heads=4"),
+        ({"attention": "efficient", "mask_books": True}, "--attention efficient", "--mask-books"),
+        ({"checkpointing": "selective", "compile": "blocks"}, "--checkpointing selective", "--compile blocks"),
+        ({"fp8": True, "device": "cpu"}, "--fp8", "--device cpu"),
+        ({"fp8": True, "precision": "fp16"}, "--fp8", "--precision fp16"),
+        ({"optimizer": "adamw-bf16", "precision": "bf16"}, "--optimizer adamw-bf16", "--precision bf16"),
+        (
+            {"optimizer": "adamw-bf16", "precision": "bf16-activations", "workers": 2},
+            "--optimizer adamw-bf16", "--workers 2",
+        ),
+        ({"shard": True}, "--shard", "--workers 1"),
+        (SHARDED | {"precision": "fp16"}, "--shard", "--precision fp16"),
+        (SHARDED | {"optimizer": "adamw-8bit"}, "--shard", "--optimizer adamw-8bit"),
+        (SHARDED | {"optimizer": "adafactor"}, "--shard", "--optimizer adafactor"),
+        (SHARDED | {"optimizer": "muon"}, "--shard", "--optimizer muon"),
+        (SHARDED | {"compile": "whole"}, "--shard", "--compile whole"),
+        (SHARDED | {"compile": "reduce-overhead"}, "--shard", "--compile reduce-overhead"),
+        (SHARDED | {"fp8": True}, "--shard", "--fp8"),
+        ({"stream": ("books",), "steps": 3, "loader_workers": 2}, "--loader-workers 2", "--stream"),
+    ],
+)  # fmt: skip
+def test_a_pair_that_excludes_each_other_is_named(settings: dict[str, Any], first: str, second: str) -> None:
+    with pytest.raises(UserError, match="exclude each other") as refusal:
+        TrainConfig(**{"global_batch": 64} | settings)
+    assert first in str(refusal.value)
+    assert second in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"beta1": 1.0}, "--beta1 1.0 must be at least 0 and below 1"),
+        ({"learning_rate": 0.0}, "--learning-rate 0.0 must be above 0"),
+        ({"warmup_steps": -1}, "--warmup-steps -1 must not be negative"),
+        ({"clip_norm": -0.5}, "--clip-norm -0.5 must not be negative"),
+        ({"within": 1.0}, "--within 1.0 must be a fraction between 0 and 1"),
+        ({"within": 0.0}, "--within 0.0 must be a fraction between 0 and 1"),
+        ({"time_budget": 0.0}, "--time-budget 0.0s must be above 0"),
+        ({"naive": ("sink",)}, "--naive sink is not known; it can be sync, zero"),
+        ({"optimizer": "adam"}, "--optimizer adam is not known; it can be adamw, adamw-fused"),
+        ({"copy_to": "https://bucket"}, "--copy-to https://bucket is no object storage"),
+        ({"stream": ("books",)}, "--stream books has no end"),
+        ({"tokens": 5000, "time_budget": 3.0}, "--tokens and --time-budget both end the run"),
+        ({"global_batch": 8, "micro_batch": 3, "workers": 2}, "for --micro-batch 1, 2, 4 it is"),
+        ({"global_batch": 8, "micro_batch": 2, "loss_chunks": 3}, "the 2048 tokens of --micro-batch 2"),
+        ({"global_batch": 48, "micro_batch": 2, "loss_chunks": 3}, "the 2048 tokens of --micro-batch 2"),
+    ],
+)
+def test_a_setting_out_of_its_range_is_named(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        TrainConfig(**{"global_batch": 64} | settings)
+    assert sentence in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attention": "efficient", "precision": "fp32"},
+        {"attention": "flex", "model": ModelConfig(heads=4, width=64), "mask_books": True},
+        {"checkpointing": "selective", "compile": "whole"},
+        {"fp8": True, "precision": "bf16"},
+        {"optimizer": "adamw-bf16", "precision": "bf16-activations"},
+        {"optimizer": "adamw-8bit", "workers": 2},
+        SHARDED | {"compile": "blocks", "optimizer": "adamw-fused", "precision": "bf16"},
+        {"stream": ("books",), "steps": 3, "loader_workers": 1},
+        {"tokens": 8 * 1024, "global_batch": 8, "micro_batch": 8},
+        {"copy_to": "gs://bucket/folder"},
+        {"beta1": 0.0, "weight_decay": 0.0, "clip_norm": 0.0, "seed": 0},
+        {"naive": ("sync", "zero", "copy", "collect", "pages")},
+        {"steps": 1, "within": 0.999},
+    ],
+)
+def test_what_stands_just_inside_the_borders_is_allowed(settings: dict[str, Any]) -> None:
+    TrainConfig(**{"global_batch": 64} | settings)
+
+
+@pytest.mark.parametrize(
+    ("number", "found"), [(1, [1]), (2, [1, 2]), (7, [1, 7]), (36, [1, 2, 3, 4, 6, 9, 12, 18, 36]), (49, [1, 7, 49])]
+)
+def test_all_divisors(number: int, found: list[int]) -> None:
+    assert divisors(number) == found
