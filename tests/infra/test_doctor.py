@@ -5,6 +5,7 @@ import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,9 +76,23 @@ def test_a_full_disk_is_one_sentence(
     assert "Traceback" not in said
 
 
-def test_a_matrix_product_is_counted_by_its_sides() -> None:
-    small = ceilings.matmul_rate(64, 64, 64, "fp32", CPU)
-    assert 1e6 < small < 1e13
+def test_a_matrix_product_is_two_flops_for_each_multiplication(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 x 32 and 32 x 16: 32,768 multiplications and as many additions, here in half a second."""
+    monkeypatch.setattr(ceilings, "best_seconds", lambda work, device: 0.5)
+    assert ceilings.matmul_rate(64, 32, 16, "fp32", CPU) == 131_072
+
+
+def test_the_best_of_several_repetitions_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not the first, which warms up."""
+    now, times = [0.0], iter([0.001, 0.15, 0.05, 0.1])
+
+    def work() -> None:
+        now[0] += next(times)
+
+    monkeypatch.setattr(ceilings, "SECONDS", 0.0)
+    monkeypatch.setattr(ceilings, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert ceilings.best_seconds(work, CPU) == pytest.approx(0.05)
+    assert list(times) == [], "three repetitions even where there is no time for them"
 
 
 def wrong(checks: list[readiness.Check]) -> dict[str, str]:

@@ -1,0 +1,124 @@
+"""Text from a model: what is sampled, and the sample that closes a run."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.encoding import VOCABULARY_SHA256
+from pipeline.shards import END_OF_TEXT
+from train.config import Cycle, ModelConfig, TrainConfig
+from train.execution import plain
+from train.loop import Trainer
+from train.model import GPT
+from train.sampling import SAMPLE_TOKENS, closing_sample, load_model, sample
+from train.text import to_ids, to_text
+
+
+@pytest.fixture(scope="module")
+def gpt2_shards(small_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small shards as if their ids were GPT-2's, of which they hold the first 256."""
+    folder = Path(shutil.copytree(small_shards, tmp_path_factory.mktemp("gpt2") / "tokens"))
+    manifest = folder / "manifest.json"
+    said = manifest.read_text()
+    assert '"vocabulary_sha256": "small"' in said
+    manifest.write_text(said.replace('"vocabulary_sha256": "small"', f'"vocabulary_sha256": "{VOCABULARY_SHA256}"'))
+    return folder
+
+
+@pytest.fixture
+def config(gpt2_shards: Path) -> TrainConfig:
+    model = ModelConfig(layers=1, heads=1, width=16, context_length=32, dropout=0.1)
+    return TrainConfig(
+        data=gpt2_shards, model=model, global_batch=2, micro_batch=2, steps=3, cycle=Cycle(3, 0), precision="fp32",
+        device="cpu", learning_rate=1e-2, warmup_steps=0,
+    )  # fmt: skip
+
+
+def test_a_finished_run_writes_the_beginning_of_a_book(config: TrainConfig, tmp_path: Path) -> None:
+    """By its own last weights, which another process finds in its checkpoint, and without dropout."""
+    trainer = Trainer(config, checkpoints=tmp_path)
+    result = trainer.run()
+    before = {name: value.data_ptr() for name, value in trainer.model.state_dict().items()}
+    written = closing_sample(trainer, result)
+    assert result.checkpoint
+    model, _ = load_model(Path(result.checkpoint))
+    assert written == to_text(sample(model.cpu(), [END_OF_TEXT], SAMPLE_TOKENS))
+    untrained = plain(config)
+    assert written != to_text(sample(untrained, [END_OF_TEXT], SAMPLE_TOKENS))
+    assert trainer.model.training, "the trained model stays as it is"
+    assert {name: value.data_ptr() for name, value in trainer.model.state_dict().items()} == before
+
+
+def test_a_model_that_has_learnt_a_sentence_closes_with_it(config: TrainConfig) -> None:
+    """A model made by hand, whose head gives at each position the next token of a text."""
+    ids = (to_ids("It was the best of times, it was the worst of times") * SAMPLE_TOKENS)[:SAMPLE_TOKENS]
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, tied=False, width=64, context_length=64), steps=1
+    )
+    trainer = Trainer(config)
+    result = trainer.run()
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.zero_()
+        trainer.model.norm.weight.fill_(1.0)
+        trainer.model.position_embedding.weight.copy_(torch.eye(64))
+        for place, token in enumerate(ids):
+            trainer.model.head.weight[token, place] += 10.0
+    assert closing_sample(trainer, result) == to_text(ids)
+
+
+def test_a_run_that_cannot_write_has_no_sample(
+    config: TrainConfig, small_shards: Path, small_model: ModelConfig
+) -> None:
+    stopped = Trainer(config, should_stop=lambda: True)
+    assert closing_sample(stopped, stopped.run()) is None
+    foreign = Trainer(dataclasses.replace(config, data=small_shards, model=small_model))
+    assert closing_sample(foreign, foreign.run()) is None
+    sharded = Trainer(config)
+    result = sharded.run()
+    sharded.config = dataclasses.replace(config, workers=2, micro_batch=1, shard=True)
+    assert closing_sample(sharded, result) is None
+
+
+@pytest.fixture
+def by_hand(small_model: ModelConfig) -> GPT:
+    """A model whose logits are those of its head's first column: 8 for the padding, 3 for id 5, 2 for 6, 1 for 7."""
+    model = GPT(dataclasses.replace(small_model, tied=False)).eval()
+    with torch.no_grad():
+        model.norm.weight.zero_()
+        model.norm.bias.zero_()
+        model.norm.bias[0] = 1.0
+        model.head.weight.zero_()
+        for row, value in ((5, 3.0), (6, 2.0), (7, 1.0), (slice(257, 320), 8.0)):
+            model.head.weight[row, 0] = value
+    return model
+
+
+def test_the_likeliest_ids_are_sampled_and_none_of_the_padding(by_hand: GPT) -> None:
+    assert sample(by_hand, [0], 5, temperature=0) == [5] * 5
+    drawn = sample(by_hand, [0], 600, temperature=1.0, top_k=2)
+    assert set(drawn) == {5, 6}
+    assert drawn.count(5) / 600 == pytest.approx(0.73, abs=0.06), "e to 3 against e to 2"
+    assert set(sample(by_hand, [0], 300, temperature=0.05)) == {5}, "colder is surer"
+    everything = sample(by_hand, [0], 600, temperature=1.0, top_k=0)
+    assert len(set(everything)) > 100
+    assert max(everything) < 257
+
+
+def test_only_the_end_of_a_long_text_is_looked_at(small_model: ModelConfig) -> None:
+    torch.manual_seed(0)
+    model = GPT(small_model).eval()
+    ids = torch.randint(0, 257, (50,)).tolist()
+    assert sample(model, ids, 1, temperature=0) == sample(model, ids[-32:], 1, temperature=0)
+    whole = sample(model, ids[-4:], 40, seed=3)
+    assert len(whole) == 40
+    assert whole[:10] == sample(model, ids[-4:], 10, seed=3)
+
+
+def test_the_same_seed_draws_the_same(small_model: ModelConfig) -> None:
+    model = GPT(small_model).eval()
+    once, again, other = (sample(model, [256], 20, seed=seed) for seed in (1, 1, 2))
+    assert once == again != other
