@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,45 @@ def test_a_shard_holds_every_token_of_its_books(tmp_path: Path, write_books: Cal
         assert tokens[-1] == END_OF_TEXT
         assert np.array_equal(tokens[:-1], encode(path.read_bytes()))
         assert shard.batch.column("book")[number].as_py() == f"books/{path.name}"
+
+
+def test_a_record_says_what_its_shards_hold_and_what_was_read(tmp_path: Path, prose: Prose) -> None:
+    rows = [{"text": prose(n), "title": f"Title {n}", "author": f"Author {n}", "language": "en"} for n in range(9, 20)]
+    data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    folder = tmp_path / "books"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_bytes(data)
+    (folder / "short.txt").write_text("Too short.", encoding="utf-8")
+    crlf = prose(1).replace("\n", "\r\n").encode() + b"\xc3\xa9" * 50 + b"\xff\xff\r\n"
+    (folder / "windows.txt").write_bytes(crlf)
+    record = do(folder, tmp_path / "out", val_fraction=0.5, duplicates="near")
+    shards = {info.split: Shard(tmp_path / "out" / info.path) for info in record.shards}
+    assert [info.path for info in record.shards] == ["train/000000-000.arrow", "val/000000-000.arrow"]
+    held = {}
+    for info in record.shards:
+        shard = shards[info.split]
+        rows_here = shard.batch.drop_columns(["tokens"]).to_pylist()
+        for row, length in zip(rows_here, np.diff(shard.offsets).tolist(), strict=True):
+            held[row["book"]] = (row["book"], row["sha256"], row["chars"], length)
+            if row["source"] == "books/rows.jsonl":
+                number = row["title"].removeprefix("Title ")
+                assert (row["author"], row["language"]) == (f"Author {number}", "en")
+        assert info.chars == sum(row["chars"] for row in rows_here)
+        assert info.rows == len(rows_here)
+        assert info.bytes == (tmp_path / "out" / info.path).stat().st_size
+    assert record.books == [held[book] for book in sorted(held)]
+    assert len(held) == 12
+    assert held.keys() == record.signatures.keys()
+    texts = [row["text"].encode() for row in rows]
+    assert record.read_bytes == sum(map(len, texts)) + len("Too short.") + len(crlf)
+    assert record.verified_bytes == len(texts[0]), "one book of each eighth piece"
+    assert record.replaced == 2
+    assert record.traits == {"encoding: utf-8, damaged": 1, "line ends: CRLF": 1}
+    plan = plan_of(folder, val_fraction=0.5)
+    do_piece(replace(plan[0], index=1), tmp_path / "out", "test")
+    other = read_record(tmp_path / "out", "000001")
+    assert other
+    assert other.verified_bytes == 0
 
 
 def test_what_cannot_be_read_is_quarantined_and_the_rest_goes_on(tmp_path: Path, prose: Prose) -> None:
@@ -157,8 +197,11 @@ def test_a_file_of_many_books_fills_several_shards(tmp_path: Path, prose: Prose)
     folder.mkdir()
     lines = "".join(json.dumps({"text": prose(n)}) + "\n" for n in range(200))
     (folder / "all.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    record = do(folder, tmp_path / "out", shard_size=1_000_000, val_fraction=0)
-    assert len(record.shards) > 2
+    record = do(folder, tmp_path / "out", shard_size=1_000_000, val_fraction=0.3)
+    assert sum(info.chars for info in record.shards) > 3_000_000
+    for split, count in (("train", 4), ("val", 3)):
+        names = [info.path for info in record.shards if info.split == split]
+        assert names == [f"{split}/000000-{n:03d}.arrow" for n in range(count)]
     assert sum(info.rows for info in record.shards) == 200
 
 

@@ -1,13 +1,15 @@
 """An opened data set is the one that its manifest describes."""
 
+import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from infra.command import UserError
-from pipeline.shards import MANIFEST, TokenShards
+from pipeline.shards import MANIFEST, Manifest, Shard, ShardInfo, TokenShards, checksum, read_manifest, write_batch
 
 
 @pytest.fixture
@@ -43,3 +45,57 @@ def test_a_data_set_that_is_made_again_while_it_is_opened_is_refused(
     (tokens / MANIFEST).unlink()
     with pytest.raises(UserError, match="so its shards are unfinished"):
         opened.open("train")
+
+
+def test_a_manifest_depends_on_its_shards_and_not_on_their_order(tokens: Path) -> None:
+    made = read_manifest(tokens)
+
+    def of(shards: list[ShardInfo], vocabulary: str = "small") -> Manifest:
+        return Manifest.of(shards, config={}, vocabulary_sha256=vocabulary, inputs={}, report={})
+
+    assert of(made.shards[::-1]) == made
+    train, val = made.shards[:2], made.shards[2]
+    assert made.splits == {
+        "train": {"shards": 2, "books": 11, "tokens": sum(s.tokens for s in train), "chars": 44_000},
+        "val": {"shards": 1, "books": 1, "tokens": val.tokens, "chars": 4_000},
+    }
+    others = [
+        of([*train, replace(val, checksum="0" * 32)]), of([*train, replace(val, path="val/00001.arrow")]),
+        of([*train, replace(val, split="train")]), of(train), of(made.shards, "large"),
+    ]  # fmt: skip
+    assert len({manifest.fingerprint for manifest in (made, *others)}) == 6
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_another_format_is_refused(tokens: Path, version: int) -> None:
+    values = json.loads((tokens / MANIFEST).read_text(encoding="utf-8"))
+    (tokens / MANIFEST).write_text(json.dumps(values | {"format_version": version}), encoding="utf-8")
+    with pytest.raises(UserError, match=f"has format version {version}, and this program reads version 1"):
+        read_manifest(tokens)
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{}", b'{"format_', b"[]", b"\xff\xfe", b'{"format_version": 1, "shards": [{}]}']
+)
+def test_a_damaged_manifest_is_one_sentence(tokens: Path, damage: bytes) -> None:
+    (tokens / MANIFEST).write_bytes(damage)
+    with pytest.raises(UserError, match=r"manifest\.json is damaged .* --overwrite"):
+        read_manifest(tokens)
+
+
+def test_a_damaged_shard_is_one_sentence(tokens: Path) -> None:
+    path = tokens / "val/00000.arrow"
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(UserError, match=r"cannot be read as a token shard .* --verify"):
+        TokenShards(tokens).open("val")
+
+
+def test_a_part_of_a_batch_is_written_with_its_own_numbers(tokens: Path) -> None:
+    batch = Shard(tokens / "train/00000.arrow").batch
+    info = write_batch(tokens, "train/00002.arrow", "train", batch.slice(1, 2))
+    shard = Shard(tokens / info.path)
+    assert (info.rows, info.tokens, info.chars) == (2, 8002, 8000)
+    assert len(shard.tokens) == info.tokens
+    assert shard.offsets.tolist() == [0, 4001, 8002]
+    assert info.bytes == (tokens / info.path).stat().st_size
+    assert info.checksum == checksum(tokens / info.path)

@@ -1,9 +1,10 @@
 """What an output folder holds: ours is continued or replaced, and what others put there stays."""
 
+import json
 import os
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 
 from infra.command import UserError
-from pipeline import plan, state
+from pipeline import piece, plan, records, state
+from pipeline.books import Dropped
 from pipeline.config import TokenizeConfig
+from pipeline.inspect import verify
 from pipeline.piece import do_piece
 from pipeline.plan import make_plan
-from pipeline.records import read_record
+from pipeline.records import Record, read_record
 from pipeline.shards import MANIFEST, Manifest, read_manifest
 from pipeline.sources import find
 from pipeline.tokenize import _finish, main
@@ -53,7 +56,7 @@ def files(folder: Path) -> set[str]:
 
 def test_clearing_takes_our_files_and_leaves_all_others(config: TokenizeConfig) -> None:
     out = config.out
-    put(out, (*FOREIGN, "train/.partial-7-000001-000.arrow"))
+    put(out, (*FOREIGN, "train/.partial-7-000001-000.arrow", MANIFEST, state.QUARANTINE))
     assert "train/000000-000.arrow" in files(out)
     state.clear(out)
     assert files(out) == {*FOREIGN, "pieces/settings.json"}
@@ -120,8 +123,8 @@ def tokenize(config: TokenizeConfig, workers_out: Path | None = None, *, pieces:
     todo = state.assess(config.out, planned).todo
     with state.sole_writer(config.out):
         state.begin(config.out, config, todo)
-        for piece in [piece for piece in planned if piece.name in todo][:pieces]:
-            do_piece(piece, workers_out or config.out, "test")
+        for each in [each for each in planned if each.name in todo][:pieces]:
+            do_piece(each, workers_out or config.out, "test")
         return _finish(config, config.out, inventory, planned)
 
 
@@ -206,3 +209,68 @@ def test_a_duplicate_comes_back_when_its_original_goes_with_the_last_piece(
     assert "shelf.zip/copy.txt" in (config.out / state.QUARANTINE).read_text(encoding="utf-8")
     (tmp_path / "shelf.zip-1.txt").unlink()
     assert tokenize(config).report["books_dropped"] == {}
+
+
+def test_what_vouches_for_old_shards_is_gone_for_good_before_the_first_new_one(
+    small_pieces: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenize(small_pieces)
+    events: list[str] = []
+    synced, written = records.sync_folder, piece.write_shard
+    monkeypatch.setattr(records, "sync_folder", lambda folder: events.append(folder.name) or synced(folder))
+    monkeypatch.setattr(piece, "write_shard", lambda *rest: events.append("shard") or written(*rest))
+    do_piece(make_plan(find(small_pieces.sources), small_pieces)[2], small_pieces.out, "test")
+    assert events[:3] == ["out", "pieces", "shard"]
+
+
+def test_clearing_that_is_killed_leaves_a_whole_data_set_or_nothing_that_looks_done(
+    small_pieces: TokenizeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = tokenize(small_pieces)
+    planned = make_plan(find(small_pieces.sources), small_pieces)
+    unlink = Path.unlink
+    for removed in range(9):  # six records, the manifest, the quarantine, a shard
+        out = shutil.copytree(small_pieces.out, tmp_path / f"cleared {removed}")
+        left = iter(range(removed))
+
+        def limited(path: Path, missing_ok: bool = False, left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            unlink(path, missing_ok)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", limited)
+            with pytest.raises(KeyboardInterrupt):
+                state.clear(out)
+        if (out / MANIFEST).exists():
+            assert list(verify(out, manifest)) == []
+        else:
+            assert state.assess(out, planned).done == {}, "the next --overwrite would keep it"
+
+
+def test_a_folder_has_one_writer(tmp_path: Path) -> None:
+    with state.sole_writer(tmp_path):
+        with pytest.raises(UserError, match="another run is writing to"), state.sole_writer(tmp_path):
+            raise AssertionError
+        with state.sole_writer(tmp_path / "other"):
+            pass
+    with state.sole_writer(tmp_path):
+        pass
+
+
+def test_a_setting_that_older_folders_do_not_know_is_not_changed(config: TokenizeConfig) -> None:
+    settings = config.out / state.PIECES / state.SETTINGS
+    values = json.loads(settings.read_text(encoding="utf-8"))
+    assert values == config.identity() | {"sources": list(config.sources), "languages": []}
+    del values["join_lines"]
+    settings.write_text(json.dumps(values), encoding="utf-8")
+    assert state.changed_settings(config.out, config) == {}
+    assert state.changed_settings(config.out, replace(config, min_chars=7)) == {"min_chars": (200, 7)}
+
+
+def test_the_quarantine_is_one_line_a_book_in_the_order_of_their_ids(tmp_path: Path) -> None:
+    dropped = [Dropped("b", "empty", "a"), Dropped("é", "language", "de"), Dropped("a", "unreadable", "b")]
+    written = [Record("", [], [], some, {}, {}, 0, 0, 0) for some in (dropped[:1], dropped[1:])]
+    assert state.write_quarantine(tmp_path, written) == [dropped[2], dropped[0], dropped[1]]
+    lines = (tmp_path / state.QUARANTINE).read_text(encoding="utf-8").splitlines()
+    assert [Dropped(**json.loads(line)) for line in lines] == [dropped[2], dropped[0], dropped[1]]
