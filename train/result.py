@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Outcome = Literal["finished", "interrupted", "oom", "diverged"]
+Outcome = Literal["finished", "interrupted", "oom", "over_limit", "diverged"]
 
 
 @dataclass(frozen=True)
