@@ -32,6 +32,7 @@ from train.config import TrainConfig
 from train.flops import beside_matmul
 from train.folder import RunFolder
 from train.intervals import Estimate
+from train.limit import UNMEASURED
 from train.result import RunResult
 from train.rules import SIXTEEN_BITS
 from train.suites import Rung, Suite, apply
@@ -82,7 +83,9 @@ class Climb:
     """Where the Ray that all rungs share is entered, with the first that must be run."""
     address: str | None = None
     memory_limit: int | None = None
-    """With it, every rung's batch is the largest predicted to fit."""
+    """Bytes that the process of a rung may use: one that uses more has no result."""
+    fit: bool = False
+    """Whether every rung's batch is the largest predicted to fit the limit."""
     say: Callable[[str], None] = print
 
     def run(self, suite: Suite, base: TrainConfig) -> tuple[list[Measured], list[Measured]]:
@@ -120,7 +123,10 @@ class Climb:
         return controls, rungs
 
     def _fitted(self, config: TrainConfig) -> TrainConfig:
-        return largest_batch(config, self.memory_limit) if self.memory_limit else config
+        if not (self.fit and self.memory_limit):
+            return config
+        capped = device_kind(config) == "cuda"
+        return largest_batch(config, self.memory_limit - (UNMEASURED if capped else 0))
 
     def _measure(self, prefix: str, rung: Rung, config: TrainConfig, number: int) -> Measured:
         """Run ``config`` unless its folder holds the result of just this config."""
@@ -163,7 +169,7 @@ class Climb:
             report.record_start(tracker, config, manifest)
             try:
                 result = launch.run(
-                    config, folder, tracker=tracker, address=self.address,
+                    config, folder, tracker=tracker, memory_limit=self.memory_limit, address=self.address,
                     on_cycle=lambda cycle: self._cycle(cycle, watch),
                 )  # fmt: skip
                 result = beside_matmul(result, config, self.folder.parent)
@@ -273,7 +279,8 @@ def largest_batch(config: TrainConfig, limit: int) -> TrainConfig:
 def refuse_short(run: RunResult | None, reason: str) -> None:
     """Raise ``UserError`` when the baseline failed for ``reason``, or ended before its speed could settle."""
     if run is None:
-        step = " Give --fit and --memory-limit for the largest batch that fits." if reason.startswith("oom") else ""
+        large = reason.startswith(("oom", "over_limit"))
+        step = " Give --fit and --memory-limit for the largest batch that fits." if large else ""
         raise UserError(f"the baseline cannot be run: {reason}.{step}")
     if run.throughput is None or run.steps < SHORTEST:
         step = run.seconds / (run.steps - 1) if run.steps > 1 else run.first_step_seconds or 0.0

@@ -16,7 +16,7 @@ from pathlib import Path
 from infra import command
 from infra.command import INTERRUPTED, UserError, console, escape
 from infra.storage import write_json
-from infra.units import Bytes, SecondsOrNone
+from infra.units import BytesOrNone, SecondsOrNone
 from train.config import Cycle, CycleText, Device, ModelOrNone, TrainConfig, load_config
 from train.folder import make, new_folder
 from train.rules import refuse_other_types
@@ -26,6 +26,9 @@ from train.suites import Suite, choose, nearest, searched, short_form
 CYCLE = Cycle()
 TIME_BUDGET, WITHIN = 300.0, 0.005
 """Seconds that a rung takes at most, and how well its speed is known where it ends earlier, unless --steps ends it."""
+
+FITTED = 40 * 10**9
+"""Bytes that a rung is fitted to where nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ class LadderOptions:
     """Training steps and validation batches between two reports."""
     fit: bool = False
     """Give every rung the largest batch predicted to fit --memory-limit, in place of the suite's."""
-    memory_limit: Bytes = 40 * 10**9
-    """Memory of the process for --fit."""
+    memory_limit: BytesOrNone = None
+    """Most memory that the process of a rung may use; one that uses more has failed. With --fit 40GB unless given."""
     device: Device = "auto"
     """auto takes a CUDA GPU when there is one."""
     seed: int = 0
@@ -130,7 +133,7 @@ def climb(options: LadderOptions) -> int:
         try:
             with ExitStack() as session:
                 controls, rungs = Climb(
-                    folder, key, session, options.address, options.memory_limit if options.fit else None, console.print
+                    folder, key, session, options.address, options.memory_limit, options.fit, console.print
                 ).run(suite, base)
             ladder_report.publish(suite, controls, rungs, folder, tracker, before)
             status = "FINISHED"
@@ -150,7 +153,10 @@ def climb(options: LadderOptions) -> int:
 
 
 def with_ends(options: LadderOptions) -> LadderOptions:
-    """``options`` with what ends a rung where they say nothing: five minutes, or earlier a speed that is known."""
+    """``options`` with what ends a rung where they say nothing: five minutes, earlier a speed that is known, and a
+    limit to be fitted to."""
+    if options.fit and options.memory_limit is None:
+        options = replace(options, memory_limit=FITTED)
     if options.steps is not None:
         return options
     within = WITHIN if options.within is None else options.within
@@ -219,6 +225,8 @@ def continued(options: LadderOptions, folder: Path):
             "rungs": tuple(values["rungs"]),
             "data": Path(values["data"]),
             "best": Path(values["best"]) if values["best"] else None,
+            # Ladders before had the default also where it meant nothing.
+            "memory_limit": values["memory_limit"] if values["fit"] or values["memory_limit"] != FITTED else None,
             "model": ModelConfig(**values["model"]) if values["model"] else None,
             "cycle": Cycle.parse(str(values["cycle"])),
         }

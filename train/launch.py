@@ -60,16 +60,18 @@ def run(
     *,
     tracker: Tracker,
     resume: Path | None = None,
+    memory_limit: int | None = None,
     address: str | None = None,
     on_cycle: Callable[[dict[str, Any]], None] = lambda cycle: None,
 ) -> RunResult:
     """Train through Ray Train in ``folder`` (absolute, shared with the workers), recording to ``tracker``.
 
     With ``resume``, the newest checkpoint of the folder, the run goes on; without, what an earlier run left
-    there is removed. Ctrl-C and SIGTERM finish the step, save and return the outcome ``interrupted``; where that
-    takes more than ``STOP_SECONDS``, or Ray has no room for the workers yet, they raise ``KeyboardInterrupt``. A second
-    one exits at once. Raises ``UserError`` when the cluster lacks what the config asks for or the workers do not find
-    what they continue from, ``ControllerDied``, and ``WorkerFailure`` for our bugs.
+    there is removed. A worker whose process uses more than ``memory_limit`` bytes ends it. Ctrl-C and SIGTERM finish
+    the step, save and return the outcome ``interrupted``; where that takes more than ``STOP_SECONDS``, or Ray has no
+    room for the workers yet, they raise ``KeyboardInterrupt``. A second one exits at once. Raises ``UserError`` when
+    the cluster lacks what the config asks for or the workers do not find what they continue from, ``ControllerDied``,
+    and ``WorkerFailure`` for our bugs.
     """
     home = RunFolder(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +103,7 @@ def run(
             train_function,
             train_loop_config={
                 "config": absolute(config).to_json(), "folder": str(folder), "command": command, "step": step,
-                "begun": str(begun),
+                "begun": str(begun), "memory_limit": memory_limit,
             },
             torch_config=Alone() if config.workers == 1 else None,  # type: ignore[arg-type]
             scaling_config=wanted,

@@ -22,6 +22,7 @@ from train.config import TrainConfig
 from train.cycle import Cycle, close_cycle, open_cycle, report, step_seconds, trouble
 from train.data import Data, ShardData
 from train.execution import arithmetic, build, compiled, no_collections, pick_device, settle
+from train.limit import Limit
 from train.optimizers import learning_rate, make_optimizer, set_rate
 from train.parallel import Workers
 from train.progress import Progress, read_progress
@@ -36,8 +37,8 @@ class Trainer:
 
     ``data`` is the config's token shards unless given; ``on_cycle`` gets every cycle's report and
     ``should_stop`` is asked after every step, both on the first worker alone; ``checkpoints`` is the folder to
-    save to, ``resume`` the checkpoint to go on from. Raises ``UserError`` when this machine, the data or the
-    checkpoint do not fit the config.
+    save to, ``resume`` the checkpoint to go on from, ``limit`` what the process may use of the device's memory. Raises
+    ``UserError`` when this machine, the data or the checkpoint do not fit the config.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class Trainer:
         should_stop: Callable[[], bool] = lambda: False,
         checkpoints: Path | None = None,
         resume: Path | None = None,
+        limit: Limit | None = None,
     ) -> None:
         self.asked = config
         self.config = config = settle(config)
         self.on_cycle = on_cycle
         self.should_stop = should_stop
+        self.limit = limit
         self.started = time.perf_counter()
         self.workers = Workers(config)
         self.device = pick_device(config)
@@ -90,15 +93,19 @@ class Trainer:
         self.first_step_seconds: float | None = None
 
     def run(self) -> RunResult:
-        """Train. Running out of memory and diverging are outcomes, unless other workers wait for this one."""
+        """Train. Too much memory and diverging are outcomes, unless other workers wait for this one."""
         memory.start_peak(self.device)
         try:
             with no_collections(self.config):
                 outcome, reason = self._steps()
+            if outcome == "finished" and (excess := self._excess()):  # by what came behind its last step
+                outcome, reason = "over_limit", excess
         except RuntimeError as failure:
             if not memory.is_exhausted(failure) or self.workers.size > 1:  # the others wait for this one
                 raise
             outcome, reason = "oom", first_line(failure)
+            if self.limit:
+                reason += f" (the limit is {self.limit.size / 1e9:.2f} GB)"
         saved = self.checkpoints.wait() or self.resumed if self.checkpoints else None
         return conclude(self, outcome, reason, saved)
 
@@ -134,8 +141,8 @@ class Trainer:
             if pending and (wrong := self._report(pending)):
                 return "diverged", wrong
             pending = None
-            outcome, ended = self._end(total, time.perf_counter() - begun)
             whole = self.step == cycle.stop
+            outcome, ended = self._end(total, time.perf_counter() - begun, whole)
             if whole or outcome == "finished":
                 self._validate(cycle)
                 pending = cycle
@@ -182,8 +189,8 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
 
-    def _end(self, total: int | None, seconds: float) -> tuple[Outcome | None, str]:
-        """Whether and why the run ends after this step, as the first worker sees it."""
+    def _end(self, total: int | None, seconds: float, whole: bool) -> tuple[Outcome | None, str]:
+        """Whether and why the run ends after this step, as the first worker sees it, or one over its memory limit."""
         config = self.config
         outcome: Outcome | None = None
         ended = ""
@@ -196,9 +203,16 @@ class Trainer:
             outcome, ended = "finished", f"the speed is known to {config.within:.1%}"
         elif self.workers.first and self.should_stop():
             outcome, ended = "interrupted", "was asked to stop"
-        known: list[Outcome | None] = [None, "finished", "interrupted"]
-        code, self.elapsed = self.workers.agree(known.index(outcome), self.elapsed)
-        return known[int(code)], ended or "the first worker ended it"
+        if not self.workers.first:
+            outcome, self.elapsed = None, 0.0
+        if (whole or self.device.type == "cpu") and (excess := self._excess()):  # to ask NVML takes milliseconds
+            outcome, ended = "over_limit", excess
+        known: list[Outcome | None] = [None, "finished", "interrupted", "over_limit"]
+        code, self.elapsed = self.workers.most(known.index(outcome), self.elapsed)
+        return known[int(code)], ended or "another worker ended it"
+
+    def _excess(self) -> str:
+        return self.limit.excess() if self.limit else ""
 
     def _validate(self, cycle: Cycle) -> None:
         """Queue the validation behind ``cycle``'s steps, and close it."""

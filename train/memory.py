@@ -30,11 +30,21 @@ def peak(device: torch.device) -> Memory:
     statistics = torch.cuda.memory_stats(device)
     reserved = torch.cuda.max_memory_reserved(device)
     state = read_gpu(device.index or 0)
-    process = state.process_memory if state else None
+    now = state.process_memory if state else None
     return Memory(
         allocated=torch.cuda.max_memory_allocated(device),
         reserved=reserved,
-        process=max(process or 0, reserved),  # NVML's is of this moment
-        process_source="nvml" if process else "reserved",
+        process=peak_process(now, device) if now else reserved,
+        process_source="nvml" if now else "reserved",
         allocator_retries=statistics.get("num_alloc_retries", 0),
     )
+
+
+def peak_process(now: int, device: torch.device) -> int:
+    """Peak bytes of a process that holds ``now`` on ``device``, as NVML says.
+
+    torch's allocator gives its segments back when its cache is emptied, as before a graph is captured or memory is
+    asked for again, and NVML knows no peak: what the process holds beside the segments is added to their peak.
+    """
+    reserved = torch.cuda.max_memory_reserved(device)
+    return max(now - torch.cuda.memory_reserved(device), 0) + reserved

@@ -1,7 +1,8 @@
 """Several workers as one: who am I, what do we agree on, and how the model is spread over us.
 
 In: a process group that the launcher made, or none. Out: the same interface for one worker and many.
-Decisions (stop now? how late is it?) are rank 0's and travel over the CPU, so that no GPU waits for them.
+Decisions (stop now? how late is it?) are rank 0's, but for one over its memory limit, and travel over the CPU, so that
+no GPU waits for them.
 """
 
 import contextlib
@@ -41,12 +42,12 @@ class Workers:
         """Whether this worker reports and saves for all."""
         return self.rank == 0
 
-    def agree(self, *values: float) -> list[float]:
-        """Rank 0's ``values``, on every rank."""
+    def most(self, *values: float) -> list[float]:
+        """The largest of all ranks' ``values``, on every rank."""
         if self._control is None:
             return list(values)
         told = torch.tensor(values, dtype=torch.float64)
-        dist.broadcast(told, src=0, group=self._control)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._control)
         return told.tolist()
 
     def mean(self, values: Tensor) -> Tensor:

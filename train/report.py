@@ -225,7 +225,12 @@ def print_result(config: TrainConfig, result: RunResult, folder: Path, in_mlflow
             "no checkpoint was kept: start again with another --name, and more gently, with --learning-rate below "
             f"{config.learning_rate:g} or, in a long run, --warmup-steps above {config.warmup_steps}"
         )
-    elif result.outcome == "oom":
+    elif result.outcome == "over_limit" and result.checkpoint:
+        console.print(
+            f"what was trained is kept; continue in less memory: {resume_command(folder)} --micro-batch ...",
+            markup=False,
+        )
+    elif result.outcome in ("oom", "over_limit"):
         console.print("try again with a smaller --micro-batch: accumulation keeps the global batch as it is")
 
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from train.intervals import Estimate
 
-Outcome = Literal["finished", "interrupted", "oom", "diverged"]
+Outcome = Literal["finished", "interrupted", "oom", "over_limit", "diverged"]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from infra.cluster import connected
 from infra.command import INTERRUPTED, UserError, console
 from infra.run_key import RunKey
 from infra.storage import write_json
+from infra.units import BytesOrNone, format_size
 from pipeline.shards import Manifest
 from train.config import TrainConfig, format_model, load_config
 from train.folder import RunFolder, find_run, make, new_folder
@@ -43,6 +44,9 @@ class RunOptions:
     """Continue an earlier run, by its name or the path of its folder or checkpoint."""
     tracking_uri: str | None = None
     """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
+    memory_limit: BytesOrNone = None
+    """Most memory that a worker's process may use: the GPU's, or on a CPU the resident set. More ends the run, as its
+    outcome. 40GB is 40 x 10^9 bytes, 40GiB 40 x 2^30; a resumed run has the limit that it is given then."""
     address: str | None = None
     """Ray cluster to run on; default RAY_ADDRESS, else a Ray of its own here."""
 
@@ -132,6 +136,8 @@ def _recorded(
             report.record_start(tracker, config, manifest)
         if resume:
             report.record_resume(tracker, config, read_progress(resume).step)
+        if options.memory_limit:
+            tracker.tags({"memory_limit": format_size(options.memory_limit)})
         status, watch = "FAILED", GpuWatch()
 
         def on_cycle(cycle: dict[str, Any]) -> None:
@@ -140,8 +146,9 @@ def _recorded(
 
         try:
             result = launch.run(
-                config, home.path, tracker=tracker, resume=resume, address=options.address, on_cycle=on_cycle
-            )
+                config, home.path, tracker=tracker, resume=resume, memory_limit=options.memory_limit,
+                address=options.address, on_cycle=on_cycle,
+            )  # fmt: skip
             result = beside_matmul(result, config, home.path.parent)
             write_json(home.result, result.to_json())
             report.record_end(tracker, config, result, watch.seen)

@@ -14,7 +14,9 @@ from infra.command import UserError
 from infra.storage import write_json, write_text
 from train.config import TrainConfig, config_from_json
 from train.data import ShardData
+from train.execution import pick_device
 from train.folder import RunFolder
+from train.limit import Limit
 from train.loop import Trainer
 from train.parallel import exchange
 from train.progress import newest, read_progress
@@ -56,7 +58,8 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
         begun = ray.train.Checkpoint(payload["begun"])
         ray.train.report({}, checkpoint=begun, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
         try:
-            return train(home, config_from_json(payload["config"], "the run's config"), resume, first)
+            config = config_from_json(payload["config"], "the run's config")
+            return train(home, config, resume, first, payload["memory_limit"])
         except UserError as mistake:
             if alone:
                 return {"refused": str(mistake)}
@@ -128,11 +131,17 @@ def common_refusal(found: Sequence[tuple[str | None, int, str]]) -> str | None:
     return None
 
 
-def train(home: RunFolder, config: TrainConfig, resume: Path | None, first: bool) -> dict[str, Any]:
-    """Train in ``home`` from ``resume`` as one worker, of whom the ``first`` also reports. Gives the result as JSON."""
+def train(
+    home: RunFolder, config: TrainConfig, resume: Path | None, first: bool, memory_limit: int | None = None
+) -> dict[str, Any]:
+    """Train in ``home`` from ``resume`` as one worker, of whom the ``first`` also reports. Gives the result as JSON.
+
+    ``memory_limit`` is in bytes, for each worker's process.
+    """
+    limit = Limit.impose(memory_limit, pick_device(config).type) if memory_limit else None
     data = StreamData(config, stream_of(config)) if config.stream else ShardData(config)
     if not first:
-        return Trainer(config, data=data, checkpoints=home.checkpoints, resume=resume).run().to_json()
+        return Trainer(config, data=data, checkpoints=home.checkpoints, resume=resume, limit=limit).run().to_json()
     home.rewind(read_progress(resume).reported if resume else 0)
     trainer = Trainer(
         config,
@@ -141,6 +150,7 @@ def train(home: RunFolder, config: TrainConfig, resume: Path | None, first: bool
         should_stop=home.stop.exists,
         checkpoints=home.checkpoints,
         resume=resume,
+        limit=limit,
     )
     result = trainer.run()
     if isinstance(data, StreamData):

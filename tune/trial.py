@@ -20,12 +20,12 @@ from infra.command import first_line
 from infra.hardware import peak_flops
 from train.config import Cycle, TrainConfig, config_from_json
 from train.flops import utilisation
+from train.limit import Limit
 from train.loop import Trainer, pick_device
 from train.measure import flops_per_token, steady_state
 from train.memory import is_exhausted
 from train.result import CycleReport, RunResult
 from tune import racing
-from tune.limit import Limit
 from tune.record import Outcome, Proposal, Row, write_row
 
 THRASHING_STEPS = 2
@@ -133,11 +133,10 @@ def trial_config(request: Request) -> TrainConfig:
 
 def judge(watch: Watch, result: RunResult) -> tuple[Outcome, str]:
     """The outcome of a run that returned, and its reason in words."""
-    used, source = watch.limit.used()
     if result.outcome == "oom":
         return "oom", result.reason
-    if used > watch.limit.size:
-        return "over_limit", f"the process used {used / 1e9:.2f} GB ({source}) of {watch.limit.size / 1e9:.2f} GB"
+    if excess := watch.limit.excess():
+        return "over_limit", excess
     if result.outcome == "diverged":
         return "failed", result.reason
     if watch.retried() >= THRASHING_STEPS:

@@ -128,7 +128,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from train import memory
-    from tune.limit import Limit
+    from train.limit import Limit
     from tune.trial import THRASHING_STEPS
 
     config = config_of(options)

@@ -81,9 +81,14 @@ REFUSED_BY_SOME = {  # where the CPU multiplies no bf16, torchao is not installe
 
 
 def here(config: TrainConfig, folder: Path, **_: object) -> RunResult:
-    """What a Ray worker does for a rung, in this process."""
+    """What a Ray worker does for a rung, in this process, whose memory is not the rung's alone."""
+    return within(config, folder, memory_limit=None)
+
+
+def within(config: TrainConfig, folder: Path, *, memory_limit: int | None, **_: object) -> RunResult:
+    """The same, within the limit."""
     torch.compiler.reset()  # a process of its own begins without another model's graphs
-    return RunResult.from_json(worker.train(RunFolder(folder), config, None, first=True))
+    return RunResult.from_json(worker.train(RunFolder(folder), config, None, first=True, memory_limit=memory_limit))
 
 
 @pytest.mark.parametrize("suite", REFUSED)
@@ -165,6 +170,36 @@ def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
     assert rows[0]["new_mathematics"], "the global batch is the mathematics"
     assert rows[1]["batch"].endswith(" x 3")
     assert base["predicted_gib"] * 2**30 <= limit * 10**6
+
+
+def test_a_rung_over_the_limit_has_failed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
+) -> None:
+    limits = iter([10**12, 10**6, 10**12])  # of the baseline, the rung and the control again
+
+    def rung(config: TrainConfig, folder: Path, *, memory_limit: int | None, **_: object) -> RunResult:
+        assert memory_limit == 4 * 10**9
+        return within(config, folder, memory_limit=next(limits))
+
+    monkeypatch.setattr(climb.launch, "run", rung)
+    monkeypatch.setattr(climb, "connected", lambda *_, **__: nullcontext())
+    flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
+    flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--memory-limit", "4GB"]
+    assert command(monkeypatch, *flags, "--name", "first") == 0
+    assert "checkpointing: over_limit: the process used" in capfd.readouterr().out
+    _, row = json.loads(Path("runs/first/standings.json").read_text())["rows"]
+    assert row["speed"] is None
+    assert row["reason"].startswith("over_limit: the process used")
+    limits = iter([10**6])
+    assert command(monkeypatch, *flags, "--name", "second") == 2
+    said = " ".join(capfd.readouterr().err.split())
+    assert "the baseline cannot be run: over_limit: the process used" in said
+    assert "Give --fit and --memory-limit" in said
+
+
+def test_a_limit_is_kept_for_a_ladder_that_goes_on() -> None:
+    assert with_ends(LadderOptions(fit=True)).memory_limit == 40 * 10**9
+    assert with_ends(LadderOptions()).memory_limit is None
 
 
 def test_brackets_of_ones_own_are_printed_as_they_are(

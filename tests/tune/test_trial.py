@@ -10,10 +10,10 @@ import torch
 
 from infra.command import UserError
 from train.config import ModelConfig, TrainConfig
+from train.limit import Limit
 from train.loop import Trainer
 from train.measure import steady_state
 from train.result import RunResult
-from tune.limit import Limit
 from tune.record import Proposal, Row, read_rows
 from tune.space import Candidate
 from tune.trial import THRASHING_STEPS, Request, Watch, _counters, judge, run
