@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from train.config import TrainConfig
+from train.config import Compile, TrainConfig
 from tune.config import SearchConfig
 from tune.plan import optuna_trials, print_plan
 from tune.searcher import MemorySearcher
@@ -16,7 +16,7 @@ from tune.space import make_space
     ("compiled", "knobs", "seconds"), [("off", (), 0), ("whole", (), 40), ("off", ("compile",), 40)]
 )
 def test_the_time_counts_each_trials_start_compilation_and_steps(
-    capfd: pytest.CaptureFixture[str], compiled: str, knobs: tuple[str, ...], seconds: int
+    capfd: pytest.CaptureFixture[str], compiled: Compile, knobs: tuple[str, ...], seconds: int
 ) -> None:
     config = SearchConfig(training=TrainConfig(global_batch=8, micro_batch=8, compile=compiled), trial_time=90.0)
     space = make_space(config.training, knobs, device="cpu")
