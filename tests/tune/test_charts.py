@@ -1,6 +1,7 @@
 """The charts of a search show its rows, the limit, and what the searcher believed."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -93,7 +94,15 @@ def test_the_best_so_far_never_falls(search: tuple[list[Row], MemorySearcher], c
     (line,) = charts["progress"].axes[0].lines
     best = [y for _, y in path(line)]
     assert best == sorted(best)
+    assert best[-1] == max(row.tokens_per_second or 0 for row in rows if row.outcome == "ok" and row.stage != "confirm")
     assert path(line)[-1][0] == pytest.approx(sum(row.seconds for row in rows))
+
+
+def test_a_confirmation_is_no_progress(search: tuple[list[Row], MemorySearcher]) -> None:
+    rows, memory = search
+    lucky = replace(rows[-1], stage="confirm", outcome="ok", tokens_per_second=1e9, low=1e9, high=1e9)
+    (line,) = draw([*rows, lucky], memory)["progress"].axes[0].lines
+    assert max(y for _, y in path(line)) < 1e9
 
 
 def test_one_knob_at_a_time(search: tuple[list[Row], MemorySearcher], charts: dict[str, Figure]) -> None:

@@ -63,6 +63,23 @@ def test_a_limit_is_asked_for_where_nvml_tells_none(monkeypatch: pytest.MonkeyPa
     assert device.memory_limit(replace(search("cuda"), memory_limit=40 * 10**9), "cuda") == 40 * 10**9
 
 
+def test_weights_gradients_and_optimizer_must_fit() -> None:
+    """GPT-2 124M has 16 bytes a parameter of them: 2 GB."""
+    config = replace(search("cpu"), memory_limit=19 * 10**8)
+    with pytest.raises(UserError, match=r"less than the 1\.99 GB"):
+        device.memory_limit(config, "cpu")
+    assert device.memory_limit(replace(config, memory_limit=2 * 10**9), "cpu") == 2 * 10**9
+
+
+def test_a_trial_gets_what_every_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [{"CPU": 16.0, "GPU": 4.0}, {"CPU": 6.0, "GPU": 2.0}, {"CPU": 8.0}, {"CPU": 0.0, "memory": 1.0}]
+    nodes = [{"Alive": True, "Resources": kind} for kind in kinds]
+    nodes.append({"Alive": False, "Resources": {"CPU": 1.0, "GPU": 1.0}})
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    assert trial_resources(use_gpu=False) == {"CPU": 6.0}
+    assert trial_resources(use_gpu=True) == {"CPU": 3.0, "GPU": 1}
+
+
 def test_a_variable_set_to_nothing_hides_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpu._visible_handle(0) is None

@@ -9,7 +9,7 @@ import pytest
 
 from infra.cluster import connected
 from train.config import ModelConfig, TrainConfig
-from tune.driver import ATTEMPTS, Listener, Proposals, drive, outcome
+from tune.driver import ATTEMPTS, Listener, Proposals, Running, drive, outcome
 from tune.record import Proposal, Row, read_rows, write_row
 from tune.space import make_space
 from tune.strategies import Grid
@@ -96,6 +96,20 @@ def test_a_row_that_cannot_be_written_says_so_at_once(training: TrainConfig, tmp
     assert row.outcome == "failed"
     assert "elsewhere" in row.reason
     assert "No such file or directory" in row.reason
+
+
+def test_a_process_is_killed_when_its_time_is_up_and_never_after_its_end() -> None:
+    killed: list[str] = []
+    for name, ended in (("late", False), ("in time", True)):
+        trial = Running(None, 0.05)  # type: ignore[arg-type]
+        time.sleep(0.1)  # waiting for a process does not count
+        trial.limit(lambda name=name: killed.append(name))
+        assert killed == ["late"][: len(killed)]
+        if ended:
+            trial.ended()
+        time.sleep(0.2)
+        assert trial.overdue is not ended
+    assert killed == ["late"]
 
 
 def test_a_trial_that_does_not_end_is_killed_and_the_next_one_runs(

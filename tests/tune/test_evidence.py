@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
@@ -12,10 +13,41 @@ from mlflow.tracking import MlflowClient
 from infra import tracking
 from pipeline.shards import read_manifest
 from train.config import ModelConfig, TrainConfig
-from tune.evidence import Evidence, open_parent
+from tune.evidence import Evidence, metrics, open_parent, summary_metrics
 from tune.record import Proposal, Row
-from tune.space import make_space
+from tune.space import Candidate, make_space
 from tune.trial import Request
+
+SPACE = make_space(TrainConfig(global_batch=8, micro_batch=2), (), device="cpu")
+
+
+def finished(size: int, speed: float, **more: Any) -> Row:
+    """A trial that measured ``speed``."""
+    return Row(
+        key=f"m{size}", number=1, stage="probe", round=0, candidate=Candidate(size), accumulation=8 // size,
+        outcome="ok", reason="", seconds=10.0, tokens_per_second=speed, low=0.99 * speed, high=1.01 * speed, **more,
+    )  # fmt: skip
+
+
+def test_numbers_have_the_units_of_their_names() -> None:
+    found = metrics(finished(2, 100.0, memory=2**31, reserved=2**30, allocated=2**29, predicted_memory=3.0 * 2**30))
+    assert {name: value for name, value in found.items() if name.endswith("_gib")} == {
+        "memory/process_gib": 2.0, "memory/reserved_gib": 1.0, "memory/allocated_gib": 0.5,
+        "prediction/memory_gib": 3.0,
+    }  # fmt: skip
+    assert found["time/trial_seconds"] == 10.0
+    assert found["result/tokens_per_second_low"] == 99.0
+
+
+def test_a_search_is_summed_up() -> None:
+    failed = replace(finished(8, 1.0), outcome="failed", tokens_per_second=None)
+    found = summary_metrics([finished(2, 100.0), finished(4, 150.0, memory=2**30), failed], SPACE)
+    assert found["result/speedup_over_control"] == pytest.approx(1.5)
+    assert found["result/tokens_per_second"] == pytest.approx(150.0)
+    assert found["memory/process_gib"] == 1.0
+    assert (found["trials/all"], found["trials/ok"], found["trials/failed"], found["trials/oom"]) == (3, 2, 1, 0)
+    assert found["time/device_seconds"] == 30.0
+    assert summary_metrics([failed], SPACE)["result/tokens_per_second"] is None
 
 
 def test_a_store_that_goes_away_between_trials_gets_them_later(

@@ -82,3 +82,16 @@ def test_who_missed_a_round_cannot_win() -> None:
     """The machine became slower between the rounds: the one that was let go after the first must not gain by that."""
     rows = [confirmed(2, 200, 1), confirmed(4, 210, 1), confirmed(4, 180, 2), confirmed(1, 90, 2), confirmed(1, 100, 1)]
     assert standings(rows)[0].candidate == Candidate(4)
+
+
+def test_the_memory_of_a_candidate_is_the_most_that_any_of_its_runs_took() -> None:
+    rows = [row(8, 1000, 50), row(8, 1000, 90, stage="confirm"), row(8, 1000, 70, stage="confirm")]
+    assert [s.memory for s in standings(rows)] == [90]
+
+
+def test_runs_that_differ_make_the_interval_as_wide_as_they_do() -> None:
+    (standing,) = standings([confirmed(8, 1000, 1, width=0.001), confirmed(8, 1210, 2, width=0.001)])
+    assert standing.tokens_per_second == pytest.approx(1100)
+    assert (standing.low, standing.high) == pytest.approx((1000, 1210))
+    (alike,) = standings([confirmed(8, 1000, 1, width=0.02), confirmed(8, 1000, 2, width=0.02)])
+    assert alike.high / 1000 == pytest.approx(1 + 0.02 / 2**0.5, rel=1e-3), "two runs are more precise than one"

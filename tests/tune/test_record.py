@@ -33,11 +33,12 @@ def test_a_trial_keeps_its_key_whatever_was_predicted_of_it() -> None:
     assert predicted.key("search") == PROPOSAL.key("search")
 
 
-def test_both_rounds_of_confirmations_are_kept_in_the_order_of_their_trials(tmp_path: Path) -> None:
-    rounds = [row(PROPOSAL, 10), row(replace(PROPOSAL, round=2), 9)]
+def test_every_round_of_confirmations_is_kept_in_the_order_of_its_trials(tmp_path: Path) -> None:
+    rounds = [row(replace(PROPOSAL, round=number), number) for number in range(1, 6)]
     for each in rounds:
         write_row(tmp_path, each)
-    assert read_rows(tmp_path) == rounds[::-1]
+    assert read_rows(tmp_path) == rounds
+    assert sorted(row.key for row in rounds) != [row.key for row in rounds], "the order of the files is another"
 
 
 def test_a_row_of_an_earlier_version_is_read(tmp_path: Path) -> None:

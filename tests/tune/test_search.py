@@ -246,9 +246,3 @@ def test_dry_run_runs_nothing(folder: Path, small_shards: Path, capfd: pytest.Ca
     assert re.search(
         r"about \d+ trials of at most 8 steps or 1m each, at most [\dms]+ in all; nothing was run", printed
     )
-    flags = ["--dry-run", "--global-batch", "1", "--compile", "whole", "--confirm", "0"]
-    assert command(search.main, "--data", str(small_shards), *flags, *FLAGS) == 0
-    (trials, minutes, seconds) = re.search(
-        r"about (\d+) trials of .*, at most (\d+)m(\d+)s in all, 40s a trial for compilation", capfd.readouterr().out
-    ).groups()  # type: ignore[union-attr]
-    assert 60 * int(minutes) + int(seconds) == int(trials) * (10 + 40 + 60)

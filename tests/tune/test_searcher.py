@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from train.config import PRESETS, TrainConfig
 from tune.ranking import UNFIT
 from tune.record import Outcome, Row
-from tune.searcher import MemorySearcher
+from tune.searcher import HOPELESS, REFINEMENTS, MemorySearcher
 from tune.space import Candidate, Space, make_space
 from tune.strategies import Confirmed, Grid
 
@@ -103,10 +104,20 @@ def finished(size: int, outcome: Outcome, **measured: Any) -> Row:
     return Row(f"m{size}", 1, "probe", 0, Candidate(size), 1, outcome, "", 10.0, **measured)
 
 
-def plain() -> MemorySearcher:
-    """A search of sizes alone, all of which are predicted to fit."""
-    space = make_space(TrainConfig(global_batch=64, micro_batch=8), (), device="cpu")
+def plain(*knobs: str, batch: int = 64) -> MemorySearcher:
+    """A search of sizes, and of ``knobs``, all of which are predicted to fit."""
+    space = make_space(TrainConfig(global_batch=batch, micro_batch=8), knobs, device="cpu")
     return MemorySearcher(space, lambda candidate: 1e9, 40e9)
+
+
+def searched(searcher: MemorySearcher, speed: Callable[[Candidate], float]) -> list[Row]:
+    """All rows of a search in which each trial succeeds, at ``speed``."""
+    rows: list[Row] = []
+    while (proposal := searcher.propose(rows)) is not None:
+        fast = speed(proposal.candidate)
+        row = finished(proposal.candidate.micro_batch, "ok", tokens_per_second=fast, low=fast, high=fast, memory=10**9)
+        rows.append(replace(row, candidate=proposal.candidate, stage=proposal.stage))
+    return rows
 
 
 def test_the_bar_is_the_best_lower_end_of_an_interval() -> None:
@@ -156,3 +167,64 @@ def test_sizes_near_the_top_are_refined_whole_tiles_first(compare: ModuleType) -
     assert 1 <= len(refined) <= 4
     assert all(min(probes) < size <= max(probes) for size in refined)
     assert refined[0] % 8 == 0
+
+
+def test_of_equals_no_more_than_three_are_refined() -> None:
+    rows = searched(plain(batch=480), lambda candidate: 100.0)
+    assert [row.stage for row in rows].count("refine") == REFINEMENTS
+
+
+def test_whole_tiles_come_before_what_is_expected_to_be_a_little_faster() -> None:
+    searcher = MemorySearcher(plain(batch=120).space, lambda candidate: candidate.micro_batch * 1e9, 31e9)
+    rows = [
+        finished(8, "ok", tokens_per_second=90.0, memory=8 * 10**9),
+        finished(10, "ok", tokens_per_second=100.0, memory=10 * 10**9),
+        finished(30, "ok", tokens_per_second=98.5, memory=30 * 10**9),
+    ]
+    curves = searcher.curves(rows)
+    assert (curves.speed(Candidate(20)) or 0) > (curves.speed(Candidate(12)) or 0), "so that the tile is no favourite"
+    proposal = searcher.propose(rows)
+    assert proposal
+    assert (proposal.candidate.micro_batch, proposal.stage) == (24, "refine")
+
+
+def test_what_is_expected_far_behind_the_best_is_not_tried() -> None:
+    ends = [finished(size, "ok", tokens_per_second=speed) for size, speed in ((4, 50.0), (32, 99.0), (64, 100.0))]
+    assert plain().propose(ends) is None
+    curves = plain().curves(ends)
+    assert plain().why_not(curves, Candidate(16)) == "predicted more than 3% behind the best"
+
+
+def test_a_combination_far_behind_the_best_is_tried_once_and_its_neighbours_not_at_all() -> None:
+    searcher = plain("checkpointing", "attention")
+    own = searcher.space.control.knobs
+    rows = searched(searcher, lambda candidate: 100.0 if candidate.knobs == own else 50.0)
+    tried = [row.candidate.knobs for row in rows if row.candidate.knobs != own]
+    assert sorted(tried) == sorted(searcher.space.neighbours(own))
+
+
+def test_a_better_neighbour_is_followed_to_its_own() -> None:
+    searcher = plain("checkpointing", "attention")
+    best = searcher.space.combinations[-1]
+    rows = searched(
+        searcher, lambda c: 100.0 + 10 * sum(a == b for a, b in zip(c.knobs, best, strict=True)) + c.micro_batch / 100
+    )
+    assert max(rows, key=lambda row: row.tokens_per_second or 0).candidate == Candidate(64, best)
+
+
+def test_a_control_that_is_predicted_a_little_too_large_is_tried_anyway() -> None:
+    space = plain().space
+    large = MemorySearcher(space, lambda candidate: 1e9 * candidate.micro_batch, 8e9 / HOPELESS)
+    assert large.propose([]) == replace(large.propose([]), candidate=space.control)  # type: ignore[type-var]
+    hopeless = replace(large, limit=7.9e9 / HOPELESS).propose([])
+    assert hopeless
+    assert hopeless.candidate == Candidate(4)
+
+
+def test_knobs_whose_trial_failed_are_given_up() -> None:
+    searcher = plain("checkpointing")
+    own = searcher.space.control.knobs
+    failed = replace(finished(8, "failed"), candidate=searcher.space.control)
+    proposal = searcher.propose([failed])
+    assert proposal
+    assert proposal.candidate.knobs != own

@@ -2,14 +2,15 @@
 
 import statistics
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from train.config import ModelConfig, TrainConfig
 from tune.racing import FEWEST
-from tune.record import Row, Stage
+from tune.record import Proposal, Row, Stage
 from tune.searcher import MemorySearcher
 from tune.space import Candidate, make_space
 from tune.strategies import Confirmed, Grid, Retrying, enough_seconds
@@ -97,6 +98,22 @@ def test_every_second_round_of_confirmations_runs_in_the_opposite_order() -> Non
     assert order[2] == [8, 4, 2]
     assert order[3] == [2, 4, 8]
     assert len({key for each in keys.values() for key in each}) == 9
+
+
+def test_the_exploration_does_not_see_confirmations() -> None:
+    """They would take the places of its refinements, and their drift would bend its curves."""
+
+    @dataclass(frozen=True)
+    class Watched(Grid):
+        def propose(self, rows: Sequence[Row]) -> Proposal | None:
+            assert {row.stage for row in rows} <= {"probe"}
+            return super().propose(rows)
+
+    strategy = Confirmed(Watched(SPACE), SPACE, 2)
+    rows = [row(size) for size in (1, 2, 4, 8)]
+    rows.append(row(1, stage="confirm", round=1))
+    assert strategy.propose(rows)
+    assert strategy.remaining(rows) == 3
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 2])

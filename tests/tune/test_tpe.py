@@ -1,5 +1,6 @@
 """Optuna as a searcher: its study follows from the rows alone, and nothing is run twice."""
 
+import statistics
 from collections.abc import Callable
 from types import ModuleType
 
@@ -33,3 +34,11 @@ def test_the_next_trial_follows_from_the_rows_alone(benchmark: Callable[[str], M
     rows = compare.drive(OptunaSearcher(machine.space, trials=6), machine, race=False)
     again = [OptunaSearcher(machine.space, trials=6).propose(rows[:count]) for count in range(len(rows))]
     assert [proposal and proposal.candidate for proposal in again] == [row.candidate for row in rows]
+
+
+def test_faster_candidates_are_sought(benchmark: Callable[[str], ModuleType]) -> None:
+    compare = benchmark("compare")
+    machine = compare.Simulated(make_space(BASE, ("checkpointing",), device="cuda"), 1, limit=1e15)
+    rows = compare.drive(OptunaSearcher(machine.space, trials=30), machine, race=False)
+    speeds = [row.tokens_per_second or 0.0 for row in rows]
+    assert statistics.mean(speeds[10:20]) > statistics.mean(speeds[:10]), "ten are drawn at random"

@@ -1,0 +1,37 @@
+"""A search's folder: one process at a time, and only the search that it was."""
+
+from pathlib import Path
+
+import pytest
+
+from infra.command import UserError
+from infra.run_key import RunKey
+from infra.storage import TEMPORARY
+from tune.config import SearchConfig
+from tune.folder import TRIALS, begin, held, resumed_parent
+
+IDENTITY = {"confirm": 3, "memory_limit": 10**9, "knobs": "compile"}
+
+
+def test_another_search_is_refused_by_what_differs(tmp_path: Path) -> None:
+    begin(tmp_path, SearchConfig(name="one"), IDENTITY, RunKey("sqlite:///none.db", "1", "a", "journal"))
+    for now, said in (
+        (IDENTITY | {"confirm": 2}, "confirm was 3 and is now 2"),
+        (IDENTITY | {"searcher": "grid"}, "searcher was None and is now 'grid'"),
+        ({"confirm": 3, "knobs": "compile"}, "memory_limit was 1000000000 and is now None"),
+    ):
+        with pytest.raises(UserError, match=said):
+            resumed_parent(tmp_path, now)
+
+
+def test_one_process_at_a_time_and_no_halves_of_rows(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    with held(folder), pytest.raises(UserError, match="another process runs the search"), held(folder):
+        pass
+    half = folder / TRIALS / f"{TEMPORARY}1-m8.json"
+    half.write_text("{")
+    row = folder / TRIALS / "m8.json"
+    row.write_text("{}")
+    with held(folder):
+        assert not half.exists()
+        assert row.exists()

@@ -1,0 +1,40 @@
+"""What a search says before it is paid for: sizes that should fit, trials, and the time with compilation."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from train.config import Compile, TrainConfig
+from tune.config import SearchConfig
+from tune.plan import optuna_trials, print_plan
+from tune.searcher import MemorySearcher
+from tune.space import make_space
+
+
+@pytest.mark.parametrize(
+    ("compiled", "knobs", "seconds"), [("off", (), 0), ("whole", (), 40), ("off", ("compile",), 40)]
+)
+def test_the_time_counts_each_trials_start_compilation_and_steps(
+    capfd: pytest.CaptureFixture[str], compiled: Compile, knobs: tuple[str, ...], seconds: int
+) -> None:
+    config = SearchConfig(training=TrainConfig(global_batch=8, micro_batch=8, compile=compiled), trial_time=90.0)
+    space = make_space(config.training, knobs, device="cpu")
+    memory = MemorySearcher(space, lambda candidate: 1e9 * candidate.micro_batch, 5e9)
+    print_plan(config, space, memory, memory)
+    printed = capfd.readouterr().out
+    assert "3 of 4 sizes should fit: 1, 2, 4; 4.00 GB at 4" in printed
+    found = re.search(
+        r"about (\d+) trials of at most 20 steps or 1m30s each, at most (\d+)m(\d*)s? in all(.*);", printed
+    )
+    assert found
+    trials, minutes, left, said = found.groups()
+    assert 60 * int(minutes) + int(left or 0) == int(trials) * (10 + seconds + 90)
+    assert said == (f", {seconds}s a trial for compilation" if seconds else "")
+
+
+def test_optunas_budget_grows_with_the_grid_within_bounds() -> None:
+    space = make_space(TrainConfig(global_batch=2, micro_batch=2), (), device="cpu")
+    assert optuna_trials(space) == 8
+    assert optuna_trials(replace(space, sizes=tuple(range(1, 2)) * 120)) == 30
+    assert optuna_trials(replace(space, sizes=(1, 2) * 200)) == 50
