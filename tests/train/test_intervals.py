@@ -81,7 +81,7 @@ def test_t_quantiles_match_the_tables(freedom: float, value: float) -> None:
 
 def test_without_a_second_value_there_is_no_interval() -> None:
     for values in ([], [1.0]):
-        with pytest.raises(ValueError, match="at least two|no median"):
+        with pytest.raises(ValueError, match=r"at least two|no median"):
             median_interval(values)
 
 
