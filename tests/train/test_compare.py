@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from train.compare import Difference, Ladder
+from train.compare import Difference, Ladder, over
 from train.intervals import Estimate, median_interval
 
 
@@ -70,6 +70,14 @@ def test_the_control_may_be_as_wide_as_a_quarter_of_its_speed() -> None:
     step = drifted.over_rung(1, 0)
     assert step is not None
     assert (verdict(drifted, 0).unclear, verdict(drifted, 1).unclear, step.unclear) == (True, False, True)
+
+
+def test_two_speeds_alone_are_compared_by_their_intervals() -> None:
+    found = over(within(3000.0, 1500.0), within(1000.0, 20.0))
+    assert (found.ratio, found.control_width) == (pytest.approx(3), 0.04)
+    assert found.different
+    assert not over(within(3000.0, 10.0), within(1000.0, 200.0)).different, "the control is 40% wide"
+    assert not over(within(1010.0, 10.0), within(1000.0, 20.0)).different
 
 
 def test_an_interval_carries_those_of_all_its_runs() -> None:

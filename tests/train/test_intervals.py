@@ -1,9 +1,20 @@
 """Intervals keep their promise on series whose truth is known, correlated ones too."""
 
+import math
+
 import numpy as np
 import pytest
+from scipy import stats
 
-from train.intervals import anytime_half_width, autocorrelation, batch_means, median_interval, t_quantile
+from train.intervals import (
+    Estimate,
+    anytime_half_width,
+    autocorrelation,
+    batch_means,
+    median_interval,
+    power_product,
+    t_quantile,
+)
 
 
 def correlated(random: np.random.Generator, count: int, memory: float) -> np.ndarray:
@@ -56,10 +67,49 @@ def test_short_series_use_students_interval() -> None:
     assert high - low == pytest.approx(2 * 4.3027 * 0.1 / 3**0.5, rel=1e-3)
 
 
-@pytest.mark.parametrize(("freedom", "value"), [(1, 12.7062), (2, 4.3027), (3, 3.1824), (9, 2.2622), (60, 2.0003)])
-def test_t_quantiles_match_the_tables(freedom: int, value: float) -> None:
-    assert t_quantile(freedom) == pytest.approx(value, rel=2e-3)
+@pytest.mark.parametrize("count", [6, 7, 8, 9, 17, 30, 59, 200])
+def test_longer_series_use_order_statistics(count: int) -> None:
+    values = np.random.default_rng(count).normal(size=count).tolist()
+    expected = stats.quantile_test(values, q=0, p=0.5).confidence_interval(0.95)
+    assert median_interval(values) == (np.median(values), expected.low, expected.high)
 
 
-def test_autocorrelation_of_a_constant_is_none() -> None:
-    assert autocorrelation([3.0, 3.0, 3.0]) == 0.0
+@pytest.mark.parametrize(("freedom", "value"), [(1, 12.7062), (1.6, 5.5172), (3, 3.1824), (9, 2.2622), (60, 2.0003)])
+def test_t_quantiles_match_the_tables(freedom: float, value: float) -> None:
+    assert t_quantile(freedom) == pytest.approx(value, rel=1e-4)
+
+
+def test_without_a_second_value_there_is_no_interval() -> None:
+    for values in ([], [1.0]):
+        with pytest.raises(ValueError, match=r"at least two|no median"):
+            median_interval(values)
+
+
+def test_neighbours_that_resemble_each_other_are_correlated() -> None:
+    assert autocorrelation([1.0, 2.0, 3.0, 4.0]) == pytest.approx(1)
+    assert autocorrelation([1.0, 2.0, 1.0, 2.0, 1.0]) == pytest.approx(-1)
+    assert autocorrelation(correlated(np.random.default_rng(0), 4000, 0.8).tolist()) == pytest.approx(0.8, abs=0.05)
+    for too_few_or_equal in ([], [3.0], [3.0, 4.0], [3.0, 3.0, 3.0]):
+        assert autocorrelation(too_few_or_equal) == 0.0
+
+
+def test_batches_grow_until_they_are_uncorrelated() -> None:
+    random = np.random.default_rng(0)
+    assert len(batch_means(random.normal(1, 0.02, 600).tolist())) == 30
+    slow = batch_means(correlated(random, 600, 0.97).tolist())
+    assert 10 <= len(slow) < 30
+    assert len(batch_means([1.0, 2.0, 3.0])) == 3, "too few to be put together"
+
+
+def test_a_ratios_interval_is_made_of_both() -> None:
+    """On the logarithm the distances add by their squares, and the divisor's upper end makes the lower one."""
+    first, second = Estimate(8.0, 4.0, 8.0 * math.e**3), Estimate(2.0, 2.0 / math.e, 2.0 * math.e**4)
+    ratio = power_product([(first, 1.0), (second, -1.0)])
+    assert ratio.middle == pytest.approx(4)
+    assert math.log(ratio.middle / ratio.low) == pytest.approx(math.hypot(math.log(2), 4))
+    assert math.log(ratio.high / ratio.middle) == pytest.approx(math.hypot(3, 1))
+    root = power_product([(second, 0.5)], log_error=2.0)
+    assert root.middle == pytest.approx(2**0.5)
+    assert math.log(root.high / root.middle) == pytest.approx(math.hypot(2, 2))
+    assert math.log(root.middle / root.low) == pytest.approx(math.hypot(0.5, 2))
+    assert Estimate(8.0, 6.0, 11.0).width == 0.625
