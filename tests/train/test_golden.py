@@ -136,12 +136,13 @@ STANDS_FOR = {
 
 def on_a_cpu(config: TrainConfig, rung: Rung) -> TrainConfig:
     """``config`` with a small model that has the mathematics of ``rung``, at one batch, divided where the rung's is."""
-    changes = {name: STANDS_FOR.get((name, value), value) for name, value in rung.changes.items()}
+    changes: dict[str, Any] = {name: STANDS_FOR.get((name, value), value) for name, value in rung.changes.items()}
     changes.pop("batch", None)
     changes.pop("model", None)
     if multiple := changes.pop("vocabulary_multiple", None):
         changes["model.padded_vocabulary"] = -(-257 // multiple) * multiple
-    return apply(config, changes | SMALL | {"global_batch": 8, "micro_batch": 2 if "micro_batch" in changes else 8})
+    batch = {"global_batch": 8, "micro_batch": 2 if "micro_batch" in changes else 8}
+    return apply(config, {**changes, **SMALL, **batch})
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)

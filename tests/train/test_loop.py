@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import json
+import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from train import conclusion
 from train.config import Cycle, ModelConfig, TrainConfig
 from train.loop import Trainer
 from train.memory import is_exhausted
@@ -87,6 +90,95 @@ def test_a_resumed_run_goes_on_bit_for_bit(config: TrainConfig, tmp_path: Path, 
     assert before + after == expected
     assert second.val_loss == straight.val_loss
     assert second.train_tokens == straight.train_tokens
+    assert second.val_tokens == straight.val_tokens == 2 * 2 * 8 * 32
+    assert second.loss_curve == straight.loss_curve
+
+
+def test_what_ends_within_a_cycle_is_reported_too(config: TrainConfig) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=25, cycle=Cycle(10, 1)))
+    result = trainer.run()
+    assert [(r.step, len(r.step_losses)) for r in trainer.reports] == [(10, 10), (20, 10), (25, 5)]
+    assert len(trainer.step_seconds) == 25
+    assert result.val_tokens == 3 * 8 * 32
+
+
+def test_an_interrupted_cycle_counts_in_the_speed(config: TrainConfig) -> None:
+    trainer = Trainer(dataclasses.replace(config, cycle=Cycle(10, 0)), should_stop=stop_at(17))
+    assert trainer.run().outcome == "interrupted"
+    assert len(trainer.step_seconds) == 17
+    assert trainer.data_wait > trainer.reports[0].data_wait_seconds
+
+
+def test_without_an_end_an_epoch_is_trained(config: TrainConfig) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=None, global_batch=128, micro_batch=128, cycle=Cycle(20, 0)))
+    result = trainer.run()
+    windows = trainer.data.epoch_windows
+    assert windows
+    assert result.steps * 128 <= windows < (result.steps + 1) * 128
+    assert result.books == pytest.approx(11, abs=1.1), "all of the training books, but for a rest of less than a step"
+
+
+def test_the_rate_of_each_step_is_the_schedules(config: TrainConfig) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=20, warmup_steps=2, schedule="wsd", cycle=Cycle(1, 0)))
+    rates: list[float] = []
+    trainer.optimizer.register_step_pre_hook(lambda *_: rates.append(trainer.optimizer.param_groups[1]["lr"]))
+    trainer.run()
+    assert rates == pytest.approx([r.learning_rate for r in trainer.reports])
+    assert rates == pytest.approx([1.5e-3, *[3e-3] * 16, 2.25e-3, 1.5e-3, 0.75e-3])
+
+
+def test_no_time_budget_is_for_compiling(config: TrainConfig) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=None, time_budget=0.3, cycle=Cycle(1, 0)))
+    forward, pauses = trainer.forward, iter([0.6])
+
+    def compiling(*batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(next(pauses, 0.0))
+        return forward(*batch)
+
+    trainer.forward = compiling
+    result = trainer.run()
+    assert result.first_step_seconds
+    assert result.first_step_seconds > 0.6
+    assert result.steps > 1
+
+
+def test_a_resumed_run_knows_what_a_spike_is(config: TrainConfig, tmp_path: Path) -> None:
+    """The mean loss of the last cycle, which is lowered here so that the losses behind it are a spike."""
+    first, _ = train(config, checkpoints=tmp_path, should_stop=stop_at(25))
+    assert first.checkpoint
+    progress = Path(first.checkpoint) / "progress.json"
+    kept = json.loads(progress.read_text())
+    assert kept["reference"] == first.train_loss
+    progress.write_text(json.dumps(kept | {"reference": 1.0}))
+    again = Trainer(config, resume=Path(first.checkpoint)).run()
+    assert again.outcome == "diverged"
+    assert again.reason.startswith("the loss jumps from 1.000 (a cycle's mean) to ")
+    assert again.reason.endswith(" at step 21; --spike 3"), "one of the steps before the interruption"
+
+
+def test_a_spike_is_measured_against_the_training_loss(config: TrainConfig) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=20, cycle=Cycle(10, 1)))
+    trainer.run()
+    last = trainer.reports[-1]
+    assert trainer.reference == last.train_loss != last.val_loss
+
+
+def test_the_result_is_of_the_hardware_and_the_text(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Utilisation counts every worker's device; bits per character are those of the validation split's text."""
+    monkeypatch.setattr(conclusion, "peak_flops", lambda name: 1e12)
+    trainer = Trainer(dataclasses.replace(config, steps=8, cycle=Cycle(8, 1)))
+    alone = trainer.run()
+    assert alone.throughput
+    assert alone.val_loss
+    expected = alone.throughput.tokens_per_second * alone.flops_per_token / 1e12
+    assert alone.mfu == pytest.approx(expected)
+    trainer.config = dataclasses.replace(trainer.config, workers=2, micro_batch=4)
+    together = conclusion.conclude(trainer, "finished", "", None)
+    assert together.mfu == pytest.approx(expected / 2)
+    # 4,001 tokens of 4,000 characters, a nat is 1.4427 bits
+    assert alone.val_bits_per_character == pytest.approx(alone.val_loss * 1.442695 * 4001 / 4000)
+    assert alone.val_perplexity == pytest.approx(math.exp(alone.val_loss))
+    assert alone.val_tokens == 8 * 32
 
 
 def test_a_time_budget_ends_the_run(config: TrainConfig) -> None:
