@@ -75,14 +75,11 @@ def download(uri: str, folder: Path, on_shard: Callable[[Manifest], None] = lamb
         path = folder / shard.path
         if not (path.is_file() and path.stat().st_size == shard.bytes and checksum(path) == shard.checksum):
             path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                _fetch(system, f"{root}/{shard.path}", path, uri, shard.checksum)
-            except FileNotFoundError:
-                raise UserError(f"{uri} has lost {shard.path}: make the copy again with '--copy-to {uri}'.") from None
+            _fetch_listed(system, root, shard.path, folder, uri, shard.checksum)
             fetched += 1
         on_shard(manifest)
     for name in (QUARANTINE, MANIFEST):
-        _fetch(system, f"{root}/{name}", folder / name, uri)
+        _fetch_listed(system, root, name, folder, uri)
     return fetched
 
 
@@ -94,6 +91,14 @@ def _label(system: Any, path: str, uri: str) -> str:
 
 def _send(file: Path, system: Any, path: str, uri: str, label: str) -> None:
     steadily(uri, lambda: store(file, system, path, label), "written")
+
+
+def _fetch_listed(system: Any, root: str, name: str, folder: Path, uri: str, expected: str | None = None) -> None:
+    """Fetch a file that a finished copy has."""
+    try:
+        _fetch(system, f"{root}/{name}", folder / name, uri, expected)
+    except FileNotFoundError:
+        raise UserError(f"{uri} has lost {name}: make the copy again with '--copy-to {uri}'.") from None
 
 
 def _fetch(system: Any, path: str, file: Path, uri: str, expected: str | None = None) -> None:

@@ -9,7 +9,7 @@ import pyarrow.fs
 import pytest
 
 from infra.command import UserError
-from pipeline import files
+from pipeline import copies, files
 from pipeline.config import TokenizeConfig
 from pipeline.copies import download, upload
 from pipeline.fetch import FetchConfig, main
@@ -44,8 +44,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_copy_comes_back_to_the_same_bytes_through_a_storage_that_fails_now_and_then(
-    tokens: Path, uri: str, s3: S3, tmp_path: Path
+    tokens: Path, uri: str, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(files, "_BLOCK", 10_000)  # a third of a shard
+    monkeypatch.setattr(copies, "_BLOCK", 10_000)
     _, set_rate = s3
     set_rate(0.1)
     assert upload(tokens, uri) == 3
@@ -117,11 +119,12 @@ def test_what_is_wrong_with_a_copy_is_said(
     with pytest.raises(UserError, match=r"has lost val/00000\.arrow"):
         download(uri, tmp_path / "back")
     values = json.loads((tokens / MANIFEST).read_text())
-    values["shards"][0]["path"] = "../../escaped"
-    with system.open_output_stream(f"{root}/{MANIFEST}") as file:
-        file.write(json.dumps(values).encode())
-    with pytest.raises(UserError, match=r"names '\.\./\.\./escaped', which no shard is called"):
-        download(uri, tmp_path / "other")
+    for path in ("../../escaped", "train/00000.arrow/../../../../escaped"):
+        values["shards"][0]["path"] = path
+        with system.open_output_stream(f"{root}/{MANIFEST}") as file:
+            file.write(json.dumps(values).encode())
+        with pytest.raises(UserError, match=rf"names '{path}', which no shard is called"):
+            download(uri, tmp_path / "other")
     with system.open_output_stream(f"{root}/{MANIFEST}") as file:
         file.write(b"<html>Please log in.</html>")
     with pytest.raises(UserError, match=r"s3://copies/tokens.*manifest\.json is damaged.*make the copy again"):
@@ -136,3 +139,17 @@ def test_what_is_wrong_with_a_copy_is_said(
         TokenizeConfig(copy_to="elsewhere")
     with pytest.raises(ValueError, match="here is no object storage"):
         FetchConfig("here")
+
+
+def test_the_manifest_is_the_last_to_be_written_there_and_here(tokens: Path, uri: str, tmp_path: Path) -> None:
+    (tokens / "quarantine.jsonl").rename(tmp_path / "aside")
+    with pytest.raises(FileNotFoundError):
+        upload(tokens, uri)
+    assert MANIFEST not in stored(uri)
+    (tmp_path / "aside").rename(tokens / "quarantine.jsonl")
+    upload(tokens, uri)
+    system, root = files.locate(uri)
+    system.delete_file(f"{root}/quarantine.jsonl")
+    with pytest.raises(UserError, match=r"has lost quarantine\.jsonl: make the copy again"):
+        download(uri, tmp_path / "back")
+    assert not (tmp_path / "back" / MANIFEST).exists()

@@ -101,3 +101,14 @@ def test_brackets_and_names_between_colons_are_printed_as_they_are(
     with pytest.raises(SystemExit):
         refuse(ValueError("[/foo] [a=b] [1] gutenberg:abc: is no folder"))
     assert capsys.readouterr().err == "error: [/foo] [a=b] [1] gutenberg:abc: is no folder\n"
+
+
+def test_a_passage_ends_with_its_book(tokens: Path) -> None:
+    manifest = read_manifest(tokens)
+    books = sum(info.rows for info in manifest.shards)
+    found = list(passages(tokens, manifest, books, 5000))  # longer than a book
+    assert len(found) == books
+    for title, text in found:
+        book = tokens.parent / title.split(", tokens")[0]
+        assert ", tokens 0 on, " in title
+        assert text.startswith(book.read_text(encoding="utf-8"))

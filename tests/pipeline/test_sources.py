@@ -272,3 +272,65 @@ def test_books_are_fetched_by_number_once(mirror: str, tmp_path: Path, monkeypat
     assert books_of("gutenberg:84,1342", mirror="http://127.0.0.1:9") == expected
     with pytest.raises(UserError, match="book 11 has no plain text"):
         find(["gutenberg:11"], mirror)
+
+
+def test_hidden_files_are_passed_over_and_others_counted_by_suffix(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "books")
+    for name in (".hidden.txt", "picture.PNG", "page.png", "README", ".git/config.txt", "deep/er/LAST.TXT"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(TEXTS[3], encoding="utf-8")
+    (folder / "linked").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    write_texts(tmp_path / "elsewhere")
+    inventory = find([str(folder)])
+    assert [file.id for file in inventory.files] == [
+        "books/0.txt", "books/1.txt", "books/2.txt", "books/deep/er/LAST.TXT"
+    ]  # fmt: skip
+    assert inventory.skipped == {"(none)": 1, ".png": 2}
+    for file in inventory.files:
+        status = Path(file.uri).stat()
+        assert (file.size, file.modified) == (status.st_size, status.st_mtime_ns)
+    assert len(find([f"{folder}/**/*.TXT"]).files) == 1
+
+
+def test_the_inventory_is_told_by_names_and_sizes() -> None:
+    files = [SourceFile("a.txt", "/a.txt", 3, 1), SourceFile("b.txt", "/b.txt", 4, 1)]
+    told = Inventory(files).summary()
+    assert (told["files"], told["bytes"]) == (2, 7)
+    for name, size in (("c.txt", 4), ("b.txt", 5)):
+        assert Inventory([files[0], SourceFile(name, "", size, 1)]).summary()["sha256"] != told["sha256"]
+    assert Inventory([files[0], SourceFile("b.txt", "/other", 4, 2)]).summary() == told
+
+
+def test_downloads_are_polite_and_known_by_number_alone(
+    mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pauses: list[float] = []
+    monkeypatch.setattr(downloads.time, "sleep", pauses.append)
+    seven = tmp_path / "mirror" / "0" / "7" / "7.txt"
+    seven.parent.mkdir(parents=True)
+    seven.write_text(TEXTS[2], encoding="utf-8")
+    files = find(["gutenberg:1342,84,7,84"], mirror).files
+    assert [(file.id, file.modified) for file in files] == [
+        (f"gutenberg/pg{number}.txt", 0) for number in (1342, 7, 84)
+    ]  # fmt: skip
+    assert pauses == [downloads.PAUSE] * 2, "between three downloads"
+    find(["gutenberg:1342,84,7"], mirror)
+    assert len(pauses) == 2
+
+
+def test_a_mirror_that_refuses_is_not_taken_for_one_without_the_book(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def refuse() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.0 429 Too Many Requests\r\n\r\n")
+
+        threading.Thread(target=refuse, daemon=True).start()
+        with pytest.raises(UserError, match="answers 429 Too Many Requests: try later"):
+            find(["gutenberg:11"], f"http://127.0.0.1:{server.getsockname()[1]}")

@@ -1,0 +1,28 @@
+"""Settings that cannot be meant are refused, each in a sentence of its own."""
+
+from typing import Any
+
+import pytest
+
+from pipeline.config import TokenizeConfig
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("val_fraction", 1.0, "--val-fraction 1.0"), ("val_fraction", -0.1, "--val-fraction -0.1"),
+        ("workers", 0, "--workers 0"), ("shard_size", 999_999, "--shard-size"), ("languages", ("eng",), "'eng'"),
+        ("languages", ("en", "EN"), "'EN'"), ("doc_separator", "", "--doc-separator is empty"),
+        ("sources", (), "no sources"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_refused(name: str, value: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        TokenizeConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("val_fraction", 0.0), ("val_fraction", 0.99), ("workers", 1), ("shard_size", 1_000_000)]
+)
+def test_the_limits_themselves_are_taken(name: str, value: Any) -> None:
+    assert getattr(TokenizeConfig(**{name: value}), name) == value
