@@ -2,9 +2,12 @@
 
 In: a TrainConfig. Out: an :class:`Anatomy` in bytes. Eager execution is counted by what autograd saves,
 operation by operation, in the manner of Korthikanti et al. (arXiv 2205.05198, section 4), and agrees with
-torch's memory tracker. Compiled execution computes element-wise work again, so that only the inputs of
-matrix products and the residual stream stay. What no formula knows (segment rounding, library workspaces,
-the context) is learned from probes: see :func:`correct`.
+torch's memory tracker. Compiled execution keeps as much of a block: torch's partitioner computes element-wise
+work again, but not what a matrix product of the backward pass reads, such as the outputs of norms and GELU
+(``ban_recompute_materialized_backward``; ``is_materialized_backwards`` in torch/_functorch/partitioners.py).
+What it saves is in the loss, where Inductor writes the gradient of the logits over them. Both agree with the
+resident memory of a process on the CPU (tests/benchmarks/memory.py). What no formula knows (segment rounding,
+library workspaces, the context) is learned from probes: see :func:`correct`.
 """
 
 import math
@@ -16,8 +19,9 @@ import torch
 
 from train.config import TrainConfig
 from train.flops import matmul_parameters
+from train.losses import pieces
 from train.model import parameter_count
-from train.rules import SIXTEEN_BITS, divisors
+from train.rules import SIXTEEN_BITS, WHOLE_GRAPH, divisors
 
 WORKSPACE = {"cuda": 32 * 2**20, "cpu": 0}
 """cuBLAS keeps this beside the tensors (torch's default on Hopper; 8 MiB before it)."""
@@ -73,9 +77,9 @@ class TokenSizes:
     working: float
     """Gradients in flight during a block's backward pass, less what it has freed by then."""
     ends: float
-    """The final norm's input, the head's input, ids."""
+    """The final norm's input, the head's input and in the fused loss its gradient, ids."""
     loss: float
-    """Logits, their logarithmic softmax and its gradient, before any chunking."""
+    """Logits, and what is made of them at a time, of a token in the piece of the loss that is computed."""
 
 
 def predict_peak(config: TrainConfig) -> Anatomy:
@@ -85,7 +89,7 @@ def predict_peak(config: TrainConfig) -> Anatomy:
     parameters = _parameters(model)
     head_parameters = model.padded_vocabulary * model.width
     tokens = config.micro_batch * model.context_length
-    chunks = _chunks(config)
+    chunks = _pieces(config)
     sizes = token_sizes(config, kind)
     one = 2 if config.optimizer == "adamw-bf16" else 4  # bytes of a weight, and of its gradient
     shards = config.workers if config.shard else 1
@@ -98,23 +102,40 @@ def predict_peak(config: TrainConfig) -> Anatomy:
     accumulated = all_gradients if config.accumulation > 1 else 0
     saved = layers * (tokens * sizes.kept + (0 if remade else mask))
     again = tokens * (sizes.block - sizes.kept) + (mask if remade else 0)
-    ends = tokens * (sizes.ends + 4 * model.width * (chunks - 1) / chunks)  # chunks that are done leave gradients
     head, head_cast = one * head_parameters, cast * head_parameters
-    pieces = chunks > 1
+    product = 2 if _half(config, kind) else 4
+    logits = tokens * sizes.loss / max(1, chunks)
+    # The fused loss sums the head's gradient up in fp32 while it computes, in 16 bits a piece's share beside it.
+    summed = 4 * head_parameters if chunks else 0
+    if chunks and product == 2:
+        logits = max(logits, tokens * product * model.padded_vocabulary / chunks + product * head_parameters)
+    whole = config.compile in WHOLE_GRAPH
+    # A tied head's gradient waits for the embedding's; autograd adds the two, and both to what has been accumulated.
+    waiting = head if model.tied or not accumulated else 0
+    sums = head * (2 * model.tied + bool(accumulated))
+    at_the_end = all_gradients
+    if whole:  # whose gradients come all at once, and the embedding's within
+        sums, at_the_end = head * model.tied, all_gradients + accumulated
+    # Inductor computes a tied head's gradient last, in one operation that adds it to the embedding's.
+    late = whole and not chunks and model.tied and product == one
+    kept_logits = tokens * product * (model.padded_vocabulary + model.width) * late
 
     # (gradients, casts, activations, logits, working) at each moment that can be the worst.
     moments = {
         "the loss's backward pass": (
-            accumulated + (head - head_cast) * pieces, casts + head_cast, saved + ends, tokens * sizes.loss / chunks, 0,
+            accumulated + summed, casts + head_cast, saved + tokens * sizes.ends, logits, 0,
         ),
-        "the sum of the chunks' gradients": (
-            accumulated + head * pieces, casts + head_cast, saved + ends, 0, (2 * head - head_cast) * pieces,
+        "the scaling of the loss's gradients": (
+            accumulated + summed, casts, saved + tokens * sizes.ends, 0, summed * (config.compile == "off"),
         ),
         "the last block's backward pass": (
-            max(accumulated, head), casts, saved + again, 0, tokens * sizes.working,
+            accumulated + waiting, casts, saved + again, kept_logits, tokens * sizes.working,
         ),
         "the first block's backward pass": (
-            all_gradients, casts, tokens * sizes.block + mask, 0, tokens * sizes.working,
+            at_the_end, casts, tokens * sizes.block + mask, kept_logits, tokens * sizes.working,
+        ),
+        "the embeddings' backward pass": (
+            at_the_end, 0, 0, kept_logits, sums,
         ),
         "the optimizer's step": (
             all_gradients, 0, 0, 0, all_gradients if config.optimizer == "adamw" else 0,
@@ -140,12 +161,13 @@ def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
     """Bytes a token, with D the width: the residual stream is fp32 unless activations are bf16 throughout."""
     model = config.model
     width, scores = model.width, model.heads * model.context_length
-    half, eager = _half(config, kind), config.compile == "off"
+    half, eager, fused = _half(config, kind), config.compile == "off", _pieces(config) > 0
     product = 2 if half else 4
     stream = 2 if config.precision == "bf16-activations" else 4
     matmuls = product * width * (3 + 1 + 4)  # queries, keys, values; attention's output; the wide layer's output
-    norms = 2 * (stream * width + 8)  # each keeps its input, a mean and a deviation
-    between = product * width * (1 + 1 + 4) if eager else 0  # what norms and GELU gave to the products behind them
+    # Each norm keeps its input, a mean and a deviation; in a block compiled alone the second keeps what is added.
+    norms = stream * width + (product if config.compile == "blocks" else stream) * width + 16
+    between = product * width * (1 + 1 + 4)  # what norms and GELU gave to the products behind them
     attention, attention_working = 4.0 * model.heads, 0.0  # flash keeps the logarithm of each row's sum
     noise = 1 if kind == "cuda" else product  # CUDA's dropout keeps a mask of bytes, the CPU's a mask of factors
     dropped = (2 * width * noise) if model.dropout else 0
@@ -162,16 +184,23 @@ def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
     }[config.checkpointing]
     if config.checkpointing == "selective" and _materialises(config, kind):
         kept -= product * width
-    # GELU's gradient comes in and goes out; in eager execution the input of the product behind it is freed.
-    feed_forward_working = stream * width + 4 * width * product * (1 if eager else 2)
+    # GELU's gradient comes in and goes out, where eager execution has freed the input of the product behind it and
+    # compiled code writes one over the other.
+    feed_forward_working = stream * width + 4 * width * product
     embedding = (1 if kind == "cuda" else 4) * width if model.dropout else 0
-    head_input = 4 if config.loss_chunks > 1 and stream == 4 else product
+    head_input, logits = product, 12 if eager else product
+    if fused:
+        head_input += product  # its gradient
+        if eager:
+            head_input += stream if stream != product else 0  # what the norm gave, before it was cast
+            # Beside a piece's logits are their logarithmic softmax, and on the CPU in fp32 what it is computed from.
+            logits = product + 4 + (4 if half and kind == "cpu" else 0)
     return TokenSizes(
         block=block,
         kept=kept,
         working=max(feed_forward_working, attention_working),
         ends=stream * width + head_input * width + 16 + embedding,
-        loss=model.padded_vocabulary * (12 if eager else 2 * product),
+        loss=model.padded_vocabulary * logits,
     )
 
 
@@ -184,11 +213,9 @@ def optimizer_bytes(config: TrainConfig, parameters: int) -> int:
     return each[config.optimizer] * parameters
 
 
-def _chunks(config: TrainConfig) -> int:
-    """Pieces of the head's work; torch's fused loss takes about two widths of tokens a piece."""
-    if config.loss == "fused":
-        return max(1, config.micro_batch * config.model.context_length // (2 * config.model.width))
-    return config.loss_chunks
+def _pieces(config: TrainConfig) -> int:
+    """Pieces of the fused loss; 0 for the plain one."""
+    return pieces(config.loss, config.loss_chunks, config.micro_batch * config.model.context_length)
 
 
 def _materialises(config: TrainConfig, kind: str) -> bool:

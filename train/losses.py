@@ -61,9 +61,10 @@ def _fused(
     hidden_gradient = torch.empty_like(hidden if training else hidden[:0])
     head_gradient = torch.zeros_like(head if training else head[:0], dtype=exact)
     size = -(-len(targets) // chunks)
+    buffer = hidden.new_empty(size, len(head))
     parts = zip(hidden.split(size), targets[:, None].split(size), range(0, len(targets), size), strict=True)
     for part, wanted, start in parts:
-        logits = part @ weight.t()
+        logits = torch.mm(part, weight.t(), out=buffer[: len(part)])
         found = overwrite(logits, wanted)
         total -= found.sum()
         if not training:

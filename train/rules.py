@@ -20,6 +20,8 @@ FUSED_ATTENTION = ("flash", "cudnn", "efficient")
 SIXTEEN_BITS = ("fp16", "bf16", "bf16-activations")
 HABITS = ("sync", "zero", "copy", "collect", "pages")
 TORCHAO_OPTIMIZERS = ("adamw-8bit", "adamw-bf16")
+WHOLE_GRAPH = ("whole", "max-autotune", "reduce-overhead")
+"""Settings of ``--compile`` that make one graph of the model."""
 
 
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -168,7 +170,7 @@ def _pairs(config: "TrainConfig"):
     model, device = config.model, config.device
     attention, precision, optimizer = config.attention, config.precision, config.optimizer
     on_cpu = ("device", device == "cpu")
-    whole = ("compile", config.compile in ("whole", "max-autotune", "reduce-overhead"))
+    whole = ("compile", config.compile in WHOLE_GRAPH)
     yield ("precision", precision == "fp16"), on_cpu, "loss scaling needs a GPU; use bf16 or fp32"
     yield ("attention", attention in (*FUSED_ATTENTION, "flex")), on_cpu, "a CPU has manual and sdpa"
     fp32_only = ("precision", precision in ("fp32", "tf32"))

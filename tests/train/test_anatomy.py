@@ -20,6 +20,8 @@ from train.model import GPT
 from train.optimizers import make_optimizer
 
 MODEL = replace(PRESETS["small"], layers=2, context_length=256, vocabulary=8000, padded_vocabulary=8064)
+WIDE_HEAD = replace(MODEL, layers=1, context_length=16, vocabulary=20000, padded_vocabulary=20000)
+"""Its peak is where the embeddings' gradient meets the head's."""
 BASE = TrainConfig(
     model=MODEL, micro_batch=4, global_batch=4, precision="fp32", attention="sdpa", device="cpu", steps=1
 )
@@ -33,7 +35,6 @@ def tracked_peak(config: TrainConfig) -> int:
             config.model,
             attention=ATTENTION[config.attention],
             checkpointing=config.checkpointing,
-            loss_chunks=config.loss_chunks,
             activations=stream,
         )
         optimizer = make_optimizer(model, config)
@@ -64,7 +65,9 @@ def tracked_peak(config: TrainConfig) -> int:
         {"precision": "bf16-activations"},
         {"precision": "bf16", "checkpointing": "full", "global_batch": 8},
         {"checkpointing": "selective"},
-        {"loss_chunks": 8, "micro_batch": 8, "global_batch": 8},
+        {"model": WIDE_HEAD, "micro_batch": 1, "global_batch": 1},
+        {"model": WIDE_HEAD, "micro_batch": 1, "global_batch": 2},
+        {"model": replace(WIDE_HEAD, tied=False), "micro_batch": 1, "global_batch": 2},
         {"model": replace(MODEL, tied=False, dropout=0.1), "attention": "manual"},
     ],
     ids=lambda changes: " ".join(changes) or "fp32",
@@ -119,10 +122,18 @@ def test_what_saves_memory_saves_memory() -> None:
         assert predict_peak(replace(config, **changes)).total < plain, changes
 
 
-def test_parts_add_up() -> None:
-    found = predict_peak(BASE)
-    assert sum(found.parts().values()) == found.total
-    assert found.allocated < found.total
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_and_optimizer_are_those_of_a_real_one(tied: bool) -> None:
+    config = replace(BASE, model=replace(MODEL, tied=tied))
+    model = GPT(config.model)
+    optimizer = make_optimizer(model, config)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    found = predict_peak(config)
+    assert found.weights == sum(parameter.nbytes for parameter in model.parameters())
+    assert found.optimizer == sum(moment.nbytes for moment in moments)
 
 
 @pytest.mark.gpu

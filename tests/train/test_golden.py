@@ -14,7 +14,6 @@ from train.climb import native_bf16
 from train.config import Cycle, ModelConfig, TrainConfig
 from train.data import ShardData
 from train.loop import Trainer
-from train.losses import HAS_FUSED
 from train.model import GPT
 from train.optimizers import make_optimizer, set_rate
 from train.rules import TORCHAO_OPTIMIZERS
@@ -61,7 +60,7 @@ def golden(plain: TrainConfig) -> list[float]:
         {"optimizer": "adamw-fused"},
         {"naive": ("sync", "zero", "copy", "collect")},
         {"loader_workers": 2},
-        pytest.param({"loss": "fused"}, marks=pytest.mark.skipif(not HAS_FUSED, reason="torch 2.13 has it")),
+        {"loss": "fused"},
         {"micro_batch": 4, "checkpointing": "full", "loss_chunks": 4, "attention": "sdpa", "optimizer": "adamw-fused"},
     ],
     ids=lambda changes: " ".join(changes),

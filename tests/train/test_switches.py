@@ -29,7 +29,6 @@ from train.config import (
 )
 from train.execution import build, keep_compiled_attention, settle
 from train.loop import Trainer
-from train.losses import HAS_FUSED, fused, plain
 from train.optimizers import learning_rate
 from train.result import CycleReport
 
@@ -72,33 +71,17 @@ def batch_of(model: ModelConfig) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_gradients_stay_the_same(config: TrainConfig, change: dict[str, Any], dropout: float) -> None:
-    if change.get("loss") == "fused" and not HAS_FUSED:
-        pytest.skip("torch has no fused loss")
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_stay_the_same(config: TrainConfig, change: dict[str, Any], dropout: float, tied: bool) -> None:
     if dropout and "attention" in change:
         pytest.skip("another kernel draws other random numbers")
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=dropout))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=dropout, tied=tied))
     tokens = batch_of(config.model)
     expected, plain = gradients(config, tokens)
     loss, changed = gradients(dataclasses.replace(config, **change), tokens)
     assert loss == pytest.approx(expected, rel=1e-5)
     for name, gradient in plain.items():
         torch.testing.assert_close(changed[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
-
-
-@pytest.mark.skipif(not HAS_FUSED, reason="torch 2.13 has it")
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_the_fused_loss_of_16_bits_is_the_plain_one(kind: torch.dtype) -> None:
-    """Sixty-four chunks, whose losses add up to 7.4 in bf16 where 7.0 is right; scaled as fp16's is."""
-    torch.manual_seed(0)
-    hidden = torch.randn(1, 1024, 16).to(kind).requires_grad_()
-    head = torch.randn(1024, 16).mul(0.1).to(kind).requires_grad_()
-    targets = torch.randint(0, 1024, (1, 1024))
-    expected, found = plain(hidden.float(), head.float(), targets), fused(hidden, head, targets)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-3)
-    exact = torch.autograd.grad(expected * 2**16, (hidden, head))
-    for ours, right in zip(torch.autograd.grad(found * 2**16, (hidden, head)), exact, strict=True):
-        assert (ours - right).norm() < 0.03 * right.norm()
 
 
 def test_masked_attention_stays_within_a_book(config: TrainConfig) -> None:
@@ -126,13 +109,17 @@ def test_mask_books_is_the_same_in_both_attentions(config: TrainConfig) -> None:
 
 @pytest.mark.parametrize("compile", ["blocks", "whole"])
 def test_compiled_code_computes_the_same(config: TrainConfig, compile: str) -> None:
+    """With the loss in pieces, validation included: without, all would be torch's own."""
+
     def losses(config: TrainConfig) -> list[float]:
         reports: list[CycleReport] = []
         Trainer(config, on_cycle=reports.append).run()
-        return reports[0].step_losses
+        assert reports[0].val_loss is not None
+        return [*reports[0].step_losses, reports[0].val_loss]
 
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, layers=1))
-    assert losses(dataclasses.replace(config, compile=compile)) == pytest.approx(losses(config), rel=1e-4)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, layers=1), micro_batch=2)
+    changed = dataclasses.replace(config, compile=compile, loss_chunks=2)
+    assert losses(changed) == pytest.approx(losses(config), rel=1e-4)
 
 
 def test_a_new_process_finds_compiled_attention_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +242,7 @@ def test_a_tenth_of_a_short_time_warms_up() -> None:
         {"mask_books": True}, {"precision": "bf16-activations"}, {"precision": "fp16"}, {"precision": "tf32"},
         {"compile": "whole"}, {"compile": "blocks"}, {"compile": "max-autotune"}, {"compile": "reduce-overhead"},
         {"compile": "whole", "checkpointing": "selective"}, {"fp8": True},
-        pytest.param({"loss": "fused"}, marks=pytest.mark.skipif(not HAS_FUSED, reason="torch 2.13 has it")),
+        {"loss": "fused"}, {"loss_chunks": 2, "compile": "whole"},
         {"optimizer": "adamw-8bit"}, {"optimizer": "adamw-bf16", "precision": "bf16-activations"},
     ],
     ids=str,
