@@ -1,18 +1,21 @@
 """Checkpoints: whole or absent, the newest sound one is found, and a state that is no good is never kept."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from infra.command import UserError
+from train import checkpoint
+from train.checkpoint import Checkpoints, Snapshot, snapshot, write
 from train.config import Cycle, ModelConfig, TrainConfig
 from train.cycle import trouble
 from train.folder import RunFolder, find_run, make, new_folder
 from train.loop import Trainer
-from train.progress import checkpoints_in, newest
+from train.progress import Progress, checkpoints_in, damage, newest
 from train.report import print_result
 from train.result import CycleReport
 
@@ -175,6 +178,92 @@ def test_a_resumed_run_decays_as_it_is_told_now(config: TrainConfig, tmp_path: P
     groups = Trainer(told, resume=Path(saved)).optimizer.param_groups
     assert {group["weight_decay"] for group in groups} == {0.5, 0.0}
     assert {group["betas"] for group in groups} == {(0.9, 0.999)}
+
+
+@pytest.fixture
+def taken(config: TrainConfig) -> tuple[Snapshot, Progress]:
+    """A state of two steps, two of whose losses are not yet reported, and its place."""
+    trainer = Trainer(dataclasses.replace(config, steps=2))
+    trainer.run()
+    state = snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0, 6.0]))
+    return state, Progress(2, 8, 0, None, 0, 1.0, "fingerprint", "vocabulary", config.to_json())
+
+
+@pytest.mark.parametrize("wrong", ["", "weights", "losses"])
+def test_a_state_that_is_no_good_is_not_written(tmp_path: Path, taken: tuple[Snapshot, Progress], wrong: str) -> None:
+    """The last good one stays: infinite weights whose loss is not yet known, or a loss that is a spike."""
+    state, progress = taken
+    good = Checkpoints(tmp_path, 1)
+    good.save(state, dataclasses.replace(progress, step=1), lambda losses: losses == [5.0, 6.0])
+    first = good.wait()
+    if wrong == "weights":
+        state.weights["norm.weight"][3] = float("inf")
+    good.save(state, progress, lambda losses: wrong != "losses")
+    assert good.wait() == (tmp_path / "step-00000002" if not wrong else first)
+    assert steps_kept(tmp_path) == [1 if wrong else 2]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, taken: tuple[Snapshot, Progress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[int] = []
+    sync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        order.append(os.fstat(descriptor).st_ino)
+        if order[-1] != tmp_path.stat().st_ino:
+            assert steps_kept(tmp_path) == []
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    made = write(tmp_path, *taken)
+    files = {path.name: path.stat().st_ino for path in made.iterdir()}
+    assert set(files) == {"model.safetensors", "state.pt", "progress.json"}
+    assert set(files.values()) <= set(order)
+    assert order.index(files["progress.json"]) > max(map(order.index, (files["model.safetensors"], files["state.pt"])))
+    assert order[-1] == tmp_path.stat().st_ino, "the folder's own entry last"
+
+
+def test_weights_that_read_back_otherwise_are_refused_and_removed(
+    tmp_path: Path, taken: tuple[Snapshot, Progress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that loses a bit: the file is written with another value than it was given."""
+    state, progress = taken
+    checkpoints = Checkpoints(tmp_path, 2)
+
+    def losing(weights: dict[str, torch.Tensor], path: Path) -> None:
+        save_file(weights | {"norm.weight": weights["norm.weight"] + 1}, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", losing)
+    checkpoints.save(state, progress, lambda losses: True)
+    with pytest.raises(UserError, match="reads back otherwise than it was written"):
+        checkpoints.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_snapshot_is_of_its_moment(config: TrainConfig) -> None:
+    """It is written while training goes on over the same tensors."""
+    trainer = Trainer(dataclasses.replace(config, steps=2))
+    trainer.run()
+    taken = snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0]))
+    weight = taken.weights["norm.weight"].clone()
+    moment = taken.state["optimizer"]["state"][0]["exp_avg"].clone()
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(1)
+        for values in trainer.optimizer.state.values():
+            values["exp_avg"].add_(1)
+    assert torch.equal(taken.weights["norm.weight"], weight)
+    assert torch.equal(taken.state["optimizer"]["state"][0]["exp_avg"], moment)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "state.pt"])
+def test_a_checkpoint_without_one_of_its_files_is_damaged(
+    tmp_path: Path, taken: tuple[Snapshot, Progress], file: str
+) -> None:
+    (write(tmp_path, *taken) / file).unlink()
+    assert damage(tmp_path / "step-00000002") == f"{file} is missing"
+    assert newest(tmp_path) is None
 
 
 def test_the_loss_scale_continues(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,17 +9,21 @@ import mlflow
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
+from safetensors.torch import save_file
 from transformers import GPT2LMHeadModel, GPT2Tokenizer
 
 from infra.command import UserError
 from infra.tracking import Tracker, create_run
 from pipeline.encoding import VOCABULARY_SHA256
-from train.config import Cycle, ModelConfig, TrainConfig
+from pipeline.shards import END_OF_TEXT, checksum
+from train import hugging_face
+from train.config import Cycle, ModelConfig, TrainConfig, config_from_json
 from train.export import ExportConfig, export
 from train.folder import RunFolder, find_checkpoint
 from train.generate import GenerateConfig, generate
-from train.hugging_face import write_model
+from train.hugging_face import model_card, write_model
 from train.loop import Trainer
+from train.model import GPT
 from train.progress import read_progress
 from train.sampling import load_model, sample
 from train.text import to_ids, to_text, token_bytes, tokenizer_files
@@ -82,6 +86,80 @@ def test_a_registered_model_has_a_signature_and_the_same_logits(
     torch.testing.assert_close(torch.tensor(loaded.predict(tokens.numpy())), expected, atol=1e-5, rtol=1e-5)
 
 
+def as_gpt2s(saved: Path, folder: Path) -> Path:
+    """The checkpoint as if its model knew GPT-2's ids, without training at that size."""
+    progress = read_progress(saved)
+    model = ModelConfig(layers=1, heads=1, width=16, context_length=32)
+    (folder / "checkpoints").mkdir(parents=True)
+    changed = folder / "checkpoints" / saved.name
+    changed.mkdir()
+    weights = {name: value for name, value in GPT(model).state_dict().items() if name != "head.weight"}
+    save_file(weights, changed / "model.safetensors")
+    config = config_from_json(progress.config, "test")
+    told = dataclasses.replace(
+        progress, config=dataclasses.replace(config, model=model).to_json(), vocabulary_sha256=VOCABULARY_SHA256,
+        files={"model.safetensors": checksum(changed / "model.safetensors")},
+    )  # fmt: skip
+    (changed / "progress.json").write_text(json.dumps(dataclasses.asdict(told)))
+    return changed
+
+
+def test_the_card_tells_what_the_model_is_and_nothing_of_who_trained_it(
+    small_shards: Path, small_model: ModelConfig, tmp_path: Path
+) -> None:
+    saved = trained(small_shards, small_model, tmp_path)
+    progress = json.loads((saved / "progress.json").read_text())
+    progress["config"]["copy_to"] = "s3://a-teams-bucket/kept"
+    (saved / "progress.json").write_text(json.dumps(progress))
+    result = tmp_path / "result.json"
+    for steps, told in ((5, True), (9, False)):
+        result.write_text(json.dumps({"steps": steps, "val_loss": 4.321, "device": "cpu"}))
+        card = model_card(read_progress(saved), saved)
+        assert ("| validation loss (nats a token) | 4.321 |" in card) is told, "of the step that is exported alone"
+        assert ("| trained on | cpu |" in card) is told
+    assert "| steps | 5 |" in card
+    assert f"| training tokens | {5 * 4 * 32} |" in card
+    assert '"copy_to"' not in card
+    assert "a-teams-bucket" not in card
+    assert str(small_shards) not in card
+    assert small_shards.name in card
+
+
+def test_a_model_of_gpt2s_ids_has_its_tokenizer_and_writes(
+    small_shards: Path, small_model: ModelConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foreign = trained(small_shards, small_model, tmp_path / "small")
+    saved = as_gpt2s(foreign, tmp_path / "gpt2")
+    write_model(saved, tmp_path / "exported")
+    assert GPT2Tokenizer.from_pretrained(tmp_path / "exported").encode("It was") == to_ids("It was")
+    write_model(foreign, tmp_path / "foreign")
+    assert not (tmp_path / "foreign" / "vocab.json").exists()
+
+    model = load_model(saved)[0]
+    asked = GenerateConfig(checkpoint=str(saved), prompt="It was", tokens=12, seed=3)
+    assert generate(asked) == 0
+    beginning = [END_OF_TEXT, *to_ids("It was")]
+    expected = to_text(sample(model, beginning, 12, seed=3))
+    assert "".join(capsys.readouterr().out.split()) == "".join(f"It was{expected}".split())
+    assert expected != to_text(sample(model, beginning, 12, seed=0))
+    assert expected != to_text(sample(model, beginning[1:], 12, seed=3))
+
+
+def test_an_export_onto_a_full_disk_leaves_nothing(
+    small_shards: Path, small_model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = trained(small_shards, small_model, tmp_path)
+
+    def full(path: Path, value: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hugging_face, "write_json", full)
+    (tmp_path / "models").mkdir()
+    with pytest.raises(UserError, match=r"--to .* could not be written .*No space left on device.*: make room"):
+        write_model(saved, tmp_path / "models" / "one")
+    assert list((tmp_path / "models").iterdir()) == []
+
+
 def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--to .* exists already"):
         export(ExportConfig(checkpoint="any", to=tmp_path))
@@ -131,6 +209,8 @@ def test_bytes_are_counted_by_token() -> None:
     assert lengths is not None
     text = "naïve 日本 and so on"
     assert lengths[to_ids(text)].sum() == len(text.encode())
+    assert len(lengths) == END_OF_TEXT + 1
+    assert lengths[END_OF_TEXT] == 0, "the end of a book is no text"
     assert token_bytes("another") is None
 
 

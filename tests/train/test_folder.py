@@ -1,12 +1,18 @@
 """A run's log of cycles: what the driver follows while the worker appends, is killed, and begins again further back."""
 
 import json
+import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from train.folder import Follower, RunFolder
+from infra.command import UserError
+from infra.run_key import RunKey
+from infra.storage import write_json
+from train.folder import Follower, RunFolder, find_checkpoint, find_run, new_folder
+from train.progress import Progress
 from train.result import CycleReport
 
 
@@ -107,3 +113,63 @@ def test_rewinding_forgets_later_cycles_and_a_line_cut_short(home: RunFolder) ->
     assert steps([json.loads(line) for line in home.cycles.read_text().splitlines()]) == [10, 20, 30]
     home.rewind(20)
     assert steps([json.loads(line) for line in home.cycles.read_text().splitlines()]) == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("left", "finished"),
+    [('{"outcome": "finished"}', True), ('{"outcome": "diverged"}', False), ('{"outcome": "interrupted"}', False),
+     ('{"outcome": "oom"}', False), ('{"outcome', False), ("[]", False), (None, False)],
+)  # fmt: skip
+def test_only_a_finished_run_is_finished(home: RunFolder, left: str | None, finished: bool) -> None:
+    if left is not None:
+        home.result.write_text(left)
+    assert home.is_finished() is finished
+
+
+def test_the_key_of_a_run_is_found_again(home: RunFolder) -> None:
+    assert home.key() is None
+    key = RunKey("sqlite:///mlflow.db", "1", "abc", "/journal")
+    home.keep_key(key)
+    assert home.key() == key
+
+
+def test_a_cycle_is_on_the_disk_when_it_is_told(home: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[int, int]] = []
+    sync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        sync(descriptor)
+        synced.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    home.append(report(10))
+    assert synced == [(home.cycles.stat().st_ino, home.cycles.stat().st_size)]
+
+
+def test_a_run_continues_from_its_newest_checkpoint_alone(tmp_path: Path) -> None:
+    """One before it can be asked, but to train on from there would leave those behind it to be mistaken for its own."""
+    checkpoints = RunFolder(tmp_path / "one").checkpoints
+    for step in (10, 20):
+        folder = checkpoints / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        write_json(folder / "progress.json", asdict(Progress(step, 0, 0, None, 0, 0.0, "", "", {})))
+    (tmp_path / "one" / "config.json").touch()
+    older, newer = checkpoints / "step-00000010", checkpoints / "step-00000020"
+    with pytest.raises(UserError, match="is not the newest checkpoint of its run: remove those behind it, up to step-"):
+        find_run(str(older), tmp_path)
+    for named in ("one", str(tmp_path / "one"), str(newer)):
+        assert find_run(named, tmp_path).path == (tmp_path / "one").resolve()
+        assert find_checkpoint(named, tmp_path).resolve() == newer.resolve()
+    assert find_checkpoint(str(older), tmp_path) == older
+    newer.joinpath("progress.json").unlink()
+    assert find_checkpoint("one", tmp_path).resolve() == older.resolve()
+
+
+def test_a_folder_that_a_command_only_began_may_be_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    folder.mkdir()
+    (folder / "lock").touch()
+    assert new_folder(tmp_path, "one", begun=["lock", "config.json"]) == folder.resolve()
+    for begun in ([], ["config.json"]):
+        with pytest.raises(UserError, match="exists already: continue it with --resume one, or give another --name"):
+            new_folder(tmp_path, "one", begun=begun)

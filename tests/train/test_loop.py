@@ -110,7 +110,7 @@ def test_an_interrupted_cycle_counts_in_the_speed(config: TrainConfig) -> None:
 
 
 def test_without_an_end_an_epoch_is_trained(config: TrainConfig) -> None:
-    trainer = Trainer(dataclasses.replace(config, steps=None, global_batch=128, micro_batch=128, cycle=Cycle(20, 0)))
+    trainer = Trainer(dataclasses.replace(config, steps=None, global_batch=128, micro_batch=64, cycle=Cycle(20, 0)))
     result = trainer.run()
     windows = trainer.data.epoch_windows
     assert windows

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from train import recompute
 from train.config import PRESETS, ModelConfig
 from train.model import GPT, parameter_count
 
@@ -122,3 +124,67 @@ def test_attention_never_looks_ahead(small_model: ModelConfig) -> None:
         before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[:, :20], after[:, :20])
     assert not torch.allclose(before[:, 20:], after[:, 20:])
+
+
+def test_residual_layers_start_smaller_the_deeper_the_model(small_model: ModelConfig) -> None:
+    """GPT-2, section 2.3: by one over the square root of their number, two a block."""
+    torch.manual_seed(0)
+    model = GPT(dataclasses.replace(small_model, layers=8, width=64))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            expected = 0.02 / 4 if name.endswith("projection.weight") else 0.02
+            assert parameter.std().item() == pytest.approx(expected, rel=0.1), name
+
+
+def test_dropout_is_where_gpt2_has_it(small_model: ModelConfig) -> None:
+    """Behind the embeddings and both layers of every block, and on the weights of attention; nowhere in ``eval``."""
+    torch.manual_seed(0)
+    asked: list[float] = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Any) -> Tensor:
+        asked.append(dropout)
+        return v
+
+    model = GPT(dataclasses.replace(small_model, dropout=0.25), attention=attention)
+    zeros: list[float] = []
+    model.blocks[0].register_forward_pre_hook(lambda _, inputs: zeros.append((inputs[0] == 0).float().mean().item()))
+    for block in model.blocks:
+        for part in (block.attention, block.feed_forward):
+            part.register_forward_hook(lambda *passed: zeros.append((passed[-1] == 0).float().mean().item()))
+    model(torch.randint(0, 257, (16, 32)))
+    assert zeros == pytest.approx([0.25] * 5, abs=0.02)
+    assert asked == [0.25, 0.25]
+    zeros.clear()
+    asked.clear()
+    model.eval()(torch.randint(0, 257, (16, 32)))
+    assert zeros == pytest.approx([0.0] * 5, abs=1e-3)
+    assert asked == [0.0, 0.0]
+
+
+def test_activations_have_the_type_that_is_asked_for(small_model: ModelConfig) -> None:
+    model = GPT(small_model, activations=torch.bfloat16)
+    assert model.hidden(torch.zeros(1, 8, dtype=torch.int64)).dtype == torch.bfloat16
+    assert model(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)).dtype == torch.float32
+    assert GPT(small_model).hidden(torch.zeros(1, 8, dtype=torch.int64)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_only_training_computes_again(small_model: ModelConfig, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    calls: list[str] = []
+
+    def watched(name: str) -> Callable[..., Tensor]:
+        again = getattr(recompute, name)
+
+        def run(*arguments: Any, **named: Any) -> Tensor:
+            calls.append(name)
+            return again(*arguments, **named)
+
+        return run
+
+    for name in ("full", "selective"):
+        monkeypatch.setattr(recompute, name, watched(name))
+    model, tokens = GPT(small_model, checkpointing=kind), torch.zeros(1, 8, dtype=torch.int64)
+    model.eval()(tokens)
+    assert calls == []
+    model.train()(tokens)
+    assert calls == [kind] * small_model.layers

@@ -51,6 +51,15 @@ def test_a_price_without_a_speed_is_refused() -> None:
         PlanOptions(price=2.0)
 
 
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_speed_or_price_that_is_none_is_refused(value: float) -> None:
+    with pytest.raises(UserError, match=r"^--tokens-per-second .* must be above 0"):
+        PlanOptions(tokens_per_second=value)
+    with pytest.raises(UserError, match=r"^--price .* must be above 0"):
+        PlanOptions(tokens_per_second=100.0, price=value)
+    assert PlanOptions(tokens_per_second=100.0, price=2.0).price == 2.0
+
+
 def test_the_command_refuses_a_size_without_a_unit() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "train.plan", "--memory-limit", "40"], capture_output=True, text=True, timeout=120

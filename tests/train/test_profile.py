@@ -20,7 +20,7 @@ from train import intensity, memory_timeline, profile, recording
 from train.batches import NEXT_BATCH
 from train.config import ModelConfig, TrainConfig
 from train.model import GPT
-from train.trace import analyse, attention_kernel, findings, idle_gaps, kind_of
+from train.trace import FORWARD, analyse, attention_kernel, findings, idle_gaps, kind_of
 
 MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
 
@@ -116,6 +116,82 @@ def test_waits_in_the_loop_are_a_finding_with_their_cost() -> None:
     quiet = [event("nvjet_gemm", 0, 5000, gpu), event("nvjet_gemm", 5000, 10000, gpu)]
     found = findings(analyse(quiet, 1, 0.010, cuda=True), optimizer="adamw-fused", compiled=True, cuda=True)
     assert not any("item" in line or "idle" in line for line in found)
+
+
+def event(name: str, start: float, end: float, kind: DeviceType = DeviceType.CUDA, inside: float = 0.0) -> Any:
+    """One of torch's events, in microseconds, of which ``inside`` were spent in others."""
+    span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+    return SimpleNamespace(
+        name=name, time_range=span, device_type=kind, is_user_annotation=False, cpu_time_total=end - start,
+        self_cpu_time_total=end - start - inside, device_time_total=end - start,
+    )  # fmt: skip
+
+
+def test_a_profile_is_of_one_step() -> None:
+    """Of two recorded ones, of 10 ms each: all but the calls and times of the kernels is per step."""
+    host = DeviceType.CPU
+    once = [
+        event("nvjet_gemm", 0, 4000), event("multi_tensor_apply_kernel", 6000, 10000),
+        event(FORWARD, 0, 2000, host), event("autograd::engine::evaluate_function: Mm", 2000, 5000, host),
+        event(NEXT_BATCH, 5000, 5500, host), event("cudaMemcpyAsync", 5600, 5700, host),
+        event("cudaStreamSynchronize", 7000, 8000, host),
+    ]  # fmt: skip
+    later = [
+        event(e.name, e.time_range.start + 10000, e.time_range.end + 10000, e.device_type) for e in once
+    ]  # fmt: skip
+    found = analyse([*once, *later], 2, 0.020, cuda=True)
+    assert found.step == 10.0
+    assert [(k.name, k.calls, k.milliseconds) for k in found.kernels] == [
+        ("nvjet_gemm", 2, 8.0), ("multi_tensor_apply_kernel", 2, 8.0)
+    ]  # fmt: skip
+    assert found.by_class == {"matmul": 4.0, "optimizer": 4.0}
+    assert (found.forward, found.backward, found.loader) == (2.0, 3.0, 0.5)
+    assert found.gaps == {"the loader": 2.0}
+    assert found.idle == 2.0
+    assert (found.waits, found.wait_calls) == (1.0, 1.0)
+
+
+def test_a_cpus_operators_count_without_what_they_call() -> None:
+    host = DeviceType.CPU
+    events = [event("aten::linear", 0, 5000, host, inside=4000), event("aten::addmm", 500, 4500, host),
+              event("aten::copy_", 6000, 8000, host)]  # fmt: skip
+    found = analyse(events, 1, 0.010, cuda=False)
+    assert [(kernel.name, kernel.milliseconds) for kernel in found.kernels] == [
+        ("aten::addmm", 4.0), ("aten::copy_", 2.0), ("aten::linear", 1.0)
+    ], "the costliest first"  # fmt: skip
+    assert list(found.by_class.items()) == [("matmul", 5.0), ("copies", 2.0)]
+
+
+def test_kernels_beside_each_other_leave_no_gap() -> None:
+    """The long one still runs where the short one has ended; a gap as short as a launch is none either."""
+    kernels = [event("long", 0, 1000), event("short", 100, 200), event("next", 1010, 1100), event("last", 1130, 1200)]
+    assert idle_gaps(kernels, []) == {"launching": 0.03}
+    copy = event("cudaMemcpyAsync", 1090, 1140, DeviceType.CPU)
+    assert idle_gaps(kernels, [copy]) == {"a copy": 0.03}
+
+
+@pytest.mark.parametrize(("written", "whole"), [('{"traceEvents": []}', True), ('{"traceEvents": [', False)])
+def test_a_trace_that_was_cut_short_is_a_full_disk(tmp_path: Path, written: str, whole: bool) -> None:
+    recorder: Any = SimpleNamespace(export_chrome_trace=lambda path: Path(path).write_text(written))
+    path = tmp_path / "trace.json.gz"
+    if whole:
+        recording._export(recorder, path)
+        assert gzip.decompress(path.read_bytes()).decode() == written
+    else:
+        with pytest.raises(OSError, match="No space left on device"):
+            recording._export(recorder, path)
+    assert [left.name for left in tmp_path.iterdir()] == (["trace.json.gz"] if whole else [])
+
+
+def test_the_steps_behind_the_warm_ones_are_recorded(
+    tmp_path: Path, small_shards: Path, small_model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_timeline, "draw", lambda *arguments: None)
+    config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=8, device="cpu", steps=3)
+    found, _ = recording.record(config, tmp_path)
+    assert found.steps == 2
+    calls = {kernel.name: kernel.calls for kernel in found.kernels}
+    assert calls["aten::embedding_dense_backward"] == 2 * 2 * 2, "two steps of two micro-batches, two embeddings"
 
 
 def test_contractions_are_the_most_intense(small_model: ModelConfig) -> None:

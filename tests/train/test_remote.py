@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow.fs
@@ -18,8 +20,8 @@ from mlflow.tracking import MlflowClient
 from infra.command import UserError
 from infra.storage import write_json
 from pipeline import files
-from train import checkpoint
-from train.config import Cycle, ModelConfig, TrainConfig
+from train import checkpoint, remote
+from train.config import Cycle, ModelConfig, TrainConfig, load_config
 from train.folder import RunFolder, find_run
 from train.loop import Trainer
 from train.progress import newest, read_progress
@@ -138,3 +140,69 @@ def test_a_storage_that_refuses_is_named(
     assert newest(tmp_path / "one" / "checkpoints")
     with pytest.raises(UserError, match=r"--copy-to elsewhere is no object storage"):
         dataclasses.replace(config, copy_to="elsewhere")
+
+
+class Watched:
+    """A storage that is used in an order."""
+
+    def __init__(self, system: pyarrow.fs.FileSystem) -> None:
+        self.system = system
+        self.did: list[tuple[str, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.did.append((name, str(arguments[0])))
+            return getattr(self.system, name)(*arguments, **named)
+
+        return call
+
+
+def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every moment: it comes last and goes first. A folder on the disk stands for the storage."""
+    storage = Watched(pyarrow.fs.LocalFileSystem())
+    monkeypatch.setattr(remote, "locate", lambda uri: (storage, str(tmp_path / "kept")))
+    monkeypatch.setattr(remote, "store", lambda file, system, target: _copy(file, storage, target))
+    run = RunFolder(tmp_path / "one")
+    for step in (5, 10):
+        made = run.checkpoints / f"step-{step:08d}"
+        made.mkdir(parents=True)
+        for name in ("model.safetensors", "progress.json", "state.pt"):
+            (made / name).write_text(f"{name} of {step}")
+        run.cycles.write_text("a cycle")
+        remote.upload(made, "one", "s3://kept", keep=1)
+    stored = [Path(path).name for did, path in storage.did if did == "store"]
+    assert [stored[:4], stored[4:]] == [["cycles.jsonl", "model.safetensors", "state.pt", "progress.json"]] * 2
+    old = f"{tmp_path}/kept/one/step-00000005"
+    removed = [(did, path) for did, path in storage.did if did.startswith("delete")]
+    assert removed == [("delete_file", f"{old}/progress.json"), ("delete_dir", old)]
+    assert [path.name for path in (tmp_path / "kept" / "one").iterdir()] == ["step-00000010"]
+
+
+def _copy(file: Path, storage: Watched, target: str) -> None:
+    storage.did.append(("store", target))
+    Path(target).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(file, target)
+
+
+def test_a_copy_is_as_far_as_its_checkpoint(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cycles that were reported while it was copied are left out, and a damaged copy is named."""
+    kept, here = tmp_path / "kept" / "one", tmp_path / "there"
+    monkeypatch.setattr(remote, "locate", lambda uri: (pyarrow.fs.LocalFileSystem(), str(kept)))
+    home = RunFolder(kept.parent / "made")
+    Trainer(dataclasses.replace(config, steps=12), checkpoints=home.checkpoints).run()
+    found = newest(home.checkpoints)
+    assert found
+    assert read_progress(found).reported == 12
+    shutil.copytree(found, kept / found.name)
+    lines = [json.dumps({"step": step}) + "\n" for step in (10, 12, 20)]
+    (kept / found.name / "cycles.jsonl").write_text("".join(lines))
+    run = RunFolder(remote.download("s3://kept/one", here))
+    assert run.cycles.read_text() == "".join(lines[:2])
+    assert newest(run.checkpoints) == run.checkpoints / found.name
+    assert not (run.checkpoints / found.name / "cycles.jsonl").exists()
+    assert load_config(run.config) == dataclasses.replace(config, steps=12)
+    (kept / found.name / "state.pt").write_bytes(b"cut short")
+    with pytest.raises(UserError, match=r"step-00000012 is damaged there; remove it to go on from the one before"):
+        remote.download("s3://kept/one", tmp_path / "elsewhere")

@@ -109,6 +109,66 @@ def test_blocks_hold_every_window_of_the_stream_once(books: Path) -> None:
     assert windows.places[-2] == Place(position=count, epoch=1)
 
 
+def test_each_block_and_each_epoch_has_an_order_of_its_own() -> None:
+    """Of a single book, whose blocks would otherwise be visited alike."""
+    book = EncodedBook(piece=0, source="", book="one", tokens=np.arange(80 * LENGTH + 1, dtype=np.uint16), chars=1)
+    windows = StreamWindows(lambda epoch, piece: iter([book]), LENGTH, 0, 40 * LENGTH)
+    found = rows(windows, 0, 160)[:, 0] // LENGTH
+    blocks = [found[first : first + 40].tolist() for first in range(0, 160, 40)]
+    assert sorted(blocks[0] + blocks[1]) == sorted(blocks[2] + blocks[3]) == list(range(80))
+    orders = {tuple(number % 40 for number in block) for block in blocks}
+    assert len(orders) == 4
+
+
+def test_epochs_read_the_books_in_the_order_of_that_epoch(books: Path) -> None:
+    asked: list[tuple[int, int]] = []
+    stream = Inline([str(books)], 0, Reading())
+
+    def read(epoch: int, piece: int) -> Iterator[EncodedBook]:
+        asked.append((epoch, piece))
+        return (book for book in stream.read(epoch, piece) if not book.dropped)
+
+    windows = StreamWindows(read, LENGTH, 0, 40 * LENGTH)
+    rows(windows, 0, 1500)
+    assert asked == [(epoch, 0) for epoch in range(len(asked))]
+    assert len(asked) > 1
+
+
+def test_what_was_read_is_counted(config: TrainConfig) -> None:
+    data = StreamData(config, Inline(config.stream, 0, config.reading))
+    books = list(data._read(0, 0))
+    kept = [book for book in books if not book.dropped]
+    assert data.summary() == {
+        "books": len(kept), "tokens": sum(len(book.tokens) for book in kept), "chars": sum(b.chars for b in kept),
+        "dropped": {"too short": 1},
+    }  # fmt: skip
+    assert len(kept) == len(books) > 5
+    assert data.manifest.splits["train"]["books"] == round(data.manifest.splits["train"]["tokens"] / (
+        data.tokens / data.books
+    ))  # fmt: skip
+
+
+def test_as_much_is_held_out_as_validation_takes(config: TrainConfig) -> None:
+    """Whole books of at least as many tokens, unless the sources have fewer."""
+    asked: list[int] = []
+
+    class Asked(Inline):
+        def held_out(self, tokens: int) -> list[EncodedBook]:
+            asked.append(tokens)
+            return super().held_out(tokens)
+
+    StreamData(dataclasses.replace(config, cycle=Cycle(5, 3)), Asked(config.stream, 0, config.reading))
+    assert asked == [3 * 4 * LENGTH + 1]
+
+
+@pytest.mark.parametrize(("position", "block"), [(0, 0), (39, 0), (40, 40), (41, 40), (85, 80)])
+def test_a_checkpoint_holds_where_its_block_begins(config: TrainConfig, position: int, block: int) -> None:
+    data = StreamData(config, Inline(config.stream, 0, config.reading))
+    data.windows = StreamWindows(data._read, LENGTH, 0, 40 * LENGTH)
+    rows(data.windows, 0, 100)
+    assert data.place(position)["position"] == block
+
+
 @pytest.mark.parametrize("position", [0, 1, 39, 40, 55, 120, 400])
 def test_a_resumed_stream_goes_on_with_the_same_windows(books: Path, position: int) -> None:
     straight = windows_of(books)
