@@ -27,7 +27,7 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 from mlflow.entities import Dataset, DatasetInput, InputTag, LifecycleStage, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, TEMPORARILY_UNAVAILABLE, ErrorCode
+from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, RESOURCE_DOES_NOT_EXIST, TEMPORARILY_UNAVAILABLE, ErrorCode
 from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine
 from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
 from mlflow.tracking import MlflowClient
@@ -35,7 +35,8 @@ from mlflow.tracking import MlflowClient
 from infra import open_runs
 from infra.command import UserError, errors, first_line, uninterrupted
 from infra.provenance import user
-from infra.run_key import RunKey
+from infra.relocation import FILES, relocate
+from infra.run_key import SQLITE, RunKey
 
 for chatter in ("mlflow.store.db.utils", "alembic.runtime.migration"):
     logging.getLogger(chatter).setLevel(logging.WARNING)  # a page about table creation on first use
@@ -56,8 +57,8 @@ Entry = dict[str, Any]
 def store_uri(tracking_uri: str | None = None) -> str:
     """The store to use: the flag, else ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in this folder, made absolute."""
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
-    if uri.startswith("sqlite:///"):
-        return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).resolve()}"
+    if uri.startswith(SQLITE):
+        return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).resolve()}"
     return uri
 
 
@@ -68,7 +69,7 @@ def open_store(tracking_uri: str | None = None) -> None:
     Raises ``UserError`` when the store cannot be reached.
     """
     store = store_uri(tracking_uri)
-    file = Path(store.removeprefix("sqlite:///")) if store.startswith("sqlite:///") else None
+    file = Path(store.removeprefix(SQLITE)) if store.startswith(SQLITE) else None
     if file and file.is_dir():
         raise UserError(f"the MLflow store {store} is a folder: name a file in it, such as sqlite:///mlflow.db.")
     if file and file.exists() and not all(os.access(place, os.W_OK) for place in (file, file.parent)):
@@ -81,8 +82,16 @@ def open_store(tracking_uri: str | None = None) -> None:
         if file and not file.exists():
             _create_database(file)
         MlflowClient(store).get_experiment_by_name("Default")
+        moved_from = relocate(file) if file else []
+    except UserError:
+        raise
     except Exception as failure:  # a damaged database, a missing driver: each library has a class of its own
         raise _unusable(store, failure) from failure
+    for place in moved_from:
+        errors.print(
+            f"The MLflow store {store} was copied or moved here from {place}: its runs came along, and their files are "
+            f"from now on looked for and written beside it, not in {place / FILES}."
+        )
 
 
 def _create_database(file: Path) -> None:
@@ -153,6 +162,7 @@ def _unusable(store: str, failure: Exception) -> UserError:
 @uninterrupted()
 def reopen_run(key: RunKey) -> None:
     """Let a run that ended go on. Raises ``UserError`` when its store does not have it."""
+    open_store(key.store)
     try:
         client = MlflowClient(key.store)
         open_runs.close_abandoned(Path(key.journal), client)
@@ -185,6 +195,18 @@ def last_steps(key: RunKey) -> dict[str, int]:
         return {name: max(m.step for m in client.get_metric_history(key.run_id, name)) for name in names}
     except MlflowException as failure:
         raise UserError(f"the MLflow store {key.store} does not answer: {first_line(failure)}") from failure
+
+
+@uninterrupted()
+def has_run(key: RunKey) -> bool:
+    """Whether the run is in the store. Raises ``UserError`` when that cannot be used."""
+    try:
+        MlflowClient(key.store).get_run(key.run_id)
+    except MlflowException as failure:
+        if failure.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
+            return False
+        raise _unusable(key.store, failure) from failure
+    return True
 
 
 @uninterrupted()
@@ -222,7 +244,7 @@ def how_to_look(key: RunKey, *, children_by: str | None = None) -> str:
         )
     if not embedded:
         return link
-    local = Path(key.store.removeprefix("sqlite:///"))
+    local = Path(key.store.removeprefix(SQLITE))
     shown = local.name if local.parent == Path.cwd() else local
     return f"mlflow ui --backend-store-uri sqlite:///{shown}\n{link}"
 
@@ -233,8 +255,8 @@ def _experiment(client: MlflowClient, store: str, name: str) -> str:
     if found:
         return found.experiment_id
     files = None
-    if store.startswith("sqlite:///"):
-        files = (Path(store.removeprefix("sqlite:///")).parent / "mlartifacts" / name).as_uri()
+    if store.startswith(SQLITE):
+        files = (Path(store.removeprefix(SQLITE)).parent / FILES / name).as_uri()
     try:
         return client.create_experiment(name, artifact_location=files)
     except MlflowException:  # another command made it between the two calls

@@ -88,14 +88,18 @@ class RunFolder:
 
     def keep_key(self, key: RunKey) -> None:
         """Remember the MLflow run, for a resumed run to go on in it."""
-        write_json(self.path / "tracking.json", asdict(key))
+        write_json(self.path / "tracking.json", key.kept_in(self.path))
 
-    def key(self) -> RunKey | None:
-        """The MLflow run that :meth:`keep_key` remembered."""
+    def key(self, store: str | None = None) -> RunKey | None:
+        """The MLflow run that :meth:`keep_key` remembered, in ``store`` if that is given.
+
+        Raises ``UserError`` when the folder was copied or moved without its store.
+        """
         try:
-            return RunKey(**json.loads((self.path / "tracking.json").read_text(encoding="utf-8")))
+            kept = RunKey(**json.loads((self.path / "tracking.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
+        return kept.found_in(self.path, "name a store for the run with --tracking-uri", store=store)
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from infra import command
 from infra.command import INTERRUPTED, UserError, console, escape
+from infra.run_key import RunKey
 from infra.storage import write_json
 from infra.units import BytesOrNone, SecondsOrNone
 from train.config import Cycle, CycleText, Device, ModelOrNone, TrainConfig, load_config
@@ -121,10 +122,11 @@ def climb(options: LadderOptions) -> int:
         tags = provenance.collect() | {"kind": "ladder", "suite": suite.name}
         open_store(options.tracking_uri)
         make(folder)
-        key = create_run(
-            "ladder", folder.name, tracking_uri=options.tracking_uri, tags=tags,
-            keep=lambda key: write_json(folder / "ladder.json", {"options": saved(options), "key": asdict(key)}),
-        )  # fmt: skip
+
+        def keep(key: RunKey) -> None:
+            write_json(folder / "ladder.json", {"options": saved(options), "key": key.kept_in(folder)})
+
+        key = create_run("ladder", folder.name, tracking_uri=options.tracking_uri, tags=tags, keep=keep)
     heading = f"[bold]{escape(suite.name)}[/bold]: {escape(suite.title)}; {len(suite.rungs)} rungs in"
     console.print(heading, escape(str(folder)))
     status = "FAILED"
@@ -214,7 +216,6 @@ def saved(options: LadderOptions) -> dict[str, object]:
 
 def continued(options: LadderOptions, folder: Path):
     """The options that the ladder in ``folder`` was started with, and its MLflow run. Raises ``UserError``."""
-    from infra.run_key import RunKey
     from infra.tracking import reopen_run
     from train.config import ModelConfig
 
@@ -241,6 +242,7 @@ def continued(options: LadderOptions, folder: Path):
         raise UserError(
             f"--resume {folder.name}: {folder / 'ladder.json'} is damaged ({damage}); begin a new ladder."
         ) from damage
+    key = key.found_in(folder, "begin a new ladder")
     reopen_run(key)
     return options, key
 

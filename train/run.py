@@ -99,8 +99,8 @@ def train(options: RunOptions) -> int:
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as held:
         if resume:
             held.enter_context(home.driven())
-        known = home.key()
-        preparing = background.submit(prepare, options.tracking_uri or (known and known.store))
+        store = options.tracking_uri or ((known := home.key()) and known.store)
+        preparing = background.submit(prepare, store)
         with connected(options.address, prestart=False):
             preparing.result()
             if not resume:
@@ -170,13 +170,14 @@ def _recorded(
 def run_in_mlflow(home: RunFolder, tracking_uri: str | None, *, starts: bool) -> tuple[RunKey, bool]:
     """The run's key in MLflow and whether it is new there, and not the one that the folder's earlier part is in.
 
-    A resumed run whose store was changed by ``--tracking-uri``, or is not known on this machine, is recorded whole.
+    A resumed run that is not in the store that ``--tracking-uri`` names, or not known on this machine, is recorded
+    whole.
     """
     from infra import provenance
-    from infra.tracking import create_run, reopen_run, store_uri
+    from infra.tracking import create_run, has_run, reopen_run, store_uri
 
-    key = None if starts else home.key()
-    if key and (tracking_uri is None or store_uri(tracking_uri) == key.store):
+    key = None if starts else home.key(tracking_uri and store_uri(tracking_uri))
+    if key and (tracking_uri is None or has_run(key)):
         reopen_run(key)
         return key, False
     tags = provenance.collect() | {"kind": "run"}

@@ -7,7 +7,6 @@ file a finished trial) and, at the end, the files for people.
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def held(folder: Path) -> Iterator[None]:
 
 def begin(folder: Path, config: SearchConfig, identity: dict[str, Any], parent: RunKey) -> None:
     """Note what a new search is."""
-    write_json(folder / KEPT, {"config": config.to_json(), "identity": identity, "parent": asdict(parent)})
+    write_json(folder / KEPT, {"config": config.to_json(), "identity": identity, "parent": parent.kept_in(folder)})
 
 
 def resumed_parent(folder: Path, identity: dict[str, Any]) -> RunKey:
@@ -62,7 +61,7 @@ def resumed_parent(folder: Path, identity: dict[str, Any]) -> RunKey:
             f"--resume {folder.name}: that search was another one ({'; '.join(changed)}). Leave these flags out to "
             "continue it, or begin a new search with another --name."
         )
-    parent = RunKey(**kept["parent"])
+    parent = RunKey(**kept["parent"]).found_in(folder, "begin a new search")
     from infra.tracking import reopen_run  # imports MLflow, which a refusal need not wait for
 
     reopen_run(parent)

@@ -39,6 +39,22 @@ def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     return int(leaving.value.code or 0)
 
 
+def test_a_copied_run_is_recorded_where_it_is_now(tmp_path: Path, empty_store: Path) -> None:
+    homes = [RunFolder(tmp_path / project / "runs" / "one") for project in ("old", "new")]
+    homes[0].path.mkdir(parents=True)
+    for store in (tmp_path / "old" / "mlflow.db", tmp_path / "other.db"):
+        shutil.copy(empty_store, store)
+    key, _ = run.run_in_mlflow(homes[0], f"sqlite:///{tmp_path}/old/mlflow.db", starts=True)
+    shutil.copytree(tmp_path / "old", tmp_path / "new")
+    for named in (None, f"sqlite:///{tmp_path}/new/mlflow.db"):
+        continued, is_new = run.run_in_mlflow(homes[1], named, starts=False)
+        assert (continued.store, is_new) == (f"sqlite:///{tmp_path}/new/mlflow.db", False)
+        assert continued.run_id == key.run_id
+    other, is_new = run.run_in_mlflow(homes[1], f"sqlite:///{tmp_path}/other.db", starts=False)
+    assert is_new
+    assert homes[1].key() == dataclasses.replace(other, home=str(homes[1].path))
+
+
 @pytest.mark.usefixtures("shared_ray")
 def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = command(monkeypatch, "--data", str(small_shards), "--name", "one", "--steps", "25", *FLAGS)
