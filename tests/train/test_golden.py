@@ -157,8 +157,6 @@ def test_a_rung_is_labelled_when_its_curve_is_another(suite: Suite, plain: Train
             continue
         if config.optimizer in TORCHAO_OPTIMIZERS and not find_spec("torchao"):
             continue
-        if config.loss == "fused" and not HAS_FUSED:
-            continue
         same = curve(config) == pytest.approx(expected, abs=TOLERANCE / 10)  # sums in another order: 2e-6 at most
         assert rung.new_mathematics is not same, rung.name
 

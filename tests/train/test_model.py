@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from train import recompute
@@ -150,6 +150,7 @@ def test_dropout_is_where_gpt2_has_it(small_model: ModelConfig) -> None:
     model.blocks[0].register_forward_pre_hook(lambda _, inputs: zeros.append((inputs[0] == 0).float().mean().item()))
     for block in model.blocks:
         for part in (block.attention, block.feed_forward):
+            assert isinstance(part, nn.Module)
             part.register_forward_hook(lambda *passed: zeros.append((passed[-1] == 0).float().mean().item()))
     model(torch.randint(0, 257, (16, 32)))
     assert zeros == pytest.approx([0.25] * 5, abs=0.02)

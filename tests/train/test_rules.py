@@ -7,6 +7,7 @@ import pytest
 from infra.command import UserError
 from train.config import ModelConfig, TrainConfig, divisors
 
+BATCH: dict[str, Any] = {"global_batch": 64}
 SHARDED = {"shard": True, "workers": 2}
 
 
@@ -41,7 +42,7 @@ SHARDED = {"shard": True, "workers": 2}
 )  # fmt: skip
 def test_a_pair_that_excludes_each_other_is_named(settings: dict[str, Any], first: str, second: str) -> None:
     with pytest.raises(UserError, match="exclude each other") as refusal:
-        TrainConfig(**{"global_batch": 64} | settings)
+        TrainConfig(**BATCH | settings)
     assert first in str(refusal.value)
     assert second in str(refusal.value)
 
@@ -68,7 +69,7 @@ def test_a_pair_that_excludes_each_other_is_named(settings: dict[str, Any], firs
 )
 def test_a_setting_out_of_its_range_is_named(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as refusal:
-        TrainConfig(**{"global_batch": 64} | settings)
+        TrainConfig(**BATCH | settings)
     assert sentence in str(refusal.value)
 
 
@@ -91,7 +92,7 @@ def test_a_setting_out_of_its_range_is_named(settings: dict[str, Any], sentence:
     ],
 )
 def test_what_stands_just_inside_the_borders_is_allowed(settings: dict[str, Any]) -> None:
-    TrainConfig(**{"global_batch": 64} | settings)
+    TrainConfig(**BATCH | settings)
 
 
 @pytest.mark.parametrize(

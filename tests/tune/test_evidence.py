@@ -78,7 +78,7 @@ def test_a_store_that_goes_away_between_trials_gets_them_later(
         return Request(row.key, row.number, proposal, {}, 10**9, 5, 1.0, 0.1, str(tmp_path), 0.0)
 
     with mlflow_server(tmp_path, free_port) as process:
-        parent = open_parent("search", f"http://127.0.0.1:{free_port}", {}, space)
+        parent = open_parent("search", f"http://127.0.0.1:{free_port}", {}, space, lambda key: None)
         evidence = Evidence(parent, read_manifest(small_shards), small_shards, space)
         evidence.start(request(first))
         os.killpg(process.pid, signal.SIGKILL)
