@@ -1,4 +1,4 @@
-"""The cap that a memory limit sets on a card, by a stand-in for CUDA: torch gets what the rest of the process leaves."""
+"""The cap that a memory limit sets on a card, by a stand-in for CUDA: what torch gets beside the rest of the process."""
 
 from dataclasses import replace
 from types import SimpleNamespace
