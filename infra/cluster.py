@@ -17,7 +17,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from infra.command import UserError, errors, first_line, heed_termination, uninterrupted
+from infra.command import errors, heed_termination, uninterrupted
+from infra.errors import UserError, first_line
 
 PROJECT = Path(__file__).resolve().parent.parent
 

@@ -25,6 +25,8 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from infra.errors import UserError
+
 Config = TypeVar("Config")
 
 
@@ -54,10 +56,6 @@ INTERRUPTED = 130
 
 LEAVING_SECONDS = 28.0
 """How long a command may take to end after Ctrl-C or SIGTERM; what sends the latter often kills after 30 s."""
-
-
-class UserError(ValueError):
-    """A mistake in what was asked for: one sentence that names the file or flag and the next step."""
 
 
 def run(
@@ -218,8 +216,3 @@ def refuse(mistake: ValueError) -> NoReturn:
     """Print the sentence of a user's mistake and exit with code 2."""
     errors.print(f"[red]error:[/red] {escape(str(mistake))}")
     sys.exit(2)
-
-
-def first_line(failure: BaseException) -> str:
-    """The first line of an exception's text, for a one-line message."""
-    return (str(failure) or type(failure).__name__).splitlines()[0]

@@ -5,15 +5,21 @@ renamed over the final name.
 """
 
 import fcntl
+import io
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+from urllib.parse import unquote, urlsplit
 
-from infra.command import UserError
+import pyarrow.fs as fs
+
+from infra.errors import UserError, first_line
 
 TEMPORARY = ".partial-"
 
@@ -93,3 +99,168 @@ def clear_temporaries(folder: Path) -> None:
     """Remove what killed writers left in ``folder`` (call only when no writer is alive)."""
     for leftover in folder.glob(f"{TEMPORARY}*"):
         leftover.unlink(missing_ok=True)
+
+
+T = TypeVar("T")
+
+REMOTE = ("s3", "gs", "gcs", "hf")
+
+ATTEMPTS = 5
+
+FIRST_PAUSE = 0.2
+"""Seconds before the second attempt; every further one waits twice as long."""
+
+GOOGLE_PATIENCE = 10
+"""Seconds for which Google's client tries one request again; of itself it is silent for a quarter of an hour."""
+
+_BUFFER = 4 << 20
+
+_BLOCK = 8 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file in a listing. ``path`` is what the filesystem calls it."""
+
+    path: str
+    size: int
+    modified: int
+
+
+def is_remote(uri: str) -> bool:
+    """Whether ``uri`` names something that is not on this machine."""
+    return urlsplit(uri).scheme in REMOTE and "://" in uri
+
+
+def locate(uri: str) -> tuple[Any, str]:
+    """The filesystem of a remote ``uri`` and the path in it, from its bucket on. Percent-encoding is undone.
+
+    Raises ``UserError`` for a URI that holds a key, which the manifest and MLflow would keep, or is malformed.
+    """
+    parts = urlsplit(uri)
+    bucket = parts.netloc.rpartition("@")[2]
+    if not bucket:
+        raise UserError(f"{uri} names no bucket: write for example {parts.scheme}://bucket/folder.")
+    if parts.password is not None:
+        raise UserError(
+            f"the address of the bucket {bucket} holds a secret key, which would be kept with the results: take it out "
+            "and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or what else your storage reads from the environment."
+        )
+    return _filesystem(parts.scheme, parts.netloc, parts.query), unquote(f"{bucket}{parts.path}").rstrip("/")
+
+
+@cache
+def _filesystem(scheme: str, bucket: str, query: str) -> Any:
+    """One filesystem a bucket, because connections are kept in it. ``query`` may name an endpoint, for example.
+
+    Raises ``UserError`` when the scheme needs a package that is missing or the URI is malformed.
+    """
+    uri = f"{scheme}://{bucket}" + (f"?{query}" if query else "")
+    if scheme in ("gs", "gcs") and "retry_limit_seconds" not in query:
+        uri += f"{'&' if query else '?'}retry_limit_seconds={GOOGLE_PATIENCE}"
+    try:
+        if scheme == "hf":
+            from huggingface_hub import HfFileSystem  # an extra: pip install 'throughline[hf]'
+
+            return fs.PyFileSystem(fs.FSSpecHandler(HfFileSystem()))
+        return fs.FileSystem.from_uri(uri)[0]
+    except ImportError as missing:
+        raise UserError(f"{uri} needs the package huggingface_hub: 'pip install huggingface_hub'.") from missing
+    except (OSError, ValueError) as wrong:
+        raise UserError(f"{uri} cannot be opened: {first_line(wrong)}") from wrong
+
+
+def listing(uri: str) -> Iterator[Entry]:
+    """Files at a remote ``uri``: itself, or everything below it. Raises ``UserError`` where nothing answers."""
+    system, path = locate(uri)
+    info = steadily(uri, lambda: system.get_file_info(path))
+    found = [info]
+    if info.type == fs.FileType.Directory:
+        found = steadily(uri, lambda: system.get_file_info(fs.FileSelector(path, recursive=True)))
+    for one in found:
+        if one.type == fs.FileType.File:
+            yield Entry(one.path, one.size, one.mtime_ns or 0)
+
+
+def open_file(uri: str) -> BinaryIO:
+    """A seekable binary file; ``FileNotFoundError`` when it is gone."""
+    if not is_remote(uri):
+        return open(uri, "rb")  # noqa: PTH123 the caller closes it; Path would parse each name
+    system, path = locate(uri)
+    file = steadily(uri, lambda: system.open_input_file(path))
+    return io.BufferedReader(_Steady(uri, file), buffer_size=_BUFFER)
+
+
+def store(file: Path, system: Any, path: str, kind: str | None = None) -> None:
+    """Write a local ``file`` to ``path`` of a filesystem from :func:`locate`, as the content type ``kind``.
+
+    Raises ``OSError`` when the storage does not take it.
+    """
+    system.create_dir(path.rpartition("/")[0])  # object storage has no folders, other filesystems do
+    metadata = {"Content-Type": kind} if kind else None
+    with file.open("rb") as source, system.open_output_stream(path, metadata=metadata) as sink:
+        while block := source.read(_BLOCK):
+            sink.write(block)
+
+
+class _Steady(io.RawIOBase):
+    """A remote file whose reads are tried again."""
+
+    def __init__(self, uri: str, file: Any) -> None:
+        self.uri = uri
+        self.file = file
+        self.position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.file.size()}[whence]
+        self.position = base + offset
+        return self.position
+
+    def tell(self) -> int:
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        size = min(len(buffer), max(0, self.file.size() - self.position))
+        data = steadily(self.uri, lambda: self.file.read_at(size, self.position)) if size else b""
+        buffer[: len(data)] = data
+        self.position += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.file.close()
+        super().close()
+
+
+def steadily(uri: str, action: Callable[[], T], doing: str = "read") -> T:
+    """``action()``, tried ``ATTEMPTS`` times; ``FileNotFoundError`` at once, ``UserError`` after the last."""
+    pause = FIRST_PAUSE
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return action()
+        except FileNotFoundError:
+            raise
+        except _failures(uri) as failure:
+            if attempt == ATTEMPTS:
+                raise UserError(
+                    f"{uri} cannot be {doing}, after {ATTEMPTS} attempts: {first_line(failure).rstrip('.')}. Run the "
+                    "same command again to go on from here."
+                ) from failure
+            time.sleep(pause)
+            pause *= 2
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _failures(uri: str) -> tuple[type[Exception], ...]:
+    """What the filesystem of ``uri`` raises when its storage fails: the hub's raises also what its HTTP client does."""
+    if urlsplit(uri).scheme != "hf":
+        return (OSError,)
+    from huggingface_hub.errors import HTTPError  # type: ignore[reportPrivateImportUsage] of whichever client it has
+
+    return (OSError, HTTPError)

@@ -11,10 +11,12 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from infra.command import UserError
+from infra.errors import UserError
+from infra.storage import is_remote
 from infra.units import Bytes
-from pipeline.downloads import MIRROR
-from pipeline.files import is_remote
+
+MIRROR = "https://gutenberg.pglaf.org"
+"""The mirror that Project Gutenberg names for robots."""
 
 SAMPLE = "sample"
 

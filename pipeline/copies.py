@@ -13,9 +13,8 @@ from typing import Any
 
 import xxhash
 
-from infra.command import UserError
-from infra.storage import atomic_file
-from pipeline.files import listing, locate, steadily, store
+from infra.errors import UserError
+from infra.storage import atomic_file, listing, locate, steadily, store
 from pipeline.shards import MANIFEST, QUARANTINE, SPLITS, Manifest, checksum, read_manifest
 
 _BLOCK = 8 << 20

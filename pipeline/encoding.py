@@ -18,7 +18,7 @@ import gigatoken
 import numpy as np
 import tiktoken
 
-from infra.command import UserError
+from infra.errors import UserError
 from pipeline.shards import END_OF_TEXT
 
 VOCABULARY = Path(__file__).with_name("gpt2.tiktoken")

@@ -13,8 +13,8 @@ from rich.progress import Progress
 
 from infra import command
 from infra.command import console
+from infra.storage import is_remote
 from pipeline.copies import download
-from pipeline.files import is_remote
 from pipeline.shards import Manifest
 
 

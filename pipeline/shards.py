@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import xxhash
 
-from infra.command import UserError
+from infra.errors import UserError
 from infra.storage import atomic_file, write_json
 
 FORMAT_VERSION = 1

@@ -18,17 +18,17 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from infra.command import UserError
-from pipeline.books import Dropped, clean
+from infra.errors import UserError
+from infra.storage import is_remote
+from pipeline.books.clean import Dropped, clean
+from pipeline.books.downloads import PREFIX
+from pipeline.books.filters import refuse
+from pipeline.books.readers import Unreadable, read_books
+from pipeline.books.sources import Inventory, find
 from pipeline.config import SAMPLE, Reading, TokenizeConfig
-from pipeline.downloads import PREFIX
 from pipeline.encoding import VOCABULARY_SHA256, encode
-from pipeline.files import is_remote
-from pipeline.filters import refuse
-from pipeline.plan import Piece, make_plan, split_of
-from pipeline.reading import Unreadable, read_books
+from pipeline.job.plan import Piece, make_plan, split_of
 from pipeline.shards import END_OF_TEXT, Split
-from pipeline.sources import Inventory, find
 
 PIECE = 4_000_000
 """Bytes of text in one task: small, so that the first tokens are there soon."""
@@ -168,7 +168,7 @@ def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
     import ray.data
     import ray.exceptions
 
-    from pipeline.executor import executed, without_actors
+    from pipeline.job.executor import executed, without_actors
 
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True

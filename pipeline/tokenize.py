@@ -19,34 +19,35 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from infra import command, provenance
 from infra.cluster import connected
-from infra.command import UserError, console
-from pipeline import report, state
+from infra.command import console
+from infra.errors import UserError
+from infra.storage import locate
+from pipeline.books.sources import Inventory, find
 from pipeline.config import TokenizeConfig
-from pipeline.duplicates import drop_duplicates, find_duplicates
 from pipeline.encoding import VOCABULARY_SHA256
-from pipeline.files import locate
-from pipeline.plan import Piece, make_plan
+from pipeline.job import output, report
+from pipeline.job.crash_guard import notes_folder
+from pipeline.job.dedup import drop_duplicates, find_duplicates
+from pipeline.job.plan import Piece, make_plan
+from pipeline.job.ray_data import do_pieces, warm_up
 from pipeline.shards import MANIFEST, QUARANTINE, Manifest, read_manifest
-from pipeline.sources import Inventory, find
-from pipeline.witness import notes_folder
-from pipeline.work import do_pieces, warm_up
 
 if TYPE_CHECKING:
-    from infra.tracking import Tracker
+    from infra.tracking.tracker import Tracker
 
 
 def main(config: TokenizeConfig) -> int:
     """Run the command; returns its exit code."""
     folder = config.out.absolute()
     if not config.overwrite:
-        state.refuse_foreign(folder)
+        output.refuse_foreign(folder)
     if config.copy_to:
         locate(config.copy_to)  # what cannot be an address is refused before the work
     timings = report.Progress()
     with _phase(timings, "plan"):
         inventory = find(config.sources, config.mirror)
         plan = make_plan(inventory, config)
-    with nullcontext() if config.dry_run else state.sole_writer(folder):
+    with nullcontext() if config.dry_run else output.sole_writer(folder):
         return _continue(config, folder, inventory, plan, timings)
 
 
@@ -54,14 +55,14 @@ def _continue(
     config: TokenizeConfig, folder: Path, inventory: Inventory, plan: list[Piece], timings: report.Progress
 ) -> int:
     """Compare ``plan`` with what ``folder`` holds, and do what is missing; returns the exit code."""
-    changed = state.changed_settings(folder, config)
+    changed = output.changed_settings(folder, config)
     # A folder without a manifest is what an interrupted --overwrite left: it goes on with that.
     fresh = bool(changed) or (config.overwrite and (folder / MANIFEST).exists())
     if fresh:
         why = "because settings changed" if changed else "because of --overwrite"
-        assessed = state.Assessment({}, dict.fromkeys((piece.name for piece in plan), why))
+        assessed = output.Assessment({}, dict.fromkeys((piece.name for piece in plan), why))
     else:
-        assessed = state.assess(folder, plan)
+        assessed = output.assess(folder, plan)
     todo = [piece for piece in plan if piece.name in assessed.todo]
     console.print(_intention(config, inventory, plan, assessed), markup=False)
     if changed and (config.dry_run or not config.overwrite):
@@ -103,8 +104,8 @@ def _make(
             opening.result()
             tracker = _open_run(config, folder)
         if fresh:
-            state.clear(folder)
-        state.begin(folder, config, [piece.name for piece in todo])
+            output.clear(folder)
+        output.begin(folder, config, [piece.name for piece in todo])
         tracker.params(config.identity() | {"out": folder, "workers": config.parallelism, "pieces": len(plan)})
         try:
             if todo:
@@ -120,7 +121,7 @@ def _make(
             raise
         finally:
             shutil.rmtree(notes_folder(tracker.key.run_id), ignore_errors=True)
-    from infra.tracking import how_to_look  # was imported while Ray started
+    from infra.tracking.views import how_to_look
 
     note = report.as_markdown(str(config.out), manifest.report, timings, manifest.fingerprint)
     tracker.note(note)
@@ -134,13 +135,14 @@ def _make(
 
 
 def _open_store(tracking_uri: str | None) -> None:
-    from infra.tracking import open_store  # imports MLflow, which dry runs and mistakes need not wait for
+    from infra.tracking.store import open_store
 
     open_store(tracking_uri)
 
 
 def _open_run(config: TokenizeConfig, folder: Path) -> "Tracker":
-    from infra.tracking import Tracker, create_run
+    from infra.tracking.store import create_run
+    from infra.tracking.tracker import Tracker
 
     return Tracker(create_run("pipeline", folder.name, tracking_uri=config.tracking_uri, tags=provenance.collect()))
 
@@ -167,11 +169,11 @@ def _finish(config: TokenizeConfig, folder: Path, inventory: Inventory, plan: li
 
     Raises ``UserError`` when a piece's record did not arrive here, and when no book was kept.
     """
-    records = state.collect(folder, plan)
+    records = output.collect(folder, plan)
     if config.duplicates != "keep":
         records = drop_duplicates(folder, records, find_duplicates(records))
-    state.remove_strays(folder, records, plan)
-    dropped = state.write_quarantine(folder, records.values())
+    output.remove_strays(folder, records, plan)
+    dropped = output.write_quarantine(folder, records.values())
     counts = report.totals(records.values())
     if not counts["books_kept"]:
         first = f" Of {dropped[0].book} it is: {dropped[0].detail}." if dropped else ""
@@ -207,7 +209,7 @@ def _is_finished(folder: Path, inventory: Inventory) -> bool:
         return False
 
 
-def _intention(config: TokenizeConfig, inventory: Inventory, plan: list[Piece], assessed: state.Assessment) -> str:
+def _intention(config: TokenizeConfig, inventory: Inventory, plan: list[Piece], assessed: output.Assessment) -> str:
     """What is there, what is done, what will be done and why, and what that will take."""
     summary = inventory.summary()
     lines = [f"{summary['files']:,} files, {summary['bytes'] / 1e6:,.1f} MB, in {len(plan):,} pieces -> {config.out}"]

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from pipeline.shards import END_OF_TEXT, Manifest, ShardRow, write_shard
-from train.config import ModelConfig
+from train.model_config import ModelConfig
 
 os.environ["RAY_AUTH_MODE"] = "token"  # before Ray is imported: what it does for a Ray of its own, but not to join one
 
@@ -109,7 +109,7 @@ def no_store_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The database of an MLflow store, to copy for a test: creating one takes seconds."""
-    from infra.tracking import open_store
+    from infra.tracking.store import open_store
 
     file = tmp_path_factory.mktemp("store") / "mlflow.db"
     open_store(f"sqlite:///{file}")

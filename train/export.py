@@ -8,11 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from infra import command
-from infra.command import UserError, console
-from infra.run_key import RunKey
+from infra.command import console
+from infra.errors import UserError
+from infra.tracking.key import RunKey
+from train.checkpoint.find import find_checkpoint
+from train.checkpoint.progress import read_progress
+from train.checkpoint.run_folder import RunFolder
 from train.config import config_from_json
-from train.folder import RunFolder, find_checkpoint
-from train.progress import read_progress
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def export(config: ExportConfig) -> int:
     write_model(checkpoint, config.to)
     console.print(f"{config.to}: load it with transformers' GPT2LMHeadModel.from_pretrained({str(config.to)!r})")
     if key and config.register:
-        from infra.registry import register
+        from infra.tracking.registry import register
 
         vocabulary = config_from_json(read_progress(checkpoint).config, str(checkpoint)).model.vocabulary
         version = register(key, config.register, config.to, vocabulary)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra import command
-from infra.command import UserError, console
-from train.folder import find_checkpoint
+from infra.command import console
+from infra.errors import UserError
+from train.checkpoint.find import find_checkpoint
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ def main() -> None:
 def generate(config: GenerateConfig) -> int:
     """Print the continuation; returns the exit code. torch is imported when the flags are known to be right."""
     checkpoint = find_checkpoint(config.checkpoint, config.out)
+    from train.data.text import is_gpt2, to_ids, to_text
     from train.sampling import load_model, sample
-    from train.text import is_gpt2, to_ids, to_text
 
     model, vocabulary = load_model(checkpoint)
     if not is_gpt2(vocabulary):

@@ -15,13 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from infra.command import UserError
+from infra.errors import UserError
 from infra.storage import TEMPORARY, write_json
-from train.config import ModelConfig, config_from_json, format_model
-from train.model import GPT
-from train.progress import Progress, read_progress
+from train.checkpoint.progress import Progress, read_progress
+from train.config import config_from_json
+from train.data.text import is_gpt2, tokenizer_files
+from train.model.gpt import GPT
+from train.model_config import ModelConfig, format_model
 from train.sampling import load_model
-from train.text import is_gpt2, tokenizer_files
 
 _NAMES = {
     "token_embedding.weight": "transformer.wte.weight",

@@ -12,9 +12,11 @@ import tyro
 from rich.table import Table
 
 from infra import command
-from infra.command import UserError, console
+from infra.command import console
+from infra.errors import UserError
 from infra.units import BytesOrNone
-from train.config import TrainConfig, format_model
+from train.config import TrainConfig
+from train.model_config import format_model
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def main() -> None:
 
 def plan(options: PlanOptions) -> None:
     """Print every table of the plan. torch is imported only now, when the flags are known to be right."""
-    from train import forecast
+    from train.estimate import forecast
 
     config = options.training
     console.print(f"[bold]{format_model(config.model)}[/bold], {config.micro_batch} x {config.accumulation} sequences "

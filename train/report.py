@@ -10,13 +10,14 @@ from typing import Any
 from rich.table import Table
 
 from infra.command import console, escape
-from infra.tracking import Tracker
+from infra.tracking.tracker import Tracker
 from infra.units import GIB, format_duration
 from pipeline.shards import Manifest
-from train.anatomy import Anatomy, predict_peak
-from train.config import TrainConfig, format_model
-from train.flops import formulas
-from train.model import parameter_count
+from train.config import TrainConfig
+from train.estimate.flops import formulas
+from train.estimate.memory import Anatomy, predict_peak
+from train.model.gpt import parameter_count
+from train.model_config import format_model
 from train.result import RunResult
 
 PARTS = ("model", "reading")

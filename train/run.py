@@ -16,17 +16,19 @@ import tyro
 
 from infra import command
 from infra.cluster import connected
-from infra.command import INTERRUPTED, UserError, console
-from infra.run_key import RunKey
+from infra.command import INTERRUPTED, console
+from infra.errors import UserError
 from infra.storage import write_json
+from infra.tracking.key import RunKey
 from infra.units import BytesOrNone, format_size
 from pipeline.shards import Manifest
-from train.config import TrainConfig, format_model, load_config
-from train.folder import RunFolder, find_run, make, new_folder
-from train.progress import checkpoints_in, read_progress
-from train.resume import refuse_finished, refuse_other_run
-from train.source import absolute, manifest_of
-from train.text import refuse_foreign_ids
+from train.checkpoint.find import find_run
+from train.checkpoint.progress import checkpoints_in, read_progress, refuse_finished, refuse_other_run
+from train.checkpoint.run_folder import RunFolder, make, new_folder
+from train.config import TrainConfig, load_config
+from train.data.source import absolute, manifest_of
+from train.data.text import refuse_foreign_ids
+from train.model_config import format_model
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def prepare(tracking_uri: str | None) -> None:
     """Import torch and MLflow, and open the store: what takes as long as Ray's start, and goes on beside it."""
     import torch  # noqa: F401
 
-    from infra.tracking import open_store
+    from infra.tracking.store import open_store
 
     open_store(tracking_uri)
 
@@ -124,9 +126,11 @@ def _recorded(
 ) -> int:
     """Train on the connected Ray and record it in MLflow; returns the exit code."""
     from infra.gpu import GpuWatch
-    from infra.tracking import Tracker, how_to_look
-    from train import launch, report
-    from train.flops import beside_matmul
+    from infra.tracking.tracker import Tracker
+    from infra.tracking.views import how_to_look
+    from train import report
+    from train.estimate.flops import beside_matmul
+    from train.launch import driver
 
     key, is_new = run_in_mlflow(home, options.tracking_uri, starts=resume is None)
     write_json(home.config, config.to_json())
@@ -145,7 +149,7 @@ def _recorded(
             console.print(cycle["line"])
 
         try:
-            result = launch.run(
+            result = driver.run(
                 config, home.path, tracker=tracker, resume=resume, memory_limit=options.memory_limit,
                 address=options.address, on_cycle=on_cycle,
             )  # fmt: skip
@@ -174,7 +178,7 @@ def run_in_mlflow(home: RunFolder, tracking_uri: str | None, *, starts: bool) ->
     whole.
     """
     from infra import provenance
-    from infra.tracking import create_run, has_run, reopen_run, store_uri
+    from infra.tracking.store import create_run, has_run, reopen_run, store_uri
 
     key = None if starts else home.key(tracking_uri and store_uri(tracking_uri))
     if key and (tracking_uri is None or has_run(key)):

@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from infra.command import UserError
-from train.checkpoint import WEIGHTS, load_weights
+from infra.errors import UserError
+from train.checkpoint.progress import damage, read_progress
+from train.checkpoint.save import WEIGHTS, load_weights
 from train.config import config_from_json
-from train.execution import pick_device, plain
-from train.loop import Trainer
-from train.model import GPT
-from train.progress import damage, read_progress
+from train.data.text import is_gpt2, to_text
+from train.loop.execution import pick_device, plain
+from train.loop.trainer import Trainer
+from train.model.gpt import GPT
 from train.result import RunResult
-from train.text import is_gpt2, to_text
 
 SAMPLE_TOKENS = 64
 

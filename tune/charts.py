@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tune.curves import Curves
-from tune.ranking import UNFIT, standings
-from tune.record import Row, feasible
-from tune.searcher import MemorySearcher
 from tune.space import Candidate, Combination
+from tune.strategy.curves import Curves
+from tune.strategy.memory_aware import MemorySearcher
+from tune.strategy.ranking import UNFIT, standings
+from tune.trial.row import Row, feasible
 
 GB = 1e9
 

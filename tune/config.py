@@ -7,11 +7,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from infra.command import UserError
+from infra.errors import UserError
 from infra.units import BytesOrNone, Seconds
+from infra.values import refuse_other_types
 from train.config import TrainConfig, config_from_json, divisors
-from train.rules import refuse_other_types
-from tune.racing import FEWEST
 from tune.space import parse_knobs
 
 
@@ -120,3 +119,7 @@ def with_global_batch(training: TrainConfig, global_batch: int) -> TrainConfig:
         raise UserError(f"--global-batch {global_batch} must be at least 1.")
     micro = max(size for size in divisors(global_batch) if size <= training.micro_batch)
     return replace(training, global_batch=global_batch, micro_batch=micro)
+
+
+FEWEST = 5
+"""Steps after warm-up before a trial is judged: the deviation of fewer is too often far below the truth."""

@@ -10,14 +10,15 @@ from functools import cache
 
 import psutil
 
-from infra.command import UserError
+from infra.errors import UserError
 from infra.gpu import read_gpu
 from infra.units import format_size
-from train.anatomy import predict_peak
-from train.config import TrainConfig, format_model
+from train.config import TrainConfig
+from train.estimate.memory import predict_peak
+from train.model_config import format_model
 from tune.config import SearchConfig
-from tune.curves import Prior
 from tune.space import Candidate, Space
+from tune.strategy.curves import Prior
 
 
 def pick_device(config: SearchConfig) -> str:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from infra import storage
-from infra.command import UserError
-from infra.run_key import RunKey
+from infra.errors import UserError
 from infra.storage import clear_temporaries, write_json
+from infra.tracking.key import RunKey
 from tune.config import SearchConfig
 
 KEPT, TRIALS, LOCK = "search.json", "trials", ".lock"
@@ -62,7 +62,7 @@ def resumed_parent(folder: Path, identity: dict[str, Any]) -> RunKey:
             "continue it, or begin a new search with another --name."
         )
     parent = RunKey(**kept["parent"]).found_in(folder, "begin a new search")
-    from infra.tracking import reopen_run  # imports MLflow, which a refusal need not wait for
+    from infra.tracking.store import reopen_run
 
     reopen_run(parent)
     return parent

@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 
 from infra import command
-from infra.command import UserError
+from infra.errors import UserError
 from train.config import load_config
 from tune.config import SearchConfig, with_global_batch
 from tune.folder import kept_config

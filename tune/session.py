@@ -12,24 +12,26 @@ from typing import NoReturn
 from infra import provenance
 from infra.cluster import connected
 from infra.command import INTERRUPTED, console, errors, escape
-from infra.tracking import Tracker, how_to_look, open_store
+from infra.tracking.store import open_store
+from infra.tracking.tracker import Tracker
+from infra.tracking.views import how_to_look
 from infra.units import format_duration, format_size
 from pipeline.shards import Manifest, read_manifest
-from train.config import format_model
-from train.execution import worker_environment
-from train.folder import new_folder
-from tune import charts, plan, report
+from train.checkpoint.run_folder import new_folder
+from train.loop.execution import worker_environment
+from train.model_config import format_model
+from tune import charts, report
 from tune import folder as folders
 from tune.config import SearchConfig
 from tune.device import make_prior, memory_limit, pick_device
-from tune.driver import Listener, Proposals, drive, trial_resources
-from tune.evidence import Evidence, describe, open_parent, summary_metrics
-from tune.ranking import standings
-from tune.record import Proposal, Row, read_rows
-from tune.searcher import MemorySearcher
+from tune.ray_tune import Listener, Proposals, drive, trial_resources
 from tune.space import Space, make_space, parse_knobs
-from tune.strategies import Confirmed, Grid, Retrying, Strategy, enough_seconds
-from tune.trial import Request
+from tune.strategy.base import Confirmed, Grid, Retrying, Strategy, enough_seconds
+from tune.strategy.memory_aware import MemorySearcher
+from tune.strategy.ranking import standings
+from tune.tracking import Evidence, describe, open_parent, summary_metrics
+from tune.trial.row import Proposal, Row, read_rows
+from tune.trial.run import Request
 from tune.watchdog import CLUSTER_GRACE, OWN_GRACE, watching
 
 
@@ -61,7 +63,7 @@ def _search(config: SearchConfig, manifest: Manifest, folder: Path) -> int:
         f"{space.batch_label}, limit {named} a process, on {device}"
     )
     if config.dry_run:
-        plan.print_plan(config, space, memory, strategy)
+        report.print_plan(config, space, memory, strategy)
         return 0
     open_store(config.tracking_uri)  # one that cannot be used is refused before anything is made
     with folders.held(folder):
@@ -74,9 +76,9 @@ def make_strategy(config: SearchConfig, space: Space, memory: MemorySearcher) ->
         return memory
     if config.searcher == "grid":
         return Grid(space)
-    from tune.tpe import OptunaSearcher
+    from tune.strategy.optuna_tpe import OptunaSearcher
 
-    return OptunaSearcher(space, plan.optuna_trials(space), config.training.seed)
+    return OptunaSearcher(space, report.optuna_trials(space), config.training.seed)
 
 
 def _run(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from infra.command import UserError
+from infra.errors import UserError
 from train.config import TrainConfig, divisors
 
 KNOBS: dict[str, tuple[Any, ...]] = {

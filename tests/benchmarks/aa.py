@@ -27,10 +27,11 @@ import torch
 
 from infra import provenance
 from infra.storage import write_json
-from train.compare import Difference, Ladder
-from train.config import Cycle, ModelConfig, TrainConfig
+from train.config import Cycle, TrainConfig
 from train.intervals import Estimate, t_quantile
-from train.loop import Trainer
+from train.ladder.compare import Difference, Ladder
+from train.loop.trainer import Trainer
+from train.model_config import ModelConfig
 
 RUNGS = 10
 

@@ -23,8 +23,8 @@ from typing import Any
 
 from infra import provenance
 from infra.storage import write_json
-from train.anatomy import correct, predict_peak
 from train.config import config_from_json
+from train.estimate.memory import correct, predict_peak
 
 PEERS = Path(__file__).with_name("peers.py")
 GRACE_SECONDS = 60

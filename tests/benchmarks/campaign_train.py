@@ -27,9 +27,9 @@ import psutil
 import torch
 from mlflow.tracking import MlflowClient
 
+from train.checkpoint.run_folder import RunFolder
 from train.config import config_from_json
-from train.folder import RunFolder
-from train.loop import Trainer
+from train.loop.trainer import Trainer
 from train.result import CycleReport
 
 WAYS = ("worker", "driver", "machine")

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from pipeline.shards import Manifest, ShardRow, TokenShards, write_shard
-from train.batches import BatchLoader, Windows
+from train.data.loader import BatchLoader
+from train.data.windows import Windows
 
 BATCH, LENGTH = 16, 1024
 Next = Callable[[], tuple[torch.Tensor, torch.Tensor]]

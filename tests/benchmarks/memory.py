@@ -88,7 +88,7 @@ def main() -> None:
 
 def compared(combination: dict[str, Any], points: list[dict[str, Any]]) -> dict[str, Any]:
     """Measured and predicted growth of ``combination`` between its two micro-batches, in bytes."""
-    from train.anatomy import predict_peak
+    from train.estimate.memory import predict_peak
 
     small, large = (row for row in points if combination.items() <= row.items())
     measured = large["peak"] - small["peak"]
@@ -101,7 +101,8 @@ def compared(combination: dict[str, Any], points: list[dict[str, Any]]) -> dict[
 
 def config(data: Path, *, model: str, micro_batch: int, **settings: Any) -> Any:
     """Two steps of training on the CPU."""
-    from train.config import Cycle, TrainConfig, parse_model
+    from train.config import Cycle, TrainConfig
+    from train.model_config import parse_model
 
     return TrainConfig(
         data=data, model=parse_model(model), micro_batch=micro_batch, global_batch=micro_batch, device="cpu", steps=2,
@@ -115,7 +116,7 @@ def training(**settings: Any) -> dict[str, Any]:
     import torch
 
     from pipeline.shards import Manifest, ShardRow, write_shard
-    from train.loop import Trainer
+    from train.loop.trainer import Trainer
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -141,7 +142,7 @@ def loss_alone(loss: str, compile: bool) -> dict[str, Any]:
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from train.losses import fused, plain
+    from train.model.loss import fused, plain
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

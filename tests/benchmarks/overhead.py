@@ -29,8 +29,9 @@ from pathlib import Path
 
 import psutil
 
-from train.config import Cycle, TrainConfig, format_model, parse_model
+from train.config import Cycle, TrainConfig
 from train.intervals import t_quantile
+from train.model_config import format_model, parse_model
 
 HERE = Path(__file__)
 
@@ -74,7 +75,7 @@ def main() -> None:
 
 def child(side: str) -> dict[str, float]:
     """One side's figures, from a process of its own."""
-    from train.execution import worker_environment
+    from train.loop.execution import worker_environment
 
     environment = os.environ | (worker_environment(TrainConfig(), "cpu") if side == "bare" else {})
     line = [sys.executable, "-P", str(HERE), *sys.argv[1:], "--side", side]
@@ -155,7 +156,7 @@ def send_others(driver: subprocess.Popen[bytes], number: signal.Signals) -> None
 def bare(config: TrainConfig) -> dict[str, float]:
     """The loop alone."""
     began = time.perf_counter()
-    from train.loop import Trainer
+    from train.loop.trainer import Trainer
 
     imported = time.perf_counter()
     trainer = Trainer(config)
@@ -190,13 +191,14 @@ def wrapped(config: TrainConfig) -> dict[str, float]:
             connected_at = time.time()
             preparing.result()
             prepared = time.time()
-            from infra.tracking import Tracker, create_run
-            from train import launch
+            from infra.tracking.store import create_run
+            from infra.tracking.tracker import Tracker
+            from train.launch import driver
 
             key = create_run("train", "overhead")
             recorded = time.time()
             with Tracker(key) as tracker:
-                result = launch.run(config, folder, tracker=tracker, on_cycle=on_cycle)
+                result = driver.run(config, folder, tracker=tracker, on_cycle=on_cycle)
             returned = time.time()
         started, ended = ((folder / file).stat().st_mtime for file in ("starts", "cycles.jsonl"))
     first_step = ended - result.seconds

@@ -29,9 +29,9 @@ from typing import Any
 
 from infra import provenance
 from infra.units import parse_size
-from train.config import Cycle, TrainConfig, load_config, parse_model
-from train.rules import divisors
-from train.suites import A100, apply
+from train.config import Cycle, TrainConfig, divisors, load_config
+from train.ladder.suites import A100, apply
+from train.model_config import parse_model
 
 RAN_OUT = "out of memory"
 SIDES = ("ours", "ladder", "huggingface", "nanogpt", "build-nanogpt")
@@ -127,9 +127,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second of one side by the median step, its peak memory, and its losses."""
     import torch
 
-    from train import memory
-    from train.limit import Limit
-    from tune.trial import THRASHING_STEPS
+    from train.loop import memory
+    from train.loop.memory_limit import Limit
+    from tune.trial.run import THRASHING_STEPS
 
     config = config_of(options)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -177,7 +177,7 @@ def config_of(options: argparse.Namespace) -> TrainConfig:
 
 def train_ours(config: TrainConfig) -> tuple[list[float], list[float]]:
     """Seconds and losses of the steps of our loop."""
-    from train.loop import Trainer
+    from train.loop.trainer import Trainer
 
     trainer = Trainer(config)
     result = trainer.run()
@@ -195,8 +195,9 @@ def train_peer(
     import torch
 
     from pipeline.shards import TokenShards
-    from train.batches import BatchLoader, Windows
-    from train.measure import mark, seconds_between, wait_for
+    from train.data.loader import BatchLoader
+    from train.data.windows import Windows
+    from train.loop.timing import mark, seconds_between, wait_for
 
     torch.manual_seed(config.seed)
     peer = make(options, device)

@@ -122,9 +122,9 @@ _WARM = """
 if __name__ == "__main__":
     from infra.cluster import connected
     from pipeline.config import TokenizeConfig
-    from pipeline.plan import make_plan
-    from pipeline.sources import find
-    from pipeline.work import do_pieces
+    from pipeline.job.plan import make_plan
+    from pipeline.books.sources import find
+    from pipeline.job.ray_data import do_pieces
     config = TokenizeConfig(sources=(sys.argv[1],))
     plan = make_plan(find(config.sources), config)
     with connected(cpus=2):

@@ -13,7 +13,7 @@ from mlflow.tracking import MlflowClient
 from ray._common.utils import get_default_ray_temp_dir
 
 from infra.cluster import PROJECT, connected, cores_each
-from infra.command import UserError
+from infra.errors import UserError
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "[::1]", "nowhere.invalid"])
@@ -122,7 +122,7 @@ def test_what_finds_no_room_says_so_and_ends_when_asked(
 
 
 def test_a_step_that_takes_long_ends_when_asked(cluster: str, small_shards: Path, tmp_path: Path) -> None:
-    program = "import train.launch; train.launch.STOP_SECONDS = 1; from train.run import main; main()"
+    program = "import train.launch.driver; train.launch.driver.STOP_SECONDS = 1; from train.run import main; main()"
     flags = ["--model", "tiny", "--global-batch", "40000", "--micro-batch", "4", "--device", "cpu"]
     slow = subprocess.Popen(
         [sys.executable, "-c", program, "--data", str(small_shards), "--name", "one", "--address", cluster, *flags],

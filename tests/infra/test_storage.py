@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.command import UserError
+from infra.errors import UserError
 from infra.storage import TEMPORARY, atomic_file, clear_temporaries, write_json
 
 

@@ -25,12 +25,12 @@ from ray.cluster_utils import Cluster
 
 from infra import provenance
 from infra.storage import write_json
+from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
 from pipeline.encoding import decode, encode, reference
-from pipeline.piece import do_piece
-from pipeline.plan import make_plan
+from pipeline.job.plan import make_plan
+from pipeline.job.task import do_piece
 from pipeline.shards import read_manifest
-from pipeline.sources import find
 from pipeline.tokenize import main
 
 ROOT = Path(__file__).parent.parent.parent

@@ -8,8 +8,9 @@ from pathlib import Path
 import pyarrow.fs
 import pytest
 
-from infra.command import UserError
-from pipeline import copies, files
+from infra import storage
+from infra.errors import UserError
+from pipeline import copies
 from pipeline.config import TokenizeConfig
 from pipeline.copies import download, upload
 from pipeline.fetch import FetchConfig, main
@@ -36,7 +37,7 @@ def uri(s3: S3) -> str:
 
 
 def stored(uri: str) -> set[str]:
-    return {entry.path.removeprefix("copies/tokens/") for entry in files.listing(uri)}
+    return {entry.path.removeprefix("copies/tokens/") for entry in storage.listing(uri)}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -46,7 +47,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_copy_comes_back_to_the_same_bytes_through_a_storage_that_fails_now_and_then(
     tokens: Path, uri: str, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_BLOCK", 10_000)  # a third of a shard
+    monkeypatch.setattr(storage, "_BLOCK", 10_000)  # a third of a shard
     monkeypatch.setattr(copies, "_BLOCK", 10_000)
     _, set_rate = s3
     set_rate(0.1)
@@ -72,7 +73,7 @@ def test_only_what_differs_is_sent_and_fetched(tokens: Path, uri: str, tmp_path:
         config={}, vocabulary_sha256="small", inputs={}, report={},
     )  # fmt: skip
     fewer.write(tokens)
-    system, root = files.locate(uri)
+    system, root = storage.locate(uri)
     for name in (others := {"train/notes.txt", "val/their own.arrow", "train/below/00001.arrow"}):
         with system.open_output_stream(f"{root}/{name}") as file:
             file.write(b"not ours")
@@ -108,7 +109,7 @@ def test_what_is_wrong_with_a_copy_is_said(
 ) -> None:
     _, set_rate = s3
     upload(tokens, uri)
-    system, root = files.locate(uri)
+    system, root = storage.locate(uri)
     with system.open_output_stream(f"{root}/train/00000.arrow") as file:
         file.write((tokens / "train/00000.arrow").read_bytes()[:-1] + b"?")
     with pytest.raises(UserError, match=r"00000\.arrow is damaged there"):
@@ -129,7 +130,7 @@ def test_what_is_wrong_with_a_copy_is_said(
         file.write(b"<html>Please log in.</html>")
     with pytest.raises(UserError, match=r"s3://copies/tokens.*manifest\.json is damaged.*make the copy again"):
         download(uri, tmp_path / "other")
-    monkeypatch.setattr(files, "ATTEMPTS", 1)
+    monkeypatch.setattr(storage, "ATTEMPTS", 1)
     set_rate(1.0)
     with pytest.raises(UserError, match=r"cannot be (read|written), after 1 attempts"):
         upload(tokens, uri)
@@ -148,7 +149,7 @@ def test_the_manifest_is_the_last_to_be_written_there_and_here(tokens: Path, uri
     assert MANIFEST not in stored(uri)
     (tmp_path / "aside").rename(tokens / "quarantine.jsonl")
     upload(tokens, uri)
-    system, root = files.locate(uri)
+    system, root = storage.locate(uri)
     system.delete_file(f"{root}/quarantine.jsonl")
     with pytest.raises(UserError, match=r"has lost quarantine\.jsonl: make the copy again"):
         download(uri, tmp_path / "back")

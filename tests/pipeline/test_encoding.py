@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.command import UserError
+from infra.errors import UserError
 from pipeline import encoding
+from pipeline.books.readers import Part, RawBook, read_books
+from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
 from pipeline.encoding import EncodingMismatch, chunks, decode, encode, reference, verify
-from pipeline.reading import Part, RawBook, read_books
-from pipeline.sources import find
 
 ODD_SPACES = "\t\n\v\f\r\x1c\x1d\x85\u00a0\u1680\u180e\u2000\u2028\u2029\u202f\u205f\u3000\u200b\ufeff "
 texts = st.text(

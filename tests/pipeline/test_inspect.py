@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from infra.command import UserError, refuse
+from infra.command import refuse
+from infra.errors import UserError
+from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
 from pipeline.inspect import InspectConfig, main, passages, verify
-from pipeline.piece import do_piece
-from pipeline.plan import make_plan
-from pipeline.records import read_record
+from pipeline.job.plan import make_plan
+from pipeline.job.record import read_record
+from pipeline.job.task import do_piece
 from pipeline.shards import Manifest, read_manifest
-from pipeline.sources import find
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.command import UserError
+from infra.errors import UserError
 from pipeline.shards import MANIFEST, Manifest, Shard, ShardInfo, TokenShards, checksum, read_manifest, write_batch
 
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from infra.command import UserError, run
+from infra.command import run
+from infra.errors import UserError
 from pipeline import tokenize
 from pipeline.config import TokenizeConfig
+from pipeline.job.ray_data import do_pieces
 from pipeline.shards import TokenShards, read_manifest
 from pipeline.tokenize import main
-from pipeline.work import do_pieces
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import tyro
 
-from infra.command import UserError
+from infra.errors import UserError
 from pipeline.config import Reading
-from train.config import PRESETS, Cycle, TrainConfig, config_from_json, format_model, load_config, parse_model
+from train.config import Cycle, TrainConfig, config_from_json, load_config
+from train.model_config import PRESETS, format_model, parse_model
 from train.run import RunOptions
 
 

@@ -12,21 +12,24 @@ from mlflow.tracking import MlflowClient
 from safetensors.torch import save_file
 from transformers import GPT2LMHeadModel, GPT2Tokenizer
 
-from infra.command import UserError
-from infra.tracking import Tracker, create_run
+from infra.errors import UserError
+from infra.tracking.store import create_run
+from infra.tracking.tracker import Tracker
 from pipeline.encoding import VOCABULARY_SHA256
 from pipeline.shards import END_OF_TEXT, checksum
 from train import hugging_face
-from train.config import Cycle, ModelConfig, TrainConfig, config_from_json
+from train.checkpoint.find import find_checkpoint
+from train.checkpoint.progress import read_progress
+from train.checkpoint.run_folder import RunFolder
+from train.config import Cycle, TrainConfig, config_from_json
+from train.data.text import to_ids, to_text, token_bytes, tokenizer_files
 from train.export import ExportConfig, export
-from train.folder import RunFolder, find_checkpoint
 from train.generate import GenerateConfig, generate
 from train.hugging_face import model_card, write_model
-from train.loop import Trainer
-from train.model import GPT
-from train.progress import read_progress
+from train.loop.trainer import Trainer
+from train.model.gpt import GPT
+from train.model_config import ModelConfig
 from train.sampling import load_model, sample
-from train.text import to_ids, to_text, token_bytes, tokenizer_files
 
 
 def trained(data: Path, model: ModelConfig, folder: Path) -> Path:

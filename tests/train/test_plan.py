@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.command import UserError, console
-from train.config import PRESETS, ModelConfig, TrainConfig
-from train.forecast import epoch_tokens, limit_rows, parameter_rows, time_rows
+from infra.command import console
+from infra.errors import UserError
+from train.config import TrainConfig
+from train.estimate.forecast import epoch_tokens, limit_rows, parameter_rows, time_rows
+from train.model_config import PRESETS, ModelConfig
 from train.plan import PlanOptions, plan
 
 PUBLISHED = replace(PRESETS["gpt2-124m"], padded_vocabulary=50257)

@@ -10,9 +10,10 @@ import pytest
 from infra.units import GIB
 from pipeline.shards import read_manifest
 from train import report
-from train.anatomy import predict_peak
-from train.config import ModelConfig, TrainConfig
-from train.flops import causal, palm
+from train.config import TrainConfig
+from train.estimate.flops import causal, palm
+from train.estimate.memory import predict_peak
+from train.model_config import ModelConfig
 from train.result import Memory, RunResult, Throughput
 
 Make = Callable[..., RunResult]

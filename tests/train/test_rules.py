@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from infra.command import UserError
-from train.config import ModelConfig, TrainConfig, divisors
+from infra.errors import UserError
+from train.config import TrainConfig, divisors
+from train.model_config import ModelConfig
 
 BATCH: dict[str, Any] = {"global_batch": 64}
 SHARDED = {"shard": True, "workers": 2}

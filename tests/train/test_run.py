@@ -14,14 +14,17 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from infra.storage import write_json
-from infra.tracking import store_uri
-from train import launch, run, worker
-from train.config import ModelConfig, TrainConfig, config_from_json
-from train.folder import RunFolder, find_checkpoint
-from train.loop import Trainer
-from train.progress import checkpoints_in
+from infra.tracking.store import store_uri
+from train import run
+from train.checkpoint.find import find_checkpoint
+from train.checkpoint.progress import checkpoints_in
+from train.checkpoint.run_folder import RunFolder
+from train.config import TrainConfig, config_from_json
+from train.launch import driver, worker
+from train.launch.worker import Start
+from train.loop.trainer import Trainer
+from train.model_config import ModelConfig
 from train.result import CycleReport
-from train.worker import Start
 
 pytestmark = pytest.mark.usefixtures("working_folder")
 ROOT = Path(__file__).parents[2]
@@ -122,7 +125,7 @@ def test_the_first_signal_asks_and_the_second_leaves(tmp_path: Path) -> None:
     signalled = """
 import os, signal, sys, time
 from pathlib import Path
-from train.launch import stop_on_signal
+from train.launch.driver import stop_on_signal
 flag = Path(sys.argv[1])
 with stop_on_signal(flag):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -217,8 +220,8 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
     Trainer(config, checkpoints=home.checkpoints).run()
     write_json(home.config, config.to_json())
     shutil.copytree(home.path, elsewhere, ignore=shutil.ignore_patterns("step-*"))
-    launched = launch.run
-    monkeypatch.setattr(launch, "run", lambda config, _, **how: launched(config, elsewhere, **how))
+    launched = driver.run
+    monkeypatch.setattr(driver, "run", lambda config, _, **how: launched(config, elsewhere, **how))
     assert command(monkeypatch, "--resume", "one", "--steps", "8") == 2
     said = " ".join(capfd.readouterr().err.split())
     assert "the run continues from step 6, and" in said
@@ -290,5 +293,5 @@ def test_damaged_shards_are_named(
 
 def test_what_ray_trains_controller_unpickles_imports_no_torch() -> None:
     """Two seconds before the worker would even be started."""
-    program = "import sys, train.controller; sys.exit('torch' in sys.modules)"
+    program = "import sys, train.launch.controller; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

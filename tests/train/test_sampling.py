@@ -9,12 +9,13 @@ import torch
 
 from pipeline.encoding import VOCABULARY_SHA256
 from pipeline.shards import END_OF_TEXT
-from train.config import Cycle, ModelConfig, TrainConfig
-from train.execution import plain
-from train.loop import Trainer
-from train.model import GPT
+from train.config import Cycle, TrainConfig
+from train.data.text import to_ids, to_text
+from train.loop.execution import plain
+from train.loop.trainer import Trainer
+from train.model.gpt import GPT
+from train.model_config import ModelConfig
 from train.sampling import SAMPLE_TOKENS, closing_sample, load_model, sample
-from train.text import to_ids, to_text
 
 
 @pytest.fixture(scope="module")

@@ -14,22 +14,13 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend
 
-from infra.command import UserError
-from train.attention import books_of, by_kernels
-from train.config import (
-    Attention,
-    Checkpointing,
-    Cycle,
-    Loss,
-    ModelConfig,
-    Optimizer,
-    Precision,
-    Schedule,
-    TrainConfig,
-)
-from train.execution import build, keep_compiled_attention, settle
-from train.loop import Trainer
-from train.optimizers import learning_rate
+from infra.errors import UserError
+from train.config import Attention, Checkpointing, Cycle, Loss, Optimizer, Precision, Schedule, TrainConfig
+from train.loop.execution import build, keep_compiled_attention, settle
+from train.loop.trainer import Trainer
+from train.model.attention import books_of, by_kernels
+from train.model.optimizer import learning_rate
+from train.model_config import ModelConfig
 from train.result import CycleReport
 
 CPU = torch.device("cpu")

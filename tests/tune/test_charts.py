@@ -10,11 +10,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from train.config import PRESETS, TrainConfig
+from train.config import TrainConfig
+from train.model_config import PRESETS
 from tune.charts import draw
-from tune.record import Row, feasible
-from tune.searcher import MemorySearcher
 from tune.space import make_space
+from tune.strategy.memory_aware import MemorySearcher
+from tune.trial.row import Row, feasible
 
 BASE = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from infra.command import UserError
+from infra.errors import UserError
 from train.config import TrainConfig
 from tune.config import SearchConfig
 

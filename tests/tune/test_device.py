@@ -10,11 +10,11 @@ import pytest
 
 from infra import gpu
 from infra.cluster import connected
-from infra.command import UserError
+from infra.errors import UserError
 from infra.gpu import GpuState
 from tune import device
 from tune.config import SearchConfig
-from tune.driver import trial_resources
+from tune.ray_tune import trial_resources
 
 IDLE = GpuState("H200", "570", 140 * 10**9, 10**9, None, (), 1980, 700.0, 40, 0)
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.command import UserError
-from infra.run_key import RunKey
+from infra.errors import UserError
 from infra.storage import TEMPORARY
+from infra.tracking.key import RunKey
 from tune.config import SearchConfig
 from tune.folder import TRIALS, begin, held, resumed_parent
 

@@ -7,9 +7,9 @@ import pytest
 
 from train.config import Compile, TrainConfig
 from tune.config import SearchConfig
-from tune.plan import optuna_trials, print_plan
-from tune.searcher import MemorySearcher
+from tune.report import optuna_trials, print_plan
 from tune.space import make_space
+from tune.strategy.memory_aware import MemorySearcher
 
 
 @pytest.mark.parametrize(

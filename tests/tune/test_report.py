@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from train.config import TrainConfig
-from tune.ranking import fit_to_win
-from tune.record import Outcome, Row, Stage
 from tune.report import best_json, csv_text, leaderboard, never_run, no_winner, progress_text, row_text
-from tune.searcher import MemorySearcher
 from tune.space import Candidate, make_space
+from tune.strategy.memory_aware import MemorySearcher
+from tune.strategy.ranking import fit_to_win
+from tune.trial.row import Outcome, Row, Stage
 
 SPACE = make_space(TrainConfig(global_batch=16, micro_batch=4), ("checkpointing",), device="cpu")
 OWN = SPACE.control.knobs

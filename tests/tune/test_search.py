@@ -21,11 +21,11 @@ from mlflow.tracking import MlflowClient
 
 from infra.cluster import connected
 from train.config import Cycle, load_config
-from train.loop import Trainer
+from train.loop.trainer import Trainer
 from tune import search
-from tune.ranking import NEGLIGIBLE
 from tune.report import train_command
 from tune.session import resume_command
+from tune.strategy.ranking import NEGLIGIBLE
 
 FLAGS = [
     "--model", "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320",

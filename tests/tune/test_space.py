@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.command import UserError
+from infra.errors import UserError
 from train.config import TrainConfig
 from tune.config import SearchConfig, with_global_batch
 from tune.folder import kept_config

@@ -25,15 +25,16 @@ from rich.table import Table
 
 from infra.command import console
 from infra.storage import write_json
-from train.config import PRESETS, TrainConfig
+from train.config import TrainConfig
+from train.model_config import PRESETS
 from tune.config import SearchConfig
-from tune.plan import optuna_trials
-from tune.ranking import standings
-from tune.record import Proposal, Row
-from tune.searcher import MemorySearcher
+from tune.report import optuna_trials
 from tune.space import Candidate, Space, make_space
-from tune.strategies import Confirmed, Strategy
-from tune.tpe import OptunaSearcher
+from tune.strategy.base import Confirmed, Strategy
+from tune.strategy.memory_aware import MemorySearcher
+from tune.strategy.optuna_tpe import OptunaSearcher
+from tune.strategy.ranking import standings
+from tune.trial.row import Proposal, Row
 
 GOAL_REGRET, GOAL_SHARE = 0.005, 0.30
 RECORDS = Path(__file__).parents[1] / "records"

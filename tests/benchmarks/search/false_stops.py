@@ -5,7 +5,7 @@ import random
 from concurrent.futures import Executor
 from functools import partial
 
-from tune.racing import verdict
+from tune.trial.early_stop import verdict
 
 CORRELATIONS = (0.0, 0.3, 0.5, 0.7, 0.9)
 STEPS = 40

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from train.anatomy import CONTEXT
 from train.config import config_from_json
-from train.measure import steady_state
-from tune import racing
+from train.estimate.memory import CONTEXT
+from train.loop.throughput import steady_state
 from tune.device import make_prior
-from tune.record import Outcome, Proposal, Row
 from tune.space import Candidate, Space, make_space
+from tune.trial import early_stop
+from tune.trial.row import Outcome, Proposal, Row
 
 STEPS = 20
 PRECISION = 0.01
@@ -82,7 +82,7 @@ def measured(row: Row, times: Sequence[float], step_tokens: int, *, memory: floa
 
 
 def _ended(times: Sequence[float], step_tokens: int, bar: float | None) -> str | None:
-    return racing.verdict(times, bar_seconds=step_tokens / bar if bar else None, precision=PRECISION)
+    return early_stop.verdict(times, bar_seconds=step_tokens / bar if bar else None, precision=PRECISION)
 
 
 def new_row(proposal: Proposal, number: int, space: Space, outcome: Outcome, seconds: float) -> Row:

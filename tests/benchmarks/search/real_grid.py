@@ -24,10 +24,11 @@ import numpy as np
 from infra.provenance import collect
 from infra.storage import write_json
 from pipeline.shards import Manifest, ShardRow, write_shard
-from train.config import ModelConfig, TrainConfig
-from tune.record import Proposal, Row, read_rows
+from train.config import TrainConfig
+from train.model_config import ModelConfig
 from tune.space import make_space
-from tune.trial import Request, run
+from tune.trial.row import Proposal, Row, read_rows
+from tune.trial.run import Request, run
 
 MODEL = ModelConfig(layers=2, heads=2, width=64, context_length=64, vocabulary=512, padded_vocabulary=512)
 KNOBS = ("checkpointing",)

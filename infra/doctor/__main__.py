@@ -1,0 +1,156 @@
+"""Entry: ``python -m infra.doctor`` says whether this machine is ready, and how fast it is at best.
+
+In: nothing but the machine. Out: a table with a red line and its mend for each thing wrong, measured
+ceilings, ``runs/doctor.json`` (which runs and ladders read for the fraction of what this machine can do), and
+an MLflow run. Wiring and tables only.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from infra import command
+from infra.command import console
+from infra.doctor import allreduce
+from infra.errors import UserError
+from infra.storage import write_json
+
+if TYPE_CHECKING:
+    from infra.doctor import checks
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """What to measure, and where to keep it."""
+
+    workers: int = 1
+    """With two or more, also all-reduce between as many Ray Train workers (with a GPU each where there are any)."""
+    out: Path = Path("runs")
+    """Folder for doctor.json; also the disk whose speed is measured."""
+    quick: bool = False
+    """Only look whether the machine is ready, measure nothing."""
+    tracking_uri: str | None = None
+    """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
+    address: str | None = None
+    """Ray cluster for the all-reduce; default RAY_ADDRESS, else a Ray of its own here."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise UserError(f"--workers {self.workers} must be at least 1.")
+
+
+def main() -> None:
+    """Parse, examine, print, exit."""
+    command.run(
+        examine,
+        DoctorOptions,
+        module="infra.doctor",
+        description="Say whether this machine is ready to train, and measure how fast it is at best.",
+        default=DoctorOptions(),
+    )
+
+
+def examine(options: DoctorOptions) -> int:
+    """Check and measure; returns 1 when something is wrong that stops training.
+
+    torch and MLflow are imported only now, when the flags are known to be right.
+    """
+    import torch
+
+    from infra import provenance
+    from infra.doctor import ceilings, checks
+    from infra.tracking.store import create_run
+    from infra.tracking.tracker import Tracker
+
+    began = time.perf_counter()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise UserError(f"--out {options.out} cannot be made: {failure.strerror}.") from failure
+    checks = checks.checks(device, options.out)
+    print_checks(checks)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    found: dict[str, object] = {"device": name, "checks": [asdict(check) for check in checks]}
+    metrics: dict[str, float] = {}
+    rates: dict[str, dict[str, float]] = {}
+    if not options.quick:
+        rates = {
+            "matmul": ceilings.matmul_rates(device),
+            "model_matmul": ceilings.model_rates(device),
+            "copy": ceilings.copy_rates(device),
+        }
+        try:
+            rates["disk"] = {"reading": ceilings.disk_rate(options.out)}
+        except OSError as failure:
+            raise UserError(
+                f"the disk of --out {options.out} cannot be measured: {failure.strerror}; make room there, or give "
+                "--out elsewhere."
+            ) from failure
+        found |= rates
+        print_rates(rates)
+        metrics = {
+            f"{group}/{key.replace(',', '')}": rate for group, known in rates.items() for key, rate in known.items()
+        }
+    if options.workers > 1:
+        reduced = allreduce.measure(options.workers, options.address)
+        best = max((rates["matmul"] if rates else {}).values(), default=None)
+        verdict = allreduce.verdict(reduced, best) if best else ""
+        found["allreduce"] = asdict(reduced) | {"verdict": verdict}
+        print_allreduce(reduced, verdict)
+        metrics |= {f"allreduce/{size}": rate for size, rate in reduced.bus_bytes_per_second.items()}
+    kept = "nothing was measured, so an earlier doctor.json stays"
+    if not options.quick:
+        write_json(options.out / "doctor.json", found)
+        kept = f"kept in {options.out / 'doctor.json'}"
+    key = create_run("doctor", name, tracking_uri=options.tracking_uri, tags=provenance.collect() | {"kind": "doctor"})
+    with Tracker(key) as tracker:
+        tracker.metrics(metrics)
+        tracker.json(found, "doctor.json")
+        tracker.note(
+            "\n".join(f"- {'✗' if check.mend else '✓'} {check.name}: {check.value} {check.mend}" for check in checks)
+        )
+        tracker.finish()
+    console.print(f"{kept}; {time.perf_counter() - began:.0f} s")
+    return int(any(check.mend and check.fatal for check in checks))
+
+
+def print_checks(checks: "list[checks.Check]") -> None:
+    """A line a check; red with the mend where something is wrong."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for check in checks:
+        sign, style = ("✗", "red") if check.mend else ("✓", "green")
+        value = command.escape(check.value) + (f"\n{command.escape(check.mend)}" if check.mend else "")
+        table.add_row(f"[{style}]{sign}[/{style}]", check.name, f"[red]{value}[/red]" if check.mend else value)
+    console.print(table)
+
+
+def print_rates(rates: dict[str, dict[str, float]]) -> None:
+    """The ceilings, in TFLOP/s and GB/s."""
+    table = Table(title="Measured ceilings", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    for group, known in rates.items():
+        for key, rate in known.items():
+            flops = "matmul" in group
+            text = f"{rate / 1e12:,.2f} TFLOP/s" if flops else f"{rate / 1e9:,.2f} GB/s"
+            table.add_row(f"  {group.replace('_', ' ')}, {key}", text)
+    console.print(table)
+
+
+def print_allreduce(reduced: allreduce.Reduced, verdict: str) -> None:
+    """Bus bandwidth by size, and the verdict whether the network would hold training up, if there is one."""
+    table = Table(
+        title=f"All-reduce, {reduced.workers} workers, {reduced.backend}", title_justify="left", show_header=False,
+        box=None, padding=(0, 2, 0, 0),
+    )  # fmt: skip
+    for size, rate in reduced.bus_bytes_per_second.items():
+        table.add_row(f"  {int(size) / 2**20:,.2f} MiB", f"{rate / 1e9:,.3f} GB/s")
+    console.print(table)
+    if verdict:
+        console.print(verdict)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+"""A user's mistake as an exception of its own, and the first line of any other."""
+
+
+class UserError(ValueError):
+    """A mistake in what was asked for: one sentence that names the file or flag and the next step."""
+
+
+def first_line(failure: BaseException) -> str:
+    """The first line of an exception's text, for a one-line message."""
+    return (str(failure) or type(failure).__name__).splitlines()[0]

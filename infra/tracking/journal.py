@@ -1,0 +1,88 @@
+"""Send a run's entries to MLflow in as few calls as its limits allow; keep those that fail in a journal on disk."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, TEMPORARILY_UNAVAILABLE, ErrorCode
+from mlflow.tracking import MlflowClient
+
+from infra.command import errors, uninterrupted
+from infra.errors import first_line
+
+METRICS_A_BATCH = 500
+
+ITEMS_A_BATCH = 90  # MLflow refuses more than 1,000 metrics, 100 params or 100 tags in one call
+
+Entry = dict[str, Any]
+
+
+def send(client: MlflowClient, run_id: str, entries: list[Entry]) -> None:
+    """Write ``entries`` to a run in as few calls as MLflow's limits allow.
+
+    Raises when the store does not answer; an entry that the store refuses for what it says is reported
+    and dropped, since sending it again would fail for ever.
+    """
+    metrics = [Metric(e["key"], e["value"], e["time"], e["step"]) for e in entries if e["kind"] == "metric"]
+    params = [Param(e["key"], e["value"]) for e in entries if e["kind"] == "param"]
+    tags = [RunTag(e["key"], e["value"]) for e in entries if e["kind"] == "tag"]
+    for first in range(0, len(metrics), METRICS_A_BATCH):
+        _call(client.log_batch, run_id, metrics=metrics[first : first + METRICS_A_BATCH])
+    for first in range(0, max(len(params), len(tags)), ITEMS_A_BATCH):
+        part = slice(first, first + ITEMS_A_BATCH)
+        _call(client.log_batch, run_id, params=params[part], tags=tags[part])
+    for entry in entries:
+        match entry["kind"]:
+            case "data":
+                source = json.dumps({"uri": entry["source"]})
+                data = Dataset(entry["name"], entry["digest"], "local", source, profile=json.dumps(entry["profile"]))
+                context = InputTag("mlflow.data.context", entry["context"])
+                _call(client.log_inputs, run_id, [DatasetInput(data, [context])])
+            case "text":
+                _call(client.log_text, run_id, entry["content"], entry["name"])
+            case "file":
+                if Path(entry["path"]).exists():
+                    _call(client.log_artifact, run_id, entry["path"], entry["folder"])
+                else:
+                    errors.print(f"{entry['path']} is gone and was not uploaded to MLflow")
+            case "finish":
+                _call(client.set_terminated, run_id, entry["status"], entry["time"])
+
+
+def _call(method: Any, *arguments: Any, **named: Any) -> None:
+    try:
+        method(*arguments, **named)
+    except MlflowException as failure:
+        unreachable = (ErrorCode.Name(INTERNAL_ERROR), ErrorCode.Name(TEMPORARILY_UNAVAILABLE))
+        if failure.error_code in unreachable:
+            raise
+        errors.print(f"MLflow refuses an entry: {first_line(failure)}")
+
+
+@uninterrupted()
+def deliver_journal(client: MlflowClient, journal: Path) -> None:
+    """Send what ``journal`` kept for its run, then remove it. Raises when the store does not answer."""
+    if not journal.exists():
+        return
+    entries = []
+    for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(json.JSONDecodeError):  # a kill may have cut it short
+            entries.append(json.loads(line))
+    send(client, journal.stem, entries)
+    client.set_tag(journal.stem, "tracking.delivered_late", f"{len(entries)} entries")
+    journal.unlink()
+
+
+def deliver_journals(client: MlflowClient, folder: Path) -> None:
+    """Send every journal in ``folder`` that belongs to the client's store; those that fail stay."""
+    for journal in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
+        try:
+            with journal.open(encoding="utf-8") as file:
+                first = file.readline()
+            if first.endswith("\n") and json.loads(first).get("store") == client.tracking_uri:
+                deliver_journal(client, journal)
+        except Exception as failure:  # noqa: BLE001 an old run's journal must not stop a new run
+            errors.print(f"{journal} could not be delivered: {first_line(failure)}")

@@ -1,0 +1,56 @@
+"""A trained model in MLflow's registry, with its signature and an example of what goes in.
+
+In: a model in the Hugging Face format and the run that trained it. Out: a new version of a registered
+model, which ``mlflow.pyfunc.load_model`` loads and ``mlflow models serve`` serves.
+"""
+
+import logging
+import os
+from importlib.metadata import version
+from pathlib import Path
+
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+
+import mlflow
+import numpy as np
+from mlflow.entities import LoggedModelOutput
+from mlflow.exceptions import MlflowException
+from mlflow.models import ModelSignature
+from mlflow.tracking import MlflowClient
+from mlflow.types import Schema, TensorSpec
+
+from infra.errors import UserError, first_line
+from infra.tracking.key import RunKey
+
+SERVED = Path(__file__).with_name("logits.py")
+
+
+def register(key: RunKey, name: str, folder: Path, vocabulary: int) -> str:
+    """Log the model in ``folder`` to the run of ``key``, register it as ``name``, and give its version there.
+
+    Token ids reach up to ``vocabulary``. Raises ``UserError`` when the store does not take it.
+    """
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    ids, logits = np.dtype(np.int64), np.dtype(np.float32)
+    signature = ModelSignature(
+        Schema([TensorSpec(ids, (-1, -1))]),
+        Schema([TensorSpec(logits, (-1, -1, vocabulary))]),
+    )
+    mlflow.set_tracking_uri(key.store)
+    client = MlflowClient(key.store)
+    try:
+        # Not within mlflow.start_run, which would set the run to RUNNING, and an interrupt leave it so.
+        model = client.create_logged_model(key.experiment_id, name="model", source_run_id=key.run_id)
+        client.log_outputs(key.run_id, [LoggedModelOutput(model.model_id, step=0)])
+        made = mlflow.pyfunc.log_model(
+            model_id=model.model_id,
+            python_model=str(SERVED),
+            artifacts={"model": str(folder.resolve())},
+            signature=signature,
+            input_example=np.array([[vocabulary - 1]]),
+            pip_requirements=[f"{package}=={version(package)}" for package in ("torch", "transformers")],
+            registered_model_name=name,
+        )
+    except MlflowException as failure:
+        raise UserError(f"--register {name}: {key.store} refuses it: {first_line(failure)}") from failure
+    return str(made.registered_model_version)

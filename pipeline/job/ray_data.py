@@ -1,0 +1,91 @@
+"""Have Ray Data do the pieces, on however many workers the cluster has.
+
+In: pieces. Out: their summaries, as they are done. Ray Data hands out the work and limits how much is in
+flight; a task reads its own files and writes its own shards, because Ray's readers cost 4 ms a file and
+its writers use random names. Ray is imported in the functions: planning and dry runs do without it.
+"""
+
+import logging
+import pickle
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from infra.command import collect_seldom
+from infra.errors import UserError
+from pipeline.job.plan import Piece
+from pipeline.job.task import do_piece
+
+IN_FLIGHT = 4
+"""Tasks handed out for every worker of our own Ray, of which it runs one at a time: Ray Data takes up to 0.2 s to see
+that one is done, and a worker would idle for as long."""
+TASKS = 12
+"""Tasks made for every worker where there are as many pieces: a worker idles for 7 ms between two, and in the end
+waits for the last of another."""
+
+
+def do_pieces(
+    pieces: list[Piece], folder: Path, run: str, *, workers: int | None, ours: bool
+) -> Iterator[dict[str, Any]]:
+    """Do ``pieces`` on the connected Ray and yield each one's summary when it is done.
+
+    ``workers`` limits how many tasks run at a time (default: as many as Ray Data sees fit), ``ours`` says whether
+    the Ray is our command's own, and ``run`` names the command's run, for the notes that survive a dead worker.
+    Raises ``UserError`` as a task raised it.
+    """
+    import ray.data
+
+    from pipeline.job.executor import executed, without_actors
+
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = False
+    context.op_resource_reservation_enabled = False  # reserves more than two CPUs have
+    context.downstream_capacity_backpressure_ratio = None  # held all but one worker back over a queue of 200 bytes
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    size = max(1, len(pieces) // (TASKS * workers)) if workers else 1
+    groups = [pieces[first : first + size] for first in range(0, len(pieces), size)]
+    items = [{"pieces": pickle.dumps(group), "folder": str(folder), "run": run} for group in groups]
+    limit = workers and min(len(items), IN_FLIGHT * workers if ours else workers)
+    work = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+        _task, batch_size=1, compute=ray.data.TaskPoolStrategy(size=limit), num_cpus=1
+    )
+    with without_actors() if ours else nullcontext(), executed(work.iter_rows()) as rows:
+        for row in rows:
+            summary = pickle.loads(row["summary"])  # noqa: S301 our own bytes
+            if isinstance(summary, Exception):
+                raise summary
+            yield summary
+
+
+def _task(batch: Any) -> dict[str, list[bytes]]:
+    pieces: list[Piece] = pickle.loads(batch["pieces"][0])  # noqa: S301 our own bytes
+    folder, run = Path(str(batch["folder"][0])), str(batch["run"][0])
+    done: list[Any] = []
+    try:
+        for piece in pieces:
+            done.append(do_piece(piece, folder, run))
+    except UserError as expected:  # as a value, because Ray Data wraps what a task raises
+        done.append(expected)
+    return {"summary": [pickle.dumps(summary) for summary in done]}
+
+
+def warm_up(workers: int) -> None:
+    """Start worker processes with their imports done and the vocabulary loaded, without waiting for them."""
+    import ray
+
+    @ray.remote(num_cpus=1)
+    def load() -> None:
+        collect_seldom()
+        import ray.data  # noqa: F401 what a map task unpickles needs it
+
+        from pipeline.encoding import encode
+        from pipeline.job.task import do_piece  # noqa: F401
+
+        encode(b"warm")
+
+    for _ in range(workers):
+        load.remote()
+    import ray.data

@@ -1,0 +1,145 @@
+"""What a run did, in numbers: for the terminal, for MLflow's note, and the part that the manifest keeps.
+
+In: the records of all pieces, and the timings of those that this run did. Out: counts that depend on
+inputs and config alone (``totals``, which the manifest holds), and rates that do not.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from infra.units import format_duration
+from pipeline.job.plan import Piece
+from pipeline.job.record import Record
+
+TOKENS_A_BYTE = 0.25
+BYTES_A_SECOND = 80e6
+"""Text that one worker takes in a second, on the modest cores that this was measured on."""
+START_SECONDS = 10
+"""What starting and stopping Ray takes."""
+HISTOGRAM = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
+"""Upper bounds, in tokens, of the classes of book lengths."""
+
+
+def totals(records: Iterable[Record]) -> dict[str, Any]:
+    """Counts over ``records``: books in, kept, dropped by reason, characters, tokens, book lengths, bytes checked."""
+    records = list(records)
+    reasons = Counter(dropped.reason for record in records for dropped in record.dropped)
+    traits: Counter[str] = Counter()
+    for record in records:
+        traits.update(record.traits)
+    lengths = [tokens for record in records for *_, tokens in record.books]
+    return {
+        "books_in": len(lengths) + reasons.total(),
+        "books_kept": len(lengths),
+        "books_dropped": dict(sorted(reasons.items())),
+        "read_bytes": sum(record.read_bytes for record in records),
+        "chars": sum(chars for record in records for _, _, chars, _ in record.books),
+        "tokens": sum(lengths),
+        "tokens_a_book": _histogram(lengths),
+        "replaced_bytes": sum(record.replaced for record in records),
+        "traits": dict(sorted(traits.items())),
+        "verified_bytes": sum(record.verified_bytes for record in records),
+    }
+
+
+def _list(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
+
+
+def _histogram(lengths: list[int]) -> dict[str, int]:
+    classes = [f"up to {bound:,}" for bound in HISTOGRAM] + [f"over {HISTOGRAM[-1]:,}"]
+    counts = dict.fromkeys(classes, 0)
+    for length in lengths:
+        counts[classes[sum(length > bound for bound in HISTOGRAM)]] += 1
+    return counts
+
+
+def estimate(plan: list[Piece], todo: list[Piece], done: Iterable[Record], workers: int) -> str:
+    """What ``todo`` will make and take, from the pieces that are done or, without any, from English books."""
+    records = list(done)
+    read = sum(record.read_bytes for record in records)
+    tokens_a_byte = sum(shard.tokens for record in records for shard in record.shards) / read if read else TOKENS_A_BYTE
+    tokens = tokens_a_byte * sum(piece.size for piece in todo)
+    seconds = (
+        START_SECONDS + sum(piece.size for piece in todo) / min(workers, len(plan)) / BYTES_A_SECOND if todo else 0
+    )
+    return (
+        f"about {tokens / 1e6:,.1f} million tokens, {2 * tokens / 1e6:,.1f} MB of shards, "
+        f"{format_duration(round(seconds))} with {workers} workers"
+    )
+
+
+@dataclass
+class Progress:
+    """Timings of the pieces that this run did."""
+
+    pieces: int = 0
+    bytes: int = 0
+    tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Worker seconds by stage."""
+    wall: dict[str, float] = field(default_factory=dict)
+    """Seconds of the whole command by phase."""
+
+    def add(self, summary: dict[str, Any]) -> None:
+        """Take in one piece's summary."""
+        self.pieces += 1
+        self.bytes += summary["bytes"]
+        self.tokens += summary["tokens"]
+        for stage, seconds in summary["seconds"].items():
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+    @property
+    def slowest(self) -> str:
+        """The stage that took most worker time."""
+        return max(self.seconds, key=lambda stage: self.seconds[stage], default="none")
+
+    def metrics(self) -> dict[str, float]:
+        """Rates and times under the names that MLflow groups by."""
+        values = {f"time/{phase}": seconds for phase, seconds in self.wall.items()}
+        for stage, seconds in self.seconds.items():
+            values[f"time/stage_{stage}"] = seconds
+            if seconds:
+                values[f"throughput/{stage}_MB_per_second"] = self.bytes / 1e6 / seconds
+                values[f"throughput/{stage}_tokens_per_second"] = self.tokens / seconds
+        work = self.wall.get("work")
+        if work and self.pieces:
+            values["throughput/MB_per_second"] = self.bytes / 1e6 / work
+            values["throughput/tokens_per_second"] = self.tokens / work
+        return values
+
+
+def as_markdown(name: str, counts: dict[str, Any], progress: Progress, fingerprint: str) -> str:
+    """The report as a person reads it, on the terminal and in MLflow."""
+    why = _list(counts["books_dropped"]) or "none"
+    ratio = counts["chars"] / counts["tokens"] if counts["tokens"] else 0.0
+    lines = [
+        f"**{counts['books_kept']:,} books, {counts['tokens']:,} tokens** in `{name}` "
+        f"(fingerprint `{fingerprint[:12]}`).",
+        "",
+        f"- books: {counts['books_in']:,} in, {counts['books_kept']:,} kept; dropped: {why}",
+        f"- text: {counts['chars']:,} characters, {ratio:.2f} characters a token",
+        f"- found and put right: {_list(counts['traits']) or 'nothing'}; "
+        f"{counts['replaced_bytes']:,} bytes that no character set explains",
+        f"- checked against tiktoken: {counts['verified_bytes'] / 1e6:.1f} MB, equal",
+        "- tokens a book: "
+        + ", ".join(f"{count:,} {label}" for label, count in counts["tokens_a_book"].items() if count),
+    ]
+    if progress.pieces:
+        metrics = progress.metrics()
+        lines += [
+            f"- this run: {progress.pieces:,} pieces, {progress.bytes / 1e6:,.1f} MB, "
+            f"{metrics.get('throughput/MB_per_second', 0):,.0f} MB/s, "
+            f"{metrics.get('throughput/tokens_per_second', 0):,.0f} tokens/s while working",
+            "",
+            "| stage | worker seconds | MB/s a worker | million tokens/s a worker |",
+            "|---|---|---|---|",
+        ]
+        for stage, seconds in sorted(progress.seconds.items(), key=lambda item: -item[1]):
+            rates = [amount / 1e6 / seconds if seconds else 0 for amount in (progress.bytes, progress.tokens)]
+            lines.append(f"| {stage} | {seconds:.2f} | {rates[0]:,.0f} | {rates[1]:,.1f} |")
+        lines += ["", f"Slowest stage: {progress.slowest}."]
+    phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in progress.wall.items())
+    return "\n".join([*lines, "", f"Time: {phases}."])

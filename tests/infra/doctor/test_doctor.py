@@ -1,0 +1,169 @@
+"""The doctor: it measures what is there, names what is wrong with its mend, and leaves JSON that ladders read."""
+
+import json
+import resource
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mlflow.tracking import MlflowClient
+
+from infra.doctor import __main__ as doctor
+from infra.doctor import allreduce, ceilings, checks
+from infra.gpu import GpuState
+from infra.hardware import peak_flops
+from infra.tracking.store import store_uri
+
+CPU = torch.device("cpu")
+CARD = GpuState(
+    name="NVIDIA A100-SXM4-40GB", driver="550.1", memory_total=40 * 2**30, memory_used=2**30, process_memory=None,
+    other_processes=(), sm_clock=1410, power_limit=400.0, temperature=35, throttle_reasons=0, ecc=True,
+)  # fmt: skip
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
+    """The exit code of ``python -m infra.doctor`` with these flags."""
+    monkeypatch.setattr(sys, "argv", ["infra.doctor", *flags])
+    with pytest.raises(SystemExit) as leaving:
+        doctor.main()
+    return int(leaving.value.code or 0)
+
+
+def test_the_whole_examination(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(ceilings, "SECONDS", 0.02)
+    assert command(monkeypatch, "--out", "runs") == 0
+    output = capfd.readouterr()
+    assert "TFLOP/s" in output.out
+    assert "refuses" not in output.err
+    found = json.loads(Path("runs/doctor.json").read_text())
+    assert found["matmul"]["fp32"] > 1e8
+    assert found["copy"]["within the device"] > 1e7
+    left = Path("runs/doctor.json")
+    assert ceilings.read_matmul_rate(left, found["device"], "fp32") == found["matmul"]["fp32"]
+    assert ceilings.read_matmul_rate(left, found["device"], "fp16") == found["matmul"].get("bf16")
+    assert ceilings.read_matmul_rate(left, "another", "fp32") is None
+    assert ceilings.read_matmul_rate(Path("nothing.json"), "cpu", "fp32") is None
+    assert command(monkeypatch, "--out", "runs", "--quick") == 0
+    assert json.loads(left.read_text()) == found, "what was measured stays"
+    left.write_text(json.dumps({"device": "cpu", "checks": []}))
+    assert ceilings.read_matmul_rate(left, "cpu", "fp32") is None
+    client = MlflowClient(store_uri())
+    (experiment,) = [e for e in client.search_experiments() if e.name == "doctor"]
+    runs = client.search_runs([experiment.experiment_id])
+    assert sorted("matmul/fp32" in run.data.metrics for run in runs) == [False, True], "the quick one measured nothing"
+
+
+def test_a_full_disk_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No file may grow beyond a megabyte, as on a full disk; the disk's speed takes one of 256."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ceilings, "SECONDS", 0.02)
+    old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, most))
+    try:
+        assert command(monkeypatch, "--out", "runs") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
+    said = capfd.readouterr().err
+    assert "the disk of --out runs cannot be measured" in said
+    assert "Traceback" not in said
+
+
+def test_a_matrix_product_is_two_flops_for_each_multiplication(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 x 32 and 32 x 16: 32,768 multiplications and as many additions, here in half a second."""
+    monkeypatch.setattr(ceilings, "best_seconds", lambda work, device: 0.5)
+    assert ceilings.matmul_rate(64, 32, 16, "fp32", CPU) == 131_072
+
+
+def test_the_best_of_several_repetitions_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not the first, which warms up."""
+    now, times = [0.0], iter([0.001, 0.15, 0.05, 0.1])
+
+    def work() -> None:
+        now[0] += next(times)
+
+    monkeypatch.setattr(ceilings, "SECONDS", 0.0)
+    monkeypatch.setattr(ceilings, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert ceilings.best_seconds(work, CPU) == pytest.approx(0.05)
+    assert list(times) == [], "three repetitions even where there is no time for them"
+
+
+def wrong(checks: list[checks.Check]) -> dict[str, str]:
+    return {check.name: check.mend for check in checks if check.mend}
+
+
+def test_a_good_card_has_nothing_wrong() -> None:
+    assert wrong(checks.gpu(CARD, CARD.name)) == {}
+
+
+def test_a_card_that_torch_does_not_see_is_wrong() -> None:
+    assert not checks.no_gpu(None).mend
+    unseen = checks.no_gpu(CARD)
+    assert "A100" in unseen.value
+    assert "CUDA build of torch" in unseen.mend
+
+
+def test_each_thing_wrong_has_its_mend() -> None:
+    busy = replace(CARD, other_processes=(4711,), throttle_reasons=0x24)
+    found = wrong(checks.gpu(busy, CARD.name))
+    assert "kill 4711" in found["other processes on the card"]
+    assert "power" in str(checks.gpu(busy, CARD.name))
+    assert "nvidia-smi -pl" in found["throttling"]
+    hidden = replace(CARD, memory_used=30 * 2**30)
+    assert "memory in use" in wrong(checks.gpu(hidden, CARD.name))
+    assert "no MFU" in wrong(checks.gpu(CARD, "Mystery 9000"))["GPU"]
+    assert "nvidia-smi" in wrong(checks.gpu(None, CARD.name))["NVML"]
+
+
+def test_attention_that_runs_is_told_from_attention_that_does_not() -> None:
+    (check,) = checks.attention_kernels(CPU)
+    assert check.value == "runs"
+
+
+@pytest.mark.parametrize("flags", [["--workers", "0"], ["--workers", "two"]])
+def test_a_mistake_is_refused(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+    assert command(monkeypatch, *flags) == 2
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_all_reduce_between_two_workers() -> None:
+    reduced = allreduce.measure(2)
+    assert reduced.backend == "gloo"
+    assert set(reduced.bus_bytes_per_second) == {str(size) for size in allreduce.SIZES}
+    assert all(rate > 1e5 for rate in reduced.bus_bytes_per_second.values())
+
+
+def test_the_verdict_on_the_network() -> None:
+    slow = allreduce.Reduced(8, "nccl", {"1": 1e9})
+    fast = allreduce.Reduced(8, "nccl", {"1": 400e9})
+    assert "be network-bound; accumulate" in allreduce.verdict(slow, 312e12)
+    assert "not be network-bound" in allreduce.verdict(fast, 312e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.4e12), ("NVIDIA H200 NVL", 835.5e12), ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GH200 480GB", None), ("cpu", None),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_known_by_its_name(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak
+
+
+@pytest.mark.gpu
+def test_a_gpu_reaches_most_of_its_datasheet() -> None:
+    device = torch.device("cuda", 0)
+    rates = ceilings.matmul_rates(device)
+    peak = peak_flops(torch.cuda.get_device_name(device))
+    assert rates["bf16"] > rates["tf32"] > rates["fp32"]
+    assert peak is None or 0.4 < rates["bf16"] / peak < 1.05
+    assert ceilings.copy_rates(device)["host to device, pinned"] > 1e9

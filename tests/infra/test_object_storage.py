@@ -1,0 +1,217 @@
+"""Books where they lie: a real Google Cloud Storage emulator and the Hugging Face hub's protocol, on loopback."""
+
+import io
+import json
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path, PurePosixPath
+from typing import ClassVar
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pyarrow as pa
+import pyarrow.fs
+import pytest
+
+from infra import storage
+from infra.errors import UserError
+from infra.storage import locate
+from pipeline.books.readers import RawBook, read_books
+from pipeline.books.sources import find
+from pipeline.config import TokenizeConfig
+from pipeline.copies import download, upload
+from pipeline.job.plan import make_plan
+
+
+@pytest.fixture
+def gs(free_port: int) -> Iterator[str]:
+    """The query that leads to a storage with the bucket ``corpus``; in a process of its own, because Arrow's client
+    waits for it without letting go of this one's lock."""
+    program = [sys.executable, "-m", "gcp_storage_emulator", "start", "--host=127.0.0.1", f"--port={free_port}"]
+    with subprocess.Popen(
+        [*program, "--in-memory", "--default-bucket=corpus"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as server:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection(("127.0.0.1", free_port), timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        yield f"?scheme=http&endpoint_override=127.0.0.1:{free_port}&retry_limit_seconds=10"
+        server.kill()
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's HTTP API as is asked of it, for the dataset ``org/books``."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        if path in ("/api/datasets/org/books", "/api/datasets/org/books/revision/main"):
+            self.answer({"id": "org/books", "sha": "0" * 40, "tags": [], "downloads": 0, "likes": 0})
+        elif path.startswith("/api/datasets/org/books/tree/main"):
+            folder = path.removeprefix("/api/datasets/org/books/tree/main").strip("/")
+            self.answer(self.tree(folder, recursive="recursive=true" in self.path.lower()))
+        elif path.startswith("/datasets/org/books/resolve/main/"):
+            content = self.files[path.removeprefix("/datasets/org/books/resolve/main/")]
+            first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+            self.send(206, content[int(first) : int(last or len(content) - 1) + 1])
+        elif path == "/api/datasets/org/refused":
+            self.send(403, b"")
+        else:
+            self.send(404, b"", {"X-Error-Code": "RepoNotFound"})
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())["paths"]
+        self.answer([entry for entry in self.tree("", recursive=True) if entry["path"] in asked])
+
+    def tree(self, folder: str, *, recursive: bool) -> list[dict[str, object]]:
+        """Folders and files in ``folder``, and below those."""
+        parents = {str(parent) for name in self.files for parent in PurePosixPath(name).parents} - {"."}
+        folders: list[dict[str, object]] = [{"type": "directory", "path": name, "oid": "1" * 40} for name in parents]
+        files = [
+            {"type": "file", "path": name, "size": len(data), "oid": "2" * 40} for name, data in self.files.items()
+        ]
+        start = f"{folder}/" if folder else ""
+        below = [entry for entry in folders + files if str(entry["path"]).startswith(start)]
+        return [entry for entry in below if recursive or "/" not in str(entry["path"]).removeprefix(start)]
+
+    def answer(self, value: object) -> None:
+        self.send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    """The address of a hub that holds :attr:`Hub.files`."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def books_of(*sources: str) -> dict[str, bytes]:
+    """What is read of ``sources``, by id."""
+    settings = TokenizeConfig(sources)
+    parts = [part for piece in make_plan(find(sources), settings) for part in piece.parts]
+    return {book.id: book.data for part in parts for book in read_books(part, settings) if isinstance(book, RawBook)}
+
+
+def test_google_cloud_storage_is_read_and_written(
+    gs: str, tmp_path: Path, write_books: Callable[..., Path], small_shards: Path
+) -> None:
+    local = write_books(tmp_path / "books", 3)
+    system, _ = pyarrow.fs.FileSystem.from_uri(f"gs://anonymous@corpus{gs}")
+    for path in local.iterdir():
+        with system.open_output_stream(f"corpus/books/{path.name}") as file:
+            file.write(path.read_bytes())
+    expected = {f"books/{path.name}": path.read_bytes() for path in local.iterdir()}
+    assert books_of(f"gs://anonymous@corpus/books{gs}") == expected
+    assert len(books_of(f"gs://anonymous@corpus/*/*2.txt{gs}")) == 1
+    tokens, copy = shutil.copytree(small_shards, tmp_path / "tokens"), f"gs://anonymous@corpus/tokens{gs}"
+    (tokens / "quarantine.jsonl").touch()
+    assert upload(tokens, copy) == 3
+    assert upload(tokens, copy) == 0
+    assert download(copy, tmp_path / "back") == 3
+
+
+def test_the_hugging_face_hub_is_read(hub: str, tmp_path: Path, write_books: Callable[..., Path]) -> None:
+    local = write_books(tmp_path / "books", 3)
+    Hub.files = {f"data/sub folder/{path.name}": path.read_bytes() for path in local.iterdir()}
+    program = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from test_files import books_of
+from infra.errors import UserError
+print(json.dumps({name: data.decode() for name, data in books_of("hf://datasets/org/books/data").items()}))
+from infra import storage
+storage.ATTEMPTS = 2
+for folder in ("nothing", "refused"):
+    try:
+        books_of(f"hf://datasets/org/{folder}")
+    except UserError as mistake:
+        print(mistake)
+"""
+    done = subprocess.run(  # huggingface_hub reads the address of the hub when it is imported
+        [sys.executable, "-c", program, str(Path(__file__).parent)], env={"HF_ENDPOINT": hub, "HOME": str(tmp_path)},
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    read, missing, refused = done.stdout.splitlines()
+    assert json.loads(read) == {f"data/sub folder/{path.name}": path.read_text() for path in local.iterdir()}
+    assert "hf://datasets/org/nothing holds no books" in missing
+    assert "hf://datasets/org/refused cannot be read, after 2 attempts" in refused
+
+
+def test_an_address_with_a_secret_key_is_refused_and_not_repeated() -> None:
+    with pytest.raises(UserError, match=r"bucket corpus holds a secret key.*AWS_SECRET_ACCESS_KEY") as refused:
+        locate("s3://KEY:S3CRET@corpus/books")
+    assert "S3CRET" not in str(refused.value)
+
+
+def test_a_remote_file_is_read_from_any_place_like_a_local_one() -> None:
+    data = random.Random(0).randbytes(1000)
+    ours, local = storage._Steady("s3://bucket/file", pa.BufferReader(data)), io.BytesIO(data)
+    chance = random.Random(1)
+    for _ in range(300):
+        whence = chance.choice([io.SEEK_SET, io.SEEK_CUR, io.SEEK_END])
+        offset = {io.SEEK_SET: 0, io.SEEK_CUR: -local.tell(), io.SEEK_END: -1000}[whence] + chance.randrange(1100)
+        assert ours.seek(offset, whence) == local.seek(offset, whence) == ours.tell()
+        size = chance.randrange(200)
+        assert ours.read(size) == local.read(size)
+        assert ours.tell() == local.tell()
+
+
+@pytest.mark.parametrize("failures", range(storage.ATTEMPTS + 1))
+def test_what_fails_is_tried_again_after_longer_and_longer_pauses(
+    failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(storage.time, "sleep", pauses.append)
+    left = iter(range(failures))
+
+    def act() -> str:
+        if next(left, None) is not None:
+            raise OSError("busy")
+        return "done"
+
+    if failures < storage.ATTEMPTS:
+        assert storage.steadily("s3://bucket/file", act) == "done"
+        assert pauses == [0.2, 0.4, 0.8, 1.6][:failures]
+    else:
+        with pytest.raises(UserError, match="cannot be read, after 5 attempts: busy"):
+            storage.steadily("s3://bucket/file", act)
+
+
+def test_what_is_gone_is_not_tried_again() -> None:
+    asked: list[int] = []
+
+    def act() -> None:
+        asked.append(1)
+        raise FileNotFoundError
+
+    with pytest.raises(FileNotFoundError):
+        storage.steadily("s3://bucket/file", act)
+    assert len(asked) == 1

@@ -1,0 +1,165 @@
+"""Runs reach MLflow in a real store, and a store that goes away neither loses entries nor stops the work."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from infra.errors import UserError
+from infra.tracking import tracker as tracking
+from infra.tracking.store import create_run, find_runs, open_store
+from infra.tracking.tracker import Tracker
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def test_everything_that_was_logged_is_in_the_embedded_store(tmp_path: Path) -> None:
+    key = create_run("train", "first", tags={"kind": "run"})
+    child = create_run("train", "child", parent=key, tags={"config_hash": "abc"})
+    (tmp_path / "picture.png").write_bytes(b"png")
+    with Tracker(key) as tracker:
+        for step in range(1200):  # more than MLflow takes in one call
+            tracker.metrics({"loss/train": 1.0 / (step + 1)}, step)
+        tracker.params({f"setting.{number}": number for number in range(250)})
+        tracker.note("# What this run found")
+        tracker.text("a,b\n1,2\n", "table.csv")
+        tracker.file(tmp_path / "picture.png", "plots")
+        tracker.data("books", "f" * 64, str(tmp_path), {"tokens": 7}, "training")
+        tracker.finish()
+    client = MlflowClient(key.store)
+    run = client.get_run(key.run_id)
+    assert run.info.status == "FINISHED"
+    assert len(client.get_metric_history(key.run_id, "loss/train")) == 1200
+    assert len(run.data.params) == 250
+    assert run.data.tags["mlflow.note.content"] == "# What this run found"
+    assert {file.path for file in client.list_artifacts(key.run_id)} == {"table.csv", "plots"}
+    assert run.inputs is not None
+    assert run.inputs.dataset_inputs[0].dataset.name == "books"
+    assert find_runs(key, "config_hash", "abc") == [child.run_id]
+    assert (tmp_path / "mlflow.db").is_file()
+
+
+def test_an_entry_that_mlflow_refuses_does_not_take_others_with_it(capfd: pytest.CaptureFixture[str]) -> None:
+    key = create_run("train", "refused")
+    with Tracker(key) as tracker:
+        tracker.params({"rate": 1})
+        tracker.flush()
+        tracker.params({"rate": 2})
+        tracker.flush()
+        tracker.metrics({"loss": 3.0})
+    run = MlflowClient(key.store).get_run(key.run_id)
+    assert run.data.params == {"rate": "1"}
+    assert run.data.metrics == {"loss": 3.0}
+    assert "MLflow refuses an entry" in capfd.readouterr().err
+
+
+def test_a_store_whose_creation_was_killed_is_created_by_the_next_command(tmp_path: Path) -> None:
+    Path("mlflow.db").unlink()
+    program = "from infra.tracking.store import open_store; open_store()"
+    for seconds in (0.0, 0.2, 0.4):
+        left = set(tmp_path.iterdir())
+        creating = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)})
+        while set(tmp_path.iterdir()) == left and creating.poll() is None:
+            time.sleep(0.002)
+        time.sleep(seconds)
+        creating.kill()
+        creating.wait()
+    assert find_runs(create_run("train", "after"), "none", "such") == []
+
+
+def test_a_store_that_does_not_answer_is_refused_before_any_work(free_port: int) -> None:
+    with pytest.raises(UserError, match="--tracking-uri"):
+        create_run("train", "nowhere", tracking_uri=f"http://127.0.0.1:{free_port}")
+
+
+def test_entries_survive_the_server_and_arrive_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlflow_server: Callable, free_port: int
+) -> None:
+    monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.5)
+    with mlflow_server(tmp_path, free_port) as process:
+        key = create_run("train", "outage", tracking_uri=f"http://127.0.0.1:{free_port}")
+        tracker = Tracker(key)
+        tracker.metrics({"loss": 1.0}, 1)
+        assert tracker.flush()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        started = time.monotonic()
+        tracker.metrics({"loss": 2.0}, 2)
+        assert time.monotonic() - started < 0.1, "logging waited for a dead server"
+        assert tracker.flush()
+        journal = Path(key.journal) / f"{key.run_id}.jsonl"
+        assert journal.is_file()
+    time.sleep(0.6)
+    with mlflow_server(tmp_path, free_port):
+        tracker.metrics({"loss": 3.0}, 3)
+        assert tracker.flush()
+        client = MlflowClient(key.store)
+        history = client.get_metric_history(key.run_id, "loss")
+        assert sorted(point.value for point in history) == [1.0, 2.0, 3.0]
+        assert "entries" in client.get_run(key.run_id).data.tags["tracking.delivered_late"]
+        assert not journal.exists()
+
+
+def test_an_interrupted_command_leaves_whatever_holds_its_writer_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the lock of Python's logging, as a Ctrl-C within ``Logger.setLevel`` leaves it."""
+    monkeypatch.setattr(tracking, "HURRY_SECONDS", 2.0)
+    key = create_run("train", "interrupted")
+    with logging._lock, Tracker(key) as tracker:  # type: ignore[attr-defined]
+        logging.getLogger("any").setLevel(logging.ERROR)  # so that the next who would log asks for the lock
+        tracker.metrics({"loss": 5.0})
+        started = time.monotonic()
+        tracker.finish("KILLED")
+        assert 1.9 < time.monotonic() - started < 4, "it was not held up, or it waited"
+        assert MlflowClient(key.store).get_run(key.run_id).info.status == "RUNNING"
+        journal = Path(key.journal) / f"{key.run_id}.jsonl"
+        assert [json.loads(line)["kind"] for line in journal.read_text().splitlines()] == ["metric", "finish"]
+    create_run("train", "later")
+    run = MlflowClient(key.store).get_run(key.run_id)
+    assert run.info.status == "KILLED"
+    assert run.data.metrics == {"loss": 5.0}
+
+
+def test_a_later_run_delivers_what_an_earlier_one_left_behind(tmp_path: Path) -> None:
+    key = create_run("train", "killed")
+    journal = Path(key.journal)
+    entry = {"kind": "metric", "key": "loss", "value": 4.0, "step": 1, "time": 1, "store": key.store}
+    (journal / f"{key.run_id}.jsonl").write_text(json.dumps(entry) + '\n{"kind": "metr')
+    (journal / "torn.jsonl").write_text('{"kind": "met')
+    create_run("train", "later")
+    assert MlflowClient(key.store).get_run(key.run_id).data.metrics == {"loss": 4.0}
+    assert [left.name for left in journal.glob("*.jsonl")] == ["torn.jsonl"], "which says of no store that it is its"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_store_that_may_not_be_written_to_is_refused_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    open_store(f"sqlite:///{folder}/mlflow.db")
+    for place in (folder / "mlflow.db", folder):
+        mode = place.stat().st_mode
+        place.chmod(0o555)
+        with pytest.raises(UserError, match="may not be written to"):
+            open_store(f"sqlite:///{folder}/mlflow.db")
+        place.chmod(mode)
+
+
+def test_stores_that_cannot_be_used_are_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "damaged.db").write_text("this is no database, however long one looks at it" * 100)
+    for store in (f"sqlite:///{tmp_path}", f"sqlite:///{tmp_path}/damaged.db", "postgresql://nobody@127.0.0.1/none"):
+        with pytest.raises(UserError, match=r"the MLflow store .*--tracking-uri|is a folder"):
+            open_store(store)

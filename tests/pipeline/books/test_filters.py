@@ -1,0 +1,61 @@
+"""What is left out and what is not, close to each limit."""
+
+import hashlib
+import random
+
+import pytest
+
+from pipeline.books.clean import Book
+from pipeline.books.filters import refuse
+from pipeline.config import Reading
+
+WORDS = """the lantern of a winter morning was not with her captain but under every garden wall by river and there he
+    heard what they had said of him when nobody else could hear it because their voices were as clear as church bells
+    that ring across water at night while all good people sleep in houses whose windows look down upon some quiet street
+    """.split()  # noqa: SIM905
+PROSE = " ".join(random.Random(0).choices(WORDS, k=1000))
+LEDGER = "; ".join(f"paid {n}.50 to {WORDS[n * 7 % len(WORDS)]}" for n in range(300))
+SIGNS = "; ".join(f"{n * 7919 % 10007} = {n}" for n in range(300))
+
+
+def reason(text: str, settings: Reading | None = None, language: str | None = None) -> str | None:
+    data = text.encode()
+    digest = hashlib.sha256(data).hexdigest()
+    book = Book("a", "a", data, len(text), digest, None, None, language, None, 0, ())
+    dropped = refuse(book, settings or Reading())
+    return dropped.reason if dropped else None
+
+
+def test_the_least_length_is_in_characters_and_is_enough() -> None:
+    for text in ("Où est l’été? ", "It began. "):
+        text = (text * 30)[:200].rstrip("\n")
+        assert reason(text) is None
+        assert reason(text[:199]) == "too short"
+
+
+def test_every_script_is_text_and_a_ledger_too() -> None:
+    russian = "Все счастливые семьи похожи друг на друга. " * 10
+    chinese = "".join(chr(0x4E00 + n * 7919 % 20000) for n in range(3000))
+    for text in (PROSE, LEDGER, russian, chinese):
+        assert reason(text) is None, text[:40]
+    assert reason(SIGNS) == "not text"
+    assert reason("x" * 3000) == "not text"
+
+
+def test_beginning_middle_and_end_are_looked_at() -> None:
+    prose, signs = PROSE[:2000], SIGNS[:2000]
+    for parts in ((prose, signs, signs), (signs, prose, signs), (signs, signs, prose)):
+        assert reason("".join(parts)) == "not text"
+        assert reason("".join(prose if part is signs else signs for part in parts)) is None
+
+
+def test_a_short_refrain_is_no_repetition() -> None:
+    assert reason("lully lullay " * 49) is None
+    assert reason("lully lullay " * 51) == "too repetitive"
+
+
+@pytest.mark.parametrize(("declared", "code"), [("German", "de"), (" french ", "fr"), ("fr", "fr"), ("EN", "en")])
+def test_any_of_the_wanted_languages_is_kept(declared: str, code: str) -> None:
+    for wanted in ((code,), ("la", code)):
+        assert reason(PROSE, Reading(languages=wanted), declared) is None
+    assert reason(PROSE, Reading(languages=("la", "it")), declared) == "language"

@@ -1,0 +1,186 @@
+"""Golden forms of Project Gutenberg's wrapping: what is around the book goes, what is in it stays."""
+
+import pytest
+
+from pipeline.books.gutenberg import declared_encoding, unwrap
+
+LICENCE = "\n\nUpdated editions will replace the previous one.\n\n*** START: FULL LICENSE ***\n\nTHE FULL LICENSE\n" * 3
+BOOK = "A TALE\n\nBy Somebody\n\n\nCHAPTER I.\n\nIt began.\n\nIt went on.\n\n\nTHE END\n"
+FIELDS = (
+    "Title: A Tale\n\nAuthor: Somebody Else\n\nRelease Date: May 9, 2008 [EBook #123]\n\nLanguage: English\n\n"
+    "Character set encoding: ISO-8859-1\n\n"
+)
+HEADER = f"The Project Gutenberg EBook of A Tale, by Somebody Else\n\n{FIELDS}"
+
+HEADS = {
+    "this": HEADER + "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n\n",
+    "the, tight": HEADER + "***START OF THE PROJECT GUTENBERG EBOOK A TALE***\n\n",
+    "over two lines": HEADER + "***START OF THE PROJECT GUTENBERG EBOOK A TALE, BEING A VERY\nLONG ONE***\n\n",
+    "asterisks alone": HEADER + "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE\n***\n\n",
+    "small print": HEADER + "***START**THE SMALL PRINT!**FOR PUBLIC DOMAIN ETEXTS**START***\nlaw\n"
+    "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n",
+    "small print, later": HEADER + "***START**THE SMALL PRINT!**START***\nlaw\n"
+    "*END THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.07/27/01*END*\n\n",
+    "small print, then a start line": HEADER + "***START**THE SMALL PRINT!**START***\nlaw\n"
+    "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\nlaw\n\n"
+    "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n\n",
+    "small print, then a start line far behind": HEADER + "***START**THE SMALL PRINT!**START***\nlaw\n"
+    "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n" + "law\n\n" * 1000
+    + "*** START OF THE PROJECT GUTENBERG EBOOK A TALE ***\n\n",
+    "a start line, then small print": HEADER + "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n\nlaw\n\n"
+    "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n",
+    "credits": HEADER + "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n\n\n\n"
+    "Produced by Some One and the Online\n"
+    "Distributed Proofreading Team at http://www.pgdp.net\n\n\n\n\n",
+    "credits and links": HEADER + "***START OF THE PROJECT GUTENBERG EBOOK A TALE***\n\n\n"
+    "E-text prepared by Some One\n\n\n\n"
+    "Note: Project Gutenberg also has an HTML version of this\n      file which includes the original illustrations.\n"
+    "      See 123-h.htm or 123-h.zip:\n      (http://www.gutenberg.org/files/123/123-h.zip)\n\n\n"
+    "Transcriber's note:\n\n      Italics are enclosed by underscores.\n\n\n\n\n",
+    "bracketed note": HEADER + "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n\nProduced by Some One\n\n\n"
+    "[Transcriber's Note: This etext was produced from\n   Galaxy Magazine.\n\n   No copyright was found.]\n\n\n",
+}  # fmt: skip
+
+TAILS = {
+    "this": "\n\n\nEnd of the Project Gutenberg EBook of A Tale, by Somebody Else\n\n"
+    "*** END OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n" + LICENCE,
+    "the, tight": "\n\n\n***END OF THE PROJECT GUTENBERG EBOOK A TALE***\n" + LICENCE,
+    "apostrophe": "\n\nEnd of Project Gutenberg's A Tale, by Somebody Else\n\n"
+    "*** END OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n" + LICENCE,
+    "curly apostrophe": "\n\nEnd of Project Gutenberg’s A Tale, by Somebody Else\n",
+    "old": "\n\n\nEnd of this Project Gutenberg Etext of A Tale\nby Somebody Else.\n\n",
+    "starred": "\n\n\n*Project Gutenberg Etext of A Tale, by Somebody Else*\n\n",
+}
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("head", HEADS)
+def test_header_and_footer_go_and_the_book_stays(head: str, tail: str) -> None:
+    unwrapped = unwrap((HEADS[head] + BOOK + TAILS[tail]).encode())
+    assert unwrapped.body.decode().strip() == BOOK.strip()
+    assert unwrapped.fields == {
+        "title": "A Tale", "author": "Somebody Else", "language": "English", "released": "May 9, 2008"
+    }  # fmt: skip
+
+
+def test_a_closing_note_goes() -> None:
+    body = (BOOK * 200).rstrip()
+    note = "\n\n\n\n\nTRANSCRIBER’S NOTES:\n\n  Hyphens were kept.\n\n  Page 9: teh changed to the.\n"
+    unwrapped = unwrap((HEADS["this"] + body + note + TAILS["this"]).encode())
+    assert unwrapped.body.decode().strip() == body
+    assert "closing note" in unwrapped.forms
+
+
+@pytest.mark.parametrize("heading", ["FOOTNOTES:", "Index", "APPENDIX A", "  _Glossary_", "ADVERTISEMENTS."])
+def test_what_stands_behind_a_closing_note_stays(heading: str) -> None:
+    body = (BOOK * 200).rstrip()
+    note = "\n\n\n\n\nTranscriber's Notes:\n\nHyphens were kept.\n"
+    behind = f"\n\n\n{heading}\n\n" + "[1] Of this more is said elsewhere.\n\n" * 100
+    unwrapped = unwrap((HEADS["this"] + body + note + behind + TAILS["this"]).encode())
+    assert unwrapped.body.decode().strip().startswith(body)
+    assert unwrapped.body.decode().strip().endswith(behind.strip())
+
+
+NOTES = {
+    "a paragraph": "Transcriber's Note: Letters that are superscript are\npreceded by a caret.\n",
+    "a bare heading": "TRANSCRIBER'S NOTES\n\n\nObvious errors have been\ncorrected.\n\n  Italics are _so_.\n",
+    "indented": "Transcriber's note:\n\n      Words are underscored.\n\n      A list is at the end.\n",
+}
+OPENINGS = {
+    "capitals": "THE CLUB.\n\nM.DCCC.XXXI.\n\n\n\nSir Walter.\n\n\n",
+    "a chapter": "Chapter I.\n\nIt began.\n\n  And went on.\n\n\n\n",
+    "contents": "  Contents\n\n  One\n\n  Two\n\n\n",
+}
+
+
+@pytest.mark.parametrize("gap", ["\n", "\n\n\n"])
+@pytest.mark.parametrize("opening", OPENINGS)
+@pytest.mark.parametrize("note", NOTES)
+def test_an_opening_note_goes_and_takes_nothing_of_the_book_along(note: str, opening: str, gap: str) -> None:
+    book = OPENINGS[opening] + BOOK
+    unwrapped = unwrap((HEADS["this"] + NOTES[note] + gap + book + TAILS["this"]).encode())
+    assert unwrapped.body.decode().strip() == book.strip()
+    assert "opening note" in unwrapped.forms
+
+
+def test_notices_between_the_scenes_of_the_1993_shakespeare_go() -> None:
+    notice = "<<THIS ELECTRONIC VERSION OF THE COMPLETE WORKS OF WILLIAM\nSHAKESPEARE IS COPYRIGHT 1990-1993>>\n\n\n"
+    head = (
+        "This Etext file is presented by Project Gutenberg, in\ncooperation with World Library, Inc.\n\n" + notice
+        + "The Complete Works of William Shakespeare\nThe Tragedy of Macbeth\n\n"
+        '***** SMALL PRINT! for COMPLETE SHAKESPEARE *****\n\nlaw\n\n'
+        '****   SMALL PRINT! FOR __ COMPLETE SHAKESPEARE ****\n'
+        '["Small Print" V.12.08.93]\n\n'
+    )  # fmt: skip
+    unwrapped = unwrap(f"{head}{notice}1606\n\nACT I.\n\n{notice}ACT II.\n\nTHE END\n".encode())
+    assert unwrapped.body.decode().strip() + "\n" == "1606\n\nACT I.\n\nACT II.\n\nTHE END\n"
+    assert unwrapped.fields["title"] == "The Tragedy of Macbeth"
+
+
+def test_a_book_that_is_not_wrapped_stays_as_it_is() -> None:
+    text = b"Produced by hand, by a transcriber.\n\nEnd of this etext was near, he said.\n"
+    assert unwrap(text).body == text
+    assert unwrap(b"").body == b""
+
+
+def test_words_of_the_footer_inside_a_book_do_not_end_it() -> None:
+    book = BOOK.replace("It went on.", "He saw the end of the Project Gutenberg, and wept; that was END OF IT.\n" * 3)
+    assert unwrap((HEADS["this"] + book + TAILS["this"]).encode()).body.decode().strip() == book.strip()
+
+
+def test_the_declared_character_set_is_read_in_its_own_words() -> None:
+    assert declared_encoding(HEADER.encode()) == "ISO-8859-1"
+    assert declared_encoding(BOOK.encode()) is None
+
+
+@pytest.mark.parametrize("copies", [1, 50])
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("head", HEADS)
+def test_a_text_that_was_joined_to_one_line_keeps_its_book(head: str, tail: str, copies: int) -> None:
+    joined = (HEADS[head] + BOOK * copies + TAILS[tail]).replace("\n", " ").encode()
+    unwrapped = unwrap(joined)
+    assert (BOOK * copies).replace("\n", " ").strip().encode() in unwrapped.body
+    assert b"LICENSE" not in unwrapped.body
+    assert unwrapped.fields["author"] == "Somebody Else"
+    assert unwrapped.fields["released"] == "May 9, 2008"
+
+
+def test_a_footer_far_from_the_end_is_found() -> None:
+    licence = "The licence goes on and on.\n\n" * 1500
+    assert 24_000 < len(licence) < 60_000
+    unwrapped = unwrap((HEADS["this"] + BOOK * 10 + TAILS["the, tight"] + licence).encode())
+    assert unwrapped.body.decode().strip() == (BOOK * 10).strip()
+
+
+def test_of_a_field_the_first_line_counts_and_a_posting_date_will_do() -> None:
+    header = "Title: A Tale\nTitle: Another\nPosting Date: May 9, 2008 [EBook #123]\n\n"
+    book = "Author: a word of the book\n\n" + BOOK
+    unwrapped = unwrap((header + "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n\n" + book).encode())
+    assert unwrapped.fields == {"title": "A Tale", "released": "May 9, 2008"}
+    header = f"Release Date: June 1\n{header}*** START OF THIS PROJECT GUTENBERG EBOOK ***\n"
+    both = unwrap((header + BOOK).encode())
+    assert both.fields["released"] == "June 1"
+
+
+def test_brackets_in_a_bracketed_note_do_not_end_it() -> None:
+    note = "[Transcriber's Note: Of Galaxy [1952].\n\n   No [such] copyright was found.]\n\n\n"
+    unwrapped = unwrap((HEADS["this"] + note + BOOK + TAILS["this"]).encode())
+    assert unwrapped.body.decode().strip() == BOOK.strip()
+
+
+def test_a_bracketed_note_in_the_last_chapter_takes_nothing_of_it_along() -> None:
+    book = (BOOK * 200).rstrip() + "\n\n[Transcriber's Note: A page is missing.]\n\n" + BOOK * 5
+    unwrapped = unwrap((HEADS["this"] + book + TAILS["this"]).encode())
+    assert unwrapped.body.decode().strip() == book.strip()
+
+
+def test_a_long_paragraph_is_the_books_unless_it_names_project_gutenberg() -> None:
+    credits = "Produced by Some One for Project Gutenberg, " + "from images of a library, " * 25
+    unwrapped = unwrap((HEADS["this"] + credits + "\n\n\n" + BOOK + TAILS["this"]).encode())
+    assert unwrapped.body.decode().strip() == BOOK.strip()
+
+
+def test_credits_are_never_all_of_a_book() -> None:
+    credits = "Produced by Some One and the Online Distributed Proofreading Team.\n"
+    unwrapped = unwrap((HEADS["this"] + credits + TAILS["this"]).encode())
+    assert unwrapped.body.decode().strip() == credits.strip()

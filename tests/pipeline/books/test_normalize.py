@@ -1,0 +1,142 @@
+"""Every encoding and line end becomes one; nothing that a reader sees is lost."""
+
+import unicodedata
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.books.normalize import count_characters, is_utf8, join_lines, normalise, to_utf8, trim
+
+LETTERS = st.characters(exclude_categories=["Cs", "Cc", "Cf"])
+FRENCH = "Où est l'été? Les élèves français étaient déjà là, « près » de la forêt où naît le cœur.\n" * 30
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.text(LETTERS)), st.sampled_from(["\n", "\r\n", "\r"]))
+def test_line_ends_become_one_and_the_lines_stay(lines: list[str], end: str) -> None:
+    assert normalise(end.join(lines).encode()).decode() == "\n".join(lines)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_only_control_characters_and_soft_hyphens_go(text: str) -> None:
+    cleaned = normalise(text.encode()).decode()
+    assert not [c for c in cleaned if unicodedata.category(c) == "Cc" and c not in "\t\n"]
+    visible = [c for c in text if unicodedata.category(c) != "Cc" and c not in "\u00ad\ufeff"]
+    assert [c for c in cleaned if c not in "\t\n"] == [c for c in visible if c not in "\t\n"]
+    assert normalise(cleaned.encode()).decode() == cleaned
+    assert count_characters(cleaned.encode()) == len(cleaned)
+
+
+@settings(deadline=None)
+@given(st.text(" \n\tab"))
+def test_blank_ends_become_one_line_end(text: str) -> None:
+    assert trim(text.encode()).decode() == (text.strip() + "\n" if text.strip() else "")
+
+
+@settings(deadline=None)
+@given(st.binary())
+def test_utf8_is_what_python_takes_for_it(data: bytes) -> None:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        assert not is_utf8(data)
+    else:
+        assert is_utf8(data)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary())
+def test_any_bytes_become_utf8(data: bytes) -> None:
+    assert is_utf8(to_utf8(data).text)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32", "cp1252", "iso-8859-15"])
+def test_encodings_are_found(encoding: str) -> None:
+    text = FRENCH.replace("œ", "oe") if encoding == "iso-8859-15" else FRENCH
+    decoded = to_utf8(text.encode(encoding))
+    assert decoded.text.decode() == text
+    assert decoded.replaced == 0
+
+
+def test_a_declared_character_set_is_believed() -> None:
+    text = "Character set encoding: ISO-8859-5\n\n" + "Война и мир. Князь Андрей.\n"
+    assert to_utf8(text.encode("iso-8859-5")).text.decode() == text
+
+
+@pytest.mark.parametrize("declared", ["ISO-8859-1", "ISO Latin-1", "latin1", "Windows-1252"])
+def test_the_quotes_of_windows_are_read_also_where_latin_1_is_declared(declared: str) -> None:
+    text = f"Character set encoding: {declared}\n\nHe said “café”.\n"
+    data = text.encode("cp1252")
+    assert b"\x93caf\xe9\x94" in data
+    assert to_utf8(data).text.decode() == text
+
+
+@pytest.mark.parametrize(("invalid", "pairs"), [(2, 9), (1, 2), (1, 1)])
+def test_where_a_tenth_to_a_third_is_no_utf8_the_character_set_is_believed(invalid: int, pairs: int) -> None:
+    lines = "Â£5\n" * pairs + "Là-bas.\n" * invalid  # of which the pairs are UTF-8 as well
+    text = "Character set encoding: ISO-8859-1\n\n" + lines * 20
+    decoded = to_utf8(text.encode("latin-1"))
+    assert (decoded.text.decode(), decoded.encoding, decoded.replaced) == (text, "cp1252", 0)
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        "hex",
+        "base64",
+        "rot13",
+        "zlib",
+        "bz2",
+        "quopri",
+        "uu",
+        "undefined",
+        "idna",
+        "punycode",
+        "unicode_escape",
+        "none",
+    ],
+)
+def test_a_declaration_that_names_no_character_set_is_not_believed(declared: str) -> None:
+    text = f"Character set encoding: {declared}\n\n" + FRENCH
+    assert to_utf8(text.encode("cp1252")).text.decode() == text
+
+
+@pytest.mark.parametrize(
+    ("mark", "encoding"), [(b"\xff\xfe\0\0", "utf-32-le"), (b"\0\0\xfe\xff", "utf-32-be"), (b"\xfe\xff", "utf-16-be")]
+)
+def test_byte_order_marks_tell_the_encoding(mark: bytes, encoding: str) -> None:
+    decoded = to_utf8(mark + FRENCH.encode(encoding))
+    assert (decoded.text.decode(), decoded.encoding) == (FRENCH, encoding)
+
+
+def test_a_few_damaged_bytes_are_replaced_and_counted() -> None:
+    for few in (1, 30):
+        damaged = b"Character set encoding: ISO-8859-1\n\n" + FRENCH.encode()[:-2] + b"\xff\n" * few
+        decoded = to_utf8(damaged)
+        assert (decoded.encoding, decoded.replaced) == ("utf-8", few)
+        assert decoded.text.decode().replace("\ufffd", "") == damaged.replace(b"\xff", b"").decode()
+
+
+def test_wrapped_prose_is_joined_and_verse_stays() -> None:
+    prose = "It was a bright cold day in April, and the clocks were\nstriking thirteen.\n\nNext.\n"
+    verse = "Tiger, tiger, burning bright\nIn the forests of the night\n"
+    assert join_lines(prose.encode()).decode() == prose.replace("were\nstriking", "were striking")
+    assert join_lines(verse.encode()).decode() == verse
+
+
+def test_the_character_set_is_detected_where_the_letters_are() -> None:
+    front = "It was a quiet morning on the harbour road, and the captain wrote a letter home.\n" * 500
+    text = "Все счастливые семьи похожи друг на друга, каждая несчастливая семья несчастлива по-своему.\n" * 300
+    assert to_utf8((front + text).encode("cp1251")).text.decode() == front + text
+
+
+def test_line_ends_of_several_kinds_in_one_text_become_one() -> None:
+    assert normalise(b"a\r\nb\rc\nd\x0be\x0cf\r\r\ng") == b"a\nb\nc\nd\ne\nf\n\ng"
+
+
+def test_lists_quotations_and_tables_are_not_joined() -> None:
+    for second in ("- an item", "* a star", "  indented", "[a note", "| a cell", "= a sum", "+ more"):
+        text = f"It was a bright cold day in April, and the clocks were\n{second}\n"
+        assert join_lines(text.encode()).decode() == text

@@ -1,0 +1,200 @@
+"""How files are read: no further than a part needs, and what is damaged costs no more than itself."""
+
+import errno
+import io
+import json
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from infra.errors import UserError
+from pipeline.books import readers
+from pipeline.books.readers import Part, RawBook, Unreadable, read_books
+from pipeline.books.sources import SourceFile, find
+from pipeline.config import TokenizeConfig
+from pipeline.job.plan import make_plan
+from pipeline.job.record import read_record
+from pipeline.job.task import do_piece
+
+MEGABYTE = 1_000_000
+
+
+class Counted(io.BytesIO):
+    """A file in memory that counts the bytes that are read."""
+
+    taken = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        self.taken += len(data)
+        return data
+
+
+def read(path: Path, **settings) -> list[RawBook | Unreadable]:
+    """All that the plan's parts of ``path`` yield."""
+    config = TokenizeConfig(sources=(str(path),), **settings)
+    return [
+        book
+        for piece in make_plan(find(config.sources), config)
+        for part in piece.parts
+        for book in read_books(part, config)
+    ]
+
+
+def texts(books: list[RawBook | Unreadable]) -> dict[str, str]:
+    return {book.id: book.data.decode() for book in books if isinstance(book, RawBook)}
+
+
+def reasons(books: list[RawBook | Unreadable]) -> dict[str, str]:
+    return {book.id: book.reason for book in books if isinstance(book, Unreadable)}
+
+
+@pytest.mark.parametrize("separators", [0, 2])
+def test_a_part_reads_no_further_than_it_must_where_separators_are_rare(
+    separators: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = b"<|end|>".join([b"a line of the book\n" * (24 * MEGABYTE // 19 // (separators + 1))] * (separators + 1))
+    opened: list[Counted] = []
+    monkeypatch.setattr(readers, "open_file", lambda _: opened.append(Counted(data)) or opened[-1])
+    config = TokenizeConfig(doc_separator="<|end|>")
+    file = SourceFile("many.txt", "many.txt", len(data), 0)
+    books = [
+        book
+        for start in range(0, len(data), MEGABYTE)
+        for book in read_books(Part(file, MEGABYTE, start, start + MEGABYTE), config)
+    ]
+    assert [book.data for book in books if isinstance(book, RawBook)] == data.split(b"<|end|>")
+    begins = {book.id for book in books}
+    assert len(begins) == separators + 1
+    idle = sorted(part.taken for part in opened)[: len(opened) - separators - 1]
+    assert max(idle) <= 3 * MEGABYTE
+
+
+def write_zip(path: Path, members: dict[str, bytes], compression: int = zipfile.ZIP_DEFLATED) -> Path:
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return path
+
+
+def test_members_of_one_name_are_books_of_their_own(tmp_path: Path) -> None:
+    path = write_zip(tmp_path / "books.zip", {"a.txt": b"first", "b.txt": b"other"})
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("a.txt", b"second")
+    books = texts(read(path))
+    assert sorted(books.values()) == ["first", "other", "second"]
+    assert [name for name in books if "#" not in name] == ["books.zip/b.txt"]
+
+
+def test_members_are_read_by_name_whatever_its_case_and_their_order(tmp_path: Path) -> None:
+    path = write_zip(tmp_path / "books.zip", {"b.TXT": b"second", "a.txt": b"first", "c.Md": b"third"})
+    assert list(texts(read(path)).values()) == ["first", "second", "third"]
+
+
+def test_an_encrypted_member_is_the_only_one_lost(tmp_path: Path) -> None:
+    path = write_zip(tmp_path / "books.zip", {"a.txt": b"secret", "b.txt": b"open"})
+    content = bytearray(path.read_bytes())
+    content[6] |= 1  # the flag in the local header of the first member, and in the directory
+    content[content.index(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(content)
+    books = read(path)
+    assert texts(books) == {"books.zip/b.txt": "open"}
+    assert "encrypted" in reasons(books)["books.zip/a.txt"]
+
+
+def test_parts_of_a_container_hold_what_the_whole_does(tmp_path: Path) -> None:
+    rows = [{"text": f"row {n}", "short_book_title": f"short {n}", "Title": f"long {n}"} for n in range(7)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "books.parquet", row_group_size=2)
+    write_zip(tmp_path / "books.zip", {f"{n}.txt": f"row {n}".encode() for n in range(7)})
+    for path, count in ((tmp_path / "books.parquet", 4), (tmp_path / "books.zip", 7)):
+        (file,) = find([str(path)]).files
+        whole = list(read_books(Part(file, file.size), TokenizeConfig()))
+        assert list(texts(whole).values()) == [f"row {n}" for n in range(7)]
+        parts = [read_books(Part(file, 1, start, start + 1), TokenizeConfig()) for start in range(count)]
+        assert [book for part in parts for book in part] == whole
+        if path.suffix == ".parquet":
+            assert {book.title for book in whole if isinstance(book, RawBook)} == {f"long {n}" for n in range(7)}
+
+
+@pytest.mark.parametrize(("number", "ends"), [(errno.EACCES, False), (errno.EIO, True), (errno.ESTALE, True)])
+def test_a_file_that_may_not_be_read_is_left_out_and_a_disk_that_fails_ends_the_work(
+    number: int, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: str) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(readers, "open_file", fail)  # root may read everything, and disks fail seldom
+    books = read_books(Part(SourceFile("a.txt", "a.txt", 1, 0), 1), TokenizeConfig())
+    if ends:
+        with pytest.raises(UserError, match=r"a\.txt cannot be read"):
+            list(books)
+    else:
+        assert list(books) == [Unreadable("a.txt", "Permission denied")]
+
+
+def test_the_sample_has_a_heading_for_every_chapter() -> None:
+    (file,) = find(["sample"]).files
+    books = texts(list(read_books(Part(file, 0), TokenizeConfig())))
+    assert list(books)[::65] == ["sample/Genesis", "sample/Revelation"]
+    assert all("\n\nChapter 1\n\n" in text for text in books.values())
+    assert sum(text.count("\nChapter ") for text in books.values()) == 1189
+
+
+def test_an_archive_without_books_is_named(tmp_path: Path) -> None:
+    path = write_zip(tmp_path / "pictures.zip", {"a.png": b"picture"})
+    assert reasons(read(path)) == {"pictures.zip": "holds no .txt or .md"}
+
+
+def test_books_are_separated_in_archives_too(tmp_path: Path) -> None:
+    path = write_zip(tmp_path / "books.zip", {"a.txt": b"one<|end|>two", "b.md": b"three"})
+    assert texts(read(path, doc_separator="<|end|>")) == {
+        "books.zip/a.txt#0": "one", "books.zip/a.txt#10": "two", "books.zip/b.md#0": "three"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_damaged_member_is_the_only_one_lost(tmp_path: Path, compression: int) -> None:
+    text = "".join(f"{n * 7919 % 10007} " for n in range(3000)).encode()
+    path = write_zip(tmp_path / "books.zip", {f"{n}.txt": text for n in range(3)}, compression)
+    with zipfile.ZipFile(path) as archive:
+        at = archive.getinfo("1.txt").header_offset + 35 + 20
+    damaged = bytearray(path.read_bytes())
+    damaged[at : at + 200] = bytes(200)
+    path.write_bytes(damaged)
+    books = read(path)
+    assert list(texts(books)) == ["books.zip/0.txt", "books.zip/2.txt"]
+    assert list(reasons(books)) == ["books.zip/1.txt"]
+
+
+def test_names_and_strings_that_are_no_unicode_are_damage(tmp_path: Path) -> None:
+    path = write_zip(tmp_path / "books.zip", {"é.txt": b"text", "b.txt": b"text"})
+    path.write_bytes(path.read_bytes().replace("é".encode(), b"\xff\xfe"))
+    assert "damaged" in reasons(read(path))["books.zip"]
+    wrong = pa.array([b"good", b"bad \xff\xfe"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": wrong}), tmp_path / "books.parquet")
+    assert "damaged" in reasons(read(tmp_path / "books.parquet"))["books.parquet"]
+
+
+def test_a_line_that_is_nested_too_deep_costs_itself(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    deep = '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    path.write_text("\n".join([json.dumps({"text": "one"}), deep, json.dumps({"text": "two"})]), encoding="utf-8")
+    books = read(path)
+    assert list(texts(books).values()) == ["one", "two"]
+    assert "not a line of JSON" in next(iter(reasons(books).values()))
+
+
+def test_half_surrogates_in_titles_reach_the_shard_as_text(tmp_path: Path, prose: Callable[..., str]) -> None:
+    row = {"text": prose(1) + "\ud800", "title": "T\ud800", "author": "\udfffA", "language": "e\ud800"}
+    (tmp_path / "lines.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    config = TokenizeConfig(sources=(str(tmp_path / "lines.jsonl"),))
+    (piece,) = make_plan(find(config.sources), config)
+    do_piece(piece, tmp_path / "out", "test")
+    record = read_record(tmp_path / "out", piece.name)
+    assert record
+    assert len(record.books) == 1

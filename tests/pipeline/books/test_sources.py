@@ -1,0 +1,336 @@
+"""Every form of source gives the same books, in the same plan, whatever the order and the names."""
+
+import gzip
+import json
+import math
+import os
+import socket
+import threading
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infra.errors import UserError
+from pipeline.books import downloads
+from pipeline.books.readers import Part, RawBook, Unreadable, read_books
+from pipeline.books.sources import Inventory, SourceFile, find
+from pipeline.config import TokenizeConfig
+from pipeline.job.plan import make_plan, split_file, split_of
+
+TEXTS = [f"Book {number}.\n" + "It was a quiet morning on the harbour road.\n" * 20 for number in range(6)]
+
+
+def write_texts(folder: Path) -> Path:
+    """Three text files in ``folder``."""
+    folder.mkdir(parents=True)
+    for number in range(3):
+        (folder / f"{number}.txt").write_text(TEXTS[number], encoding="utf-8")
+    return folder
+
+
+def books_of(*sources: str, **settings) -> dict[str, str]:
+    """Id to text of every book in ``sources``, read by the plan's parts."""
+    config = TokenizeConfig(sources=sources, **settings)
+    plan = make_plan(find(config.sources, config.mirror), config)
+    found = [book for piece in plan for part in piece.parts for book in read_books(part, config)]
+    assert not [book for book in found if isinstance(book, Unreadable)]
+    books = {book.id: book.data.decode() for book in found if isinstance(book, RawBook)}
+    assert len(books) == len(found)
+    return books
+
+
+def write_all_forms(folder: Path) -> dict[str, dict]:
+    """One file of each form, with the same books; returns the settings that each needs."""
+    folder.mkdir()
+    rows = [{"text": text, "title": f"T{n}"} for n, text in enumerate(TEXTS)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    joined = "<|end|>".join(TEXTS).encode()
+    (folder / "books.jsonl").write_bytes(lines)
+    (folder / "books.jsonl.gz").write_bytes(gzip.compress(lines))
+    (folder / "books.jsonl.zst").write_bytes(pa.compress(lines, codec="zstd", asbytes=True))
+    pq.write_table(pa.Table.from_pylist(rows), folder / "books.parquet", row_group_size=2)
+    (folder / "joined.txt").write_bytes(joined)
+    (folder / "joined.txt.gz").write_bytes(gzip.compress(joined))
+    with zipfile.ZipFile(folder / "books.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for number, text in enumerate(TEXTS):
+            archive.writestr(f"inner/{number}.txt", text)
+    separated = {"doc_separator": "<|end|>"}
+    return {path.name: separated if "joined" in path.name else {} for path in folder.iterdir()}
+
+
+def test_every_form_holds_the_same_books(tmp_path: Path) -> None:
+    for name, needed in write_all_forms(tmp_path / "forms").items():
+        assert list(books_of(str(tmp_path / "forms" / name), **needed).values()) == TEXTS, name
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "forms" / f"{number}.txt.gz").write_bytes(gzip.compress(text.encode()))
+        (tmp_path / "forms" / f"{number}.txt.zst").write_bytes(pa.compress(text.encode(), codec="zstd", asbytes=True))
+    for suffix in ("gz", "zst"):
+        assert list(books_of(str(tmp_path / "forms" / f"[0-9].txt.{suffix}")).values()) == TEXTS
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.text(st.sampled_from("ab|<\n"), max_size=30), max_size=30),
+    st.integers(1, 50),
+    st.sampled_from(["<>", "\n", "#@#"]),
+)
+def test_a_file_of_many_books_is_the_same_in_one_part_and_in_many(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[str], step: int, separator: str
+) -> None:
+    path = tmp_path_factory.mktemp("ranges") / "many.txt"
+    path.write_text(separator.join(documents), encoding="utf-8", newline="")
+    config = TokenizeConfig(doc_separator=separator)
+    file = SourceFile("many.txt", str(path), path.stat().st_size, 0)
+    whole = list(read_books(Part(file, file.size), config))
+    starts = range(0, max(1, file.size), step)
+    ranges = [b for start in starts for b in read_books(Part(file, step, start, start + step), config)]
+    assert ranges == whole
+    text = path.read_bytes()
+    assert [b.data for b in whole if isinstance(b, RawBook)] == [d for d in text.split(separator.encode()) if d.strip()]
+
+
+def test_a_file_is_not_split_at_a_separator_that_overlaps_itself(tmp_path: Path) -> None:
+    path = tmp_path / "many.txt"
+    path.write_text("a book---" * 300_000, encoding="utf-8")
+    file = SourceFile("many.txt", str(path), path.stat().st_size, 0)
+    parts = {
+        separator: len(split_file(file, TokenizeConfig(doc_separator=separator, shard_size=1_000_000)))
+        for separator in ("---", "k--", "-b-", "<|endoftext|>", "\n")
+    }
+    assert parts == {"---": 1, "k--": 3, "-b-": 1, "<|endoftext|>": 3, "\n": 3}
+
+
+def test_the_order_of_arguments_and_repeats_do_not_matter(tmp_path: Path) -> None:
+    write_texts(tmp_path / "one")
+    write_texts(tmp_path / "two")
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    assert find([one, two, "sample"]) == find(["sample", two, two, one])
+    assert len(find([one, two, f"{one}/*.txt"]).files) == 6
+
+
+def test_folders_of_one_name_keep_their_books_apart(tmp_path: Path) -> None:
+    write_texts(tmp_path / "a" / "books")
+    write_texts(tmp_path / "b" / "books")
+    files = find([str(tmp_path / "a" / "books"), str(tmp_path / "b" / "books")]).files
+    assert len({file.id for file in files}) == 6
+
+
+def test_odd_names_are_read(tmp_path: Path) -> None:
+    undecodable = b"bad-\xff\xfe.txt".decode("utf-8", "surrogateescape")
+    names = ["carriage\rreturn.txt", "quote\"'.txt", "emoji \U0001f40b.txt", "é" * 120 + ".txt", undecodable]
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for number, name in enumerate(names):
+        (folder / name).write_text(TEXTS[number], encoding="utf-8")
+    books = books_of(str(folder))
+    assert sorted(books.values()) == sorted(TEXTS[: len(names)])
+    assert all(book.encode() for book in books)
+
+
+def test_the_plan_is_a_function_of_inputs_and_settings(tmp_path: Path) -> None:
+    inventory = Inventory([SourceFile(f"b{n:03d}.txt", f"/b{n:03d}.txt", 300_000, 0) for n in range(40)])
+    one = make_plan(inventory, TokenizeConfig(workers=1, shard_size=1_000_000))
+    two = make_plan(inventory, TokenizeConfig(workers=9, shard_size=1_000_000, out=tmp_path))
+    assert [piece.key() for piece in one] == [piece.key() for piece in two]
+    assert [part.file.id for piece in one for part in piece.parts] == [file.id for file in inventory.files]
+    assert max(piece.size for piece in one) <= 1_000_000
+    other = make_plan(inventory, TokenizeConfig(shard_size=1_000_000, min_chars=7))
+    assert not {piece.key() for piece in one} & {piece.key() for piece in other}
+
+
+def test_a_small_collection_has_a_book_to_validate_on() -> None:
+    inventory = Inventory([SourceFile(f"b{n}.txt", f"/b{n}.txt", 300_000, 0) for n in range(5)])
+    (piece,) = make_plan(inventory, TokenizeConfig())
+    splits = [split_of(part.file.id, piece.settings.val_fraction) for part in piece.parts]
+    assert splits.count("val") == 1
+
+
+def test_a_book_is_in_the_split_that_it_always_was_in() -> None:
+    """Another hash or seed would move books that were trained on into validation."""
+    places = {
+        "sample/Genesis": 0.25678655394479677,
+        "sample/Obadiah": 0.8072733343413114,
+        "books/book 0001.txt": 0.3910112904648263,
+        "gutenberg/pg1342.txt": 0.09940758452555917,
+        "lines.jsonl#0": 0.25368078607253275,
+        "books/é.txt": 0.7018550323450397,
+    }
+    for book, place in places.items():
+        assert (split_of(book, place), split_of(book, math.nextafter(place, 1))) == ("train", "val"), book
+
+
+def test_a_single_book_is_there_to_train_on() -> None:
+    (piece,) = make_plan(Inventory([SourceFile("b1.txt", "/b1.txt", 300_000, 0)]), TokenizeConfig())
+    assert split_of("b1.txt", piece.settings.val_fraction) == "train"
+
+
+def test_what_is_no_file_is_refused_by_name_and_skipped_in_folders_and_globs(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "books")
+    (folder / "broken.txt").symlink_to(folder / "nothing.txt")
+    (folder / "loop.txt").symlink_to("loop.txt")
+    os.mkfifo(folder / "pipe.txt")
+    for name in ("broken.txt", "loop.txt", "pipe.txt", "p*.txt"):
+        with pytest.raises(UserError, match="there is no file or folder"):
+            find([str(folder / name)])
+    names = [f"{number}.txt" for number in range(3)]
+    assert [file.id for file in find([f"{folder}/*.txt"]).files] == names
+    assert [file.id for file in find([str(folder)]).files] == [f"books/{name}" for name in names]
+
+
+def test_names_and_suffixes_that_are_no_unicode_are_told_in_print(tmp_path: Path) -> None:
+    undecodable = b"\xff\xfe".decode("utf-8", "surrogateescape")
+    for above in ("a", "b"):
+        folder = write_texts(tmp_path / above / f"books{undecodable}")
+        (folder / f"picture.{undecodable}").write_bytes(b"picture")
+    inventory = find([str(tmp_path / above / f"books{undecodable}") for above in ("a", "b")])
+    assert len({file.id.encode() for file in inventory.files}) == 6
+    assert {suffix.encode(): count for suffix, count in inventory.skipped.items()} == {rb".\xff\xfe": 2}
+
+
+def test_an_empty_source_is_refused() -> None:
+    with pytest.raises(ValueError, match="a source is empty"):
+        TokenizeConfig(sources=("books", ""))
+
+
+@pytest.mark.parametrize("source", ["nowhere", "empty", "ftp://host/books", "gutenberg:12x"])
+def test_a_bad_source_is_one_sentence(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=source.split(":")[0]):
+        find([source])
+
+
+@pytest.mark.parametrize("mirror", ["http://[bad", "http://a host", "http://host:port", "http://host/\u00e9"])
+def test_a_bad_mirror_is_one_sentence(mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="name another --mirror"):
+        find(["gutenberg:11"], mirror)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"220 mail.example ready\r\n", b"HTTP/1.0 200 OK\r\nContent-Type: text/html\r\n\r\n<html>Please log in.</html>"],
+)
+def test_a_mirror_that_gives_no_book_is_one_sentence(
+    answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        threading.Thread(target=greet, daemon=True).start()
+        with pytest.raises(UserError, match="name another --mirror"):
+            find(["gutenberg:11"], f"http://127.0.0.1:{server.getsockname()[1]}")
+    assert not list(tmp_path.rglob("pg11.txt"))
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Iterator[str]:
+    """A mirror with two books, on loopback."""
+    root = tmp_path / "mirror"
+    for text, name in zip(TEXTS, ("cache/epub/84/pg84.txt", "1/3/4/1342/1342-0.txt"), strict=False):
+        path = root / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text, encoding="utf-8")
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            """Keep the test's output clean."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(root)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_cache_that_cannot_be_made_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cannot be made.*XDG_CACHE_HOME"):
+        find(["gutenberg:11"])
+
+
+def test_books_are_fetched_by_number_once(mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(downloads, "PAUSE", 0.01)
+    expected = {"gutenberg/pg84.txt": TEXTS[0], "gutenberg/pg1342.txt": TEXTS[1]}
+    assert books_of("gutenberg:1342,84", mirror=mirror) == expected
+    assert books_of("gutenberg:84,1342", mirror="http://127.0.0.1:9") == expected
+    with pytest.raises(UserError, match="book 11 has no plain text"):
+        find(["gutenberg:11"], mirror)
+
+
+def test_hidden_files_are_passed_over_and_others_counted_by_suffix(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "books")
+    for name in (".hidden.txt", "picture.PNG", "page.png", "README", ".git/config.txt", "deep/er/LAST.TXT"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(TEXTS[3], encoding="utf-8")
+    (folder / "linked").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    write_texts(tmp_path / "elsewhere")
+    inventory = find([str(folder)])
+    assert [file.id for file in inventory.files] == [
+        "books/0.txt", "books/1.txt", "books/2.txt", "books/deep/er/LAST.TXT"
+    ]  # fmt: skip
+    assert inventory.skipped == {"(none)": 1, ".png": 2}
+    for file in inventory.files:
+        status = Path(file.uri).stat()
+        assert (file.size, file.modified) == (status.st_size, status.st_mtime_ns)
+    assert len(find([f"{folder}/**/*.TXT"]).files) == 1
+
+
+def test_the_inventory_is_told_by_names_and_sizes() -> None:
+    files = [SourceFile("a.txt", "/a.txt", 3, 1), SourceFile("b.txt", "/b.txt", 4, 1)]
+    told = Inventory(files).summary()
+    assert (told["files"], told["bytes"]) == (2, 7)
+    for name, size in (("c.txt", 4), ("b.txt", 5)):
+        assert Inventory([files[0], SourceFile(name, "", size, 1)]).summary()["sha256"] != told["sha256"]
+    assert Inventory([files[0], SourceFile("b.txt", "/other", 4, 2)]).summary() == told
+
+
+def test_downloads_are_polite_and_known_by_number_alone(
+    mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    pauses: list[float] = []
+    monkeypatch.setattr(downloads.time, "sleep", pauses.append)
+    seven = tmp_path / "mirror" / "0" / "7" / "7.txt"
+    seven.parent.mkdir(parents=True)
+    seven.write_text(TEXTS[2], encoding="utf-8")
+    files = find(["gutenberg:1342,84,7,84"], mirror).files
+    assert [(file.id, file.modified) for file in files] == [
+        (f"gutenberg/pg{number}.txt", 0) for number in (1342, 7, 84)
+    ]  # fmt: skip
+    assert pauses == [downloads.PAUSE] * 2, "between three downloads"
+    find(["gutenberg:1342,84,7"], mirror)
+    assert len(pauses) == 2
+
+
+def test_a_mirror_that_refuses_is_not_taken_for_one_without_the_book(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def refuse() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.0 429 Too Many Requests\r\n\r\n")
+
+        threading.Thread(target=refuse, daemon=True).start()
+        with pytest.raises(UserError, match="answers 429 Too Many Requests: try later"):
+            find(["gutenberg:11"], f"http://127.0.0.1:{server.getsockname()[1]}")

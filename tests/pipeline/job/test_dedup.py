@@ -1,0 +1,75 @@
+"""Books that are there twice, in different pieces and splits: taken out of shards, records and the disk."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.books.sources import find
+from pipeline.config import TokenizeConfig
+from pipeline.job import plan
+from pipeline.job.dedup import drop_duplicates, find_duplicates
+from pipeline.job.plan import make_plan
+from pipeline.job.record import Record, read_record
+from pipeline.job.task import do_piece
+from pipeline.shards import Shard, checksum
+
+
+@pytest.fixture
+def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Record]:
+    """Four pieces: two originals, an exact copy and an empty book, another copy alone, a near one with a third book."""
+    monkeypatch.setattr(plan, "PARTS_A_PIECE", 2)
+    books = tmp_path / "books"
+    books.mkdir()
+    for name, text in {
+        "a": prose(1, 200), "b": prose(2, 200), "c": prose(1, 200), "d": "", "e": prose(2, 200), "f": "",
+        "g": prose(1, 200) + "THE END\n", "h": prose(3, 200),
+    }.items():  # fmt: skip
+        (books / f"{name}.txt").write_text(text, encoding="utf-8")
+    config = TokenizeConfig((str(books),), duplicates="near", val_fraction=0)
+    planned = make_plan(find(config.sources), config)
+    for piece in planned:
+        do_piece(piece, tmp_path, "test")
+    found = {piece.name: read_record(tmp_path, piece.name) for piece in planned}
+    return {name: record for name, record in reversed(found.items()) if record}  # whichever is done first
+
+
+def test_the_first_by_id_stays_and_the_others_are_taken_out_everywhere(
+    records: dict[str, Record], tmp_path: Path
+) -> None:
+    thinned = drop_duplicates(tmp_path, records, find_duplicates(records))
+    kept = {name: [book for book, *_ in record.books] for name, record in sorted(thinned.items())}
+    assert list(kept.values()) == [["books/a.txt", "books/b.txt"], [], [], ["books/h.txt"]]
+    reasons = {d.book: (d.reason, d.detail) for record in thinned.values() for d in record.dropped}
+    assert reasons == {
+        "books/c.txt": ("duplicate", "the same text as books/a.txt"), "books/d.txt": reasons["books/d.txt"],
+        "books/e.txt": ("duplicate", "the same text as books/b.txt"), "books/f.txt": reasons["books/f.txt"],
+        "books/g.txt": ("near duplicate", reasons["books/g.txt"][1]),
+    }  # fmt: skip
+    assert "phrases are those of books/a.txt" in reasons["books/g.txt"][1]
+    assert reasons["books/d.txt"][0] == reasons["books/f.txt"][0] == "empty"
+    for name, record in thinned.items():
+        assert read_record(tmp_path, name) == record, "on disk as well"
+        assert list(record.signatures) == kept[name]
+        for info in record.shards:
+            shard = Shard(tmp_path / info.path)
+            assert shard.batch.column("book").to_pylist() == kept[name]
+            assert checksum(tmp_path / info.path) == info.checksum
+            assert (info.rows, info.tokens) == (len(kept[name]), len(shard.tokens))
+    assert sorted(path.name for path in (tmp_path / "train").iterdir()) == ["000000-000.arrow", "000003-000.arrow"]
+    assert find_duplicates(thinned) == {}
+
+
+def test_a_run_that_is_killed_while_it_drops_ends_with_the_same_records(
+    records: dict[str, Record], tmp_path: Path
+) -> None:
+    duplicates = find_duplicates(records)
+    some = {book: dropped for book, dropped in duplicates.items() if book in ("books/c.txt", "books/g.txt")}
+    half = drop_duplicates(tmp_path, records, some)
+    whole = drop_duplicates(tmp_path, half, find_duplicates(half))
+    assert {d.book for record in whole.values() for d in record.dropped} >= duplicates.keys()
+    values = json.dumps([dataclasses.asdict(whole[name]) for name in sorted(whole)])
+    assert all(f'"{book}"' in values for book in duplicates)
+    assert not find_duplicates(whole)

@@ -1,0 +1,109 @@
+"""Pieces: their bounds, and the keys by which their work is known to be done."""
+
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.books.readers import Part
+from pipeline.books.sources import Inventory, SourceFile, find
+from pipeline.config import TokenizeConfig
+from pipeline.job import plan
+from pipeline.job.plan import Piece, make_plan, split_file
+
+FILE = SourceFile("a.txt", "/a.txt", 100, 1)
+PART = Part(FILE, 100, 0, None)
+PIECE = Piece(3, (PART,), TokenizeConfig())
+
+
+def other(name: str, value: Any) -> Piece:
+    """:data:`PIECE` with another value for a field of its own, its settings, its part or its file."""
+    if name in ("index", "parts"):
+        return replace(PIECE, **{name: value})
+    if hasattr(PIECE.settings, name):
+        return replace(PIECE, settings=replace(PIECE.settings, **{name: value}))
+    if name in ("start", "stop"):
+        return replace(PIECE, parts=(replace(PART, **{name: value}),))
+    return replace(PIECE, parts=(replace(PART, file=replace(FILE, **{name: value})),))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("id", "b.txt"), ("uri", "/b.txt"), ("size", 101), ("modified", 2), ("start", 1), ("stop", 100), ("index", 4),
+        ("parts", (PART, PART)), ("min_chars", 7), ("val_fraction", 0.5), ("encoder", "tiktoken"),
+        ("duplicates", "near"), ("join_lines", True), ("languages", ("en",)),
+    ],
+)  # fmt: skip
+def test_what_decides_a_shard_is_in_its_key(name: str, value: Any) -> None:
+    assert other(name, value).key() != PIECE.key()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("sources", ("b",)), ("workers", 7), ("out", Path("b")), ("overwrite", True)]
+)
+def test_what_does_not_decide_it_is_not(name: str, value: Any) -> None:
+    assert other(name, value).key() == PIECE.key()
+
+
+@pytest.mark.parametrize(("name", "value"), [("FORMAT_VERSION", 2), ("VOCABULARY_SHA256", "0")])
+def test_shards_of_another_format_or_vocabulary_are_made_again(
+    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = PIECE.key()
+    monkeypatch.setattr(plan, name, value)
+    assert PIECE.key() != before
+
+
+def sizes(files: list[int], **settings: Any) -> list[list[int]]:
+    inventory = Inventory([SourceFile(f"{n:04d}.txt", "", size, 0) for n, size in enumerate(files)])
+    config = TokenizeConfig(shard_size=1_000_000, **settings)
+    return [[part.size for part in piece.parts] for piece in make_plan(inventory, config)]
+
+
+def test_a_piece_takes_books_until_it_is_full_and_a_larger_one_alone() -> None:
+    assert sizes([600_000, 400_000, 1, 999_999, 1_000_000]) == [[600_000, 400_000], [1, 999_999], [1_000_000]]
+    assert sizes([1, 3_000_000, 1]) == [[1], [3_000_000], [1]]
+    assert sizes([1_000_001, 0, 1]) == [[1_000_001], [0, 1]]
+
+
+def test_a_piece_has_a_limited_number_of_files() -> None:
+    assert [len(piece) for piece in sizes([0] * (2 * plan.PARTS_A_PIECE + 1))] == [4096, 4096, 1]
+
+
+def test_parts_cover_a_file_and_compressed_ones_are_taken_for_three_times_their_size() -> None:
+    config = TokenizeConfig(shard_size=1_000_000)
+    lines = SourceFile("a.jsonl", "", 2_500_000, 0)
+    bounds = [(part.start, part.stop, part.size) for part in split_file(lines, config)]
+    assert bounds == [
+        (0, 1_000_000, 1_000_000), (1_000_000, 2_000_000, 1_000_000), (2_000_000, 2_500_000, 500_000)
+    ]  # fmt: skip
+    for name in ("a.jsonl.gz", "a.txt.zst"):
+        assert split_file(SourceFile(name, "", 2_500_000, 0), config) == [
+            Part(SourceFile(name, "", 2_500_000, 0), 7_500_000)
+        ]
+
+
+def test_containers_are_split_at_members_and_row_groups(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_STORED) as archive:
+        for number in range(5):
+            archive.writestr(f"{number}.txt", b"x" * 500_000)
+    texts = [f"{n:06d}" * 100_000 for n in range(5)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=1, use_dictionary=False)
+    for name, expected in (("a.zip", [(0, 2), (2, 4), (4, 5)]), ("a.parquet", [(0, 2), (2, 4), (4, 5)])):
+        (file,) = find([str(tmp_path / name)]).files
+        parts = split_file(file, TokenizeConfig(shard_size=1_000_000))
+        assert [(part.start, part.stop) for part in parts] == expected
+        assert 2_500_000 <= sum(part.size for part in parts) < 3_100_000
+
+
+def test_two_books_are_one_to_train_on_and_one_to_validate_on() -> None:
+    for names in (("a.txt", "b.txt"), ("c.txt", "d.txt")):
+        (piece,) = make_plan(Inventory([SourceFile(name, "", 1, 0) for name in names]), TokenizeConfig())
+        assert sorted(plan.split_of(name, piece.settings.val_fraction) for name in names) == ["train", "val"]
+        (none,) = make_plan(Inventory([SourceFile(name, "", 1, 0) for name in names]), TokenizeConfig(val_fraction=0))
+        assert [plan.split_of(name, none.settings.val_fraction) for name in names] == ["train", "train"]

@@ -1,0 +1,76 @@
+"""Counts and rates as they are told: each from its own numbers."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.books.clean import Dropped
+from pipeline.books.readers import Part
+from pipeline.books.sources import SourceFile
+from pipeline.config import TokenizeConfig
+from pipeline.job.plan import Piece
+from pipeline.job.record import Record
+from pipeline.job.report import Progress, as_markdown, estimate, totals
+from pipeline.shards import ShardInfo
+
+
+def record(lengths: dict[str, int], dropped: list[Dropped], *, read: int, replaced: int, verified: int) -> Record:
+    """Books by their tokens, of four characters each, in one shard."""
+    books = [(book, "0" * 64, 4 * tokens, tokens) for book, tokens in lengths.items()]
+    total = sum(lengths.values())
+    shard = ShardInfo("train/000000-000.arrow", "train", 2 * total, len(books), total, 4 * total, "0" * 32)
+    return Record("key", [shard], books, dropped, {"line ends: CRLF": len(books)}, {}, read, replaced, verified)
+
+
+RECORDS = [
+    record({"a": 1000, "b": 1001}, [Dropped("c", "empty", "")], read=8100, replaced=3, verified=500),
+    record({"d": 1_000_000, "e": 1_000_001}, [Dropped("f", "empty", ""), Dropped("g", "language", "")],
+           read=8_100_000, replaced=2, verified=0),
+]  # fmt: skip
+
+
+def test_totals_are_sums_over_all_records() -> None:
+    counts = totals(iter(RECORDS))
+    assert {bound: count for bound, count in counts.pop("tokens_a_book").items() if count} == {
+        "up to 1,000": 1, "up to 3,000": 1, "up to 1,000,000": 1, "over 1,000,000": 1
+    }  # fmt: skip
+    assert counts == {
+        "books_in": 7, "books_kept": 4, "books_dropped": {"empty": 2, "language": 1}, "read_bytes": 8_108_100,
+        "chars": 8_008_008, "tokens": 2_002_002, "replaced_bytes": 5, "traits": {"line ends: CRLF": 4},
+        "verified_bytes": 500,
+    }  # fmt: skip
+
+
+def test_an_estimate_is_of_what_is_left_to_do() -> None:
+    file = SourceFile("a.txt", "a.txt", 800_000_000, 0)
+    pieces = [Piece(number, (Part(file, 800_000_000),), TokenizeConfig()) for number in range(4)]
+    assert estimate(pieces, pieces[1:], [], 2) == (
+        "about 600.0 million tokens, 1,200.0 MB of shards, 25s with 2 workers"  # 10 s, and 2.4 GB at 160 MB/s
+    )
+    assert estimate(pieces[:1], pieces[:1], [], 8).endswith("20s with 8 workers"), "one piece is done by one worker"
+    assert estimate(pieces, pieces[:1], RECORDS[:1], 2).startswith("about 197.6 million tokens")  # 2,001 of 8,100 bytes
+    assert estimate(pieces, [], RECORDS, 2) == "about 0.0 million tokens, 0.0 MB of shards, 0s with 2 workers"
+
+
+def test_rates_are_of_this_run() -> None:
+    progress = Progress()
+    for _ in range(2):
+        progress.add({"bytes": 3_000_000, "tokens": 1_000_000, "seconds": {"read": 0.25, "encode": 0.5}})
+    progress.wall = {"plan": 1.0, "work": 4.0}
+    assert progress.slowest == "encode"
+    assert progress.metrics() == pytest.approx(
+        {
+            "time/plan": 1, "time/work": 4, "time/stage_read": 0.5, "time/stage_encode": 1,
+            "throughput/read_MB_per_second": 12, "throughput/read_tokens_per_second": 4e6,
+            "throughput/encode_MB_per_second": 6, "throughput/encode_tokens_per_second": 2e6,
+            "throughput/MB_per_second": 1.5, "throughput/tokens_per_second": 5e5,
+        }
+    )  # fmt: skip
+    told = as_markdown(str(Path("tokens")), totals(RECORDS), progress, "f" * 64)
+    assert "**4 books, 2,002,002 tokens** in `tokens` (fingerprint `ffffffffffff`)." in told
+    assert "7 in, 4 kept; dropped: 2 empty, 1 language" in told
+    assert "8,008,008 characters, 4.00 characters a token" in told
+    assert "this run: 2 pieces, 6.0 MB, 2 MB/s, 500,000 tokens/s" in told
+    assert told.index("| encode | 1.00 | 6 | 2.0 |") < told.index("| read | 0.50 | 12 | 4.0 |")
+    assert Progress().metrics() == {}
+    assert "this run" not in as_markdown("tokens", totals(RECORDS), Progress(), "f" * 64)

@@ -1,0 +1,48 @@
+"""Editions of one work are found, and each with the one that it is most like."""
+
+import random
+
+from pipeline.job.similarity import near_duplicates, signature
+
+
+def text(seed: int, words: int = 2000) -> list[str]:
+    chance = random.Random(seed)
+    return [f"word{chance.randrange(5000)}" for _ in range(words)]
+
+
+def signed(words: list[str]) -> list[int]:
+    return signature(" ".join(words).encode())
+
+
+def test_capitals_and_line_ends_make_no_other_edition() -> None:
+    words = text(1)
+    assert signed(words) == signature("\n".join(words).upper().encode())
+    assert signed(words) != signed(words[:1000])
+    assert len(signature(b"few words")) == len(signature(b"")) == len(signed(words))
+
+
+def test_editions_are_compared_beyond_their_beginning() -> None:
+    front = text(1, 50)
+    books = {"a": signed(front + text(2)), "b": signed(front + text(3))}
+    assert near_duplicates(books) == {}
+
+
+def test_a_book_repeats_the_one_that_it_is_most_like_and_not_one_that_is_left_out() -> None:
+    first, other = text(1), text(2)
+    books = {
+        "c": signed([*first, "the", "end"]),
+        "a": signed(first),
+        "b": signed(first[:1500] + text(4, 500)),  # some 0.6 of all shingles are a's
+        "d": signed(other),
+        "e": signed(other[:-300]),
+        "f": signed(text(3)),
+    }
+    found = near_duplicates(books)
+    assert {book: original for book, (original, _) in found.items() if book != "b"} == {"c": "a", "e": "d"}
+    assert found["c"][1] > 0.9
+    assert 0.6 <= found["e"][1] < 1
+
+
+def test_books_with_something_in_common_are_not_the_same_work() -> None:
+    words = text(1)
+    assert near_duplicates({"a": signed(words), "b": signed(words[:1000] + text(2, 1000))}) == {}

@@ -1,0 +1,255 @@
+"""The work of one task, without Ray: what goes into shards, what into quarantine, and that nothing is half done."""
+
+import gzip
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from infra.errors import UserError
+from pipeline.books.clean import Dropped
+from pipeline.books.sources import find
+from pipeline.config import TokenizeConfig
+from pipeline.encoding import encode
+from pipeline.job.dedup import drop_duplicates, find_duplicates
+from pipeline.job.plan import Piece, make_plan
+from pipeline.job.record import Record, read_record
+from pipeline.job.task import do_piece
+from pipeline.shards import END_OF_TEXT, Shard, checksum
+
+Prose = Callable[..., str]
+
+
+def plan_of(folder: Path, **settings) -> list[Piece]:
+    config = TokenizeConfig(sources=(str(folder),), **settings)
+    return make_plan(find(config.sources), config)
+
+
+def do(folder: Path, out: Path, **settings) -> Record:
+    """Do the only piece of ``folder``."""
+    (piece,) = plan_of(folder, **settings)
+    do_piece(piece, out, "test")
+    record = read_record(out, piece.name)
+    assert record
+    return record
+
+
+def reasons(record: Record) -> dict[str, str]:
+    return {dropped.book.split("/")[-1]: dropped.reason for dropped in record.dropped}
+
+
+def test_a_shard_holds_every_token_of_its_books(tmp_path: Path, write_books: Callable[..., Path]) -> None:
+    books = write_books(tmp_path / "books", 5)
+    record = do(books, tmp_path / "out", val_fraction=0)
+    (info,) = record.shards
+    shard = Shard(tmp_path / "out" / info.path)
+    assert checksum(tmp_path / "out" / info.path) == info.checksum
+    assert shard.offsets[-1] == len(shard.tokens) == info.tokens
+    for number, path in enumerate(sorted(books.iterdir())):
+        tokens = shard.tokens[shard.offsets[number] : shard.offsets[number + 1]]
+        assert tokens[-1] == END_OF_TEXT
+        assert np.array_equal(tokens[:-1], encode(path.read_bytes()))
+        assert shard.batch.column("book")[number].as_py() == f"books/{path.name}"
+
+
+def test_a_record_says_what_its_shards_hold_and_what_was_read(tmp_path: Path, prose: Prose) -> None:
+    rows = [{"text": prose(n), "title": f"Title {n}", "author": f"Author {n}", "language": "en"} for n in range(9, 20)]
+    data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    folder = tmp_path / "books"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_bytes(data)
+    (folder / "short.txt").write_text("Too short.", encoding="utf-8")
+    crlf = prose(1).replace("\n", "\r\n").encode() + b"\xc3\xa9" * 50 + b"\xff\xff\r\n"
+    (folder / "windows.txt").write_bytes(crlf)
+    record = do(folder, tmp_path / "out", val_fraction=0.5, duplicates="near")
+    shards = {info.split: Shard(tmp_path / "out" / info.path) for info in record.shards}
+    assert [info.path for info in record.shards] == ["train/000000-000.arrow", "val/000000-000.arrow"]
+    held = {}
+    for info in record.shards:
+        shard = shards[info.split]
+        rows_here = shard.batch.drop_columns(["tokens"]).to_pylist()
+        for row, length in zip(rows_here, np.diff(shard.offsets).tolist(), strict=True):
+            held[row["book"]] = (row["book"], row["sha256"], row["chars"], length)
+            if row["source"] == "books/rows.jsonl":
+                number = row["title"].removeprefix("Title ")
+                assert (row["author"], row["language"]) == (f"Author {number}", "en")
+        assert info.chars == sum(row["chars"] for row in rows_here)
+        assert info.rows == len(rows_here)
+        assert info.bytes == (tmp_path / "out" / info.path).stat().st_size
+    assert record.books == [held[book] for book in sorted(held)]
+    assert len(held) == 12
+    assert held.keys() == record.signatures.keys()
+    texts = [row["text"].encode() for row in rows]
+    assert record.read_bytes == sum(map(len, texts)) + len("Too short.") + len(crlf)
+    assert record.verified_bytes == len(texts[0]), "one book of each eighth piece"
+    assert record.replaced == 2
+    assert record.traits == {"encoding: utf-8, damaged": 1, "line ends: CRLF": 1}
+    plan = plan_of(folder, val_fraction=0.5)
+    do_piece(replace(plan[0], index=1), tmp_path / "out", "test")
+    other = read_record(tmp_path / "out", "000001")
+    assert other
+    assert other.verified_bytes == 0
+
+
+def test_what_cannot_be_read_is_quarantined_and_the_rest_goes_on(tmp_path: Path, prose: Prose) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    whole = gzip.compress(prose(1).encode())
+    table = pa.table({"text": [prose(n) for n in range(20)]})
+    pq.write_table(table, tmp_path / "whole.parquet")
+    damaged = bytearray((tmp_path / "whole.parquet").read_bytes())
+    damaged[2000:3000] = os.urandom(1000)
+    (folder / "good.txt").write_text(prose(0), encoding="utf-8")
+    (folder / "truncated.txt.gz").write_bytes(whole[: len(whole) // 2])
+    (folder / "truncated.txt.zst").write_bytes(pa.compress(prose(1).encode(), codec="zstd", asbytes=True)[:-400])
+    (folder / "not.txt.gz").write_bytes(b"this is no gzip file")
+    (folder / "not.zip").write_bytes(b"this is no archive")
+    (folder / "not.parquet").write_bytes(b"this is no table")
+    (folder / "damaged.parquet").write_bytes(damaged)
+    (folder / "other.parquet").write_bytes(b"")
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / "blank.txt").write_bytes(b"\r\n \r\n" * 100)
+    (folder / "binary.txt").write_bytes(bytes(range(256)) * 100)
+    (folder / "short.txt").write_text("Too short.", encoding="utf-8")
+    (folder / "again.txt").write_text("all work and no play \n" * 4000, encoding="utf-8")
+    (folder / "signs.txt").write_text("".join(f"{n * 7919 % 10007} = {n}; " for n in range(9000)), encoding="utf-8")
+    (folder / "run.txt").write_text("x" * 50_000, encoding="utf-8")
+    (folder / "lines.jsonl").write_text(
+        json.dumps({"text": prose(2)}) + "\n{broken\n" + json.dumps({"body": "x"}) + "\n[1]\n", encoding="utf-8"
+    )
+    record = do(folder, tmp_path / "out")
+    assert {book for book, *_ in record.books} >= {"mixed/good.txt", "mixed/lines.jsonl#0"}
+    assert len(record.books) == 2
+    found = reasons(record)
+    assert found.pop("empty.txt") == found.pop("blank.txt") == "empty"
+    assert found.pop("short.txt") == "too short"
+    assert found.pop("again.txt") == "too repetitive"
+    assert found.pop("binary.txt") == found.pop("signs.txt") == found.pop("run.txt") == "not text"
+    assert set(found.values()) == {"unreadable"}
+    assert len([name for name in found if name.startswith("lines.jsonl#")]) == 3
+    assert len(found) == 3 + 7
+
+
+def test_a_source_that_vanishes_stops_the_work(tmp_path: Path, write_books: Callable[..., Path]) -> None:
+    books = write_books(tmp_path / "books", 3)
+    (piece,) = plan_of(books)
+    (books / "book 0001.txt").unlink()
+    with pytest.raises(UserError, match=r"book 0001\.txt was there"):
+        do_piece(piece, tmp_path / "out", "test")
+    assert not list((tmp_path / "out").rglob("*.arrow"))
+
+
+def test_other_languages_are_left_out(tmp_path: Path, prose: Prose) -> None:
+    folder = tmp_path / "books"
+    folder.mkdir()
+    german = "Es war einmal ein König, der hatte drei Töchter, und die jüngste von ihnen war so schön. " * 5
+    declared = "Title: T\nLanguage: French\n*** START OF THIS PROJECT GUTENBERG EBOOK T ***\n\n" + prose(3)
+    (folder / "english.txt").write_text("It was the best of times, it was the worst of times, he said. " * 5)
+    (folder / "german.txt").write_text(german, encoding="utf-8")
+    (folder / "declared.txt").write_text(declared, encoding="utf-8")
+    record = do(folder, tmp_path / "out", languages=("en",))
+    assert reasons(record) == {"german.txt": "language", "declared.txt": "language"}
+
+
+def test_duplicates_go_and_the_first_by_id_stays(tmp_path: Path, prose: Prose) -> None:
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for name in ("b.txt", "a.txt", "c.txt"):
+        (folder / name).write_bytes(prose(1).replace("\n", "\r\n").encode() if name == "b.txt" else prose(1).encode())
+    (folder / "other.txt").write_text(prose(2), encoding="utf-8")
+    record = do(folder, tmp_path / "out", val_fraction=0)
+    duplicates = find_duplicates({"000000": record})
+    assert set(duplicates) == {"books/b.txt", "books/c.txt"}
+    thinned = drop_duplicates(tmp_path / "out", {"000000": record}, duplicates)["000000"]
+    assert [book for book, *_ in thinned.books] == ["books/a.txt", "books/other.txt"]
+    assert reasons(thinned) == {"b.txt": "duplicate", "c.txt": "duplicate"}
+    (info,) = thinned.shards
+    shard = Shard(tmp_path / "out" / info.path)
+    assert checksum(tmp_path / "out" / info.path) == info.checksum
+    assert np.array_equal(shard.tokens[: shard.offsets[1] - 1], encode(prose(1).encode()))
+    assert len(shard.tokens) == info.tokens == sum(book[3] for book in thinned.books)
+
+
+def test_other_editions_are_found(tmp_path: Path, prose: Prose) -> None:
+    folder = tmp_path / "books"
+    folder.mkdir()
+    (folder / "first.txt").write_text(prose(1), encoding="utf-8")
+    (folder / "second.txt").write_text(f"SECOND EDITION\n\n{prose(1)}\nTHE END\n", encoding="utf-8")
+    (folder / "third.txt").write_text(prose(2), encoding="utf-8")
+    record = do(folder, tmp_path / "out", duplicates="near")
+    found = find_duplicates({"000000": record})
+    assert [(d.book, d.reason) for d in found.values()] == [("books/second.txt", "near duplicate")]
+
+
+def test_a_file_of_many_books_fills_several_shards(tmp_path: Path, prose: Prose) -> None:
+    folder = tmp_path / "books"
+    folder.mkdir()
+    lines = "".join(json.dumps({"text": prose(n)}) + "\n" for n in range(200))
+    (folder / "all.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    record = do(folder, tmp_path / "out", shard_size=1_000_000, val_fraction=0.3)
+    assert sum(info.chars for info in record.shards) > 3_000_000
+    for split, count in (("train", 4), ("val", 3)):
+        names = [info.path for info in record.shards if info.split == split]
+        assert names == [f"{split}/000000-{n:03d}.arrow" for n in range(count)]
+    assert sum(info.rows for info in record.shards) == 200
+
+
+def test_the_book_that_kills_its_worker_is_convicted(tmp_path: Path, write_books: Callable[..., Path]) -> None:
+    books = write_books(tmp_path / "books", 3)
+    with (books / "book 0001.txt").open("a") as file:
+        file.write("KILLER\n")
+    program = f"""
+        import os, sys
+        from pathlib import Path
+        import pipeline.job.task
+        from pipeline.config import TokenizeConfig
+        from pipeline.job.plan import make_plan
+        from pipeline.books.sources import find
+
+        encode = pipeline.job.task.encode
+        def deadly(text, encoder):
+            if b"KILLER" in text:
+                os.kill(os.getpid(), {signal.SIGKILL})
+            return encode(text, encoder)
+        pipeline.job.task.encode = deadly
+        config = TokenizeConfig(sources=({str(books)!r},))
+        (piece,) = make_plan(find(config.sources), config)
+        pipeline.job.task.do_piece(piece, Path({str(tmp_path / "out")!r}), "deadly-{os.getpid()}")
+    """
+    codes = []
+    while not codes or codes[-1]:
+        codes.append(subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=Path.cwd()).returncode)
+        assert len(codes) < 6
+    assert codes == [-signal.SIGKILL] * 3 + [0]
+    record = read_record(tmp_path / "out", "000000")
+    assert record
+    assert record.dropped == [Dropped("books/book 0001.txt", "killed its worker", "3 times, while it was worked on")]
+    assert len(record.books) == 2
+
+
+def test_a_full_disk_leaves_no_half_shard_and_the_next_run_makes_it_whole(
+    tmp_path: Path, write_books: Callable[..., Path]
+) -> None:
+    books, out = write_books(tmp_path / "books", 5), tmp_path / "out"
+    (out / "train").mkdir(parents=True)
+    old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most))
+    try:
+        with pytest.raises(UserError, match=r"train/.*\.arrow cannot be written"):
+            do(books, out, val_fraction=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
+    assert not [path for path in out.rglob("*") if path.is_file()]
+    (info,) = do(books, out, val_fraction=0).shards
+    assert checksum(out / info.path) == info.checksum

@@ -1,0 +1,176 @@
+"""A run's log of cycles: what the driver follows while the worker appends, is killed, and begins again further back."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.errors import UserError
+from infra.storage import write_json
+from infra.tracking.key import RunKey
+from train.checkpoint.find import find_checkpoint, find_run
+from train.checkpoint.progress import Progress
+from train.checkpoint.run_folder import Follower, RunFolder, new_folder
+from train.result import CycleReport
+
+
+def report(step: int, loss: float = 3.0) -> CycleReport:
+    """A cycle of ten steps that ended at ``step``."""
+    return CycleReport(
+        step=step, batches=step, train_loss=loss, val_loss=None, train_tokens=step, val_tokens=0, books=1.0,
+        seconds=1.0, train_seconds=1.0, data_wait_seconds=0.0, optimizer_seconds=0.1, elapsed=1.0, cycle_tokens=10,
+        epoch_seconds=1.0, learning_rate=1e-3, gradient_norm=1.0, step_losses=[loss] * 10,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path)
+
+
+@pytest.fixture
+def told() -> list[dict[str, Any]]:
+    """The cycles that were handed on."""
+    return []
+
+
+@pytest.fixture
+def follower(home: RunFolder, told: list[dict[str, Any]]) -> Follower:
+    return Follower(home.cycles, told.append)
+
+
+def steps(told: list[dict[str, Any]]) -> list[int]:
+    return [cycle["step"] for cycle in told]
+
+
+def test_cycles_are_followed_as_they_come(home: RunFolder, follower: Follower, told: list[dict[str, Any]]) -> None:
+    follower.poll()  # before there is a log
+    assert told == []
+    home.append(report(10))
+    follower.poll()
+    follower.poll()
+    assert steps(told) == [10]
+    home.append(report(20))
+    home.append(report(30))
+    follower.poll()
+    assert steps(told) == [10, 20, 30]
+    assert told[0]["step_losses"] == [3.0] * 10
+    assert told[0]["line"] == report(10).line()
+
+
+def test_half_a_line_is_read_when_it_is_whole(home: RunFolder, follower: Follower, told: list[dict[str, Any]]) -> None:
+    home.append(report(10))
+    home.append(report(20))
+    whole = home.cycles.read_bytes()
+    for end in range(0, len(whole) + 1, 7):
+        home.cycles.write_bytes(whole[:end])  # the same file, a little longer
+        follower.poll()
+        assert steps(told) == [10, 20][: whole[:end].count(b"\n")]
+    home.cycles.write_bytes(whole)
+    follower.poll()
+    assert steps(told) == [10, 20]
+
+
+def test_what_is_done_again_is_not_handed_on_again(
+    home: RunFolder, follower: Follower, told: list[dict[str, Any]]
+) -> None:
+    """The worker was killed behind step 30 and begins at its checkpoint of step 15."""
+    for step in (10, 20, 30):
+        home.append(report(step))
+    follower.poll()
+    home.rewind(15)
+    follower.poll()
+    assert steps(told) == [10, 20, 30]
+    for step in (20, 30, 40):
+        home.append(report(step, loss=2.0))
+        follower.poll()
+    assert steps(told) == [10, 20, 30, 40]
+    assert [cycle["train_loss"] for cycle in told] == [3.0, 3.0, 3.0, 2.0]
+
+
+def test_what_was_never_seen_before_the_worker_began_again_is_handed_on(
+    home: RunFolder, follower: Follower, told: list[dict[str, Any]]
+) -> None:
+    home.append(report(10))
+    follower.poll()
+    home.append(report(20))
+    home.rewind(10)
+    home.append(report(20, loss=2.0))
+    follower.poll()
+    assert [(cycle["step"], cycle["train_loss"]) for cycle in told] == [(10, 3.0), (20, 2.0)]
+
+
+def test_rewinding_forgets_later_cycles_and_a_line_cut_short(home: RunFolder) -> None:
+    home.rewind(0)  # without a log there is nothing to forget
+    assert not home.cycles.exists()
+    for step in (10, 20, 30):
+        home.append(report(step))
+    with home.cycles.open("a") as log:
+        log.write('{"step": 3')
+    home.rewind(30)
+    assert steps([json.loads(line) for line in home.cycles.read_text().splitlines()]) == [10, 20, 30]
+    home.rewind(20)
+    assert steps([json.loads(line) for line in home.cycles.read_text().splitlines()]) == [10, 20]
+
+
+@pytest.mark.parametrize(
+    ("left", "finished"),
+    [('{"outcome": "finished"}', True), ('{"outcome": "diverged"}', False), ('{"outcome": "interrupted"}', False),
+     ('{"outcome": "oom"}', False), ('{"outcome', False), ("[]", False), (None, False)],
+)  # fmt: skip
+def test_only_a_finished_run_is_finished(home: RunFolder, left: str | None, finished: bool) -> None:
+    if left is not None:
+        home.result.write_text(left)
+    assert home.is_finished() is finished
+
+
+def test_the_key_of_a_run_is_found_again(home: RunFolder) -> None:
+    assert home.key() is None
+    key = RunKey("sqlite:///mlflow.db", "1", "abc", "/journal")
+    home.keep_key(key)
+    assert home.key() == key
+
+
+def test_a_cycle_is_on_the_disk_when_it_is_told(home: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[int, int]] = []
+    sync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        sync(descriptor)
+        synced.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    home.append(report(10))
+    assert synced == [(home.cycles.stat().st_ino, home.cycles.stat().st_size)]
+
+
+def test_a_run_continues_from_its_newest_checkpoint_alone(tmp_path: Path) -> None:
+    """One before it can be asked, but to train on from there would leave those behind it to be mistaken for its own."""
+    checkpoints = RunFolder(tmp_path / "one").checkpoints
+    for step in (10, 20):
+        folder = checkpoints / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        write_json(folder / "progress.json", asdict(Progress(step, 0, 0, None, 0, 0.0, "", "", {})))
+    (tmp_path / "one" / "config.json").touch()
+    older, newer = checkpoints / "step-00000010", checkpoints / "step-00000020"
+    with pytest.raises(UserError, match="is not the newest checkpoint of its run: remove those behind it, up to step-"):
+        find_run(str(older), tmp_path)
+    for named in ("one", str(tmp_path / "one"), str(newer)):
+        assert find_run(named, tmp_path).path == (tmp_path / "one").resolve()
+        assert find_checkpoint(named, tmp_path).resolve() == newer.resolve()
+    assert find_checkpoint(str(older), tmp_path) == older
+    newer.joinpath("progress.json").unlink()
+    assert find_checkpoint("one", tmp_path).resolve() == older.resolve()
+
+
+def test_a_folder_that_a_command_only_began_may_be_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    folder.mkdir()
+    (folder / "lock").touch()
+    assert new_folder(tmp_path, "one", begun=["lock", "config.json"]) == folder.resolve()
+    for begun in ([], ["config.json"]):
+        with pytest.raises(UserError, match="exists already: continue it with --resume one, or give another --name"):
+            new_folder(tmp_path, "one", begun=begun)

@@ -1,0 +1,305 @@
+"""Checkpoints: whole or absent, the newest sound one is found, and a state that is no good is never kept."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infra.errors import UserError
+from train.checkpoint import save
+from train.checkpoint.find import find_run
+from train.checkpoint.progress import Progress, checkpoints_in, damage, newest
+from train.checkpoint.run_folder import RunFolder, make, new_folder
+from train.checkpoint.save import Checkpoints, Snapshot, snapshot, write
+from train.config import Cycle, TrainConfig
+from train.loop.cycle import trouble
+from train.loop.trainer import Trainer
+from train.model_config import ModelConfig
+from train.report import print_result
+from train.result import CycleReport
+
+
+@pytest.fixture
+def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(
+        data=small_shards, model=small_model, global_batch=4, micro_batch=4, steps=30, cycle=Cycle(10, 1),
+        precision="fp32", device="cpu", learning_rate=3e-3, warmup_steps=5, checkpoint_every=7,
+    )  # fmt: skip
+
+
+def steps_kept(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in checkpoints_in(folder)]
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_the_newest_are_kept(config: TrainConfig, tmp_path: Path, keep: int) -> None:
+    leftover = tmp_path / ".partial-1-step-00000003"
+    leftover.mkdir()
+    result = Trainer(dataclasses.replace(config, keep_checkpoints=keep), checkpoints=tmp_path).run()
+    assert steps_kept(tmp_path) == [14, 21, 28, 30][-keep:]
+    assert result.checkpoint == str(tmp_path / "step-00000030")
+    assert not leftover.exists()
+
+
+def test_none_are_kept_when_none_are_wanted(config: TrainConfig, tmp_path: Path) -> None:
+    result = Trainer(dataclasses.replace(config, keep_checkpoints=0), checkpoints=tmp_path / "none").run()
+    assert result.checkpoint is None
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("step", [7, 14, 21, 28])
+def test_every_checkpoint_continues_exactly(config: TrainConfig, tmp_path: Path, step: int) -> None:
+    straight: list[CycleReport] = []
+    Trainer(
+        dataclasses.replace(config, keep_checkpoints=9), checkpoints=tmp_path, on_cycle=straight.append
+    ).run()  # fmt: skip
+    rest: list[CycleReport] = []
+    Trainer(config, on_cycle=rest.append, resume=tmp_path / f"step-{step:08d}").run()
+    expected = [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in straight if r.step > step]
+    assert [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in rest] == expected
+
+
+def test_a_damaged_checkpoint_is_passed_over(config: TrainConfig, tmp_path: Path) -> None:
+    Trainer(config, checkpoints=tmp_path).run()
+    assert steps_kept(tmp_path) == [28, 30]
+    weights = tmp_path / "step-00000030" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert newest(tmp_path) == tmp_path / "step-00000028"
+    with pytest.raises(UserError, match=r"step-00000030 is damaged: model.safetensors is not what was written"):
+        Trainer(dataclasses.replace(config, steps=40), resume=tmp_path / "step-00000030")
+    (tmp_path / "step-00000028" / "progress.json").unlink()
+    assert newest(tmp_path) is None
+
+
+def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=60), checkpoints=tmp_path)
+    step = trainer.optimizer.step
+
+    def poisoned(*arguments: object) -> None:
+        step()
+        if trainer.step == 16:
+            with torch.no_grad():
+                trainer.model.norm.weight[0] = float("nan")
+
+    monkeypatch.setattr(trainer.optimizer, "step", poisoned)
+    result = trainer.run()
+    assert result.outcome == "diverged"
+    assert result.reason == "the loss is nan at step 18"
+    assert steps_kept(tmp_path)[-1] == 14
+    assert all(value.isfinite().all() for value in load_file(tmp_path / "step-00000014" / "model.safetensors").values())
+
+
+def test_a_spike_is_trouble() -> None:
+    assert trouble([3.0, 3.5, 5.9], 3.0, 3.0, 100) is None
+    assert trouble([3.0, 6.1], 3.0, 3.0, 100) == (
+        "the loss jumps from 3.000 (a cycle's mean) to 6.100 at step 102; --spike 3"
+    )
+    assert trouble([9.0], 3.0, 0, 100) is None
+    assert trouble([9.0], None, 3.0, 100) is None
+
+
+def test_a_full_disk_is_said_in_one_sentence(config: TrainConfig, tmp_path: Path) -> None:
+    trainer = Trainer(config, checkpoints=tmp_path)
+    assert trainer.checkpoints is not None
+    trainer.checkpoints.folder = tmp_path / "step-file"  # a folder that is not there fails like a disk that is full
+    with pytest.raises(UserError, match="could not be written"):
+        trainer.run()
+
+
+def test_another_run_is_refused(config: TrainConfig, tmp_path: Path) -> None:
+    saved = Trainer(config, checkpoints=tmp_path).run().checkpoint
+    assert saved
+    for change, named in [
+        ({"seed": 1}, "--seed 0 and not 1"),
+        ({"optimizer": "adamw"}, "--optimizer adamw-fused and not adamw"),
+        ({"model": dataclasses.replace(config.model, layers=3)}, "layers=2 and not 3"),
+    ]:
+        with pytest.raises(UserError, match=named):
+            Trainer(dataclasses.replace(config, **{"steps": 40} | change), resume=Path(saved))
+    killed_at_its_end = Trainer(dataclasses.replace(config, steps=30), checkpoints=tmp_path, resume=Path(saved)).run()
+    assert (killed_at_its_end.outcome, killed_at_its_end.steps) == ("finished", 30)
+    assert killed_at_its_end.checkpoint == saved
+    fine = dataclasses.replace(config, steps=40, micro_batch=1, loss_chunks=2, checkpointing="full")
+    assert Trainer(fine, resume=Path(saved)).run().steps == 40
+
+
+def test_a_checkpoint_behind_a_damaged_one_is_kept(config: TrainConfig, tmp_path: Path) -> None:
+    config = dataclasses.replace(config, checkpoint_every=5, keep_checkpoints=2, steps=10)
+    Trainer(config, checkpoints=tmp_path).run()
+    older, damaged = checkpoints_in(tmp_path)
+    (damaged / "model.safetensors").write_bytes(b"")
+    assert newest(tmp_path) == older
+    again = dataclasses.replace(config, keep_checkpoints=1, checkpoint_every=2)
+    result = Trainer(again, checkpoints=tmp_path, resume=older, should_stop=lambda: True).run()
+    assert result.outcome == "interrupted"
+    assert result.checkpoint == str(newest(tmp_path))
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000006"]
+
+
+def test_a_run_without_a_whole_checkpoint_cannot_be_continued(config: TrainConfig, tmp_path: Path) -> None:
+    Trainer(dataclasses.replace(config, steps=7), checkpoints=tmp_path / "one" / "checkpoints").run()
+    (saved,) = checkpoints_in(tmp_path / "one" / "checkpoints")
+    (saved / "model.safetensors").write_bytes(b"")
+    (tmp_path / "one" / "config.json").touch()
+    for text in ("one", str(saved)):
+        with pytest.raises(UserError, match="has no checkpoint that is whole; start a new run with --name"):
+            find_run(text, tmp_path)
+
+
+def test_an_interrupted_run_names_the_command_that_continues_it_if_one_can(
+    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for keep, last in ((1, "continue with: python -m train.run --resume"), (0, "no checkpoint was kept: start again")):
+        told = dataclasses.replace(config, keep_checkpoints=keep)
+        result = Trainer(told, checkpoints=tmp_path / str(keep), should_stop=lambda: True).run()
+        print_result(told, result, tmp_path, "in MLflow")
+        assert capsys.readouterr().out.splitlines()[-1].startswith(last)
+
+
+def test_a_run_that_diverged_says_how_to_train_more_gently(
+    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wild = dataclasses.replace(config, learning_rate=1e30, warmup_steps=0)
+    result = Trainer(wild, checkpoints=tmp_path).run()
+    assert (result.outcome, result.checkpoint) == ("diverged", None)
+    for saved, last in ((None, "--learning-rate below 1e+30 or, "), ("step-7", "the last good checkpoint is kept")):
+        print_result(wild, dataclasses.replace(result, checkpoint=saved), tmp_path, "in MLflow")
+        assert last in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_resumed_run_decays_as_it_is_told_now(config: TrainConfig, tmp_path: Path) -> None:
+    saved = Trainer(config, checkpoints=tmp_path).run().checkpoint
+    assert saved
+    told = dataclasses.replace(config, steps=40, weight_decay=0.5, beta2=0.999)
+    groups = Trainer(told, resume=Path(saved)).optimizer.param_groups
+    assert {group["weight_decay"] for group in groups} == {0.5, 0.0}
+    assert {group["betas"] for group in groups} == {(0.9, 0.999)}
+
+
+@pytest.fixture
+def taken(config: TrainConfig) -> tuple[Snapshot, Progress]:
+    """A state of two steps, two of whose losses are not yet reported, and its place."""
+    trainer = Trainer(dataclasses.replace(config, steps=2))
+    trainer.run()
+    state = snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0, 6.0]))
+    return state, Progress(2, 8, 0, None, 0, 1.0, "fingerprint", "vocabulary", config.to_json())
+
+
+@pytest.mark.parametrize("wrong", ["", "weights", "losses"])
+def test_a_state_that_is_no_good_is_not_written(tmp_path: Path, taken: tuple[Snapshot, Progress], wrong: str) -> None:
+    """The last good one stays: infinite weights whose loss is not yet known, or a loss that is a spike."""
+    state, progress = taken
+    good = Checkpoints(tmp_path, 1)
+    good.save(state, dataclasses.replace(progress, step=1), lambda losses: losses == [5.0, 6.0])
+    first = good.wait()
+    if wrong == "weights":
+        state.weights["norm.weight"][3] = float("inf")
+    good.save(state, progress, lambda losses: wrong != "losses")
+    assert good.wait() == (tmp_path / "step-00000002" if not wrong else first)
+    assert steps_kept(tmp_path) == [1 if wrong else 2]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, taken: tuple[Snapshot, Progress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[int] = []
+    sync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        order.append(os.fstat(descriptor).st_ino)
+        if order[-1] != tmp_path.stat().st_ino:
+            assert steps_kept(tmp_path) == []
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    made = write(tmp_path, *taken)
+    files = {path.name: path.stat().st_ino for path in made.iterdir()}
+    assert set(files) == {"model.safetensors", "state.pt", "progress.json"}
+    assert set(files.values()) <= set(order)
+    assert order.index(files["progress.json"]) > max(map(order.index, (files["model.safetensors"], files["state.pt"])))
+    assert order[-1] == tmp_path.stat().st_ino, "the folder's own entry last"
+
+
+def test_weights_that_read_back_otherwise_are_refused_and_removed(
+    tmp_path: Path, taken: tuple[Snapshot, Progress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that loses a bit: the file is written with another value than it was given."""
+    state, progress = taken
+    checkpoints = Checkpoints(tmp_path, 2)
+
+    def losing(weights: dict[str, torch.Tensor], path: Path) -> None:
+        save_file(weights | {"norm.weight": weights["norm.weight"] + 1}, path)
+
+    monkeypatch.setattr(save, "save_file", losing)
+    checkpoints.save(state, progress, lambda losses: True)
+    with pytest.raises(UserError, match="reads back otherwise than it was written"):
+        checkpoints.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_snapshot_is_of_its_moment(config: TrainConfig) -> None:
+    """It is written while training goes on over the same tensors."""
+    trainer = Trainer(dataclasses.replace(config, steps=2))
+    trainer.run()
+    taken = snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0]))
+    weight = taken.weights["norm.weight"].clone()
+    moment = taken.state["optimizer"]["state"][0]["exp_avg"].clone()
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(1)
+        for values in trainer.optimizer.state.values():
+            values["exp_avg"].add_(1)
+    assert torch.equal(taken.weights["norm.weight"], weight)
+    assert torch.equal(taken.state["optimizer"]["state"][0]["exp_avg"], moment)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "state.pt"])
+def test_a_checkpoint_without_one_of_its_files_is_damaged(
+    tmp_path: Path, taken: tuple[Snapshot, Progress], file: str
+) -> None:
+    (write(tmp_path, *taken) / file).unlink()
+    assert damage(tmp_path / "step-00000002") == f"{file} is missing"
+    assert newest(tmp_path) is None
+
+
+def test_the_loss_scale_continues(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16's, which a config for the CPU refuses; the scaler itself works there. Here it doubles every third step."""
+    made = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda kind, enabled: made(kind, init_scale=8.0, growth_interval=3))
+    trainer = Trainer(dataclasses.replace(config, steps=7), checkpoints=tmp_path)
+    saved = trainer.run().checkpoint
+    assert saved
+    assert trainer.scaler.state_dict()["scale"] == 32.0
+    resumed = Trainer(config, resume=Path(saved)).scaler
+    assert resumed.state_dict() == trainer.scaler.state_dict()
+
+
+def test_one_command_drives_a_run(tmp_path: Path) -> None:
+    home = RunFolder(tmp_path)
+    with home.driven(), pytest.raises(UserError, match="another command is training"), home.driven():
+        pass
+    with home.driven():
+        pass
+
+
+@pytest.mark.parametrize("left", ["config.json", "cycles.jsonl", "result.json", "checkpoints/step-00000007"])
+def test_a_new_run_that_fails_leaves_its_folder_only_where_it_trained(tmp_path: Path, left: str) -> None:
+    home = RunFolder(tmp_path / "one")
+    make(home.path)
+    home.checkpoints.mkdir()
+    (home.path / left).touch()
+    with pytest.raises(UserError, match="no GPU"), home.driven(), home.cleared():
+        raise UserError("no GPU")
+    assert home.path.exists() is (left != "config.json")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "x" * 300, "é" * 150])
+def test_what_cannot_be_a_folders_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="is not the name of a folder"):
+        new_folder(tmp_path, name)

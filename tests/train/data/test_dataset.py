@@ -1,0 +1,24 @@
+"""What is trained on and what it is trained for must agree before anything is computed."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from infra.errors import UserError
+from pipeline.encoding import VOCABULARY_SHA256
+from train.config import TrainConfig
+from train.loop.trainer import Trainer
+from train.model_config import ModelConfig
+
+
+def test_data_of_one_vocabulary_and_a_model_of_another_are_refused(
+    small_shards: Path, small_model: ModelConfig, tmp_path: Path
+) -> None:
+    shutil.copytree(small_shards, tmp_path / "tokens")
+    manifest = tmp_path / "tokens" / "manifest.json"
+    gpt2 = f'"vocabulary_sha256": "{VOCABULARY_SHA256}"'
+    manifest.write_text(manifest.read_text().replace('"vocabulary_sha256": "small"', gpt2))
+    config = TrainConfig(data=tmp_path / "tokens", model=small_model, global_batch=4, micro_batch=4, steps=1)
+    with pytest.raises(UserError, match=r"tokens holds GPT-2's 50,257 token ids and --model has vocabulary=257"):
+        Trainer(config)

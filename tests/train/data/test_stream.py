@@ -1,0 +1,315 @@
+"""Training straight from books: every window once, the same ones however it is run or interrupted, and through Ray."""
+
+import dataclasses
+import itertools
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from infra.cluster import connected
+from infra.errors import UserError
+from infra.tracking.store import create_run
+from infra.tracking.tracker import Tracker
+from pipeline.books.sources import find
+from pipeline.config import Reading, TokenizeConfig
+from pipeline.job.plan import make_plan
+from pipeline.job.record import read_record
+from pipeline.job.task import do_piece
+from pipeline.shards import END_OF_TEXT, Shard
+from pipeline.stream import HELD_OUT, EncodedBook, Stream, encoded_books
+from train.checkpoint.progress import read_progress, refuse_other_run
+from train.config import Cycle, TrainConfig
+from train.data.loader import BatchLoader
+from train.data.source import manifest_of
+from train.data.stream import Place, StreamData, StreamWindows
+from train.launch import driver
+from train.loop.trainer import Trainer
+from train.model_config import ModelConfig
+from train.result import CycleReport
+
+LENGTH = 16
+WORDS = "the lantern of a winter morning was not with her captain but under every garden wall by river".split()  # noqa: SIM905
+
+
+class Inline(Stream):
+    """A stream whose books are encoded in this process and not ahead by Ray Data."""
+
+    def read(self, epoch: int, piece: int = 0) -> Iterator[EncodedBook]:
+        return itertools.chain.from_iterable(encoded_books(each, "train") for each in self.order(epoch)[piece:])
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eleven books, one of them too short to keep, one in Latin-1."""
+    folder = tmp_path_factory.mktemp("library") / "books"
+    folder.mkdir()
+    chance = random.Random(0)
+    for number in range(9):
+        text = " ".join(f"{' '.join(chance.choices(WORDS, k=12))}, said number {number}.\n" for _ in range(30))
+        (folder / f"book {number}.txt").write_text(text, encoding="utf-8")
+    (folder / "short.txt").write_text("The end.")
+    (folder / "latin.txt").write_bytes("Là-bas, à l'été, des forêts. ".encode("latin-1") * 20)
+    return folder
+
+
+@pytest.fixture
+def config(books: Path) -> TrainConfig:
+    model = ModelConfig(layers=1, heads=1, width=16, context_length=LENGTH, dropout=0.1)
+    return TrainConfig(
+        stream=(str(books),), model=model, global_batch=4, micro_batch=4, steps=12, cycle=Cycle(5, 1),
+        precision="fp32", device="cpu", learning_rate=3e-3,
+    )  # fmt: skip
+
+
+def windows_of(books: Path, seed: int = 0, block: int = 40 * LENGTH) -> StreamWindows:
+    return StreamWindows(Inline([str(books)], seed, Reading()).read, LENGTH, seed, block)
+
+
+def rows(windows: StreamWindows, first: int, stop: int) -> np.ndarray:
+    out = np.empty((stop - first, LENGTH + 1), dtype=np.int64)
+    windows.read(windows.order(np.arange(first, stop)), out)
+    return out
+
+
+def test_an_epoch_is_every_training_book_once_and_no_other(books: Path) -> None:
+    stream = Inline([str(books)], 0, Reading())
+    held = {book.book for book in stream.held_out(10**9)}
+    names = {epoch: [book.book for book in stream.read(epoch)] for epoch in range(2)}
+    everything = {f"books/{path.name}" for path in books.iterdir()}
+    assert held
+    assert held | set(names[0]) == everything
+    assert len(held) + len(names[0]) == len(everything)
+    assert sorted(names[0]) == sorted(names[1])
+    assert names[0] != names[1]
+    assert [book.book for book in Inline([str(books)], 1, Reading()).read(0)] != names[0]
+    dropped = [(book.book, book.dropped) for book in stream.read(0) if book.dropped]
+    assert dropped == [("books/short.txt", "too short")]
+    assert all(book.tokens[-1] == END_OF_TEXT for book in stream.read(0) if not book.dropped)
+
+
+def test_blocks_hold_every_window_of_the_stream_once(books: Path) -> None:
+    tokens = np.concatenate([book.tokens for book in Inline([str(books)], 0, Reading()).read(0)]).astype(np.int64)
+    count = (len(tokens) - 1) // LENGTH
+    windows = windows_of(books)
+    found = rows(windows, 0, count)
+    expected = np.stack([tokens[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(count)])
+    for first in range(0, count, 40):
+        block, straight = found[first : first + 40], expected[first : first + 40]
+        assert sorted(map(tuple, block)) == sorted(map(tuple, straight))
+    assert not np.array_equal(found, expected)
+    assert windows.places[-1].epoch == 0
+    rows(windows, count, count + 1)
+    assert windows.places[-2] == Place(position=count, epoch=1)
+
+
+def test_each_block_and_each_epoch_has_an_order_of_its_own() -> None:
+    """Of a single book, whose blocks would otherwise be visited alike."""
+    book = EncodedBook(piece=0, source="", book="one", tokens=np.arange(80 * LENGTH + 1, dtype=np.uint16), chars=1)
+    windows = StreamWindows(lambda epoch, piece: iter([book]), LENGTH, 0, 40 * LENGTH)
+    found = rows(windows, 0, 160)[:, 0] // LENGTH
+    blocks = [found[first : first + 40].tolist() for first in range(0, 160, 40)]
+    assert sorted(blocks[0] + blocks[1]) == sorted(blocks[2] + blocks[3]) == list(range(80))
+    orders = {tuple(number % 40 for number in block) for block in blocks}
+    assert len(orders) == 4
+
+
+def test_epochs_read_the_books_in_the_order_of_that_epoch(books: Path) -> None:
+    asked: list[tuple[int, int]] = []
+    stream = Inline([str(books)], 0, Reading())
+
+    def read(epoch: int, piece: int) -> Iterator[EncodedBook]:
+        asked.append((epoch, piece))
+        return (book for book in stream.read(epoch, piece) if not book.dropped)
+
+    windows = StreamWindows(read, LENGTH, 0, 40 * LENGTH)
+    rows(windows, 0, 1500)
+    assert asked == [(epoch, 0) for epoch in range(len(asked))]
+    assert len(asked) > 1
+
+
+def test_what_was_read_is_counted(config: TrainConfig) -> None:
+    data = StreamData(config, Inline(config.stream, 0, config.reading))
+    books = list(data._read(0, 0))
+    kept = [book for book in books if not book.dropped]
+    assert data.summary() == {
+        "books": len(kept), "tokens": sum(len(book.tokens) for book in kept), "chars": sum(b.chars for b in kept),
+        "dropped": {"too short": 1},
+    }  # fmt: skip
+    assert len(kept) == len(books) > 5
+    assert data.manifest.splits["train"]["books"] == round(data.manifest.splits["train"]["tokens"] / (
+        data.tokens / data.books
+    ))  # fmt: skip
+
+
+def test_as_much_is_held_out_as_validation_takes(config: TrainConfig) -> None:
+    """Whole books of at least as many tokens, unless the sources have fewer."""
+    asked: list[int] = []
+
+    class Asked(Inline):
+        def held_out(self, tokens: int) -> list[EncodedBook]:
+            asked.append(tokens)
+            return super().held_out(tokens)
+
+    StreamData(dataclasses.replace(config, cycle=Cycle(5, 3)), Asked(config.stream, 0, config.reading))
+    assert asked == [3 * 4 * LENGTH + 1]
+
+
+@pytest.mark.parametrize(("position", "block"), [(0, 0), (39, 0), (40, 40), (41, 40), (85, 80)])
+def test_a_checkpoint_holds_where_its_block_begins(config: TrainConfig, position: int, block: int) -> None:
+    data = StreamData(config, Inline(config.stream, 0, config.reading))
+    data.windows = StreamWindows(data._read, LENGTH, 0, 40 * LENGTH)
+    rows(data.windows, 0, 100)
+    assert data.place(position)["position"] == block
+
+
+@pytest.mark.parametrize("position", [0, 1, 39, 40, 55, 120, 400])
+def test_a_resumed_stream_goes_on_with_the_same_windows(books: Path, position: int) -> None:
+    straight = windows_of(books)
+    expected = rows(straight, 0, 600)[position:]
+    place = next(place for place in reversed(straight.places) if place.position <= position)
+    resumed = windows_of(books)
+    resumed.go_to(place)
+    assert np.array_equal(rows(resumed, position, 600), expected)
+
+
+@pytest.mark.parametrize(("micro", "accumulation", "workers"), [(4, 3, 1), (2, 3, 2), (6, 1, 2)])
+def test_a_step_has_the_same_windows_however_it_is_executed(
+    books: Path, micro: int, accumulation: int, workers: int
+) -> None:
+    expected = rows(windows_of(books), 36, 36 + 36)[:, :-1]
+    loaders = [
+        BatchLoader(windows_of(books), micro_batch=micro, accumulation=accumulation, position=36,
+                    device=torch.device("cpu"), rank=rank, workers=workers)
+        for rank in range(workers)
+    ]  # fmt: skip
+    steps = [loader.next()[0].numpy() for _ in range(3) for loader in loaders for _ in range(accumulation)]
+    assert np.array_equal(np.concatenate(steps), expected)
+
+
+def test_what_a_stream_cannot_do_is_said(config: TrainConfig, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no end that is known beforehand: say when to stop with --steps"):
+        dataclasses.replace(config, steps=None)
+    with pytest.raises(UserError, match=r"--stream is for 'python -m train.run' alone"):
+        Trainer(config)
+    (tmp_path / "one.txt").write_text(" ".join(WORDS * 20), encoding="utf-8")
+    alone = dataclasses.replace(config, stream=(str(tmp_path),))
+    with pytest.raises(UserError, match=r"holds out for validation have 0 tokens .* do without validation"):
+        StreamData(alone, Inline(alone.stream, 0, alone.reading))  # a single book is there to train on
+    unvalidated = dataclasses.replace(alone, cycle=Cycle(5, 0))
+    data = StreamData(unvalidated, Inline(alone.stream, 0, alone.reading))
+    assert Trainer(unvalidated, data=data).run().outcome == "finished"
+    long = dataclasses.replace(config, model=dataclasses.replace(config.model, context_length=10_000))
+    with pytest.raises(UserError, match=r"holds out for validation have .* one window needs 10,001"):
+        StreamData(long, Inline(long.stream, 0, long.reading))
+
+
+@pytest.fixture(scope="module")
+def unusual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same 150 books in hard-wrapped lines, each second one in French, in files of three forms."""
+    folder = tmp_path_factory.mktemp("unusual")
+    chance = random.Random(0)
+    texts = [
+        "\n".join(f"{number} {' '.join(chance.choices(WORDS, k=13))}" for _ in range(chance.randint(4, 16)))
+        for number in range(150)
+    ]
+    languages = ["en", "fr"] * 75
+    lines = [json.dumps({"content": text, "language": code}) for text, code in zip(texts, languages, strict=True)]
+    (folder / "books.jsonl").write_text("\n".join(lines))
+    (folder / "books.txt").write_text("<|end|>".join(texts))
+    pq.write_table(pa.table({"Body": texts, "language": languages}), folder / "books.parquet")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "reading", "fewer"),
+    [
+        ("books.jsonl", Reading(text_field="content"), False),
+        ("books.jsonl", Reading(text_field="content", languages=("fr",), min_chars=500), True),
+        ("books.parquet", Reading(text_column="body"), False),
+        ("books.txt", Reading(doc_separator="<|end|>"), False),
+        ("books.txt", Reading(doc_separator="<|end|>", join_lines=True), False),
+    ],
+)
+def test_a_stream_reads_what_shards_hold(
+    unusual: Path, tmp_path: Path, name: str, reading: Reading, fewer: bool
+) -> None:
+    sources = (str(unusual / name),)
+    config = TokenizeConfig(sources, val_fraction=HELD_OUT, **dataclasses.asdict(reading))
+    (piece,) = make_plan(find(sources), config)
+    do_piece(piece, tmp_path, "test")
+    record = read_record(tmp_path, piece.name)
+    assert record
+    shards = {
+        (info.split, book): tokens.tolist()
+        for info in record.shards
+        for shard in [Shard(tmp_path / info.path)]
+        for book, tokens in zip(
+            shard.batch.column("book").to_pylist(), np.split(shard.tokens, shard.offsets[1:-1]), strict=True
+        )
+    }
+    stream = Inline(sources, 0, reading)
+    found = {("val", book.book): book.tokens.tolist() for book in stream.held_out(10**9) if not book.dropped}
+    assert found
+    found |= {("train", book.book): book.tokens.tolist() for book in stream.read(0) if not book.dropped}
+    assert found == shards
+    assert (len(found) < 75) == fewer
+    if reading.join_lines:
+        apart = Inline(sources, 0, dataclasses.replace(reading, join_lines=False))
+        assert {book.book for book in apart.read(0)} == {book.book for book in stream.read(0)}
+        assert not any(book.tokens.tolist() in shards.values() for book in apart.read(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("books.jsonl", r"books\.jsonl#0 was left out: no text in the field 'text' \(--text-field\)\."),
+        ("books.parquet", r"books\.parquet was left out: no column 'text' \(--text-column\) among Body, language\."),
+    ],
+)
+def test_when_no_book_can_be_read_the_first_is_named(config: TrainConfig, unusual: Path, name: str, why: str) -> None:
+    config = dataclasses.replace(config, stream=(str(unusual / name),))
+    with pytest.raises(UserError, match=f"holds out for validation have 0 tokens .*; {why}"):
+        StreamData(config, Inline(config.stream, 0, config.reading))
+    config = dataclasses.replace(config, cycle=Cycle(5, 0))
+    with pytest.raises(UserError, match=f"no book of --stream can be trained on: .*; {why}"):
+        Trainer(config, data=StreamData(config, Inline(config.stream, 0, config.reading))).run()
+
+
+def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, tmp_path: Path) -> None:
+    config = dataclasses.replace(config, reading=Reading(min_chars=5, join_lines=True))
+    store = f"sqlite:///{tmp_path}/mlflow.db"
+    folder = tmp_path / "run"
+    with connected(cpus=2):
+        tracker = Tracker(create_run("train", "stream", tracking_uri=store, tags={}))
+        first = driver.run(dataclasses.replace(config, steps=7, schedule="constant"), folder, tracker=tracker)
+        assert first.checkpoint
+        whole = dataclasses.replace(config, schedule="constant")
+        result = driver.run(whole, folder, tracker=tracker, resume=Path(first.checkpoint))
+        gone = Stream([str(shutil.copytree(config.stream[0], tmp_path / "gone"))], 0, config.reading)
+        (tmp_path / "gone" / "book 3.txt").unlink()
+        with pytest.raises(UserError, match=r"book 3\.txt was there when the work was planned and is gone"):
+            list(gone.read(0))
+    assert result.outcome == "finished"
+    found = [json.loads(line) for line in (folder / "cycles.jsonl").read_text().splitlines()]
+    torch.set_num_threads(1)
+    straight: list[CycleReport] = []
+    Trainer(whole, data=StreamData(whole, Inline(whole.stream, 0, whole.reading)), on_cycle=straight.append).run()
+    losses = [loss for cycle in found for loss in cycle["step_losses"]]
+    assert losses == [loss for report in straight for loss in report.step_losses]
+    assert found[-1]["val_loss"] == straight[-1].val_loss
+    progress = json.loads((folder / "checkpoints" / "step-00000012" / "progress.json").read_text())
+    assert progress["position"] == 48
+    assert progress["place"]["epoch"] == 0
+    refuse_other_run(Path(first.checkpoint), read_progress(Path(first.checkpoint)), whole, manifest_of(whole))
+    other = dataclasses.replace(whole, reading=Reading(min_chars=5))
+    with pytest.raises(UserError, match="was trained with --join-lines True and not False: leave --join-lines out"):
+        refuse_other_run(Path(first.checkpoint), read_progress(Path(first.checkpoint)), other, manifest_of(other))
+    assert result.data_fingerprint == Stream(config.stream, 0, config.reading).fingerprint

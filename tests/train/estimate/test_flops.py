@@ -1,0 +1,71 @@
+"""FLOPs a token by each formula, against figures worked out by others."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from train import report
+from train.config import TrainConfig
+from train.estimate import flops
+from train.loop.trainer import Trainer
+from train.model.gpt import GPT, parameter_count
+from train.model_config import PRESETS, ModelConfig
+
+GPT2 = replace(PRESETS["gpt2-124m"], padded_vocabulary=50304)
+
+
+def test_gpt2_counts_as_published() -> None:
+    assert flops.matmul_parameters(GPT2) == pytest.approx(123.57e6, rel=1e-4)
+    assert flops.palm(GPT2) == pytest.approx(854.7e6, rel=1e-3)
+    assert flops.causal(GPT2) == pytest.approx(798.0e6, rel=1e-3)
+
+
+def test_hardware_flops_of_a_large_model_are_close_to_eight_thirds_of_a_forward() -> None:
+    large = PRESETS["gpt2-1558m"]
+    assert flops.hardware(large, recomputed=True) / flops.palm(large) == pytest.approx(8 / 6, rel=0.03)
+    assert flops.hardware(large, recomputed=False) == flops.palm(large)
+
+
+def test_palm_is_what_torch_counts(small_model: ModelConfig) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from train.model.attention import manual
+
+    model = GPT(small_model, attention=manual)
+    tokens = torch.zeros(3, small_model.context_length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    assert counter.get_total_flops() / tokens.numel() == pytest.approx(flops.palm(small_model), rel=1e-6)
+
+
+def test_utilisation_is_of_all_devices_and_none_of_unknown_ones(small_model: ModelConfig) -> None:
+    assert flops.utilisation(1e5, flops.palm(small_model), None, 1) is None
+    assert flops.utilisation(182_000, flops.palm(GPT2), 312e12, 1) == pytest.approx(0.50, abs=0.01)
+    assert flops.utilisation(182_000, flops.palm(GPT2), 312e12, 2) == pytest.approx(0.25, abs=0.005)
+
+
+def test_every_formula_counts_what_its_name_says() -> None:
+    """GPT-2 124M: 6 x 123.57M and attention at 1,024 tokens, all of it or half, or 6 x 124.44M parameters."""
+    counted = {formula.name: formula.flops for formula in flops.formulas(GPT2, parameter_count(GPT2))}
+    assert counted == pytest.approx(
+        {"PaLM": 854.67e6, "causal": 798.04e6, "6N": 746.86e6, "hardware, checkpointed": 1062.29e6}, rel=1e-4
+    )
+
+
+def test_a_run_stands_beside_the_matmul_that_the_doctor_measured(
+    small_shards: Path, small_model: ModelConfig, tmp_path: Path
+) -> None:
+    config = TrainConfig(
+        data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=8, device="cpu", precision="fp32"
+    )
+    result = Trainer(config).run()
+    assert flops.beside_matmul(result, config, tmp_path).matmul_utilisation is None, "the doctor was not asked"
+    doctor = {"device": result.device, "matmul": {"fp32": 1e12}}
+    (tmp_path / "doctor.json").write_text(json.dumps(doctor))
+    beside = flops.beside_matmul(result, config, tmp_path)
+    assert result.flops_per_second
+    assert beside.matmul_utilisation == pytest.approx(result.flops_per_second / 1e12)
+    assert "of the matmul that infra.doctor measured here" in dict(report.summary(config, beside))["arithmetic"]

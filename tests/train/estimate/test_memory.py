@@ -1,0 +1,163 @@
+"""Predicted peaks against torch's own memory tracker, which runs the real operations on tensors without storage."""
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from train.config import Compile, TrainConfig
+from train.estimate import memory
+from train.estimate.memory import correct, largest_micro_batch, predict_peak
+from train.loop.trainer import Trainer
+from train.model.attention import ATTENTION
+from train.model.gpt import GPT
+from train.model.optimizer import make_optimizer
+from train.model_config import PRESETS
+
+MODEL = replace(PRESETS["small"], layers=2, context_length=256, vocabulary=8000, padded_vocabulary=8064)
+WIDE_HEAD = replace(MODEL, layers=1, context_length=16, vocabulary=20000, padded_vocabulary=20000)
+"""Its peak is where the embeddings' gradient meets the head's."""
+BASE = TrainConfig(
+    model=MODEL, micro_batch=4, global_batch=4, precision="fp32", attention="sdpa", device="cpu", steps=1
+)
+
+
+def tracked_peak(config: TrainConfig) -> int:
+    """Bytes at the peak of two steps of the loop's arithmetic, counted tensor by tensor."""
+    stream = torch.bfloat16 if config.precision == "bf16-activations" else None
+    with FakeTensorMode():
+        model = GPT(
+            config.model,
+            attention=ATTENTION[config.attention],
+            checkpointing=config.checkpointing,
+            activations=stream,
+        )
+        optimizer = make_optimizer(model, config)
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
+        shape = (config.micro_batch, config.model.context_length + 1)
+        with tracker:
+            for _ in range(2):
+                for _ in range(config.accumulation):
+                    batch = torch.zeros(shape, dtype=torch.int64)
+                    with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16"):
+                        loss = model(batch[:, :-1], batch[:, 1:])
+                    (loss / config.accumulation).backward()
+                    del loss
+                    tracker.reset_mod_stats()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention": "manual", "global_batch": 8},
+        {"precision": "bf16"},
+        {"precision": "bf16-activations"},
+        {"precision": "bf16", "checkpointing": "full", "global_batch": 8},
+        {"checkpointing": "selective"},
+        {"model": WIDE_HEAD, "micro_batch": 1, "global_batch": 1},
+        {"model": WIDE_HEAD, "micro_batch": 1, "global_batch": 2},
+        {"model": replace(WIDE_HEAD, tied=False), "micro_batch": 1, "global_batch": 2},
+        {"model": replace(MODEL, tied=False, dropout=0.1), "attention": "manual"},
+    ],
+    ids=lambda changes: " ".join(changes) or "fp32",
+)
+def test_the_formula_agrees_with_the_tracker(changes: dict[str, Any]) -> None:
+    config = replace(BASE, **changes)
+    assert predict_peak(config).allocated == pytest.approx(tracked_peak(config), rel=0.03)
+
+
+def test_gpt2_at_any_batch_is_what_the_tracker_found() -> None:
+    """1.621 + 0.897 GiB a sequence: bf16 autocast, eager, AdamW, without accumulation."""
+    for size in (1, 8, 64):
+        config = TrainConfig(
+            micro_batch=size, global_batch=size, precision="bf16", attention="sdpa", device="cpu", steps=1
+        )
+        assert predict_peak(config).allocated / 2**30 == pytest.approx(1.621 + 0.897 * size, rel=0.002)
+
+
+def test_two_probes_take_over_what_no_formula_knows() -> None:
+    def real(predicted: float) -> float:
+        return 1.04 * predicted + 700e6
+
+    probes = [(size, real(size)) for size in (2e9, 30e9)]
+    assert correct(12e9, probes) == pytest.approx(real(12e9))
+    assert correct(12e9, probes[:1]) == pytest.approx(12e9 + real(2e9) - 2e9)
+    assert correct(12e9, []) == 12e9
+    assert correct(3.0, [(1.0, 2.0), (1.0, 4.0)]) == pytest.approx(5.0)
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
+    config = TrainConfig(precision="bf16", attention="flash", device="cuda", steps=1)
+    limit = 40 * 10**9
+    size = largest_micro_batch(config, limit)
+    assert size is not None
+    assert predict_peak(replace(config, micro_batch=size)).total <= limit
+    larger = min(n for n in memory.divisors(480) if n > size)
+    assert predict_peak(replace(config, micro_batch=larger)).total > limit
+    assert largest_micro_batch(config, 10**9) is None
+
+
+def test_what_saves_memory_saves_memory() -> None:
+    config = TrainConfig(precision="bf16", attention="flash", device="cuda", micro_batch=16, steps=1)
+    plain = predict_peak(config).total
+    for changes in (
+        {"checkpointing": "selective"},
+        {"checkpointing": "full"},
+        {"loss_chunks": 8},
+        {"compile": "whole"},
+        {"optimizer": "adamw-8bit"},
+        {"precision": "bf16-activations"},
+    ):
+        assert predict_peak(replace(config, **changes)).total < plain, changes
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_and_optimizer_are_those_of_a_real_one(tied: bool) -> None:
+    config = replace(BASE, model=replace(MODEL, tied=tied))
+    model = GPT(config.model)
+    optimizer = make_optimizer(model, config)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    found = predict_peak(config)
+    assert found.weights == sum(parameter.nbytes for parameter in model.parameters())
+    assert found.optimizer == sum(moment.nbytes for moment in moments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", ["off", "whole"])
+def test_two_probes_predict_reserved_memory_of_other_batches_within_3_percent(
+    compiled: Compile, small_shards: Path
+) -> None:
+    """On the GPU, against what the allocator reserved."""
+    model = replace(PRESETS["gpt2-124m"], layers=4)
+
+    def measured(size: int) -> tuple[float, float]:
+        config = TrainConfig(
+            data=small_shards, model=model, micro_batch=size, global_batch=size, precision="bf16", attention="flash",
+            compile=compiled, device="cuda", steps=4,
+        )  # fmt: skip
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+        reserved = Trainer(config).run().memory.reserved
+        assert reserved is not None
+        return predict_peak(config).allocated, reserved
+
+    probes = [measured(4), measured(24)]
+    for size in (8, 16, 32):
+        predicted, reserved = measured(size)
+        assert correct(predicted, probes) == pytest.approx(reserved, rel=0.03)

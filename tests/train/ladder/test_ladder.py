@@ -1,0 +1,350 @@
+"""Whole ladders in their short form, and the command's refusals; one is interrupted in tests/test_main_job.py."""
+
+import json
+import re
+import shutil
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from mlflow.tracking import MlflowClient
+
+from infra.cluster import connected
+from infra.errors import UserError
+from infra.tracking.store import store_uri
+from train.checkpoint.run_folder import RunFolder
+from train.config import TrainConfig
+from train.estimate.memory import predict_peak
+from train.ladder import __main__ as ladder
+from train.ladder import report, runner
+from train.ladder.__main__ import LadderOptions, saved, with_ends
+from train.ladder.runner import native_bf16, refuse_short, refuse_unsuited
+from train.ladder.suites import SUITES, Rung
+from train.launch import worker
+from train.loop.trainer import Trainer
+from train.model_config import ModelConfig, format_model, parse_model
+from train.result import RunResult
+
+pytestmark = pytest.mark.usefixtures("working_folder")
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
+    """The exit code of ``python -m train.ladder`` with these flags."""
+    monkeypatch.setattr(sys, "argv", ["train.ladder", *flags])
+    with pytest.raises(SystemExit) as leaving:
+        ladder.main()
+    return int(leaving.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--suite", "lop"], "loop"),
+        (["--suite", "a100", "--rungs", "compil"], "compile"),
+        (["--steps", "3"], "needs 8 or more"),
+        (["--steps", "10", "--time-budget", "5m"], "give one of them"),
+        (["--data", "nowhere"], "pipeline.tokenize"),
+        (["--compare", "nothing"], "no finished ladder"),
+        (["--best", "nothing.json"], "--best nothing.json does not exist"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str], flags: list[str], named: str
+) -> None:
+    data = [] if "--data" in flags else ["--data", str(small_shards)]
+    assert command(monkeypatch, *data, *flags) == 2
+    error = " ".join(capfd.readouterr().err.replace("│", " ").split())
+    assert named in error
+    assert "Traceback" not in error
+
+
+EMULATED = "this CPU emulates"
+REFUSED = {  # on every CPU, and why
+    "a100": {
+        "tensor cores": "TF32 is a GPU's", "mixed precision fp16": "--precision fp16 and --device cpu exclude",
+        "the GPU's attention": "a CPU has one fused attention kernel", "max-autotune": "max-autotune tries GPU kernels",
+    },
+    "loop": {
+        "tensor cores": "TF32 is a GPU's", "max-autotune": "max-autotune tries GPU kernels",
+        "all together": f"{EMULATED}|max-autotune tries GPU kernels",
+    },
+    "memory": {"fp16": "--precision fp16 and --device cpu exclude", "TF32": "TF32 is a GPU's"},
+    "sizes": {"batch 31": "here it changes nothing"},  # an eighth of it, rounded up, is the baseline's
+    "aa": dict[str, str](),
+}  # fmt: skip
+REFUSED_BY_SOME = {  # where the CPU multiplies no bf16, torchao is not installed, or torch is older than 2.13
+    "bf16 without scaler": EMULATED, "bf16 activations": EMULATED, "mixed precision bf16": EMULATED, "bf16": EMULATED,
+    "8-bit AdamW": "torchao's, which is not installed", "bf16 AdamW": f"{EMULATED}|torchao's",
+    "all together": f"{EMULATED}|torchao's", "fused loss": "--loss fused is in torch 2.13",
+}  # fmt: skip
+
+
+def here(config: TrainConfig, folder: Path, **_: object) -> RunResult:
+    """What a Ray worker does for a rung, in this process, whose memory is not the rung's alone."""
+    return within(config, folder, memory_limit=None)
+
+
+def within(config: TrainConfig, folder: Path, *, memory_limit: int | None, **_: object) -> RunResult:
+    """The same, within the limit."""
+    torch.compiler.reset()  # a process of its own begins without another model's graphs
+    return RunResult.from_json(worker.train(RunFolder(folder), config, None, first=True, memory_limit=memory_limit))
+
+
+@pytest.mark.parametrize("suite", REFUSED)
+def test_every_suite_is_climbed_whole_in_its_short_form(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str], suite: str
+) -> None:
+    """The real loop, store and statistics, rung by rung, with what a Ray worker runs run here: Ray alone is left out.
+
+    Two rungs through Ray are in tests/test_main_job.py. Compiled rungs are traced and differentiated as ever; the
+    kernels, a second of a C++ compiler each, are compiled in tests/train/test_switches.py.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(runner.driver, "run", here)
+    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+    model = "tiny,layers=1,heads=2,width=48,context_length=32,vocabulary=257,padded_vocabulary=257"
+    flags = ["--suite", suite, "--data", str(small_shards), "--model", model, "--device", "cpu", "--name", suite]
+    assert command(monkeypatch, *flags, "--steps", "8", "--cycle", "8+1") == 0
+    printed = capfd.readouterr().out
+    rungs = [rung.name for rung in SUITES[suite].rungs]
+    standing = json.loads((tmp_path / "runs" / suite / "standings.json").read_text())
+    base, *rows = standing["rows"]
+    assert len(standing["controls"]) == 1 + sum(row["speed"] is not None for row in rows)
+    assert "…" not in printed, "a number that is cut off says nothing"
+    assert f"The control ran {len(standing['controls'])} times: {standing['controls'][0]:,.0f} tokens/s" in printed
+    assert [row["name"] for row in rows] == rungs
+    refused = {row["name"]: row["reason"] for row in rows if row["speed"] is None}
+    assert REFUSED[suite].keys() <= refused.keys()
+    for name, reason in refused.items():
+        assert re.search((REFUSED_BY_SOME | REFUSED[suite])[name], reason)
+    assert ".." not in printed.replace("...", "")
+    assert base["loss"] > 0
+    for row in rows:
+        if row["speed"] is not None:
+            assert 0 < row["low"] <= row["speed"] <= row["high"]
+            assert row["total"]["low"] < row["total"]["ratio"] < row["total"]["high"]
+            assert suite == "sizes" or row["loss"] > 0, "only there a step may see more tokens than a rung"
+            assert row["gib"] > 0
+    labelled = {row["name"] for row in rows if row["new_mathematics"]}
+    expected = {rung.name for rung in SUITES[suite].rungs if rung.new_mathematics} - set(refused)
+    other_batch = {"compile", "flash attention"} if suite == "a100" else {name for name in rungs if "batch " in name}
+    assert labelled == expected | other_batch - set(refused)
+    assert ("equal runs were called different; at most 5% is right" in printed) is (suite == "aa")
+    assert ("Total improvement over the baseline" in printed) is SUITES[suite].climbs
+    summary = (tmp_path / "runs" / suite / "summary.md").read_text()
+    assert all(name in summary for name in rungs)
+    assert ("saves memory" in printed) is not SUITES[suite].climbs
+    client = MlflowClient(store_uri())
+    (parent,) = client.search_runs(["1"], "tags.kind = 'ladder'")
+    fastest = max((row for row in rows if row["speed"]), key=lambda row: row["speed"])
+    assert parent.data.metrics == {
+        "result/baseline_tokens_per_second": base["speed"],
+        "result/best_tokens_per_second": fastest["speed"],
+        "result/best_over_baseline": fastest["total"]["ratio"],
+    }
+    children = client.search_runs(["1"], "tags.kind = 'rung'")
+    finished = {run.data.tags["rung"] for run in children if run.info.status == "FINISHED"}
+    assert finished == {row["name"] for row in rows if row["speed"] is not None}
+    assert all(run.info.status == "FINISHED" or run.data.tags["reason"] for run in children)
+
+
+def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path
+) -> None:
+    monkeypatch.setattr(runner.driver, "run", here)
+    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+    text = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
+    config = TrainConfig(
+        data=small_shards, model=parse_model(text), device="cpu", precision="fp32", attention="manual", micro_batch=64,
+        global_batch=64,
+    )  # fmt: skip
+    Path("best.json").write_text(json.dumps({"config": replace(config, micro_batch=2, global_batch=6).to_json()}))
+    limit = -(-predict_peak(config).total // 10**6)
+    flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--model", text]
+    flags += ["--fit", "--memory-limit", f"{limit}MB", "--best", "best.json", "--device", "cpu", "--name", "fitted"]
+    assert command(monkeypatch, *flags, "--steps", "8", "--cycle", "8+1") == 0
+    base, *rows = json.loads(Path("runs/fitted/standings.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["checkpointing", "searched batch"]
+    assert int(rows[0]["batch"]) > int(base["batch"]) > 8, "what saves memory makes room for more"
+    assert rows[0]["new_mathematics"], "the global batch is the mathematics"
+    assert rows[1]["batch"].endswith(" x 3")
+    assert base["predicted_gib"] * 2**30 <= limit * 10**6
+
+
+def test_a_rung_over_the_limit_has_failed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
+) -> None:
+    limits = iter([10**12, 10**6, 10**12])  # of the baseline, the rung and the control again
+
+    def rung(config: TrainConfig, folder: Path, *, memory_limit: int | None, **_: object) -> RunResult:
+        assert memory_limit == 4 * 10**9
+        return within(config, folder, memory_limit=next(limits))
+
+    monkeypatch.setattr(runner.driver, "run", rung)
+    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+    flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
+    flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--memory-limit", "4GB"]
+    assert command(monkeypatch, *flags, "--name", "first") == 0
+    assert "checkpointing: over_limit: the process used" in capfd.readouterr().out
+    _, row = json.loads(Path("runs/first/standings.json").read_text())["rows"]
+    assert row["speed"] is None
+    assert row["reason"].startswith("over_limit: the process used")
+    limits = iter([10**6])
+    assert command(monkeypatch, *flags, "--name", "second") == 2
+    said = " ".join(capfd.readouterr().err.split())
+    assert "the baseline cannot be run: over_limit: the process used" in said
+    assert "Give --fit and --memory-limit" in said
+
+
+def test_a_limit_is_kept_for_a_ladder_that_goes_on() -> None:
+    assert with_ends(LadderOptions(fit=True)).memory_limit == 40 * 10**9
+    assert with_ends(LadderOptions()).memory_limit is None
+
+
+def test_brackets_of_ones_own_are_printed_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
+) -> None:
+    monkeypatch.setattr(runner.driver, "run", here)
+    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+    Path("own.toml").write_text('title = "of [/b]"\n[[rung]]\nname = "[fast] rate"\nlearning_rate = 1e-3\n')
+    flags = ["--suite", "own.toml", "--data", str(small_shards), "--device", "cpu", "--steps", "8", "--cycle", "8+0"]
+    flags += ["--model", format_model(small_model), "--name", "[my] own"]
+    assert command(monkeypatch, *flags) == 0
+    printed = capfd.readouterr().out
+    assert "own: of [/b]; 1 rungs in" in printed
+    assert printed.count("[fast] rate") == 3, "as it begins, in the table, and where it is said what helps"
+    assert printed.count("runs/[my] own") == 2
+
+
+def test_a_budget_that_leaves_no_warm_up_says_how_long_it_needs(small_shards: Path, small_model: ModelConfig) -> None:
+    config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, time_budget=0.001)
+    short = Trainer(config).run()
+    with pytest.raises(UserError, match=r"a rung needs 8 steps, here --time-budget \d+s or more"):
+        refuse_short(short, "")
+    refuse_short(Trainer(replace(config, time_budget=None, steps=8)).run(), "")
+    with pytest.raises(UserError, match=r"cannot be run: oom\. Give --fit"):
+        refuse_short(None, "oom")
+
+
+def test_time_ends_a_rung_early_once_its_speed_is_known(
+    monkeypatch: pytest.MonkeyPatch, small_shards: Path, small_model: ModelConfig
+) -> None:
+    assert with_ends(LadderOptions()).within == 0.005
+    assert with_ends(LadderOptions(time_budget=20.0, within=0)).within == 0
+    assert with_ends(LadderOptions(steps=100)).within is None, "the rungs' losses are compared at the same step"
+    monkeypatch.setattr(runner.driver, "run", here)
+    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+    flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
+    flags += ["--model", format_model(small_model), "--time-budget", "200s", "--within", "0.9", "--cycle", "20+1"]
+    assert command(monkeypatch, *flags, "--name", "early") == 0
+    ends = [json.loads(path.read_text().splitlines()[-1])["step"] for path in Path("runs/early").rglob("cycles.jsonl")]
+    assert len(ends) == 3, "the baseline, the rung and the control again"
+    assert all(end % 20 == 1 and end < 2000 for end in ends), "seen behind a cycle's report, and not after 200 seconds"
+
+
+def test_a_ladder_that_was_killed_leaves_no_run_behind_that_seems_to_run(
+    monkeypatch: pytest.MonkeyPatch, small_shards: Path, small_model: ModelConfig
+) -> None:
+    monkeypatch.setattr(runner.driver, "run", here)
+    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+    flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
+    flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--name", "killed"]
+    assert command(monkeypatch, *flags) == 0
+    client = MlflowClient(store_uri())
+    (rung,) = client.search_runs(["1"], "tags.kind = 'rung'")
+    client.update_run(rung.info.run_id, status="RUNNING")
+    Path("runs/killed/01-checkpointing/rung.json").unlink()
+    assert command(monkeypatch, "--resume", "killed") == 0
+    runs = client.search_runs(["1"])
+    killed = [run.info.run_id for run in runs if run.info.status == "KILLED"]
+    assert killed == [rung.info.run_id]
+    assert sorted(run.info.status for run in runs) == ["FINISHED"] * 4 + ["KILLED"], "the ladder, two controls, a rung"
+
+
+def test_a_ladder_whose_baseline_is_refused_leaves_its_name_for_the_corrected_one(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
+) -> None:
+    monkeypatch.setattr(runner.driver, "run", here)
+    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+    shard = shutil.copytree(small_shards, Path("tokens")) / "train/00000.arrow"
+    flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", "tokens", "--device", "cpu"]
+    flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0"]
+    assert command(monkeypatch, *flags, "--name", "first", "--fit", "--memory-limit", "1MB") == 2
+    assert "not even one sequence fits" in capfd.readouterr().err
+    shard.rename("taken away")
+    assert command(monkeypatch, *flags, "--name", "first") == 2
+    assert "00000.arrow" in capfd.readouterr().err
+    Path("taken away").rename(shard)
+    with monkeypatch.context() as closed:
+        closed.setattr(runner, "connected", connected)
+        assert command(closed, *flags, "--name", "first", "--address", "127.0.0.1:9") == 2
+    assert "RUNNING" not in {run.info.status for run in MlflowClient(store_uri()).search_runs(["1"])}
+    assert command(monkeypatch, *flags, "--name", "first") == 0
+
+    shutil.rmtree("runs/first/control-00")
+    shard.unlink()
+    assert command(monkeypatch, "--resume", "first") == 2
+    assert Path("runs/first/01-checkpointing/rung.json").exists(), "an earlier command's work stays"
+    assert Path("runs/first/control-00/rung.json").exists()
+
+
+def test_a_mistyped_ladder_is_answered_with_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("runs/one").mkdir(parents=True)
+    Path("runs/one/ladder.json").write_text("{}")
+    assert command(monkeypatch, "--resume", "on") == 2
+    assert "did you mean one" in " ".join(capfd.readouterr().err.split())
+
+
+def test_damaged_files_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    Path("runs/one").mkdir(parents=True)
+    key = {"store": "sqlite:///mlflow.db", "experiment_id": "1", "run_id": "0" * 32, "journal": "journal"}
+    whole = {"options": saved(LadderOptions()) | {"suite": 5}, "key": key}
+    whole |= {"device": "cpu", "rows": [{"name": "baseline", "speed": "fast"}]}
+    for text in ("{", "{}", '{"options": 3, "key": {}}', json.dumps(whole)):
+        Path("runs/one/ladder.json").write_text(text)
+        assert command(monkeypatch, "--resume", "one") == 2
+        assert "ladder.json is damaged" in " ".join(capfd.readouterr().err.split())
+        Path("runs/one/standings.json").write_text(text)
+        assert command(monkeypatch, "--compare", "one") == 2
+        assert "standings.json is damaged" in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_rung_that_says_nothing_here_is_named(small_shards: Path, small_model: ModelConfig) -> None:
+    config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=8)
+    on_gpu = replace(config, device="cuda", naive=("pages",))
+    rung = Rung("large pages", {"naive": ()})
+    with pytest.raises(UserError, match="the pages are a CPU's"):
+        refuse_unsuited(on_gpu, replace(on_gpu, naive=()), rung)
+    refuse_unsuited(replace(on_gpu, device="cpu"), replace(on_gpu, device="cpu", naive=()), rung)
+    if not torch.cuda.is_available():  # which auto finds here, before a worker is started to find it
+        with pytest.raises(UserError, match="--precision fp16 and --device cpu exclude each other"):
+            refuse_unsuited(config, replace(config, precision="fp16"), Rung("fp16", {"precision": "fp16"}))
+    with pytest.raises(UserError, match="--attention cudnn"):
+        Trainer(replace(config, device="cpu", attention="cudnn")).run()
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="asks Linux what the CPU can do")
+def test_a_cpu_multiplies_bf16_if_it_says_so() -> None:
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    assert native_bf16() == bool(flags & {"avx512_bf16", "amx_tile"})
+
+
+def test_two_ladders_stand_side_by_side_with_their_commits() -> None:
+    def ladder(name: str, commit: str, **speeds: float | None) -> dict[str, object]:
+        rows = [{"name": rung, "speed": speed} for rung, speed in speeds.items()]
+        return {"name": name, "device": "cpu", "commit": commit, "rows": rows}
+
+    before = ladder("old", "0123456789abcdef", baseline=100.0, compile=None)
+    now = ladder("new", "", baseline=150.0, compile=300.0, flash=400.0)
+    assert report.comparison(before, now) == [
+        ("rung", "old (cpu, 012345678)", "new (cpu)", "ratio"),
+        ("baseline", "100", "150", "1.50x"),
+        ("compile", "-", "300", "-"),
+        ("flash", "-", "400", "-"),
+    ]

@@ -1,0 +1,139 @@
+"""What a ladder runs and what it refuses, rung by rung, without the runs themselves."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from infra.errors import UserError
+from infra.storage import write_json
+from infra.tracking.key import RunKey
+from train.config import TrainConfig
+from train.estimate.memory import predict_peak
+from train.ladder import runner
+from train.ladder.runner import Climb, Measured, largest_batch, refuse_short, refuse_unsuited, worker_reason
+from train.ladder.suites import Rung, Suite
+from train.model_config import ModelConfig
+from train.result import RunResult
+
+Make = Callable[..., RunResult]
+
+
+@dataclass(frozen=True)
+class MadeUp(Climb):
+    """A climb whose runs take no time and have this result."""
+
+    result: RunResult | None = None
+    ran: list[tuple[str, TrainConfig]] = field(default_factory=list)
+
+    def _measure(self, prefix: str, rung: Rung, config: TrainConfig, number: int) -> Measured:
+        self.ran.append((prefix, config))
+        assert self.result is not None
+        fails = config.micro_batch == 3
+        return Measured(
+            rung.name, prefix, config.to_json(), None if fails else self.result.to_json(), "oom" * fails,
+            rung.new_mathematics,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def base(small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(model=small_model, micro_batch=4, global_batch=12, steps=10, device="cpu", precision="fp32")
+
+
+RUNGS = (
+    Rung("chunks", {"loss_chunks": 2}),
+    Rung("the same", {"loss_chunks": 2}),
+    Rung("fails", {"micro_batch": 3}),
+    Rung("smaller pieces", {"micro_batch": 2}),
+    Rung("larger", {"global_batch": 24}),
+    Rung("a GPU's", {"precision": "tf32"}),
+    Rung("again"),
+)
+
+
+@pytest.mark.parametrize("climbs", [True, False])
+def test_a_control_stands_around_every_rung_that_ran(
+    climbs: bool, base: TrainConfig, make_result: Make, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    made = MadeUp(tmp_path, RunKey("", "", "", ""), ExitStack(), say=said.append, result=make_result())
+    controls, rungs = made.run(Suite("mine", "Mine", {"checkpointing": "full"}, RUNGS, climbs), base)
+    baseline = replace(base, checkpointing="full")
+    reasons = {rung.name: rung.reason for rung in rungs if rung.reason}
+    unchanged = {"the same": "here it changes nothing"} if climbs else {}
+    assert reasons == unchanged | {"fails": "oom", "a GPU's": "TF32 is a GPU's; a CPU computes the same fp32"}
+    assert len(controls) == 1 + len(rungs) - len(reasons)
+    assert all(config == baseline for prefix, config in made.ran if prefix == "control")
+    configs = {rung.name: rung.config for rung in rungs}
+    kept = {"loss_chunks": 2, "micro_batch": 2, "global_batch": 24} if climbs else {}
+    assert configs["again"] == replace(baseline, **kept).to_json()
+    assert configs["larger"] == replace(baseline, **(kept | {"global_batch": 24})).to_json()
+    assert [rung.name for rung in rungs if rung.new_mathematics] == ["larger"], "another global batch"
+    assert len(said) == len(unchanged) + 1
+
+
+def test_a_ladder_ends_where_its_control_does(base: TrainConfig, make_result: Make, tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Failing(MadeUp):
+        def _measure(self, prefix: str, rung: Rung, config: TrainConfig, number: int) -> Measured:
+            measured = super()._measure(prefix, rung, config, number)
+            return replace(measured, result=None, reason="oom") if rung.name == "control" else measured
+
+    made = Failing(tmp_path, RunKey("", "", "", ""), ExitStack(), result=make_result())
+    with pytest.raises(UserError, match="control could not be run again after 'chunks': oom"):
+        made.run(Suite("mine", "Mine", {}, RUNGS), base)
+
+
+def test_a_rung_is_kept_with_its_very_config_and_a_speed(base: TrainConfig, make_result: Make, tmp_path: Path) -> None:
+    path = tmp_path / "rung.json"
+    assert runner._kept(path, base) is None
+    measured = Measured("one", "01-one", base.to_json(), make_result().to_json())
+    write_json(path, asdict(measured))
+    kept = runner._kept(path, base)
+    assert kept is not None
+    assert kept.run == make_result()
+    assert runner._kept(path, replace(base, seed=1)) is None
+    write_json(path, asdict(replace(measured, result=make_result(throughput=None).to_json())))
+    assert runner._kept(path, base) is None
+    path.write_text("{")
+    assert runner._kept(path, base) is None
+
+
+def test_the_batch_that_fits_is_the_largest_that_does(base: TrainConfig) -> None:
+    for size, next_size in ((1, 2), (7, 8), (8, 16), (24, 32)):
+        limit = predict_peak(replace(base, micro_batch=size, global_batch=3 * size)).total
+        fitted = largest_batch(base, limit)
+        assert (fitted.micro_batch, fitted.global_batch) == (size, 3 * size), "with its accumulation"
+        larger = predict_peak(replace(base, micro_batch=next_size, global_batch=3 * next_size)).total
+        assert largest_batch(base, larger).micro_batch == next_size
+
+
+def test_a_baseline_too_short_says_how_long_it_needs(make_result: Make) -> None:
+    refuse_short(make_result(steps=8), "")
+    with pytest.raises(UserError, match=r"^7 steps in 3\.0s .* a rung needs 8 steps, here --time-budget 4s or more"):
+        refuse_short(make_result(steps=7, seconds=3.0), "")
+    with pytest.raises(UserError, match=r"--time-budget 12s or more"):
+        refuse_short(make_result(steps=1, seconds=0.0, first_step_seconds=1.5, throughput=None), "")
+
+
+def test_the_reason_is_the_last_line_of_what_failed() -> None:
+    assert worker_reason(RuntimeError("Traceback\n  a line\nValueError: what it was.\n")) == "ValueError: what it was"
+    assert worker_reason(RuntimeError()) == "RuntimeError"
+
+
+def test_what_a_machine_cannot_show_is_refused(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = replace(base, device="cuda", naive=("pages", "sync"))
+    refuse_unsuited(on_gpu, replace(on_gpu, naive=()), Rung("habits", {"naive": ()}))
+    with pytest.raises(UserError, match="the pages are a CPU's"):
+        refuse_unsuited(on_gpu, replace(on_gpu, naive=("sync",)), Rung("pages", {"naive": ("sync",)}))
+    tf32 = replace(base, precision="tf32")
+    refuse_unsuited(tf32, replace(tf32, seed=1), Rung("seed", {"seed": 1}))
+    bf16, rung = replace(base, precision="bf16"), Rung("bf16", {"precision": "bf16"})
+    monkeypatch.setattr(runner, "native_bf16", lambda: True)
+    refuse_unsuited(base, bf16, rung)
+    monkeypatch.setattr(runner, "native_bf16", lambda: False)
+    with pytest.raises(UserError, match="emulates bf16"):
+        refuse_unsuited(base, bf16, rung)

@@ -1,0 +1,161 @@
+"""A ladder's closing table: each rung beside its controls, losses at equal tokens, and verdicts that say how sure."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.units import GIB
+from train.ladder.compare import Difference
+from train.ladder.runner import Measured
+from train.ladder.standings import Row, cells, columns, header, helps, legend, loss_at, markdown, standings, times
+from train.ladder.suites import AA, SUITES, Rung, Suite
+from train.result import Memory, RunResult, Throughput
+
+CLIMBING = Suite("mine", "Mine", {}, (Rung("first", {"batch": 2}), Rung("second", {"batch": 4})), climbs=True)
+FLAT = replace(CLIMBING, climbs=False)
+
+
+@pytest.fixture
+def measured(tmp_path: Path, make_result: Callable[..., RunResult]) -> Callable[..., Measured]:
+    """A run in two cycles of five steps, whose loss at each step is its number."""
+
+    def made(name: str, speed: float, *, step_tokens: int = 32, reach: float = 10.0, **changes: Any) -> Measured:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        cycles = [
+            {"step": step, "step_losses": [*range(step - 4, step + 1)], "train_tokens": step * step_tokens}
+            for step in (5, 10)
+        ]
+        (folder / "cycles.jsonl").write_text("".join(json.dumps(cycle) + "\n" for cycle in cycles))
+        throughput = Throughput(speed, speed - reach, speed + reach, 7, 3)
+        result = make_result(
+            throughput=throughput, train_tokens=10 * step_tokens, memory=Memory(None, None, 2 * GIB, "rss")
+        )
+        config = {"global_batch": 16, "micro_batch": 4, "workers": 2} | changes
+        return Measured(name, name, config, result.to_json(), predicted=3 * GIB // 2)
+
+    return made
+
+
+def test_each_rung_stands_beside_its_own_controls(measured: Callable[..., Measured], tmp_path: Path) -> None:
+    controls = [measured("baseline", 1000), measured("control-1", 1000), measured("control-2", 2000)]
+    rungs = [
+        measured("first", 3000, step_tokens=64),
+        Measured("refused", "", {}, reason="no such GPU"),
+        replace(measured("second", 2000, global_batch=8), new_mathematics=True),
+    ]
+    base, first, refused, second = standings(controls, rungs, tmp_path)
+    assert refused == Row("refused", "no such GPU")
+    assert (base.name, base.step, base.total) == ("baseline", None, None)
+    assert first.total is not None
+    assert second.total is not None
+    assert second.step is not None
+    assert first.step == first.total
+    assert first.total.ratio == pytest.approx(3)
+    assert second.total.ratio == pytest.approx(2**0.5), "over the controls around it"
+    assert second.step.ratio == pytest.approx(2**0.5 / 3)
+    assert (base.batch, second.batch) == ("4 x 2", "4")
+    assert (base.gib, base.predicted_gib) == (2.0, 1.5)
+    assert (base.speed, base.low, base.high) == (1000, 990, 1010)
+    assert base.step_seconds == 32 / 1000
+    assert first.step_seconds == 64 / 3000
+    assert (base.loss, first.loss) == (9.5, 5.0), "of the last fifth before the 320 tokens that all have seen"
+    assert (first.new_mathematics, second.new_mathematics) == (False, True)
+
+
+def test_losses_at_equal_tokens_are_those_of_the_last_fifth(measured: Callable[..., Measured], tmp_path: Path) -> None:
+    measured("one", 1000)
+    assert loss_at(tmp_path / "one", 320) == 9.5
+    assert loss_at(tmp_path / "one", 160) == 5.0
+    assert loss_at(tmp_path / "one", 31) is None
+
+
+def test_a_ratio_that_may_be_none_is_in_brackets() -> None:
+    assert times(None) == ""
+    assert times(Difference(1.5, 1.2, 1.8)) == "1.50x ±20%"
+    assert times(Difference(1.1, 0.9, 1.3)) == "(1.10x)"
+    assert times(Difference(3.81, 3.4, 4.3, control_width=1.7)) == "(3.81x)"
+
+
+ROWS = [
+    Row("baseline", batch="4", gib=10.0, speed=1000.0, low=990.0, high=1003.0, step_seconds=0.25),
+    Row("first", batch="2", gib=9.0, predicted_gib=8.5, speed=1500.0, low=1490.0, high=1510.0, step_seconds=0.125,
+        step=Difference(1.5, 1.4, 1.6), total=Difference(1.5, 1.4, 1.6), mfu=0.5, loss=3.25, new_mathematics=True),
+    Row("refused", "no such GPU"),
+    Row("second", batch="2", gib=9.95, speed=1500.0, low=1490.0, high=1510.0, step_seconds=0.125,
+        step=Difference(1.0, 0.9, 1.1), total=Difference(1.5, 1.2, 1.9, control_width=0.4)),
+]  # fmt: skip
+
+
+def test_a_row_is_told_under_its_headings() -> None:
+    base, first, refused, second = (dict(zip(header(CLIMBING), cells(row, CLIMBING), strict=True)) for row in ROWS)
+    assert first == {
+        "rung": "first *", "batch": "2", "GiB": "9.00 (8.50)", "tokens/s": "1,500 ±10", "s a step": "0.125",
+        "step": "1.50x ±7%", "total": "1.50x ±7%", "MFU": "50.0%", "of ceiling": "-", "loss": "3.250",
+    }  # fmt: skip
+    assert base["tokens/s"] == "1,000 ±10", "the wider side"
+    assert base["GiB"] == "10.00"
+    assert set(refused.values()) == {"refused", ""}
+    assert (second["step"], second["total"]) == ("(1.00x)", "(1.50x)")
+    assert dict(zip(header(FLAT), cells(ROWS[1], FLAT), strict=True))["step"] == "", "each is over the baseline"
+
+
+def test_a_column_that_is_empty_here_is_left_out() -> None:
+    assert [column[0] for column in columns(CLIMBING, ROWS)] == [*header(CLIMBING)[:8], "loss"]
+    assert [column[0] for column in columns(FLAT, [replace(row, loss=None, mfu=None) for row in ROWS])] == [
+        "rung", "batch", "GiB", "tokens/s", "s a step", "total",
+    ]  # fmt: skip
+
+
+def test_the_closing_table_times_as_many_steps_as_the_study() -> None:
+    rows = [Row("baseline", gib=10.0, speed=1.0, low=1.0, high=1.0, step_seconds=0.25)]
+    timed = {
+        suite.name: next(column for column in columns(suite, rows) if column[0].startswith("s "))
+        for suite in SUITES.values()
+    }
+    assert timed.pop("loop") == ("s for 2 steps", "0.5")
+    assert set(timed.values()) == {("s a step", "0.25")}
+
+
+def test_the_legend_says_how_sure_the_table_is() -> None:
+    refused, drift, signs, unclear, total = legend(CLIMBING, ROWS, [100.0, 90.0, 110.0, 105.0])
+    assert refused == "refused: not run, no such GPU."
+    assert drift == "The control ran 4 times: 100 tokens/s at first, 105 at last, between 90 and 110."
+    assert "a ratio in brackets may be no difference" in signs
+    assert unclear == (
+        "unclear: the control's 95% interval is up to 40% of its speed wide around second, and above 25% a ratio to it "
+        "shows nothing. More steps a rung (--steps or --time-budget) or a quieter machine would help."
+    )
+    assert total == "Total improvement over the baseline: 1.50 times (95%: 1.20 to 1.90), which may be none."
+    assert legend(CLIMBING, ROWS[:2], [100.0])[-1] == (
+        "Total improvement over the baseline: 1.50 times (95%: 1.40 to 1.60)."
+    )
+    assert len(legend(FLAT, ROWS[:2], [100.0])) == 2, "what changes one thing at a time has no total"
+    equal = [*ROWS, replace(ROWS[-1], name="third")]
+    assert legend(AA, equal, [100.0])[-1] == "1 of 3 equal runs were called different; at most 5% is right."
+
+
+def test_what_helps_memory_and_what_helps_speed_is_said_with_its_number() -> None:
+    def row(name: str, gib: float, ratio: float, spread: float, control_width: float = 0.0) -> Row:
+        return Row(name, gib=gib, speed=1.0, total=Difference(ratio, ratio - spread, ratio + spread, control_width))
+
+    rows = [Row("baseline", gib=10.0), row("smaller", 6.0, 0.8, 0.1), row("faster", 9.99, 1.5, 0.1),
+            row("noise", 10.5, 1.1, 0.2), row("doubtful", 9.0, 3.81, 0.4, 1.7),
+            Row("refused", "no such GPU")]  # fmt: skip
+    assert helps(rows) == [
+        ("smaller", "yes (-40.0%)", "no (-20.0%)"),
+        ("faster", "no (-0.1%)", "yes (+50.0%)"),
+        ("noise", "no (+5.0%)", "no (+10.0%)"),
+        ("doubtful", "yes (-10.0%)", "unclear (+281.0%)"),
+    ]
+
+
+def test_the_page_in_mlflow_says_what_helps_where_one_thing_changes_at_a_time() -> None:
+    page = markdown(FLAT, ROWS, [100.0])
+    assert "| refused: not run, no such GPU | " in page
+    assert "| first | yes (-10.0%) | yes (+50.0%) |" in page
+    assert "saves memory" not in markdown(CLIMBING, ROWS, [100.0])

@@ -1,0 +1,229 @@
+"""Suites: every rung is a config, users add their own, and a wrong name is answered with the nearest right ones."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.errors import UserError
+from train.config import Cycle, TrainConfig
+from train.ladder.runner import largest_batch
+from train.ladder.suite_files import find_suite
+from train.ladder.suites import A100, SUITES, Rung, Suite, apply, choose, searched, short_form
+from train.model_config import PRESETS
+
+START = TrainConfig(device="cuda", steps=10)
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=lambda suite: suite.name)
+def test_every_rung_of_every_suite_is_a_config(suite: Suite) -> None:
+    state = apply(START, suite.base)
+    for rung in suite.rungs:
+        config = apply(state, rung.changes)
+        assert config != state or suite.name == "aa", f"{rung.name} changes nothing"
+        state = config if suite.climbs else state
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=lambda suite: suite.name)
+def test_a_rung_with_another_loss_curve_is_labelled(suite: Suite) -> None:
+    """Fewer bits, another model or another optimizer: the same numbers only come of the same arithmetic in fp32."""
+    for rung in suite.rungs:
+        changes = {name: value for name, value in rung.changes.items() if value not in ("fp32", "tf32", "adamw-fused")}
+        other = {"precision", "optimizer", "vocabulary_multiple", "model.tied", "model.heads"} & changes.keys()
+        assert rung.new_mathematics is bool(other), rung.name
+
+
+def test_the_short_form_is_an_eighth_on_a_tiny_model() -> None:
+    state = apply(START, short_form(A100).base)
+    assert (state.model.layers, state.micro_batch, state.global_batch) == (2, 4, 4)
+    for rung in short_form(A100).rungs:
+        state = apply(state, rung.changes)
+    assert state.global_batch == 8
+    batches = [rung.changes["batch"] for rung in short_form(SUITES["sizes"]).rungs if "batch" in rung.changes]
+    assert batches == [1, 1, 2, 4, 5, 8, 8, 9], "of 7, 8, 9, 31, 33, 63, 64 and 65, rounded up"
+
+
+def test_the_short_form_of_a_suite_without_a_model_or_batch_is_short_too() -> None:
+    state = apply(START, short_form(Suite("mine", "Mine", {"attention": "manual"}, ())).base)
+    assert (state.model, state.micro_batch, state.global_batch) == (PRESETS["tiny"], 4, 60)
+
+
+def test_the_study_is_climbed_as_it_was() -> None:
+    state = apply(START, A100.base)
+    batches = {"baseline": state.micro_batch}
+    for rung in A100.rungs:
+        state = apply(state, rung.changes)
+        batches[rung.name] = state.micro_batch
+    assert batches["baseline"] == batches["tensor cores"] == 28
+    assert (batches["mixed precision fp16"], batches["compile"], batches["flash attention"]) == (32, 48, 64)
+    assert state.model == PRESETS["gpt2-124m"]
+    assert apply(START, A100.base).model.padded_vocabulary == 50257
+    assert (state.optimizer, state.attention, state.compile, state.naive) == (
+        "adamw-fused", "auto", "max-autotune", (),
+    )  # fmt: skip
+
+
+def test_accumulation_keeps_the_mathematics() -> None:
+    suite = SUITES["loop"]
+    base = apply(START, suite.base)
+    rung = apply(base, suite.rungs[0].changes)
+    assert rung.global_batch == base.global_batch
+    assert rung.accumulation == 4
+
+
+@pytest.mark.parametrize(("wrong", "offered"), [("a10", "a100"), ("memroy", "memory"), ("xyz", "a100, loop")])
+def test_an_unknown_suite_is_answered_with_the_nearest(wrong: str, offered: str) -> None:
+    with pytest.raises(UserError, match=offered):
+        find_suite(wrong, START)
+
+
+def test_an_unknown_rung_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UserError, match="flash attention"):
+        choose(A100, ["flash atention"])
+    assert [rung.name for rung in choose(A100, ["compile", "tensor cores"]).rungs] == ["tensor cores", "compile"]
+
+
+def test_a_suite_from_toml(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'title = "Mine"\nclimbs = true\n[base]\nmodel = "tiny"\nbatch = 4\nnaive = ["sync"]\n'
+        '[[rung]]\nname = "untied"\nnew_mathematics = true\n[rung.model]\ntied = false\n'
+        '[[rung]]\nname = "no sync"\nnaive = []\n'
+    )
+    suite = find_suite(str(path), START)
+    assert (suite.name, suite.title, suite.climbs) == ("mine", "Mine", True)
+    assert suite.rungs[0] == Rung("untied", {"model.tied": False}, new_mathematics=True)
+    state = apply(apply(START, suite.base), suite.rungs[0].changes)
+    assert (state.model.tied, state.global_batch, state.naive) == (False, 4, ("sync",))
+    assert apply(state, suite.rungs[1].changes).naive == ()
+    path.write_text('[[rung]]\nname = "one"\nbatch = 2\n')
+    assert find_suite(str(path), START) == Suite("mine", "mine", {}, (Rung("one", {"batch": 2}),))
+
+
+def test_a_suite_from_python(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from train.ladder.suites import Rung, Suite\n"
+        "SUITE = Suite('mine', 'Mine', {'batch': 8}, tuple(Rung(f'{n}', {'batch': n}) for n in (2, 4)))\n"
+    )
+    suite = find_suite(str(path), START)
+    assert [apply(START, rung.changes).micro_batch for rung in suite.rungs] == [2, 4]
+    path.write_text("from train.ladder.suites import Rung\nSUITE = [Rung(f'{n}', {'batch': n}) for n in (2, 4)]\n")
+    assert find_suite(str(path), START) == replace(suite, title="mine", base={})
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[[rung]]\nbatch = 2\n", "rung 1 has no name"),
+        ("title = 3", "no \\[\\[rung\\]\\]"),
+        ("= 3", "TOML"),
+        ("rung = 3", "no \\[\\[rung\\]\\]"),
+        ("rung = [3]", "no \\[\\[rung\\]\\]"),
+        ("base = 3\n[[rung]]\nname = 'a'", "write a table"),
+        ("climb = true\n[[rung]]\nname = 'a'", "'climb', which no suite has; did you mean climbs"),
+        ("climbs = 'no'\n[[rung]]\nname = 'a'", "climbs is 'no'; write true or false"),
+        ("[[rung]]\nname = 'a'\nnew_mathematics = 'no'", "write true or false"),
+        ("[[rung]]\nname = 'a'\nprecison = 'bf16'", "rung 'a': .*did you mean precision"),
+        ("[base]\nmodel = 'tyni'\n[[rung]]\nname = 'a'", "the base: .*'tyni' is no preset"),
+        ("[base]\nsteps = 'many'\n[[rung]]\nname = 'a'", "steps is 'many'"),
+        ("[[rung]]\nname = 'a'\noptimizer = 'adamx'", "bad.toml, rung 'a': --optimizer adamx is not known"),
+        ("[base]\nmicro_batch = -1\n[[rung]]\nname = 'a'", "bad.toml, the base: --micro-batch -1 must be at least 1"),
+        ("[[rung]]\nname = 'a'\n[rung.model]\nheads = 7", "rung 'a': model width=768 is not divisible by heads=7"),
+        ("[[rung]]\nname = 'a'\nattention = 'flash'\nprecision = 'fp32'", "rung 'a': .*exclude each other"),
+        ("[[rung]]\nname = 'a'\ntokens = 1000000", "rung 'a': --steps and --tokens both end the run"),
+        (
+            "climbs = true\n[[rung]]\nname='a'\ncheckpointing = 'selective'\n[[rung]]\nname='b'\ncompile = 'blocks'",
+            "rung 'b': --checkpointing selective and --compile blocks exclude each other",
+        ),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_fault(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=named):
+        find_suite(str(path), START)
+
+
+def test_what_only_this_machine_cannot_run_is_no_fault_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        '[[rung]]\nname = "scaler"\nprecision = "fp16"\n[[rung]]\nname = "8 bits"\nfp8 = true\n'
+        '[[rung]]\nname = "the GPU\'s"\nattention = "cudnn"\n'
+        '[[rung]]\nname = "chunks"\nloss_chunks = 2\n[[rung]]\nname = "fused"\nloss = "fused"\n'
+    )
+    suite = find_suite(str(path), replace(START, device="cpu"))
+    assert [rung.name for rung in suite.rungs] == ["scaler", "8 bits", "the GPU's", "chunks", "fused"]
+
+
+def test_a_suite_without_a_model_is_read_with_the_ladders(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[[rung]]\nname = 'a'\n[rung.model]\nheads = 5")
+    with pytest.raises(UserError, match="not divisible by heads=5"):
+        find_suite(str(path), START)
+    assert find_suite(str(path), replace(START, model=replace(START.model, width=100, heads=10))).rungs
+
+
+def test_a_python_file_that_fails_is_refused_with_its_fault(tmp_path: Path) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text("SUITE = 1 / 0")
+    with pytest.raises(UserError, match="ZeroDivisionError: division by zero"):
+        find_suite(str(path), START)
+    for text, named in (
+        ("SUITE = 3", "makes no SUITE"),
+        ("raise SystemExit", "SystemExit"),
+        ("SUITE = []", "has no rung"),
+        ("SUITE = [('a', {'batch': 8})]", "is no rung; write Rung"),
+        ("from train.ladder.suites import Rung\nSUITE = [Rung('a', {'bach': 8})]", "rung 'a': .*did you mean batch"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=named):
+            find_suite(str(path), START)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"batch": "8"}, "batch is '8'"), ({"vocabulary_multiple": 0}, "at least 1"), ({"naive": "sync"}, "list of"),
+        ({"model.heads": "3"}, "heads is '3'"), ({"learning_rate": "x"}, "must be a number"),
+    ],
+)  # fmt: skip
+def test_a_rungs_values_are_of_their_settings_types(changes: dict[str, object], named: str) -> None:
+    suite = short_form(Suite("mine", "Mine", {}, (Rung("wrong", changes),)))
+    with pytest.raises(UserError, match=named):
+        apply(START, suite.rungs[0].changes)
+
+
+def test_a_rung_may_have_its_own_cycle_and_no_data_of_its_own() -> None:
+    assert apply(START, {"cycle": "20+0"}).cycle == Cycle(20, 0)
+    with pytest.raises(UserError, match="N\\+M"):
+        apply(START, {"cycle": 20})
+    with pytest.raises(UserError, match="'data', which is no setting"):
+        apply(START, {"data": "elsewhere"})
+
+
+def test_an_unknown_setting_in_a_rung_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UserError, match="precision"):
+        apply(START, {"precison": "bf16"})
+    with pytest.raises(UserError, match=r"model\.heads"):
+        apply(START, {"model.head": 3})
+
+
+def test_what_a_search_found_is_a_rung() -> None:
+    best = TrainConfig(
+        micro_batch=5, global_batch=10, attention="flash", loss_chunks=5, precision="bf16", compile="whole",
+        checkpointing="full", optimizer="adamw", loader_workers=1,
+    )  # fmt: skip
+    assert apply(TrainConfig(), searched(best).changes) == best
+    assert apply(TrainConfig(), searched(replace(best, loss="fused", loss_chunks=1)).changes).loss == "fused"
+    assert searched(best).new_mathematics
+
+
+def test_the_batch_that_fits_grows_with_what_saves_memory() -> None:
+    config = replace(START, precision="bf16", attention="flash", micro_batch=4, global_batch=8)
+    eager = largest_batch(config, 40 * 10**9)
+    compiled = largest_batch(replace(config, compile="whole"), 40 * 10**9)
+    assert eager.accumulation == compiled.accumulation == 2
+    assert 16 <= eager.micro_batch < compiled.micro_batch
+    with pytest.raises(UserError, match="fits --memory-limit 1GB"):
+        largest_batch(config, 10**9)

@@ -1,0 +1,65 @@
+"""The worker's part of a run, in this process: it trains into the run's folder, from where that stands."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.checkpoint.progress import newest
+from train.checkpoint.run_folder import RunFolder
+from train.config import Cycle, TrainConfig
+from train.launch import worker
+from train.loop.trainer import Trainer
+from train.model_config import ModelConfig
+from train.result import RunResult
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path)
+
+
+@pytest.fixture
+def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(
+        data=small_shards, model=small_model, global_batch=4, micro_batch=4, steps=12, cycle=Cycle(5, 1),
+        precision="fp32", device="cpu", checkpoint_every=7,
+    )  # fmt: skip
+
+
+def cycles(home: RunFolder) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in home.cycles.read_text().splitlines()]
+
+
+def test_a_worker_trains_into_its_folder(home: RunFolder, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "closing_sample", lambda trainer, result: f"a text after {trainer.step} steps")
+    result = RunResult.from_json(worker.train(home, config, None, True))
+    assert (result.outcome, result.steps, result.sample) == ("finished", 12, "a text after 12 steps")
+    assert [cycle["step"] for cycle in cycles(home)] == [5, 10, 12]
+    assert result.checkpoint == str(home.checkpoints / "step-00000012")
+
+
+def test_a_worker_that_begins_again_repeats_no_cycle(home: RunFolder, config: TrainConfig) -> None:
+    """It was killed behind a report that its checkpoint does not know, and behind half of another."""
+    worker.train(home, replace(config, steps=7, schedule="constant"), None, True)
+    config = replace(config, schedule="constant")
+    before = home.cycles.read_text()
+    assert [cycle["step"] for cycle in cycles(home)] == [5, 7]
+    with home.cycles.open("a") as log:
+        log.write(before.splitlines()[-1].replace('"step": 7', '"step": 10') + '\n{"step": 1')
+    worker.train(home, config, newest(home.checkpoints), True)
+    straight = Trainer(config)
+    straight.run()
+    assert [(c["step"], c["step_losses"]) for c in cycles(home) if c["step"] > 7] == [
+        (10, straight.reports[1].step_losses[2:]), (12, straight.reports[2].step_losses),
+    ]  # fmt: skip
+    assert [c["step"] for c in cycles(home)] == [5, 7, 10, 12]
+
+
+def test_a_worker_ends_when_its_folder_says_so(home: RunFolder, config: TrainConfig) -> None:
+    home.stop.touch()
+    result = RunResult.from_json(worker.train(home, config, None, True))
+    assert (result.outcome, result.steps) == ("interrupted", 1)
+    assert newest(home.checkpoints) == home.checkpoints / "step-00000001"

@@ -1,0 +1,85 @@
+"""A cycle's numbers: each is of the steps, the time and the tokens that it says it is of."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipeline.shards import Manifest
+from train.config import Cycle as Rhythm
+from train.config import TrainConfig
+from train.loop.cycle import Cycle, close_cycle, open_cycle, report, step_seconds
+from train.model.parallel import Workers
+from train.model_config import ModelConfig
+
+CPU = torch.device("cpu")
+CONFIG = TrainConfig(
+    model=ModelConfig(layers=1, heads=1, width=16, context_length=10), global_batch=4, micro_batch=2,
+    cycle=Rhythm(5, 2),
+)  # fmt: skip
+"""40 tokens a step; validation batches of 20."""
+MANIFEST = Manifest(
+    config={}, vocabulary_sha256="", shards=[], inputs={}, report={}, fingerprint="",
+    splits={"train": {"books": 6, "tokens": 2400}, "val": {"books": 1, "tokens": 400}},
+)  # fmt: skip
+
+
+@pytest.fixture
+def cycle() -> Cycle:
+    """Steps 11 to 15, of which the first was done before an interruption, then six validation batches.
+
+    It began at 100 s; steps ended at 101, 103, 104 and 105 s, validation at 108 s.
+    """
+    made = Cycle(
+        first=10, stop=15, start=100.0, losses=torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0]),
+        norms=torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4]), earlier=1, marks=[101.0, 103.0, 104.0, 105.0],
+        computed=[100.75, 102.5, 103.5, 104.75], rate=0.02,
+        waits=[(100.0, 100.25), (101.0, 101.0), (103.0, 103.125), (104.0, 104.0)],
+        val_losses=torch.tensor([2.0, 4.0, 6.0, 2.0, 4.0, 6.0]),
+    )  # fmt: skip
+    close_cycle(made, Workers(replace(CONFIG, workers=1)), CPU)
+    made.end = 108.0
+    return made
+
+
+def test_a_report_counts_what_it_names(cycle: Cycle) -> None:
+    made = report(cycle, CONFIG, MANIFEST, val_tokens=240, elapsed=77.0)
+    assert made.step == 15
+    assert made.train_loss == 3.0
+    assert made.step_losses == [5.0, 4.0, 3.0, 2.0, 1.0]
+    assert made.val_loss == 4.0
+    assert made.train_tokens == 15 * 40
+    assert made.val_tokens == 240 + 6 * 20
+    assert made.batches == 15 + 360 // 40, "validation batches count in batches of a step's size"
+    assert made.books == 600 * 6 / 2400
+    assert made.gradient_norm == pytest.approx(0.4)
+    assert (made.learning_rate, made.elapsed) == (0.02, 77.0)
+
+
+def test_a_report_times_what_was_done_here(cycle: Cycle) -> None:
+    made = report(cycle, CONFIG, MANIFEST, val_tokens=240, elapsed=77.0)
+    assert made.seconds == 8.0
+    assert made.train_seconds == 5.0
+    assert made.data_wait_seconds == 0.375
+    assert made.optimizer_seconds == 0.25 + 0.5 + 0.5 + 0.25
+    assert made.cycle_tokens == 4 * 40 + 6 * 20, "the step before the interruption took none of this time"
+    assert made.epoch_seconds == 2400 / (4 * 40 / 5.0)
+    assert step_seconds(cycle) == [1.0, 2.0, 1.0, 1.0]
+    line = made.line()
+    assert line.startswith("batches:24 | loss: 3.000/4.000 | tok-seen: 960 | time: 8.00 | tok/sec: 35.00 | epoch: 0.02")
+
+
+def test_validation_is_counted_over_all_workers(cycle: Cycle) -> None:
+    together = replace(CONFIG, workers=2)
+    assert report(cycle, together, MANIFEST, val_tokens=0, elapsed=0.0).val_tokens == 6 * 20 * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "step", "stop"), [(0, 0, 5), (5, 5, 10), (5, 7, 10), (12, 12, 15), (10, 12, 15), (0, 4, 5)]
+)
+def test_cycles_end_at_multiples_of_their_length(first: int, step: int, stop: int) -> None:
+    """Also those of a run that was interrupted, or whose length was changed."""
+    earlier = [9.0] * (step - first)
+    made = open_cycle(first, step, 5, earlier, CPU)
+    assert (made.first, made.stop, made.steps) == (first, stop, len(earlier))
+    assert made.losses.tolist() == earlier + [0.0] * (stop - step)

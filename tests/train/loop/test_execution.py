@@ -1,0 +1,57 @@
+"""How a config is executed here: its process, its collector, and the model that is asked after training."""
+
+import gc
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from train.config import TrainConfig
+from train.loop.execution import build, no_collections, plain, settle, worker_environment
+from train.model_config import ModelConfig
+
+
+def test_a_cpus_large_tensors_are_in_large_pages_unless_told_otherwise() -> None:
+    """glibc's own name and value: 1 asks the system for transparent huge pages, 0 is its default."""
+    config = TrainConfig()
+    assert worker_environment(config, "cpu") == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    assert worker_environment(config, "cuda") == {}
+    assert worker_environment(replace(config, naive=("pages",)), "cpu") == {}
+
+
+@pytest.mark.parametrize("naive", [(), ("collect",)])
+def test_nothing_is_collected_in_a_step_and_all_again_behind_the_run(naive: tuple[str, ...]) -> None:
+    config = TrainConfig(naive=naive, device="cpu")  # type: ignore[arg-type]
+    with suppress(KeyError), no_collections(config):
+        assert gc.isenabled() is bool(naive)
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_the_model_is_asked_as_it_was_trained_and_without_dropout(small_model: ModelConfig, tmp_path: Path) -> None:
+    """Within books where it was trained so, also one token at a time."""
+    config = settle(
+        TrainConfig(data=tmp_path, model=replace(small_model, dropout=0.5), mask_books=True, micro_batch=4,
+                    global_batch=4, precision="fp32", device="cpu")
+    )  # fmt: skip
+    trained, asked = build(config, torch.device("cpu")), plain(config)
+    asked.load_state_dict(trained.state_dict())
+    tokens = torch.randint(0, 256, (2, 32))
+    tokens[:, 15] = 256
+    with torch.no_grad():
+        torch.testing.assert_close(asked(tokens), trained.eval()(tokens))
+        torch.testing.assert_close(
+            asked(tokens)[:, 16:], asked(tokens.clone().index_fill_(1, torch.arange(15), 0))[:, 16:]
+        )
+        assert asked(tokens[:, :1]).shape == (2, 1, 320)
+
+
+def test_weights_follow_from_the_seed(small_model: ModelConfig) -> None:
+    def head(seed: int) -> torch.Tensor:
+        config = TrainConfig(model=small_model, seed=seed, micro_batch=1, global_batch=1, device="cpu")
+        return build(settle(config), torch.device("cpu")).head.weight
+
+    assert torch.equal(head(3), head(3))
+    assert not torch.equal(head(3), head(4))

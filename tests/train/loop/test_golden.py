@@ -1,0 +1,177 @@
+"""Rungs that claim to keep the mathematics: their loss curve is fp32's, step by step, on the small model."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from train.config import TORCHAO_OPTIMIZERS, Cycle, TrainConfig
+from train.data.dataset import ShardData
+from train.data.loader import BatchLoader
+from train.ladder.runner import native_bf16
+from train.ladder.suites import SUITES, Rung, Suite, apply
+from train.loop.trainer import Trainer
+from train.model.gpt import GPT
+from train.model.optimizer import make_optimizer, set_rate
+from train.model_config import ModelConfig
+
+STEPS = 12
+TOLERANCE = 2e-4
+"""Nats. Sums in another order differ by 1e-6 in the first step, and training amplifies that."""
+
+
+def curve(config: TrainConfig) -> list[float]:
+    """The training loss of every step."""
+    trainer = Trainer(config)
+    result = trainer.run()
+    assert result.outcome == "finished", result.reason
+    return trainer.reports[0].step_losses
+
+
+@pytest.fixture(scope="module")
+def plain(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+    """fp32, everything by the book."""
+    return TrainConfig(
+        data=small_shards, model=small_model, micro_batch=8, global_batch=8, precision="fp32", attention="manual",
+        optimizer="adamw", learning_rate=3e-3, device="cpu", steps=STEPS, cycle=Cycle(STEPS, 0), keep_checkpoints=0,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def golden(plain: TrainConfig) -> list[float]:
+    """fp32's loss curve, which falls."""
+    losses = curve(plain)
+    assert losses[-1] < losses[0] - 0.1
+    return losses
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"micro_batch": 2},
+        {"checkpointing": "full"},
+        {"checkpointing": "selective"},
+        {"loss_chunks": 8},
+        {"attention": "sdpa"},
+        {"optimizer": "adamw-fused"},
+        {"naive": ("sync", "zero", "copy", "collect")},
+        {"loader_workers": 2},
+        {"loss": "fused"},
+        {"micro_batch": 4, "checkpointing": "full", "loss_chunks": 4, "attention": "sdpa", "optimizer": "adamw-fused"},
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_what_changes_the_execution_keeps_the_curve(
+    plain: TrainConfig, golden: list[float], changes: Mapping[str, Any]
+) -> None:
+    assert curve(replace(plain, **changes)) == pytest.approx(golden, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_checkpointing_repeats_the_dropout_of_the_forward_pass(plain: TrainConfig, kind: Any) -> None:
+    dropped = replace(plain, model=replace(plain.model, dropout=0.2))
+    assert curve(replace(dropped, checkpointing=kind)) == pytest.approx(curve(dropped), abs=TOLERANCE)
+
+
+def test_padding_the_vocabulary_barely_moves_the_curve(plain: TrainConfig, golden: list[float]) -> None:
+    """Ids that never occur add exp(0) each to the softmax at the start, until training has silenced them."""
+    exact = curve(replace(plain, model=replace(plain.model, padded_vocabulary=plain.model.vocabulary)))
+    assert exact == pytest.approx(golden, abs=0.3)
+
+
+def test_tying_is_one_matrix_in_two_places(plain: TrainConfig) -> None:
+    """As two matrices that start equal and both move by the sum of their gradients, of which autograd knows nothing."""
+    config = replace(plain, clip_norm=0)
+    windows = ShardData(config).windows
+    losses: dict[bool, list[float]] = {True: [], False: []}
+    for tied, curve in losses.items():
+        torch.manual_seed(0)
+        model = GPT(replace(config.model, tied=tied))
+        head, embedding = model.head.weight, model.token_embedding.weight
+        with torch.no_grad():
+            head.copy_(embedding)
+        optimizer = make_optimizer(model, config)
+        set_rate(optimizer, config.learning_rate)
+        batches = BatchLoader(windows, micro_batch=8, accumulation=1, position=0, device=torch.device("cpu"))
+        for _ in range(STEPS):
+            loss = model(*batches.next())
+            loss.backward()
+            if not tied:
+                assert head.grad is not None
+                assert embedding.grad is not None
+                head.grad = embedding.grad = head.grad + embedding.grad
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append(loss.item())
+    assert losses[True][-1] < losses[True][0] - 0.1
+    assert losses[True] == pytest.approx(losses[False], abs=TOLERANCE)
+
+
+def test_untying_is_new_mathematics(plain: TrainConfig, golden: list[float]) -> None:
+    untied = curve(replace(plain, model=replace(plain.model, tied=False)))
+    assert untied != pytest.approx(golden, abs=TOLERANCE)
+
+
+@pytest.mark.skipif(not native_bf16(), reason="this CPU emulates bf16")
+def test_bf16_is_near_fp32_but_not_it(plain: TrainConfig, golden: list[float]) -> None:
+    assert curve(replace(plain, precision="bf16")) == pytest.approx(golden, abs=0.05)
+
+
+SMALL: Mapping[str, Any] = {
+    "model.layers": 1, "model.width": 48, "model.context_length": 32, "model.vocabulary": 257, "device": "cpu",
+    "learning_rate": 3e-3, "steps": STEPS, "cycle": f"{STEPS}+0", "keep_checkpoints": 0, "compile": "off",
+}  # fmt: skip
+"""What a rung is tried with: compiled code has its own test."""
+STANDS_FOR = {
+    ("precision", "fp16"): "bf16",
+    **dict.fromkeys([("attention", name) for name in ("auto", "flash", "cudnn", "efficient")], "sdpa"),
+}
+"""What a CPU does in place of a GPU's settings."""
+
+
+def on_a_cpu(config: TrainConfig, rung: Rung) -> TrainConfig:
+    """``config`` with a small model that has the mathematics of ``rung``, at one batch, divided where the rung's is."""
+    changes: dict[str, Any] = {name: STANDS_FOR.get((name, value), value) for name, value in rung.changes.items()}
+    changes.pop("batch", None)
+    changes.pop("model", None)
+    if multiple := changes.pop("vocabulary_multiple", None):
+        changes["model.padded_vocabulary"] = -(-257 // multiple) * multiple
+    batch = {"global_batch": 8, "micro_batch": 2 if "micro_batch" in changes else 8}
+    return apply(config, {**changes, **SMALL, **batch})
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_a_rung_is_labelled_when_its_curve_is_another(suite: Suite, plain: TrainConfig) -> None:
+    """By training: another curve than the baseline's in fp32. A rung with another batch is labelled when it is run."""
+    start = replace(plain, model=ModelConfig(vocabulary=257, padded_vocabulary=320))
+    base = replace(on_a_cpu(start, Rung("base", suite.base)), precision="fp32")
+    expected = curve(base)
+    for rung in suite.rungs:
+        config = on_a_cpu(base, rung)
+        if config == base:  # a batch, or what is compiled
+            assert not rung.new_mathematics, rung.name
+            continue
+        if config.optimizer in TORCHAO_OPTIMIZERS and not find_spec("torchao"):
+            continue
+        same = curve(config) == pytest.approx(expected, abs=TOLERANCE / 10)  # sums in another order: 2e-6 at most
+        assert rung.new_mathematics is not same, rung.name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "tf32"}, {"precision": "bf16"}, {"precision": "bf16-activations"},
+        {"precision": "bf16", "attention": "flash"}, {"precision": "bf16", "attention": "auto"},
+        {"precision": "bf16", "compile": "whole"},
+    ],
+    ids=lambda changes: " ".join(map(str, changes.values())),
+)  # fmt: skip
+def test_a_gpus_rungs_stay_near_fp32(plain: TrainConfig, changes: Mapping[str, Any]) -> None:
+    wide = replace(plain, device="cuda", model=replace(plain.model, width=64, heads=1))
+    torch._dynamo.reset()
+    assert curve(replace(wide, **changes)) == pytest.approx(curve(wide), abs=0.05)

@@ -1,0 +1,119 @@
+"""A limit on a process's memory: what the process took at its peak, and what becomes of a run that takes more."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from mlflow.tracking import MlflowClient
+
+from infra.gpu import GpuState
+from infra.tracking.store import store_uri
+from train import run
+from train.checkpoint.progress import checkpoints_in
+from train.config import Cycle, TrainConfig
+from train.loop import memory, memory_limit
+from train.loop.memory_limit import Limit, allocator_share
+from train.loop.trainer import Trainer
+from train.model_config import ModelConfig
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(
+        data=small_shards, model=small_model, global_batch=8, micro_batch=4, steps=9, cycle=Cycle(3, 1), device="cpu",
+    )  # fmt: skip
+
+
+def test_a_run_over_its_limit_ends_and_keeps_what_it_trained(config: TrainConfig, tmp_path: Path) -> None:
+    result = Trainer(config, checkpoints=tmp_path, limit=Limit.impose(10**6, "cpu")).run()
+    assert (result.outcome, result.steps) == ("over_limit", 1)
+    assert result.reason.startswith("the process used 0.")
+    assert result.reason.endswith(" GB (rss) of 0.00 GB")
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000001"]
+    rest = Trainer(config, resume=tmp_path / "step-00000001", limit=Limit.impose(10**12, "cpu")).run()
+    assert (rest.outcome, rest.steps) == ("finished", 9)
+
+
+def test_what_only_the_end_takes_counts_too(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(config, limit=Limit.impose(10**12, "cpu"))
+    steps = trainer._steps
+
+    def then_much() -> object:
+        ended = steps()
+        trainer.limit = Limit.impose(10**6, "cpu")
+        return ended
+
+    monkeypatch.setattr(trainer, "_steps", then_much)
+    assert trainer.run().outcome == "over_limit"
+
+
+@pytest.mark.usefixtures("shared_ray")
+def test_the_command_imposes_its_limit(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
+    flags = ["--config", "config.json", "--memory-limit", "50MB", "--name", "one"]
+    monkeypatch.setattr(sys, "argv", ["train.run", *flags])
+    with pytest.raises(SystemExit) as leaving:
+        run.main()
+    assert leaving.value.code == 1
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "over_limit: the process used" in printed
+    assert "continue in less memory: python -m train.run --resume one --micro-batch" in printed
+    assert json.loads(Path("runs/one/result.json").read_text())["outcome"] == "over_limit"
+    (found,) = MlflowClient(store_uri()).search_runs(["1"])
+    assert found.info.status == "FAILED"
+    assert found.data.tags["outcome"] == "over_limit"
+    assert found.data.tags["memory_limit"] == "50MB"
+
+
+def test_the_caps_share_leaves_room_for_the_context_and_what_is_loaded_later() -> None:
+    total, context = 80 * 10**9, 10**9
+    assert allocator_share(40 * 10**9, context, total) * total == pytest.approx(39 * 10**9 - memory_limit.UNMEASURED)
+    assert allocator_share(10**12, context, total) == 1.0
+    assert allocator_share(10**6, context, total) == 0.0
+
+
+@pytest.mark.parametrize(("told", "expected"), [(5 * 10**9, 13 * 10**9), (None, 12 * 10**9)])
+def test_segments_given_back_before_the_end_count(
+    monkeypatch: pytest.MonkeyPatch, told: int | None, expected: int
+) -> None:
+    """NVML says 5 GB, of which torch's allocator has 4; it had 12 before its cache was emptied."""
+    state = GpuState("H200", "570", 140 * 10**9, 7 * 10**9, told, (), None, None, None, None)
+    monkeypatch.setattr(memory, "read_gpu", lambda index: state)
+    monkeypatch.setattr(memory_limit, "read_gpu", lambda index: state)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 4 * 10**9)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 12 * 10**9)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 11 * 10**9)
+    assert memory.peak(GPU).process == expected
+    # Where NVML hides processes, the card's growth since 2 GB stands in for the process's 5.
+    assert Limit(40 * 10**9, GPU, before=2 * 10**9).used() == (13 * 10**9, "nvml" if told else "device")
+
+
+@pytest.mark.gpu
+def test_memory_given_back_is_in_a_gpus_peak() -> None:
+    memory.start_peak(GPU)
+    before = memory.peak(GPU).process
+    torch.empty(2**30, dtype=torch.uint8, device=GPU)
+    torch.cuda.empty_cache()
+    assert memory.peak(GPU).process >= before + 2**30
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_capped(config: TrainConfig) -> None:
+    capped = Limit.impose(3 * 2**30, "cuda")
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(3 * 2**30 - memory_limit.UNMEASURED, dtype=torch.uint8, device=GPU)
+        assert not capped.excess()
+        result = Trainer(replace(config, device="cuda"), limit=replace(capped, size=10**6)).run()
+        assert (result.outcome, result.steps) == ("over_limit", 3), "asked when a cycle ends"
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, GPU)

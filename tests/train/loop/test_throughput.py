@@ -1,0 +1,60 @@
+"""Warm-up is set aside whatever its shape, and the speed is the steady state's."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infra.errors import UserError
+from train.config import Cycle, TrainConfig
+from train.intervals import warmup_steps
+from train.loop.throughput import settled, steady_state
+from train.loop.trainer import Trainer
+from train.model_config import ModelConfig
+
+
+def series(seconds: float, count: int, noise: float = 0.01, seed: int = 0) -> list[float]:
+    return np.random.default_rng(seed).normal(seconds, seconds * noise, count).tolist()
+
+
+def test_compilation_and_a_slow_ramp_are_warm_up() -> None:
+    ramp = [40.0, *(0.1 * (1 + 0.9 ** (n / 2)) for n in range(60))]
+    steps = ramp + series(0.1, 300)
+    assert 25 <= warmup_steps(steps) <= 75
+    speed = steady_state(steps, 1000)
+    assert speed is not None
+    assert speed.low <= 10_000 <= speed.high
+    assert speed.high / speed.low < 1.02
+
+
+def test_a_run_that_is_steady_from_the_start_loses_its_first_step_alone() -> None:
+    assert warmup_steps([9.0, *series(0.1, 100)]) == 1
+
+
+def test_a_run_that_never_settles_gives_up_half() -> None:
+    assert warmup_steps([0.1 * (1 + 0.02 * n) for n in range(100)]) == 50
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_too_few_steps_have_no_speed(count: int) -> None:
+    assert steady_state([1.0] * count, 10) is None
+
+
+def test_measuring_stops_only_when_the_speed_is_known() -> None:
+    assert not settled(series(0.1, 15, 0.01), within=0.005)
+    assert settled(series(0.1, 400, 0.01), within=0.005)
+    assert not settled(series(0.1, 400, 0.5), within=0.005)
+
+
+def test_a_run_ends_once_its_speed_is_known(small_shards: Path, small_model: ModelConfig) -> None:
+    config = TrainConfig(
+        data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=2000, within=0.9,
+        cycle=Cycle(20, 0), device="cpu",
+    )  # fmt: skip
+    result = Trainer(config).run()
+    assert result.outcome == "finished"
+    assert result.steps < 2000
+    assert "known to 90" in result.reason
+    with pytest.raises(UserError, match="between 0 and 1"):
+        replace(config, within=5.0)

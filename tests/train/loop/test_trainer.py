@@ -1,0 +1,312 @@
+"""The loop trains: the loss falls along a known curve, however the step is executed, and goes on where it stopped."""
+
+import dataclasses
+import itertools
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from train.config import Cycle, TrainConfig
+from train.loop import conclusion
+from train.loop.memory import is_exhausted
+from train.loop.trainer import Trainer
+from train.model_config import ModelConfig
+from train.result import CycleReport, RunResult
+
+GOLDEN = [5.7706, 5.7397, 5.7076, 5.7358, 5.6804, 5.6705, 5.6786, 5.6430, 5.6498, 5.6454]
+"""Losses of the first ten steps: whatever changes the mathematics of a step moves them."""
+
+
+@pytest.fixture
+def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(
+        data=small_shards, model=small_model, global_batch=8, micro_batch=8, steps=40, cycle=Cycle(20, 2),
+        learning_rate=3e-3, warmup_steps=10, precision="fp32", device="cpu",
+    )  # fmt: skip
+
+
+def train(config: TrainConfig, **options: Any) -> tuple[RunResult, list[float]]:
+    reports: list[CycleReport] = []
+    result = Trainer(config, on_cycle=reports.append, **options).run()
+    return result, [loss for report in reports for loss in report.step_losses]
+
+
+def stop_at(step: int) -> Any:
+    """A ``should_stop`` that the loop asks once after every step."""
+    calls = itertools.count(1)
+    return lambda: next(calls) >= step
+
+
+def test_the_loss_falls(config: TrainConfig) -> None:
+    result, losses = train(dataclasses.replace(config, steps=300, cycle=Cycle(50, 2)))
+    assert result.outcome == "finished"
+    assert result.steps == 300
+    assert len(losses) == 300
+    assert losses[0] == pytest.approx(5.77, abs=0.05)  # ln(320)
+    assert result.train_loss is not None
+    assert result.train_loss < 4.0
+    assert result.loss_curve[0][1] > result.loss_curve[3][1] > result.loss_curve[5][1]
+
+
+def test_the_loss_follows_its_golden_curve(config: TrainConfig) -> None:
+    _, losses = train(dataclasses.replace(config, steps=10))
+    assert losses == pytest.approx(GOLDEN, rel=2e-4)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_accumulation_changes_nothing(config: TrainConfig, micro_batch: int) -> None:
+    _, expected = train(config)
+    _, losses = train(dataclasses.replace(config, micro_batch=micro_batch))
+    assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_parts_of_a_step_make_no_more_than_the_step(config: TrainConfig) -> None:
+    reports: list[CycleReport] = []
+    result = Trainer(config, on_cycle=reports.append).run()
+    assert all(0 < r.optimizer_seconds < r.train_seconds - r.data_wait_seconds for r in reports)
+    assert result.optimizer_fraction is not None
+    assert 0 < result.optimizer_fraction < 1
+
+
+def test_the_same_seed_gives_the_same_run(config: TrainConfig) -> None:
+    assert train(config)[1] == train(config)[1]
+    assert train(config)[1] != train(dataclasses.replace(config, seed=1))[1]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_resumed_run_goes_on_bit_for_bit(config: TrainConfig, tmp_path: Path, dropout: float) -> None:
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=dropout))
+    straight, expected = train(config)
+    first, before = train(config, checkpoints=tmp_path, should_stop=stop_at(13))
+    assert first.outcome == "interrupted"
+    assert first.steps == 13
+    assert first.checkpoint
+    second, after = train(config, checkpoints=tmp_path, resume=Path(first.checkpoint))
+    assert before + after == expected
+    assert second.val_loss == straight.val_loss
+    assert second.train_tokens == straight.train_tokens
+    assert second.val_tokens == straight.val_tokens == 2 * 2 * 8 * 32
+    assert second.loss_curve == straight.loss_curve
+
+
+def test_what_ends_within_a_cycle_is_reported_too(config: TrainConfig) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=25, cycle=Cycle(10, 1)))
+    result = trainer.run()
+    assert [(r.step, len(r.step_losses)) for r in trainer.reports] == [(10, 10), (20, 10), (25, 5)]
+    assert len(trainer.step_seconds) == 25
+    assert result.val_tokens == 3 * 8 * 32
+
+
+def test_an_interrupted_cycle_counts_in_the_speed(config: TrainConfig) -> None:
+    trainer = Trainer(dataclasses.replace(config, cycle=Cycle(10, 0)), should_stop=stop_at(17))
+    assert trainer.run().outcome == "interrupted"
+    assert len(trainer.step_seconds) == 17
+    assert trainer.data_wait > trainer.reports[0].data_wait_seconds
+
+
+def test_without_an_end_an_epoch_is_trained(config: TrainConfig) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=None, global_batch=128, micro_batch=64, cycle=Cycle(20, 0)))
+    result = trainer.run()
+    windows = trainer.data.epoch_windows
+    assert windows
+    assert result.steps * 128 <= windows < (result.steps + 1) * 128
+    assert result.books == pytest.approx(11, abs=1.1), "all of the training books, but for a rest of less than a step"
+
+
+def test_the_rate_of_each_step_is_the_schedules(config: TrainConfig) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=20, warmup_steps=2, schedule="wsd", cycle=Cycle(1, 0)))
+    rates: list[float] = []
+    trainer.optimizer.register_step_pre_hook(lambda *_: rates.append(trainer.optimizer.param_groups[1]["lr"]))
+    trainer.run()
+    assert rates == pytest.approx([r.learning_rate for r in trainer.reports])
+    assert rates == pytest.approx([1.5e-3, *[3e-3] * 16, 2.25e-3, 1.5e-3, 0.75e-3])
+
+
+def test_no_time_budget_is_for_compiling(config: TrainConfig) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=None, time_budget=0.3, cycle=Cycle(1, 0)))
+    forward, pauses = trainer.forward, iter([0.6])
+
+    def compiling(*batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(next(pauses, 0.0))
+        return forward(*batch)
+
+    trainer.forward = compiling
+    result = trainer.run()
+    assert result.first_step_seconds
+    assert result.first_step_seconds > 0.6
+    assert result.steps > 1
+
+
+def test_a_resumed_run_knows_what_a_spike_is(config: TrainConfig, tmp_path: Path) -> None:
+    """The mean loss of the last cycle, which is lowered here so that the losses behind it are a spike."""
+    first, _ = train(config, checkpoints=tmp_path, should_stop=stop_at(25))
+    assert first.checkpoint
+    progress = Path(first.checkpoint) / "progress.json"
+    kept = json.loads(progress.read_text())
+    assert kept["reference"] == first.train_loss
+    progress.write_text(json.dumps(kept | {"reference": 1.0}))
+    again = Trainer(config, resume=Path(first.checkpoint)).run()
+    assert again.outcome == "diverged"
+    assert again.reason.startswith("the loss jumps from 1.000 (a cycle's mean) to ")
+    assert again.reason.endswith(" at step 21; --spike 3"), "one of the steps before the interruption"
+
+
+def test_a_spike_is_measured_against_the_training_loss(config: TrainConfig) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=20, cycle=Cycle(10, 1)))
+    trainer.run()
+    last = trainer.reports[-1]
+    assert trainer.reference == last.train_loss != last.val_loss
+
+
+def test_the_result_is_of_the_hardware_and_the_text(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Utilisation counts every worker's device; bits per character are those of the validation split's text."""
+    monkeypatch.setattr(conclusion, "peak_flops", lambda name: 1e12)
+    trainer = Trainer(dataclasses.replace(config, steps=8, cycle=Cycle(8, 1)))
+    alone = trainer.run()
+    assert alone.throughput
+    assert alone.val_loss
+    expected = alone.throughput.tokens_per_second * alone.flops_per_token / 1e12
+    assert alone.mfu == pytest.approx(expected)
+    trainer.config = dataclasses.replace(trainer.config, workers=2, micro_batch=4)
+    together = conclusion.conclude(trainer, "finished", "", None)
+    assert together.mfu == pytest.approx(expected / 2)
+    # 4,001 tokens of 4,000 characters, a nat is 1.4427 bits
+    assert alone.val_bits_per_character == pytest.approx(alone.val_loss * 1.442695 * 4001 / 4000)
+    assert alone.val_perplexity == pytest.approx(math.exp(alone.val_loss))
+    assert alone.val_tokens == 8 * 32
+
+
+def test_a_time_budget_ends_the_run(config: TrainConfig) -> None:
+    result, _ = train(dataclasses.replace(config, steps=None, time_budget=0.5))
+    assert result.outcome == "finished"
+    assert "time budget" in result.reason
+    assert 0.4 < result.seconds < 5
+
+
+def test_a_resumed_run_has_what_is_left_of_its_time(config: TrainConfig, tmp_path: Path) -> None:
+    timed = dataclasses.replace(config, steps=None, time_budget=3600.0, warmup_steps=0)
+    first, _ = train(timed, checkpoints=tmp_path, should_stop=stop_at(3))
+    assert first.checkpoint
+    progress = Path(first.checkpoint) / "progress.json"
+    progress.write_text(json.dumps(json.loads(progress.read_text()) | {"elapsed": 3599.99}))
+    reports: list[CycleReport] = []
+    result = Trainer(timed, resume=Path(first.checkpoint), on_cycle=reports.append, should_stop=stop_at(1000)).run()
+    assert (result.outcome, result.reason) == ("finished", "the time budget is used up")
+    assert 3600 <= result.seconds < 3660
+    assert reports[-1].elapsed == result.seconds
+    assert reports[-1].learning_rate == pytest.approx(0.1 * config.learning_rate, rel=1e-3), "the schedule's end"
+
+
+def test_validation_is_without_dropout_and_disturbs_nothing(config: TrainConfig) -> None:
+    config = dataclasses.replace(config, steps=10, model=dataclasses.replace(config.model, dropout=0.2))
+    trainer = Trainer(dataclasses.replace(config, cycle=Cycle(5, 1)))
+    result = trainer.run()
+    assert [loss for r in trainer.reports for loss in r.step_losses] == train(
+        dataclasses.replace(config, cycle=Cycle(5, 0))
+    )[1]
+    windows = trainer.data.validation
+    assert windows
+    rows = np.empty((8, 33), dtype=np.int64)
+    windows.read(windows.order(np.arange(8)), rows)
+    batch = torch.from_numpy(rows)
+    with torch.no_grad():
+        expected = trainer.model.eval()(batch[:, :-1], batch[:, 1:]).item()
+    assert result.val_loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_dropout_differs_between_steps_and_workers(config: TrainConfig) -> None:
+    """The random states from which a worker's forward passes draw are new ones, and the same when it starts again."""
+    config = dataclasses.replace(config, steps=4, model=dataclasses.replace(config.model, dropout=0.2))
+
+    def states(rank: int) -> list[bytes]:
+        trainer, seen = Trainer(config), list[bytes]()
+        trainer.workers.rank = rank
+        trainer.model.register_forward_pre_hook(lambda *_: seen.append(torch.get_rng_state().numpy().tobytes()))
+        trainer.run()
+        return seen[: config.steps]
+
+    found = [states(rank) for rank in (0, 1, 2)]
+    assert len({state for seen in found for state in seen}) == 3 * 4
+    assert states(1) == found[1]
+
+
+def gradients_at_the_optimizer(trainer: Trainer) -> list[float]:
+    """The gradients' norm as the optimizer finds it, to be filled with every step that ``trainer`` takes."""
+    norms: list[float] = []
+
+    def look(*_: object) -> None:
+        gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+        norms.append(torch.nn.utils.get_total_norm(gradients).item())
+
+    trainer.optimizer.register_step_pre_hook(look)
+    return norms
+
+
+@pytest.mark.parametrize("clip", [1e-3, 1e3, 0.0])
+def test_gradients_are_clipped_to_the_norm(config: TrainConfig, clip: float) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=3, clip_norm=clip, cycle=Cycle(1, 0)))
+    norms = gradients_at_the_optimizer(trainer)
+    trainer.run()
+    if clip == 1e-3:
+        assert norms == pytest.approx([1e-3] * 3, rel=1e-4)
+        assert all(report.gradient_norm > 0.1 for report in trainer.reports), "as they were before"
+    else:
+        assert all(norm > 0.1 for norm in norms)
+        assert [report.gradient_norm for report in trainer.reports] == pytest.approx(norms if clip else [0.0] * 3)
+
+
+def test_a_scaled_loss_is_clipped_by_its_true_gradients(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16's loss scaling, which a config for the CPU refuses: the scaler itself works there, in fp32 exactly."""
+    config = dataclasses.replace(config, steps=5, clip_norm=1e-3, cycle=Cycle(1, 0), micro_batch=4)
+    plain = Trainer(config)
+    expected = gradients_at_the_optimizer(plain)
+    plain.run()
+    made = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda kind, enabled: made(kind, init_scale=2.0**16))
+    scaled = Trainer(config)
+    found = gradients_at_the_optimizer(scaled)
+    scaled.run()
+    assert scaled.scaler.get_scale() == 2.0**16
+    assert found == pytest.approx(expected, rel=1e-4)
+    for ours, theirs in zip(scaled.reports, plain.reports, strict=True):
+        assert ours.gradient_norm == pytest.approx(theirs.gradient_norm, rel=1e-4)
+        assert ours.train_loss == pytest.approx(theirs.train_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "exhausted"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB.", True),
+        ("CUDA error: out of memory", True),
+        ("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", False),
+    ],
+)
+def test_memory_that_ran_out_is_known_by_its_words(text: str, exhausted: bool) -> None:
+    assert is_exhausted(RuntimeError(text)) is exhausted
+
+
+@pytest.mark.gpu
+def test_the_gpu_trains(config: TrainConfig) -> None:
+    result, losses = train(dataclasses.replace(config, device="cuda", precision="auto"))
+    assert result.outcome == "finished"
+    assert losses[-1] < losses[0] - 0.1
+    assert result.device == torch.cuda.get_device_name()
+
+
+@pytest.mark.gpu
+def test_fp16_is_clipped_and_resumed_with_its_loss_scale(config: TrainConfig, tmp_path: Path) -> None:
+    config = dataclasses.replace(config, device="cuda", precision="fp16", clip_norm=1e-3, steps=20)
+    trainer = Trainer(config, checkpoints=tmp_path, should_stop=stop_at(8))
+    norms = gradients_at_the_optimizer(trainer)
+    saved = trainer.run().checkpoint
+    assert saved
+    assert norms == pytest.approx([1e-3] * len(norms), rel=0.02)
+    assert Trainer(config, resume=Path(saved)).scaler.state_dict() == trainer.scaler.state_dict()

@@ -1,0 +1,138 @@
+"""Several workers compute what one does: the same losses at the same global batch, copied or sharded, also resumed."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.config import Cycle, TrainConfig
+from train.loop.trainer import Trainer
+from train.model_config import ModelConfig
+from train.result import CycleReport
+
+WORKER = """
+import json, os, sys
+from pathlib import Path
+import torch.distributed as dist
+from train.config import config_from_json
+from train.loop.trainer import Trainer
+
+dist.init_process_group("gloo")
+for line in sys.stdin:
+    job = json.loads(line)
+    reports = []
+    path = lambda name: Path(job[name]) if job[name] else None
+    calls = iter(range(10**9))
+    trainer = Trainer(
+        config_from_json(job["config"], "test"), on_cycle=reports.append, checkpoints=path("checkpoints"),
+        resume=path("resume"), should_stop=lambda: next(calls) + 1 >= job["stop"],
+    )
+    result = trainer.run()
+    assert not (dist.get_rank() and reports), "only the first worker reports"
+    losses = [[r.step, r.step_losses, r.val_loss] for r in reports]
+    print(json.dumps([result.outcome, result.steps, result.checkpoint, losses]), flush=True)
+os._exit(0)  # gloo's thread may still hold a tensor and abort while Python ends (pytorch/pytorch, issue 190489)
+"""
+WORKERS = 2
+
+Together = Callable[..., tuple[str, int, str | None, list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def train_together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
+    """Outcome, steps, checkpoint and losses of a config run by two processes, which stay for the next."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORKERS),
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3]),
+    }  # fmt: skip
+    said = tmp_path_factory.mktemp("workers") / "stderr"
+    with ExitStack() as started:
+        errors = started.enter_context(said.open("w"))
+        workers = [
+            started.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", WORKER], env=environment | {"RANK": str(rank)},
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+                )
+            )
+            for rank in range(WORKERS)
+        ]  # fmt: skip
+
+        def train(config: TrainConfig, **options: Any) -> tuple[str, int, str | None, list[Any]]:
+            assert config.workers == WORKERS
+            job = {"config": config.to_json(), "checkpoints": None, "resume": None, "stop": 10**9} | options
+            for worker in workers:
+                print(json.dumps(job), file=worker.stdin, flush=True)
+            ended = [worker.stdout.readline() for worker in workers if worker.stdout]
+            assert all(ended), said.read_text()
+            return json.loads(ended[0])
+
+        yield train
+        for worker in workers:
+            worker.kill()
+
+
+def train_alone(config: TrainConfig) -> list[Any]:
+    reports: list[CycleReport] = []
+    Trainer(config, on_cycle=reports.append).run()
+    return [[r.step, r.step_losses, r.val_loss] for r in reports]
+
+
+@pytest.fixture
+def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(
+        data=small_shards, model=small_model, global_batch=8, micro_batch=2, steps=14, cycle=Cycle(5, 2),
+        precision="fp32", device="cpu", learning_rate=3e-3, warmup_steps=5, optimizer="adamw",
+    )  # fmt: skip
+
+
+def same(found: list[Any], expected: list[Any]) -> None:
+    assert [step for step, _, _ in found] == [step for step, _, _ in expected]
+    for (_, losses, val), (_, wanted, wanted_val) in zip(found, expected, strict=True):
+        assert losses == pytest.approx(wanted, rel=1e-4)
+        assert val == pytest.approx(wanted_val, rel=1e-4)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_two_workers_compute_what_one_does(config: TrainConfig, train_together: Together, shard: bool) -> None:
+    outcome, steps, _, losses = train_together(dataclasses.replace(config, workers=2, shard=shard, loss_chunks=2))
+    assert (outcome, steps) == ("finished", 14)
+    same(losses, train_alone(config))
+
+
+def test_dropout_goes_on_where_it_was_on_every_worker(
+    config: TrainConfig, train_together: Together, tmp_path: Path
+) -> None:
+    together = dataclasses.replace(config, workers=2, model=dataclasses.replace(config.model, dropout=0.2))
+    *_, straight = train_together(together)
+    _, steps, saved, before = train_together(together, checkpoints=str(tmp_path), stop=7)
+    assert steps == 7
+    *_, after = train_together(together, checkpoints=str(tmp_path), resume=saved)
+    assert [*before, *after] == straight
+
+
+def test_sharded_and_alone_continue_each_other(config: TrainConfig, train_together: Together, tmp_path: Path) -> None:
+    together = dataclasses.replace(config, workers=2, shard=True)
+    outcome, steps, saved, before = train_together(together, checkpoints=str(tmp_path), stop=7)
+    assert (outcome, steps) == ("interrupted", 7)
+    assert saved
+    reports: list[CycleReport] = []
+    alone = Trainer(
+        dataclasses.replace(config, micro_batch=4), on_cycle=reports.append, checkpoints=tmp_path, resume=Path(saved),
+        should_stop=lambda: len(reports) > 0,
+    )  # fmt: skip
+    middle = alone.run()
+    assert middle.checkpoint
+    _, _, _, after = train_together(together, checkpoints=str(tmp_path), resume=middle.checkpoint)
+    same([*before, *([r.step, r.step_losses, r.val_loss] for r in reports), *after], train_alone(config))

@@ -1,0 +1,342 @@
+"""Profiles: classes by name, gaps with their cause, and the command on the CPU, whose findings are true."""
+
+import gzip
+import json
+import resource
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.colors import to_rgb
+from mlflow.tracking import MlflowClient
+from torch._C._autograd import DeviceType
+
+from infra.tracking.store import store_uri
+from train.config import TrainConfig
+from train.data.loader import NEXT_BATCH
+from train.model.gpt import GPT
+from train.model_config import ModelConfig
+from train.profile import __main__ as profile
+from train.profile import intensity, memory_timeline, record
+from train.profile.trace import FORWARD, analyse, attention_kernel, findings, idle_gaps, kind_of
+
+MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
+    """The exit code of ``python -m train.profile`` with these flags."""
+    monkeypatch.setattr(sys, "argv", ["train.profile", *flags])
+    with pytest.raises(SystemExit) as leaving:
+        profile.main()
+    return int(leaving.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ampere_bf16_s16816gemm_bf16_128x256_ldg8", "matmul"),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "matmul"),
+        ("void pytorch_flash::flash_fwd_kernel<...>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies"),
+        ("void at::native::multi_tensor_apply_kernel<...FusedAdamMathFunctor...>", "optimizer"),
+        ("void at::native::vectorized_layer_norm_kernel<float>", "norms and loss"),
+        ("void at::native::GammaBetaBackwardCUDAKernelTemplate<float, float, 32u, 32u>", "norms and loss"),
+        ("void vectorized_elementwise_kernel<4, GeluCUDAKernelImpl(GeluType)::{lambda()#2}>", "element-wise"),
+        ("triton_poi_fused_gelu_3", "element-wise"),
+        ("aten::_log_softmax", "norms and loss"),
+        ("void cunn_SoftMaxForward<4, float, float, LogSoftMaxForwardEpilogue>", "norms and loss"),
+        ("triton_per_fused__to_copy_add_native_layer_norm_3", "norms and loss"),
+        ("triton_poi_fused__to_copy_gelu_5", "element-wise"),
+        ("triton_tem_fused__to_copy_mm_t_7", "matmul"),
+        ("triton_poi_fused_addmm_gelu_view_3", "element-wise"),
+        ("triton_per_fused_add_addmm_native_layer_norm_view_2", "norms and loss"),
+        ("graph_0_cpp_fused__to_copy_addmm_gelu_view_2", "element-wise"),
+        ("graph_0_cpp_fused__to_copy_add_native_layer_norm_view_3", "norms and loss"),
+    ],
+)
+def test_kernels_are_sorted_by_name(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_the_attention_kernel_is_recognised() -> None:
+    assert attention_kernel(["cudnn_generated_fort_native_sdpa_sm90_flash_fprop"]) == "cuDNN"
+    assert attention_kernel(["void pytorch_flash::flash_fwd_kernel<...>"]) == "flash"
+    assert attention_kernel(["fmha_cutlassF_bf16_aligned_64x64_rf_sm80"]) == "efficient"
+    assert attention_kernel(["triton_tem_fused_flex_attention_2"]) == "flex"
+    assert attention_kernel(["aten::mm"]) == "none fused"
+
+
+def test_a_range_that_the_host_named_is_no_kernel() -> None:
+    def event(name: str, start: float, end: float, *, annotation: bool = False) -> SimpleNamespace:
+        span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        return SimpleNamespace(
+            name=name, time_range=span, device_type=DeviceType.CUDA, is_user_annotation=annotation
+        )  # fmt: skip
+
+    events = [
+        event("nvjet_gemm", 0, 1000), event("multi_tensor_apply_kernel", 3000, 4000),
+        event("Optimizer.step#AdamW.step", 3000, 4000, annotation=True),
+        event("## Call CompiledFxGraph abc ##", 0, 3000, annotation=True),
+    ]  # fmt: skip
+    found = analyse(events, 1, 0.004, cuda=True)
+    assert found.by_class == {"matmul": 1.0, "optimizer": 1.0}
+    assert found.idle == 2.0
+
+
+def test_a_gap_is_put_down_to_what_the_host_did() -> None:
+    def event(name: str, start: float, end: float) -> SimpleNamespace:
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+    kernels = [event("a", 0, 100), event("b", 105, 200), event("c", 1200, 1300), event("d", 1800, 1900)]
+    host = [event("cudaStreamSynchronize", 150, 900), event(NEXT_BATCH, 1400, 1700)]
+    assert idle_gaps(kernels, host) == {"a synchronisation": 1.0, "the loader": 0.5}
+
+
+def test_waits_in_the_loop_are_a_finding_with_their_cost() -> None:
+    """An idle GPU behind ``.item()``: three milliseconds of a step of ten, and the sentence says so."""
+
+    def event(name: str, start: float, end: float, kind: DeviceType = DeviceType.CPU) -> SimpleNamespace:
+        span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        return SimpleNamespace(
+            name=name, time_range=span, device_type=kind, is_user_annotation=False, self_cpu_time_total=end - start,
+            cpu_time_total=end - start, device_time_total=0.0,
+        )  # fmt: skip
+
+    gpu = DeviceType.CUDA
+    events = [
+        event("nvjet_gemm", 0, 4000, gpu), event("aten::item", 3900, 7000), event("nvjet_gemm", 7000, 10000, gpu),
+        event("cudaStreamSynchronize", 3950, 6900),
+    ]  # fmt: skip
+    found = findings(analyse(events, 1, 0.010, cuda=True), optimizer="adamw-fused", compiled=True, cuda=True)
+    assert "`.item()` and other waits in the loop: 2 a step, costing 3.00 ms a step." in found
+    assert any("idle 3.00 ms a step, most of it because of a synchronisation" in line for line in found)
+    quiet = [event("nvjet_gemm", 0, 5000, gpu), event("nvjet_gemm", 5000, 10000, gpu)]
+    found = findings(analyse(quiet, 1, 0.010, cuda=True), optimizer="adamw-fused", compiled=True, cuda=True)
+    assert not any("item" in line or "idle" in line for line in found)
+
+
+def event(name: str, start: float, end: float, kind: DeviceType = DeviceType.CUDA, inside: float = 0.0) -> Any:
+    """One of torch's events, in microseconds, of which ``inside`` were spent in others."""
+    span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+    return SimpleNamespace(
+        name=name, time_range=span, device_type=kind, is_user_annotation=False, cpu_time_total=end - start,
+        self_cpu_time_total=end - start - inside, device_time_total=end - start,
+    )  # fmt: skip
+
+
+def test_a_profile_is_of_one_step() -> None:
+    """Of two recorded ones, of 10 ms each: all but the calls and times of the kernels is per step."""
+    host = DeviceType.CPU
+    once = [
+        event("nvjet_gemm", 0, 4000), event("multi_tensor_apply_kernel", 6000, 10000),
+        event(FORWARD, 0, 2000, host), event("autograd::engine::evaluate_function: Mm", 2000, 5000, host),
+        event(NEXT_BATCH, 5000, 5500, host), event("cudaMemcpyAsync", 5600, 5700, host),
+        event("cudaStreamSynchronize", 7000, 8000, host),
+    ]  # fmt: skip
+    later = [
+        event(e.name, e.time_range.start + 10000, e.time_range.end + 10000, e.device_type) for e in once
+    ]  # fmt: skip
+    found = analyse([*once, *later], 2, 0.020, cuda=True)
+    assert found.step == 10.0
+    assert [(k.name, k.calls, k.milliseconds) for k in found.kernels] == [
+        ("nvjet_gemm", 2, 8.0), ("multi_tensor_apply_kernel", 2, 8.0)
+    ]  # fmt: skip
+    assert found.by_class == {"matmul": 4.0, "optimizer": 4.0}
+    assert (found.forward, found.backward, found.loader) == (2.0, 3.0, 0.5)
+    assert found.gaps == {"the loader": 2.0}
+    assert found.idle == 2.0
+    assert (found.waits, found.wait_calls) == (1.0, 1.0)
+
+
+def test_a_cpus_operators_count_without_what_they_call() -> None:
+    host = DeviceType.CPU
+    events = [event("aten::linear", 0, 5000, host, inside=4000), event("aten::addmm", 500, 4500, host),
+              event("aten::copy_", 6000, 8000, host)]  # fmt: skip
+    found = analyse(events, 1, 0.010, cuda=False)
+    assert [(kernel.name, kernel.milliseconds) for kernel in found.kernels] == [
+        ("aten::addmm", 4.0), ("aten::copy_", 2.0), ("aten::linear", 1.0)
+    ], "the costliest first"  # fmt: skip
+    assert list(found.by_class.items()) == [("matmul", 5.0), ("copies", 2.0)]
+
+
+def test_kernels_beside_each_other_leave_no_gap() -> None:
+    """The long one still runs where the short one has ended; a gap as short as a launch is none either."""
+    kernels = [event("long", 0, 1000), event("short", 100, 200), event("next", 1010, 1100), event("last", 1130, 1200)]
+    assert idle_gaps(kernels, []) == {"launching": 0.03}
+    copy = event("cudaMemcpyAsync", 1090, 1140, DeviceType.CPU)
+    assert idle_gaps(kernels, [copy]) == {"a copy": 0.03}
+
+
+@pytest.mark.parametrize(("written", "whole"), [('{"traceEvents": []}', True), ('{"traceEvents": [', False)])
+def test_a_trace_that_was_cut_short_is_a_full_disk(tmp_path: Path, written: str, whole: bool) -> None:
+    recorder: Any = SimpleNamespace(export_chrome_trace=lambda path: Path(path).write_text(written))
+    path = tmp_path / "trace.json.gz"
+    if whole:
+        record._export(recorder, path)
+        assert gzip.decompress(path.read_bytes()).decode() == written
+    else:
+        with pytest.raises(OSError, match="No space left on device"):
+            record._export(recorder, path)
+    assert [left.name for left in tmp_path.iterdir()] == (["trace.json.gz"] if whole else [])
+
+
+def test_the_steps_behind_the_warm_ones_are_recorded(
+    tmp_path: Path, small_shards: Path, small_model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_timeline, "draw", lambda *arguments: None)
+    config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=8, device="cpu", steps=3)
+    found, _ = record.record(config, tmp_path)
+    assert found.steps == 2
+    calls = {kernel.name: kernel.calls for kernel in found.kernels}
+    assert calls["aten::embedding_dense_backward"] == 2 * 2 * 2, "two steps of two micro-batches, two embeddings"
+
+
+def test_contractions_are_the_most_intense(small_model: ModelConfig) -> None:
+    model = GPT(small_model)
+    tokens = torch.zeros(4, small_model.context_length, dtype=torch.int64)
+    classes = intensity.measure(lambda: model(tokens, tokens).backward())
+    assert classes["contractions"].intensity > 5 * classes["element-wise"].intensity
+    assert classes["element-wise"].bytes > 0
+
+
+def test_a_profile_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    flags = ["--data", str(small_shards), "--model", MODEL, "--micro-batch", "4", "--global-batch", "8"]
+    code = command(monkeypatch, *flags, "--attention", "manual", "--device", "cpu", "--name", "one")
+    printed = capfd.readouterr().out
+    assert code == 0, printed
+    found = json.loads(Path("runs/one/profile.json").read_text())
+    assert found["steps"] == 2
+    assert found["forward"] > 0
+    assert found["backward"] > 0
+    assert 0.5 * found["step"] < found["forward"] + found["backward"] < found["step"]
+    assert found["loader"] > 0
+    assert found["by_class"]["matmul"] > 0
+    assert any("not fused" in line for line in found["findings"])
+    assert all("): " not in kernel["name"] for kernel in found["kernels"])
+    trace = json.loads(gzip.decompress(Path("runs/one/trace.json.gz").read_bytes()))
+    assert any(e.get("name") == "throughline: forward" for e in trace["traceEvents"])
+    assert Path("runs/one/memory.png").stat().st_size > 5000
+    client = MlflowClient(store_uri())
+    (run,) = client.search_runs(["1"])
+    assert run.info.status == "FINISHED"
+    assert {f.path for f in client.list_artifacts(run.info.run_id)} >= {"trace.json.gz", "memory.png", "profile.json"}
+    assert command(monkeypatch, *flags, "--name", "one") == 2
+    assert "exists already: give another --name." in capfd.readouterr().err
+
+
+def test_the_fused_kernels_of_a_cpu_are_named(tmp_path: Path, small_shards: Path, small_model: ModelConfig) -> None:
+    config = TrainConfig(
+        data=small_shards, model=small_model, micro_batch=4, global_batch=4, device="cpu", compile="whole"
+    )
+    torch.compiler.reset()
+    found, _ = record.record(config, tmp_path)
+    fused = {kernel.name: kernel.kind for kernel in found.kernels if "cpp_fused" in kernel.name}
+    assert {kind for name, kind in fused.items() if "layer_norm" in name} == {"norms and loss"}
+    assert {kind for name, kind in fused.items() if "gelu_view" in name} == {"element-wise"}
+    assert any("backward" in name for name in fused), "the backward pass is compiled later, with its first step"
+
+
+@pytest.mark.parametrize(
+    "vision",
+    [
+        [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]],
+        [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+        [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    ],
+    ids=["all cones", "no red cones", "no green cones"],
+)
+def test_the_memory_pictures_colours_are_told_apart(vision: list[list[float]]) -> None:
+    """Also by the colour-blind, whose sight these matrices put into numbers (Machado et al., 2009)."""
+    colours = torch.tensor([to_rgb(colour) for colour in memory_timeline.COLOURS])
+    seen = (colours**2.2 @ torch.tensor(vision).T).clamp(0, 1) ** (1 / 2.2)
+    assert len(colours) == len(memory_timeline.CATEGORIES)
+    assert torch.nn.functional.pdist(seen).min() > 0.15
+
+
+def test_a_compiled_batch_that_does_not_fit_eagerly_is_profiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, small_model: ModelConfig
+) -> None:
+    def exhausted(work: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(intensity, "measure", exhausted)
+    config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, device="cpu")
+    _, words = record.record(config, tmp_path)
+    assert json.loads((tmp_path / "profile.json").read_text())["findings"] == words
+    assert not any("FLOPs a byte" in line for line in words)
+
+
+def test_without_room_for_a_trace_nothing_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(profile, "TRACE_ROOM", 10**18)
+    assert command(monkeypatch, "--data", str(small_shards), "--name", "full") == 2
+    assert "GB free" in capfd.readouterr().err
+    assert not Path("runs/full").exists()
+
+
+def test_a_disk_that_fills_while_tracing_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No file may grow beyond 1.5 MB while the trace is written, which takes several, as on a full disk."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["--data", str(small_shards), "--model", MODEL, "--micro-batch", "4", "--global-batch", "8"]
+    plain = torch.profiler.profile.export_chrome_trace
+
+    def on_a_full_disk(*arguments: Any) -> None:
+        old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, most))
+        try:
+            plain(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", on_a_full_disk)
+    assert command(monkeypatch, *flags, "--device", "cpu", "--name", "full") == 2
+    said = capfd.readouterr().err
+    assert "the profile cannot be written to" in said
+    assert "No space left on device" in said
+    assert "Traceback" not in said
+    assert not list(Path("runs/full").glob("trace*")), "what is cut short would fill the disk"
+    (run,) = MlflowClient(store_uri()).search_runs(["1"])
+    assert run.info.status == "FAILED"
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert command(monkeypatch, "--data", str(small_shards), "--out", "file/runs") == 2
+    assert "--out file/runs cannot be made" in capfd.readouterr().err
+
+
+def test_a_stream_is_not_mistaken_for_the_shards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, "--data", str(small_shards), "--stream", "books", "--steps", "8") == 2
+    assert "--stream books is not profiled" in " ".join(capfd.readouterr().err.split())
+
+
+@pytest.mark.gpu
+def test_a_profile_on_a_gpu_names_the_kernel_that_ran(
+    tmp_path: Path, small_shards: Path, small_model: ModelConfig
+) -> None:
+    model = replace(small_model, width=128, heads=2, context_length=256)
+    config = TrainConfig(data=small_shards, model=model, micro_batch=8, global_batch=8, precision="bf16",
+                         attention="flash", device="cuda")  # fmt: skip
+    found, _ = record.record(config, tmp_path)
+    assert found.attention == "flash"
+    assert found.by_class["matmul"] > 0
+    assert (tmp_path / "memory.html").stat().st_size > 1000

@@ -1,0 +1,81 @@
+"""What is expected of sizes that have not run: from the nearest runs, and never beyond what was measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from train.config import TrainConfig
+from tune.space import Candidate, make_space
+from tune.strategy.curves import BACK_OFF, MARGIN, Curves
+from tune.trial.row import Outcome, Row
+
+SPACE = make_space(TrainConfig(global_batch=64, micro_batch=8), ("checkpointing",), device="cpu")
+OWN, OTHER = SPACE.control.knobs, SPACE.combinations[1]
+
+
+def row(size: int, *, memory: float = 0.0, speed: float | None = 100.0, outcome: Outcome = "ok", knobs=OWN) -> Row:
+    """A finished trial."""
+    candidate = Candidate(size, knobs)
+    return Row(f"m{size}", 1, "probe", 0, candidate, 1, outcome, "", 10.0, tokens_per_second=speed, memory=int(memory))
+
+
+def curves(*rows: Row, limit: float = 100e9) -> Curves:
+    """Of a prior that says one gigabyte a sequence."""
+    return Curves(SPACE, lambda candidate: candidate.micro_batch * 1e9, limit, rows)
+
+
+def test_what_is_predicted_at_exactly_the_margin_fits() -> None:
+    limit = 8e9 / (1 - MARGIN)
+    assert curves(limit=limit).fits(Candidate(8, OWN))
+    assert not curves(limit=0.999 * limit).fits(Candidate(8, OWN))
+
+
+@pytest.mark.parametrize("sizes", [(32, 16), (16, 32)])
+@pytest.mark.parametrize("outcome", ["oom", "over_limit", "thrash"])
+def test_nothing_above_four_fifths_of_the_smallest_that_did_not_fit(sizes: tuple[int, int], outcome: Outcome) -> None:
+    assert BACK_OFF == 0.8
+    known = curves(*(row(size, speed=None, outcome=outcome) for size in sizes))
+    assert known.ceiling(OWN) == 0.8 * 16
+    assert [size for size in SPACE.sizes_of(OWN) if known.fits(Candidate(size, OWN))] == [1, 2, 4, 8]
+    assert known.fits(Candidate(64, OTHER)), "of other knobs this says nothing"
+
+
+def test_a_trial_that_failed_for_another_reason_says_nothing_about_memory() -> None:
+    assert curves(row(16, speed=None, outcome="failed")).fits(Candidate(64, OWN))
+
+
+def test_a_run_shifts_the_prediction_and_a_second_one_tilts_it() -> None:
+    once = curves(row(8, memory=10e9))
+    assert once.memory(Candidate(16, OWN)) == pytest.approx(18e9)
+    assert once.memory(Candidate(16, OTHER)) == pytest.approx(18e9), "other knobs get the same offset"
+    twice = curves(row(8, memory=10e9), row(16, memory=26e9))
+    assert twice.memory(Candidate(32, OWN)) == pytest.approx(58e9)
+    assert twice.memory(Candidate(32, OTHER)) == pytest.approx(38e9), "the median of both offsets"
+
+
+def test_what_did_not_fit_does_not_shift_the_prediction() -> None:
+    """The peak of a run that was ended early is not its peak."""
+    known = curves(row(8, memory=50e9, speed=None, outcome="over_limit"))
+    assert known.memory(Candidate(4, OTHER)) == 4e9
+
+
+def test_speed_between_two_sizes_and_nowhere_else() -> None:
+    """A step of s sequences takes s + 4 units, so that 1/speed is affine in 1/size."""
+    known = curves(row(2, speed=2 / 6), row(16, speed=16 / 20))
+    assert known.speed(Candidate(8, OWN)) == pytest.approx(8 / 12)
+    assert known.speed(Candidate(16, OWN)) == pytest.approx(16 / 20)
+    assert known.speed(Candidate(32, OWN)) is None
+    assert known.speed(Candidate(1, OWN)) is None
+    assert known.speed(Candidate(8, OTHER)) is None
+    assert curves(row(8), row(8)).speed(Candidate(8, OWN)) is None
+
+
+def test_a_stopped_trial_counts_as_measured_and_one_that_did_not_fit_does_not() -> None:
+    rows = [row(16, outcome="stopped"), row(8), row(32, outcome="thrash"), row(2, outcome="failed")]
+    assert curves(*rows).measured(OWN) == [rows[1], rows[0]]
+
+
+def test_what_ran_is_feasible_whatever_the_prediction_says() -> None:
+    known = curves(row(8, memory=99e9), row(4, memory=50e9))
+    assert known.feasible_sizes(OWN) == [1, 2, 4, 8]
+    assert known.feasible_sizes(OWN) == curves(*(replace(r, outcome="stopped") for r in known.rows)).feasible_sizes(OWN)

@@ -1,0 +1,55 @@
+"""Rows on disk: one file a trial, under a key that no other trial of the search has."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from tune.space import Candidate
+from tune.trial.row import Proposal, Row, feasible, read_rows, write_row
+
+PROPOSAL = Proposal(Candidate(8, (("compile", "off"),)), "confirm", 1)
+
+
+def row(proposal: Proposal, number: int) -> Row:
+    """A finished trial of ``proposal``."""
+    return Row(
+        proposal.key("search"), number, proposal.stage, proposal.round, proposal.candidate, 1, "ok", "", 10.0,
+        tokens_per_second=100.0, step_seconds=[1.0, 0.5],
+    )  # fmt: skip
+
+
+def test_every_trial_has_a_key_of_its_own() -> None:
+    others = [
+        replace(PROPOSAL, round=2),
+        replace(PROPOSAL, stage="probe"),
+        replace(PROPOSAL, candidate=Candidate(4, PROPOSAL.candidate.knobs)),
+        replace(PROPOSAL, candidate=Candidate(8, (("compile", "whole"),))),
+    ]
+    assert len({PROPOSAL.key("search"), PROPOSAL.key("other"), *(other.key("search") for other in others)}) == 6
+
+
+def test_a_trial_keeps_its_key_whatever_was_predicted_of_it() -> None:
+    """A resumed search predicts anew, and must find the trial's run in MLflow again."""
+    predicted = replace(PROPOSAL, predicted_memory=1e9, predicted_speed=5.0, bar=4.0)
+    assert predicted.key("search") == PROPOSAL.key("search")
+
+
+def test_every_round_of_confirmations_is_kept_in_the_order_of_its_trials(tmp_path: Path) -> None:
+    rounds = [row(replace(PROPOSAL, round=number), number) for number in range(1, 6)]
+    for each in rounds:
+        write_row(tmp_path, each)
+    assert read_rows(tmp_path) == rounds
+    assert sorted(row.key for row in rounds) != [row.key for row in rounds], "the order of the files is another"
+
+
+def test_a_row_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    write_row(tmp_path, row(PROPOSAL, 1))
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text().replace('"too_short": false', '"mfu": null'))
+    assert read_rows(tmp_path) == [row(PROPOSAL, 1)]
+
+
+def test_only_what_ran_within_the_limit_can_win() -> None:
+    ok = row(PROPOSAL, 1)
+    stopped = replace(ok, outcome="stopped")
+    unfit = [replace(ok, outcome=outcome) for outcome in ("over_limit", "oom", "thrash", "failed")]
+    assert feasible([ok, *unfit, stopped, replace(ok, tokens_per_second=None)]) == [ok, stopped]

@@ -1,0 +1,214 @@
+"""One trial in this process: its row is on disk, whatever became of it, and its speed counts tokens rightly."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infra.errors import UserError
+from train.config import Cycle, TrainConfig
+from train.loop.memory_limit import Limit
+from train.loop.throughput import steady_state
+from train.loop.trainer import Trainer
+from train.model_config import ModelConfig
+from train.result import RunResult
+from tune.space import Candidate
+from tune.trial.row import Proposal, Row, read_rows
+from tune.trial.run import THRASHING_STEPS, Request, Watch, _counters, judge, make_row, run, trial_config
+
+
+@pytest.fixture
+def training(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(data=small_shards, model=small_model, global_batch=8, micro_batch=4, device="cpu")
+
+
+def attempt(
+    training: TrainConfig, folder: Path, *, limit: float = 8e9, bar: float | None = None, steps: int = 20
+) -> Row:
+    """Run one trial of ``training``."""
+    folder.mkdir(exist_ok=True)
+    proposal = Proposal(Candidate(training.micro_batch), "probe", bar=bar)
+    request = Request(
+        "m1", 1, proposal, training.to_json(), int(limit), steps, 60.0, 0.001, str(folder), time.time()
+    )  # fmt: skip
+    row = run(request)
+    assert read_rows(folder) == [row]
+    return row
+
+
+def test_an_ordinary_trial(training: TrainConfig, tmp_path: Path) -> None:
+    row = attempt(training, tmp_path)
+    assert row.outcome == "ok"
+    assert row.tokens_per_second
+    assert row.low
+    assert row.high
+    assert row.low <= row.tokens_per_second <= row.high
+    assert row.memory
+    assert row.memory_source == "rss"
+    assert row.accumulation == 2
+    assert len(row.step_seconds) == 20
+
+
+def test_too_much_memory_is_an_outcome(training: TrainConfig, tmp_path: Path) -> None:
+    row = attempt(training, tmp_path, limit=1e6)
+    assert row.outcome == "over_limit"
+    assert len(row.step_seconds) < 20
+    assert row.memory
+    assert row.memory > 1e6
+
+
+def test_a_trial_that_cannot_win_stops(training: TrainConfig, tmp_path: Path) -> None:
+    row = attempt(training, tmp_path, bar=1e12, steps=200)  # on a busy machine they differ more than 20 could tell
+    assert row.outcome == "stopped"
+    assert len(row.step_seconds) < 200
+
+
+def test_a_failure_is_an_outcome(training: TrainConfig, tmp_path: Path) -> None:
+    row = attempt(replace(training, data=tmp_path / "nowhere"), tmp_path / "rows")
+    assert row.outcome == "failed"
+    assert "nowhere" in row.reason
+
+
+def test_running_out_of_memory_is_an_outcome(
+    training: TrainConfig, make_shards: Callable[..., Path], tmp_path: Path
+) -> None:
+    """T x T matrices of 140 TB, more than a process has addresses for: refused as a GPU refuses what is too large."""
+    data = make_shards(tmp_path / "data", tokens=400_000)
+    long = replace(training.model, context_length=2**21, heads=8, width=8)
+    config = replace(training, data=data, model=long, attention="manual", micro_batch=1, global_batch=1)
+    row = attempt(config, tmp_path / "rows")
+    assert (row.outcome, row.tokens_per_second) == ("oom", None)
+    assert "memory" in row.reason
+
+
+def test_running_out_of_memory_while_the_model_is_built_is_an_outcome(training: TrainConfig, tmp_path: Path) -> None:
+    """Its embedding would take 140 TB."""
+    vast = replace(training.model, padded_vocabulary=2**40)
+    row = attempt(replace(training, model=vast), tmp_path)
+    assert (row.outcome, row.step_seconds) == ("oom", [])
+    assert "memory" in row.reason
+
+
+def test_exactly_the_limit_is_within_it(eight_steps: RunResult, tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Told(Limit):
+        """A limit on a process of known size."""
+
+        peak: int = 0
+
+        def used(self) -> tuple[int, str]:
+            return self.peak, "rss"
+
+    for peak, verdict, outcome in ((10**9, "", "ok"), (10**9 + 1, "over the limit", "over_limit")):
+        watch = watched([1.0] * 8, retries=[0] * 9, graphs=[0] * 9, folder=tmp_path)
+        watch.limit = Told(10**9, torch.device("cpu"), 0, peak)
+        assert judge(watch, eight_steps)[0] == outcome
+        watch.seconds = []
+        watch.should_stop()
+        assert watch.verdict == verdict
+
+
+def test_a_run_that_diverged_failed_whatever_it_measured(eight_steps: RunResult, tmp_path: Path) -> None:
+    watch = watched([1.0] * 8, retries=[0] * 9, graphs=[0] * 9, folder=tmp_path)
+    diverged = replace(eight_steps, outcome="diverged", reason="the loss is nan")
+    assert judge(watch, diverged) == ("failed", "the loss is nan")
+
+
+@pytest.mark.parametrize("length", [{"tokens": 10**9}, {"time_budget": 0.001}, {"steps": 10**6}, {}])
+def test_a_trial_is_as_long_as_it_was_asked_for_however_long_the_training_is(
+    training: TrainConfig, tmp_path: Path, length: dict[str, Any]
+) -> None:
+    request = watched([], retries=[], graphs=[], folder=tmp_path).request
+    config = trial_config(replace(request, config=replace(training, **length).to_json()))
+    assert (config.steps, config.tokens, config.time_budget, config.cycle) == (20, None, None, Cycle(1, 0))
+
+
+def test_compilation_is_what_the_first_step_took_longer(
+    training: TrainConfig, eight_steps: RunResult, tmp_path: Path
+) -> None:
+    watch = watched([9.0, *[2.0] * 7], retries=[0] * 9, graphs=[1] * 9, folder=tmp_path)
+    row = make_row(watch.request, training, watch, eight_steps, "ok", "")
+    assert row.compile_seconds == pytest.approx(7.0)
+    assert row.tokens_per_second == training.step_tokens / 2
+    assert (row.number, row.stage, row.candidate) == (1, "probe", Candidate(1))
+
+
+def test_a_damaged_row_is_named(training: TrainConfig, tmp_path: Path) -> None:
+    attempt(training, tmp_path)
+    (tmp_path / "m1.json").write_text('{"key": "m1"')
+    with pytest.raises(UserError, match=r"m1\.json is damaged .*: remove it"):
+        read_rows(tmp_path)
+
+
+@pytest.fixture
+def eight_steps(training: TrainConfig) -> RunResult:
+    """What the loop returned after eight steps."""
+    return Trainer(replace(training, steps=8)).run()
+
+
+def watched(steps: Sequence[float], *, retries: Sequence[int], graphs: Sequence[int], folder: Path) -> Watch:
+    """A trial of these steps, with the counters that a GPU showed after the launch of each and at the end."""
+    proposal = Proposal(Candidate(1), "probe")
+    watch = Watch(
+        Request("m1", 1, proposal, {}, 10**12, 20, 60.0, 0.001, str(folder), 0.0),
+        step_tokens=100,
+        limit=Limit(10**12, torch.device("cpu"), 0),
+    )
+    watch.seconds = list(steps)
+    watch.counters = list(zip(retries, graphs, strict=True))
+    return watch
+
+
+def test_a_step_that_compiled_or_freed_the_cache_is_left_out(eight_steps: RunResult, tmp_path: Path) -> None:
+    steps = [9.0, 1.0, 1.0, 7.0, 1.0, 1.0, 5.0, 1.0]
+    watch = watched(steps, retries=[0, 0, 0, 0, 0, 0, 1, 1, 1], graphs=[1, 1, 1, 2, 2, 2, 2, 2, 2], folder=tmp_path)
+    assert watch.rejected() == {3, 6}
+    assert watch.counted() == [9.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert judge(watch, eight_steps) == ("ok", "ran its 8 steps; 2 steps rejected")
+
+
+def test_an_allocator_that_lives_off_its_cache_thrashes(eight_steps: RunResult, tmp_path: Path) -> None:
+    watch = watched([1.0] * 8, retries=[0, 3, 3, 3, 4, 4, 5, 5, 5], graphs=[0] * 9, folder=tmp_path)
+    assert watch.retried() == THRASHING_STEPS
+    assert judge(watch, eight_steps) == ("thrash", "the allocator had to free its cache in 2 steps")
+
+
+def test_a_trial_without_the_time_for_a_speed_says_so(eight_steps: RunResult, tmp_path: Path) -> None:
+    watch = watched([1.0] * 3, retries=[0] * 4, graphs=[0] * 4, folder=tmp_path)
+    watch.verdict = "time"
+    outcome, reason = judge(watch, eight_steps)
+    assert outcome == "failed"
+    assert "only 3 steps could be counted in the trial's time" in reason
+    assert "--trial-time" in reason
+
+
+def test_what_is_compiled_is_counted(training: TrainConfig, tmp_path: Path) -> None:
+    """torch's own count of graphs grows with the first step alone, so none after it is rejected."""
+    row = attempt(replace(training, compile="whole", model=replace(training.model, layers=1)), tmp_path)
+    assert (row.outcome, row.rejected_steps) == ("ok", 0)
+    assert row.compile_seconds
+    assert row.compile_seconds > 10 * row.step_seconds[-1]
+    assert _counters(torch.device("cpu"))[1] > 0
+
+
+@pytest.mark.parametrize("batch", [4, 8, 32])
+def test_speed_counts_the_tokens_of_whole_steps(training: TrainConfig, tmp_path: Path, batch: int) -> None:
+    """The usual bug is to count micro-batches, which makes a speed depend on the accumulation: 1, 2 and 8 here."""
+    row = attempt(replace(training, global_batch=batch), tmp_path)
+    assert row.accumulation == batch // training.micro_batch
+    whole = steady_state(row.step_seconds, batch * training.model.context_length)
+    assert whole
+    assert row.tokens_per_second == whole.tokens_per_second
+
+
+def test_the_same_work_in_more_pieces_is_as_fast(training: TrainConfig, tmp_path: Path) -> None:
+    """Counted rightly, eight times the tokens a step take eight times as long, but for the optimizer's share."""
+    times = {}
+    for batch in (8, 64):
+        rows = [attempt(replace(training, global_batch=batch), tmp_path / f"{batch}-{again}") for again in range(2)]
+        times[batch] = min(min(row.step_seconds) for row in rows)
+    assert 3 < times[64] / times[8] < 12

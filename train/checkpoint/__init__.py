@@ -1,0 +1,1 @@
+"""A run's folder and its checkpoints, on disk and in object storage."""

@@ -1,0 +1,135 @@
+"""Where a run stands on disk: its checkpoints, which of them are sound, and the position each holds.
+
+A folder is a checkpoint when its ``progress.json``, which is written last, holds the checksums of its
+other files. Imports no torch, so that commands find what they continue before anything heavy is loaded.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from infra.errors import UserError
+from pipeline.config import Reading
+from pipeline.shards import Manifest, checksum
+from train.config import TrainConfig, config_from_json
+from train.model_config import ModelConfig, format_model
+
+PROGRESS = "progress.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: everything that is not a tensor."""
+
+    step: int
+    position: int
+    """Windows consumed, over all workers."""
+    reported: int
+    """The last step that a cycle's report covers; losses of the steps behind it are in the checkpoint."""
+    reference: float | None
+    """Mean loss of the last reported cycle, which a spike is measured against."""
+    val_tokens: int
+    elapsed: float
+    """Seconds of training."""
+    data_fingerprint: str
+    vocabulary_sha256: str
+    config: dict[str, Any]
+    place: dict[str, Any] | None = None
+    """Where in a stream of books the position is; None for shards."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Checksum of each file."""
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints under ``folder``, oldest first, sound or not."""
+    return sorted(folder.glob("step-*"))
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint under ``folder`` whose files are as they were written."""
+    return next((found for found in reversed(checkpoints_in(folder)) if damage(found) is None), None)
+
+
+def passed_over(checkpoint: Path) -> Iterator[str]:
+    """A line for each damaged checkpoint behind ``checkpoint``, the newest sound one, saying what is wrong with it."""
+    for later in checkpoints_in(checkpoint.parent):
+        if later.name > checkpoint.name and (fault := damage(later)):
+            yield f"{later} is damaged: {fault}; {checkpoint.name} is taken instead."
+
+
+def damage(checkpoint: Path, only: str | None = None) -> str | None:
+    """What is wrong with a checkpoint, or with the ``only`` file of it that matters; None when nothing is."""
+    try:
+        for file, expected in read_progress(checkpoint).files.items():
+            if only and file != only:
+                continue
+            if not (checkpoint / file).is_file():
+                return f"{file} is missing"
+            if checksum(checkpoint / file) != expected:
+                return f"{file} is not what was written"
+    except UserError as unreadable:
+        return str(unreadable).rstrip(".")  # more of a sentence follows
+    return None
+
+
+def read_progress(checkpoint: Path) -> Progress:
+    """Where the run that wrote ``checkpoint`` stood. Raises ``UserError`` when it is no checkpoint."""
+    try:
+        return Progress(**json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as fault:
+        raise UserError(f"{checkpoint} is no checkpoint that can be read ({fault}).") from fault
+
+
+_SAME = ("seed", "global_batch", "optimizer", "mask_books")
+"""Settings that give the numbers in a checkpoint their meaning."""
+
+
+def refuse_other_run(path: Path, progress: Progress, config: TrainConfig, manifest: Manifest) -> None:
+    """Raise ``UserError`` when ``config`` on this data is not the run that wrote the checkpoint at ``path``."""
+    flag = "--stream" if config.stream else "--data"
+    if progress.vocabulary_sha256 != manifest.vocabulary_sha256:
+        raise UserError(
+            f"{path} was trained on another vocabulary (sha256 {progress.vocabulary_sha256[:12]}) than that of "
+            f"{flag} {config.source} ({manifest.vocabulary_sha256[:12]}): start a new run with --name."
+        )
+    before = config_from_json(progress.config, str(path))
+    if progress.data_fingerprint != manifest.fingerprint:
+        _refuse_changes(path, before.reading, config.reading, [field.name for field in fields(Reading)])
+        raise UserError(
+            f"{path} was trained on other data (fingerprint {progress.data_fingerprint[:12]}) than "
+            f"{flag} {config.source} ({manifest.fingerprint[:12]}): give the {flag} it was trained on, or start a new "
+            "run with --name."
+        )
+    if before.model != config.model:
+        raise UserError(
+            f"{path} holds the model {_with_changes(before.model, config.model)}: leave --model out to continue it."
+        )
+    _refuse_changes(path, before, config, _SAME)
+
+
+def _refuse_changes(path: Path, before: object, now: object, names: Iterable[str]) -> None:
+    """Raise ``UserError`` for the first of the settings ``names`` that is another ``now``."""
+    for name in names:
+        ours, theirs = getattr(before, name), getattr(now, name)
+        if ours != theirs:
+            named = f"--{name.replace('_', '-')}"
+            raise UserError(f"{path} was trained with {named} {ours} and not {theirs}: leave {named} out to go on.")
+
+
+def refuse_finished(path: Path, progress: Progress, config: TrainConfig) -> None:
+    """Raise ``UserError`` when the finished run behind ``path`` has nothing left to do by ``config``."""
+    total = config.total_steps
+    if total is None and config.time_budget is None:
+        raise UserError(f"{path} is at the end of its epoch: say with --steps how far to train on.")
+    if total is not None and progress.step >= total:
+        raise UserError(f"{path} is at step {progress.step:,} of {total:,}: give a larger --steps to train on.")
+    if config.time_budget is not None and progress.elapsed >= config.time_budget:
+        raise UserError(f"{path} has trained for its --time-budget already: give a longer one to train on.")
+
+
+def _with_changes(ours: ModelConfig, theirs: ModelConfig) -> str:
+    changed = [name for name in vars(ours) if getattr(ours, name) != getattr(theirs, name)]
+    differences = ", ".join(f"{name}={getattr(ours, name)} and not {getattr(theirs, name)}" for name in changed)
+    return f"{format_model(ours)} ({differences})"

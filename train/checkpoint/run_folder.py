@@ -1,0 +1,203 @@
+"""A run's folder, ``runs/NAME``: what is in it, and how driver and worker share it.
+
+The worker appends each cycle to ``cycles.jsonl``, which the driver follows for the terminal and which,
+together with the newest checkpoint, says where a run stands after either side was killed. The driver asks
+for a clean stop by creating ``STOP``, because Ray Train runs the loop in a thread where signals do not
+arrive. Neither costs an actor or a call into Ray during training.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.command import errors
+from infra.errors import UserError
+from infra.storage import atomic_file, held, write_json, write_text
+from infra.tracking.key import RunKey
+from train.checkpoint.progress import checkpoints_in, newest, passed_over
+from train.result import CycleReport
+
+HANDOVER_SECONDS = 60.0
+"""How long to wait for a predecessor that is being killed; Ray's workers outlive their driver by a few seconds."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The run's settings; ``--config`` and ``--resume`` read it."""
+        return self.path / "config.json"
+
+    @property
+    def result(self) -> Path:
+        """The ``RunResult``, once there is one."""
+        return self.path / "result.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def cycles(self) -> Path:
+        """A JSON line for every reported cycle."""
+        return self.path / "cycles.jsonl"
+
+    @property
+    def stream(self) -> Path:
+        """What a run straight from books read, and how long it waited for it."""
+        return self.path / "stream.json"
+
+    @property
+    def stop(self) -> Path:
+        """Exists when the run shall end after the step it is at."""
+        return self.path / "STOP"
+
+    @property
+    def refused(self) -> Path:
+        """Why one of several workers gave up, for them all to read when they are started again."""
+        return self.path / "REFUSED"
+
+    def starts_of(self, command: str) -> list[int] | None:
+        """The steps that workers of ``command`` started from; None where neither it nor they have been at this disk."""
+        try:
+            first, *steps = (self.path / "starts").read_text(encoding="utf-8").split()
+            return [int(step) for step in steps] if first == command else None
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def keep_starts(self, command: str, steps: Sequence[int]) -> None:
+        """Remember for :meth:`starts_of`; an earlier command's are forgotten."""
+        write_text(self.path / "starts", "\n".join([command, *map(str, steps)]) + "\n")
+
+    def is_finished(self) -> bool:
+        """Whether it came to its end, as far as its settings of then went."""
+        try:
+            return json.loads(self.result.read_text(encoding="utf-8"))["outcome"] == "finished"
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def keep_key(self, key: RunKey) -> None:
+        """Remember the MLflow run, for a resumed run to go on in it."""
+        write_json(self.path / "tracking.json", key.kept_in(self.path))
+
+    def key(self, store: str | None = None) -> RunKey | None:
+        """The MLflow run that :meth:`keep_key` remembered, in ``store`` if that is given.
+
+        Raises ``UserError`` when the folder was copied or moved without its store.
+        """
+        try:
+            kept = RunKey(**json.loads((self.path / "tracking.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+        return kept.found_in(self.path, "name a store for the run with --tracking-uri", store=store)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Be the only one that trains here; waits for a predecessor that is dying. Raises ``UserError``."""
+        refusal = f"another process is training in {self.path}: stop it, or give another --name."
+        with held(self.path / "lock", refusal, patience=HANDOVER_SECONDS):
+            yield
+
+    @contextmanager
+    def driven(self) -> Iterator[None]:
+        """Be the only command that runs or continues this run. Raises ``UserError``."""
+        with held(self.path / ".command", f"another command is training in {self.path}: wait for it, or end it."):
+            yield
+
+    def newest(self) -> Path:
+        """The newest sound checkpoint of a run that has one, as :func:`find_run` gives it; names those passed over."""
+        found = newest(self.checkpoints)
+        assert found is not None, "a run without a sound checkpoint is refused"
+        for line in passed_over(found):
+            errors.print(line, markup=False)
+        return found
+
+    @contextmanager
+    def cleared(self) -> Iterator[None]:
+        """Remove this new folder, so that its name is free again, when the block fails before a cycle or checkpoint."""
+        try:
+            yield
+        except BaseException:
+            if not (self.cycles.exists() or self.result.exists() or checkpoints_in(self.checkpoints)):
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
+
+    def append(self, report: CycleReport) -> None:
+        """Add a cycle to the log, durably."""
+        cycle = asdict(report) | {"line": report.line()}
+        with self.cycles.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(cycle) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rewind(self, step: int) -> None:
+        """Forget cycles behind ``step``, which are about to be done again, and a line cut short."""
+        if not self.cycles.exists():
+            return
+        lines = self.cycles.read_bytes().splitlines(keepends=True)
+        with atomic_file(self.cycles) as file:
+            file.writelines(line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step)
+
+
+class Follower:
+    """Reads a log of cycles as it grows, and hands on each step once even when the log is rewound."""
+
+    def __init__(self, path: Path, on_cycle: Callable[[dict[str, Any]], None]) -> None:
+        self.path = path
+        self.on_cycle = on_cycle
+        self.last = 0
+        self._file = 0
+        self._position = 0
+
+    def poll(self) -> None:
+        """Hand on what is new."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            if self._file != os.fstat(file.fileno()).st_ino:  # rewinding replaces the file
+                self._file, self._position = os.fstat(file.fileno()).st_ino, 0
+            file.seek(self._position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._position += len(line)
+                cycle = json.loads(line)
+                if cycle["step"] > self.last:
+                    self.last = cycle["step"]
+                    self.on_cycle(cycle)
+
+
+def new_folder(out: Path, name: str, *, resumable: bool = True, begun: Sequence[str] = ()) -> Path:
+    """The folder of a new run, ladder, search or profile. Raises ``UserError`` when ``name`` cannot be one's.
+
+    Neither can it be where something is already, unless that is no more than ``begun``: the names of what a command
+    leaves that fails before it has properly begun.
+    """
+    if not re.fullmatch(r"[^/\0]+", name) or name in (".", "..") or len(os.fsencode(name)) > 200:
+        raise UserError(f"--name {name!r} is not the name of a folder: write for example --name first.")
+    folder = (out / name).resolve()
+    if folder.exists() and not (begun and folder.is_dir() and {path.name for path in folder.iterdir()} <= set(begun)):
+        resume = f"continue it with --resume {name}, or " if resumable else ""
+        raise UserError(f"{folder} exists already: {resume}give another --name.")
+    return folder
+
+
+def make(folder: Path) -> None:
+    """Make a new ``folder``. Raises ``UserError`` when it cannot be, or another command was faster."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(f"{folder} exists already: give another --name.") from None
+    except OSError as refused:
+        raise UserError(f"{folder} cannot be made ({refused.strerror}): name another --out.") from refused

@@ -1,0 +1,234 @@
+"""A run's state on disk, whole or not at all: weights, optimizer, loss scaling, random state, position in the data.
+
+In: a snapshot taken on the step. Out: a folder that a thread writes under a temporary name, reads back,
+and renames, while training goes on. Weights are safetensors, so that anything can read them; the rest is
+a torch file that is only ever loaded with ``weights_only=True``. Checksums of both stand in
+``progress.json``, which is therefore what makes a folder a checkpoint.
+"""
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from infra.errors import UserError
+from infra.storage import TEMPORARY, sync_folder, write_json
+from pipeline.shards import checksum
+from train.checkpoint.progress import PROGRESS, Progress, checkpoints_in, damage
+from train.checkpoint.remote import upload
+from train.model.gpt import GPT
+from train.model.parallel import share_of, whole
+
+WEIGHTS, _STATE = "model.safetensors", "state.pt"
+
+PAUSES = (1.0, 4.0, 10.0)
+"""Seconds between attempts to reach object storage, beside those of its own client."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Tensors on the host; those of a GPU arrive there when ``copied`` has happened."""
+
+    weights: dict[str, Tensor]
+    state: dict[str, Any]
+    copied: torch.cuda.Event | None
+
+
+def snapshot(model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, losses: Tensor) -> Snapshot:
+    """Copy what changes with the next step. On a GPU the copies are queued before that step and nothing waits.
+
+    With sharded weights every worker must call it.
+    """
+    weights = {name: _to_host(value) for name, value in model.state_dict().items()}
+    if model.config.tied:
+        del weights["head.weight"]  # the same tensor as the embedding; safetensors stores each once
+    state = {
+        "optimizer": _map(optimizer.state_dict(), _to_host),
+        "scaler": scaler.state_dict(),
+        "rng": random_state(),
+        "losses": _to_host(losses),
+    }
+    copied = None
+    if losses.is_cuda:
+        copied = torch.cuda.Event()
+        copied.record()
+    return Snapshot(weights, state, copied)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    tensor = whole(tensor.detach())
+    if is_traceable_wrapper_subclass(tensor):  # torchao's quantised moments, which clone() does not know
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: _to_host(getattr(tensor, name)) for name in names}
+        return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with every tensor in its dicts and lists changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _map(inner, change) for name, inner in value.items()}
+    return [_map(inner, change) for inner in value] if isinstance(value, list) else value
+
+
+class Checkpoints:
+    """The checkpoints of one run, ``folder/step-00000123``: written one at a time in a thread, the newest kept."""
+
+    def __init__(self, folder: Path, keep: int, copy_to: str | None = None) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.copy_to = copy_to
+        self.latest: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(f"{TEMPORARY}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def save(self, taken: Snapshot, progress: Progress, is_sound: Callable[[list[float]], bool]) -> None:
+        """Write ``taken`` in the background, after what is still being written.
+
+        A state is not kept when its weights are not finite or ``is_sound`` refuses its losses, so that the
+        last good checkpoint stays. Raises ``UserError`` when the one before could not be written.
+        """
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(taken, progress, is_sound), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> Path | None:
+        """Wait for the write in progress; the newest checkpoint that this run wrote."""
+        if self._thread:
+            self._thread.join()
+        if self._failure:
+            raise UserError(
+                f"the checkpoint under {self.folder}{f' or {self.copy_to}' if self.copy_to else ''} could not be "
+                f"written ({self._failure}): make room or mend the storage, then continue the run with --resume; the "
+                "checkpoints before are whole."
+            ) from self._failure
+        return self.latest
+
+    def _write(self, taken: Snapshot, progress: Progress, is_sound: Callable[[list[float]], bool]) -> None:
+        try:
+            if taken.copied is not None:
+                taken.copied.synchronize()
+            finite = all(bool(torch.isfinite(value).all()) for value in taken.weights.values())
+            if finite and is_sound(taken.state["losses"].tolist()):
+                self.latest = write(self.folder, taken, progress)
+                for later in checkpoints_in(self.folder):
+                    if later.name > self.latest.name:  # damaged, or we would have begun there
+                        shutil.rmtree(later, ignore_errors=True)
+                for old in checkpoints_in(self.folder)[: -self.keep]:
+                    shutil.rmtree(old, ignore_errors=True)
+                if self.copy_to:
+                    self._copy(self.latest, self.copy_to)
+        except Exception as failure:  # noqa: BLE001 handed to the thread that trains
+            self._failure = failure
+            for leftover in self.folder.glob(f"{TEMPORARY}*"):  # on a disk that may be full
+                shutil.rmtree(leftover, ignore_errors=True)
+
+    def _copy(self, checkpoint: Path, uri: str) -> None:
+        """Upload ``checkpoint``; a storage that is away for a while is asked again, and training goes on meanwhile."""
+        for pause in PAUSES:
+            try:
+                return upload(checkpoint, self.folder.parent.name, uri, self.keep)
+            except OSError:
+                time.sleep(pause)
+        upload(checkpoint, self.folder.parent.name, uri, self.keep)
+
+
+def write(folder: Path, taken: Snapshot, progress: Progress) -> Path:
+    """Write one checkpoint: to a temporary name, fsynced, read back, renamed."""
+    name = f"step-{progress.step:08d}"
+    temporary = folder / f"{TEMPORARY}{os.getpid()}-{name}"
+    temporary.mkdir(mode=0o700)
+    save_file(taken.weights, temporary / WEIGHTS)
+    torch.save(taken.state, temporary / _STATE)
+    for file in (WEIGHTS, _STATE):
+        with (temporary / file).open("rb") as opened:
+            os.fsync(opened.fileno())
+    if any(not torch.equal(value, taken.weights[key]) for key, value in load_file(temporary / WEIGHTS).items()):
+        raise OSError(f"{temporary / WEIGHTS} reads back otherwise than it was written")
+    files = {file: checksum(temporary / file) for file in (WEIGHTS, _STATE)}
+    write_json(temporary / PROGRESS, asdict(replace(progress, files=files)))
+    temporary.chmod(0o755)
+    if (folder / name).exists():
+        aside = folder / f"{TEMPORARY}old-{name}"
+        (folder / name).rename(aside)
+        temporary.rename(folder / name)
+        shutil.rmtree(aside)
+    else:
+        temporary.rename(folder / name)
+    sync_folder(folder)
+    return folder / name
+
+
+def load_weights(checkpoint: Path, model: GPT, device: torch.device) -> None:
+    """Put the weights of ``checkpoint`` into ``model``."""
+    weights = load_file(checkpoint / WEIGHTS, device=str(device))
+    if model.config.tied:
+        weights["head.weight"] = weights["token_embedding.weight"]
+    model.load_state_dict({name: share_of(weights[name], like) for name, like in model.state_dict().items()})
+
+
+def load(
+    checkpoint: Path,
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    device: torch.device,
+) -> list[float]:
+    """Put the state of ``checkpoint`` into its places; gives the losses of steps not yet reported.
+
+    Raises ``UserError`` when a file is not what was written.
+    """
+    fault = damage(checkpoint)
+    if fault:
+        raise UserError(f"{checkpoint} is damaged: {fault}; remove it to continue from the checkpoint before it.")
+    load_weights(checkpoint, model, device)
+    # On the host first: AdamW without a fused kernel keeps its step count there, and a copy on the GPU would be
+    # waited for at every step. The optimizer moves the rest to its parameters.
+    state = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, values in state["optimizer"].get("state", {}).items():
+        like = parameters[index]
+        state["optimizer"]["state"][index] = {name: _share(value, like) for name, value in values.items()}
+    settings = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state["optimizer"])
+    for group, ours in zip(optimizer.param_groups, settings, strict=True):
+        group.update(ours)  # decay and betas are the config's, which may have changed them
+    if state["scaler"]:  # empty unless the run before was in fp16
+        scaler.load_state_dict(state["scaler"])
+    restore_random_state(state["rng"])
+    return state["losses"].tolist()
+
+
+def _share(value: Any, like: Tensor) -> Any:
+    return share_of(value, like) if isinstance(value, Tensor) else value
+
+
+def random_state() -> dict[str, Tensor]:
+    """torch's generators, which decide dropout."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():  # asking would take memory of a GPU that a run on the CPU leaves alone
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: dict[str, Tensor]) -> None:
+    """Undo :func:`random_state`."""
+    torch.set_rng_state(state["cpu"].cpu())
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"].cpu())

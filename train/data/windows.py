@@ -1,0 +1,91 @@
+"""Token streams cut into windows, in an order that is computed and not stored.
+
+A window is ``context_length + 1`` tokens of one shard's stream, and neighbours share one token, so that every token is
+predicted once per epoch. The order is a pseudo-random permutation, a pure function of (seed, epoch): any worker can
+compute any batch, and the position in the data is one integer.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from infra.errors import UserError
+
+_ROUNDS = 4
+
+
+class OrderedWindows(Protocol):
+    """Windows of tokens at the places of an order that goes on without end."""
+
+    context_length: int
+
+    def order(self, places: np.ndarray) -> np.ndarray:
+        """Numbers of the windows at ``places``."""
+        ...
+
+    def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
+        """Copy the windows ``numbers`` into ``out``, of shape (len(numbers), context_length + 1)."""
+        ...
+
+
+class Windows:
+    """All windows of a split's token streams, numbered from 0, and their shuffled order by epoch."""
+
+    def __init__(self, streams: Sequence[np.ndarray], context_length: int, seed: int, *, split: str = "train") -> None:
+        self.context_length = context_length
+        self.seed = seed
+        self.streams = list(streams)
+        counts = [max(0, (len(stream) - 1) // context_length) for stream in streams]
+        self.first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)])
+        self.count = int(self.first[-1])
+        if not self.count:
+            longest, needed = max((len(stream) for stream in streams), default=0), context_length + 1
+            validated = "raise --val-fraction of 'python -m pipeline.tokenize', do without by --cycle 200+0, "
+            raise UserError(
+                f"the {split} split's largest shard has {longest:,} tokens and one window needs {needed:,}: tokenize "
+                f"more books, {validated if split == 'val' else ''}or choose a shorter context length."
+            )
+
+    def order(self, places: np.ndarray) -> np.ndarray:
+        """Numbers of the windows at ``places`` of the shuffled order, which goes on from epoch to epoch."""
+        epochs, within = np.divmod(places, self.count)
+        numbers = np.empty(len(places), dtype=np.int64)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            numbers[chosen] = permute(within[chosen], self.count, self.seed, int(epoch))
+        return numbers
+
+    def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
+        """Copy the windows ``numbers`` into ``out``, of shape (len(numbers), context_length + 1)."""
+        shards = np.searchsorted(self.first, numbers, side="right") - 1
+        starts = (numbers - self.first[shards]) * self.context_length
+        for row, (shard, start) in enumerate(zip(shards.tolist(), starts.tolist(), strict=True)):
+            out[row] = self.streams[shard][start : start + self.context_length + 1]
+
+
+def permute(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
+    """Where a pseudo-random permutation of ``range(count)`` sends ``places``; needs no memory of size ``count``.
+
+    A Feistel network over the smallest even number of bits that holds ``count``, walked until it lands
+    inside (Black and Rogaway 2002, "Ciphers with arbitrary finite domains", method 2). The round function
+    is splitmix64's finaliser (Steele et al. 2014).
+    """
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
+    result = places.astype(np.uint64)
+    outside = np.ones(len(result), dtype=bool)
+    while outside.any():
+        left, right = result[outside] >> np.uint64(half), result[outside] & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right + key) & mask)
+        result[outside] = (left << np.uint64(half)) | right
+        outside = result >= count
+    return result.astype(np.int64)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

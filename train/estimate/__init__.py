@@ -1,0 +1,1 @@
+"""What a run will need before it is started: memory, arithmetic, time."""

@@ -1,0 +1,85 @@
+"""Arithmetic by named formulas, because "MFU" says nothing without the formula behind it.
+
+In: a model and whether its activations are recomputed. Out: FLOPs a token, forward and backward. A
+multiplication and an addition are two FLOPs; the backward pass is twice the forward.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from infra.doctor.ceilings import read_matmul_rate
+from train.config import TrainConfig
+from train.estimate import flops
+from train.model_config import ModelConfig
+from train.result import RunResult
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A way to count FLOPs a token, with its source."""
+
+    name: str
+    text: str
+    flops: float
+
+
+def matmul_parameters(model: ModelConfig) -> int:
+    """Parameters that every token is multiplied with: the blocks' matrices and the head, at its padded size.
+
+    Embeddings are looked up, not multiplied; a tied head is multiplied once.
+    """
+    return model.layers * 12 * model.width**2 + model.padded_vocabulary * model.width
+
+
+def palm(model: ModelConfig) -> float:
+    """Model FLOPs a token by PaLM (arXiv 2204.02311, appendix B): attention counted as if it were not causal."""
+    return 6 * matmul_parameters(model) + 12 * model.layers * model.context_length * model.width
+
+
+def causal(model: ModelConfig) -> float:
+    """The same with the half of attention that causality leaves (FlashAttention-2, arXiv 2307.08691, section 4)."""
+    return 6 * matmul_parameters(model) + 6 * model.layers * model.context_length * model.width
+
+
+def parameters_only(model: ModelConfig, parameters: int) -> float:
+    """6N over all ``parameters``, embeddings too: the rough rule of Kaplan et al. (arXiv 2001.08361, section 2.1)."""
+    return 6.0 * parameters
+
+
+def hardware(model: ModelConfig, *, recomputed: bool) -> float:
+    """FLOPs that the device executes a token: with full checkpointing the blocks' forward pass runs twice.
+
+    Known as 8N against 6N (Korthikanti et al., arXiv 2205.05198, appendix A); the head is not recomputed.
+    """
+    if not recomputed:
+        return palm(model)
+    blocks = 2 * model.layers * 12 * model.width**2 + 4 * model.layers * model.context_length * model.width
+    return palm(model) + blocks
+
+
+def formulas(model: ModelConfig, parameters: int) -> list[Formula]:
+    """Every count of this model, for a table."""
+    return [
+        Formula("PaLM", "6 x matmul parameters + 12 x layers x context x width", palm(model)),
+        Formula("causal", "6 x matmul parameters + 6 x layers x context x width", causal(model)),
+        Formula("6N", "6 x all parameters", parameters_only(model, parameters)),
+        Formula("hardware, checkpointed", "PaLM + the blocks' forward again", hardware(model, recomputed=True)),
+    ]
+
+
+def beside_matmul(result: RunResult, config: TrainConfig, folder: Path) -> RunResult:
+    """``result`` with its FLOP/s as a fraction of the matmul rate that the doctor left in ``folder``."""
+    rate = read_matmul_rate(folder / "doctor.json", result.device, config.precision)
+    if not rate or not result.flops_per_second:
+        return result
+    return replace(result, matmul_utilisation=result.flops_per_second / (rate * config.workers))
+
+
+def utilisation(tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int) -> float | None:
+    """Fraction of ``peak`` (FLOP/s of one device) that training uses; None where no peak is known."""
+    return tokens_per_second * flops_per_token / (peak * devices) if peak else None
+
+
+FLOPS_FORMULA = "6 x matmul parameters + 12 x layers x context x width, per token (arXiv 2204.02311, appendix B)"
+
+flops_per_token = flops.palm

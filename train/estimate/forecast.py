@@ -1,0 +1,141 @@
+"""What a run will need: parameters, memory at its peak, the largest micro-batch, arithmetic, time and cost.
+
+In: a config, and what is known of machine and price. Out: rows of a table each, a name and its value. It needs neither
+the GPU nor the data that it speaks of.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from infra.errors import UserError
+from infra.units import GIB, format_duration, format_size
+from pipeline.shards import read_manifest
+from train.config import TrainConfig
+from train.estimate import flops
+from train.estimate.memory import device_kind, largest_micro_batch, predict_peak
+from train.model.gpt import GPT, parameter_count
+
+CHINCHILLA = 20
+"""Training tokens a parameter that use a given amount of arithmetic best (arXiv 2203.15556, table 3)."""
+BAR = 40
+
+Rows = list[tuple[str, str]]
+
+
+def parameter_rows(config: TrainConfig) -> Rows:
+    """Parameters by part of the model."""
+    with torch.device("meta"):
+        model = GPT(config.model)
+
+    def size(module: torch.nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters())
+
+    blocks = size(model.blocks)
+    total = parameter_count(config.model)
+    rows = [
+        ("token embedding", f"{size(model.token_embedding):,}" + (" (the head's too)" if config.model.tied else "")),
+        ("position embedding", f"{size(model.position_embedding):,}"),
+        (f"{config.model.layers} blocks", f"{blocks:,} ({blocks // config.model.layers:,} each)"),
+        ("final norm", f"{size(model.norm):,}"),
+    ]
+    if not config.model.tied:
+        rows.append(("head", f"{size(model.head):,}"))
+    return [*rows, ("total", f"[bold]{total:,}[/bold]")]
+
+
+def memory_rows(config: TrainConfig) -> Rows:
+    """The anatomy of peak memory, with a bar."""
+    anatomy = predict_peak(config)
+    rows = [
+        (part, f"{size / GIB:8.3f} GiB  {'█' * round(BAR * size / anatomy.total)}")
+        for part, size in anatomy.parts().items()
+        if size
+    ]
+    kind = device_kind(config)
+    return [
+        *rows,
+        ("total", f"[bold]{anatomy.total / GIB:8.3f} GiB[/bold]  of one worker's process on {kind}"),
+        ("", f"at {anatomy.moment}; {anatomy.allocated / GIB:.3f} GiB of it in torch's allocator"),
+    ]
+
+
+def limit_rows(config: TrainConfig, limit: int | None) -> Rows:
+    """The largest micro-batches that fit the limit, plain and with what saves memory."""
+    if limit is None and torch.cuda.is_available():
+        limit = torch.cuda.get_device_properties(0).total_memory
+    if limit is None:
+        return [("", "give --memory-limit, for example 40GB, to learn what fits")]
+    rows = []
+    for name, variant in (("as configured", config), *savings(config)):
+        size = largest_micro_batch(variant, limit)
+        if size is None:
+            rows.append((name, "not even one sequence fits"))
+        else:
+            rows.append((name, f"{size} sequences x {config.global_batch // config.workers // size} accumulated"))
+    return [("limit", format_size(limit)), *rows]
+
+
+def savings(config: TrainConfig) -> list[tuple[str, TrainConfig]]:
+    """``config`` with one more thing that saves memory, each on its own, where it is not in it already."""
+    found = []
+    if config.checkpointing != "full":
+        found.append(("with --checkpointing full", replace(config, checkpointing="full")))
+    if config.loss == "plain" and config.loss_chunks == 1 and config.model.context_length % 8 == 0:
+        found.append(("with --loss-chunks 8", replace(config, loss_chunks=8)))
+    return found
+
+
+def arithmetic_rows(config: TrainConfig) -> Rows:
+    """FLOPs by every formula, and the planned run's total."""
+    parameters = parameter_count(config.model)
+    rows = [
+        (formula.name, f"{formula.flops / 1e6:,.1f} MFLOP a token: {formula.text}")
+        for formula in flops.formulas(config.model, parameters)
+    ]
+    steps = config.total_steps
+    if steps is not None:
+        total = flops.palm(config.model) * steps * config.step_tokens
+        rows.append((f"{steps:,} steps", f"{total:.3e} FLOP = {petaflop_days(total):.4g} PF-days (PaLM)"))
+    return rows
+
+
+def petaflop_days(total: float) -> float:
+    """FLOPs in days of 10^15 FLOP/s."""
+    return total / (1e15 * 86400)
+
+
+def time_rows(config: TrainConfig, tokens_per_second: float | None, price: float | None) -> Rows:
+    """Tokens at hand and tokens wanted, each with its time and cost where a speed and a price are known."""
+    amounts: list[tuple[str, int]] = []
+    rows: Rows = []
+    tokens = epoch_tokens(config.data)
+    if tokens is None:
+        rows.append(("an epoch", f"unknown: there are no token shards at --data {config.data}"))
+    else:
+        amounts.append(("an epoch of the data", tokens))
+    if config.total_steps is not None:
+        amounts.append(("the planned run", config.total_steps * config.step_tokens))
+    amounts.append((f"Chinchilla, {CHINCHILLA} a parameter", CHINCHILLA * parameter_count(config.model)))
+    for name, amount in amounts:
+        text = f"{amount:,} tokens, {petaflop_days(flops.palm(config.model) * amount):.3g} PF-days"
+        if tokens:
+            text += f", {amount / tokens:.3g} epochs"
+        if tokens_per_second:
+            seconds = amount / tokens_per_second
+            text += f", {format_duration(round(seconds))}"
+            if price:
+                text += f", cost {seconds / 3600 * config.workers * price:,.2f}"
+        rows.append((name, text))
+    if not tokens_per_second:
+        rows.append(("", "give --tokens-per-second (and --price) to learn hours (and cost)"))
+    return rows
+
+
+def epoch_tokens(data: Path) -> int | None:
+    """Training tokens of the shards at ``data``; None where there are none."""
+    try:
+        return int(read_manifest(data).splits["train"]["tokens"])
+    except UserError:
+        return None

@@ -1,0 +1,260 @@
+"""Peak memory before a run: what lies in memory at the worst moment, part by part, and the largest batch that fits.
+
+In: a TrainConfig. Out: an :class:`Anatomy` in bytes. Eager execution is counted by what autograd saves,
+operation by operation, in the manner of Korthikanti et al. (arXiv 2205.05198, section 4), and agrees with
+torch's memory tracker. Compiled execution keeps as much of a block: torch's partitioner computes element-wise
+work again, but not what a matrix product of the backward pass reads, such as the outputs of norms and GELU
+(``ban_recompute_materialized_backward``; ``is_materialized_backwards`` in torch/_functorch/partitioners.py).
+What it saves is in the loss, where Inductor writes the gradient of the logits over them. Both agree with the
+resident memory of a process on the CPU (tests/benchmarks/memory.py). What no formula knows (segment rounding,
+library workspaces, the context) is learned from probes: see :func:`correct`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+
+import torch
+
+from train.config import SIXTEEN_BITS, WHOLE_GRAPH, TrainConfig, divisors
+from train.estimate.flops import matmul_parameters
+from train.model.gpt import parameter_count
+from train.model.loss import pieces
+
+WORKSPACE = {"cuda": 32 * 2**20, "cpu": 0}
+"""cuBLAS keeps this beside the tensors (torch's default on Hopper; 8 MiB before it)."""
+CONTEXT = {"cuda": 500 * 2**20, "cpu": 600 * 2**20}
+"""Outside the allocator: the CUDA context and loaded kernels; on the CPU the interpreter with torch, Ray and MLflow."""
+
+
+_parameters = cache(parameter_count)  # a search asks for the same model hundreds of times
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Bytes at the moment of peak memory, by part."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    casts: int
+    """16-bit copies of the weights, which the backward pass needs."""
+    activations: int
+    logits: int
+    """With their gradient and the loss's intermediate results."""
+    working: int
+    """Short-lived results of the block or the optimizer at work."""
+    workspace: int
+    context: int
+    moment: str
+    """When the peak occurs."""
+
+    @property
+    def total(self) -> int:
+        """All of it: what the process takes from the device."""
+        return sum(self.parts().values())
+
+    @property
+    def allocated(self) -> int:
+        """What torch's allocator hands out: the total without the context."""
+        return self.total - self.context
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by the part's name, in the order of a table."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "moment"}
+
+
+@dataclass(frozen=True)
+class TokenSizes:
+    """Bytes that one token leaves in memory."""
+
+    block: float
+    """One block's activations, all that its backward pass needs."""
+    kept: float
+    """What stays of them until then: less with checkpointing."""
+    working: float
+    """Gradients in flight during a block's backward pass, less what it has freed by then."""
+    ends: float
+    """The final norm's input, the head's input and in the fused loss its gradient, ids."""
+    loss: float
+    """Logits, and what is made of them at a time, of a token in the piece of the loss that is computed."""
+
+
+def predict_peak(config: TrainConfig) -> Anatomy:
+    """The anatomy of ``config``'s peak on one worker: formulas only, no device is touched."""
+    kind = device_kind(config)
+    model, layers = config.model, config.model.layers
+    parameters = _parameters(model)
+    head_parameters = model.padded_vocabulary * model.width
+    tokens = config.micro_batch * model.context_length
+    chunks = _pieces(config)
+    sizes = token_sizes(config, kind)
+    one = 2 if config.optimizer == "adamw-bf16" else 4  # bytes of a weight, and of its gradient
+    shards = config.workers if config.shard else 1
+    all_gradients = one * parameters // shards
+    cast = 2 if _half(config, kind) and one == 4 else 0
+    # With full checkpointing autocast's copies and the mask are made again with each block, and gone with it.
+    remade = config.checkpointing == "full"
+    casts = 0 if remade else cast * (matmul_parameters(model) - head_parameters)
+    mask = model.context_length**2 * _materialises(config, kind)
+    accumulated = all_gradients if config.accumulation > 1 else 0
+    saved = layers * (tokens * sizes.kept + (0 if remade else mask))
+    again = tokens * (sizes.block - sizes.kept) + (mask if remade else 0)
+    head, head_cast = one * head_parameters, cast * head_parameters
+    product = 2 if _half(config, kind) else 4
+    logits = tokens * sizes.loss / max(1, chunks)
+    # The fused loss sums the head's gradient up in fp32 while it computes, in 16 bits a piece's share beside it.
+    summed = 4 * head_parameters if chunks else 0
+    if chunks and product == 2:
+        logits = max(logits, tokens * product * model.padded_vocabulary / chunks + product * head_parameters)
+    whole = config.compile in WHOLE_GRAPH
+    # A tied head's gradient waits for the embedding's; autograd adds the two, and both to what has been accumulated.
+    waiting = head if model.tied or not accumulated else 0
+    sums = head * (2 * model.tied + bool(accumulated))
+    at_the_end = all_gradients
+    if whole:  # whose gradients come all at once, and the embedding's within
+        sums, at_the_end = head * model.tied, all_gradients + accumulated
+    # Inductor computes a tied head's gradient last, in one operation that adds it to the embedding's.
+    late = whole and not chunks and model.tied and product == one
+    kept_logits = tokens * product * (model.padded_vocabulary + model.width) * late
+
+    # (gradients, casts, activations, logits, working) at each moment that can be the worst.
+    moments = {
+        "the loss's backward pass": (
+            accumulated + summed, casts + head_cast, saved + tokens * sizes.ends, logits, 0,
+        ),
+        "the scaling of the loss's gradients": (
+            accumulated + summed, casts, saved + tokens * sizes.ends, 0, summed * (config.compile == "off"),
+        ),
+        "the last block's backward pass": (
+            accumulated + waiting, casts, saved + again, kept_logits, tokens * sizes.working,
+        ),
+        "the first block's backward pass": (
+            at_the_end, casts, tokens * sizes.block + mask, kept_logits, tokens * sizes.working,
+        ),
+        "the embeddings' backward pass": (
+            at_the_end, 0, 0, kept_logits, sums,
+        ),
+        "the optimizer's step": (
+            all_gradients, 0, 0, 0, all_gradients if config.optimizer == "adamw" else 0,
+        ),
+    }  # fmt: skip
+    moment = max(moments, key=lambda name: sum(moments[name]))
+    gradients, casts, activations, logits, working = (round(size) for size in moments[moment])
+    return Anatomy(
+        weights=one * parameters // shards,
+        gradients=gradients,
+        optimizer=optimizer_bytes(config, parameters) // shards,
+        casts=casts,
+        activations=activations,
+        logits=logits,
+        working=working,
+        workspace=WORKSPACE[kind],
+        context=CONTEXT[kind],
+        moment=moment,
+    )
+
+
+def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
+    """Bytes a token, with D the width: the residual stream is fp32 unless activations are bf16 throughout."""
+    model = config.model
+    width, scores = model.width, model.heads * model.context_length
+    half, eager, fused = _half(config, kind), config.compile == "off", _pieces(config) > 0
+    product = 2 if half else 4
+    stream = 2 if config.precision == "bf16-activations" else 4
+    matmuls = product * width * (3 + 1 + 4)  # queries, keys, values; attention's output; the wide layer's output
+    # Each norm keeps its input, a mean and a deviation; in a block compiled alone the second keeps what is added.
+    norms = stream * width + (product if config.compile == "blocks" else stream) * width + 16
+    between = product * width * (1 + 1 + 4)  # what norms and GELU gave to the products behind them
+    attention, attention_working = 4.0 * model.heads, 0.0  # flash keeps the logarithm of each row's sum
+    noise = 1 if kind == "cuda" else product  # CUDA's dropout keeps a mask of bytes, the CPU's a mask of factors
+    dropped = (2 * width * noise) if model.dropout else 0
+    if _materialises(config, kind):
+        softmax = 4 + 2 if kind == "cuda" and half else product  # autocast's softmax is fp32 on CUDA
+        attention = scores * (softmax + (noise + product if model.dropout else 0))
+        # The scores' gradients, less what the feed-forward half has freed by then.
+        attention_working = product * (2 * scores - 9 * width)
+    block = matmuls + norms + between + attention + dropped
+    kept = {
+        "none": block,
+        "full": stream * width,
+        "selective": stream * width + matmuls + 2 * product * width,  # and both projections' outputs
+    }[config.checkpointing]
+    if config.checkpointing == "selective" and _materialises(config, kind):
+        kept -= product * width
+    # GELU's gradient comes in and goes out, where eager execution has freed the input of the product behind it and
+    # compiled code writes one over the other.
+    feed_forward_working = stream * width + 4 * width * product
+    embedding = (1 if kind == "cuda" else 4) * width if model.dropout else 0
+    head_input, logits = product, 12 if eager else product
+    if fused:
+        head_input += product  # its gradient
+        if eager:
+            head_input += stream if stream != product else 0  # what the norm gave, before it was cast
+            # Beside a piece's logits are their logarithmic softmax, and on the CPU in fp32 what it is computed from.
+            logits = product + 4 + (4 if half and kind == "cpu" else 0)
+    return TokenSizes(
+        block=block,
+        kept=kept,
+        working=max(feed_forward_working, attention_working),
+        ends=stream * width + head_input * width + 16 + embedding,
+        loss=model.padded_vocabulary * logits,
+    )
+
+
+def optimizer_bytes(config: TrainConfig, parameters: int) -> int:
+    """Bytes of the optimizer's state for ``parameters`` parameters."""
+    matrices = config.model.layers * 12 * config.model.width**2
+    each = {"adamw": 8, "adamw-fused": 8, "adamw-8bit": 2, "adamw-bf16": 4, "adafactor": 0}
+    if config.optimizer == "muon":  # one momentum for the blocks' matrices, AdamW's two moments for the rest
+        return 4 * matrices + 8 * (parameters - matrices)
+    return each[config.optimizer] * parameters
+
+
+def _pieces(config: TrainConfig) -> int:
+    """Pieces of the fused loss; 0 for the plain one."""
+    return pieces(config.loss, config.loss_chunks, config.micro_batch * config.model.context_length)
+
+
+def _materialises(config: TrainConfig, kind: str) -> bool:
+    """Whether the T x T matrix goes through memory; torch's fused kernel on the CPU knows no dropout."""
+    return config.attention == "manual" or (kind == "cpu" and config.model.dropout > 0)
+
+
+def device_kind(config: TrainConfig) -> str:
+    """``cuda`` or ``cpu``: what the config names, even where it is not; for ``auto``, what is here."""
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return config.device
+
+
+def _half(config: TrainConfig, kind: str) -> bool:
+    """Whether matrix products are 16-bit."""
+    return config.precision in SIXTEEN_BITS or (config.precision == "auto" and kind == "cuda")
+
+
+def correct(predicted: float, probes: Sequence[tuple[float, float]]) -> float:
+    """``predicted`` bytes corrected by ``probes``: pairs of predicted and measured bytes of runs alike but for size.
+
+    Two or more give a line by least squares (rounding and workspaces are affine in the batch), one
+    gives an offset, none leaves the prediction as it is.
+    """
+    if not probes:
+        return predicted
+    middle_x = math.fsum(x for x, _ in probes) / len(probes)
+    middle_y = math.fsum(y for _, y in probes) / len(probes)
+    spread = math.fsum((x - middle_x) ** 2 for x, _ in probes)
+    slope = math.fsum((x - middle_x) * (y - middle_y) for x, y in probes) / spread if spread else 1.0
+    return middle_y + slope * (predicted - middle_x)
+
+
+def largest_micro_batch(config: TrainConfig, limit: int) -> int | None:
+    """The largest micro-batch that divides the global batch with a predicted peak within ``limit`` bytes.
+
+    None when not even one sequence fits.
+    """
+    for size in reversed(divisors(config.global_batch // config.workers)):
+        if predict_peak(replace(config, micro_batch=size)).total <= limit:
+            return size
+    return None

@@ -1,0 +1,255 @@
+"""Entry: ``python -m train.ladder`` runs a suite rung by rung and says what each change bought, and how surely.
+
+In: a suite, token shards, and a budget a rung. Out: ``runs/NAME/`` with a folder a run, ``ladder.json``,
+``summary.md`` and two charts; in MLflow a parent run with a child a rung. Wiring only.
+"""
+
+import json
+import math
+import shlex
+import shutil
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from infra import command
+from infra.command import INTERRUPTED, console, escape
+from infra.errors import UserError
+from infra.storage import write_json
+from infra.tracking.key import RunKey
+from infra.units import BytesOrNone, SecondsOrNone
+from infra.values import refuse_other_types
+from train.checkpoint.run_folder import make, new_folder
+from train.config import Cycle, CycleText, Device, TrainConfig, load_config
+from train.ladder.suite_files import find_suite
+from train.ladder.suites import Suite, choose, nearest, searched, short_form
+from train.model_config import ModelOrNone
+
+CYCLE = Cycle()
+TIME_BUDGET, WITHIN = 300.0, 0.005
+"""Seconds that a rung takes at most, and how well its speed is known where it ends earlier, unless --steps ends it."""
+
+FITTED = 40 * 10**9
+"""Bytes that a rung is fitted to where nothing else is said."""
+
+
+@dataclass(frozen=True)
+class LadderOptions:
+    """A suite and how long to stay on each of its rungs."""
+
+    suite: str = "a100"
+    """a100, loop, memory, sizes, aa (the same run ten times: how often is a difference seen where there is none?), or
+    a file: Python that makes SUITE, or TOML with [base] and [[rung]]."""
+    rungs: tuple[str, ...] = ()
+    """Only these rungs of the suite, by name; default all."""
+    data: Path = Path("data/tokens")
+    """Folder of token shards, as python -m pipeline.tokenize makes it."""
+    model: ModelOrNone = None
+    """Another model than the suite's: a preset, with changes if any."""
+    steps: int | None = None
+    """Optimizer steps a rung."""
+    time_budget: SecondsOrNone = None
+    """Time a rung, from its first step on; 5m unless --steps is given."""
+    within: float | None = None
+    """End a rung early, after a cycle at least, once its speed is known to this fraction; 0 stays to the end.
+    Default: 0.005, half a percent; with --steps, which are for comparing losses, 0."""
+    cycle: CycleText = CYCLE
+    """Training steps and validation batches between two reports."""
+    fit: bool = False
+    """Give every rung the largest batch predicted to fit --memory-limit, in place of the suite's."""
+    memory_limit: BytesOrNone = None
+    """Most memory that the process of a rung may use; one that uses more has failed. With --fit 40GB unless given."""
+    device: Device = "auto"
+    """auto takes a CUDA GPU when there is one."""
+    seed: int = 0
+    """Seed of every rung."""
+    name: str | None = None
+    """Name of the ladder and its folder; made from the suite and the time when left out."""
+    out: Path = Path("runs")
+    """Folder that holds runs."""
+    resume: str | None = None
+    """Go on with an earlier ladder, by name: finished rungs are kept, with that ladder's own settings."""
+    best: Path | None = None
+    """best.json of a search: a last rung with the batch and the execution that it found."""
+    compare: str | None = None
+    """Set this ladder, by name or folder, beside the one that is run now (or, with --resume, was run)."""
+    tracking_uri: str | None = None
+    """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
+    address: str | None = None
+    """Ray cluster to run on; default RAY_ADDRESS, else a Ray of its own here."""
+
+    def __post_init__(self) -> None:
+        if self.resume == "":
+            raise UserError("--resume is empty: name a ladder.")
+        if self.steps is not None and self.time_budget is not None:
+            raise UserError("--steps and --time-budget both end a rung; give one of them.")
+        if self.steps is not None and self.steps < 8:
+            raise UserError(f"--steps {self.steps} is too few to leave warm-up: a rung needs 8 or more.")
+        if self.time_budget is not None and not (self.time_budget > 0 and math.isfinite(self.time_budget)):
+            raise UserError(f"--time-budget {self.time_budget}s must be above 0.")
+
+
+def main() -> None:
+    """Parse, run the rungs, print the table, exit."""
+    command.run(
+        climb,
+        LadderOptions,
+        module="train.ladder",
+        description="Measure what each optimisation of a suite buys on this machine.",
+        default=LadderOptions(),
+    )
+
+
+def climb(options: LadderOptions) -> int:
+    """Run a ladder from its options; returns the exit code."""
+    from infra import provenance
+    from infra.tracking.store import create_run, open_store
+    from infra.tracking.tracker import Tracker
+    from infra.tracking.views import how_to_look
+    from pipeline.shards import read_manifest
+    from train.ladder import report
+    from train.ladder.runner import Climb, Interrupted, has_begun
+    from train.launch.driver import ControllerDied
+
+    before = report.load(options.compare, options.out) if options.compare else None
+    if options.resume:
+        folder = (options.out / options.resume).resolve()
+        options, key = continued(options, folder)
+    else:
+        options = with_ends(options)
+        name = options.name or f"{Path(options.suite).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder, key = new_folder(options.out, name), None
+    suite, base = prepare(options)
+    manifest = read_manifest(options.data)
+    if key is None:
+        tags = provenance.collect() | {"kind": "ladder", "suite": suite.name}
+        open_store(options.tracking_uri)
+        make(folder)
+
+        def keep(key: RunKey) -> None:
+            write_json(folder / "ladder.json", {"options": saved(options), "key": key.kept_in(folder)})
+
+        key = create_run("ladder", folder.name, tracking_uri=options.tracking_uri, tags=tags, keep=keep)
+    heading = f"[bold]{escape(suite.name)}[/bold]: {escape(suite.title)}; {len(suite.rungs)} rungs in"
+    console.print(heading, escape(str(folder)))
+    status = "FAILED"
+    with Tracker(key) as tracker:
+        tracker.data(options.data.name, manifest.fingerprint, str(options.data), manifest.splits, "training")
+        try:
+            with ExitStack() as session:
+                controls, rungs = Climb(
+                    folder, key, session, options.address, options.memory_limit, options.fit, console.print
+                ).run(suite, base)
+            report.publish(suite, controls, rungs, folder, tracker, before)
+            status = "FINISHED"
+        except (Interrupted, KeyboardInterrupt):
+            status = "KILLED"
+            again = shlex.join(["--resume", folder.name, "--out", str(options.out)])
+            console.print(f"continue with: python -m train.ladder {again}", markup=False)
+            return INTERRUPTED
+        except UserError as refused:
+            if not (options.resume or has_begun(folder) or isinstance(refused, ControllerDied)):
+                shutil.rmtree(folder, ignore_errors=True)  # its name is for the corrected command
+            raise
+        finally:
+            tracker.finish(status)
+    console.print(how_to_look(key, children_by="result/tokens_per_second"), markup=False)
+    return 0
+
+
+def with_ends(options: LadderOptions) -> LadderOptions:
+    """``options`` with what ends a rung where they say nothing: five minutes, earlier a speed that is known, and a
+    limit to be fitted to."""
+    if options.fit and options.memory_limit is None:
+        options = replace(options, memory_limit=FITTED)
+    if options.steps is not None:
+        return options
+    within = WITHIN if options.within is None else options.within
+    return replace(options, time_budget=options.time_budget or TIME_BUDGET, within=within)
+
+
+def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
+    """The suite, chosen and fitted to the device, and the config that its baseline starts from."""
+    import torch
+
+    config = TrainConfig(
+        data=options.data.resolve(),
+        model=options.model or TrainConfig.model,
+        seed=options.seed,
+        device=options.device,
+        cycle=options.cycle,
+        keep_checkpoints=0,
+        within=options.within or None,
+        steps=options.steps,
+        time_budget=None if options.steps is not None else options.time_budget or TIME_BUDGET,
+    )
+    suite = find_suite(options.suite, config)
+    if options.rungs:
+        suite = choose(suite, options.rungs)
+    on_cpu = options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available())
+    if on_cpu:
+        suite = short_form(suite)
+        console.print("[yellow]No GPU is used: the suite runs in its short form, batches an eighth the size"
+                      + ("" if options.model else " and the model tiny") + ".[/yellow]")  # fmt: skip
+    if options.best:
+        suite = replace(suite, rungs=(*suite.rungs, searched(load_config(options.best, "--best"))))
+    if options.model:
+        suite = replace(suite, base={name: value for name, value in suite.base.items() if name != "model"})
+    return suite, config
+
+
+def saved(options: LadderOptions) -> dict[str, object]:
+    """What a resumed ladder needs of its options, as JSON values."""
+    return {
+        "suite": str(Path(options.suite).resolve()) if Path(options.suite).suffix else options.suite,
+        "rungs": list(options.rungs),
+        "data": str(options.data.resolve()),
+        "model": asdict(options.model) if options.model else None,
+        "steps": options.steps,
+        "time_budget": options.time_budget,
+        "within": options.within,
+        "cycle": str(options.cycle),
+        "fit": options.fit,
+        "memory_limit": options.memory_limit,
+        "device": options.device,
+        "best": str(options.best.resolve()) if options.best else None,
+        "seed": options.seed,
+    }
+
+
+def continued(options: LadderOptions, folder: Path):
+    """The options that the ladder in ``folder`` was started with, and its MLflow run. Raises ``UserError``."""
+    from infra.tracking.store import reopen_run
+    from train.model_config import ModelConfig
+
+    try:
+        kept = json.loads((folder / "ladder.json").read_text(encoding="utf-8"))
+        values = kept["options"]
+        values |= {
+            "rungs": tuple(values["rungs"]),
+            "data": Path(values["data"]),
+            "best": Path(values["best"]) if values["best"] else None,
+            # Ladders before had the default also where it meant nothing.
+            "memory_limit": values["memory_limit"] if values["fit"] or values["memory_limit"] != FITTED else None,
+            "model": ModelConfig(**values["model"]) if values["model"] else None,
+            "cycle": Cycle.parse(str(values["cycle"])),
+        }
+        refuse_other_types(values, LadderOptions)
+        refuse_other_types(kept["key"], RunKey)
+        options, key = replace(options, **values), RunKey(**kept["key"])
+    except OSError:
+        known = [path.parent.name for path in folder.parent.glob("*/ladder.json")]
+        hint = nearest(folder.name, known) if known else "."
+        raise UserError(f"--resume {folder.name}: there is no ladder in {folder}{hint}") from None
+    except (ValueError, KeyError, TypeError) as damage:
+        raise UserError(
+            f"--resume {folder.name}: {folder / 'ladder.json'} is damaged ({damage}); begin a new ladder."
+        ) from damage
+    key = key.found_in(folder, "begin a new ladder")
+    reopen_run(key)
+    return options, key
+
+
+if __name__ == "__main__":
+    main()

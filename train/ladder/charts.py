@@ -1,0 +1,46 @@
+"""A ladder in two pictures: speed and memory rung by rung, and the loss against tokens. PNG by matplotlib."""
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from train.ladder.standings import Row, loss_curve
+
+
+def speed_chart(rows: list[Row], title: str, path: Path) -> Path:
+    """Bars of tokens/s with their intervals, and peak memory beside each."""
+    ran = [row for row in rows if row.speed is not None]
+    figure = Figure(figsize=(9, 1.2 + 0.42 * len(ran)), layout="constrained")
+    axes = figure.subplots()
+    names = [row.name for row in ran]
+    speeds = [row.speed or 0.0 for row in ran]
+    reach = [[speed - (row.low or 0.0) for speed, row in zip(speeds, ran, strict=True)],
+             [(row.high or 0.0) - speed for speed, row in zip(speeds, ran, strict=True)]]  # fmt: skip
+    axes.barh(names, speeds, xerr=reach, color="#4477aa", ecolor="#222222", capsize=3)
+    for place, row in enumerate(ran):
+        axes.annotate(
+            f" {row.gib:.2f} GiB", (row.high or 0.0, place), va="center", xytext=(6, 0), textcoords="offset points"
+        )
+    axes.set_xlim(0, max(row.high or 0.0 for row in ran) * 1.18)
+    axes.invert_yaxis()
+    axes.set_xlabel("training tokens/s, with 95% interval")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def loss_chart(folders: dict[str, Path], title: str, path: Path) -> Path:
+    """Training loss by tokens seen, a line a run."""
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for number, (name, folder) in enumerate(folders.items()):
+        tokens, losses = loss_curve(folder)
+        axes.plot(tokens, losses, ("-", "--", ":")[number // 10 % 3], linewidth=1, label=name)  # there are ten colours
+    axes.set_xlabel("training tokens")
+    axes.set_ylabel("training loss, nats a token")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7, frameon=False)
+    figure.savefig(path, dpi=130)
+    return path

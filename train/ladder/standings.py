@@ -1,0 +1,224 @@
+"""What a ladder found: each rung beside the one before it and the baseline, with the uncertainty of both.
+
+In: the controls and rungs of a climb. Out: rows, for the terminal's table, Markdown, JSON and charts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.table import Table
+
+from infra.command import escape
+from infra.units import GIB
+from train.ladder.compare import WIDEST, Difference, Ladder
+from train.ladder.runner import Measured, cycles
+from train.ladder.suites import Suite
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the closing table. ``reason`` says why there are no numbers."""
+
+    name: str
+    reason: str = ""
+    batch: str = ""
+    gib: float | None = None
+    predicted_gib: float | None = None
+    speed: float | None = None
+    low: float | None = None
+    high: float | None = None
+    step_seconds: float | None = None
+    """Of one optimizer step at that speed."""
+    step: Difference | None = None
+    """Over the rung before, each seen against the controls around it."""
+    total: Difference | None = None
+    """Over the baseline."""
+    mfu: float | None = None
+    ceiling: float | None = None
+    """Fraction of the matmul rate that the doctor measured on this machine."""
+    loss: float | None = None
+    """Mean training loss of the last fifth before the tokens that every rung has seen."""
+    new_mathematics: bool = False
+
+
+def standings(controls: list[Measured], rungs: list[Measured], folder: Path) -> list[Row]:
+    """The rows of the closing table."""
+    ran = [rung for rung in rungs if rung.speed is not None]
+    ladder = Ladder([control.speed for control in controls if control.speed], [rung.speed for rung in ran])
+    runs = [run for run in (measured.run for measured in (controls[0], *ran)) if run]
+    tokens = min(run.train_tokens for run in runs)
+    rows = [_row(controls[0], folder, tokens)]
+    number = 0
+    for rung in rungs:
+        if rung.speed is None:
+            rows.append(Row(rung.name, rung.reason))
+            continue
+        total = ladder.over_control(number)
+        step = ladder.over_rung(number, number - 1) if number else total
+        rows.append(_row(rung, folder, tokens, step, total))
+        number += 1
+    return rows
+
+
+def _row(
+    measured: Measured,
+    folder: Path,
+    tokens: int,
+    step: Difference | None = None,
+    total: Difference | None = None,
+) -> Row:
+    run, config = measured.run, measured.config
+    assert run is not None
+    assert run.throughput is not None
+    accumulation = config["global_batch"] // (config["micro_batch"] * config["workers"])
+    return Row(
+        name=measured.name,
+        batch=str(config["micro_batch"]) + (f" x {accumulation}" if accumulation > 1 else ""),
+        gib=run.memory.process / GIB,
+        predicted_gib=measured.predicted / GIB if measured.predicted else None,
+        speed=run.throughput.tokens_per_second,
+        low=run.throughput.low,
+        high=run.throughput.high,
+        step_seconds=run.train_tokens / run.steps / run.throughput.tokens_per_second,
+        step=step,
+        total=total,
+        mfu=run.mfu,
+        ceiling=run.matmul_utilisation,
+        loss=loss_at(folder / measured.folder, tokens),
+        new_mathematics=measured.new_mathematics,
+    )
+
+
+def loss_curve(folder: Path) -> tuple[list[int], list[float]]:
+    """Tokens seen and training loss after every step of the run in ``folder``."""
+    tokens: list[int] = []
+    losses: list[float] = []
+    for cycle in cycles(folder):
+        a_step = cycle["train_tokens"] // cycle["step"]
+        first = cycle["step"] - len(cycle["step_losses"]) + 1
+        tokens += [a_step * step for step in range(first, cycle["step"] + 1)]
+        losses += cycle["step_losses"]
+    return tokens, losses
+
+
+def loss_at(folder: Path, tokens: int) -> float | None:
+    """Mean training loss over the last fifth of the first ``tokens`` tokens: what rungs of any batch share."""
+    chosen = [loss for seen, loss in zip(*loss_curve(folder), strict=True) if 0.8 * tokens < seen <= tokens]
+    return sum(chosen) / len(chosen) if chosen else None
+
+
+def header(suite: Suite) -> tuple[str, ...]:
+    """The headings of the closing table."""
+    took = f"s for {suite.steps_timed} steps" if suite.steps_timed > 1 else "s a step"
+    return ("rung", "batch", "GiB", "tokens/s", took, "step", "total", "MFU", "of ceiling", "loss")
+
+
+def cells(row: Row, suite: Suite) -> tuple[str, ...]:
+    """A row as text, one cell a heading of :func:`header`; a rung that has no numbers has its name alone."""
+    if row.speed is None or row.low is None or row.high is None or row.gib is None:
+        return (row.name, *[""] * (len(header(suite)) - 1))
+    expected = f" ({row.predicted_gib:.2f})" if row.predicted_gib else ""
+    return (
+        row.name + (" *" if row.new_mathematics else ""),
+        row.batch,
+        f"{row.gib:.2f}{expected}",
+        f"{row.speed:,.0f} ±{max(row.speed - row.low, row.high - row.speed):,.0f}",
+        f"{suite.steps_timed * row.step_seconds:.3g}" if row.step_seconds else "-",
+        times(row.step) if suite.climbs else "",
+        times(row.total),
+        f"{row.mfu:.1%}" if row.mfu is not None else "-",
+        f"{row.ceiling:.1%}" if row.ceiling is not None else "-",
+        f"{row.loss:.3f}" if row.loss is not None else "-",
+    )
+
+
+def times(difference: Difference | None) -> str:
+    """``1.23x ±4%``; ``(1.23x)`` when the interval does not exclude that nothing changed, or the control is unclear."""
+    if difference is None:
+        return ""
+    if not difference.different:
+        return f"({difference.ratio:.2f}x)"
+    return f"{difference.ratio:.2f}x ±{difference.high / difference.ratio - 1:.0%}"
+
+
+def legend(suite: Suite, rows: list[Row], controls: Sequence[float]) -> list[str]:
+    """Why rungs have no numbers, what the table's signs mean, how the control drifted, and what the ladder gained."""
+    lines = [f"{row.name}: not run, {row.reason}." for row in rows if row.reason]
+    lines.append(
+        f"The control ran {len(controls)} times: {controls[0]:,.0f} tokens/s at first, {controls[-1]:,.0f} at last, "
+        f"between {min(controls):,.0f} and {max(controls):,.0f}."
+    )
+    lines += [
+        "GiB is the process's peak, with the prediction in brackets. step is over the rung before, total over the "
+        "baseline, both against the control run around each rung; a ratio in brackets may be no difference at all. "
+        "MFU is of the datasheet's peak, of ceiling of the matrix products that infra.doctor measured here. "
+        "* marks new mathematics, whose loss may differ. loss is at equal tokens."
+    ]
+    measured = [(row.name, row.total) for row in rows if row.total]
+    unclear = [(name, total.control_width) for name, total in measured if total.unclear]
+    if unclear:
+        lines.append(
+            f"unclear: the control's 95% interval is up to {max(width for _, width in unclear):.0%} of its speed wide "
+            f"around {', '.join(name for name, _ in unclear)}, and above {WIDEST:.0%} a ratio to it shows nothing. "
+            "More steps a rung (--steps or --time-budget) or a quieter machine would help."
+        )
+    if not any(rung.changes for rung in suite.rungs):
+        alarms = sum(total.different for _, total in measured)
+        lines.append(f"{alarms} of {len(measured)} equal runs were called different; at most 5% is right.")
+    if suite.climbs and measured:
+        total = measured[-1][1]
+        lines.append(
+            f"Total improvement over the baseline: {total.ratio:.2f} times (95%: {total.low:.2f} to {total.high:.2f})"
+            + ("." if total.different else ", which may be none.")
+        )
+    return lines
+
+
+def helps(rows: list[Row]) -> list[tuple[str, str, str]]:
+    """(rung, memory, speed) against the baseline: yes, no or, for the speed, unclear, with the number behind it."""
+    base = rows[0].gib
+    found = []
+    for row in rows[1:]:
+        if row.gib is None or row.total is None or not base:
+            continue
+        saved = 1 - row.gib / base
+        faster = "unclear" if row.total.unclear else "yes" if row.total.different and row.total.ratio > 1 else "no"
+        found.append(
+            (
+                row.name,
+                f"{'yes' if saved > 0.01 else 'no'} ({-saved:+.1%})",
+                f"{faster} ({row.total.ratio - 1:+.1%})",
+            )
+        )
+    return found
+
+
+def columns(suite: Suite, rows: list[Row]) -> list[tuple[str, ...]]:
+    """The closing table's columns, each its heading and its cells, without those that are empty here (MFU on a CPU)."""
+    lines = [cells(row, suite) for row in rows]
+    return [column for column in zip(header(suite), *lines, strict=True) if set(column[1:]) - {"", "-"}]
+
+
+def table(suite: Suite, rows: list[Row]) -> Table:
+    """The closing table for the terminal."""
+    shown = columns(suite, rows)
+    made = Table(title=escape(suite.title), title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for number, (heading, *_) in enumerate(shown):
+        made.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    for line in zip(*(column[1:] for column in shown), strict=True):
+        made.add_row(*map(escape, line))
+    return made
+
+
+def markdown(suite: Suite, rows: list[Row], controls: Sequence[float]) -> str:
+    """The closing table for the ladder's page in MLflow and ``summary.md``."""
+    named = [replace(row, name=f"{row.name}: not run, {row.reason}") if row.reason else row for row in rows]
+    heading, *body = zip(*columns(suite, named), strict=True)
+    lines = [f"### {suite.title}", "", "| " + " | ".join(heading) + " |", "|" + "---|" * len(heading)]
+    lines += ["| " + " | ".join(line) + " |" for line in body]
+    lines += ["", *(line for line in legend(suite, rows, controls) if "not run" not in line)]
+    if not suite.climbs:
+        lines += ["", "| rung | saves memory | faster |", "|---|---|---|"]
+        lines += [f"| {name} | {memory} | {speed} |" for name, memory, speed in helps(rows)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""A run on Ray Train: the driver's side and the worker's."""

@@ -1,0 +1,1 @@
+"""The training loop: plain torch, without Ray and without MLflow."""

@@ -1,0 +1,139 @@
+"""One cycle: steps, then validation, then a report; and when its losses say that the run has gone wrong.
+
+A cycle's numbers stay on the device until the next cycle has work queued there. Cycles end at multiples
+of the config's length, wherever the run was interrupted, so that a continued run reports what an
+uninterrupted one would have.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pipeline.shards import Manifest
+from train.config import TrainConfig
+from train.loop import timing
+from train.model.parallel import Workers
+from train.result import CycleReport
+
+
+@dataclass
+class Cycle:
+    """A cycle whose numbers are still on the device."""
+
+    first: int
+    """Steps before it."""
+    stop: int
+    """The step it ends at, at the latest."""
+    start: timing.Mark
+    losses: Tensor
+    norms: Tensor
+    earlier: int = 0
+    """Steps of it that an interrupted run did, whose losses the checkpoint brought."""
+    computed: list[timing.Mark] = field(default_factory=list)
+    """Where each step has its gradients and the optimizer begins."""
+    marks: list[timing.Mark] = field(default_factory=list)
+    """Where each step ends."""
+    waits: list[tuple[timing.Mark, timing.Mark]] = field(default_factory=list)
+    """Around each request for a batch: on a GPU's own timeline they are apart only where it had nothing to do."""
+    val_losses: Tensor | None = None
+    end: timing.Mark = None
+    on_host: tuple[Tensor, Tensor, Tensor | None] | None = None
+    """Once ``end`` is reached: the losses and their last norm, and the validation's, means over the workers."""
+    rate: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Steps so far, earlier ones too."""
+        return self.earlier + len(self.marks)
+
+    @property
+    def data_wait(self) -> float:
+        """Seconds without a batch to work on; the last step must have ended."""
+        return sum(timing.seconds_between(*wait) for wait in self.waits)
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """Seconds of clipping and the optimizer; the last step must have ended."""
+        return sum(map(timing.seconds_between, self.computed, self.marks))
+
+
+def open_cycle(first: int, step: int, length: int, earlier: list[float], device: torch.device) -> Cycle:
+    """The cycle that goes on at ``step`` after a report at ``first``, with the losses of the steps between."""
+    stop = (step // length + 1) * length
+    losses, norms = torch.zeros(2, stop - first, device=device)
+    losses[: len(earlier)] = torch.tensor(earlier)
+    return Cycle(first, stop, timing.mark(device), losses, norms, earlier=len(earlier))
+
+
+def close_cycle(cycle: Cycle, workers: Workers, device: torch.device) -> None:
+    """Queue the copy of ``cycle``'s numbers to the host, so that reading them waits for no later step."""
+    losses = _to_host(workers.mean(cycle.losses[: cycle.steps]))
+    validation = None if cycle.val_losses is None else _to_host(workers.mean(cycle.val_losses))
+    cycle.on_host = losses, _to_host(cycle.norms[cycle.steps - 1]), validation
+    cycle.end = timing.mark(device)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def step_seconds(cycle: Cycle) -> list[float]:
+    """Seconds of each step done here; waits for the last of them."""
+    moments = [cycle.start, *cycle.marks]
+    timing.wait_for(moments[-1])
+    return [timing.seconds_between(a, b) for a, b in itertools.pairwise(moments)]
+
+
+def report(cycle: Cycle, config: TrainConfig, manifest: Manifest, *, val_tokens: int, elapsed: float) -> CycleReport:
+    """The numbers of a closed cycle; ``val_tokens`` are those seen before it."""
+    timing.wait_for(cycle.end)
+    assert cycle.on_host is not None, "only a closed cycle is reported"
+    step_losses, norm, validation = cycle.on_host
+    losses = step_losses.tolist()
+    val_losses = [] if validation is None else validation.tolist()
+    here = len(cycle.marks)
+    cycle_val_tokens = len(val_losses) * config.micro_batch * config.workers * config.model.context_length
+    val_tokens += cycle_val_tokens
+    train_seconds = timing.seconds_between(cycle.start, cycle.marks[-1])
+    step = cycle.first + cycle.steps
+    train_tokens = step * config.step_tokens
+    totals = manifest.splits["train"]
+    return CycleReport(
+        step=step,
+        batches=step + val_tokens // config.step_tokens,
+        train_loss=sum(losses) / len(losses),
+        val_loss=sum(val_losses) / len(val_losses) if val_losses else None,
+        train_tokens=train_tokens,
+        val_tokens=val_tokens,
+        books=train_tokens * totals["books"] / totals["tokens"],
+        seconds=timing.seconds_between(cycle.start, cycle.end),
+        train_seconds=train_seconds,
+        data_wait_seconds=cycle.data_wait,
+        optimizer_seconds=cycle.optimizer_seconds,
+        elapsed=elapsed,
+        cycle_tokens=here * config.step_tokens + cycle_val_tokens,
+        epoch_seconds=totals["tokens"] / (here * config.step_tokens / train_seconds),
+        learning_rate=cycle.rate,
+        gradient_norm=norm.item(),
+        step_losses=losses,
+    )
+
+
+def trouble(losses: list[float], reference: float | None, spike: float, first: int) -> str | None:
+    """Why training on after these ``losses`` makes no sense, if it does not; they start behind step ``first``.
+
+    ``reference`` is the mean loss of the cycle before; a loss more than ``spike`` nats above it is a spike.
+    """
+    for step, loss in enumerate(losses, first + 1):
+        if not math.isfinite(loss):
+            return f"the loss is {loss} at step {step}"
+        if spike and reference is not None and loss > reference + spike:
+            return (
+                f"the loss jumps from {reference:.3f} (a cycle's mean) to {loss:.3f} at step {step}; --spike {spike:g}"
+            )
+    return None

@@ -1,0 +1,171 @@
+"""How a config is executed on this machine: device, precision, kernels, compilation.
+
+In: a config, which may say ``auto``. Out: the same config with everything decided, and the model built
+by it. What this machine cannot do is refused here, before anything is allocated.
+"""
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infra.errors import UserError
+from train.config import TrainConfig
+from train.model.attention import ATTENTION, AttentionFunction, MaskFunction, block_mask, dense_mask, ordered_for
+from train.model.gpt import GPT
+
+AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
+MODES = {"max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": "reduce-overhead"}
+INDUCTOR_CACHE = Path("~/.cache/throughline/inductor")
+"""torch's own default is in /tmp and is lost with every container and restart."""
+
+
+def settle(config: TrainConfig) -> TrainConfig:
+    """``config`` with every ``auto`` but attention's decided for this machine.
+
+    Raises ``UserError`` when the machine lacks what is asked for, or its decisions contradict each other.
+    """
+    cuda = pick_device(config).type == "cuda"
+    precision = config.precision
+    if precision == "auto":
+        precision = "bf16" if cuda and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    attention = config.attention
+    flexible = not config.model.dropout and config.model.width // config.model.heads >= 16
+    if attention == "auto" and config.mask_books and cuda and flexible:
+        attention = "flex"
+    elif attention == "auto" and not cuda:
+        attention = "sdpa"
+    settled = replace(config, device="cuda" if cuda else "cpu", precision=precision, attention=attention)
+    if config.fp8 and torch.cuda.get_device_capability() < (8, 9):
+        raise UserError(f"--fp8 needs 8-bit matmuls, which {torch.cuda.get_device_name()} does not have: leave it out.")
+    return settled
+
+
+def pick_device(config: TrainConfig) -> torch.device:
+    """The device that ``--device`` means here. Raises ``UserError`` when cuda is asked for and absent."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda was asked for and torch sees no CUDA GPU: use --device auto or --device cpu.")
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def build(config: TrainConfig, device: torch.device) -> GPT:
+    """The model of a settled config with random weights by its seed, on ``device``."""
+    torch.manual_seed(config.seed)
+    model = GPT(
+        config.model,
+        attention=_attention(config),
+        mask=_mask(config),
+        checkpointing=config.checkpointing,
+        loss=config.loss,
+        loss_chunks=config.loss_chunks,
+        activations=torch.bfloat16 if config.precision == "bf16-activations" else None,
+    ).to(device)
+    if config.optimizer == "adamw-bf16":
+        model.to(torch.bfloat16)
+    if config.fp8:
+        _to_fp8(model)
+    return model
+
+
+def plain(config: TrainConfig) -> GPT:
+    """The model as it is asked after training: eager, by torch's own choice of attention kernel, at any length.
+
+    What a training was executed with may not do for that: cuDNN's kernel refuses a single token, a CPU has none of
+    a GPU's, and compiled code would be compiled anew for every length.
+    """
+    return GPT(config.model, mask=_dense(config)).eval()
+
+
+def _attention(config: TrainConfig) -> AttentionFunction:
+    if config.attention != "auto":
+        return ATTENTION[config.attention]
+    return ordered_for(torch.cuda.get_device_capability(), config.model.context_length, masked=config.mask_books)
+
+
+def _mask(config: TrainConfig) -> MaskFunction:
+    if config.attention == "flex":
+        return partial(block_mask, end_of_text=_end_of_text(config) if config.mask_books else None)
+    return _dense(config)
+
+
+def _dense(config: TrainConfig) -> MaskFunction:
+    return partial(dense_mask, end_of_text=_end_of_text(config)) if config.mask_books else lambda tokens: None
+
+
+def _end_of_text(config: TrainConfig) -> int:
+    return config.model.vocabulary - 1  # GPT-2's last id
+
+
+def _to_fp8(model: GPT) -> None:
+    try:
+        from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]
+    except ImportError:
+        raise UserError("--fp8 is torchao's, which is not installed: 'pip install torchao', or leave it out.") from None
+    convert_to_float8_training(model.blocks, module_filter_fn=lambda module, name: isinstance(module, nn.Linear))
+
+
+def compiled(model: GPT, config: TrainConfig) -> Callable[..., Tensor]:
+    """What the loop calls forward: the model, compiled as the config says, for shapes that never change."""
+    if config.compile == "off":
+        return model
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(INDUCTOR_CACHE.expanduser()))
+    keep_compiled_attention()
+    if config.compile == "blocks":
+        for block in model.blocks:
+            block.compile(dynamic=False)
+        model.mean_loss = torch.compile(model.mean_loss, dynamic=False)
+        return model
+    return torch.compile(model, dynamic=False, mode=MODES.get(config.compile))
+
+
+def keep_compiled_attention() -> None:
+    """Let torch's cache hold graphs in which attention's kernel is chosen, which it takes for unknown functions.
+
+    Their arguments are constants of the graph and so of its key. Without this every process traces anew.
+    """
+    import torch._inductor.config as inductor  # takes a second, which uncompiled runs need not wait
+
+    inductor.unsafe_marked_cacheable_functions |= {
+        f"torch.nn.attention.{name}": torch.__version__ for name in ("_sdpa_kernel", "_backend_from_string")
+    }
+
+
+def arithmetic(config: TrainConfig) -> contextlib.AbstractContextManager[Any]:
+    """The context in which a settled config's forward passes run."""
+    kind = AUTOCAST.get(config.precision)
+    return torch.autocast(config.device, kind) if kind else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def no_collections(config: TrainConfig) -> Iterator[None]:
+    """No garbage collection while the block runs, but what it asks for itself; or as ever, by ``--naive collect``."""
+    if config.device == "cuda":
+        gc.collect()  # what an earlier run in this process left on the GPU
+    if "collect" not in config.naive:
+        gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def worker_environment(config: TrainConfig, kind: str) -> dict[str, str]:
+    """What a process that trains ``config`` must be started with, on a device of ``kind`` (``cuda`` or ``cpu``).
+
+    On the CPU it has large tensors in pages of 2 MB, or, by ``--naive pages``, of 4 KB as ever. The C library gives
+    a freed block above 32 MB back to the system and the next step's logits come anew, each page zeroed on its first
+    touch: ``tiny`` trains at 1,450 tokens/s so, and at 2,700 with a 512th of the pages. Keeping freed blocks in
+    the process is another eighth faster and takes up to 1.9 times the memory. glibc 2.35 reads this as it starts.
+    """
+    if kind == "cuda" or "pages" in config.naive:
+        return {}
+    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

@@ -1,0 +1,29 @@
+"""Marks on the device's own clock, read without waiting for it."""
+
+import time
+from typing import Any
+
+import torch
+
+Mark = Any
+"""A moment on the device's timeline: a CUDA event, or seconds of the host's clock on the CPU."""
+
+
+def mark(device: torch.device) -> Mark:
+    """This moment in the device's work, without waiting for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def wait_for(moment: Mark) -> None:
+    """Block until the device has reached ``moment``."""
+    if isinstance(moment, torch.cuda.Event):
+        moment.synchronize()
+
+
+def seconds_between(first: Mark, last: Mark) -> float:
+    """Seconds from ``first`` to ``last``; both must have been reached."""
+    return first.elapsed_time(last) / 1000 if isinstance(first, torch.cuda.Event) else last - first

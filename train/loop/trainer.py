@@ -1,0 +1,290 @@
+"""The step loop: plain torch, without Ray and without MLflow, reporting through callbacks.
+
+In: a config and its data. Out: a RunResult. Nothing inside a cycle waits for the device: losses
+stay there, moments are marked on its own timeline, and both are read one step into the next cycle,
+when the device already has new work. The garbage collector is off, because a collection in the
+middle of a step delays the launches behind it.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from infra.errors import first_line
+from train.checkpoint import save
+from train.checkpoint.progress import Progress, read_progress, refuse_other_run
+from train.config import TrainConfig
+from train.data.dataset import Data, ShardData
+from train.data.loader import BatchLoader
+from train.data.text import refuse_foreign_ids
+from train.loop import memory, throughput, timing
+from train.loop.conclusion import conclude
+from train.loop.cycle import Cycle, close_cycle, open_cycle, report, step_seconds, trouble
+from train.loop.execution import arithmetic, build, compiled, no_collections, pick_device, settle
+from train.loop.memory_limit import Limit
+from train.loop.validation import validate
+from train.model import parallel
+from train.model.optimizer import learning_rate, make_optimizer, set_rate
+from train.model.parallel import Workers
+from train.result import CycleReport, Outcome, RunResult
+
+
+class Trainer:
+    """One worker's run. ``run()`` trains to the end of the config's steps, tokens or time, or until told to stop.
+
+    ``data`` is the config's token shards unless given; ``on_cycle`` gets every cycle's report and
+    ``should_stop`` is asked after every step, both on the first worker alone; ``checkpoints`` is the folder to
+    save to, ``resume`` the checkpoint to go on from, ``limit`` what the process may use of the device's memory. Raises
+    ``UserError`` when this machine, the data or the checkpoint do not fit the config.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        data: Data | None = None,
+        on_cycle: Callable[[CycleReport], None] = lambda report: None,
+        should_stop: Callable[[], bool] = lambda: False,
+        checkpoints: Path | None = None,
+        resume: Path | None = None,
+        limit: Limit | None = None,
+    ) -> None:
+        self.asked = config
+        self.config = config = settle(config)
+        self.on_cycle = on_cycle
+        self.should_stop = should_stop
+        self.limit = limit
+        self.started = time.perf_counter()
+        self.workers = Workers(config)
+        self.device = pick_device(config)
+        torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
+        self.data = data or ShardData(config)
+        refuse_foreign_ids(config, self.data.manifest)
+        self.model = build(config, self.device)
+        self.forward = compiled(self.model, config)
+        if config.shard:
+            parallel.shard(self.model, config)
+        elif self.workers.size > 1:
+            self.forward = parallel.replicate(self.forward, self.device)
+        # A CUDA graph's next replay overwrites what the last one gave, so gradients need memory of their own.
+        self.keep_gradients = config.compile == "reduce-overhead" or "zero" in config.naive
+        if config.compile == "reduce-overhead":
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        self.optimizer = make_optimizer(self.model, config)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
+        self.step = self.position = self.reported = self.val_tokens = 0
+        self.reference: float | None = None
+        self.elapsed_before = self.elapsed = 0.0
+        self.earlier: list[float] = []
+        self.resumed = resume
+        if resume is not None:
+            self._restore(resume)
+        self.checkpoints = None
+        if checkpoints and config.keep_checkpoints and self.workers.first:
+            self.checkpoints = save.Checkpoints(checkpoints, config.keep_checkpoints, config.copy_to)
+        self.saves = checkpoints is not None and config.keep_checkpoints > 0
+        self.step_seconds: list[float] = []
+        self.data_wait = self.optimizer_seconds = 0.0
+        self.reports: list[CycleReport] = []
+        self.first_step_seconds: float | None = None
+
+    def run(self) -> RunResult:
+        """Train. Too much memory and diverging are outcomes, unless other workers wait for this one."""
+        memory.start_peak(self.device)
+        try:
+            with no_collections(self.config):
+                outcome, reason = self._steps()
+            if outcome == "finished" and (excess := self._excess()):  # by what came behind its last step
+                outcome, reason = "over_limit", excess
+        except RuntimeError as failure:
+            if not memory.is_exhausted(failure) or self.workers.size > 1:  # the others wait for this one
+                raise
+            outcome, reason = "oom", first_line(failure)
+            if self.limit:
+                reason += f" (the limit is {self.limit.size / 1e9:.2f} GB)"
+        saved = self.checkpoints.wait() or self.resumed if self.checkpoints else None
+        return conclude(self, outcome, reason, saved)
+
+    def _steps(self) -> tuple[Outcome, str]:
+        config = self.config
+        total = self._total_steps()
+        if total is not None and self.step >= total:  # it was killed behind its last checkpoint
+            return "finished", f"reached {self.step} steps"
+        loader = BatchLoader(
+            self.data.windows,
+            micro_batch=config.micro_batch,
+            accumulation=config.accumulation,
+            position=self.position,
+            device=self.device,
+            rank=self.workers.rank,
+            workers=self.workers.size,
+            ahead="copy" not in config.naive,
+            threads=config.loader_workers,
+        )
+        pending: Cycle | None = None
+        cycle = open_cycle(self.reported, self.step, config.cycle.train, self.earlier, self.device)
+        begun = time.perf_counter()
+        while True:
+            cycle.rate = learning_rate(config, self.step, total, self._progress(total))
+            self._train_step(loader, cycle)
+            self.step += 1
+            self.position = loader.position
+            cycle.marks.append(timing.mark(self.device))
+            if self.first_step_seconds is None:
+                timing.wait_for(cycle.marks[-1])
+                begun = time.perf_counter()  # it compiled, which no time budget is for
+                self.first_step_seconds = begun - self.started
+            if pending and (wrong := self._report(pending)):
+                return "diverged", wrong
+            pending = None
+            whole = self.step == cycle.stop
+            outcome, ended = self._end(total, time.perf_counter() - begun, whole)
+            if whole or outcome == "finished":
+                self._validate(cycle)
+                pending = cycle
+            saving = self.saves and (bool(outcome) or self.step % config.checkpoint_every == 0)
+            if pending and (saving or outcome):
+                if wrong := self._report(pending):
+                    return "diverged", wrong
+                pending = None
+            elif outcome:
+                self._account(cycle)
+            if saving:
+                self._save(cycle)
+            if outcome:
+                return outcome, ended
+            if whole:
+                gc.collect(0)
+                cycle = open_cycle(self.step, self.step, config.cycle.train, [], self.device)
+
+    def _train_step(self, loader: BatchLoader, cycle: Cycle) -> None:
+        """One optimizer step, its loss and gradient norm left on the device."""
+        config, index = self.config, cycle.steps
+        if self.workers.rank:  # dropout must differ between workers, and be the same when the run goes on from here
+            torch.manual_seed(hash((config.seed, self.step, self.workers.rank)))
+        set_rate(self.optimizer, cycle.rate)
+        for micro in range(config.accumulation):
+            asked = timing.mark(self.device)
+            inputs, targets = loader.next()
+            cycle.waits.append((asked, timing.mark(self.device)))
+            if config.compile == "reduce-overhead":
+                torch.compiler.cudagraph_mark_step_begin()
+            with parallel.synchronised(self.forward, self.model, micro == config.accumulation - 1):
+                with arithmetic(config):
+                    loss = self.forward(inputs, targets)
+                self.scaler.scale(loss / config.accumulation).backward()
+            cycle.losses[index] += loss.detach() / config.accumulation
+            if "sync" in config.naive:
+                loss.item()
+        cycle.computed.append(timing.mark(self.device))
+        if config.clip_norm:
+            self.scaler.unscale_(self.optimizer)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
+            cycle.norms[index] = parallel.whole(norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+
+    def _end(self, total: int | None, seconds: float, whole: bool) -> tuple[Outcome | None, str]:
+        """Whether and why the run ends after this step, as the first worker sees it, or one over its memory limit."""
+        config = self.config
+        outcome: Outcome | None = None
+        ended = ""
+        self.elapsed = self.elapsed_before + seconds
+        if total is not None and self.step >= total:
+            outcome, ended = "finished", f"reached {self.step} steps"
+        elif config.time_budget is not None and self.elapsed >= config.time_budget:
+            outcome, ended = "finished", "the time budget is used up"
+        elif config.within and self.step == self.reported + 1 and throughput.settled(self.step_seconds, config.within):
+            outcome, ended = "finished", f"the speed is known to {config.within:.1%}"
+        elif self.workers.first and self.should_stop():
+            outcome, ended = "interrupted", "was asked to stop"
+        if not self.workers.first:
+            outcome, self.elapsed = None, 0.0
+        if (whole or self.device.type == "cpu") and (excess := self._excess()):  # to ask NVML takes milliseconds
+            outcome, ended = "over_limit", excess
+        known: list[Outcome | None] = [None, "finished", "interrupted", "over_limit"]
+        code, self.elapsed = self.workers.most(known.index(outcome), self.elapsed)
+        return known[int(code)], ended or "another worker ended it"
+
+    def _excess(self) -> str:
+        return self.limit.excess() if self.limit else ""
+
+    def _validate(self, cycle: Cycle) -> None:
+        """Queue the validation behind ``cycle``'s steps, and close it."""
+        if self.data.validation is not None:
+            cycle.val_losses = validate(
+                self.data.validation, self.config, self.device, self.workers, self.model, self.forward,
+                lambda: arithmetic(self.config),
+            )  # fmt: skip
+        close_cycle(cycle, self.workers, self.device)
+
+    def _report(self, cycle: Cycle) -> str | None:
+        """Read a finished cycle's numbers and hand them on; gives the reason to stop if they hold one."""
+        made = report(cycle, self.config, self.data.manifest, val_tokens=self.val_tokens, elapsed=self.elapsed)
+        self._account(cycle)
+        wrong = trouble(made.step_losses, self.reference, self.config.spike, cycle.first)
+        self.reported, self.reference, self.val_tokens = made.step, made.train_loss, made.val_tokens
+        self.reports.append(made)
+        if self.workers.first:
+            self.on_cycle(made)
+        return wrong
+
+    def _account(self, cycle: Cycle) -> None:
+        """Add up where the time of ``cycle``'s steps went; waits for the last of them."""
+        self.step_seconds += step_seconds(cycle)
+        self.data_wait += cycle.data_wait
+        self.optimizer_seconds += cycle.optimizer_seconds
+
+    def _total_steps(self) -> int | None:
+        """Steps of the whole run: as configured, else one epoch; None when time alone ends it."""
+        config = self.config
+        if config.total_steps is None and config.time_budget is None:
+            assert self.data.epoch_windows is not None, "a config whose data has no known end says when to stop"
+            return max(1, self.data.epoch_windows // config.global_batch)
+        return config.total_steps
+
+    def _progress(self, total: int | None) -> float:
+        """How much of the run has passed, by steps or by the time budget."""
+        if total is not None:
+            return self.step / total
+        assert self.config.time_budget is not None
+        return min(1.0, self.elapsed / self.config.time_budget)
+
+    def _save(self, cycle: Cycle) -> None:
+        """Take a snapshot on this step and have it written while training goes on."""
+        unreported = cycle.losses[: cycle.steps] if self.reported < self.step else cycle.losses[:0]
+        losses = self.workers.mean(unreported)
+        if not (self.workers.first or self.config.shard):
+            return
+        taken = save.snapshot(self.model, self.optimizer, self.scaler, losses)
+        if self.checkpoints is None:
+            return
+        first, reference, spike = self.reported, self.reference, self.config.spike
+        progress = Progress(
+            step=self.step,
+            position=self.position,
+            reported=first,
+            reference=reference,
+            val_tokens=self.val_tokens,
+            elapsed=self.elapsed,
+            data_fingerprint=self.data.manifest.fingerprint,
+            vocabulary_sha256=self.data.manifest.vocabulary_sha256,
+            config=self.asked.to_json(),
+            place=self.data.place(self.position),
+        )
+        self.checkpoints.save(taken, progress, lambda losses: trouble(losses, reference, spike, first) is None)
+
+    def _restore(self, path: Path) -> None:
+        progress = read_progress(path)
+        refuse_other_run(path, progress, self.asked, self.data.manifest)
+        self.earlier = save.load(path, self.model, self.optimizer, self.scaler, self.device)
+        self.step, self.position, self.reported = progress.step, progress.position, progress.reported
+        self.data.go_to(progress.place)
+        self.reference, self.val_tokens = progress.reference, progress.val_tokens
+        self.elapsed_before = self.elapsed = progress.elapsed

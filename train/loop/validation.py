@@ -1,0 +1,66 @@
+"""Validation: the same held-out windows at every call, in whole batches spread over the workers.
+
+In: the validation windows. Out: losses by batch, still on the device; in units per byte of text they
+compare between vocabularies.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from train.config import TrainConfig
+from train.data.loader import BatchLoader
+from train.data.windows import Windows
+from train.model.parallel import Workers
+
+
+@torch.no_grad()
+def validate(
+    windows: Windows,
+    config: TrainConfig,
+    device: torch.device,
+    workers: Workers,
+    model: nn.Module,
+    forward: Callable[..., Tensor],
+    arithmetic: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> Tensor:
+    """Losses of this worker's share of ``cycle.val`` global batches, or of what the split has if that is less.
+
+    Batches are of the training's shape, which compiled code relies on, so a rest smaller than one is left out.
+    """
+    across = config.micro_batch * config.workers
+    count = min(config.cycle.val * config.global_batch, max(windows.count, across)) // across
+    loader = BatchLoader(
+        windows, micro_batch=config.micro_batch, accumulation=1, position=0, device=device,
+        rank=workers.rank, workers=workers.size, threads=config.loader_workers,
+    )  # fmt: skip
+    losses = torch.zeros(count, device=device)
+    model.eval()
+    for index in range(count):
+        inputs, targets = loader.next()
+        with arithmetic():
+            losses[index] = forward(inputs, targets)
+    model.train()
+    return losses
+
+
+def perplexity(loss: float | None) -> float | None:
+    """e to the ``loss`` of a token, in nats; None when that is no number that can be written."""
+    return math.exp(loss) if loss is not None and loss < 700 else None
+
+
+def bits_per(loss: float | None, tokens: int, units: int | None) -> float | None:
+    """``loss``, in nats a token, in bits a byte or character of a text that has ``tokens`` and ``units`` of these."""
+    return loss / math.log(2) * tokens / units if loss is not None and units else None
+
+
+def bytes_of(windows: Windows, vocabulary_sha256: str) -> int | None:
+    """UTF-8 bytes of the text behind ``windows``, by its tokens; None when the vocabulary is not GPT-2's."""
+    from train.data.text import token_bytes
+
+    lengths = token_bytes(vocabulary_sha256)
+    return None if lengths is None else sum(int(lengths[tokens].sum(dtype="int64")) for tokens in windows.streams)

@@ -1,0 +1,1 @@
+"""The model and its mathematics: GPT-2, attention, loss, optimizers, recomputation, parallelism."""

@@ -1,0 +1,119 @@
+"""Several workers as one: who am I, what do we agree on, and how the model is spread over us.
+
+In: a process group that the launcher made, or none. Out: the same interface for one worker and many.
+Decisions (stop now? how late is it?) are rank 0's, but for one over its memory limit, and travel over the CPU, so that
+no GPU waits for them.
+"""
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from infra.errors import UserError
+from train.config import TrainConfig
+from train.model.gpt import GPT
+
+if TYPE_CHECKING:  # importing these takes a second, which one worker need not wait
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+
+class Workers:
+    """The data-parallel workers of a run, seen by one of them."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        together = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if together else 0
+        self.size = dist.get_world_size() if together else 1
+        if self.size != config.workers:
+            raise UserError(
+                f"--workers {config.workers} and a process group of {self.size} do not fit: start the run with "
+                f"'python -m train.run --workers {config.workers}'."
+            )
+        self._control: Any = dist.new_group(backend="gloo") if self.size > 1 else None
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker reports and saves for all."""
+        return self.rank == 0
+
+    def most(self, *values: float) -> list[float]:
+        """The largest of all ranks' ``values``, on every rank."""
+        if self._control is None:
+            return list(values)
+        told = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._control)
+        return told.tolist()
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean of ``values`` over the workers; a new tensor."""
+        if self.size == 1:
+            return values
+        total = values.clone()
+        dist.all_reduce(total)
+        return total / self.size
+
+
+def exchange(value: Any) -> list[Any]:
+    """Every worker's ``value``, by rank. All must ask together, before the loop; it travels over the CPU."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value, group=dist.new_group(backend="gloo"))
+    return found
+
+
+def shard(model: GPT, config: TrainConfig) -> None:
+    """Spread weights, gradients and optimizer state over the workers, block by block (FSDP2)."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh(config.device, (config.workers,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def replicate(forward: Any, device: torch.device) -> DistributedDataParallel:
+    """A copy of the model on each worker, gradients averaged while the backward pass still runs."""
+    return DistributedDataParallel(
+        forward,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+    )
+
+
+def synchronised(forward: Any, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
+    """The context of one micro-batch: gradients travel with a step's ``last`` alone."""
+    if _is_sharded_model(model):
+        model.set_requires_gradient_sync(last)
+    elif isinstance(forward, DistributedDataParallel) and not last:
+        return forward.no_sync()
+    return contextlib.nullcontext()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded; every worker must ask together."""
+    return tensor.full_tensor() if _is_sharded(tensor) else tensor
+
+
+def share_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """This worker's share of the whole ``tensor``, placed as ``like`` is."""
+    if not _is_sharded(like) or tensor.shape != like.shape:
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+
+
+# A sharded thing exists only where the module of its class has been imported.
+def _is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _is_sharded_model(model: nn.Module) -> "TypeGuard[FSDPModule]":
+    module = sys.modules.get("torch.distributed.fsdp")
+    return module is not None and isinstance(model, module.FSDPModule)

@@ -1,0 +1,1 @@
+"""Where a configuration's time and memory go: python -m train.profile."""

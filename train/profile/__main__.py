@@ -1,0 +1,137 @@
+"""Entry: ``python -m train.profile`` shows where a configuration's time and memory go, and says it in words.
+
+In: the flags of ``train.run``. Out: ``runs/NAME/`` with a Chrome/Perfetto trace, the kernel table, a
+memory timeline as PNG (on a GPU the allocator's snapshot as HTML too), and findings; all of it in MLflow.
+It runs the real loop in this process, without Ray, and records a few steps after warm-up.
+"""
+
+import shutil
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from rich.table import Table
+
+from infra import command
+from infra.command import console
+from infra.errors import UserError
+from train.checkpoint.run_folder import new_folder
+from train.config import TrainConfig, load_config
+from train.model_config import format_model
+
+if TYPE_CHECKING:
+    from train.profile.trace import Profile
+
+TRACE_ROOM = 2 * 10**9
+"""Free bytes that a trace may need: GPT-2's two steps make about 100 MB of JSON, with stacks many times that."""
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """The configuration to look at."""
+
+    training: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+    name: str | None = None
+    """Name of the profile and of its folder; made from the model and the time when left out."""
+    out: Path = Path("runs")
+    """Folder that holds runs."""
+    config: Path | None = None
+    """Read the training settings from this JSON file; flags given beside it win."""
+    tracking_uri: str | None = None
+    """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
+
+
+def main() -> None:
+    """Parse, profile, print, exit."""
+    defaults = ProfileOptions()
+    try:
+        path = command.flag_value("--config")
+        if path:
+            defaults = replace(defaults, training=load_config(Path(path)))
+    except UserError as mistake:
+        command.refuse(mistake)
+    command.run(
+        profile,
+        ProfileOptions,
+        module="train.profile",
+        description="Record a few training steps and say where time and memory go.",
+        default=defaults,
+    )
+
+
+def profile(options: ProfileOptions) -> None:
+    """Profile a configuration from its options; torch and MLflow are imported when the flags are known to be right."""
+    if options.training.stream:
+        raise UserError(
+            f"--stream {' '.join(options.training.stream)} is not profiled: make token shards with 'python -m "
+            "pipeline.tokenize' and give them with --data."
+        )
+    from infra import provenance
+    from infra.tracking.store import create_run
+    from infra.tracking.tracker import Tracker
+    from infra.tracking.views import how_to_look
+    from pipeline.shards import read_manifest
+    from train import report
+    from train.profile.record import record
+
+    manifest = read_manifest(options.training.data)
+    preset = format_model(options.training.model).partition(",")[0]
+    name = options.name or f"profile-{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = new_folder(options.out, name, resumable=False)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as refused:
+        raise UserError(f"--out {options.out} cannot be made ({refused.strerror}): name another.") from refused
+    free = shutil.disk_usage(folder.parent).free
+    if free < TRACE_ROOM:
+        raise UserError(f"{options.out} has {free / 1e9:.1f} GB free and a trace may need {TRACE_ROOM / 1e9:g} GB.")
+    tags = provenance.collect() | {"kind": "profile"}
+    key = create_run("train", name, tracking_uri=options.tracking_uri, tags=tags)
+    folder.mkdir()
+    report.print_header(options.training, manifest, folder)  # what is compiled can take a minute until more is said
+    with Tracker(key) as tracker:
+        report.record_start(tracker, options.training, manifest)
+        status = "FAILED"
+        try:
+            found, words = record(options.training, folder)
+            tracker.metrics(
+                {f"profile/{kind.replace(' ', '_')}_ms": spent for kind, spent in found.by_class.items()}
+                | {"profile/step_ms": found.step, "profile/idle_ms": found.idle, "profile/loader_ms": found.loader}
+            )
+            for path in sorted(folder.iterdir()):
+                tracker.file(path)
+            tracker.note("\n".join(f"- {line}" for line in words))
+            status = "FINISHED"
+        except OSError as failure:
+            raise UserError(f"the profile cannot be written to {folder}: {failure.strerror}.") from failure
+        finally:
+            tracker.finish(status)
+    show(found, words)
+    console.print(f"trace (open in ui.perfetto.dev), tables and pictures: {folder}")
+    console.print(how_to_look(key), markup=False)
+
+
+def show(found: "Profile", words: list[str]) -> None:
+    """Time by class, the costliest kernels, and the findings."""
+    looks: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "title_justify": "left"}
+    title = f"{found.step:.2f} ms a step; forward {found.forward:.2f}, backward {found.backward:.2f}"
+    classes = Table("class", "ms a step", "share", title=title, **looks)
+    total = sum(found.by_class.values()) or 1.0
+    for kind, spent in found.by_class.items():
+        classes.add_row(kind, f"{spent:.3f}", f"{spent / total:.1%}")
+    for cause, spent in found.gaps.items():
+        classes.add_row(f"idle: {cause}", f"{spent:.3f}", "")
+    console.print(classes)
+    kernels = Table("kernel", "class", "calls", "ms", title="Costliest, over the recorded steps", **looks)
+    for kernel in found.kernels[:12]:
+        kernels.add_row(kernel.name[:70], kernel.kind, str(kernel.calls), f"{kernel.milliseconds:.3f}")
+    console.print(kernels)
+    console.print(f"attention ran by: {found.attention}")
+    for line in words:
+        console.print(f"- {line}")
+
+
+if __name__ == "__main__":
+    main()

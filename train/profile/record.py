@@ -1,0 +1,122 @@
+"""A few steps of the real loop, recorded under torch's profiler.
+
+In: a config, and a folder. Out: the numbers and findings of a profile, and beside them in the folder the trace, the
+memory timeline and ``profile.json``.
+"""
+
+import errno
+import gzip
+import os
+import shutil
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from infra.errors import UserError
+from infra.storage import write_json
+from train.config import Cycle, TrainConfig
+from train.loop import memory
+from train.loop.execution import arithmetic
+from train.loop.trainer import Trainer
+from train.profile import intensity, memory_timeline
+from train.profile.trace import FORWARD, Profile, analyse, findings
+
+WARM, STEPS = 3, 2
+"""Steps before and while recording."""
+
+
+def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
+    """Run a few steps of ``config`` under torch's profiler, and write what they show to ``folder``."""
+    steps = WARM + STEPS + 1  # the loop does not ask after its last whether to stop
+    config = replace(
+        config, steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0), keep_checkpoints=0, copy_to=None
+    )
+    moments: list[float] = []
+
+    def after_step() -> bool:
+        if trainer.step in (WARM, WARM + STEPS):
+            if cuda:
+                torch.cuda.synchronize(trainer.device)
+            if trainer.step == WARM:
+                recorder.start()
+            moments.append(time.perf_counter())
+            if trainer.step > WARM:
+                recorder.stop()
+        return False
+
+    trainer = Trainer(config, should_stop=after_step)
+    cuda = trainer.device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    recorder = torch.profiler.profile(
+        activities=activities, record_shapes=True, profile_memory=True, with_stack=True
+    )  # fmt: skip
+    plain = trainer.forward
+
+    def forward(*batch: torch.Tensor) -> torch.Tensor:
+        with torch.profiler.record_function(FORWARD):
+            return plain(*batch)
+
+    trainer.forward = forward
+    compiled = config.compile != "off"
+    with memory_timeline.history(folder, cuda=cuda), named_kernels() if compiled and not cuda else nullcontext():
+        result = trainer.run()
+    if result.outcome != "finished":
+        raise UserError(f"the run to profile ended early, {result.outcome}: {result.reason}.")
+    _export(recorder, folder / "trace.json.gz")
+    found = analyse(recorder.events() or [], STEPS, moments[1] - moments[0], cuda=cuda)
+    memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
+    length = config.model.context_length
+    tokens = torch.zeros(config.micro_batch, length, dtype=torch.int64, device=trainer.device)
+    work = {}
+    if trainer.config.attention != "flex":  # whose operator cannot be looked into
+
+        def once() -> None:
+            with torch.compiler.set_stance("force_eager"), arithmetic(trainer.config):
+                loss = trainer.model(tokens, tokens)
+            loss.backward()
+
+        try:
+            work = intensity.measure(once)
+        except RuntimeError as failure:  # eager, a compiled step's batch may need twice the memory: the rest is whole
+            if not memory.is_exhausted(failure):
+                raise
+    words = findings(found, optimizer=config.optimizer, compiled=compiled, cuda=cuda)
+    before = ", before compilation fuses anything" if compiled else ""
+    words += [f"{kind}: {counted.intensity:.1f} FLOPs a byte moved{before}." for kind, counted in work.items()]
+    write_json(folder / "profile.json", asdict(found) | {"findings": words})
+    return found, words
+
+
+def named_kernels() -> AbstractContextManager[None]:
+    """A context in which what is compiled for the CPU tells torch's profiler of each of its kernels, by name.
+
+    Otherwise their time is put down to the graph that calls them: the profiler sees what torch dispatches, and they
+    are called directly.
+    """
+    import torch._inductor.config as inductor  # takes a second, which uncompiled runs need not wait
+
+    return inductor.patch({"cpp.enable_kernel_profile": True})
+
+
+def _export(recorder: torch.profiler.profile, path: Path) -> None:
+    """Write the trace, compressed. Raises ``OSError`` when the disk is full, of which torch's writer only logs."""
+    written = path.with_suffix("")
+    try:
+        recorder.export_chrome_trace(str(written))
+        if not written.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with written.open("rb") as trace:
+            trace.seek(max(0, written.stat().st_size - 100))
+            if not trace.read().rstrip().endswith(b"}"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            trace.seek(0)
+            with gzip.open(path, "wb") as packed:
+                shutil.copyfileobj(trace, packed)
+    finally:
+        written.unlink(missing_ok=True)
+        written.with_name(f"{written.name}.tmp").unlink(missing_ok=True)  # torch's own, which it leaves when it fails

@@ -1,0 +1,1 @@
+"""How the next trial is chosen. Plain Python, without Ray."""

@@ -1,0 +1,151 @@
+"""A search in MLflow: one parent, and one child a trial, both opened and closed by the driver.
+
+A child is found again by its trial's key, and its last entry is the tag ``closed``: whatever was killed,
+a trial has one child, and a child without that tag is completed from the trial's row. A store that goes
+away between two trials stops neither: the rows on disk are what is complete.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from infra.command import errors
+from infra.errors import UserError
+from infra.tracking.key import RunKey
+from infra.tracking.store import create_run, find_runs, reopen_run
+from infra.tracking.tracker import Tracker
+from pipeline.shards import Manifest
+from tune.report import flat_row
+from tune.space import Space
+from tune.strategy.ranking import standings
+from tune.trial.row import OUTCOMES, Row
+from tune.trial.run import Request
+
+GIB = 2**30
+
+
+class Evidence:
+    """The children of one search's parent run."""
+
+    def __init__(self, parent: RunKey, manifest: Manifest, data: Path, space: Space) -> None:
+        self.parent = parent
+        self.manifest = manifest
+        self.data = data
+        self.space = space
+        self.closed = set(find_runs(parent, "closed", "true"))
+        self.complete: set[str] = set()
+        """Keys of trials whose child is known to be closed."""
+        self.running: RunKey | None = None
+
+    def start(self, request: Request) -> None:
+        """Open the child of a trial that is about to start, unless a killed driver opened it already."""
+        proposal = request.proposal
+        name = f"{request.number:03d} {self.space.label(proposal.candidate)}"
+        self.running = None
+        with self._patience():
+            self.running = self._child(request.key, name, proposal.stage)
+            reopen_run(self.running)
+
+    def abandon(self) -> None:
+        """Close the child of the trial that is running, which a resumed search will open again."""
+        if self.running and self.running.run_id not in self.closed:
+            with Tracker(self.running) as tracker:
+                tracker.finish("KILLED")
+
+    def catch_up(self, rows: Sequence[Row]) -> None:
+        """Complete the children of all trials that have ended, also of those that did so without driver or store."""
+        with self._patience():
+            for row in rows:
+                if row.key not in self.complete:
+                    self._complete(row)
+                    self.complete.add(row.key)
+
+    def _complete(self, row: Row) -> None:
+        """Complete a trial's child from its row, and close it. Raises ``UserError`` when the store is away."""
+        key = self._child(row.key, f"{row.number:03d} {self.space.label(row.candidate)}", row.stage)
+        if key.run_id in self.closed:
+            return
+        with Tracker(key) as tracker:
+            tracker.params(
+                {"micro_batch": row.candidate.micro_batch, "accumulation": row.accumulation}
+                | dict(row.candidate.knobs)
+                | {"stage": row.stage, "round": row.round}
+            )
+            tracker.metrics(metrics(row))  # at step 0, as train.report does
+            for step, seconds in enumerate(row.step_seconds, 1):
+                tracker.metrics({"time/step_seconds": seconds}, step)
+            tracker.data(self.data.name, self.manifest.fingerprint, str(self.data), self.manifest.splits, "training")
+            tracker.json(flat_row(row), "trial.json")
+            tracker.note(f"**{row.outcome}**: {row.reason}")
+            tracker.tags({"outcome": row.outcome, "reason": row.reason})
+            tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED")
+            tracker.tags({"closed": "true"})  # in a batch of its own: a batch sends its tags before it ends the run
+        self.closed.add(key.run_id)
+
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        """Go on where the store does not answer: the next trial's end, or a resumed search, makes up for it."""
+        try:
+            yield
+        except UserError as failure:
+            errors.print(f"{failure} The search goes on; MLflow gets this trial with the next that it can be told of.")
+
+    def _child(self, key: str, name: str, stage: str) -> RunKey:
+        found = find_runs(self.parent, "trial", key)
+        if found:
+            return RunKey(self.parent.store, self.parent.experiment_id, found[0], self.parent.journal)
+        return create_run("tune", name, parent=self.parent, tags={"kind": "trial", "trial": key, "stage": stage})
+
+
+def metrics(row: Row) -> dict[str, float | int | None]:
+    """A row's numbers under MLflow's grouped names."""
+    return {
+        "result/tokens_per_second": row.tokens_per_second,
+        "result/tokens_per_second_low": row.low,
+        "result/tokens_per_second_high": row.high,
+        "result/mfu": row.mfu,
+        "prediction/tokens_per_second": row.predicted_speed,
+        "prediction/memory_gib": row.predicted_memory and row.predicted_memory / GIB,
+        "memory/process_gib": row.memory and row.memory / GIB,
+        "memory/allocated_gib": row.allocated and row.allocated / GIB,
+        "memory/reserved_gib": row.reserved and row.reserved / GIB,
+        "memory/allocator_retries": row.allocator_retries,
+        "time/trial_seconds": row.seconds,
+        "time/compile_seconds": row.compile_seconds,
+        "time/data_wait_fraction": row.data_wait_fraction,
+        "loss/train": row.train_loss,
+    }
+
+
+def summary_metrics(rows: Sequence[Row], space: Space) -> dict[str, float | int | None]:
+    """A finished search's numbers, by which searches compare in MLflow's list."""
+    ranked = standings(rows)
+    best = ranked[0] if ranked else None
+    control = next((s for s in ranked if s.candidate == space.control), None)
+    return {
+        "result/tokens_per_second": best and best.tokens_per_second,
+        "result/tokens_per_second_low": best and best.low,
+        "result/tokens_per_second_high": best and best.high,
+        "result/speedup_over_control": best.tokens_per_second / control.tokens_per_second if best and control else None,
+        "memory/process_gib": best and best.memory / GIB,
+        "trials/all": len(rows),
+        **{f"trials/{outcome}": sum(row.outcome == outcome for row in rows) for outcome in OUTCOMES},
+        "time/device_seconds": sum(row.seconds for row in rows),
+    }
+
+
+def open_parent(
+    name: str, tracking_uri: str | None, tags: dict[str, str], space: Space, keep: Callable[[RunKey], None]
+) -> RunKey:
+    """The parent run of a new search, whose key ``keep`` writes to disk."""
+    study = "free global batch" if space.free else "fixed global batch"
+    labels = tags | {"kind": "search", "study": study}
+    return create_run("tune", name, tracking_uri=tracking_uri, tags=labels, keep=keep)
+
+
+def describe(tracker: Tracker, identity: dict[str, object], manifest: Manifest, data: Path) -> None:
+    """The parent's settings and data."""
+    flat = {name: value for name, value in identity.items() if not isinstance(value, dict)}
+    tracker.params(flat)
+    tracker.json(identity, "search.json")
+    tracker.data(data.name, manifest.fingerprint, str(data), manifest.splits, "training")

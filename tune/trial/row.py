@@ -1,0 +1,113 @@
+"""What a search asks for and what it gets: proposals in, rows out, one JSON file a row.
+
+A row's file is written by the trial itself, whole or not at all, before anything else hears of it.
+The files are therefore the search's only state: whoever is killed, what is on disk is what was done.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from infra.errors import UserError
+from infra.storage import write_json
+from tune.space import Candidate
+
+Stage = Literal["probe", "refine", "confirm"]
+Outcome = Literal["ok", "over_limit", "oom", "thrash", "stopped", "failed"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The next trial, and why. Memory in bytes, speeds in tokens per second."""
+
+    candidate: Candidate
+    stage: Stage
+    round: int = 0
+    """Which repetition of the candidate in this stage: a round of confirmations, or 1 for a trial with more time."""
+    predicted_memory: float | None = None
+    predicted_speed: float | None = None
+    bar: float | None = None
+    """Speed below which the trial cannot win and stops; None lets it run to its end."""
+
+    def key(self, space_key: str) -> str:
+        """Identity of this trial in the search over the space that ``space_key`` names."""
+        text = json.dumps([space_key, self.candidate.micro_batch, self.candidate.knobs, self.stage, self.round])
+        return f"m{self.candidate.micro_batch}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finished trial. Memory in bytes, speeds in tokens per second, times in seconds."""
+
+    key: str
+    number: int
+    """Place in the order in which trials were begun, from 1."""
+    stage: Stage
+    round: int
+    candidate: Candidate
+    accumulation: int
+    outcome: Outcome
+    reason: str
+    seconds: float
+    """From the request for a process to the result: what the trial cost."""
+    predicted_memory: float | None = None
+    predicted_speed: float | None = None
+    tokens_per_second: float | None = None
+    low: float | None = None
+    high: float | None = None
+    """95% interval of the speed."""
+    memory: int | None = None
+    """Peak of the process, which the limit is about."""
+    memory_source: str | None = None
+    allocated: int | None = None
+    reserved: int | None = None
+    allocator_retries: int = 0
+    rejected_steps: int = 0
+    """Steps left out of the speed: a recompilation or an allocator retry fell into them."""
+    mfu: float | None = None
+    compile_seconds: float | None = None
+    """The first step's time beyond a steady step: compilation, autotuning and warm-up."""
+    data_wait_fraction: float | None = None
+    train_loss: float | None = None
+    device: str | None = None
+    too_short: bool = False
+    """It failed because its time ended before enough steps were counted for a speed."""
+    step_seconds: list[float] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Row":
+        """Read back what :meth:`to_json` gave."""
+        candidate = values["candidate"]
+        knobs = tuple((name, value) for name, value in candidate["knobs"])
+        read: dict[str, Any] = values | {"candidate": Candidate(candidate["micro_batch"], knobs)}
+        return cls(**read)
+
+
+def write_row(folder: Path, row: Row) -> None:
+    """Keep ``row`` in ``folder``, durably."""
+    write_json(folder / f"{row.key}.json", row.to_json())
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """The rows kept in ``folder``, in the order in which their trials were begun. Raises ``UserError``."""
+    return sorted((_read_row(path) for path in folder.glob("m*.json")), key=lambda row: row.number)
+
+
+def _read_row(path: Path) -> Row:
+    try:
+        return Row.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError) as damage:
+        raise UserError(f"{path} is damaged ({damage}): remove it, and its trial runs again.") from damage
+
+
+def feasible(rows: Sequence[Row]) -> list[Row]:
+    """Rows that ran within the limit and have a speed: only these can win."""
+    return [row for row in rows if row.outcome in ("ok", "stopped") and row.tokens_per_second]

@@ -1,0 +1,199 @@
+"""One trial, in a process of its own: the bare training loop under a memory limit, and a row on disk.
+
+In: a request. Out: a row, on disk before Ray hears of it. A
+fresh process, because memory that one configuration leaves behind (segments, graphs, library
+workspaces) would count against the next. No MLflow here: the driver creates and closes the runs, since
+a process that may die at any moment leaves them open.
+"""
+
+import itertools
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infra.errors import first_line
+from infra.hardware import peak_flops
+from train.config import Cycle, TrainConfig, config_from_json
+from train.estimate.flops import flops_per_token, utilisation
+from train.loop.memory import is_exhausted
+from train.loop.memory_limit import Limit
+from train.loop.throughput import steady_state
+from train.loop.trainer import Trainer, pick_device
+from train.result import CycleReport, RunResult
+from tune.trial import early_stop
+from tune.trial.row import Outcome, Proposal, Row, write_row
+
+THRASHING_STEPS = 2
+"""Counted steps with allocator retries that make a trial one of thrashing: the allocator lives off freed cache."""
+
+SETTLING = 2
+"""Steps that may compile and retry: the first compiles, the second is the first with the optimizer's state."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """All that a trial's process is told. Sizes in bytes, times in seconds."""
+
+    key: str
+    number: int
+    proposal: Proposal
+    config: dict[str, Any]
+    memory_limit: int
+    most_steps: int
+    most_seconds: float
+    precision: float
+    """Half-width of the speed's interval, as a fraction, that ends the trial."""
+    folder: str
+    asked_at: float
+
+
+@dataclass
+class Watch:
+    """Follows a running trial step by step and decides when it ends."""
+
+    request: Request
+    step_tokens: int
+    limit: Limit
+    seconds: list[float] = field(default_factory=list)
+    counters: list[tuple[int, int]] = field(default_factory=list)
+    """(allocator retries, compiled graphs) after each step's launch; a change rejects the step."""
+    began: float = 0.0
+    verdict: str = ""
+
+    def on_cycle(self, report: CycleReport) -> None:
+        """Take a step's time; a cycle is one step here."""
+        self.began = self.began or time.monotonic()
+        self.seconds.append(report.train_seconds)
+
+    def should_stop(self) -> bool:
+        """Whether the step just launched is the last."""
+        self.counters.append(_counters(self.limit.device))
+        if self.limit.device.type == "cpu" and self.limit.used()[0] > self.limit.size:
+            self.verdict = "over the limit"
+        elif self.began and time.monotonic() - self.began > self.request.most_seconds:
+            self.verdict = "time"
+        else:
+            bar = self.request.proposal.bar
+            self.verdict = (
+                early_stop.verdict(
+                    self.counted(),
+                    bar_seconds=self.step_tokens / bar if bar else None,
+                    precision=self.request.precision,
+                )
+                or ""
+            )
+        return bool(self.verdict)
+
+    def counted(self) -> list[float]:
+        """Seconds of the steps without the rejected ones."""
+        rejected = self.rejected()
+        return [seconds for step, seconds in enumerate(self.seconds) if step not in rejected]
+
+    def rejected(self) -> set[int]:
+        """Steps from the third on during which something was compiled or the allocator had to free its cache."""
+        return {i for i in range(SETTLING, len(self.counters)) if self.counters[i] != self.counters[i - 1]}
+
+    def retried(self) -> int:
+        """Steps from the third on with an allocator retry."""
+        retries = [retries for retries, _ in self.counters]
+        return sum(a != b for a, b in itertools.pairwise(retries[SETTLING - 1 :]))
+
+
+def run(request: Request) -> Row:
+    """Run the trial and keep its row; never raises for what the configuration does."""
+    config = trial_config(request)
+    watch: Watch | None = None
+    result: RunResult | None = None
+    try:
+        watch = Watch(request, config.step_tokens, Limit.impose(request.memory_limit, pick_device(config).type))
+        result = Trainer(config, on_cycle=watch.on_cycle, should_stop=watch.should_stop).run()
+        watch.counters.append(_counters(watch.limit.device))
+        outcome, reason = judge(watch, result)
+    except Exception as failure:  # noqa: BLE001 a trial that fails is a row like any other
+        if isinstance(failure, RuntimeError) and is_exhausted(failure):
+            outcome, reason = "oom", first_line(failure)
+        else:
+            outcome, reason = "failed", f"{type(failure).__name__}: {first_line(failure)}"
+            (Path(request.folder) / f"{request.key}.txt").write_text(traceback.format_exc(), encoding="utf-8")
+    row = make_row(request, config, watch, result, outcome, reason)
+    write_row(Path(request.folder), row)
+    return row
+
+
+def trial_config(request: Request) -> TrainConfig:
+    """The run of one trial: the candidate's, a step a cycle, without validation."""
+    config = config_from_json(request.config, "the trial's config")
+    return replace(config, steps=request.most_steps, tokens=None, time_budget=None, cycle=Cycle(1, 0))
+
+
+def judge(watch: Watch, result: RunResult) -> tuple[Outcome, str]:
+    """The outcome of a run that returned, and its reason in words."""
+    if result.outcome == "oom":
+        return "oom", result.reason
+    if excess := watch.limit.excess():
+        return "over_limit", excess
+    if result.outcome == "diverged":
+        return "failed", result.reason
+    if watch.retried() >= THRASHING_STEPS:
+        return "thrash", f"the allocator had to free its cache in {watch.retried()} steps"
+    measured = steady_state(watch.counted(), watch.step_tokens)
+    if measured is None:
+        counted = f"only {len(watch.counted())} steps could be counted"
+        if watch.verdict == "time":
+            return "failed", f"{counted} in the trial's time, too few for a speed: raise --trial-time"
+        return "failed", f"{counted}, too few for a speed"
+    if watch.verdict == "cannot win":
+        return "stopped", f"cannot reach {watch.request.proposal.bar:,.0f} tokens/s after {measured.steps} steps"
+    ended = {"precise": "the interval is narrow enough", "time": "the trial's time is used up"}
+    note = f"; {len(watch.rejected())} steps rejected" if watch.rejected() else ""
+    return "ok", ended.get(watch.verdict, f"ran its {result.steps} steps") + note
+
+
+def make_row(
+    request: Request, config: TrainConfig, watch: Watch | None, result: RunResult | None, outcome: Outcome, reason: str
+) -> Row:
+    """The trial's row from whatever was measured before it ended."""
+    measured = steady_state(watch.counted(), config.step_tokens) if watch else None
+    used, source = watch.limit.used() if watch else (None, None)
+    peak = peak_flops(result.device) if result else None
+    steady = config.step_tokens / measured.tokens_per_second if measured else None
+    return Row(
+        key=request.key,
+        number=request.number,
+        stage=request.proposal.stage,
+        round=request.proposal.round,
+        candidate=request.proposal.candidate,
+        accumulation=config.accumulation,
+        outcome=outcome,
+        reason=reason,
+        seconds=time.time() - request.asked_at,
+        predicted_memory=request.proposal.predicted_memory,
+        predicted_speed=request.proposal.predicted_speed,
+        tokens_per_second=measured.tokens_per_second if measured else None,
+        low=measured.low if measured else None,
+        high=measured.high if measured else None,
+        memory=used,
+        memory_source=source,
+        allocated=result.memory.allocated if result else None,
+        reserved=result.memory.reserved if result else None,
+        allocator_retries=result.memory.allocator_retries if result else 0,
+        rejected_steps=len(watch.rejected()) if watch else 0,
+        mfu=utilisation(measured.tokens_per_second, flops_per_token(config.model), peak, 1) if measured else None,
+        compile_seconds=max(0.0, watch.seconds[0] - steady) if watch and steady else None,
+        data_wait_fraction=result.data_wait_fraction if result else None,
+        train_loss=result.train_loss if result else None,
+        device=result.device if result else None,
+        too_short=outcome == "failed" and measured is None and watch is not None and watch.verdict == "time",
+        step_seconds=watch.seconds if watch else [],
+    )
+
+
+def _counters(device: torch.device) -> tuple[int, int]:
+    retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0) if device.type == "cuda" else 0
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return retries, dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
