@@ -75,7 +75,6 @@ def run(
     atexit.register(gc.freeze)  # or the last look, at all that is left anyway, takes 0.7 s
     _insist_on_interrupts()
     heed_termination()
-    _leave_in_time()
     prog = f"python -m {module}"
     for word in sys.argv[1:]:
         if re.search("[\ud800-\udfff]", word):  # bytes that were no text
@@ -91,7 +90,8 @@ def run(
         console.on_broken_pipe()
         sys.exit(0)
     try:
-        code = main(parsed)
+        with _leaving_in_time():
+            code = main(parsed)
     except UserError as mistake:
         refuse(mistake)
     except OSError as failure:
@@ -176,26 +176,36 @@ def _insist_on_interrupts() -> None:
 
 
 @functools.cache
-def _leave_in_time() -> None:
-    """End this process ``LEAVING_SECONDS`` after the first Ctrl-C, SIGTERM or SIGHUP, whatever it is stuck in.
+@contextmanager
+def _leaving_in_time() -> Iterator[None]:
+    """While the block runs, end this process ``LEAVING_SECONDS`` after the first Ctrl-C, SIGTERM or SIGHUP.
 
     The descriptor is written by Python's C handler: also where the main thread does not return from a call into Ray,
     and whichever handlers Ray Tune has put in the place of ours.
     """
     if threading.current_thread() is not threading.main_thread():
+        yield
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    ended = threading.Event()
 
     def watch() -> None:
-        while os.read(reader, 1)[0] not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            pass
-        time.sleep(LEAVING_SECONDS)
-        errors.print("Interrupted, and left without waiting any longer. What was finished is kept.")
-        os._exit(INTERRUPTED)
+        with os.fdopen(reader, "rb", buffering=0) as signals:
+            while (number := signals.read(1)) and number[0] not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                pass
+        if number and not ended.wait(LEAVING_SECONDS):
+            errors.print("Interrupted, and left without waiting any longer. What was finished is kept.")
+            os._exit(INTERRUPTED)
 
     threading.Thread(target=watch, name="leaving", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        signal.set_wakeup_fd(before)
+        os.close(writer)
 
 
 def flag_value(flag: str) -> str | None:

@@ -100,6 +100,15 @@ def small_model() -> ModelConfig:
 
 
 @pytest.fixture(autouse=True)
+def signals_as_they_were() -> Iterator[None]:
+    """Ray Train leaves handlers behind that call into a Ray which is gone by the next test."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
 def no_store_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow's fluent functions put their store into the environment, where the next test would find it."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")

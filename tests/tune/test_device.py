@@ -71,13 +71,13 @@ def test_weights_gradients_and_optimizer_must_fit() -> None:
     assert device.memory_limit(replace(config, memory_limit=2 * 10**9), "cpu") == 2 * 10**9
 
 
-def test_a_trial_gets_what_every_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_gets_what_the_largest_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = [{"CPU": 16.0, "GPU": 4.0}, {"CPU": 6.0, "GPU": 2.0}, {"CPU": 8.0}, {"CPU": 0.0, "memory": 1.0}]
     nodes = [{"Alive": True, "Resources": kind} for kind in kinds]
     nodes.append({"Alive": False, "Resources": {"CPU": 1.0, "GPU": 1.0}})
     monkeypatch.setattr("ray.nodes", lambda: nodes)
-    assert trial_resources(use_gpu=False) == {"CPU": 6.0}
-    assert trial_resources(use_gpu=True) == {"CPU": 3.0, "GPU": 1}
+    assert trial_resources(use_gpu=False) == {"CPU": 16.0}
+    assert trial_resources(use_gpu=True) == {"CPU": 4.0, "GPU": 1}, "a GPU's share of its machine"
 
 
 def test_a_variable_set_to_nothing_hides_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

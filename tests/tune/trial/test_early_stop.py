@@ -20,7 +20,8 @@ def test_a_trial_as_fast_as_the_bar_is_seldom_stopped(benchmark: Benchmark, corr
 def test_a_slow_trial_is_stopped_early(benchmark: Benchmark) -> None:
     simulation = benchmark("false_stops")
     stops = [simulation.stopped_after(simulation.steps(seed, 1.1, 0.5), 1.0) for seed in range(50)]
-    assert all(stop is not None and stop <= 2 * FEWEST for stop in stops)
+    assert all(stop is not None and stop <= 3 * FEWEST for stop in stops)
+    assert sum(stop is not None and stop <= 2 * FEWEST for stop in stops) >= 0.95 * len(stops)
 
 
 def test_it_ends_when_the_speed_is_known() -> None:
