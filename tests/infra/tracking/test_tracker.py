@@ -137,13 +137,13 @@ def test_of_a_tag_that_is_set_during_an_outage_and_afterwards_the_later_value_st
         database.rename("mlflow.db")
         tracker.tags({"state": "second"})
         tracker.tags({f"tag.{number}": number for number in range(200)})  # more than MLflow takes in one call
-        tracker.tags({"state": "third"})
+        tracker.tags({"state": "third", "other": "third"})
         assert tracker.flush()
         assert journal.exists()
         monkeypatch.setattr(tracker, "_retry_at", 0.0)
         tracker.tags({"state": "last"})
     tags = MlflowClient(key.store).get_run(key.run_id).data.tags
-    assert (tags["state"], tags["other"], tags["tag.199"]) == ("last", "first", "199")
+    assert (tags["state"], tags["other"], tags["tag.199"]) == ("last", "third", "199")
 
 
 def test_a_batch_of_tags_alone_is_sent() -> None:
