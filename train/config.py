@@ -135,7 +135,7 @@ class TrainConfig:
     loader_workers: int = 0
     """Threads that read batches ahead; 0: the loop reads the next one itself, while the device computes."""
     accelerator: str | None = None
-    """Kind of GPU that Ray must give the workers, as Ray names it: A100, H200. A name that the cluster lacks waits."""
+    """Kind of GPU that Ray must give the workers, as Ray names it: A100, H200. One that Ray lacks is refused."""
 
     steps: int | None = None
     """Optimizer steps to train for. Without this, --tokens and --time-budget, one epoch."""

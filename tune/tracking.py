@@ -14,14 +14,13 @@ from infra.errors import UserError
 from infra.tracking.key import RunKey
 from infra.tracking.store import create_run, find_runs, reopen_run
 from infra.tracking.tracker import Tracker
+from infra.units import GIB
 from pipeline.shards import Manifest
 from tune.report import flat_row
 from tune.space import Space
 from tune.strategy.ranking import standings
 from tune.trial.row import OUTCOMES, Row
 from tune.trial.run import Request
-
-GIB = 2**30
 
 
 class Evidence:

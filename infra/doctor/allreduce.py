@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from infra.cluster import connected
+from infra.cluster import connected, placing
 from infra.errors import UserError
 
 SIZES = (2**18, 2**22, 2**26)
@@ -38,13 +38,15 @@ def measure(workers: int, address: str | None = None) -> Reduced:
         if resources.get("CPU", 0) < workers:
             raise UserError(f"--workers {workers} needs a core each and Ray has {resources.get('CPU', 0):g}.")
         use_gpu = resources.get("GPU", 0) >= workers
+        each = {"GPU": 1.0} if use_gpu else {"CPU": 1.0}
         with tempfile.TemporaryDirectory() as folder:
             trainer = ray.train.torch.TorchTrainer(
                 reduce_all,
-                scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu),
+                scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu, resources_per_worker=each),
                 run_config=ray.train.RunConfig(name="allreduce", storage_path=folder),
             )
-            found = trainer.fit().return_value
+            with placing("the all-reduce", [each] * workers, lambda: False):
+                found = trainer.fit().return_value
     assert found is not None
     return Reduced(workers, found["backend"], found["rates"])
 

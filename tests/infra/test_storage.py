@@ -3,14 +3,17 @@
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from infra.errors import UserError
-from infra.storage import TEMPORARY, atomic_file, clear_temporaries, write_json
+from infra.storage import TEMPORARY, atomic_file, clear_temporaries, held, write_json
 
 
 def test_an_error_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
@@ -65,3 +68,66 @@ def test_a_disk_that_takes_no_more_is_a_sentence_and_leaves_the_old_file(tmp_pat
         write_json(tmp_path / "gone" / "manifest.json", {})
     assert target.read_text() == '{\n  "old": 1\n}\n'
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
+def test_a_written_file_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is on the disk before it takes the name, and the name before the writer continues."""
+    target, done = tmp_path / "manifest.json", list[tuple[str, int]]()
+    fsync, replace = os.fsync, os.replace
+
+    def recorded_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        state = os.fstat(descriptor)
+        done.append(("folder", state.st_ino) if stat.S_ISDIR(state.st_mode) else ("file", state.st_size))
+
+    def recorded_replace(source: Path, destination: Path) -> None:
+        replace(source, destination)
+        done.append(("named", destination.stat().st_size))
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    with atomic_file(target) as file:
+        file.write(b"x" * 100)
+    assert done == [("file", 100), ("named", 100), ("folder", tmp_path.stat().st_ino)]
+
+
+def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:
+    """Also within one process, and it is free once the block has ended, by an error too."""
+    lock = tmp_path / "lock"
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom infra.errors import UserError\nfrom infra.storage import held\n"
+        "try:\n    with held(Path(sys.argv[1]), 'taken'):\n        print('held')\n"
+        "except UserError as refusal:\n    print(refusal)\n"
+    )
+
+    def other_process() -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(lock)], env=os.environ | {"PYTHONPATH": str(Path.cwd())},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return done.stdout.strip()
+
+    def fail_while_held() -> None:
+        with held(lock, "taken"):
+            raise RuntimeError("half way")
+
+    with held(lock, "taken"):
+        for patience in (0.0, 0.15):
+            with pytest.raises(UserError, match="taken"), held(lock, "taken", patience=patience):
+                pass
+        assert other_process() == "taken"
+    with pytest.raises(RuntimeError, match="half way"):
+        fail_while_held()
+    with held(lock, "taken"):
+        pass
+    assert other_process() == "held"
+
+
+def test_a_lock_is_waited_for(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    with ExitStack() as first:
+        first.enter_context(held(lock, "taken"))
+        release = threading.Timer(0.15, first.close)
+        release.start()
+        with held(lock, "taken", patience=30.0):
+            release.join()

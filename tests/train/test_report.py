@@ -74,7 +74,7 @@ def test_a_cycle_in_mlflow_has_each_steps_loss_at_its_step() -> None:
 
 
 def test_a_result_in_mlflow(config: TrainConfig, make_result: Make) -> None:
-    memory = Memory(2 * GIB, 3 * GIB, 4 * GIB, "nvml", allocator_retries=5)
+    memory = Memory(2 * 2**30, 3 * 2**30, 2**32, "nvml", allocator_retries=5)
     result = make_result(memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=palm(config.model))
     assert report.result_metrics(result) == {
         "result/tokens_per_second": 1000.0, "result/tokens_per_second_low": 990.0,
@@ -89,7 +89,7 @@ def test_a_result_in_mlflow(config: TrainConfig, make_result: Make) -> None:
     for device, kind in (("cpu", "cpu"), ("NVIDIA H100", "cuda")):
         total = predict_peak(replace(config, device=kind)).total
         found = report.prediction_metrics(config, replace(result, device=device))
-        assert found == {"memory/predicted_gib": total / GIB, "memory/prediction_error": total / (4 * GIB) - 1}
+        assert found == {"memory/predicted_gib": total / 2**30, "memory/prediction_error": total / 2**32 - 1}
 
 
 def test_what_is_about_to_be_trained(

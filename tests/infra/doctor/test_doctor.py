@@ -1,9 +1,11 @@
 """The doctor: it measures what is there, names what is wrong with its mend, and leaves JSON that ladders read."""
 
 import json
+import os
 import resource
 import sys
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,6 +60,36 @@ def test_the_whole_examination(
     (experiment,) = [e for e in client.search_experiments() if e.name == "doctor"]
     runs = client.search_runs([experiment.experiment_id])
     assert sorted("matmul/fp32" in run.data.metrics for run in runs) == [False, True], "the quick one measured nothing"
+
+
+@pytest.mark.usefixtures("working_folder")
+def test_the_exit_code_tells_what_stops_training_from_what_disturbs_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert command(monkeypatch, "--quick") == 0
+    assert "keeps" not in capfd.readouterr().out
+    monkeypatch.setattr(os, "getloadavg", lambda: (9999.0, 0.0, 0.0))
+    assert command(monkeypatch, "--quick") == 0, "a busy machine trains, if slowly"
+    assert "other work keeps 9999.0 of" in capfd.readouterr().out
+
+    def version(package: str) -> str:
+        if package == "ray":
+            raise PackageNotFoundError(package)
+        return "1.0"
+
+    monkeypatch.setattr(checks, "version", version)
+    for load in (0.0, 9999.0):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert command(monkeypatch, "--quick") == 1
+        assert "pip install ray" in capfd.readouterr().out
+
+
+def test_a_machine_is_busy_when_other_work_keeps_more_than_half_of_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
+    for load, busy in ((2.0, False), (2.1, True)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert ("load" in wrong(checks.cpu())) is busy
 
 
 def test_a_full_disk_is_one_sentence(

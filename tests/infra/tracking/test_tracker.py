@@ -16,6 +16,7 @@ from mlflow.tracking import MlflowClient
 
 from infra.errors import UserError
 from infra.tracking import tracker as tracking
+from infra.tracking.journal import send
 from infra.tracking.store import create_run, find_runs, open_store
 from infra.tracking.tracker import Tracker
 
@@ -96,11 +97,13 @@ def test_entries_survive_the_server_and_arrive_later(
         key = create_run("train", "outage", tracking_uri=f"http://127.0.0.1:{free_port}")
         tracker = Tracker(key)
         tracker.metrics({"loss": 1.0}, 1)
+        tracker.tags({"state": "before"})
         assert tracker.flush()
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         started = time.monotonic()
         tracker.metrics({"loss": 2.0}, 2)
+        tracker.tags({"state": "meanwhile"})
         assert time.monotonic() - started < 0.1, "logging waited for a dead server"
         assert tracker.flush()
         journal = Path(key.journal) / f"{key.run_id}.jsonl"
@@ -108,12 +111,48 @@ def test_entries_survive_the_server_and_arrive_later(
     time.sleep(0.6)
     with mlflow_server(tmp_path, free_port):
         tracker.metrics({"loss": 3.0}, 3)
+        tracker.tags({"state": "after"})
         assert tracker.flush()
         client = MlflowClient(key.store)
         history = client.get_metric_history(key.run_id, "loss")
         assert sorted(point.value for point in history) == [1.0, 2.0, 3.0]
-        assert "entries" in client.get_run(key.run_id).data.tags["tracking.delivered_late"]
+        tags = client.get_run(key.run_id).data.tags
+        assert "entries" in tags["tracking.delivered_late"]
+        assert tags["state"] == "after"
         assert not journal.exists()
+
+
+def test_of_a_tag_that_is_set_during_an_outage_and_afterwards_the_later_value_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store loses its database and gets it back; the third value comes before the next attempt is due."""
+    monkeypatch.setattr(tracking, "BATCH_SECONDS", 0.0)
+    key = create_run("train", "outage")
+    journal = Path(key.journal) / f"{key.run_id}.jsonl"
+    with Tracker(key) as tracker:
+        database = Path("mlflow.db").rename("away.db")
+        tracker.tags({"state": "first", "other": "first"})
+        assert tracker.flush()
+        assert journal.exists()
+        database.rename("mlflow.db")
+        tracker.tags({"state": "second"})
+        tracker.tags({f"tag.{number}": number for number in range(200)})  # more than MLflow takes in one call
+        tracker.tags({"state": "third", "other": "third"})
+        assert tracker.flush()
+        assert journal.exists()
+        monkeypatch.setattr(tracker, "_retry_at", 0.0)
+        tracker.tags({"state": "last"})
+    tags = MlflowClient(key.store).get_run(key.run_id).data.tags
+    assert (tags["state"], tags["other"], tags["tag.199"]) == ("last", "third", "199")
+
+
+def test_a_batch_of_tags_alone_is_sent() -> None:
+    key = create_run("train", "tags")
+    client = MlflowClient(key.store)
+    send(client, key.run_id, [{"kind": "tag", "key": "state", "value": "known"}])
+    send(client, key.run_id, [{"kind": "tag", "key": f"tag.{n}", "value": str(n)} for n in range(150)])
+    tags = client.get_run(key.run_id).data.tags
+    assert (tags["state"], tags["tag.0"], tags["tag.149"]) == ("known", "0", "149")
 
 
 def test_an_interrupted_command_leaves_whatever_holds_its_writer_up(monkeypatch: pytest.MonkeyPatch) -> None:
