@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -224,12 +225,22 @@ def test_dropout_differs_between_steps_and_workers(config: TrainConfig) -> None:
     """The random states from which a worker's forward passes draw are new ones, and the same when it starts again."""
     config = dataclasses.replace(config, steps=4, model=dataclasses.replace(config.model, dropout=0.2))
 
+    class Enough(Exception):
+        """Ends a worker that is not the first, which only the first could end."""
+
     def states(rank: int) -> list[bytes]:
         trainer, seen = Trainer(config), list[bytes]()
         trainer.workers.rank = rank
-        trainer.model.register_forward_pre_hook(lambda *_: seen.append(torch.get_rng_state().numpy().tobytes()))
-        trainer.run()
-        return seen[: config.steps]
+
+        def see(*_: Any) -> None:
+            if len(seen) == config.steps:
+                raise Enough
+            seen.append(torch.get_rng_state().numpy().tobytes())
+
+        trainer.model.register_forward_pre_hook(see)
+        with suppress(Enough):
+            trainer.run()
+        return seen
 
     found = [states(rank) for rank in (0, 1, 2)]
     assert len({state for seen in found for state in seen}) == 3 * 4
