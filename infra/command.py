@@ -8,7 +8,6 @@ are pickled by value.
 
 import atexit
 import errno
-import functools
 import gc
 import os
 import re
@@ -174,7 +173,6 @@ def _insist_on_interrupts() -> None:
     sys.unraisablehook = insist
 
 
-@functools.cache
 @contextmanager
 def _leaving_in_time() -> Iterator[None]:
     """While the block runs, end this process ``LEAVING_SECONDS`` after the first Ctrl-C, SIGTERM or SIGHUP.
@@ -194,9 +192,9 @@ def _leaving_in_time() -> Iterator[None]:
         with os.fdopen(reader, "rb", buffering=0) as signals:
             while (number := signals.read(1)) and number[0] not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 pass
-        if number and not ended.wait(LEAVING_SECONDS):
-            errors.print("Interrupted, and left without waiting any longer. What was finished is kept.")
-            os._exit(INTERRUPTED)
+            if number and not ended.wait(LEAVING_SECONDS):
+                errors.print("Interrupted, and left without waiting any longer. What was finished is kept.")
+                os._exit(INTERRUPTED)
 
     threading.Thread(target=watch, name="leaving", daemon=True).start()
     try:
