@@ -143,7 +143,7 @@ def test_the_hugging_face_hub_is_read(hub: str, tmp_path: Path, write_books: Cal
     program = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from test_files import books_of
+from test_object_storage import books_of
 from infra.errors import UserError
 print(json.dumps({name: data.decode() for name, data in books_of("hf://datasets/org/books/data").items()}))
 from infra import storage
