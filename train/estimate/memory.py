@@ -110,8 +110,10 @@ def predict_peak(config: TrainConfig) -> Anatomy:
         logits = max(logits, tokens * product * model.padded_vocabulary / chunks + product * head_parameters)
     whole = config.compile in WHOLE_GRAPH
     # A tied head's gradient waits for the embedding's; autograd adds the two, and both to what has been accumulated.
+    # The fused loss's is a tensor of its own, to which the embedding's is added in place (can_accumulate_inplace in
+    # torch/csrc/autograd/input_buffer.cpp).
     waiting = head if model.tied or not accumulated else 0
-    sums = head * (2 * model.tied + bool(accumulated))
+    sums = head * ((1 if chunks else 2) * model.tied + bool(accumulated))
     at_the_end = all_gradients
     if whole:  # whose gradients come all at once, and the embedding's within
         sums, at_the_end = head * model.tied, all_gradients + accumulated
