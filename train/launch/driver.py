@@ -21,11 +21,8 @@ import ray
 import ray.train
 import ray.train.torch
 from ray.exceptions import RayActorError
-from ray.train import UserCallback
-from ray.train.backend import BackendConfig
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
 from infra.cluster import Node, connected, cores_each, eligible_nodes, placing, ray_files
 from infra.command import INTERRUPTED, errors
@@ -36,6 +33,7 @@ from train.checkpoint.progress import read_progress
 from train.checkpoint.run_folder import Follower, RunFolder
 from train.config import TrainConfig
 from train.data.source import absolute
+from train.launch.controller import Alone, AsItIs, Presence
 from train.launch.worker import train_function
 from train.loop.execution import worker_environment
 from train.report import cycle_metrics
@@ -228,37 +226,3 @@ def stop_on_signal(flag: Path) -> Iterator[list[float]]:
         if not flag.exists():
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-
-class Alone(BackendConfig):
-    """One worker, which needs no process group."""
-
-    backend = "none"
-
-
-class AsItIs(FixedScalingPolicy):
-    """So many workers on the cluster as it is: the process that would ask it to grow is not started."""
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        """Register with nobody."""
-
-    def _maybe_send_resource_request(self) -> None:
-        pass
-
-
-class Presence(UserCallback):
-    """Keeps the file at ``path``, on the driver's machine, for as long as all workers have begun and none has failed.
-
-    The driver cannot tell from Ray Train otherwise whether its workers have been placed, at first or after a failure.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def after_report(self, *_: Any, **__: Any) -> None:
-        """Workers report once, when they begin."""
-        self.path.touch()
-
-    def after_exception(self, *_: Any, **__: Any) -> None:
-        """The group is gone; Ray Train starts another one."""
-        self.path.unlink(missing_ok=True)
