@@ -15,13 +15,10 @@ from typing import TYPE_CHECKING
 
 from infra.command import uninterrupted
 
+from infra.tracking.key import RunKey
+
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
-
-from mlflow.tracking import MlflowClient
-
-from infra.tracking import open_runs
-from infra.tracking.key import RunKey
 
 TAG = "tracking.note"
 """Names the note that a run was created under, by which the run is found when its id did not reach the note."""
@@ -107,4 +104,4 @@ def close_own() -> None:
 
 def note_of(key: RunKey) -> Path:
     """Where it is noted that the run is open."""
-    return Path(key.journal) / f"{key.run_id}{open_runs.OPEN}"
+    return Path(key.journal) / f"{key.run_id}{OPEN}"
