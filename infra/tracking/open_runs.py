@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra.command import uninterrupted
-
 from infra.tracking.key import RunKey
 
 if TYPE_CHECKING:
