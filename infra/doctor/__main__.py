@@ -71,10 +71,10 @@ def examine(options: DoctorOptions) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
         raise UserError(f"--out {options.out} cannot be made: {failure.strerror}.") from failure
-    checks = checks.checks(device, options.out)
-    print_checks(checks)
+    results = checks.checks(device, options.out)
+    print_checks(results)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    found: dict[str, object] = {"device": name, "checks": [asdict(check) for check in checks]}
+    found: dict[str, object] = {"device": name, "checks": [asdict(check) for check in results]}
     metrics: dict[str, float] = {}
     rates: dict[str, dict[str, float]] = {}
     if not options.quick:
@@ -111,17 +111,17 @@ def examine(options: DoctorOptions) -> int:
         tracker.metrics(metrics)
         tracker.json(found, "doctor.json")
         tracker.note(
-            "\n".join(f"- {'✗' if check.mend else '✓'} {check.name}: {check.value} {check.mend}" for check in checks)
+            "\n".join(f"- {'✗' if check.mend else '✓'} {check.name}: {check.value} {check.mend}" for check in results)
         )
         tracker.finish()
     console.print(f"{kept}; {time.perf_counter() - began:.0f} s")
-    return int(any(check.mend and check.fatal for check in checks))
+    return int(any(check.mend and check.fatal for check in results))
 
 
-def print_checks(checks: "list[checks.Check]") -> None:
+def print_checks(results: "list[checks.Check]") -> None:
     """A line a check; red with the mend where something is wrong."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for check in checks:
+    for check in results:
         sign, style = ("✗", "red") if check.mend else ("✓", "green")
         value = command.escape(check.value) + (f"\n{command.escape(check.mend)}" if check.mend else "")
         table.add_row(f"[{style}]{sign}[/{style}]", check.name, f"[red]{value}[/red]" if check.mend else value)
