@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from infra.errors import UserError
+from infra.schema import strict
 from infra.storage import is_remote
 from infra.units import Bytes
 
@@ -21,6 +22,7 @@ MIRROR = "https://gutenberg.pglaf.org"
 SAMPLE = "sample"
 
 
+@strict
 @dataclass(frozen=True, kw_only=True)
 class Reading:
     """How sources become clean books, of shards and of a stream alike. Refuses itself with ``UserError``."""

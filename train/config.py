@@ -7,25 +7,18 @@ when it is made, by a sentence that names both fields. Suites and searches vary 
 
 import json
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tyro
+from pydantic import BeforeValidator, PlainSerializer
 
 from infra.errors import UserError
+from infra.schema import from_json, strict, to_json
 from infra.units import SecondsOrNone, one_word
-from infra.values import refuse_other_types
 from pipeline.config import Reading
-from train.model_config import PRESETS, Model, ModelConfig, parse_model
-
-if TYPE_CHECKING:
-    from train.config import TrainConfig
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from train.config import TrainConfig
-
+from train.model_config import PRESETS, Model
 
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16", "bf16-activations"]
 Attention = Literal["auto", "manual", "sdpa", "flash", "cudnn", "efficient", "flex"]
@@ -57,9 +50,15 @@ class Cycle:
         return f"{self.train}+{self.val}"
 
 
-CycleText = Annotated[Cycle, one_word("N+M", Cycle, Cycle.parse, str)]
+CycleText = Annotated[
+    Cycle,
+    one_word("N+M", Cycle, Cycle.parse, str),
+    BeforeValidator(lambda text: Cycle.parse(str(text))),
+    PlainSerializer(str),
+]
 
 
+@strict
 @dataclass(frozen=True)
 class TrainConfig:
     """One training run. The first group is the mathematics, the second how it is executed, the third how long."""
@@ -182,56 +181,15 @@ class TrainConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The config as JSON values; :func:`config_from_json` reads it back."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values |= {"data": str(self.data), "model": asdict(self.model), "cycle": str(self.cycle)}
-        if self.stream:
-            return values | {"reading": asdict(self.reading)}
-        del values["reading"]  # without a stream it says nothing, and what was saved before it existed stays equal
+        values = to_json(self)
+        if not self.stream:
+            del values["reading"]  # it says nothing then, and what was saved before it existed stays equal
         return values
 
 
-def config_from_json(values: dict[str, Any], source: str) -> TrainConfig:
-    """The config that ``values`` describe; ``source`` names where they come from in a refusal."""
-    if not isinstance(values, dict):
-        raise UserError(f"{source} holds {values!r} where the settings of a run belong.")
-    known = {field.name: field.type for field in fields(TrainConfig)}
-    unknown = sorted(set(values) - known.keys())
-    if unknown:
-        raise UserError(f"{source} has the unknown setting {unknown[0]!r}; the settings are {', '.join(known)}.")
-    values = dict(values)
-    try:
-        if "data" in values:
-            values["data"] = Path(values["data"])
-        if "model" in values:
-            model = values["model"]
-            values["model"] = parse_model(model) if isinstance(model, str) else model_from_json(model)
-        if "reading" in values:
-            values["reading"] = reading_from_json(values["reading"])
-        if "cycle" in values:
-            values["cycle"] = Cycle.parse(str(values["cycle"]))
-        for name in ("naive", "stream"):
-            if isinstance(values.get(name), list):
-                values[name] = tuple(values[name])
-        refuse_other_types(values, TrainConfig)
-        return TrainConfig(**values)
-    except UserError as mistake:
-        raise UserError(f"{source}: {mistake}") from mistake
-    except TypeError as mistake:
-        raise UserError(f"{source} does not describe a run: {mistake}.") from mistake
-
-
-def model_from_json(values: dict[str, Any]) -> ModelConfig:
-    """The model of these sizes. Raises ``UserError``, or ``TypeError`` for what is no model's field."""
-    refuse_other_types(values, ModelConfig)
-    return ModelConfig(**values)
-
-
-def reading_from_json(values: dict[str, Any]) -> Reading:
-    """How books are read, by these settings. Raises ``UserError``, or ``TypeError`` for what is no such setting."""
-    if isinstance(values, dict) and isinstance(values.get("languages"), list):
-        values = values | {"languages": tuple(values["languages"])}
-    refuse_other_types(values, Reading)
-    return Reading(**values)
+def config_from_json(values: Any, source: str) -> TrainConfig:
+    """The config that ``values`` describe; ``source`` names where they come from in a refusal. Raises ``UserError``."""
+    return from_json(TrainConfig, values, source)
 
 
 def load_config(path: Path, flag: str = "--config") -> TrainConfig:
@@ -267,7 +225,7 @@ WHOLE_GRAPH = ("whole", "max-autotune", "reduce-overhead")
 """Settings of ``--compile`` that make one graph of the model."""
 
 
-def refuse_contradictions(config: "TrainConfig") -> None:
+def refuse_contradictions(config: TrainConfig) -> None:
     """Raise ``UserError`` for the first rule that ``config`` breaks."""
     _choices(config)
     _sizes(config)
@@ -280,7 +238,7 @@ def refuse_contradictions(config: "TrainConfig") -> None:
             raise UserError(f"{_flag(config, first)} and {_flag(config, second)} exclude each other: {reason}.")
 
 
-def _flag(config: "TrainConfig", name: str) -> str:
+def _flag(config: TrainConfig, name: str) -> str:
     """``--mask-books``, or ``--precision fp16`` with its value; ``model.dropout=0.1`` for a model's field."""
     if name.startswith("model."):
         return f"{name}={getattr(config.model, name.removeprefix('model.'))}"
@@ -289,7 +247,7 @@ def _flag(config: "TrainConfig", name: str) -> str:
     return flag if value is True else f"{flag} {value}"
 
 
-def _choices(config: "TrainConfig") -> None:
+def _choices(config: TrainConfig) -> None:
     for setting in fields(config):
         if get_origin(setting.type) is Literal and getattr(config, setting.name) not in get_args(setting.type):
             allowed = ", ".join(get_args(setting.type))
@@ -299,7 +257,7 @@ def _choices(config: "TrainConfig") -> None:
             raise UserError(f"--naive {habit} is not known; it can be {', '.join(HABITS)}.")
 
 
-def _sizes(config: "TrainConfig") -> None:
+def _sizes(config: TrainConfig) -> None:
     for name in ("global_batch", "micro_batch", "loss_chunks", "workers", "checkpoint_every"):
         if getattr(config, name) < 1:
             raise UserError(f"{_flag(config, name)} must be at least 1.")
@@ -319,14 +277,14 @@ def _sizes(config: "TrainConfig") -> None:
             raise UserError(f"{_flag(config, name)} must be at least 0 and below 1.")
 
 
-def _copies(config: "TrainConfig") -> None:
+def _copies(config: TrainConfig) -> None:
     if config.copy_to is not None and not config.copy_to.startswith(("s3://", "gs://")):
         raise UserError(
             f"{_flag(config, 'copy_to')} is no object storage: give s3://bucket/folder or gs://bucket/folder."
         )
 
 
-def _batch(config: "TrainConfig") -> None:
+def _batch(config: TrainConfig) -> None:
     if config.global_batch % (config.micro_batch * config.workers):
         near = [m for m in divisors(config.global_batch) if config.global_batch % (m * config.workers) == 0]
         hint = f"for --micro-batch {', '.join(map(str, near))} it is" if near else "choose another --global-batch"
@@ -342,7 +300,7 @@ def _batch(config: "TrainConfig") -> None:
         )
 
 
-def _end(config: "TrainConfig") -> None:
+def _end(config: TrainConfig) -> None:
     ends = [name for name in ("steps", "tokens", "time_budget") if getattr(config, name) is not None]
     if len(ends) > 1:
         first, second = (f"--{name.replace('_', '-')}" for name in ends[:2])
@@ -363,7 +321,7 @@ def _end(config: "TrainConfig") -> None:
         )
 
 
-def _reading(config: "TrainConfig") -> None:
+def _reading(config: TrainConfig) -> None:
     if config.stream:
         return
     for setting in fields(Reading):
@@ -374,7 +332,7 @@ def _reading(config: "TrainConfig") -> None:
             )
 
 
-def _pairs(config: "TrainConfig"):
+def _pairs(config: TrainConfig):
     """Pairs of (field, whether its value is concerned) that exclude each other, and why."""
     model, device = config.model, config.device
     attention, precision, optimizer = config.attention, config.precision, config.optimizer

@@ -3,10 +3,14 @@
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any
 
+from pydantic import BeforeValidator
+
 from infra.errors import UserError
+from infra.schema import strict
 from infra.units import one_word, or_none
 
 
+@strict
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape of a GPT-2: sizes count elements, not bytes."""
@@ -79,6 +83,9 @@ def format_model(model: ModelConfig) -> str:
 
 _MODEL = one_word("PRESET[,FIELD=VALUE...]", ModelConfig, parse_model, format_model)
 
-Model = Annotated[ModelConfig, _MODEL]
+_READ = BeforeValidator(lambda value: parse_model(value) if isinstance(value, str) else value)
 
-ModelOrNone = Annotated[ModelConfig | None, or_none(_MODEL)]
+Model = Annotated[ModelConfig, _MODEL, _READ]
+"""On the command line and in a file a preset with changes, in a file also its sizes one by one."""
+
+ModelOrNone = Annotated[ModelConfig | None, or_none(_MODEL), _READ]

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from infra.command import console, escape
+from infra.schema import to_json
 from infra.tracking.tracker import Tracker
 from infra.units import GIB, format_duration
 from pipeline.shards import Manifest
@@ -90,7 +91,7 @@ def record_end(tracker: Tracker, config: TrainConfig, result: RunResult, gpu: Ma
     if result.device != "cpu":
         tracker.metrics({f"gpu/{name}": value for name, value in (gpu or {}).items()})
     tracker.tags({"outcome": result.outcome, "device": result.device})
-    tracker.json(result.to_json(), "result.json")
+    tracker.json(to_json(result), "result.json")
     if result.sample:
         tracker.text(result.sample, "sample.txt")
     tracker.note(markdown(config, result) + memory_markdown(config, result))

@@ -1,13 +1,15 @@
 """What a run found: the record that ladders and searches compare and that MLflow and ``result.json`` keep."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
+from infra.schema import strict
 from train.intervals import Estimate
 
 Outcome = Literal["finished", "interrupted", "oom", "over_limit", "diverged"]
 
 
+@strict
 @dataclass(frozen=True)
 class Throughput:
     """Training speed in the steady state: tokens per second, its 95% interval, and what it rests on."""
@@ -25,6 +27,7 @@ class Throughput:
         return Estimate(self.tokens_per_second, self.low, self.high)
 
 
+@strict
 @dataclass(frozen=True)
 class Memory:
     """Peak memory in bytes, by its three names; None where the device has no such count."""
@@ -41,6 +44,7 @@ class Memory:
     """Times the allocator had to free its cache to go on: the sign of a run slowed by too little memory."""
 
 
+@strict
 @dataclass(frozen=True)
 class CycleReport:
     """One cycle: losses, position, and where the time went. Seconds by the device's own clock, see ``measure.mark``."""
@@ -81,6 +85,7 @@ class CycleReport:
         )
 
 
+@strict
 @dataclass(frozen=True)
 class RunResult:
     """The outcome of a run and everything measured on the way."""
@@ -123,20 +128,3 @@ class RunResult:
     val_bits_per_character: float | None = None
     sample: str | None = None
     """Text that the model wrote at the end."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "RunResult":
-        """Read back what :meth:`to_json` gave."""
-        throughput = values["throughput"]
-        return cls(
-            **values
-            | {
-                "throughput": Throughput(**throughput) if throughput else None,
-                "memory": Memory(**values["memory"]),
-                "loss_curve": [tuple(point) for point in values["loss_curve"]],
-            }
-        )

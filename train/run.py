@@ -18,6 +18,7 @@ from infra import command
 from infra.cluster import connected
 from infra.command import INTERRUPTED, console
 from infra.errors import UserError
+from infra.schema import to_json
 from infra.storage import write_json
 from infra.tracking.key import RunKey
 from infra.units import BytesOrNone, format_size
@@ -154,7 +155,7 @@ def _recorded(
                 address=options.address, on_cycle=on_cycle,
             )  # fmt: skip
             result = beside_matmul(result, config, home.path.parent)
-            write_json(home.result, result.to_json())
+            write_json(home.result, to_json(result))
             report.record_end(tracker, config, result, watch.seen)
             status = {"finished": "FINISHED", "interrupted": "KILLED"}.get(result.outcome, "FAILED")
         except KeyboardInterrupt:

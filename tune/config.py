@@ -1,19 +1,20 @@
 """What decides a search, with every default and its unit in one place."""
 
 import os
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from infra.errors import UserError
+from infra.schema import strict, to_json
 from infra.units import BytesOrNone, Seconds
-from infra.values import refuse_other_types
-from train.config import TrainConfig, config_from_json, divisors
+from train.config import TrainConfig, divisors
 from tune.space import parse_knobs
 
 
+@strict
 @dataclass(frozen=True)
 class SearchConfig:
     """A search around one training run: its flags describe the control and what is held fixed.
@@ -79,20 +80,9 @@ class SearchConfig:
         return self.address or os.environ.get("RAY_ADDRESS")
 
     def to_json(self) -> dict[str, Any]:
-        """The config as JSON values; :meth:`from_json` reads it back."""
-        values = {name.name: getattr(self, name.name) for name in fields(self)}
-        return values | {
-            "training": self.training.to_json() | {"data": str(self.training.data.resolve())},
-            "out": str(self.out), "config": None, "resume": None,
-        }  # fmt: skip
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "SearchConfig":
-        """Read back what :meth:`to_json` gave. Raises ``UserError``."""
-        read: dict[str, Any] = values | {"out": Path(values["out"]), "knobs": tuple(values["knobs"])}
-        read["training"] = config_from_json(values["training"], "the search's config")
-        refuse_other_types(read, cls)
-        return cls(**read)
+        """The config as JSON values; :func:`infra.schema.from_json` reads it back."""
+        training = self.training.to_json() | {"data": str(self.training.data.resolve())}
+        return to_json(self) | {"training": training, "config": None, "resume": None}
 
     def identity(self) -> dict[str, Any]:
         """What two searches over the same data must share to be one: which trials run and what they mean."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from infra import storage
 from infra.errors import UserError
+from infra.schema import from_json
 from infra.storage import clear_temporaries, write_json
 from infra.tracking.key import RunKey
 from tune.config import SearchConfig
@@ -22,10 +23,10 @@ KEPT, TRIALS, LOCK = "search.json", "trials", ".lock"
 def kept_config(folder: Path) -> SearchConfig:
     """The settings of the search in ``folder``. Raises ``UserError`` when there is none."""
     try:
-        return SearchConfig.from_json(json.loads((folder / KEPT).read_text(encoding="utf-8"))["config"])
+        return from_json(SearchConfig, json.loads((folder / KEPT).read_text(encoding="utf-8"))["config"], "it")
     except OSError:
         raise UserError(f"--resume: there is no {folder / KEPT}; 'ls {folder.parent}' lists what was run.") from None
-    except (ValueError, KeyError, TypeError) as damage:
+    except (ValueError, KeyError) as damage:
         raise UserError(f"--resume: {folder / KEPT} is damaged ({damage}); begin a new search.") from damage
 
 
@@ -61,7 +62,7 @@ def resumed_parent(folder: Path, identity: dict[str, Any]) -> RunKey:
             f"--resume {folder.name}: that search was another one ({'; '.join(changed)}). Leave these flags out to "
             "continue it, or begin a new search with another --name."
         )
-    parent = RunKey(**kept["parent"]).found_in(folder, "begin a new search")
+    parent = from_json(RunKey, kept["parent"], folder / KEPT).found_in(folder, "begin a new search")
     from infra.tracking.store import reopen_run
 
     reopen_run(parent)

@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from infra.command import console, escape
+from infra.schema import to_json
 from infra.storage import write_json, write_text
 from infra.units import format_duration, format_size
 from train.intervals import Estimate
@@ -202,7 +203,7 @@ def csv_text(rows: Sequence[Row]) -> str:
 
 def flat_row(row: Row) -> dict[str, Any]:
     """A row without nesting: the candidate's parts as columns, the single steps left out."""
-    values = {k: v for k, v in row.to_json().items() if k not in ("candidate", "step_seconds")}
+    values = {k: v for k, v in to_json(row).items() if k not in ("candidate", "step_seconds")}
     return {"micro_batch": row.candidate.micro_batch} | dict(row.candidate.knobs) | values
 
 

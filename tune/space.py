@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from infra.errors import UserError
+from infra.schema import strict
 from train.config import TrainConfig, divisors
 
 KNOBS: dict[str, tuple[Any, ...]] = {
@@ -34,6 +35,7 @@ Combination = tuple[tuple[str, Any], ...]
 """Values of the searched knobs, in the order of their names; empty when no knob is searched."""
 
 
+@strict
 @dataclass(frozen=True)
 class Candidate:
     """One point of the space. The accumulation follows from the global batch."""

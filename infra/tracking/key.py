@@ -4,14 +4,16 @@ Apart from ``infra.tracking.tracker`` because importing MLflow takes two seconds
 not wait for.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from infra.errors import UserError
+from infra.schema import strict, to_json
 
 SQLITE = "sqlite:///"
 
 
+@strict
 @dataclass(frozen=True)
 class RunKey:
     """All that is needed to write into a run that exists."""
@@ -26,7 +28,7 @@ class RunKey:
 
     def kept_in(self, folder: Path) -> dict[str, str]:
         """The key as JSON values for a file in ``folder``, which is absolute."""
-        return asdict(replace(self, home=str(folder)))
+        return to_json(replace(self, home=str(folder)))
 
     def found_in(self, folder: Path, instead: str, *, store: str | None = None) -> "RunKey":
         """The key as it holds in ``folder``, where it was read: in a project that was copied or moved, with its store.

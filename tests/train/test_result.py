@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
+from infra.schema import from_json, to_json
 from train.intervals import Estimate
 from train.result import CycleReport, RunResult, Throughput
 
@@ -23,7 +24,7 @@ def test_a_cycle_is_a_line() -> None:
 
 def test_a_result_is_read_back_as_it_was_written(make_result: Callable[..., RunResult]) -> None:
     for result in (make_result(), make_result(throughput=None, matmul_utilisation=0.5, sample="text")):
-        assert RunResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+        assert from_json(RunResult, json.loads(json.dumps(to_json(result))), "test") == result
 
 
 def test_a_speed_is_compared_with_its_interval() -> None:

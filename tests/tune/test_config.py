@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from infra.errors import UserError
+from infra.schema import from_json
 from train.config import TrainConfig
 from tune.config import SearchConfig
 
@@ -45,7 +46,7 @@ def test_the_length_of_the_training_is_not_the_searchs(change: dict[str, Any]) -
 def test_a_search_of_an_earlier_version_is_read() -> None:
     values = CONFIG.to_json()
     del values["compile_time"]
-    assert SearchConfig.from_json(values).compile_time == CONFIG.compile_time
+    assert from_json(SearchConfig, values, "test").compile_time == CONFIG.compile_time
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
+from infra.schema import from_json
 from train.config import TrainConfig
 from tune.config import SearchConfig, with_global_batch
 from tune.folder import kept_config
@@ -77,7 +78,7 @@ def test_one_device() -> None:
 
 def test_settings_survive_their_file() -> None:
     config = SearchConfig(knobs=("compile",), memory_limit=10**9, training=TrainConfig(data=Path("/somewhere")))
-    assert SearchConfig.from_json(config.to_json()) == config
+    assert from_json(SearchConfig, config.to_json(), "test") == config
 
 
 def test_a_damaged_search_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.errors import UserError
+from infra.schema import from_json, strict
 from pipeline.config import Reading
 from pipeline.shards import Manifest, checksum
 from train.config import TrainConfig, config_from_json
@@ -19,6 +20,7 @@ from train.model_config import ModelConfig, format_model
 PROGRESS = "progress.json"
 
 
+@strict
 @dataclass(frozen=True)
 class Progress:
     """Where a run stands: everything that is not a tensor."""
@@ -77,8 +79,8 @@ def damage(checkpoint: Path, only: str | None = None) -> str | None:
 def read_progress(checkpoint: Path) -> Progress:
     """Where the run that wrote ``checkpoint`` stood. Raises ``UserError`` when it is no checkpoint."""
     try:
-        return Progress(**json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError) as fault:
+        return from_json(Progress, json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8")), PROGRESS)
+    except (OSError, ValueError) as fault:
         raise UserError(f"{checkpoint} is no checkpoint that can be read ({fault}).") from fault
 
 

@@ -12,12 +12,13 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from infra.command import errors
 from infra.errors import UserError
+from infra.schema import from_json, to_json
 from infra.storage import atomic_file, held, write_json, write_text
 from infra.tracking.key import RunKey
 from train.checkpoint.progress import checkpoints_in, newest, passed_over
@@ -97,8 +98,8 @@ class RunFolder:
         Raises ``UserError`` when the folder was copied or moved without its store.
         """
         try:
-            kept = RunKey(**json.loads((self.path / "tracking.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            kept = from_json(RunKey, json.loads((self.path / "tracking.json").read_text(encoding="utf-8")), self.path)
+        except (OSError, ValueError):
             return None
         return kept.found_in(self.path, "name a store for the run with --tracking-uri", store=store)
 
@@ -135,7 +136,7 @@ class RunFolder:
 
     def append(self, report: CycleReport) -> None:
         """Add a cycle to the log, durably."""
-        cycle = asdict(report) | {"line": report.line()}
+        cycle = to_json(report) | {"line": report.line()}
         with self.cycles.open("a", encoding="utf-8") as file:
             file.write(json.dumps(cycle) + "\n")
             file.flush()

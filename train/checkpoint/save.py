@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from infra.errors import UserError
+from infra.schema import to_json
 from infra.storage import TEMPORARY, sync_folder, write_json
 from pipeline.shards import checksum
 from train.checkpoint.progress import PROGRESS, Progress, checkpoints_in, damage
@@ -162,7 +163,7 @@ def write(folder: Path, taken: Snapshot, progress: Progress) -> Path:
     if any(not torch.equal(value, taken.weights[key]) for key, value in load_file(temporary / WEIGHTS).items()):
         raise OSError(f"{temporary / WEIGHTS} reads back otherwise than it was written")
     files = {file: checksum(temporary / file) for file in (WEIGHTS, _STATE)}
-    write_json(temporary / PROGRESS, asdict(replace(progress, files=files)))
+    write_json(temporary / PROGRESS, to_json(replace(progress, files=files)))
     temporary.chmod(0o755)
     if (folder / name).exists():
         aside = folder / f"{TEMPORARY}old-{name}"

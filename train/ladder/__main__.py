@@ -10,16 +10,16 @@ import shlex
 import shutil
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from infra import command
 from infra.command import INTERRUPTED, console, escape
 from infra.errors import UserError
+from infra.schema import from_json, strict, to_json
 from infra.storage import write_json
 from infra.tracking.key import RunKey
 from infra.units import BytesOrNone, SecondsOrNone
-from infra.values import refuse_other_types
 from train.checkpoint.run_folder import make, new_folder
 from train.config import Cycle, CycleText, Device, TrainConfig, load_config
 from train.ladder.suite_files import find_suite
@@ -34,6 +34,7 @@ FITTED = 40 * 10**9
 """Bytes that a rung is fitted to where nothing else is said."""
 
 
+@strict
 @dataclass(frozen=True)
 class LadderOptions:
     """A suite and how long to stay on each of its rungs."""
@@ -201,43 +202,27 @@ def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
 
 def saved(options: LadderOptions) -> dict[str, object]:
     """What a resumed ladder needs of its options, as JSON values."""
-    return {
-        "suite": str(Path(options.suite).resolve()) if Path(options.suite).suffix else options.suite,
-        "rungs": list(options.rungs),
-        "data": str(options.data.resolve()),
-        "model": asdict(options.model) if options.model else None,
-        "steps": options.steps,
-        "time_budget": options.time_budget,
-        "within": options.within,
-        "cycle": str(options.cycle),
-        "fit": options.fit,
-        "memory_limit": options.memory_limit,
-        "device": options.device,
-        "best": str(options.best.resolve()) if options.best else None,
-        "seed": options.seed,
-    }
+    whole = replace(
+        options,
+        suite=str(Path(options.suite).resolve()) if Path(options.suite).suffix else options.suite,
+        data=options.data.resolve(),
+        best=options.best and options.best.resolve(),
+    )
+    own = ("name", "out", "resume", "compare", "tracking_uri", "address")
+    return {name: value for name, value in to_json(whole).items() if name not in own}
 
 
 def continued(options: LadderOptions, folder: Path):
     """The options that the ladder in ``folder`` was started with, and its MLflow run. Raises ``UserError``."""
     from infra.tracking.store import reopen_run
-    from train.model_config import ModelConfig
 
     try:
         kept = json.loads((folder / "ladder.json").read_text(encoding="utf-8"))
         values = kept["options"]
-        values |= {
-            "rungs": tuple(values["rungs"]),
-            "data": Path(values["data"]),
-            "best": Path(values["best"]) if values["best"] else None,
-            # Ladders before had the default also where it meant nothing.
-            "memory_limit": values["memory_limit"] if values["fit"] or values["memory_limit"] != FITTED else None,
-            "model": ModelConfig(**values["model"]) if values["model"] else None,
-            "cycle": Cycle.parse(str(values["cycle"])),
-        }
-        refuse_other_types(values, LadderOptions)
-        refuse_other_types(kept["key"], RunKey)
-        options, key = replace(options, **values), RunKey(**kept["key"])
+        if not values["fit"] and values["memory_limit"] == FITTED:  # ladders before had it also where it meant nothing
+            values["memory_limit"] = None
+        options = from_json(LadderOptions, to_json(options) | values, "its options")
+        key = from_json(RunKey, kept["key"], "its key")
     except OSError:
         known = [path.parent.name for path in folder.parent.glob("*/ladder.json")]
         hint = nearest(folder.name, known) if known else "."

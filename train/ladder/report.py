@@ -27,7 +27,8 @@ def publish(
     before: dict[str, Any] | None,
 ) -> None:
     """Print, write and record what the ladder found; ``before`` is another ladder to set beside it."""
-    here = {"name": folder.name, "device": (controls[0].result or {})["device"], "commit": provenance.commit()}
+    assert controls[0].result is not None, "a baseline without a result ends its ladder"
+    here = {"name": folder.name, "device": controls[0].result.device, "commit": provenance.commit()}
     rows = standings(controls, rungs, folder)
     speeds = [control.speed.middle for control in controls if control.speed]
     ran = [measured for measured in (controls[0], *rungs) if measured.result]

@@ -12,7 +12,7 @@ import shutil
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from infra.cluster import connected
 from infra.command import escape
 from infra.errors import UserError, first_line
 from infra.gpu import GpuWatch
+from infra.schema import from_json, strict, to_json
 from infra.storage import write_json
 from infra.tracking.key import RunKey
 from infra.tracking.store import create_run
@@ -47,6 +48,7 @@ class Interrupted(Exception):
     """The user stopped the ladder; what was finished is kept."""
 
 
+@strict
 @dataclass(frozen=True)
 class Measured:
     """A rung or a control that was run, or the reason why it was not."""
@@ -54,7 +56,7 @@ class Measured:
     name: str
     folder: str
     config: dict[str, Any]
-    result: dict[str, Any] | None = None
+    result: RunResult | None = None
     reason: str = ""
     """Why there is no result; empty when there is one."""
     new_mathematics: bool = False
@@ -64,15 +66,9 @@ class Measured:
     """What NVML said while it ran: the lowest clock, the highest temperature, every throttle reason, the limit."""
 
     @property
-    def run(self) -> RunResult | None:
-        """The result, if it was run."""
-        return RunResult.from_json(self.result) if self.result else None
-
-    @property
     def speed(self) -> Estimate | None:
         """Tokens per second, if it has a speed."""
-        run = self.run
-        return run.throughput.estimate if run and run.throughput else None
+        return self.result.throughput.estimate if self.result and self.result.throughput else None
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ class Climb:
         """
         baseline = self._fitted(apply(base, suite.base))
         controls = [self._measure("control", Rung("baseline"), baseline, 0)]
-        refuse_short(controls[0].run, controls[0].reason)
+        refuse_short(controls[0].result, controls[0].reason)
         rungs: list[Measured] = []
         state = baseline
         for number, rung in enumerate(suite.rungs, 1):
@@ -149,10 +145,10 @@ class Climb:
         watch = GpuWatch()
         result, reason = self._train(name, rung, config, folder, watch)
         measured = Measured(
-            rung.name, name, config.to_json(), result and result.to_json(), reason, rung.new_mathematics,
+            rung.name, name, config.to_json(), result, reason, rung.new_mathematics,
             predict_peak(config).total, watch.seen,
         )  # fmt: skip
-        write_json(kept, asdict(measured))
+        write_json(kept, to_json(measured))
         return measured
 
     def _train(
@@ -212,10 +208,10 @@ class Climb:
 def _kept(path: Path, config: TrainConfig) -> Measured | None:
     """What ``path`` holds of an earlier run of just this ``config``; None when there is none, or a damaged one."""
     try:
-        found = Measured(**json.loads(path.read_text(encoding="utf-8")))
+        found = from_json(Measured, json.loads(path.read_text(encoding="utf-8")), path)
         same = found.config == json.loads(json.dumps(config.to_json()))
         return found if same and found.speed is not None else None
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError):
         return None
 
 

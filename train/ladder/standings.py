@@ -46,7 +46,7 @@ def standings(controls: list[Measured], rungs: list[Measured], folder: Path) -> 
     """The rows of the closing table."""
     ran = [rung for rung in rungs if rung.speed is not None]
     ladder = Ladder([control.speed for control in controls if control.speed], [rung.speed for rung in ran])
-    runs = [run for run in (measured.run for measured in (controls[0], *ran)) if run]
+    runs = [run for run in (measured.result for measured in (controls[0], *ran)) if run]
     tokens = min(run.train_tokens for run in runs)
     rows = [_row(controls[0], folder, tokens)]
     number = 0
@@ -68,7 +68,7 @@ def _row(
     step: Difference | None = None,
     total: Difference | None = None,
 ) -> Row:
-    run, config = measured.run, measured.config
+    run, config = measured.result, measured.config
     assert run is not None
     assert run.throughput is not None
     accumulation = config["global_batch"] // (config["micro_batch"] * config["workers"])

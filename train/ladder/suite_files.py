@@ -94,10 +94,7 @@ def _refuse_mistakes(suite: Suite, path: Path, start: TrainConfig) -> None:
     """
 
     def made(name: str, state: TrainConfig, changes: Changes) -> TrainConfig:
-        try:
-            return apply(state, changes)
-        except UserError as mistake:
-            raise UserError(f"--suite {path}, {name}: {mistake}") from mistake
+        return apply(state, changes, f"--suite {path}, {name}")
 
     anywhere = replace(start, device="cuda")  # of which the rules refuse nothing, nor ask whether there is one
     state = made("the base", anywhere, suite.base)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from infra.errors import UserError
-from infra.values import refuse_other_types
-from train.config import Cycle, TrainConfig
+from infra.schema import to_json
+from train.config import TrainConfig, config_from_json
 from train.model_config import ModelConfig, parse_model
 
 Changes = Mapping[str, Any]
@@ -196,22 +196,27 @@ def short_form(suite: Suite) -> Suite:
     return replace(suite, base=shorten(start | dict(suite.base)), rungs=rungs)
 
 
-def apply(config: TrainConfig, changes: Changes) -> TrainConfig:
-    """``config`` with ``changes``. Raises ``UserError`` for an unknown field and for what contradicts itself."""
+def apply(config: TrainConfig, changes: Changes, source: str = "the suite") -> TrainConfig:
+    """``config`` with the ``changes`` that ``source`` makes.
+
+    Raises ``UserError`` for an unknown field and for what contradicts itself.
+    """
     known = {f.name for f in fields(TrainConfig)} | {f"model.{f.name}" for f in fields(ModelConfig)}
     known = (known | {"batch", "vocabulary_multiple"}) - {"data"}  # which is the ladder's
     for name in changes:
         if name not in known:
-            raise UserError(f"a suite changes {name!r}, which is no setting{nearest(name, known)}")
+            raise UserError(f"{source} changes {name!r}, which is no setting{nearest(name, known)}")
     for name in ("batch", "vocabulary_multiple"):
         if not (isinstance(changes.get(name, 1), int) and changes.get(name, 1) > 0):
-            raise UserError(f"a suite's {name} is {changes[name]!r}, and must be a whole number of at least 1.")
-    model = parse_model(str(changes["model"])) if "model" in changes else config.model
+            raise UserError(f"{source}: {name} is {changes[name]!r}, and must be a whole number of at least 1.")
+    try:
+        model = parse_model(str(changes["model"])) if "model" in changes else config.model
+    except UserError as mistake:
+        raise UserError(f"{source}: {mistake}") from mistake
     parts = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
     if "vocabulary_multiple" in changes:
         multiple = changes["vocabulary_multiple"]
         parts["padded_vocabulary"] = -(-model.vocabulary // multiple) * multiple
-    refuse_other_types(parts, ModelConfig)
     whole = {
         name: value
         for name, value in changes.items()
@@ -219,7 +224,4 @@ def apply(config: TrainConfig, changes: Changes) -> TrainConfig:
     }
     if "batch" in changes:
         whole |= {"micro_batch": changes["batch"], "global_batch": changes["batch"]}
-    if "cycle" in whole:
-        whole["cycle"] = Cycle.parse(str(whole["cycle"]))
-    refuse_other_types(whole, TrainConfig)
-    return replace(config, model=replace(model, **parts), **whole)
+    return config_from_json(config.to_json() | whole | {"model": to_json(model) | parts}, source)

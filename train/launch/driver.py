@@ -27,6 +27,7 @@ from ray.train.v2._internal.callbacks.placement_group_callback import PlacementG
 from infra.cluster import Node, connected, cores_each, eligible_nodes, placing, ray_files
 from infra.command import INTERRUPTED, errors
 from infra.errors import UserError
+from infra.schema import from_json
 from infra.tracking.store import last_steps
 from infra.tracking.tracker import Tracker
 from train.checkpoint.progress import read_progress
@@ -151,7 +152,7 @@ def run(
         raise UserError(returned["refused"])
     if "failed" in returned:
         raise WorkerFailure(returned["failed"])
-    return RunResult.from_json(returned)
+    return from_json(RunResult, returned, "the worker's result")
 
 
 class TorchTrainer(ray.train.torch.TorchTrainer):

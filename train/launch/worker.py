@@ -11,6 +11,7 @@ from typing import Any
 import ray.train
 
 from infra.errors import UserError
+from infra.schema import to_json
 from infra.storage import write_json, write_text
 from train.checkpoint.progress import newest, read_progress
 from train.checkpoint.run_folder import RunFolder
@@ -22,6 +23,7 @@ from train.loop.execution import pick_device
 from train.loop.memory_limit import Limit
 from train.loop.trainer import Trainer
 from train.model.parallel import exchange
+from train.result import RunResult
 from train.sampling import closing_sample
 
 ATTEMPTS = 3
@@ -59,7 +61,7 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
         ray.train.report({}, checkpoint=begun, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
         try:
             config = config_from_json(payload["config"], "the run's config")
-            return train(home, config, resume, first, payload["memory_limit"])
+            return to_json(train(home, config, resume, first, payload["memory_limit"]))
         except UserError as mistake:
             if alone:
                 return {"refused": str(mistake)}
@@ -133,15 +135,15 @@ def common_refusal(found: Sequence[tuple[str | None, int, str]]) -> str | None:
 
 def train(
     home: RunFolder, config: TrainConfig, resume: Path | None, first: bool, memory_limit: int | None = None
-) -> dict[str, Any]:
-    """Train in ``home`` from ``resume`` as one worker, of whom the ``first`` also reports. Gives the result as JSON.
+) -> RunResult:
+    """Train in ``home`` from ``resume`` as one worker, of whom the ``first`` also reports.
 
     ``memory_limit`` is in bytes, for each worker's process.
     """
     limit = Limit.impose(memory_limit, pick_device(config).type) if memory_limit else None
     data = StreamData(config, stream_of(config)) if config.stream else ShardData(config)
     if not first:
-        return Trainer(config, data=data, checkpoints=home.checkpoints, resume=resume, limit=limit).run().to_json()
+        return Trainer(config, data=data, checkpoints=home.checkpoints, resume=resume, limit=limit).run()
     home.rewind(read_progress(resume).reported if resume else 0)
     trainer = Trainer(
         config,
@@ -155,7 +157,7 @@ def train(
     result = trainer.run()
     if isinstance(data, StreamData):
         write_json(home.stream, data.summary())
-    return replace(result, sample=closing_sample(trainer, result)).to_json()
+    return replace(result, sample=closing_sample(trainer, result))
 
 
 def refuse_hopeless(home: RunFolder, command: str, starts: Sequence[int]) -> None:

@@ -7,11 +7,12 @@ The files are therefore the search's only state: whoever is killed, what is on d
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from infra.errors import UserError
+from infra.schema import from_json, strict, to_json
 from infra.storage import write_json
 from tune.space import Candidate
 
@@ -39,6 +40,7 @@ class Proposal:
         return f"m{self.candidate.micro_batch}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
+@strict
 @dataclass(frozen=True)
 class Row:
     """One finished trial. Memory in bytes, speeds in tokens per second, times in seconds."""
@@ -78,22 +80,10 @@ class Row:
     """It failed because its time ended before enough steps were counted for a speed."""
     step_seconds: list[float] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
-        """The row as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Row":
-        """Read back what :meth:`to_json` gave."""
-        candidate = values["candidate"]
-        knobs = tuple((name, value) for name, value in candidate["knobs"])
-        read: dict[str, Any] = values | {"candidate": Candidate(candidate["micro_batch"], knobs)}
-        return cls(**read)
-
 
 def write_row(folder: Path, row: Row) -> None:
     """Keep ``row`` in ``folder``, durably."""
-    write_json(folder / f"{row.key}.json", row.to_json())
+    write_json(folder / f"{row.key}.json", to_json(row))
 
 
 def read_rows(folder: Path) -> list[Row]:
@@ -103,8 +93,8 @@ def read_rows(folder: Path) -> list[Row]:
 
 def _read_row(path: Path) -> Row:
     try:
-        return Row.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError, AttributeError) as damage:
+        return from_json(Row, json.loads(path.read_text(encoding="utf-8")), "it")
+    except ValueError as damage:
         raise UserError(f"{path} is damaged ({damage}): remove it, and its trial runs again.") from damage
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from infra.schema import from_json
 from train.config import config_from_json
 from train.estimate.memory import CONTEXT
 from train.loop.throughput import steady_state
@@ -189,7 +190,7 @@ class Replayed:
         self.space = make_space(config_from_json(kept["base"], str(self.record)), kept["knobs"], device="cpu")
         self.idle = float(kept["idle_bytes"])
         self.rows: dict[Candidate, list[Row]] = {}
-        for row in map(Row.from_json, kept["rows"]):
+        for row in (from_json(Row, values, self.record) for values in kept["rows"]):
             self.rows.setdefault(row.candidate, []).append(row)
         peaks = sorted(self.memory(candidate) for candidate in self.rows)
         fit = round(self.fitting * len(peaks))

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from infra.provenance import collect
+from infra.schema import from_json, to_json
 from infra.storage import write_json
 from pipeline.shards import Manifest, ShardRow, write_shard
 from train.config import TrainConfig
@@ -51,7 +52,7 @@ def main() -> int:
     )  # fmt: skip
     space = make_space(base, KNOBS, device="cpu")
     kept = json.loads(chosen.record.read_text()) if chosen.record.exists() else {"rows": []}
-    rows = [Row.from_json(row) for row in kept["rows"]]
+    rows = [from_json(Row, row, chosen.record) for row in kept["rows"]]
     done = {(row.candidate, row.round) for row in rows}
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         idle = pool.submit(own_peak).result()
@@ -83,7 +84,7 @@ def main() -> int:
                 "knobs": KNOBS,
                 "idle_bytes": idle,
                 "provenance": collect(),
-                "rows": [row.to_json() for row in rows],
+                "rows": [to_json(row) for row in rows],
             },
         )
     print("the grid is complete" if len(rows) == len(order) else "not complete: run it again")

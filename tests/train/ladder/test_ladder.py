@@ -91,7 +91,7 @@ def here(config: TrainConfig, folder: Path, **_: object) -> RunResult:
 def within(config: TrainConfig, folder: Path, *, memory_limit: int | None, **_: object) -> RunResult:
     """The same, within the limit."""
     torch.compiler.reset()  # a process of its own begins without another model's graphs
-    return RunResult.from_json(worker.train(RunFolder(folder), config, None, first=True, memory_limit=memory_limit))
+    return worker.train(RunFolder(folder), config, None, first=True, memory_limit=memory_limit)
 
 
 @pytest.mark.parametrize("suite", REFUSED)

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from infra.errors import UserError
+from infra.schema import to_json
 from infra.storage import write_json
 from infra.tracking.key import RunKey
 from train.config import TrainConfig
@@ -33,7 +34,7 @@ class MadeUp(Climb):
         assert self.result is not None
         fails = config.micro_batch == 3
         return Measured(
-            rung.name, prefix, config.to_json(), None if fails else self.result.to_json(), "oom" * fails,
+            rung.name, prefix, config.to_json(), None if fails else self.result, "oom" * fails,
             rung.new_mathematics,
         )  # fmt: skip
 
@@ -90,13 +91,13 @@ def test_a_ladder_ends_where_its_control_does(base: TrainConfig, make_result: Ma
 def test_a_rung_is_kept_with_its_very_config_and_a_speed(base: TrainConfig, make_result: Make, tmp_path: Path) -> None:
     path = tmp_path / "rung.json"
     assert runner._kept(path, base) is None
-    measured = Measured("one", "01-one", base.to_json(), make_result().to_json())
-    write_json(path, asdict(measured))
+    measured = Measured("one", "01-one", base.to_json(), make_result())
+    write_json(path, to_json(measured))
     kept = runner._kept(path, base)
     assert kept is not None
-    assert kept.run == make_result()
+    assert kept.result == make_result()
     assert runner._kept(path, replace(base, seed=1)) is None
-    write_json(path, asdict(replace(measured, result=make_result(throughput=None).to_json())))
+    write_json(path, to_json(replace(measured, result=make_result(throughput=None))))
     assert runner._kept(path, base) is None
     path.write_text("{")
     assert runner._kept(path, base) is None

@@ -36,7 +36,7 @@ def measured(tmp_path: Path, make_result: Callable[..., RunResult]) -> Callable[
             throughput=throughput, train_tokens=10 * step_tokens, memory=Memory(None, None, 2 * GIB, "rss")
         )
         config = {"global_batch": 16, "micro_batch": 4, "workers": 2} | changes
-        return Measured(name, name, config, result.to_json(), predicted=3 * GIB // 2)
+        return Measured(name, name, config, result, predicted=3 * GIB // 2)
 
     return made
 

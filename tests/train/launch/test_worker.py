@@ -13,7 +13,6 @@ from train.config import Cycle, TrainConfig
 from train.launch import worker
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
-from train.result import RunResult
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def cycles(home: RunFolder) -> list[dict[str, Any]]:
 
 def test_a_worker_trains_into_its_folder(home: RunFolder, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "closing_sample", lambda trainer, result: f"a text after {trainer.step} steps")
-    result = RunResult.from_json(worker.train(home, config, None, True))
+    result = worker.train(home, config, None, True)
     assert (result.outcome, result.steps, result.sample) == ("finished", 12, "a text after 12 steps")
     assert [cycle["step"] for cycle in cycles(home)] == [5, 10, 12]
     assert result.checkpoint == str(home.checkpoints / "step-00000012")
@@ -60,6 +59,6 @@ def test_a_worker_that_begins_again_repeats_no_cycle(home: RunFolder, config: Tr
 
 def test_a_worker_ends_when_its_folder_says_so(home: RunFolder, config: TrainConfig) -> None:
     home.stop.touch()
-    result = RunResult.from_json(worker.train(home, config, None, True))
+    result = worker.train(home, config, None, True)
     assert (result.outcome, result.steps) == ("interrupted", 1)
     assert newest(home.checkpoints) == home.checkpoints / "step-00000001"
