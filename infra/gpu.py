@@ -4,6 +4,7 @@ Everything here works on a machine without a GPU or a driver: there is then simp
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pynvml
@@ -27,6 +28,8 @@ class GpuState:
     """NVML's bit mask of reasons for lowered clocks; 0 is none, 1 is idle."""
     ecc: bool | None = None
     """Whether memory errors are corrected."""
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability, such as (8, 0) for an A100."""
 
 
 def read_gpu(index: int = 0) -> GpuState | None:
@@ -54,6 +57,7 @@ def read_gpu(index: int = 0) -> GpuState | None:
             temperature=_attempt(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
             throttle_reasons=_attempt(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle),
             ecc=_flag(_attempt(pynvml.nvmlDeviceGetEccMode, handle)),
+            capability=_pair(_attempt(pynvml.nvmlDeviceGetCudaComputeCapability, handle)),
         )
     except pynvml.NVMLError:
         return None
@@ -109,6 +113,10 @@ def _attempt(read, *arguments):
 
 def _flag(modes: list[int] | None) -> bool | None:
     return None if modes is None else bool(modes[0])  # the current mode; the second is the one after a reboot
+
+
+def _pair(version: Sequence[int] | None) -> tuple[int, int] | None:
+    return None if version is None else (int(version[0]), int(version[1]))
 
 
 def _watts(milliwatts: int | None) -> float | None:

@@ -1,8 +1,16 @@
-"""Datasheet peaks by GPU name, for MFU. Unknown hardware has no peak and therefore no MFU, never a guess.
+"""What a device can do: its facts, and its datasheet peak for MFU.
+
+Unknown hardware has no peak and therefore no MFU, never a guess.
 
 Dense rates without sparsity, in FLOP/s, for bf16 tensor cores, from NVIDIA's datasheets (A100: 2020,
 H100 SXM, PCIe and NVL: 2022, H200 and its NVL: 2023, L4/L40S: 2023, V100 has no bf16; its fp16 rate stands in).
 """
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from infra.gpu import read_gpu
 
 _PEAK_BF16 = (
     ("H200 NVL", 835.5e12),
@@ -29,3 +37,37 @@ def peak_flops(gpu_name: str | None) -> float | None:
         if f" {name} " in f" {words} ":
             return peak
     return None
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What is decided by when a setting is left open: the kind of a device, and what it has in hardware."""
+
+    kind: Literal["cuda", "cpu"]
+    name: str
+    capability: tuple[int, int] = (0, 0)
+    """CUDA compute capability; (0, 0) for a CPU."""
+    bf16: bool = False
+    """Whether it multiplies bf16 matrices in hardware."""
+
+
+A100 = DeviceFacts("cuda", "NVIDIA A100", (8, 0), bf16=True)
+"""Stands in where something is planned for a GPU that is not here."""
+
+
+def device_facts() -> DeviceFacts:
+    """The facts of this machine's first visible GPU, or of its CPU. Asks NVML, so that CUDA need not be started."""
+    state = read_gpu()
+    if state is None:
+        return cpu_facts()
+    capability = state.capability or (0, 0)
+    return DeviceFacts("cuda", state.name, capability, bf16=capability >= (8, 0))
+
+
+def cpu_facts() -> DeviceFacts:
+    """The facts of this machine's CPU; without Linux's list of them, one that emulates bf16."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    except OSError:
+        flags = set[str]()
+    return DeviceFacts("cpu", "cpu", bf16=bool(flags & {"avx512_bf16", "amx_tile"}))

@@ -14,9 +14,11 @@ from rich.table import Table
 from infra import command
 from infra.command import console
 from infra.errors import UserError
+from infra.hardware import device_facts
 from infra.units import BytesOrNone
 from train.config import TrainConfig
 from train.model_config import format_model
+from train.resolve import resolve_for_plan
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def plan(options: PlanOptions) -> None:
     """Print every table of the plan. torch is imported only now, when the flags are known to be right."""
     from train.estimate import forecast
 
-    config = options.training
+    config = resolve_for_plan(options.training, device_facts())
     console.print(f"[bold]{format_model(config.model)}[/bold], {config.micro_batch} x {config.accumulation} sequences "
                   f"of {config.model.context_length} on each of {config.workers}")  # fmt: skip
     for title, rows in (

@@ -3,7 +3,6 @@
 import math
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from infra.units import GIB, format_duration
 from pipeline.shards import Manifest
 from train.config import TrainConfig
 from train.estimate.flops import formulas
-from train.estimate.memory import Anatomy, predict_peak
+from train.estimate.memory import predict_peak
 from train.model.gpt import parameter_count
 from train.model_config import format_model
 from train.result import RunResult
@@ -97,14 +96,9 @@ def record_end(tracker: Tracker, config: TrainConfig, result: RunResult, gpu: Ma
     tracker.note(markdown(config, result) + memory_markdown(config, result))
 
 
-def predicted(config: TrainConfig, result: RunResult) -> Anatomy:
-    """The peak expected of ``config`` on the device that it ran on."""
-    return predict_peak(replace(config, device="cpu" if result.device == "cpu" else "cuda"))
-
-
 def prediction_metrics(config: TrainConfig, result: RunResult) -> dict[str, float | None]:
     """The predicted peak and how far it was from the measured one, as a fraction of that."""
-    total = predicted(config, result).total
+    total = predict_peak(config).total
     return {"memory/predicted_gib": total / GIB, "memory/prediction_error": total / result.memory.process - 1}
 
 
@@ -119,7 +113,7 @@ def formula_metrics(config: TrainConfig, result: RunResult) -> dict[str, float |
 
 def memory_markdown(config: TrainConfig, result: RunResult) -> str:
     """The anatomy of the peak as predicted, with what was measured beside its sums."""
-    anatomy, memory = predicted(config, result), result.memory
+    anatomy, memory = predict_peak(config), result.memory
     lines = ["", "", "| peak memory, GiB | predicted | measured |", "|---|---|---|"]
     lines += [f"| {part} | {size / GIB:.3f} | |" for part, size in anatomy.parts().items() if size]
     if memory.allocated is not None:
@@ -170,7 +164,7 @@ def summary(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
         rows.append(("arithmetic", f"{(result.flops_per_second or 0) / 1e12:,.3f} TFLOP/s; {mfu}"))
     else:
         rows.append(("throughput", "not measured: fewer than three steps after warm-up"))
-    expected = predicted(config, result).total / GIB
+    expected = predict_peak(config).total / GIB
     rows.append(("peak memory", f"{memory_text(result)}; predicted {expected:.2f} GiB"))
     if result.train_loss is not None:
         val = "" if result.val_loss is None else f", validation {result.val_loss:.3f}"

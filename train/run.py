@@ -30,6 +30,7 @@ from train.config import TrainConfig, load_config
 from train.data.source import absolute, manifest_of
 from train.data.text import refuse_foreign_ids
 from train.model_config import format_model
+from train.resolve import resolve
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,9 @@ def _recorded(
     from train.estimate.flops import beside_matmul
     from train.launch import driver
 
+    asked, config = config, resolve(config, driver.worker_facts(config))
     key, is_new = run_in_mlflow(home, options.tracking_uri, starts=resume is None)
-    write_json(home.config, config.to_json())
+    write_json(home.config, asked.to_json())
     report.print_header(config, manifest, home.path)
     with Tracker(key) as tracker:
         if is_new:
@@ -151,7 +153,7 @@ def _recorded(
 
         try:
             result = driver.run(
-                config, home.path, tracker=tracker, resume=resume, memory_limit=options.memory_limit,
+                config, home.path, asked=asked, tracker=tracker, resume=resume, memory_limit=options.memory_limit,
                 address=options.address, on_cycle=on_cycle,
             )  # fmt: skip
             result = beside_matmul(result, config, home.path.parent)

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from infra.errors import UserError
+from infra.hardware import device_facts
 from train.checkpoint.progress import damage, read_progress
 from train.checkpoint.save import WEIGHTS, load_weights
 from train.config import config_from_json
 from train.data.text import is_gpt2, to_text
-from train.loop.execution import pick_device, plain
+from train.loop.execution import plain, torch_device
 from train.loop.trainer import Trainer
 from train.model.gpt import GPT
+from train.resolve import resolve
 from train.result import RunResult
 
 SAMPLE_TOKENS = 64
@@ -30,7 +32,7 @@ def load_model(checkpoint: Path) -> tuple[GPT, str]:
     fault = damage(checkpoint, only=WEIGHTS)
     if fault:
         raise UserError(f"{checkpoint} is damaged: {fault}; name its run to take the newest checkpoint that is whole.")
-    device = pick_device(replace(config, device="auto"))
+    device = torch_device(resolve(replace(config, device="auto", fp8=False), device_facts()))
     model = plain(config).to(device)
     load_weights(checkpoint, model, device)
     return model, progress.vocabulary_sha256

@@ -1,6 +1,6 @@
 """What trials will run on, and whether the limit makes sense there: asked before anything is started.
 
-In: a search's config. Out: ``cuda`` or ``cpu``, and the limit in bytes. Raises ``UserError`` in one
+In: a search's config. Out: the device's facts, and the limit in bytes. Raises ``UserError`` in one
 sentence for what cannot work, because a search that starts anyway wastes hours.
 """
 
@@ -12,29 +12,30 @@ import psutil
 
 from infra.errors import UserError
 from infra.gpu import read_gpu
+from infra.hardware import DeviceFacts, cpu_facts, device_facts
 from infra.units import format_size
 from train.config import TrainConfig
 from train.estimate.memory import predict_peak
+from train.launch.driver import worker_facts
 from train.model_config import format_model
 from tune.config import SearchConfig
 from tune.space import Candidate, Space
 from tune.strategy.curves import Prior
 
 
-def pick_device(config: SearchConfig) -> str:
-    """Where trials run. Raises ``UserError`` when a GPU is asked for and absent, or in use by somebody else."""
+def trial_device(config: SearchConfig) -> DeviceFacts:
+    """What trials run on. Raises ``UserError`` when a GPU is asked for and absent, or in use by somebody else."""
     wanted = config.training.device
     if wanted == "cpu":
-        return "cpu"
+        return cpu_facts()
     if config.cluster:
         import ray
 
-        found = ray.cluster_resources().get("GPU", 0) >= 1
+        facts = worker_facts(config.training)
         alive = [node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]]
         state = read_gpu() if alive == [socket.gethostname()] else None
     else:
-        state = read_gpu()
-        found = state is not None
+        facts, state = device_facts(), read_gpu()
     above = {process.pid for process in psutil.Process().parents()}  # a notebook or test run that waits for us
     others = [process for process in state.other_processes if process not in above] if state else []
     if state and others:
@@ -42,9 +43,9 @@ def pick_device(config: SearchConfig) -> str:
             f"{state.name} is in use by process {', '.join(map(_process, others))}, which would share its memory "
             "and time with the trials: end it, or choose another GPU with CUDA_VISIBLE_DEVICES."
         )
-    if wanted == "cuda" and not found:
+    if wanted == "cuda" and facts.kind != "cuda":
         raise UserError("--device cuda: there is no GPU here; use --device cpu, or --address of a cluster with one.")
-    return "cuda" if found else "cpu"
+    return facts
 
 
 def _process(number: int) -> str:
@@ -55,14 +56,16 @@ def _process(number: int) -> str:
         return str(number)
 
 
-def memory_limit(config: SearchConfig, device: str) -> int:
-    """The limit in bytes: the flag, else all there is. Raises ``UserError`` when the model's state alone exceeds it."""
-    state = read_gpu() if device == "cuda" else None
-    if device == "cuda" and state is None and not config.memory_limit:
+def memory_limit(asked: int | None, training: TrainConfig) -> int:
+    """The limit in bytes: as ``asked`` for, else all there is on the device of the resolved ``training``.
+
+    Raises ``UserError`` when the model's state alone exceeds it.
+    """
+    state = read_gpu() if training.device == "cuda" else None
+    if training.device == "cuda" and state is None and not asked:
         raise UserError("NVML does not tell this machine the GPU's memory: say what a trial may take, --memory-limit.")
-    limit = config.memory_limit or (state.memory_total if state else psutil.virtual_memory().total)
-    training = replace(config.training, micro_batch=1, device=device)
-    parts = predict_peak(training)
+    limit = asked or (state.memory_total if state else psutil.virtual_memory().total)
+    parts = predict_peak(replace(training, micro_batch=1))
     needed = parts.weights + parts.gradients + parts.optimizer
     if needed > limit:
         raise UserError(
@@ -72,12 +75,11 @@ def memory_limit(config: SearchConfig, device: str) -> int:
     return limit
 
 
-def make_prior(space: Space, device: str) -> Prior:
-    """Predicted peak bytes of a candidate's process on ``device``, by formulas alone."""
+def make_prior(space: Space) -> Prior:
+    """Predicted peak bytes of a candidate's process, by formulas alone."""
 
     @cache  # all knobs of a GPU make forty thousand candidates, and many are looked at before every trial
     def prior(candidate: Candidate) -> float:
-        config: TrainConfig = replace(space.config(candidate), device=device)
-        return float(predict_peak(config).total)
+        return float(predict_peak(space.config(candidate)).total)
 
     return prior

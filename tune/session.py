@@ -20,10 +20,11 @@ from pipeline.shards import Manifest, read_manifest
 from train.checkpoint.run_folder import new_folder
 from train.loop.execution import worker_environment
 from train.model_config import format_model
+from train.resolve import resolve
 from tune import charts, report
 from tune import folder as folders
 from tune.config import SearchConfig
-from tune.device import make_prior, memory_limit, pick_device
+from tune.device import make_prior, memory_limit, trial_device
 from tune.ray_tune import Listener, Proposals, drive, trial_resources
 from tune.space import Space, make_space, parse_knobs
 from tune.strategy.base import Confirmed, Grid, Retrying, Strategy, enough_seconds
@@ -50,13 +51,14 @@ def search(config: SearchConfig) -> int:
 
 
 def _search(config: SearchConfig, manifest: Manifest, folder: Path) -> int:
-    device = pick_device(config)
+    training = resolve(config.training, trial_device(config))
+    device = training.device
     if config.cluster:
         trial_resources(device == "cuda")  # of a cluster without any, before anything is made
-    limit = memory_limit(config, device)
+    limit = memory_limit(config.memory_limit, training)
     named = format_size(limit) if config.memory_limit else f"{limit / 1e9:.1f} GB (all there is)"
-    space = make_space(config.training, parse_knobs(config.knobs), device=device, free=config.free_global_batch)
-    memory = MemorySearcher(space, make_prior(space, device), limit)
+    space = make_space(training, parse_knobs(config.knobs), free=config.free_global_batch)
+    memory = MemorySearcher(space, make_prior(space), limit)
     strategy = Confirmed(Retrying(make_strategy(config, space, memory)), space, config.confirm)
     console.print(
         f"[bold]{format_model(config.training.model)}[/bold]: {len(space.candidates())} candidates for "
@@ -67,7 +69,7 @@ def _search(config: SearchConfig, manifest: Manifest, folder: Path) -> int:
         return 0
     open_store(config.tracking_uri)  # one that cannot be used is refused before anything is made
     with folders.held(folder):
-        return _run(config, manifest, folder, space, memory, strategy, device)
+        return _run(config, manifest, folder, space, memory, strategy)
 
 
 def make_strategy(config: SearchConfig, space: Space, memory: MemorySearcher) -> Strategy:
@@ -83,10 +85,10 @@ def make_strategy(config: SearchConfig, space: Space, memory: MemorySearcher) ->
 
 def _run(
     config: SearchConfig, manifest: Manifest, folder: Path, space: Space, memory: MemorySearcher,
-    strategy: Strategy, device: str,
+    strategy: Strategy,
 ) -> int:  # fmt: skip
     """Drive the strategy to its end in ``folder``, which this process holds; the exit code is 1 without a winner."""
-    limit = int(memory.limit)
+    limit, device = int(memory.limit), space.base.device
     trials, data = folder / folders.TRIALS, config.training.data.resolve()
     kept = read_rows(trials)
     identity = config.identity() | {"data": manifest.fingerprint, "memory_limit": limit, "device": device}
@@ -111,7 +113,7 @@ def _run(
         seconds = enough_seconds(rows, config.trial_time)
         if seconds > config.trial_time:
             console.print(f"    its steps get {format_duration(round(seconds, 1))}, because --trial-time was too short")
-        trial = space.config(proposal.candidate).to_json() | {"data": str(data), "device": device}
+        trial = space.config(proposal.candidate).to_json() | {"data": str(data)}
         return Request(
             proposal.key(folder.name), len(rows) + 1, proposal, trial, limit, config.trial_steps, seconds,
             config.trial_precision, str(trials), time.time(),
@@ -133,7 +135,7 @@ def _run(
         evidence.catch_up(kept)
         grace = CLUSTER_GRACE if config.cluster else OWN_GRACE
         # Tune takes Ctrl-C between two of its events; where it falls elsewhere, the rows say as well where to go on.
-        environment = worker_environment(config.training, device)
+        environment = worker_environment(space.base)
         with (
             suppress(KeyboardInterrupt),
             connected(config.address, environment=environment),

@@ -26,7 +26,7 @@ KNOBS: dict[str, tuple[Any, ...]] = {
 
 ON_CPU: dict[str, tuple[Any, ...]] = {
     "compile": ("off", "blocks", "whole"),
-    "attention": ("auto", "manual"),
+    "attention": ("sdpa", "manual"),
     "precision": ("fp32",),
 }
 """What is left of them there: one fused kernel of attention, no CUDA graphs, tf32 is fp32, and bf16 is emulated."""
@@ -114,10 +114,10 @@ def parse_knobs(words: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def make_space(base: TrainConfig, knobs: Sequence[str], *, device: str, free: bool = False) -> Space:
+def make_space(base: TrainConfig, knobs: Sequence[str], *, free: bool = False) -> Space:
     """The space around ``base``; its own combination comes first, so that ties of order favour the control.
 
-    ``device`` (cuda or cpu) decides what auto means and which settings exist. With ``free`` the global batch is
+    ``base`` is resolved: its device decides which settings exist. With ``free`` the global batch is
     the largest size, and no longer held fixed. Raises ``UserError``.
     """
     if base.workers != 1:
@@ -125,9 +125,7 @@ def make_space(base: TrainConfig, knobs: Sequence[str], *, device: str, free: bo
     combinations: list[Combination] = [()]
     for name in knobs:
         own = getattr(base, name)
-        if name == "precision" and own == "auto":
-            own = "bf16" if device == "cuda" else "fp32"
-        there = ON_CPU.get(name, KNOBS[name]) if device == "cpu" else KNOBS[name]
+        there = ON_CPU.get(name, KNOBS[name]) if base.device == "cpu" else KNOBS[name]
         combinations = [(*chosen, (name, value)) for chosen in combinations for value in dict.fromkeys([own, *there])]
     largest = base.global_batch
     free_sizes = {1, 2, 4, base.micro_batch, *range(8, largest + 1, 8)}

@@ -29,9 +29,11 @@ from pathlib import Path
 
 import psutil
 
+from infra.hardware import cpu_facts
 from train.config import Cycle, TrainConfig
 from train.intervals import t_quantile
 from train.model_config import format_model, parse_model
+from train.resolve import resolve
 
 HERE = Path(__file__)
 
@@ -77,7 +79,7 @@ def child(side: str) -> dict[str, float]:
     """One side's figures, from a process of its own."""
     from train.loop.execution import worker_environment
 
-    environment = os.environ | (worker_environment(TrainConfig(), "cpu") if side == "bare" else {})
+    environment = os.environ | (worker_environment(TrainConfig(device="cpu")) if side == "bare" else {})
     line = [sys.executable, "-P", str(HERE), *sys.argv[1:], "--side", side]
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -198,7 +200,7 @@ def wrapped(config: TrainConfig) -> dict[str, float]:
             key = create_run("train", "overhead")
             recorded = time.time()
             with Tracker(key) as tracker:
-                result = driver.run(config, folder, tracker=tracker, on_cycle=on_cycle)
+                result = driver.run(resolve(config, cpu_facts()), folder, tracker=tracker, on_cycle=on_cycle)
             returned = time.time()
         started, ended = ((folder / file).stat().st_mtime for file in ("starts", "cycles.jsonl"))
     first_step = ended - result.seconds

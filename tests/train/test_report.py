@@ -21,7 +21,7 @@ Make = Callable[..., RunResult]
 
 @pytest.fixture
 def config(small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig(model=small_model, micro_batch=2, global_batch=8, workers=2, precision="fp32")
+    return TrainConfig(model=small_model, micro_batch=2, global_batch=8, workers=2, precision="fp32", device="cpu")
 
 
 def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
@@ -87,8 +87,9 @@ def test_a_result_in_mlflow(config: TrainConfig, make_result: Make) -> None:
     formulas = report.formula_metrics(config, result)
     assert formulas["result/mfu_causal"] == pytest.approx(0.4 * causal(config.model) / palm(config.model))
     for device, kind in (("cpu", "cpu"), ("NVIDIA H100", "cuda")):
-        total = predict_peak(replace(config, device=kind)).total
-        found = report.prediction_metrics(config, replace(result, device=device))
+        there = replace(config, device=kind)
+        total = predict_peak(there).total
+        found = report.prediction_metrics(there, replace(result, device=device))
         assert found == {"memory/predicted_gib": total / 2**30, "memory/prediction_error": total / 2**32 - 1}
 
 

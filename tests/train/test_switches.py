@@ -15,12 +15,14 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend
 
 from infra.errors import UserError
+from infra.hardware import cpu_facts
 from train.config import Attention, Checkpointing, Cycle, Loss, Optimizer, Precision, Schedule, TrainConfig
-from train.loop.execution import build, keep_compiled_attention, settle
+from train.loop.execution import build, keep_compiled_attention
 from train.loop.trainer import Trainer
 from train.model.attention import books_of, by_kernels
 from train.model.optimizer import learning_rate
 from train.model_config import ModelConfig
+from train.resolve import resolve
 from train.result import CycleReport
 
 CPU = torch.device("cpu")
@@ -36,7 +38,7 @@ def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
 
 def gradients(config: TrainConfig, tokens: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and gradients of one batch, from the same weights and the same random numbers."""
-    model = build(settle(config), CPU)
+    model = build(resolve(config, cpu_facts()), CPU)
     torch.manual_seed(7)
     loss = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
@@ -81,7 +83,7 @@ def test_masked_attention_stays_within_a_book(config: TrainConfig) -> None:
     assert books_of(tokens, end)[0, [0, 3, 4, 20, 21]].tolist() == [0, 0, 1, 1, 2]
     for attention in ("sdpa", "manual"):
         masked = dataclasses.replace(config, mask_books=True, attention=attention)
-        model = build(settle(masked), CPU).eval()
+        model = build(resolve(masked, cpu_facts()), CPU).eval()
         changed = tokens.clone()
         changed[0, 5] = (changed[0, 5] + 1) % end
         with torch.no_grad():

@@ -10,8 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
+from infra.hardware import A100
 from train.config import TrainConfig
 from train.model_config import PRESETS
+from train.resolve import resolve
 from tune.charts import draw
 from tune.space import make_space
 from tune.strategy.memory_aware import MemorySearcher
@@ -24,7 +26,7 @@ BASE = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16,
 def search(benchmark: Callable[[str], ModuleType]) -> tuple[list[Row], MemorySearcher]:
     """A finished search of one knob on a simulated GPU."""
     compare = benchmark("compare")
-    machine = compare.Simulated(make_space(BASE, ("checkpointing",), device="cuda"), 7)
+    machine = compare.Simulated(make_space(resolve(BASE, A100), ("checkpointing",)), 7)
     rows = compare.drive(compare.ours(machine), machine, race=True)
     return rows, MemorySearcher(machine.space, machine.prior, machine.limit)
 

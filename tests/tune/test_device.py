@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from infra import gpu
+from infra import gpu, hardware
 from infra.cluster import connected
 from infra.errors import UserError
 from infra.gpu import GpuState
+from infra.hardware import A100, cpu_facts
+from train.resolve import resolve
 from tune import device
 from tune.config import SearchConfig
 from tune.ray_tune import trial_resources
@@ -30,6 +32,7 @@ def neighbour() -> Iterator[int]:
 def on(monkeypatch: pytest.MonkeyPatch, state: GpuState | None) -> None:
     """Let NVML say ``state``."""
     monkeypatch.setattr(device, "read_gpu", lambda: state)
+    monkeypatch.setattr(hardware, "read_gpu", lambda: state)
 
 
 def search(kind: str) -> SearchConfig:
@@ -40,7 +43,7 @@ def search(kind: str) -> SearchConfig:
 def test_a_gpu_in_use_is_refused_with_its_process(monkeypatch: pytest.MonkeyPatch, neighbour: int) -> None:
     on(monkeypatch, replace(IDLE, other_processes=(neighbour,)))
     with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES") as refusal:
-        device.pick_device(search("auto"))
+        device.trial_device(search("auto"))
     assert f"H200 is in use by process {neighbour} (" in str(refusal.value)
     assert "their training" in str(refusal.value)
 
@@ -48,27 +51,28 @@ def test_a_gpu_in_use_is_refused_with_its_process(monkeypatch: pytest.MonkeyPatc
 def test_the_same_on_a_ray_of_this_machine(cluster: str, monkeypatch: pytest.MonkeyPatch, neighbour: int) -> None:
     on(monkeypatch, replace(IDLE, other_processes=(neighbour,)))
     with connected(cluster), pytest.raises(UserError, match=f"in use by process {neighbour}"):
-        device.pick_device(replace(search("auto"), address=cluster))
+        device.trial_device(replace(search("auto"), address=cluster))
 
 
 def test_the_process_that_waits_for_the_search_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, replace(IDLE, other_processes=(os.getppid(),)))
-    assert device.pick_device(search("auto")) == "cuda"
+    assert device.trial_device(search("auto")).kind == "cuda"
 
 
 def test_a_limit_is_asked_for_where_nvml_tells_none(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, None)
+    training = resolve(search("cuda").training, A100)
     with pytest.raises(UserError, match="--memory-limit"):
-        device.memory_limit(search("cuda"), "cuda")
-    assert device.memory_limit(replace(search("cuda"), memory_limit=40 * 10**9), "cuda") == 40 * 10**9
+        device.memory_limit(None, training)
+    assert device.memory_limit(40 * 10**9, training) == 40 * 10**9
 
 
 def test_weights_gradients_and_optimizer_must_fit() -> None:
     """GPT-2 124M has 16 bytes a parameter of them: 2 GB."""
-    config = replace(search("cpu"), memory_limit=19 * 10**8)
+    training = resolve(search("cpu").training, cpu_facts())
     with pytest.raises(UserError, match=r"less than the 1\.99 GB"):
-        device.memory_limit(config, "cpu")
-    assert device.memory_limit(replace(config, memory_limit=2 * 10**9), "cpu") == 2 * 10**9
+        device.memory_limit(19 * 10**8, training)
+    assert device.memory_limit(2 * 10**9, training) == 2 * 10**9
 
 
 def test_a_trial_gets_what_the_largest_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,17 +92,17 @@ def test_a_variable_set_to_nothing_hides_every_gpu(monkeypatch: pytest.MonkeyPat
 def test_a_process_that_cannot_be_seen_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, replace(IDLE, other_processes=(2**22 + 1,)))
     with pytest.raises(UserError, match="in use by process 4194305, which"):
-        device.pick_device(search("cuda"))
+        device.trial_device(search("cuda"))
 
 
 def test_what_trials_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, IDLE)
-    assert device.pick_device(search("auto")) == "cuda"
-    assert device.pick_device(search("cpu")) == "cpu"
+    assert device.trial_device(search("auto")).kind == "cuda"
+    assert device.trial_device(search("cpu")).kind == "cpu"
     on(monkeypatch, None)
-    assert device.pick_device(search("auto")) == "cpu"
+    assert device.trial_device(search("auto")).kind == "cpu"
     with pytest.raises(UserError, match="there is no GPU here; use --device cpu"):
-        device.pick_device(search("cuda"))
+        device.trial_device(search("cuda"))
 
 
 def test_a_cluster_without_a_core_is_refused() -> None:

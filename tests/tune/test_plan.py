@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from infra.hardware import cpu_facts
 from train.config import Compile, TrainConfig
+from train.resolve import resolve
 from tune.config import SearchConfig
 from tune.report import optuna_trials, print_plan
 from tune.space import make_space
@@ -19,7 +21,7 @@ def test_the_time_counts_each_trials_start_compilation_and_steps(
     capfd: pytest.CaptureFixture[str], compiled: Compile, knobs: tuple[str, ...], seconds: int
 ) -> None:
     config = SearchConfig(training=TrainConfig(global_batch=8, micro_batch=8, compile=compiled), trial_time=90.0)
-    space = make_space(config.training, knobs, device="cpu")
+    space = make_space(resolve(config.training, cpu_facts()), knobs)
     memory = MemorySearcher(space, lambda candidate: 1e9 * candidate.micro_batch, 5e9)
     print_plan(config, space, memory, memory)
     printed = capfd.readouterr().out
@@ -34,7 +36,7 @@ def test_the_time_counts_each_trials_start_compilation_and_steps(
 
 
 def test_optunas_budget_grows_with_the_grid_within_bounds() -> None:
-    space = make_space(TrainConfig(global_batch=2, micro_batch=2), (), device="cpu")
+    space = make_space(resolve(TrainConfig(global_batch=2, micro_batch=2), cpu_facts()), ())
     assert optuna_trials(space) == 8
     assert optuna_trials(replace(space, sizes=tuple(range(1, 2)) * 120)) == 30
     assert optuna_trials(replace(space, sizes=(1, 2) * 200)) == 50

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from infra.cluster import connected
+from infra.hardware import cpu_facts
 from train.config import TrainConfig
 from train.model_config import ModelConfig
+from train.resolve import resolve
 from tune.ray_tune import ATTEMPTS, Listener, Proposals, Running, drive, outcome
 from tune.space import make_space
 from tune.strategy.base import Grid
@@ -29,7 +31,7 @@ def training(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
 
 def proposals(training: TrainConfig, folder: Path, *, slow: int | None = None) -> tuple[Proposals, list[Request]]:
     """The grid over ``training`` with rows in ``folder``, and what was begun; ``slow`` names a size without an end."""
-    space, begun = make_space(training, (), device="cpu"), []
+    space, begun = make_space(resolve(training, cpu_facts()), ()), []
 
     def request(proposal: Proposal, rows: Sequence[Row]) -> Request:
         config, seconds = space.config(proposal.candidate), 200.0

@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from infra.hardware import cpu_facts
 from train.config import TrainConfig
+from train.resolve import resolve
 from tune.report import best_json, csv_text, leaderboard, never_run, no_winner, progress_text, row_text
 from tune.space import Candidate, make_space
 from tune.strategy.memory_aware import MemorySearcher
 from tune.strategy.ranking import fit_to_win
 from tune.trial.row import Outcome, Row, Stage
 
-SPACE = make_space(TrainConfig(global_batch=16, micro_batch=4), ("checkpointing",), device="cpu")
+SPACE = make_space(resolve(TrainConfig(global_batch=16, micro_batch=4), cpu_facts()), ("checkpointing",))
 OWN = SPACE.control.knobs
 
 
@@ -132,7 +134,7 @@ def test_a_ratio_to_the_control_is_in_brackets_where_no_difference_is_shown() ->
             low=speed * (1 - width), high=speed * (1 + width), memory=1,
         )  # fmt: skip
 
-    space = make_space(TrainConfig(global_batch=8, micro_batch=2), (), device="cpu")
+    space = make_space(resolve(TrainConfig(global_batch=8, micro_batch=2), cpu_facts()), ())
 
     def ratios(*rows: Row) -> dict[str, str]:
         assert len(fit_to_win(rows)) == len(rows)

@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
+from infra.hardware import cpu_facts
 from infra.tracking import tracker
 from pipeline.shards import read_manifest
 from train.config import TrainConfig
 from train.model_config import ModelConfig
+from train.resolve import resolve
 from tune.space import Candidate, make_space
 from tune.tracking import Evidence, metrics, open_parent, summary_metrics
 from tune.trial.row import Proposal, Row
 from tune.trial.run import Request
 
-SPACE = make_space(TrainConfig(global_batch=8, micro_batch=2), (), device="cpu")
+SPACE = make_space(resolve(TrainConfig(global_batch=8, micro_batch=2), cpu_facts()), ())
 
 
 def finished(size: int, speed: float, **more: Any) -> Row:
@@ -63,7 +65,7 @@ def test_a_store_that_goes_away_between_trials_gets_them_later(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tracker, "RETRY_SECONDS", 0.1)
     config = TrainConfig(data=small_shards, model=small_model, global_batch=4, micro_batch=1, steps=5)
-    space = make_space(config, ("checkpointing",), device="cpu")
+    space = make_space(resolve(config, cpu_facts()), ("checkpointing",))
     candidates = space.candidates()
     first, second = (
         Row(

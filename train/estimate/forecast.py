@@ -14,7 +14,7 @@ from infra.units import GIB, format_duration, format_size
 from pipeline.shards import read_manifest
 from train.config import TrainConfig
 from train.estimate import flops
-from train.estimate.memory import device_kind, largest_micro_batch, predict_peak
+from train.estimate.memory import largest_micro_batch, predict_peak
 from train.model.gpt import GPT, parameter_count
 
 CHINCHILLA = 20
@@ -53,10 +53,9 @@ def memory_rows(config: TrainConfig) -> Rows:
         for part, size in anatomy.parts().items()
         if size
     ]
-    kind = device_kind(config)
     return [
         *rows,
-        ("total", f"[bold]{anatomy.total / GIB:8.3f} GiB[/bold]  of one worker's process on {kind}"),
+        ("total", f"[bold]{anatomy.total / GIB:8.3f} GiB[/bold]  of one worker's process on {config.device}"),
         ("", f"at {anatomy.moment}; {anatomy.allocated / GIB:.3f} GiB of it in torch's allocator"),
     ]
 

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
-import torch
-
 from train.config import SIXTEEN_BITS, WHOLE_GRAPH, TrainConfig, divisors
 from train.estimate.flops import matmul_parameters
 from train.model.gpt import parameter_count
@@ -82,8 +80,9 @@ class TokenSizes:
 
 
 def predict_peak(config: TrainConfig) -> Anatomy:
-    """The anatomy of ``config``'s peak on one worker: formulas only, no device is touched."""
-    kind = device_kind(config)
+    """The anatomy of the peak of a resolved ``config`` on one worker: formulas only, no device is touched."""
+    kind = config.device
+    assert "auto" not in (kind, config.precision), "memory is predicted of a resolved config"
     model, layers = config.model, config.model.layers
     parameters = _parameters(model)
     head_parameters = model.padded_vocabulary * model.width
@@ -93,7 +92,7 @@ def predict_peak(config: TrainConfig) -> Anatomy:
     one = 2 if config.optimizer == "adamw-bf16" else 4  # bytes of a weight, and of its gradient
     shards = config.workers if config.shard else 1
     all_gradients = one * parameters // shards
-    cast = 2 if _half(config, kind) and one == 4 else 0
+    cast = 2 if _half(config) and one == 4 else 0
     # With full checkpointing autocast's copies and the mask are made again with each block, and gone with it.
     remade = config.checkpointing == "full"
     casts = 0 if remade else cast * (matmul_parameters(model) - head_parameters)
@@ -102,7 +101,7 @@ def predict_peak(config: TrainConfig) -> Anatomy:
     saved = layers * (tokens * sizes.kept + (0 if remade else mask))
     again = tokens * (sizes.block - sizes.kept) + (mask if remade else 0)
     head, head_cast = one * head_parameters, cast * head_parameters
-    product = 2 if _half(config, kind) else 4
+    product = 2 if _half(config) else 4
     logits = tokens * sizes.loss / max(1, chunks)
     # The fused loss sums the head's gradient up in fp32 while it computes, in 16 bits a piece's share beside it.
     summed = 4 * head_parameters if chunks else 0
@@ -162,7 +161,7 @@ def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
     """Bytes a token, with D the width: the residual stream is fp32 unless activations are bf16 throughout."""
     model = config.model
     width, scores = model.width, model.heads * model.context_length
-    half, eager, fused = _half(config, kind), config.compile == "off", _pieces(config) > 0
+    half, eager, fused = _half(config), config.compile == "off", _pieces(config) > 0
     product = 2 if half else 4
     stream = 2 if config.precision == "bf16-activations" else 4
     matmuls = product * width * (3 + 1 + 4)  # queries, keys, values; attention's output; the wide layer's output
@@ -224,16 +223,9 @@ def _materialises(config: TrainConfig, kind: str) -> bool:
     return config.attention == "manual" or (kind == "cpu" and config.model.dropout > 0)
 
 
-def device_kind(config: TrainConfig) -> str:
-    """``cuda`` or ``cpu``: what the config names, even where it is not; for ``auto``, what is here."""
-    if config.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return config.device
-
-
-def _half(config: TrainConfig, kind: str) -> bool:
+def _half(config: TrainConfig) -> bool:
     """Whether matrix products are 16-bit."""
-    return config.precision in SIXTEEN_BITS or (config.precision == "auto" and kind == "cuda")
+    return config.precision in SIXTEEN_BITS
 
 
 def correct(predicted: float, probes: Sequence[tuple[float, float]]) -> float:

@@ -16,6 +16,7 @@ from pathlib import Path
 from infra import command
 from infra.command import INTERRUPTED, console, escape
 from infra.errors import UserError
+from infra.hardware import device_facts
 from infra.schema import from_json, strict, to_json
 from infra.storage import write_json
 from infra.tracking.key import RunKey
@@ -25,6 +26,7 @@ from train.config import Cycle, CycleText, Device, TrainConfig, load_config
 from train.ladder.suite_files import find_suite
 from train.ladder.suites import Suite, choose, nearest, searched, short_form
 from train.model_config import ModelOrNone
+from train.resolve import resolve
 
 CYCLE = Cycle()
 TIME_BUDGET, WITHIN = 300.0, 0.005
@@ -172,8 +174,6 @@ def with_ends(options: LadderOptions) -> LadderOptions:
 
 def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
     """The suite, chosen and fitted to the device, and the config that its baseline starts from."""
-    import torch
-
     config = TrainConfig(
         data=options.data.resolve(),
         model=options.model or TrainConfig.model,
@@ -188,8 +188,7 @@ def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
     suite = find_suite(options.suite, config)
     if options.rungs:
         suite = choose(suite, options.rungs)
-    on_cpu = options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available())
-    if on_cpu:
+    if resolve(config, device_facts()).device == "cpu":
         suite = short_form(suite)
         console.print("[yellow]No GPU is used: the suite runs in its short form, batches an eighth the size"
                       + ("" if options.model else " and the model tiny") + ".[/yellow]")  # fmt: skip

@@ -12,16 +12,15 @@ import shutil
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from infra.cluster import connected
 from infra.command import escape
 from infra.errors import UserError, first_line
 from infra.gpu import GpuWatch
+from infra.hardware import DeviceFacts, device_facts
 from infra.schema import from_json, strict, to_json
 from infra.storage import write_json
 from infra.tracking.key import RunKey
@@ -33,11 +32,12 @@ from train import report
 from train.checkpoint.run_folder import RunFolder
 from train.config import SIXTEEN_BITS, TrainConfig
 from train.estimate.flops import beside_matmul
-from train.estimate.memory import device_kind, predict_peak
+from train.estimate.memory import predict_peak
 from train.intervals import Estimate
 from train.ladder.suites import Rung, Suite, apply
 from train.launch import driver
 from train.loop.memory_limit import UNMEASURED
+from train.resolve import resolve
 from train.result import RunResult
 
 SHORTEST = 8
@@ -85,6 +85,7 @@ class Climb:
     fit: bool = False
     """Whether every rung's batch is the largest predicted to fit the limit."""
     say: Callable[[str], None] = print
+    facts: DeviceFacts = field(default_factory=device_facts)
 
     def run(self, suite: Suite, base: TrainConfig) -> tuple[list[Measured], list[Measured]]:
         """The controls and the rungs of ``suite``: ``n + 1`` controls around ``n`` rungs that were measured.
@@ -102,7 +103,7 @@ class Climb:
                 config = self._fitted(apply(state, rung.changes))
                 if config == state and rung.changes:
                     raise UserError("here it changes nothing")
-                refuse_unsuited(state, config, rung)
+                refuse_unsuited(state, config, rung, self.facts)
             except UserError as refused:
                 reason = str(refused).rstrip(".")  # the table ends it
                 self.say(f"[yellow]{escape(rung.name)}[/yellow]: not run, {escape(reason)}")
@@ -123,8 +124,8 @@ class Climb:
     def _fitted(self, config: TrainConfig) -> TrainConfig:
         if not (self.fit and self.memory_limit):
             return config
-        capped = device_kind(config) == "cuda"
-        return largest_batch(config, self.memory_limit - (UNMEASURED if capped else 0))
+        config = resolve(config, self.facts)
+        return largest_batch(config, self.memory_limit - (UNMEASURED if config.device == "cuda" else 0))
 
     def _measure(self, prefix: str, rung: Rung, config: TrainConfig, number: int) -> Measured:
         """Run ``config`` unless its folder holds the result of just this config."""
@@ -146,7 +147,7 @@ class Climb:
         result, reason = self._train(name, rung, config, folder, watch)
         measured = Measured(
             rung.name, name, config.to_json(), result, reason, rung.new_mathematics,
-            predict_peak(config).total, watch.seen,
+            predict_peak(resolve(config, self.facts)).total, watch.seen,
         )  # fmt: skip
         write_json(kept, to_json(measured))
         return measured
@@ -164,14 +165,15 @@ class Climb:
         write_json(folder / "config.json", config.to_json())
         result, reason, status = None, "", "FAILED"
         with Tracker(key) as tracker:
-            report.record_start(tracker, config, manifest)
             try:
+                resolved = resolve(config, self.facts)
+                report.record_start(tracker, resolved, manifest)
                 result = driver.run(
-                    config, folder, tracker=tracker, memory_limit=self.memory_limit, address=self.address,
-                    on_cycle=lambda cycle: self._cycle(cycle, watch),
+                    resolved, folder, asked=config, tracker=tracker, memory_limit=self.memory_limit,
+                    address=self.address, on_cycle=lambda cycle: self._cycle(cycle, watch),
                 )  # fmt: skip
-                result = beside_matmul(result, config, self.folder.parent)
-                report.record_end(tracker, config, result, watch.seen)
+                result = beside_matmul(result, resolved, self.folder.parent)
+                report.record_end(tracker, resolved, result, watch.seen)
                 if result.outcome == "interrupted":
                     status = "KILLED"
                     raise Interrupted
@@ -231,17 +233,16 @@ def rung_json(rung: Rung) -> dict[str, Any]:
     return dict(rung.changes)
 
 
-def refuse_unsuited(before: TrainConfig, config: TrainConfig, rung: Rung) -> None:
-    """Raise ``UserError`` when ``config`` instead of ``before`` says nothing about the rung on this machine."""
-    if device_kind(config) == "cuda":
+def refuse_unsuited(before: TrainConfig, config: TrainConfig, rung: Rung, facts: DeviceFacts) -> None:
+    """Raise ``UserError`` when ``config`` instead of ``before`` says nothing about the rung on this device."""
+    if resolve(config, facts).device == "cuda":
         if set(config.naive) ^ set(before.naive) == {"pages"}:
             raise UserError("the pages are a CPU's; torch keeps a GPU's memory by itself")
         return
-    replace(config, device="cpu")  # asks its rules here: with auto a worker would, started again by every resume
     changed = set(rung.changes)
     if "precision" in changed and config.precision == "tf32":
         raise UserError("TF32 is a GPU's; a CPU computes the same fp32")
-    if config.precision in SIXTEEN_BITS and not native_bf16():
+    if config.precision in SIXTEEN_BITS and not facts.bf16:
         raise UserError(f"this CPU emulates {config.precision}, many times slower than fp32")
     if config.compile == "max-autotune":
         raise UserError("max-autotune tries GPU kernels")
@@ -249,11 +250,6 @@ def refuse_unsuited(before: TrainConfig, config: TrainConfig, rung: Rung) -> Non
         raise UserError("torch.compile needs a C++ compiler on a CPU and there is none")
     if "attention" in changed and config.attention == "auto":
         raise UserError("a CPU has one fused attention kernel, the one it used before")
-
-
-def native_bf16() -> bool:
-    """Whether the CPU multiplies bf16 matrices in hardware."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def largest_batch(config: TrainConfig, limit: int) -> TrainConfig:

@@ -9,6 +9,7 @@ and opening its store took three of the seconds before the first step, and its t
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 import uuid
@@ -20,13 +21,14 @@ from typing import Any, cast
 import ray
 import ray.train
 import ray.train.torch
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 from infra.cluster import Node, connected, cores_each, eligible_nodes, placing, ray_files
 from infra.command import INTERRUPTED, errors
 from infra.errors import UserError
+from infra.hardware import DeviceFacts, cpu_facts, device_facts
 from infra.schema import from_json
 from infra.tracking.store import last_steps
 from infra.tracking.tracker import Tracker
@@ -41,6 +43,8 @@ from train.report import cycle_metrics
 from train.result import RunResult
 
 POLL_SECONDS = 0.2
+ANSWER_SECONDS = 60.0
+"""How long a machine of the cluster may take to say what GPU it has: a process starts there."""
 READERS = 2
 """Cores that are left to Ray Data by each worker that trains on a stream."""
 
@@ -62,13 +66,15 @@ def run(
     folder: Path,
     *,
     tracker: Tracker,
+    asked: TrainConfig | None = None,
     resume: Path | None = None,
     memory_limit: int | None = None,
     address: str | None = None,
     on_cycle: Callable[[dict[str, Any]], None] = lambda cycle: None,
 ) -> RunResult:
-    """Train through Ray Train in ``folder`` (absolute, shared with the workers), recording to ``tracker``.
+    """Train a resolved config through Ray Train in ``folder`` (absolute, shared with the workers).
 
+    It is recorded to ``tracker``; ``asked`` is the config as the user left it open, which checkpoints keep.
     With ``resume``, the newest checkpoint of the folder, the run goes on; without, what an earlier run left
     there is removed. A worker whose process uses more than ``memory_limit`` bytes ends it. Ctrl-C and SIGTERM finish
     the step, save and return the outcome ``interrupted``; where that takes more than ``STOP_SECONDS``, or Ray has no
@@ -105,15 +111,16 @@ def run(
         trainer = TorchTrainer(
             train_function,
             train_loop_config={
-                "config": absolute(config).to_json(), "folder": str(folder), "command": command, "step": step,
-                "begun": str(begun), "memory_limit": memory_limit,
+                "config": absolute(config).to_json(), "asked": absolute(asked or config).to_json(),
+                "folder": str(folder), "command": command, "step": step, "begun": str(begun),
+                "memory_limit": memory_limit,
             },
             torch_config=Alone() if config.workers == 1 else None,  # type: ignore[arg-type]
             scaling_config=wanted,
             run_config=ray.train.RunConfig(
                 name=place.name,
                 storage_path=str(folder),
-                worker_runtime_env={"env_vars": worker_environment(config, "cuda" if wanted.use_gpu else "cpu")},
+                worker_runtime_env={"env_vars": worker_environment(config)},
                 failure_config=ray.train.FailureConfig(max_failures=-1),  # train_function counts what matters
                 callbacks=[Presence(begun)],
             ),
@@ -128,14 +135,14 @@ def run(
 
         thread = threading.Thread(target=fit, name="ray-train", daemon=True)
         bundles = [cast(Node, wanted.resources_per_worker)] * config.workers
-        with stop_on_signal(home.stop) as asked, placing("the training", bundles, begun.exists) as waits:
+        with stop_on_signal(home.stop) as stopped, placing("the training", bundles, begun.exists) as waits:
             thread.start()
             while thread.is_alive():
                 thread.join(POLL_SECONDS)
                 follower.poll()
-                if asked and waits.is_set():
+                if stopped and waits.is_set():
                     raise KeyboardInterrupt
-                if asked and time.monotonic() - asked[0] > STOP_SECONDS:
+                if stopped and time.monotonic() - stopped[0] > STOP_SECONDS:
                     errors.print(f"No step was finished and saved within {STOP_SECONDS:.0f} s; leaving without it.")
                     raise KeyboardInterrupt
     if home.stream.exists():
@@ -171,11 +178,36 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
         return super()._initialize_and_run_controller(**parts | {"scaling_policy": AsItIs(self.scaling_config)})
 
 
+def worker_facts(config: TrainConfig) -> DeviceFacts:
+    """The device that the connected Ray would train ``config`` on: its GPUs' where it has enough, else its CPUs'.
+
+    Raises ``UserError`` when the machine with the GPU does not answer.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    eligible = eligible_nodes(accelerator=config.accelerator)
+    if config.device == "cpu" or sum(int(node.get("GPU", 0)) for node in eligible) < config.workers:
+        return cpu_facts()
+    if [node["NodeManagerHostname"] for node in nodes] == [socket.gethostname()]:
+        return device_facts()
+    there = ray.remote(num_cpus=0, num_gpus=1)(device_facts)
+    if config.accelerator:
+        there = there.options(accelerator_type=config.accelerator)
+    try:
+        return ray.get(there.remote(), timeout=ANSWER_SECONDS)
+    except GetTimeoutError:
+        raise UserError(
+            f"no GPU of the cluster was free within {ANSWER_SECONDS:.0f} s: end what runs there, or use --device cpu."
+        ) from None
+
+
 def scaling(config: TrainConfig) -> ray.train.ScalingConfig:
-    """The workers to ask Ray for. Raises ``UserError`` when the cluster lacks them, for which Ray would wait."""
+    """The workers to ask Ray for, by a resolved config.
+
+    Raises ``UserError`` when the cluster lacks them, for which Ray would wait.
+    """
     nodes = eligible_nodes(accelerator=config.accelerator)
     gpus = sum(int(node.get("GPU", 0)) for node in nodes)
-    use_gpu = config.device == "cuda" or (config.device == "auto" and gpus >= config.workers)
+    use_gpu = config.device == "cuda"
     if config.accelerator and not nodes:
         names = {name.partition(":")[2] for node in eligible_nodes() for name in node if "accelerator_type:" in name}
         known = ", ".join(sorted(names)) or "none"

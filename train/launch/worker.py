@@ -19,7 +19,6 @@ from train.config import TrainConfig, config_from_json
 from train.data.dataset import ShardData
 from train.data.source import stream_of
 from train.data.stream import StreamData
-from train.loop.execution import pick_device
 from train.loop.memory_limit import Limit
 from train.loop.trainer import Trainer
 from train.model.parallel import exchange
@@ -60,8 +59,8 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
         begun = ray.train.Checkpoint(payload["begun"])
         ray.train.report({}, checkpoint=begun, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
         try:
-            config = config_from_json(payload["config"], "the run's config")
-            return to_json(train(home, config, resume, first, payload["memory_limit"]))
+            config, asked = (config_from_json(payload[name], "the run's config") for name in ("config", "asked"))
+            return to_json(train(home, config, resume, first, payload["memory_limit"], asked))
         except UserError as mistake:
             if alone:
                 return {"refused": str(mistake)}
@@ -134,16 +133,21 @@ def common_refusal(found: Sequence[tuple[str | None, int, str]]) -> str | None:
 
 
 def train(
-    home: RunFolder, config: TrainConfig, resume: Path | None, first: bool, memory_limit: int | None = None
+    home: RunFolder,
+    config: TrainConfig,
+    resume: Path | None,
+    first: bool,
+    memory_limit: int | None = None,
+    asked: TrainConfig | None = None,
 ) -> RunResult:
     """Train in ``home`` from ``resume`` as one worker, of whom the ``first`` also reports.
 
     ``memory_limit`` is in bytes, for each worker's process.
     """
-    limit = Limit.impose(memory_limit, pick_device(config).type) if memory_limit else None
+    limit = Limit.impose(memory_limit, config.device) if memory_limit else None
     data = StreamData(config, stream_of(config)) if config.stream else ShardData(config)
     if not first:
-        return Trainer(config, data=data, checkpoints=home.checkpoints, resume=resume, limit=limit).run()
+        return Trainer(config, data=data, checkpoints=home.checkpoints, resume=resume, limit=limit, asked=asked).run()
     home.rewind(read_progress(resume).reported if resume else 0)
     trainer = Trainer(
         config,
@@ -153,6 +157,7 @@ def train(
         checkpoints=home.checkpoints,
         resume=resume,
         limit=limit,
+        asked=asked,
     )
     result = trainer.run()
     if isinstance(data, StreamData):

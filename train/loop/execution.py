@@ -1,14 +1,9 @@
-"""How a config is executed on this machine: device, precision, kernels, compilation.
-
-In: a config, which may say ``auto``. Out: the same config with everything decided, and the model built
-by it. What this machine cannot do is refused here, before anything is allocated.
-"""
+"""How a resolved config is executed: the device, the model with its kernels, compilation, the process around it."""
 
 import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,38 +22,19 @@ INDUCTOR_CACHE = Path("~/.cache/throughline/inductor")
 """torch's own default is in /tmp and is lost with every container and restart."""
 
 
-def settle(config: TrainConfig) -> TrainConfig:
-    """``config`` with every ``auto`` but attention's decided for this machine.
-
-    Raises ``UserError`` when the machine lacks what is asked for, or its decisions contradict each other.
-    """
-    cuda = pick_device(config).type == "cuda"
-    precision = config.precision
-    if precision == "auto":
-        precision = "bf16" if cuda and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    attention = config.attention
-    flexible = not config.model.dropout and config.model.width // config.model.heads >= 16
-    if attention == "auto" and config.mask_books and cuda and flexible:
-        attention = "flex"
-    elif attention == "auto" and not cuda:
-        attention = "sdpa"
-    settled = replace(config, device="cuda" if cuda else "cpu", precision=precision, attention=attention)
-    if config.fp8 and torch.cuda.get_device_capability() < (8, 9):
-        raise UserError(f"--fp8 needs 8-bit matmuls, which {torch.cuda.get_device_name()} does not have: leave it out.")
-    return settled
-
-
-def pick_device(config: TrainConfig) -> torch.device:
-    """The device that ``--device`` means here. Raises ``UserError`` when cuda is asked for and absent."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda was asked for and torch sees no CUDA GPU: use --device auto or --device cpu.")
-    if config.device == "cpu" or not torch.cuda.is_available():
+def torch_device(config: TrainConfig) -> torch.device:
+    """The device of a resolved config. Raises ``UserError`` when it is a GPU that torch does not see."""
+    if config.device == "cpu":
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError(
+            "torch sees no CUDA GPU: install a build of torch with CUDA and a driver for it, or use --device cpu."
+        )
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def build(config: TrainConfig, device: torch.device) -> GPT:
-    """The model of a settled config with random weights by its seed, on ``device``."""
+    """The model of a resolved config with random weights by its seed, on ``device``."""
     torch.manual_seed(config.seed)
     model = GPT(
         config.model,
@@ -140,7 +116,7 @@ def keep_compiled_attention() -> None:
 
 
 def arithmetic(config: TrainConfig) -> contextlib.AbstractContextManager[Any]:
-    """The context in which a settled config's forward passes run."""
+    """The context in which a resolved config's forward passes run."""
     kind = AUTOCAST.get(config.precision)
     return torch.autocast(config.device, kind) if kind else contextlib.nullcontext()
 
@@ -158,14 +134,14 @@ def no_collections(config: TrainConfig) -> Iterator[None]:
         gc.enable()
 
 
-def worker_environment(config: TrainConfig, kind: str) -> dict[str, str]:
-    """What a process that trains ``config`` must be started with, on a device of ``kind`` (``cuda`` or ``cpu``).
+def worker_environment(config: TrainConfig) -> dict[str, str]:
+    """What a process that trains a resolved ``config`` must be started with.
 
     On the CPU it has large tensors in pages of 2 MB, or, by ``--naive pages``, of 4 KB as ever. The C library gives
     a freed block above 32 MB back to the system and the next step's logits come anew, each page zeroed on its first
     touch: ``tiny`` trains at 1,450 tokens/s so, and at 2,700 with a 512th of the pages. Keeping freed blocks in
     the process is another eighth faster and takes up to 1.9 times the memory. glibc 2.35 reads this as it starts.
     """
-    if kind == "cuda" or "pages" in config.naive:
+    if config.device == "cuda" or "pages" in config.naive:
         return {}
     return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from infra.errors import first_line
+from infra.hardware import device_facts
 from train.checkpoint import save
 from train.checkpoint.progress import Progress, read_progress, refuse_other_run
 from train.config import TrainConfig
@@ -24,12 +25,13 @@ from train.data.text import refuse_foreign_ids
 from train.loop import memory, throughput, timing
 from train.loop.conclusion import conclude
 from train.loop.cycle import Cycle, close_cycle, open_cycle, report, step_seconds, trouble
-from train.loop.execution import arithmetic, build, compiled, no_collections, pick_device, settle
+from train.loop.execution import arithmetic, build, compiled, no_collections, torch_device
 from train.loop.memory_limit import Limit
 from train.loop.validation import validate
 from train.model import parallel
 from train.model.optimizer import learning_rate, make_optimizer, set_rate
 from train.model.parallel import Workers
+from train.resolve import resolve
 from train.result import CycleReport, Outcome, RunResult
 
 
@@ -38,8 +40,9 @@ class Trainer:
 
     ``data`` is the config's token shards unless given; ``on_cycle`` gets every cycle's report and
     ``should_stop`` is asked after every step, both on the first worker alone; ``checkpoints`` is the folder to
-    save to, ``resume`` the checkpoint to go on from, ``limit`` what the process may use of the device's memory. Raises
-    ``UserError`` when this machine, the data or the checkpoint do not fit the config.
+    save to, ``resume`` the checkpoint to go on from, ``limit`` what the process may use of the device's memory.
+    A config that leaves something open is resolved for this machine; ``asked`` is what checkpoints keep of one that was
+    resolved before. Raises ``UserError`` when this machine, the data or the checkpoint do not fit the config.
     """
 
     def __init__(
@@ -52,15 +55,16 @@ class Trainer:
         checkpoints: Path | None = None,
         resume: Path | None = None,
         limit: Limit | None = None,
+        asked: TrainConfig | None = None,
     ) -> None:
-        self.asked = config
-        self.config = config = settle(config)
+        self.asked = asked or config
+        self.config = config = resolve(config, device_facts())
         self.on_cycle = on_cycle
         self.should_stop = should_stop
         self.limit = limit
         self.started = time.perf_counter()
         self.workers = Workers(config)
-        self.device = pick_device(config)
+        self.device = torch_device(config)
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
         self.data = data or ShardData(config)
         refuse_foreign_ids(config, self.data.manifest)

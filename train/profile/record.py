@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from infra.errors import UserError
+from infra.hardware import device_facts
 from infra.storage import write_json
 from train.config import Cycle, TrainConfig
 from train.loop import memory
@@ -23,6 +24,7 @@ from train.loop.execution import arithmetic
 from train.loop.trainer import Trainer
 from train.profile import intensity, memory_timeline
 from train.profile.trace import FORWARD, Profile, analyse, findings
+from train.resolve import resolve
 
 WARM, STEPS = 3, 2
 """Steps before and while recording."""
@@ -32,8 +34,9 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     """Run a few steps of ``config`` under torch's profiler, and write what they show to ``folder``."""
     steps = WARM + STEPS + 1  # the loop does not ask after its last whether to stop
     config = replace(
-        config, steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0), keep_checkpoints=0, copy_to=None
-    )
+        resolve(config, device_facts()), steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0),
+        keep_checkpoints=0, copy_to=None,
+    )  # fmt: skip
     moments: list[float] = []
 
     def after_step() -> bool:

@@ -23,7 +23,7 @@ from train.estimate.flops import flops_per_token, utilisation
 from train.loop.memory import is_exhausted
 from train.loop.memory_limit import Limit
 from train.loop.throughput import steady_state
-from train.loop.trainer import Trainer, pick_device
+from train.loop.trainer import Trainer
 from train.result import CycleReport, RunResult
 from tune.trial import early_stop
 from tune.trial.row import Outcome, Proposal, Row, write_row
@@ -110,7 +110,7 @@ def run(request: Request) -> Row:
     watch: Watch | None = None
     result: RunResult | None = None
     try:
-        watch = Watch(request, config.step_tokens, Limit.impose(request.memory_limit, pick_device(config).type))
+        watch = Watch(request, config.step_tokens, Limit.impose(request.memory_limit, config.device))
         result = Trainer(config, on_cycle=watch.on_cycle, should_stop=watch.should_stop).run()
         watch.counters.append(_counters(watch.limit.device))
         outcome, reason = judge(watch, result)

@@ -24,9 +24,11 @@ from machines import GPU_LIMIT, Machine, Replayed, Simulated
 from rich.table import Table
 
 from infra.command import console
+from infra.hardware import A100
 from infra.storage import write_json
 from train.config import TrainConfig
 from train.model_config import PRESETS
+from train.resolve import resolve
 from tune.config import SearchConfig
 from tune.report import optuna_trials
 from tune.space import Candidate, Space, make_space
@@ -138,7 +140,7 @@ def machines() -> dict[str, Callable[[int], Machine]]:
     base = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
     made: dict[str, Callable[[int], Machine]] = {}
     for name, knobs in KNOBS.items():
-        space = make_space(base, knobs, device="cuda")
+        space = make_space(resolve(base, A100), knobs)
         made[f"simulated, {name}"] = lambda seed, space=space: Simulated(space, seed, GPU_LIMIT)
     record = RECORDS / "real-grid.json"
     for fitting in FITTING if record.exists() else ():

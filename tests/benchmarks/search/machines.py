@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from infra.hardware import cpu_facts
 from infra.schema import from_json
 from train.config import config_from_json
 from train.estimate.memory import CONTEXT
 from train.loop.throughput import steady_state
+from train.resolve import resolve
 from tune.device import make_prior
 from tune.space import Candidate, Space, make_space
 from tune.trial import early_stop
@@ -187,7 +189,7 @@ class Replayed:
 
     def __post_init__(self) -> None:
         kept = json.loads(self.record.read_text(encoding="utf-8"))
-        self.space = make_space(config_from_json(kept["base"], str(self.record)), kept["knobs"], device="cpu")
+        self.space = make_space(resolve(config_from_json(kept["base"], str(self.record)), cpu_facts()), kept["knobs"])
         self.idle = float(kept["idle_bytes"])
         self.rows: dict[Candidate, list[Row]] = {}
         for row in (from_json(Row, values, self.record) for values in kept["rows"]):
@@ -199,7 +201,7 @@ class Replayed:
 
     def prior(self, candidate: Candidate) -> float:
         """The prediction that a real search would use, with the memory of an idle process as it is here."""
-        return make_prior(self.space, "cpu")(candidate) - CONTEXT["cpu"] + self.idle
+        return make_prior(self.space)(candidate) - CONTEXT["cpu"] + self.idle
 
     def memory(self, candidate: Candidate) -> float:
         """The largest peak that was seen."""

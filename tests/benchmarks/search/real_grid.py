@@ -21,12 +21,14 @@ from pathlib import Path
 
 import numpy as np
 
+from infra.hardware import cpu_facts
 from infra.provenance import collect
 from infra.schema import from_json, to_json
 from infra.storage import write_json
 from pipeline.shards import Manifest, ShardRow, write_shard
 from train.config import TrainConfig
 from train.model_config import ModelConfig
+from train.resolve import resolve
 from tune.space import make_space
 from tune.trial.row import Proposal, Row, read_rows
 from tune.trial.run import Request, run
@@ -50,7 +52,7 @@ def main() -> int:
         data=Path("made"), model=MODEL, global_batch=24, micro_batch=4, device="cpu", attention="sdpa",
         precision="fp32",
     )  # fmt: skip
-    space = make_space(base, KNOBS, device="cpu")
+    space = make_space(resolve(base, cpu_facts()), KNOBS)
     kept = json.loads(chosen.record.read_text()) if chosen.record.exists() else {"rows": []}
     rows = [from_json(Row, row, chosen.record) for row in kept["rows"]]
     done = {(row.candidate, row.round) for row in rows}

@@ -15,6 +15,7 @@ from mlflow.tracking import MlflowClient
 
 from infra.cluster import connected
 from infra.errors import UserError
+from infra.hardware import A100, cpu_facts
 from infra.tracking.store import store_uri
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
@@ -22,7 +23,7 @@ from train.estimate.memory import predict_peak
 from train.ladder import __main__ as ladder
 from train.ladder import report, runner
 from train.ladder.__main__ import LadderOptions, saved, with_ends
-from train.ladder.runner import native_bf16, refuse_short, refuse_unsuited
+from train.ladder.runner import refuse_short, refuse_unsuited
 from train.ladder.suites import SUITES, Rung
 from train.launch import worker
 from train.loop.trainer import Trainer
@@ -317,22 +318,14 @@ def test_damaged_files_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
 
 def test_a_rung_that_says_nothing_here_is_named(small_shards: Path, small_model: ModelConfig) -> None:
     config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=8)
-    on_gpu = replace(config, device="cuda", naive=("pages",))
-    rung = Rung("large pages", {"naive": ()})
+    without, rung = replace(config, naive=()), Rung("large pages", {"naive": ()})
     with pytest.raises(UserError, match="the pages are a CPU's"):
-        refuse_unsuited(on_gpu, replace(on_gpu, naive=()), rung)
-    refuse_unsuited(replace(on_gpu, device="cpu"), replace(on_gpu, device="cpu", naive=()), rung)
-    if not torch.cuda.is_available():  # which auto finds here, before a worker is started to find it
-        with pytest.raises(UserError, match="--precision fp16 and --device cpu exclude each other"):
-            refuse_unsuited(config, replace(config, precision="fp16"), Rung("fp16", {"precision": "fp16"}))
+        refuse_unsuited(replace(config, naive=("pages",)), without, rung, A100)
+    refuse_unsuited(replace(config, naive=("pages",)), without, rung, cpu_facts())
+    with pytest.raises(UserError, match="--precision fp16 and --device cpu exclude each other"):  # which auto finds
+        refuse_unsuited(config, replace(config, precision="fp16"), Rung("fp16", {"precision": "fp16"}), cpu_facts())
     with pytest.raises(UserError, match="--attention cudnn"):
         Trainer(replace(config, device="cpu", attention="cudnn")).run()
-
-
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="asks Linux what the CPU can do")
-def test_a_cpu_multiplies_bf16_if_it_says_so() -> None:
-    flags = set(Path("/proc/cpuinfo").read_text().split())
-    assert native_bf16() == bool(flags & {"avx512_bf16", "amx_tile"})
 
 
 def test_two_ladders_stand_side_by_side_with_their_commits() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
+from infra.hardware import A100, DeviceFacts
 from infra.schema import to_json
 from infra.storage import write_json
 from infra.tracking.key import RunKey
@@ -125,16 +126,15 @@ def test_the_reason_is_the_last_line_of_what_failed() -> None:
     assert worker_reason(RuntimeError()) == "RuntimeError"
 
 
-def test_what_a_machine_cannot_show_is_refused(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpu = replace(base, device="cuda", naive=("pages", "sync"))
-    refuse_unsuited(on_gpu, replace(on_gpu, naive=()), Rung("habits", {"naive": ()}))
+def test_what_a_machine_cannot_show_is_refused(base: TrainConfig) -> None:
+    modern, old = DeviceFacts("cpu", "cpu", bf16=True), DeviceFacts("cpu", "cpu", bf16=False)
+    habits = replace(base, device="auto", naive=("pages", "sync"))
+    refuse_unsuited(habits, replace(habits, naive=()), Rung("habits", {"naive": ()}), A100)
     with pytest.raises(UserError, match="the pages are a CPU's"):
-        refuse_unsuited(on_gpu, replace(on_gpu, naive=("sync",)), Rung("pages", {"naive": ("sync",)}))
+        refuse_unsuited(habits, replace(habits, naive=("sync",)), Rung("pages", {"naive": ("sync",)}), A100)
     tf32 = replace(base, precision="tf32")
-    refuse_unsuited(tf32, replace(tf32, seed=1), Rung("seed", {"seed": 1}))
+    refuse_unsuited(tf32, replace(tf32, seed=1), Rung("seed", {"seed": 1}), old)
     bf16, rung = replace(base, precision="bf16"), Rung("bf16", {"precision": "bf16"})
-    monkeypatch.setattr(runner, "native_bf16", lambda: True)
-    refuse_unsuited(base, bf16, rung)
-    monkeypatch.setattr(runner, "native_bf16", lambda: False)
+    refuse_unsuited(base, bf16, rung, modern)
     with pytest.raises(UserError, match="emulates bf16"):
-        refuse_unsuited(base, bf16, rung)
+        refuse_unsuited(base, bf16, rung, old)

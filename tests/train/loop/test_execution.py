@@ -8,17 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from infra.hardware import cpu_facts
 from train.config import TrainConfig
-from train.loop.execution import build, no_collections, plain, settle, worker_environment
+from train.loop.execution import build, no_collections, plain, worker_environment
 from train.model_config import ModelConfig
+from train.resolve import resolve
 
 
 def test_a_cpus_large_tensors_are_in_large_pages_unless_told_otherwise() -> None:
     """glibc's own name and value: 1 asks the system for transparent huge pages, 0 is its default."""
     config = TrainConfig()
-    assert worker_environment(config, "cpu") == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    assert worker_environment(config, "cuda") == {}
-    assert worker_environment(replace(config, naive=("pages",)), "cpu") == {}
+    config = replace(config, device="cpu")
+    assert worker_environment(config) == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    assert worker_environment(replace(config, device="cuda")) == {}
+    assert worker_environment(replace(config, naive=("pages",))) == {}
 
 
 @pytest.mark.parametrize("naive", [(), ("collect",)])
@@ -32,10 +35,8 @@ def test_nothing_is_collected_in_a_step_and_all_again_behind_the_run(naive: tupl
 
 def test_the_model_is_asked_as_it_was_trained_and_without_dropout(small_model: ModelConfig, tmp_path: Path) -> None:
     """Within books where it was trained so, also one token at a time."""
-    config = settle(
-        TrainConfig(data=tmp_path, model=replace(small_model, dropout=0.5), mask_books=True, micro_batch=4,
-                    global_batch=4, precision="fp32", device="cpu")
-    )  # fmt: skip
+    config = TrainConfig(data=tmp_path, model=replace(small_model, dropout=0.5), mask_books=True, micro_batch=4,
+                    global_batch=4, precision="fp32", device="cpu", attention="sdpa")  # fmt: skip
     trained, asked = build(config, torch.device("cpu")), plain(config)
     asked.load_state_dict(trained.state_dict())
     tokens = torch.randint(0, 256, (2, 32))
@@ -51,7 +52,7 @@ def test_the_model_is_asked_as_it_was_trained_and_without_dropout(small_model: M
 def test_weights_follow_from_the_seed(small_model: ModelConfig) -> None:
     def head(seed: int) -> torch.Tensor:
         config = TrainConfig(model=small_model, seed=seed, micro_batch=1, global_batch=1, device="cpu")
-        return build(settle(config), torch.device("cpu")).head.weight
+        return build(resolve(config, cpu_facts()), torch.device("cpu")).head.weight
 
     assert torch.equal(head(3), head(3))
     assert not torch.equal(head(3), head(4))

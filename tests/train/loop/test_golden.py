@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from infra.hardware import cpu_facts
 from train.config import TORCHAO_OPTIMIZERS, Cycle, TrainConfig
 from train.data.dataset import ShardData
 from train.data.loader import BatchLoader
-from train.ladder.runner import native_bf16
 from train.ladder.suites import SUITES, Rung, Suite, apply
 from train.loop.trainer import Trainer
 from train.model.gpt import GPT
@@ -116,7 +116,7 @@ def test_untying_is_new_mathematics(plain: TrainConfig, golden: list[float]) -> 
     assert untied != pytest.approx(golden, abs=TOLERANCE)
 
 
-@pytest.mark.skipif(not native_bf16(), reason="this CPU emulates bf16")
+@pytest.mark.skipif(not cpu_facts().bf16, reason="this CPU emulates bf16")
 def test_bf16_is_near_fp32_but_not_it(plain: TrainConfig, golden: list[float]) -> None:
     assert curve(replace(plain, precision="bf16")) == pytest.approx(golden, abs=0.05)
 

@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from infra.hardware import A100
 from train.config import Cycle, TrainConfig
-from train.loop.execution import arithmetic, build, settle
+from train.loop.execution import arithmetic, build
 from train.model import recompute
 from train.model.gpt import GPT
 from train.model_config import ModelConfig
+from train.resolve import resolve
 
 
 @torch.library.custom_op("throughline_test::mixed", mutates_args=())
@@ -67,9 +69,10 @@ def test_a_gpu_repeats_its_dropout(kind: Any, attention: Any) -> None:
     cuda = torch.device("cuda", torch.cuda.current_device())
 
     def found(checkpointing: Any) -> dict[str, Tensor]:
-        config = settle(
+        config = resolve(
             TrainConfig(model=model, micro_batch=4, global_batch=4, steps=1, cycle=Cycle(1, 0), precision="bf16",
-                        device="cuda", attention=attention, checkpointing=checkpointing)
+                        device="cuda", attention=attention, checkpointing=checkpointing),
+            A100,
         )  # fmt: skip
         made = build(config, cuda)
         torch.manual_seed(7)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from infra.hardware import cpu_facts
 from train.config import TrainConfig
 from train.model_config import ModelConfig
+from train.resolve import resolve
 from tune.config import FEWEST
 from tune.space import Candidate, make_space
 from tune.strategy.base import Confirmed, Grid, Retrying, enough_seconds
@@ -17,7 +19,7 @@ from tune.strategy.memory_aware import MemorySearcher
 from tune.trial.row import Proposal, Row, Stage
 from tune.trial.run import Request, run
 
-SPACE = make_space(TrainConfig(global_batch=8, micro_batch=8), (), device="cpu")
+SPACE = make_space(resolve(TrainConfig(global_batch=8, micro_batch=8), cpu_facts()), ())
 
 
 def row(size: int, *, stage: Stage = "probe", round: int = 0, speed: float = 100.0) -> Row:
@@ -39,7 +41,7 @@ def test_a_trial_with_too_little_time_runs_once_more_with_enough(
 ) -> None:
     """Real trials, the first with no time at all: the search goes on to the other sizes."""
     config = TrainConfig(data=small_shards, model=small_model, global_batch=4, micro_batch=1, device="cpu")
-    space = make_space(config, (), device="cpu")
+    space = make_space(resolve(config, cpu_facts()), ())
     strategy = Retrying(MemorySearcher(space, lambda candidate: 1e9, 8e9))
     rows: list[Row] = []
     while (proposal := strategy.propose(rows)) is not None:

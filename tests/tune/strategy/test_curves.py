@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from infra.hardware import cpu_facts
 from train.config import TrainConfig
+from train.resolve import resolve
 from tune.space import Candidate, make_space
 from tune.strategy.curves import BACK_OFF, MARGIN, Curves
 from tune.trial.row import Outcome, Row
 
-SPACE = make_space(TrainConfig(global_batch=64, micro_batch=8), ("checkpointing",), device="cpu")
+SPACE = make_space(resolve(TrainConfig(global_batch=64, micro_batch=8), cpu_facts()), ("checkpointing",))
 OWN, OTHER = SPACE.control.knobs, SPACE.combinations[1]
 
 

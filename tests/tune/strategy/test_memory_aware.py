@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from infra.hardware import A100, cpu_facts
 from train.config import TrainConfig
 from train.model_config import PRESETS
+from train.resolve import resolve
 from tune.space import Candidate, Space, make_space
 from tune.strategy.base import Confirmed, Grid
 from tune.strategy.memory_aware import HOPELESS, REFINEMENTS, MemorySearcher
@@ -27,7 +29,7 @@ def compare(benchmark: Callable[[str], ModuleType]) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def space() -> Space:
-    return make_space(BASE, ("compile", "checkpointing"), device="cuda")
+    return make_space(resolve(BASE, A100), ("compile", "checkpointing"))
 
 
 def test_close_to_the_best_and_within_the_limit(compare: ModuleType, space: Space) -> None:
@@ -51,7 +53,7 @@ def test_the_next_trial_follows_from_the_rows_alone(compare: ModuleType, space: 
 
 
 def test_no_more_trials_are_announced_than_there_are_candidates() -> None:
-    space = make_space(TrainConfig(global_batch=8, micro_batch=8), ("checkpointing",), device="cpu")
+    space = make_space(resolve(TrainConfig(global_batch=8, micro_batch=8), cpu_facts()), ("checkpointing",))
     few = [Candidate(size, space.control.knobs) for size in (1, 2)]
     searcher = MemorySearcher(space, lambda candidate: 1e9 if candidate in few else 60e9, 40e9)
     assert searcher.remaining([]) == 2
@@ -107,7 +109,7 @@ def finished(size: int, outcome: Outcome, **measured: Any) -> Row:
 
 def plain(*knobs: str, batch: int = 64) -> MemorySearcher:
     """A search of sizes, and of ``knobs``, all of which are predicted to fit."""
-    space = make_space(TrainConfig(global_batch=batch, micro_batch=8), knobs, device="cpu")
+    space = make_space(resolve(TrainConfig(global_batch=batch, micro_batch=8), cpu_facts()), knobs)
     return MemorySearcher(space, lambda candidate: 1e9, 40e9)
 
 
@@ -141,7 +143,7 @@ def test_nothing_above_four_fifths_of_the_smaller_of_two_that_failed_is_proposed
 
 
 def test_the_grid_runs_everything_once(compare: ModuleType) -> None:
-    space = make_space(BASE, (), device="cuda")
+    space = make_space(resolve(BASE, A100), ())
     machine = compare.Simulated(space, 0)
     rows = compare.drive(Grid(space), machine, race=False)
     assert [row.candidate for row in rows] == space.candidates()
@@ -159,7 +161,7 @@ def test_what_fails_everywhere_near_the_control_ends_the_search(compare: ModuleT
 
 
 def test_sizes_near_the_top_are_refined_whole_tiles_first(compare: ModuleType) -> None:
-    space = make_space(BASE, (), device="cuda")
+    space = make_space(resolve(BASE, A100), ())
     machine = compare.Simulated(space, 4)
     rows = compare.drive(compare.ours(machine), machine, race=True)
     probes = [row.candidate.micro_batch for row in rows if row.stage == "probe"]

@@ -4,8 +4,10 @@ import statistics
 from collections.abc import Callable
 from types import ModuleType
 
+from infra.hardware import A100
 from train.config import TrainConfig
 from train.model_config import PRESETS
+from train.resolve import resolve
 from tune.space import make_space
 from tune.strategy.optuna_tpe import OptunaSearcher
 
@@ -14,7 +16,7 @@ BASE = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16,
 
 def test_no_candidate_runs_twice_and_the_budget_holds(benchmark: Callable[[str], ModuleType]) -> None:
     compare = benchmark("compare")
-    machine = compare.Simulated(make_space(BASE, ("checkpointing",), device="cuda"), 1)
+    machine = compare.Simulated(make_space(resolve(BASE, A100), ("checkpointing",)), 1)
     searcher = OptunaSearcher(machine.space, trials=12)
     assert searcher.remaining([]) == 12
     rows = compare.drive(searcher, machine, race=False)
@@ -24,14 +26,14 @@ def test_no_candidate_runs_twice_and_the_budget_holds(benchmark: Callable[[str],
 
 def test_a_small_space_is_tried_whole(benchmark: Callable[[str], ModuleType]) -> None:
     compare = benchmark("compare")
-    space = make_space(TrainConfig(global_batch=6, micro_batch=2), (), device="cuda")
+    space = make_space(resolve(TrainConfig(global_batch=6, micro_batch=2), A100), ())
     rows = compare.drive(OptunaSearcher(space, trials=50), compare.Simulated(space, 1), race=False)
     assert {row.candidate for row in rows} == set(space.candidates())
 
 
 def test_the_next_trial_follows_from_the_rows_alone(benchmark: Callable[[str], ModuleType]) -> None:
     compare = benchmark("compare")
-    machine = compare.Simulated(make_space(BASE, ("checkpointing",), device="cuda"), 2)
+    machine = compare.Simulated(make_space(resolve(BASE, A100), ("checkpointing",)), 2)
     rows = compare.drive(OptunaSearcher(machine.space, trials=6), machine, race=False)
     again = [OptunaSearcher(machine.space, trials=6).propose(rows[:count]) for count in range(len(rows))]
     assert [proposal and proposal.candidate for proposal in again] == [row.candidate for row in rows]
@@ -39,7 +41,7 @@ def test_the_next_trial_follows_from_the_rows_alone(benchmark: Callable[[str], M
 
 def test_faster_candidates_are_sought(benchmark: Callable[[str], ModuleType]) -> None:
     compare = benchmark("compare")
-    machine = compare.Simulated(make_space(BASE, ("checkpointing",), device="cuda"), 1, limit=1e15)
+    machine = compare.Simulated(make_space(resolve(BASE, A100), ("checkpointing",)), 1, limit=1e15)
     rows = compare.drive(OptunaSearcher(machine.space, trials=30), machine, race=False)
     speeds = [row.tokens_per_second or 0.0 for row in rows]
     assert statistics.mean(speeds[10:20]) > statistics.mean(speeds[:10]), "ten are drawn at random"

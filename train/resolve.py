@@ -1,0 +1,41 @@
+"""What a config leaves open is decided here, once, for the device that will train.
+
+In: a config, which may say ``auto``, and the facts of that device. Out: the same config with nothing left open. Whoever
+starts a run does this and hands the outcome on, so that the run, its memory estimate, a search's space and the report
+cannot disagree. Imports no torch: the device may be another machine's.
+"""
+
+from dataclasses import replace
+
+from infra.errors import UserError
+from infra.hardware import A100, DeviceFacts
+from train.config import TrainConfig
+
+
+def resolve(config: TrainConfig, facts: DeviceFacts) -> TrainConfig:
+    """``config`` with device, precision and attention decided for the device that ``facts`` describe.
+
+    On a GPU attention's ``auto`` stays: it is the list of kernels in the order that suits the GPU. A config that leaves
+    nothing open is given back as it is. Raises ``UserError`` when the device lacks what is asked for, or when what is
+    decided contradicts the rest of the config.
+    """
+    kind = facts.kind if config.device == "auto" else config.device
+    if kind == "cuda" and facts.kind != "cuda":
+        raise UserError("--device cuda was asked for and there is no CUDA GPU: use --device auto or --device cpu.")
+    cuda = kind == "cuda"
+    precision, attention = config.precision, config.attention
+    if precision == "auto":
+        precision = "bf16" if cuda and facts.bf16 else "fp32"
+    flexible = not config.model.dropout and config.model.width // config.model.heads >= 16
+    if attention == "auto" and cuda and config.mask_books and flexible:
+        attention = "flex"
+    elif attention == "auto" and not cuda:
+        attention = "sdpa"
+    if config.fp8 and facts.capability < (8, 9):
+        raise UserError(f"--fp8 needs 8-bit matmuls, which {facts.name} does not have: leave it out.")
+    return replace(config, device=kind, precision=precision, attention=attention)
+
+
+def resolve_for_plan(config: TrainConfig, facts: DeviceFacts) -> TrainConfig:
+    """``config`` resolved for the device here or, where it asks for a GPU and there is none, for an A100."""
+    return resolve(config, A100 if config.device == "cuda" and facts.kind == "cpu" else facts)
