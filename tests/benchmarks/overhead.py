@@ -163,8 +163,8 @@ def bare(config: TrainConfig) -> dict[str, float]:
     imported = time.perf_counter()
     trainer = Trainer(config)
     trainer.run()
-    start_up = imported - began + (trainer.first_step_seconds or 0.0) - trainer.step_seconds[0]
-    counted = trainer.step_seconds[config.cycle.train :]
+    start_up = imported - began + (trainer.spent.first_step or 0.0) - trainer.spent.steps[0]
+    counted = trainer.spent.steps[config.cycle.train :]
     return {
         "imports": imported - began,
         "start_up": start_up,

@@ -185,7 +185,7 @@ def train_ours(config: TrainConfig) -> tuple[list[float], list[float]]:
         import torch
 
         raise torch.OutOfMemoryError(result.reason)
-    return trainer.step_seconds, [loss for report in trainer.reports for loss in report.step_losses]
+    return trainer.spent.steps, [loss for report in trainer.spent.reports for loss in report.step_losses]
 
 
 def train_peer(

@@ -20,21 +20,27 @@ from train.model_config import ModelConfig, format_model
 PROGRESS = "progress.json"
 
 
-@strict
 @dataclass(frozen=True)
-class Progress:
+class RunState:
+    """How far a run has got: the numbers that its loop counts up, its checkpoints keep and its result tells."""
+
+    step: int = 0
+    position: int = 0
+    """Windows consumed, over all workers."""
+    reported: int = 0
+    """The last step that a cycle's report covers; losses of the steps behind it are in the checkpoint."""
+    reference: float | None = None
+    """Mean loss of the last reported cycle, which a spike is measured against."""
+    val_tokens: int = 0
+    elapsed: float = 0.0
+    """Seconds of training."""
+
+
+@strict
+@dataclass(frozen=True, kw_only=True)
+class Progress(RunState):
     """Where a run stands: everything that is not a tensor."""
 
-    step: int
-    position: int
-    """Windows consumed, over all workers."""
-    reported: int
-    """The last step that a cycle's report covers; losses of the steps behind it are in the checkpoint."""
-    reference: float | None
-    """Mean loss of the last reported cycle, which a spike is measured against."""
-    val_tokens: int
-    elapsed: float
-    """Seconds of training."""
     data_fingerprint: str
     vocabulary_sha256: str
     config: dict[str, Any]
@@ -42,6 +48,17 @@ class Progress:
     """Where in a stream of books the position is; None for shards."""
     files: dict[str, str] = field(default_factory=dict)
     """Checksum of each file."""
+
+    @property
+    def state(self) -> RunState:
+        """Its numbers alone, for a loop to continue from."""
+        return RunState(**{field.name: getattr(self, field.name) for field in fields(RunState)})
+
+
+Stamp = tuple[str, int, int, int]
+"""A file as it was at one time: its path, size in bytes, time of change in nanoseconds, and inode."""
+
+_checksums: dict[Stamp, str] = {}
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -69,11 +86,30 @@ def damage(checkpoint: Path, only: str | None = None) -> str | None:
                 continue
             if not (checkpoint / file).is_file():
                 return f"{file} is missing"
-            if checksum(checkpoint / file) != expected:
+            if _checksum(checkpoint / file) != expected:
                 return f"{file} is not what was written"
     except UserError as unreadable:
         return str(unreadable).rstrip(".")  # more of a sentence follows
     return None
+
+
+def _checksum(file: Path) -> str:
+    """The checksum of ``file``, which is read once for as long as it does not change: GPT-2's has 1.5 GB."""
+    found = file.stat()
+    stamp = (str(file), found.st_size, found.st_mtime_ns, found.st_ino)
+    if stamp not in _checksums:
+        _checksums[stamp] = checksum(file)
+    return _checksums[stamp]
+
+
+def known_checksums() -> list[tuple[Stamp, str]]:
+    """What this process has read of checkpoints, for a worker on this machine to :func:`trust`."""
+    return list(_checksums.items())
+
+
+def trust(known: Iterable[tuple[Stamp, str]]) -> None:
+    """Take over what another process has read; on another machine, whose files have other stamps, it says nothing."""
+    _checksums.update(known)
 
 
 def read_progress(checkpoint: Path) -> Progress:

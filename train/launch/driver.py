@@ -32,7 +32,7 @@ from infra.hardware import DeviceFacts, cpu_facts, device_facts
 from infra.schema import from_json
 from infra.tracking.store import last_steps
 from infra.tracking.tracker import Tracker
-from train.checkpoint.progress import read_progress
+from train.checkpoint.progress import known_checksums, read_progress
 from train.checkpoint.run_folder import Follower, RunFolder
 from train.config import TrainConfig
 from train.data.source import absolute
@@ -111,8 +111,13 @@ def run(
         trainer = TorchTrainer(
             train_function,
             train_loop_config={
-                "config": absolute(config).to_json(), "asked": absolute(asked or config).to_json(),
-                "folder": str(folder), "command": command, "step": step, "begun": str(begun),
+                "config": absolute(config).to_json(),
+                "asked": absolute(asked or config).to_json(),
+                "folder": str(folder),
+                "command": command,
+                "step": step,
+                "begun": str(begun),
+                "checksums": known_checksums(),
                 "memory_limit": memory_limit,
             },
             torch_config=Alone() if config.workers == 1 else None,  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import ray.train
 from infra.errors import UserError
 from infra.schema import to_json
 from infra.storage import write_json, write_text
-from train.checkpoint.progress import newest, read_progress
+from train.checkpoint.progress import newest, read_progress, trust
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig, config_from_json
 from train.data.dataset import ShardData
@@ -45,6 +45,7 @@ class Start:
 
 def train_function(payload: dict[str, Any]) -> dict[str, Any]:
     """What runs in Ray's workers: the loop, from the step that the driver names, or where it got to since."""
+    trust(payload["checksums"])
     home = RunFolder(Path(payload["folder"]))
     context = ray.train.get_context()
     first, alone = context.get_world_rank() == 0, context.get_world_size() == 1

@@ -1,62 +1,81 @@
 """What a finished loop found, put together as a RunResult: speed, arithmetic, memory, losses, what was seen.
 
-In: a trainer whose run has ended, and how. Out: the record that every command compares and keeps.
+In: a run's state, where its time went, and how it ended. Out: the record that every command compares and keeps.
 """
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import torch
 
 from infra.hardware import peak_flops
+from train.checkpoint.progress import RunState
+from train.config import TrainConfig
+from train.data.dataset import Data
 from train.estimate import flops as flops_formula
 from train.estimate.flops import utilisation
 from train.loop import memory, throughput
 from train.loop.validation import bits_per, bytes_of, perplexity
-from train.result import Outcome, RunResult
-
-if TYPE_CHECKING:
-    from train.loop.trainer import Trainer
+from train.result import CycleReport, Outcome, RunResult
 
 
-def conclude(trainer: "Trainer", outcome: Outcome, reason: str, saved: Path | None) -> RunResult:
-    """The result of ``trainer``'s run, which ended with ``outcome``; ``saved`` is its newest checkpoint."""
-    config, manifest = trainer.config, trainer.data.manifest
-    speed = throughput.steady_state(trainer.step_seconds, config.step_tokens)
+@dataclass
+class Spent:
+    """Where the time of the steps went that this process trained, in seconds, and what their cycles reported."""
+
+    steps: list[float] = field(default_factory=list)
+    data_wait: float = 0.0
+    optimizer: float = 0.0
+    first_step: float | None = None
+    """From the start of the loop to the end of its first step, which compiles."""
+    reports: list[CycleReport] = field(default_factory=list)
+
+
+def conclude(
+    config: TrainConfig,
+    data: Data,
+    device: torch.device,
+    state: RunState,
+    spent: Spent,
+    ended: tuple[Outcome, str],
+    checkpoint: str | None,
+) -> RunResult:
+    """The result of a run that ``ended`` with an outcome for a reason; ``checkpoint`` is its newest."""
+    manifest = data.manifest
+    speed = throughput.steady_state(spent.steps, config.step_tokens)
     flops = flops_formula.flops_per_token(config.model)
-    name = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "cpu"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     peak = peak_flops(name)
     rate = speed.tokens_per_second * flops if speed else None
-    last = trainer.reports[-1] if trainer.reports else None
-    trained = sum(trainer.step_seconds)
-    train_tokens = trainer.step * config.step_tokens
+    last = spent.reports[-1] if spent.reports else None
+    trained = sum(spent.steps)
+    train_tokens = state.step * config.step_tokens
     totals, val = manifest.splits["train"], manifest.splits["val"]
     val_loss = last.val_loss if last else None
-    validation = trainer.data.validation
+    validation = data.validation
     val_bytes = bytes_of(validation, manifest.vocabulary_sha256) if validation and val_loss is not None else None
     return RunResult(
-        outcome=outcome,
-        reason=reason,
-        steps=trainer.step,
+        outcome=ended[0],
+        reason=ended[1],
+        steps=state.step,
         throughput=speed,
-        memory=memory.peak(trainer.device),
+        memory=memory.peak(device),
         train_loss=last.train_loss if last else None,
         val_loss=val_loss,
         train_tokens=train_tokens,
-        val_tokens=trainer.val_tokens,
+        val_tokens=state.val_tokens,
         books=train_tokens * totals["books"] / totals["tokens"],
-        seconds=trainer.elapsed,
-        first_step_seconds=trainer.first_step_seconds,
-        data_wait_fraction=trainer.data_wait / trained if trained else None,
-        optimizer_fraction=trainer.optimizer_seconds / trained if trained else None,
+        seconds=state.elapsed,
+        first_step_seconds=spent.first_step,
+        data_wait_fraction=spent.data_wait / trained if trained else None,
+        optimizer_fraction=spent.optimizer / trained if trained else None,
         flops_per_token=flops,
         flops_formula=flops_formula.FLOPS_FORMULA,
         flops_per_second=rate,
         mfu=utilisation(speed.tokens_per_second, flops, peak, config.workers) if speed else None,
         device=name,
-        checkpoint=str(saved) if saved else None,
+        checkpoint=checkpoint,
         data_fingerprint=manifest.fingerprint,
-        loss_curve=[(r.step, r.train_loss, r.val_loss) for r in trainer.reports],
+        loss_curve=[(r.step, r.train_loss, r.val_loss) for r in spent.reports],
         val_perplexity=perplexity(val_loss),
         val_bits_per_byte=bits_per(val_loss, val["tokens"], val_bytes),
         val_bits_per_character=bits_per(val_loss, val["tokens"], val["chars"]),

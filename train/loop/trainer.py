@@ -9,7 +9,9 @@ middle of a step delays the launches behind it.
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,13 +19,13 @@ from torch import nn
 from infra.errors import first_line
 from infra.hardware import device_facts
 from train.checkpoint import save
-from train.checkpoint.progress import Progress, read_progress, refuse_other_run
+from train.checkpoint.progress import Progress, RunState, read_progress, refuse_other_run
 from train.config import TrainConfig
 from train.data.dataset import Data, ShardData
 from train.data.loader import BatchLoader
 from train.data.text import refuse_foreign_ids
 from train.loop import memory, throughput, timing
-from train.loop.conclusion import conclude
+from train.loop.conclusion import Spent, conclude
 from train.loop.cycle import Cycle, close_cycle, open_cycle, report, step_seconds, trouble
 from train.loop.execution import arithmetic, build, compiled, no_collections, torch_device
 from train.loop.memory_limit import Limit
@@ -81,9 +83,9 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter)
         self.optimizer = make_optimizer(self.model, config)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
-        self.step = self.position = self.reported = self.val_tokens = 0
-        self.reference: float | None = None
-        self.elapsed_before = self.elapsed = 0.0
+        self.state = RunState()
+        self.spent = Spent()
+        self.elapsed_before = 0.0
         self.earlier: list[float] = []
         self.resumed = resume
         if resume is not None:
@@ -92,10 +94,6 @@ class Trainer:
         if checkpoints and config.keep_checkpoints and self.workers.first:
             self.checkpoints = save.Checkpoints(checkpoints, config.keep_checkpoints, config.copy_to)
         self.saves = checkpoints is not None and config.keep_checkpoints > 0
-        self.step_seconds: list[float] = []
-        self.data_wait = self.optimizer_seconds = 0.0
-        self.reports: list[CycleReport] = []
-        self.first_step_seconds: float | None = None
 
     def run(self) -> RunResult:
         """Train. Too much memory and diverging are outcomes, unless other workers wait for this one."""
@@ -112,18 +110,21 @@ class Trainer:
             if self.limit:
                 reason += f" (the limit is {self.limit.size / 1e9:.2f} GB)"
         saved = self.checkpoints.wait() or self.resumed if self.checkpoints else None
-        return conclude(self, outcome, reason, saved)
+        checkpoint = str(saved) if saved else None
+        return conclude(
+            self.config, self.data, self.device, self.state, self.spent, (outcome, reason), checkpoint
+        )  # fmt: skip
 
     def _steps(self) -> tuple[Outcome, str]:
         config = self.config
         total = self._total_steps()
-        if total is not None and self.step >= total:  # it was killed behind its last checkpoint
-            return "finished", f"reached {self.step} steps"
+        if total is not None and self.state.step >= total:  # it was killed behind its last checkpoint
+            return "finished", f"reached {self.state.step} steps"
         loader = BatchLoader(
             self.data.windows,
             micro_batch=config.micro_batch,
             accumulation=config.accumulation,
-            position=self.position,
+            position=self.state.position,
             device=self.device,
             rank=self.workers.rank,
             workers=self.workers.size,
@@ -131,27 +132,26 @@ class Trainer:
             threads=config.loader_workers,
         )
         pending: Cycle | None = None
-        cycle = open_cycle(self.reported, self.step, config.cycle.train, self.earlier, self.device)
+        cycle = open_cycle(self.state.reported, self.state.step, config.cycle.train, self.earlier, self.device)
         begun = time.perf_counter()
         while True:
-            cycle.rate = learning_rate(config, self.step, total, self._progress(total))
+            cycle.rate = learning_rate(config, self.state.step, total, self._progress(total))
             self._train_step(loader, cycle)
-            self.step += 1
-            self.position = loader.position
+            self._advance(step=self.state.step + 1, position=loader.position)
             cycle.marks.append(timing.mark(self.device))
-            if self.first_step_seconds is None:
+            if self.spent.first_step is None:
                 timing.wait_for(cycle.marks[-1])
                 begun = time.perf_counter()  # it compiled, which no time budget is for
-                self.first_step_seconds = begun - self.started
+                self.spent.first_step = begun - self.started
             if pending and (wrong := self._report(pending)):
                 return "diverged", wrong
             pending = None
-            whole = self.step == cycle.stop
+            whole = self.state.step == cycle.stop
             outcome, ended = self._end(total, time.perf_counter() - begun, whole)
             if whole or outcome == "finished":
                 self._validate(cycle)
                 pending = cycle
-            saving = self.saves and (bool(outcome) or self.step % config.checkpoint_every == 0)
+            saving = self.saves and (bool(outcome) or self.state.step % config.checkpoint_every == 0)
             if pending and (saving or outcome):
                 if wrong := self._report(pending):
                     return "diverged", wrong
@@ -164,13 +164,16 @@ class Trainer:
                 return outcome, ended
             if whole:
                 gc.collect(0)
-                cycle = open_cycle(self.step, self.step, config.cycle.train, [], self.device)
+                cycle = open_cycle(self.state.step, self.state.step, config.cycle.train, [], self.device)
+
+    def _advance(self, **changes: Any) -> None:
+        self.state = replace(self.state, **changes)
 
     def _train_step(self, loader: BatchLoader, cycle: Cycle) -> None:
         """One optimizer step, its loss and gradient norm left on the device."""
         config, index = self.config, cycle.steps
         if self.workers.rank:  # dropout must differ between workers, and be the same when the run goes on from here
-            torch.manual_seed(hash((config.seed, self.step, self.workers.rank)))
+            torch.manual_seed(hash((config.seed, self.state.step, self.workers.rank)))
         set_rate(self.optimizer, cycle.rate)
         for micro in range(config.accumulation):
             asked = timing.mark(self.device)
@@ -196,24 +199,25 @@ class Trainer:
 
     def _end(self, total: int | None, seconds: float, whole: bool) -> tuple[Outcome | None, str]:
         """Whether and why the run ends after this step, as the first worker sees it, or one over its memory limit."""
-        config = self.config
+        config, step = self.config, self.state.step
         outcome: Outcome | None = None
         ended = ""
-        self.elapsed = self.elapsed_before + seconds
-        if total is not None and self.step >= total:
-            outcome, ended = "finished", f"reached {self.step} steps"
-        elif config.time_budget is not None and self.elapsed >= config.time_budget:
+        elapsed = self.elapsed_before + seconds
+        if total is not None and step >= total:
+            outcome, ended = "finished", f"reached {step} steps"
+        elif config.time_budget is not None and elapsed >= config.time_budget:
             outcome, ended = "finished", "the time budget is used up"
-        elif config.within and self.step == self.reported + 1 and throughput.settled(self.step_seconds, config.within):
+        elif config.within and step == self.state.reported + 1 and throughput.settled(self.spent.steps, config.within):
             outcome, ended = "finished", f"the speed is known to {config.within:.1%}"
         elif self.workers.first and self.should_stop():
             outcome, ended = "interrupted", "was asked to stop"
         if not self.workers.first:
-            outcome, self.elapsed = None, 0.0
+            outcome, elapsed = None, 0.0
         if (whole or self.device.type == "cpu") and (excess := self._excess()):  # to ask NVML takes milliseconds
             outcome, ended = "over_limit", excess
         known: list[Outcome | None] = [None, "finished", "interrupted", "over_limit"]
-        code, self.elapsed = self.workers.most(known.index(outcome), self.elapsed)
+        code, elapsed = self.workers.most(known.index(outcome), elapsed)
+        self._advance(elapsed=elapsed)
         return known[int(code)], ended or "another worker ended it"
 
     def _excess(self) -> str:
@@ -230,20 +234,21 @@ class Trainer:
 
     def _report(self, cycle: Cycle) -> str | None:
         """Read a finished cycle's numbers and hand them on; gives the reason to stop if they hold one."""
-        made = report(cycle, self.config, self.data.manifest, val_tokens=self.val_tokens, elapsed=self.elapsed)
+        state = self.state
+        made = report(cycle, self.config, self.data.manifest, val_tokens=state.val_tokens, elapsed=state.elapsed)
         self._account(cycle)
-        wrong = trouble(made.step_losses, self.reference, self.config.spike, cycle.first)
-        self.reported, self.reference, self.val_tokens = made.step, made.train_loss, made.val_tokens
-        self.reports.append(made)
+        wrong = trouble(made.step_losses, state.reference, self.config.spike, cycle.first)
+        self._advance(reported=made.step, reference=made.train_loss, val_tokens=made.val_tokens)
+        self.spent.reports.append(made)
         if self.workers.first:
             self.on_cycle(made)
         return wrong
 
     def _account(self, cycle: Cycle) -> None:
         """Add up where the time of ``cycle``'s steps went; waits for the last of them."""
-        self.step_seconds += step_seconds(cycle)
-        self.data_wait += cycle.data_wait
-        self.optimizer_seconds += cycle.optimizer_seconds
+        self.spent.steps += step_seconds(cycle)
+        self.spent.data_wait += cycle.data_wait
+        self.spent.optimizer += cycle.optimizer_seconds
 
     def _total_steps(self) -> int | None:
         """Steps of the whole run: as configured, else one epoch; None when time alone ends it."""
@@ -256,31 +261,26 @@ class Trainer:
     def _progress(self, total: int | None) -> float:
         """How much of the run has passed, by steps or by the time budget."""
         if total is not None:
-            return self.step / total
+            return self.state.step / total
         assert self.config.time_budget is not None
-        return min(1.0, self.elapsed / self.config.time_budget)
+        return min(1.0, self.state.elapsed / self.config.time_budget)
 
     def _save(self, cycle: Cycle) -> None:
         """Take a snapshot on this step and have it written while training goes on."""
-        unreported = cycle.losses[: cycle.steps] if self.reported < self.step else cycle.losses[:0]
+        unreported = cycle.losses[: cycle.steps] if self.state.reported < self.state.step else cycle.losses[:0]
         losses = self.workers.mean(unreported)
         if not (self.workers.first or self.config.shard):
             return
         taken = save.snapshot(self.model, self.optimizer, self.scaler, losses)
         if self.checkpoints is None:
             return
-        first, reference, spike = self.reported, self.reference, self.config.spike
+        first, reference, spike = self.state.reported, self.state.reference, self.config.spike
         progress = Progress(
-            step=self.step,
-            position=self.position,
-            reported=first,
-            reference=reference,
-            val_tokens=self.val_tokens,
-            elapsed=self.elapsed,
+            **vars(self.state),
             data_fingerprint=self.data.manifest.fingerprint,
             vocabulary_sha256=self.data.manifest.vocabulary_sha256,
             config=self.asked.to_json(),
-            place=self.data.place(self.position),
+            place=self.data.place(self.state.position),
         )
         self.checkpoints.save(taken, progress, lambda losses: trouble(losses, reference, spike, first) is None)
 
@@ -288,7 +288,6 @@ class Trainer:
         progress = read_progress(path)
         refuse_other_run(path, progress, self.asked, self.data.manifest)
         self.earlier = save.load(path, self.model, self.optimizer, self.scaler, self.device)
-        self.step, self.position, self.reported = progress.step, progress.position, progress.reported
+        self.state = progress.state
         self.data.go_to(progress.place)
-        self.reference, self.val_tokens = progress.reference, progress.val_tokens
-        self.elapsed_before = self.elapsed = progress.elapsed
+        self.elapsed_before = progress.elapsed

@@ -40,13 +40,13 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     moments: list[float] = []
 
     def after_step() -> bool:
-        if trainer.step in (WARM, WARM + STEPS):
+        if trainer.state.step in (WARM, WARM + STEPS):
             if cuda:
                 torch.cuda.synchronize(trainer.device)
-            if trainer.step == WARM:
+            if trainer.state.step == WARM:
                 recorder.start()
             moments.append(time.perf_counter())
-            if trainer.step > WARM:
+            if trainer.state.step > WARM:
                 recorder.stop()
         return False
 

@@ -153,7 +153,9 @@ def test_a_run_continues_from_its_newest_checkpoint_alone(tmp_path: Path) -> Non
     for step in (10, 20):
         folder = checkpoints / f"step-{step:08d}"
         folder.mkdir(parents=True)
-        write_json(folder / "progress.json", asdict(Progress(step, 0, 0, None, 0, 0.0, "", "", {})))
+        write_json(
+            folder / "progress.json", asdict(Progress(step, data_fingerprint="", vocabulary_sha256="", config={}))
+        )
     (tmp_path / "one" / "config.json").touch()
     older, newer = checkpoints / "step-00000010", checkpoints / "step-00000020"
     with pytest.raises(UserError, match="is not the newest checkpoint of its run: remove those behind it, up to step-"):

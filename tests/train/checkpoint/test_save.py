@@ -83,7 +83,7 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(
 
     def poisoned(*arguments: object) -> None:
         step()
-        if trainer.step == 16:
+        if trainer.state.step == 16:
             with torch.no_grad():
                 trainer.model.norm.weight[0] = float("nan")
 
@@ -188,7 +188,10 @@ def taken(config: TrainConfig) -> tuple[Snapshot, Progress]:
     trainer = Trainer(dataclasses.replace(config, steps=2))
     trainer.run()
     state = snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0, 6.0]))
-    return state, Progress(2, 8, 0, None, 0, 1.0, "fingerprint", "vocabulary", config.to_json())
+    progress = Progress(
+        2, 8, 0, None, 0, 1.0, data_fingerprint="fingerprint", vocabulary_sha256="vocabulary", config=config.to_json()
+    )
+    return state, progress
 
 
 @pytest.mark.parametrize("wrong", ["", "weights", "losses"])

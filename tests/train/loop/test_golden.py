@@ -29,7 +29,7 @@ def curve(config: TrainConfig) -> list[float]:
     trainer = Trainer(config)
     result = trainer.run()
     assert result.outcome == "finished", result.reason
-    return trainer.reports[0].step_losses
+    return trainer.spent.reports[0].step_losses
 
 
 @pytest.fixture(scope="module")

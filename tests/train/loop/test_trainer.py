@@ -99,16 +99,16 @@ def test_a_resumed_run_goes_on_bit_for_bit(config: TrainConfig, tmp_path: Path, 
 def test_what_ends_within_a_cycle_is_reported_too(config: TrainConfig) -> None:
     trainer = Trainer(dataclasses.replace(config, steps=25, cycle=Cycle(10, 1)))
     result = trainer.run()
-    assert [(r.step, len(r.step_losses)) for r in trainer.reports] == [(10, 10), (20, 10), (25, 5)]
-    assert len(trainer.step_seconds) == 25
+    assert [(r.step, len(r.step_losses)) for r in trainer.spent.reports] == [(10, 10), (20, 10), (25, 5)]
+    assert len(trainer.spent.steps) == 25
     assert result.val_tokens == 3 * 8 * 32
 
 
 def test_an_interrupted_cycle_counts_in_the_speed(config: TrainConfig) -> None:
     trainer = Trainer(dataclasses.replace(config, cycle=Cycle(10, 0)), should_stop=stop_at(17))
     assert trainer.run().outcome == "interrupted"
-    assert len(trainer.step_seconds) == 17
-    assert trainer.data_wait > trainer.reports[0].data_wait_seconds
+    assert len(trainer.spent.steps) == 17
+    assert trainer.spent.data_wait > trainer.spent.reports[0].data_wait_seconds
 
 
 def test_without_an_end_an_epoch_is_trained(config: TrainConfig) -> None:
@@ -125,7 +125,7 @@ def test_the_rate_of_each_step_is_the_schedules(config: TrainConfig) -> None:
     rates: list[float] = []
     trainer.optimizer.register_step_pre_hook(lambda *_: rates.append(trainer.optimizer.param_groups[1]["lr"]))
     trainer.run()
-    assert rates == pytest.approx([r.learning_rate for r in trainer.reports])
+    assert rates == pytest.approx([r.learning_rate for r in trainer.spent.reports])
     assert rates == pytest.approx([1.5e-3, *[3e-3] * 16, 2.25e-3, 1.5e-3, 0.75e-3])
 
 
@@ -161,8 +161,8 @@ def test_a_resumed_run_knows_what_a_spike_is(config: TrainConfig, tmp_path: Path
 def test_a_spike_is_measured_against_the_training_loss(config: TrainConfig) -> None:
     trainer = Trainer(dataclasses.replace(config, steps=20, cycle=Cycle(10, 1)))
     trainer.run()
-    last = trainer.reports[-1]
-    assert trainer.reference == last.train_loss != last.val_loss
+    last = trainer.spent.reports[-1]
+    assert trainer.state.reference == last.train_loss != last.val_loss
 
 
 def test_the_result_is_of_the_hardware_and_the_text(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,8 +174,10 @@ def test_the_result_is_of_the_hardware_and_the_text(config: TrainConfig, monkeyp
     assert alone.val_loss
     expected = alone.throughput.tokens_per_second * alone.flops_per_token / 1e12
     assert alone.mfu == pytest.approx(expected)
-    trainer.config = dataclasses.replace(trainer.config, workers=2, micro_batch=4)
-    together = conclusion.conclude(trainer, "finished", "", None)
+    two = dataclasses.replace(trainer.config, workers=2, micro_batch=4)
+    together = conclusion.conclude(
+        two, trainer.data, trainer.device, trainer.state, trainer.spent, ("finished", ""), None
+    )  # fmt: skip
     assert together.mfu == pytest.approx(expected / 2)
     # 4,001 tokens of 4,000 characters, a nat is 1.4427 bits
     assert alone.val_bits_per_character == pytest.approx(alone.val_loss * 1.442695 * 4001 / 4000)
@@ -208,7 +210,7 @@ def test_validation_is_without_dropout_and_disturbs_nothing(config: TrainConfig)
     config = dataclasses.replace(config, steps=10, model=dataclasses.replace(config.model, dropout=0.2))
     trainer = Trainer(dataclasses.replace(config, cycle=Cycle(5, 1)))
     result = trainer.run()
-    assert [loss for r in trainer.reports for loss in r.step_losses] == train(
+    assert [loss for r in trainer.spent.reports for loss in r.step_losses] == train(
         dataclasses.replace(config, cycle=Cycle(5, 0))
     )[1]
     windows = trainer.data.validation
@@ -266,10 +268,10 @@ def test_gradients_are_clipped_to_the_norm(config: TrainConfig, clip: float) -> 
     trainer.run()
     if clip == 1e-3:
         assert norms == pytest.approx([1e-3] * 3, rel=1e-4)
-        assert all(report.gradient_norm > 0.1 for report in trainer.reports), "as they were before"
+        assert all(report.gradient_norm > 0.1 for report in trainer.spent.reports), "as they were before"
     else:
         assert all(norm > 0.1 for norm in norms)
-        assert [report.gradient_norm for report in trainer.reports] == pytest.approx(norms if clip else [0.0] * 3)
+        assert [report.gradient_norm for report in trainer.spent.reports] == pytest.approx(norms if clip else [0.0] * 3)
 
 
 def test_a_scaled_loss_is_clipped_by_its_true_gradients(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +287,7 @@ def test_a_scaled_loss_is_clipped_by_its_true_gradients(config: TrainConfig, mon
     scaled.run()
     assert scaled.scaler.get_scale() == 2.0**16
     assert found == pytest.approx(expected, rel=1e-4)
-    for ours, theirs in zip(scaled.reports, plain.reports, strict=True):
+    for ours, theirs in zip(scaled.spent.reports, plain.spent.reports, strict=True):
         assert ours.gradient_norm == pytest.approx(theirs.gradient_norm, rel=1e-4)
         assert ours.train_loss == pytest.approx(theirs.train_loss, rel=1e-5)
 
