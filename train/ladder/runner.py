@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from infra.cluster import connected
 from infra.command import escape
 from infra.errors import UserError, first_line
@@ -257,7 +255,11 @@ def refuse_unsuited(before: TrainConfig, config: TrainConfig, rung: Rung) -> Non
 
 def native_bf16() -> bool:
     """Whether the CPU multiplies bf16 matrices in hardware."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    try:
+        words = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    except OSError:  # not Linux
+        return False
+    return not {"avx512_bf16", "amx_tile"}.isdisjoint(words)
 
 
 def largest_batch(config: TrainConfig, limit: int) -> TrainConfig:
