@@ -5,7 +5,6 @@ Why not plain ``ray.init()``: it joins whatever cluster happens to run on the ma
 phones home, and leaves ``-m`` modules unimportable in workers started from another folder.
 """
 
-import functools
 import logging
 import os
 import shutil
@@ -13,12 +12,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from infra.command import errors, heed_termination, uninterrupted
 from infra.errors import UserError, first_line
+from infra.local_ray import environment_variables, on_loopback, own_process_group, refuse_exposed
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -75,114 +75,55 @@ def connected(
         return
     search_path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH", "")]))
     variables = {"PYTHONPATH": search_path} | dict(environment or {})
-    leaving = ExitStack()
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    local = address in (None, "", "local")
+    if address and not local:
+        _join(address, named, runtime_env={"env_vars": variables}, **quiet)
+    else:
+        # Inherited, and not a runtime_env, for which Ray would throw away the workers it starts in advance.
+        os.environ.update(variables)
+        os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
+        # What an interrupted ray.init leaves behind cannot be shut down: the command ended in a segmentation fault.
+        with on_loopback(), own_process_group(), uninterrupted():
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+    heed_termination()
     try:
-        if address:
-            with _impatient(address):
-                ray.init(address=address, runtime_env={"env_vars": variables}, **quiet)
-        else:
-            leaving.enter_context(_loopback())
-            # Inherited, and not a runtime_env, for which Ray would throw away the workers it starts in advance.
-            os.environ.update(variables)
-            os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
-            # What an interrupted ray.init leaves behind cannot be shut down: the command ended in a segmentation fault.
-            with _unattended(), _apart(), uninterrupted():
-                ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+        if local:
+            refuse_exposed()
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _join(address: str, named: str, **settings: Any) -> None:
+    """Join the cluster at ``address``, which ``named`` named. Raises ``UserError`` when none answers there."""
+    import ray
+
+    try:
+        if address != "auto":  # which Ray looks up
+            _connect(address)
+        # Each attempt of Ray's takes 40 seconds, and by itself it makes twenty.
+        with environment_variables({"RAY_gcs_server_port_wait_time_s": "1"}):
+            ray.init(address=address, **settings)
     except (OSError, RuntimeError, ValueError) as failure:
-        leaving.close()
-        if not address:
-            raise
         raise UserError(
             f"no Ray cluster answers at {named} {address}: {first_line(failure).rstrip('.')}. Start one with "
             f"'ray start --head' (where it asks for a token, 'export RAY_AUTH_MODE=token'), or leave {named} out "
             "to use this machine."
         ) from failure
-    heed_termination()
-    try:
-        yield
-    finally:
-        ray.shutdown()
-        leaving.close()
 
 
-@contextmanager
-def _impatient(address: str) -> Iterator[None]:
-    """While the block runs, Ray tries once to join the cluster at ``address``, and by itself for a quarter of an hour.
+def _connect(address: str) -> None:
+    """Raise ``OSError`` or ``ValueError`` when nothing listens at ``address``, which Ray takes 40 seconds to find."""
+    import ray.util
 
-    Raises ``OSError`` or ``ValueError`` where nothing listens at ``address``, which one try of Ray's takes 40 seconds
-    to find.
-    """
-    from ray._private import ray_constants, services
-
-    place = services.canonicalize_bootstrap_address(address)
-    if place:
-        host, _, port = place.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_SECONDS).close()
-    with replaced(ray_constants, {"NUM_REDIS_GET_RETRIES": 1}):
-        yield
-
-
-@contextmanager
-def _loopback() -> Iterator[None]:
-    """While the block runs, the Ray that is started listens on 127.0.0.1 alone.
-
-    By itself it listens on all of the machine's addresses, and this is its only way not to: it is meant for systems
-    on which it forms no clusters, and read by its processes and, where Ray is imported already, by us.
-    """
-    from ray._private import ray_constants
-
-    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
-    os.environ[name] = "0"
-    try:
-        with replaced(ray_constants, {"ENABLE_RAY_CLUSTER": False}):
-            yield
-    finally:
-        del os.environ[name]
-
-
-@contextmanager
-def _unattended() -> Iterator[None]:
-    """While the block runs, the Ray that is started has no processes that nobody asks for anything.
-
-    They serve a dashboard that is left out, let clusters grow, and copy logs to a driver that wants none. Ray waits
-    for the first of them as it starts, and for all as it ends: 1.7 of 4.5 seconds. What remains for a dashboard, an
-    agent on the machine, starts as where Ray is installed without one.
-    """
-    from ray._private import utils
-    from ray._private.node import Node
-
-    nothing = {name: lambda node, **_: None for name in ("start_api_server", "start_monitor", "start_log_monitor")}
-    absent = ImportError("no dashboard is wanted")
-    with replaced(Node, nothing), replaced(utils, {"get_dashboard_dependency_error": lambda: absent}):
-        yield
-
-
-@contextmanager
-def _apart() -> Iterator[None]:
-    """While the block runs, the Ray that is started leaves our process group, for whose signals it is not meant.
-
-    A SIGTERM to the group (of ``timeout``, or of a scheduler) ended Ray's own store at once, and a command that was
-    saving its state waited a minute for it and failed. Ray's processes end with ours, also when ours is killed.
-    """
-    from ray._private import services
-
-    started = functools.partial(services.ConsolePopen, start_new_session=True)
-    with replaced(services, {"ConsolePopen": started}):
-        yield
-
-
-@contextmanager
-def replaced(place: object, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """While the block runs, these ``attributes`` of a module or class of Ray's are ours, where it has no setting."""
-    kept = {name: getattr(place, name) for name in attributes}
-    for name, ours in attributes.items():
-        setattr(place, name, ours)
-    try:
-        yield
-    finally:
-        for name, theirs in kept.items():
-            setattr(place, name, theirs)
+    host, colon, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not (host and colon):
+        raise ValueError(f"{address} is not of the form HOST:PORT")
+    if host in ("localhost", "127.0.0.1", "::1"):  # where Ray looks for it then
+        host = ray.util.get_node_ip_address()
+    socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
 
 
 Node = Mapping[str, float]

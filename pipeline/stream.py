@@ -168,7 +168,7 @@ def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
     import ray.data
     import ray.exceptions
 
-    from pipeline.job.executor import executed, without_actors
+    from pipeline.job.executor import executed
 
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
@@ -184,7 +184,7 @@ def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
     )
     try:
         tables = books.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
-        with without_actors(), executed(tables) as arriving:
+        with executed(tables) as arriving:
             for table in arriving:
                 yield from _rows(table)
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as death:

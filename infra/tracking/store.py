@@ -11,7 +11,6 @@ from pathlib import Path
 from mlflow.entities import LifecycleStage
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
-from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine
 from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
 from mlflow.tracking import MlflowClient
 
@@ -73,9 +72,7 @@ def _create_database(file: Path) -> None:
     """Create the database of a store, whole or not at all: of one that is cut short, MLflow can make nothing more."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-") as place:
-        engine = create_sqlalchemy_engine(f"sqlite:///{place}/{file.name}")
-        _initialize_tables(engine)
-        engine.dispose()
+        MlflowClient(f"{SQLITE}{place}/{file.name}").get_experiment_by_name("Default")  # the first call creates it
         with suppress(OSError):  # another command was first; or there are no links here, and MLflow makes it in place
             os.link(f"{place}/{file.name}", file)
 

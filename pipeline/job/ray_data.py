@@ -8,7 +8,6 @@ its writers use random names. Ray is imported in the functions: planning and dry
 import logging
 import pickle
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def do_pieces(
     """
     import ray.data
 
-    from pipeline.job.executor import executed, without_actors
+    from pipeline.job.executor import executed
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current()
@@ -52,7 +51,7 @@ def do_pieces(
     work = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         _task, batch_size=1, compute=ray.data.TaskPoolStrategy(size=limit), num_cpus=1
     )
-    with without_actors() if ours else nullcontext(), executed(work.iter_rows()) as rows:
+    with executed(work.iter_rows()) as rows:
         for row in rows:
             summary = pickle.loads(row["summary"])  # noqa: S301 our own bytes
             if isinstance(summary, Exception):

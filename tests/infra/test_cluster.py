@@ -1,5 +1,6 @@
 """Joining a Ray cluster that is not there, and leaving one that is only starting."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -36,6 +37,18 @@ def test_a_cluster_named_by_the_environment_is_called_so(monkeypatch: pytest.Mon
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(UserError, match=f"no Ray cluster answers at --address {address}: "):
         connected(address).__enter__()
+
+
+def test_an_address_at_which_something_else_listens_is_refused_after_one_attempt() -> None:
+    """Ray by itself makes twenty attempts of 40 seconds; here each is given a few."""
+    with socket.create_server(("0.0.0.0", 0)) as other:  # noqa: S104 where Ray looks for what is on this machine
+        program = f"from infra.cluster import connected; connected('127.0.0.1:{other.getsockname()[1]}').__enter__()"
+        short = {"RAY_py_gcs_connect_timeout_s": "1", "RAY_gcs_rpc_server_connect_timeout_s": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=PROJECT, env=os.environ | short, capture_output=True, text=True,
+            timeout=60,
+        )  # fmt: skip
+    assert "UserError: no Ray cluster answers at --address 127.0.0.1:" in done.stderr
 
 
 def test_an_interrupt_as_ray_starts_is_an_interrupt() -> None:

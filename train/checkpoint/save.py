@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from infra.errors import UserError
 from infra.schema import to_json
@@ -67,10 +66,11 @@ def snapshot(model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.Gra
 
 def _to_host(tensor: Tensor) -> Tensor:
     tensor = whole(tensor.detach())
-    if is_traceable_wrapper_subclass(tensor):  # torchao's quantised moments, which clone() does not know
-        names, context = tensor.__tensor_flatten__()
-        parts = {name: _to_host(getattr(tensor, name)) for name in names}
-        return type(tensor).__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+    if hasattr(tensor, "__tensor_flatten__"):  # it wraps tensors: torchao's quantised moments, which clone() breaks
+        wrapper: Any = tensor
+        names, context = wrapper.__tensor_flatten__()
+        parts = {name: _to_host(getattr(wrapper, name)) for name in names}
+        return type(wrapper).__tensor_unflatten__(parts, context, wrapper.shape, wrapper.stride())
     if not tensor.is_cuda:
         return tensor.clone()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -8,23 +8,12 @@ from typing import Any
 
 from ray.train import UserCallback
 from ray.train.backend import BackendConfig
-from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
 
 class Alone(BackendConfig):
     """One worker, which needs no process group."""
 
     backend = "none"
-
-
-class AsItIs(FixedScalingPolicy):
-    """So many workers on the cluster as it is: the process that would ask it to grow is not started."""
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        """Register with nobody."""
-
-    def _maybe_send_resource_request(self) -> None:
-        pass
 
 
 class Presence(UserCallback):

@@ -22,8 +22,6 @@ import ray
 import ray.train
 import ray.train.torch
 from ray.exceptions import GetTimeoutError, RayActorError
-from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
 from infra.cluster import Node, connected, cores_each, eligible_nodes, placing, ray_files
 from infra.command import INTERRUPTED, errors
@@ -36,7 +34,7 @@ from train.checkpoint.progress import known_checksums, read_progress
 from train.checkpoint.run_folder import Follower, RunFolder
 from train.config import TrainConfig
 from train.data.source import absolute
-from train.launch.controller import Alone, AsItIs, Presence
+from train.launch.controller import Alone, Presence
 from train.launch.worker import train_function
 from train.loop.execution import worker_environment
 from train.report import cycle_metrics
@@ -108,7 +106,7 @@ def run(
     with ray_files(folder) as place, connected(address, prestart=False):
         wanted = scaling(config)
         begun = place / "begun"
-        trainer = TorchTrainer(
+        trainer = ray.train.torch.TorchTrainer(
             train_function,
             train_loop_config={
                 "config": absolute(config).to_json(),
@@ -165,22 +163,6 @@ def run(
     if "failed" in returned:
         raise WorkerFailure(returned["failed"])
     return from_json(RunResult, returned, "the worker's result")
-
-
-class TorchTrainer(ray.train.torch.TorchTrainer):
-    """Ray's, without three of its processes: five seconds of a core at every start, and one of waiting at the end.
-
-    One hands out Ray data sets, of which there are none. One frees the workers' resources when Ray Train's
-    controller dies and its job lives on, which ends with our command. One asks a cluster to grow, and ``scaling``
-    has refused what this one cannot hold.
-    """
-
-    def _create_default_callbacks(self) -> list[Any]:
-        unneeded = (DatasetsCallback, PlacementGroupCleanerCallback)
-        return [made for made in super()._create_default_callbacks() if not isinstance(made, unneeded)]
-
-    def _initialize_and_run_controller(self, **parts: Any) -> ray.train.Result:
-        return super()._initialize_and_run_controller(**parts | {"scaling_policy": AsItIs(self.scaling_config)})
 
 
 def worker_facts(config: TrainConfig) -> DeviceFacts:

@@ -1,7 +1,7 @@
 """Entry: ``python -m train.profile`` shows where a configuration's time and memory go, and says it in words.
 
 In: the flags of ``train.run``. Out: ``runs/NAME/`` with a Chrome/Perfetto trace, the kernel table, a
-memory timeline as PNG (on a GPU the allocator's snapshot as HTML too), and findings; all of it in MLflow.
+memory timeline as PNG (on a GPU the allocator's snapshot for torch's viewer too), and findings; all of it in MLflow.
 It runs the real loop in this process, without Ray, and records a few steps after warm-up.
 """
 
@@ -74,6 +74,7 @@ def profile(options: ProfileOptions) -> None:
     from infra.tracking.views import how_to_look
     from pipeline.shards import read_manifest
     from train import report
+    from train.profile.memory_timeline import VIEWER
     from train.profile.record import record
 
     manifest = read_manifest(options.training.data)
@@ -110,6 +111,8 @@ def profile(options: ProfileOptions) -> None:
             tracker.finish(status)
     show(found, words)
     console.print(f"trace (open in ui.perfetto.dev), tables and pictures: {folder}")
+    if (folder / "memory.pickle").exists():
+        console.print(f"allocations: drop {folder / 'memory.pickle'} on {VIEWER}")
     console.print(how_to_look(key), markup=False)
 
 

@@ -5,13 +5,13 @@ dispatched, its inputs read and its outputs written once: contractions, normalis
 element-wise (Ivanov et al., arXiv 2007.00072, table 1).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 NORMALISATIONS = ("layer_norm", "softmax", "nll_loss", "sum", "mean", "norm")
@@ -39,10 +39,10 @@ class Intensity(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        results = list(_tensors(out))
         if func.is_view or not results:
             return out
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = list(_tensors([args, kwargs]))
         name = func.__name__
         counted = flop_registry.get(func.overloadpacket)
         if counted:
@@ -54,6 +54,17 @@ class Intensity(TorchDispatchMode):
         work.flops += flops
         work.bytes += sum(tensor.numel() * tensor.element_size() for tensor in [*inputs, *results])
         return out
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in the lists, tuples and dicts that an operator takes and gives."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _tensors(inner)
 
 
 def measure(work: Any) -> dict[str, Work]:

@@ -1,28 +1,40 @@
-"""Allocations over time by category, as a picture; on a GPU also the allocator's own history as HTML.
+"""Allocations over time by category, as a picture; on a GPU also the allocator's own history, for torch's viewer.
 
 In: a finished torch profile. Out: files. The categories are torch's: it follows which tensors become
 parameters, gradients, activations and optimizer state.
 """
 
+import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+
+VIEWER = "https://pytorch.org/memory_viz"
+"""Where torch shows what :func:`dump` writes; the page reads the file without sending it anywhere."""
 
 CATEGORIES = ("parameters", "optimizer state", "inputs", "temporary", "activations", "gradients", "autograd", "other")
 COLOURS = ("#0072b2", "#009e73", "#000000", "#f0e442", "#d55e00", "#cc79a7", "#56b4e9", "#e69f00")
 """Okabe and Ito's eight, which the colour-blind tell apart too."""
 
 
-def draw(recorder: Any, device: str, path: Path) -> Path:
-    """Draw the memory of ``device`` over the steps that ``recorder`` (a torch profile) saw, in MiB."""
-    from torch.profiler._memory_profiler import MemoryProfileTimeline  # the picture that torch itself draws, by name
+def draw(recorder: torch.profiler.profile, device: str, path: Path) -> None:
+    """Draw the memory of ``device`` over the steps that ``recorder`` saw, in MiB.
 
-    timeline = MemoryProfileTimeline(recorder._memory_profile())
-    times, sizes = timeline._coalesce_timeline(device)
+    Raises what torch does when it cannot follow the tensors, or no longer has this method: it is deprecated in favour
+    of the allocator's history, which there is for CUDA alone.
+    """
+    points = path.with_suffix(".json")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            recorder.export_memory_timeline(str(points), device)
+        times, sizes = json.loads(points.read_text(encoding="utf-8"))
+    finally:
+        points.unlink(missing_ok=True)
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     start = min(times, default=0)
@@ -35,21 +47,21 @@ def draw(recorder: Any, device: str, path: Path) -> Path:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=7, frameon=False, loc="upper right")
     figure.savefig(path, dpi=130)
-    return path
 
 
 @contextmanager
-def history(folder: Path, *, cuda: bool) -> Iterator[None]:
-    """While the block runs, keep the CUDA allocator's history, and write it as ``memory.html`` behind it."""
+def history(*, cuda: bool) -> Iterator[None]:
+    """While the block runs, have the CUDA allocator keep its history, which :func:`dump` writes."""
     if not cuda:
         yield
         return
     torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
     try:
         yield
-        from torch.cuda._memory_viz import trace_plot
-
-        snapshot = torch.cuda.memory._snapshot()
-        (folder / "memory.html").write_text(trace_plot(snapshot), encoding="utf-8")
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def dump(path: Path) -> None:
+    """Write the history of the CUDA allocator as a file for :data:`VIEWER`."""
+    torch.cuda.memory._dump_snapshot(str(path))

@@ -9,13 +9,14 @@ import gzip
 import os
 import shutil
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from infra.errors import UserError
+from infra.errors import UserError, first_line
 from infra.hardware import device_facts
 from infra.storage import write_json
 from train.config import Cycle, TrainConfig
@@ -66,13 +67,18 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
 
     trainer.forward = forward
     compiled = config.compile != "off"
-    with memory_timeline.history(folder, cuda=cuda), named_kernels() if compiled and not cuda else nullcontext():
+    lost: list[str] = []
+    with memory_timeline.history(cuda=cuda), named_kernels() if compiled and not cuda else nullcontext():
         result = trainer.run()
+        if cuda:
+            with _apart("memory.pickle", lost):
+                memory_timeline.dump(folder / "memory.pickle")
     if result.outcome != "finished":
         raise UserError(f"the run to profile ended early, {result.outcome}: {result.reason}.")
     _export(recorder, folder / "trace.json.gz")
     found = analyse(recorder.events() or [], STEPS, moments[1] - moments[0], cuda=cuda)
-    memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
+    with _apart("memory.png", lost):
+        memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
     length = config.model.context_length
     tokens = torch.zeros(config.micro_batch, length, dtype=torch.int64, device=trainer.device)
     work = {}
@@ -83,16 +89,32 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
                 loss = trainer.model(tokens, tokens)
             loss.backward()
 
-        try:
-            work = intensity.measure(once)
-        except RuntimeError as failure:  # eager, a compiled step's batch may need twice the memory: the rest is whole
-            if not memory.is_exhausted(failure):
-                raise
+        with _apart("The count of FLOPs per byte", lost):
+            try:
+                work = intensity.measure(once)
+            except RuntimeError as failure:  # eager, a compiled step's batch may need twice the memory
+                if not memory.is_exhausted(failure):
+                    raise
     words = findings(found, optimizer=config.optimizer, compiled=compiled, cuda=cuda)
     before = ", before compilation fuses anything" if compiled else ""
     words += [f"{kind}: {counted.intensity:.1f} FLOPs a byte moved{before}." for kind, counted in work.items()]
+    words += lost
     write_json(folder / "profile.json", asdict(found) | {"findings": words})
     return found, words
+
+
+@contextmanager
+def _apart(what: str, lost: list[str]) -> Iterator[None]:
+    """Say in ``lost`` that ``what`` is missing when an assertion of torch's fails in the block: the rest is whole.
+
+    Raises ``OSError``, of a disk that is full for the rest too.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as failure:  # noqa: BLE001 whatever torch raises where it cannot follow a model
+        lost.append(f"{what} is missing: {type(failure).__name__} in torch, {first_line(failure)}")
 
 
 def named_kernels() -> AbstractContextManager[None]:

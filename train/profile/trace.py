@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch._C._autograd import DeviceType
-
 from train.data.loader import NEXT_BATCH
 
 FORWARD = "throughline: forward"
@@ -83,7 +81,7 @@ def kind_of(name: str) -> str:
 def analyse(events: Iterable[Any], steps: int, seconds: float, *, cuda: bool) -> Profile:
     """Read the events of a profile over ``steps`` steps that took ``seconds``."""
     events = list(events)
-    work = [e for e in events if e.device_type == (DeviceType.CUDA if cuda else DeviceType.CPU)]
+    work = [e for e in events if e.device_type.name == ("CUDA" if cuda else "CPU")]
     # Ranges that were named, such as an optimizer's step, stand beside what was done in them.
     work = [e for e in work if not (e.is_user_annotation or e.name.startswith(("autograd::engine", "cuda")))]
     work = [e for e in work if not python(e.name)]
@@ -97,7 +95,7 @@ def analyse(events: Iterable[Any], steps: int, seconds: float, *, cuda: bool) ->
     by_class: dict[str, float] = defaultdict(float)
     for kernel in kernels:
         by_class[kernel.kind] += kernel.milliseconds / steps
-    host = [e for e in events if e.device_type == DeviceType.CPU]
+    host = [e for e in events if e.device_type.name == "CPU"]
     gaps = idle_gaps(work, host) if cuda else {}
     waits = [e for e in host if e.name.lower() in WAITS]
 

@@ -84,6 +84,24 @@ def test_a_store_whose_creation_was_killed_is_created_by_the_next_command(tmp_pa
     assert find_runs(create_run("train", "after"), "none", "such") == []
 
 
+def test_commands_that_start_at_once_create_one_store() -> None:
+    Path("mlflow.db").unlink()
+    program = """
+import os
+from infra.tracking.store import create_run
+other = os.fork()  # when MLflow is imported, which takes long and not always as long
+create_run("train", f"of {os.getpid()}")
+os._exit(os.waitpid(other, 0)[1] != 0 if other else 0)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    client = MlflowClient(f"sqlite:///{Path.cwd()}/mlflow.db")
+    (experiment,) = [found for found in client.search_experiments() if found.name == "train"]
+    assert len(client.search_runs([experiment.experiment_id])) == 2
+    assert not list(Path.cwd().glob(".mlflow.db-*")), "what it was made in is gone"
+
+
 def test_a_store_that_does_not_answer_is_refused_before_any_work(free_port: int) -> None:
     with pytest.raises(UserError, match="--tracking-uri"):
         create_run("train", "nowhere", tracking_uri=f"http://127.0.0.1:{free_port}")

@@ -328,6 +328,12 @@ def test_a_rung_that_says_nothing_here_is_named(small_shards: Path, small_model:
         Trainer(replace(config, device="cpu", attention="cudnn")).run()
 
 
+@pytest.mark.skipif(not hasattr(torch.cpu, "get_capabilities"), reason="this torch does not say what the CPU can do")
+def test_a_cpu_multiplies_bf16_where_torch_says_so_too() -> None:
+    able = torch.cpu.get_capabilities()
+    assert cpu_facts().bf16 == bool(able.get("avx512_bf16") or able.get("amx_tile"))
+
+
 def test_two_ladders_stand_side_by_side_with_their_commits() -> None:
     def ladder(name: str, commit: str, **speeds: float | None) -> dict[str, object]:
         rows = [{"name": rung, "speed": speed} for rung, speed in speeds.items()]

@@ -275,6 +275,26 @@ def test_a_compiled_batch_that_does_not_fit_eagerly_is_profiled(
     assert not any("FLOPs a byte" in line for line in words)
 
 
+def test_what_torch_fails_to_follow_is_all_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, small_model: ModelConfig
+) -> None:
+    """An assertion of torch's in the memory timeline, or in counting, and a torch that has neither any more."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("expected one storage, got two\nand a page of detail")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_memory_timeline", fail)
+    monkeypatch.setattr(intensity, "measure", fail)
+    config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, device="cpu")
+    found, words = record.record(config, tmp_path)
+    assert words[-2:] == [
+        "memory.png is missing: AssertionError in torch, expected one storage, got two",
+        "The count of FLOPs per byte is missing: AssertionError in torch, expected one storage, got two",
+    ]
+    assert found.forward > 0
+    assert {path.name for path in tmp_path.iterdir()} == {"trace.json.gz", "profile.json"}
+
+
 def test_without_room_for_a_trace_nothing_is_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,4 +359,4 @@ def test_a_profile_on_a_gpu_names_the_kernel_that_ran(
     found, _ = record.record(config, tmp_path)
     assert found.attention == "flash"
     assert found.by_class["matmul"] > 0
-    assert (tmp_path / "memory.html").stat().st_size > 1000
+    assert (tmp_path / "memory.pickle").stat().st_size > 1000

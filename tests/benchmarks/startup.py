@@ -1,0 +1,111 @@
+"""How long do the shortest commands take, from their first import to their end, in two versions of the program?
+
+    python -P tests/benchmarks/startup.py OLD NEW [--pairs 3] [--record FILE.json] [--note TEXT]
+
+OLD and NEW are source trees. Each command runs once per tree and pair, the trees in turn, in a folder of its own; the
+MLflow store is there already. What is measured is almost only starting and ending: Python's imports, Ray, its workers.
+Wall time depends on what else the machine does; processor time hardly does, but counts the command and those of its
+processes that it waits for, which leaves out Ray's workers.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+MODEL = ["--model", "tiny", "--global-batch", "1", "--micro-batch", "1", "--device", "cpu"]
+COMMANDS = {
+    "tokenize": ["pipeline.tokenize", "--out", "tokens"],
+    "run": ["train.run", *MODEL, "--steps", "2", "--data", "../data", "--name", "one"],
+    "search": [
+        "tune.search", *MODEL, "--data", "../data", "--name", "one", "--memory-limit", "8GB", "--searcher", "grid",
+        "--trial-steps", "8", "--trial-time", "5s", "--confirm", "0",
+    ],
+}  # fmt: skip
+
+
+def main() -> None:
+    """Run the pairs, print each row as it is known, and record them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("--note", default="", help="what else the machine did, for the record")
+    options = parser.parse_args()
+    trees = {"old": options.old.resolve(), "new": options.new.resolve()}
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
+        run(trees["new"], folder, ["pipeline.tokenize", "--out", "data"])  # and creates the store
+        for pair in range(options.pairs):
+            for command, words in COMMANDS.items():
+                for tree in ("old", "new") if pair % 2 == 0 else ("new", "old"):
+                    work = folder / "work"
+                    work.mkdir()
+                    row = {"pair": pair, "command": command, "tree": tree} | run(trees[tree], work, words)
+                    shutil.rmtree(work)
+                    rows.append(row)
+                    print(json.dumps(row), flush=True)
+    medians = {
+        measure: {
+            command: {
+                tree: median(row[measure] for row in rows if (row["command"], row["tree"]) == (command, tree))
+                for tree in trees
+            }
+            for command in COMMANDS
+        }
+        for measure in ("seconds", "processor_seconds")
+    }
+    record = {
+        "command": "python -P tests/benchmarks/startup.py OLD NEW",
+        "commits": {name: commit(tree) for name, tree in trees.items()},
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("ray", "mlflow", "torch")},
+        "machine": {"cores": os.cpu_count(), "load_at_the_end": os.getloadavg()},
+        "note": options.note,
+        "commands": {name: " ".join(["python -m", *words]) for name, words in COMMANDS.items()},
+        "median_seconds": medians["seconds"],
+        "median_processor_seconds": medians["processor_seconds"],
+        "rows": rows,
+    }  # fmt: skip
+    print(json.dumps(medians, indent=1))
+    if options.record:
+        options.record.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def run(tree: Path, folder: Path, words: list[str]) -> dict[str, float]:
+    """The seconds, and the processor's seconds, of one command of ``tree`` in ``folder``, and the load before it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    load = os.getloadavg()[0]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-m", *words], cwd=folder, env=environment | {"PYTHONPATH": str(tree)}, check=True,
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    seconds = time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": round(seconds, 2), "processor_seconds": round(spent, 2), "load_before": round(load, 2)}
+
+
+def commit(tree: Path) -> str:
+    """The commit that ``tree`` has checked out."""
+    asked = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

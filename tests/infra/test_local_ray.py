@@ -1,0 +1,89 @@
+"""A Ray of our own: on loopback, out of our process group, and what happens where Ray no longer lets us do so."""
+
+import json
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import ray.util
+from ray._private import ray_constants, services
+
+from infra.cluster import PROJECT, connected
+from infra.errors import UserError
+from infra.local_ray import on_loopback, own_process_group
+
+PROGRAM = """
+import json, os, psutil
+from infra.cluster import connected
+
+with connected(cpus=1):
+    import ray
+    ray.get(ray.remote(lambda: None).remote())  # in a worker, which listens too
+    found = {}
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        listening = [at.laddr.ip for at in process.net_connections("inet") if at.status == psutil.CONN_LISTEN]
+        found[process.pid] = process.name(), os.getpgid(process.pid) == os.getpgid(0), listening
+print(json.dumps(list(found.values())))
+"""
+
+
+def test_a_local_ray_listens_on_loopback_and_is_out_of_our_process_group() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=PROJECT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (_, _, ours), *rays = json.loads(done.stdout)
+    assert {"gcs_server", "raylet"} <= {name for name, _, _ in rays}
+    assert not any(in_our_group for _, in_our_group, _ in rays)
+    addresses = {
+        address.removeprefix("::ffff:") for listening in (ours, *(at for _, _, at in rays)) for address in listening
+    }
+    assert addresses == {"127.0.0.1"}
+
+
+def test_a_ray_without_the_switch_for_loopback_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ray_constants, "ENABLE_RAY_CLUSTER")
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.9")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    before = psutil.Process().children()
+    with pytest.raises(
+        UserError, match=r"would listen on 192.0.2.9 instead of 127.0.0.1.* give its address with --addr"
+    ):
+        connected().__enter__()
+    assert psutil.Process().children() == before
+    assert not hasattr(ray_constants, "ENABLE_RAY_CLUSTER")
+
+
+def test_a_ray_that_ignores_the_switch_is_refused_and_ended(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shared Ray stands for it: it was started without the switch."""
+    init = ray.init
+    monkeypatch.setattr(ray, "init", lambda **settings: init(address=cluster, log_to_driver=False))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(UserError, match="would listen on"):
+        connected().__enter__()
+    assert not ray.is_initialized()
+
+
+def test_a_ray_that_obeys_the_environment_alone_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ray_constants, "ENABLE_RAY_CLUSTER")
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    with on_loopback():
+        pass
+
+
+def test_a_ray_that_starts_processes_otherwise_stays_in_our_group_and_that_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(services, "ConsolePopen")
+    with caplog.at_level(logging.WARNING), own_process_group():
+        assert not hasattr(services, "ConsolePopen")
+    assert "stays in our process group" in caplog.text
+
+
+def test_what_is_replaced_is_put_back() -> None:
+    before: tuple[Any, ...] = ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen
+    with on_loopback(), own_process_group():
+        assert (ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen) != before
+    assert (ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen) == before
