@@ -5,9 +5,11 @@ operation by operation, in the manner of Korthikanti et al. (arXiv 2205.05198, s
 torch's memory tracker. Compiled execution keeps as much of a block: torch's partitioner computes element-wise
 work again, but not what a matrix product of the backward pass reads, such as the outputs of norms and GELU
 (``ban_recompute_materialized_backward``; ``is_materialized_backwards`` in torch/_functorch/partitioners.py).
-What it saves is in the loss, where Inductor writes the gradient of the logits over them. Both agree with the
-resident memory of a process on the CPU (tests/benchmarks/memory.py). What no formula knows (segment rounding,
-library workspaces, the context) is learned from probes: see :func:`correct`.
+What it saves is in the loss, where Inductor writes the gradient of the logits over them. The order in which Inductor
+computes gradients, which decides what lies beside what, was read from the allocator's record of each step
+(``torch.profiler`` with ``profile_memory``, torch 2.13, CPU). Both agree with the resident memory of a process on the
+CPU (tests/benchmarks/memory.py). What no formula knows (segment rounding, library workspaces, the context) is learned
+from probes: see :func:`correct`.
 """
 
 import math
@@ -98,7 +100,10 @@ def predict_peak(config: TrainConfig) -> Anatomy:
     casts = 0 if remade else cast * (matmul_parameters(model) - head_parameters)
     mask = model.context_length**2 * _materialises(config, kind)
     accumulated = all_gradients if config.accumulation > 1 else 0
-    saved = layers * (tokens * sizes.kept + (0 if remade else mask))
+    whole, alone = config.compile in WHOLE_GRAPH, config.compile == "blocks"
+    # The whole graph keeps the position embeddings to compute the sum of both embeddings again.
+    positions = 4 * model.context_length * model.width * whole
+    saved = positions + layers * (tokens * sizes.kept + (0 if remade else mask))
     again = tokens * (sizes.block - sizes.kept) + (mask if remade else 0)
     head, head_cast = one * head_parameters, cast * head_parameters
     product = 2 if _half(config) else 4
@@ -107,7 +112,6 @@ def predict_peak(config: TrainConfig) -> Anatomy:
     summed = 4 * head_parameters if chunks else 0
     if chunks and product == 2:
         logits = max(logits, tokens * product * model.padded_vocabulary / chunks + product * head_parameters)
-    whole = config.compile in WHOLE_GRAPH
     # A tied head's gradient waits for the embedding's; autograd adds the two, and both to what has been accumulated.
     # The fused loss's is a tensor of its own, to which the embedding's is added in place (can_accumulate_inplace in
     # torch/csrc/autograd/input_buffer.cpp).
@@ -119,20 +123,31 @@ def predict_peak(config: TrainConfig) -> Anatomy:
     # Inductor computes a tied head's gradient last, in one operation that adds it to the embedding's.
     late = whole and not chunks and model.tied and product == one
     kept_logits = tokens * product * (model.padded_vocabulary + model.width) * late
+    if late:
+        waiting = 0
+    # The gradients of the other blocks, where they do not go into what is accumulated.
+    matrices = 12 * model.width**2
+    others = (layers - 1) * one * matrices // shards if whole or not accumulated else 0
+    # The gradient of the feed-forward half's second weight is computed while all of its block's activations are kept.
+    # In a block compiled alone Inductor computes the weights' gradients last, when more than they take has been freed.
+    second = 0 if alone else product * matrices // 3
+    # A loss compiled alone holds the gradients of the logits and of the head at once.
+    beside = product * head_parameters if alone and not chunks else 0
 
     # (gradients, casts, activations, logits, working) at each moment that can be the worst.
     moments = {
         "the loss's backward pass": (
-            accumulated + summed, casts + head_cast, saved + tokens * sizes.ends, logits, 0,
+            accumulated + summed, casts + head_cast, saved + tokens * sizes.ends, logits, beside,
         ),
         "the scaling of the loss's gradients": (
-            accumulated + summed, casts, saved + tokens * sizes.ends, 0, summed * (config.compile == "off"),
+            accumulated + summed, casts, saved + tokens * sizes.ends, 0, summed * (not whole),
         ),
         "the last block's backward pass": (
-            accumulated + waiting, casts, saved + again, kept_logits, tokens * sizes.working,
+            accumulated + waiting, casts, saved + again, kept_logits, tokens * sizes.working + second,
         ),
         "the first block's backward pass": (
-            at_the_end, casts, tokens * sizes.block + mask, kept_logits, tokens * sizes.working,
+            accumulated + waiting + others, casts, positions + tokens * sizes.block + mask, kept_logits,
+            tokens * sizes.working + second,
         ),
         "the embeddings' backward pass": (
             at_the_end, 0, 0, kept_logits, sums,
@@ -186,7 +201,11 @@ def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
         kept -= product * width
     # GELU's gradient comes in and goes out, where eager execution has freed the input of the product behind it and
     # compiled code writes one over the other.
-    feed_forward_working = stream * width + 4 * width * product
+    block_working = stream * width + 4 * width * product
+    if config.compile == "blocks":
+        # What enters the block and its sum with the second norm's; the gradients of the second norm's and of
+        # attention's output, of queries, keys and values; and GELU's in the place of its input.
+        block_working = 2 * stream * width + 5 * width * product
     embedding = (1 if kind == "cuda" else 4) * width if model.dropout else 0
     head_input, logits = product, 12 if eager else product
     if fused:
@@ -198,7 +217,7 @@ def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
     return TokenSizes(
         block=block,
         kept=kept,
-        working=max(feed_forward_working, attention_working),
+        working=max(block_working, attention_working),
         ends=stream * width + head_input * width + 16 + embedding,
         loss=model.padded_vocabulary * logits,
     )

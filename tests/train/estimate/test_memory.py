@@ -1,7 +1,10 @@
 """Predicted peaks against torch's own memory tracker, which runs the real operations on tensors without storage."""
 
 import gc
+import json
+from contextlib import nullcontext
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +13,17 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.profiler import ProfilerActivity, profile
 
 from train.config import Compile, TrainConfig
 from train.estimate import memory
 from train.estimate.memory import correct, largest_micro_batch, predict_peak
+from train.loop.execution import compiled
 from train.loop.trainer import Trainer
 from train.model.attention import ATTENTION
 from train.model.gpt import GPT
 from train.model.optimizer import make_optimizer
-from train.model_config import PRESETS
+from train.model_config import PRESETS, ModelConfig
 
 MODEL = replace(PRESETS["small"], layers=2, context_length=256, vocabulary=8000, padded_vocabulary=8064)
 WIDE_HEAD = replace(MODEL, layers=1, context_length=16, vocabulary=20000, padded_vocabulary=20000)
@@ -85,6 +90,35 @@ def test_gpt2_at_any_batch_is_what_the_tracker_found() -> None:
             micro_batch=size, global_batch=size, precision="bf16", attention="sdpa", device="cpu", steps=1
         )
         assert predict_peak(config).allocated / 2**30 == pytest.approx(1.621 + 0.897 * size, rel=0.002)
+
+
+LAYER = ModelConfig(layers=1, heads=2, width=128, context_length=256, vocabulary=4096, padded_vocabulary=4096)
+"""Its activations and its logits both weigh enough that an error in either shows, and one in both as well."""
+
+
+def allocated_peak(config: TrainConfig, trace: Path) -> int:
+    """Bytes at the peak of a forward and backward pass, beside the weights, by the count of torch's CPU allocator."""
+    model = GPT(config.model, loss_chunks=config.loss_chunks)
+    forward = compiled(model, config)
+    batch = torch.zeros((config.micro_batch, config.model.context_length + 1), dtype=torch.int64)
+    for last in (False, False, True):  # the first two compile
+        model.zero_grad()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) if last else nullcontext() as profiler:
+            forward(batch[:, :-1], batch[:, 1:]).backward()
+    assert profiler is not None
+    profiler.export_chrome_trace(str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    counts = [event["args"] for event in sorted(events, key=itemgetter("ts")) if event["name"] == "[memory]"]
+    before = counts[0]["Total Allocated"] - counts[0]["Bytes"]  # the count goes on from an earlier profile's
+    return max(count["Total Allocated"] for count in counts) - before
+
+
+@pytest.mark.parametrize(("compile", "chunks"), [("off", 8), ("whole", 1)])
+def test_the_formula_agrees_with_the_allocator(compile: Compile, chunks: int, tmp_path: Path) -> None:
+    config = replace(BASE, model=LAYER, compile=compile, loss_chunks=chunks)
+    found = predict_peak(config)
+    predicted = found.allocated - found.weights - found.optimizer
+    assert predicted == pytest.approx(allocated_peak(config, tmp_path / "trace.json"), rel=0.05)
 
 
 def test_two_probes_take_over_what_no_formula_knows() -> None:
