@@ -121,7 +121,7 @@ def _make(
             raise
         finally:
             shutil.rmtree(notes_folder(tracker.key.run_id), ignore_errors=True)
-    from infra.tracking.views import how_to_look
+    from infra.tracking.views import ui_link
 
     note = report.as_markdown(str(config.out), manifest.report, timings, manifest.fingerprint)
     tracker.note(note)
@@ -131,7 +131,7 @@ def _make(
     tracker.data(folder.name, manifest.fingerprint, str(folder), manifest.report, "output")
     tracker.finish()
     console.print(Markdown(note), soft_wrap=False)
-    console.print(how_to_look(tracker.key), markup=False)
+    console.print(ui_link(tracker.key), markup=False)
 
 
 def _open_store(tracking_uri: str | None) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -18,7 +18,6 @@ from infra import command
 from infra.cluster import connected
 from infra.command import INTERRUPTED, console
 from infra.errors import UserError
-from infra.schema import to_json
 from infra.storage import write_json
 from infra.tracking.key import RunKey
 from infra.units import BytesOrNone, format_size
@@ -123,18 +122,15 @@ def prepare(tracking_uri: str | None) -> None:
     open_store(tracking_uri)
 
 
-def _recorded(
-    options: RunOptions, config: TrainConfig, manifest: Manifest, home: RunFolder, resume: Path | None
-) -> int:
+def _recorded(options: RunOptions, asked: TrainConfig, manifest: Manifest, home: RunFolder, resume: Path | None) -> int:
     """Train on the connected Ray and record it in MLflow; returns the exit code."""
-    from infra.gpu import GpuWatch
     from infra.tracking.tracker import Tracker
-    from infra.tracking.views import how_to_look
+    from infra.tracking.views import ui_link
     from train import report
-    from train.estimate.flops import beside_matmul
-    from train.launch import driver
+    from train.launch.driver import Run, measure
+    from train.launch.placement import worker_facts
 
-    asked, config = config, resolve(config, driver.worker_facts(config))
+    config = resolve(asked, worker_facts(asked))
     key, is_new = run_in_mlflow(home, options.tracking_uri, starts=resume is None)
     write_json(home.config, asked.to_json())
     report.print_header(config, manifest, home.path)
@@ -145,30 +141,16 @@ def _recorded(
             report.record_resume(tracker, config, read_progress(resume).step)
         if options.memory_limit:
             tracker.tags({"memory_limit": format_size(options.memory_limit)})
-        status, watch = "FAILED", GpuWatch()
-
-        def on_cycle(cycle: dict[str, Any]) -> None:
-            watch.look()
-            console.print(cycle["line"])
-
+        run = Run(asked, config, manifest, home, tracker, resume, options.memory_limit, options.address)
         try:
-            result = driver.run(
-                config, home.path, asked=asked, tracker=tracker, resume=resume, memory_limit=options.memory_limit,
-                address=options.address, on_cycle=on_cycle,
-            )  # fmt: skip
-            result = beside_matmul(result, config, home.path.parent)
-            write_json(home.result, to_json(result))
-            report.record_end(tracker, config, result, watch.seen)
-            status = {"finished": "FINISHED", "interrupted": "KILLED"}.get(result.outcome, "FAILED")
+            result, _ = measure(run, console.print)
         except KeyboardInterrupt:
-            status = "KILLED"
             if not checkpoints_in(home.checkpoints):
                 raise
+            tracker.status = "KILLED"
             console.print(f"continue with: {report.resume_command(home.path)}", markup=False)
             return INTERRUPTED
-        finally:
-            tracker.finish(status)
-    report.print_result(config, result, home.path, how_to_look(key))
+    report.print_result(config, result, home.path, ui_link(key))
     if result.outcome == "interrupted":
         return INTERRUPTED
     return 0 if result.outcome == "finished" else 1

@@ -16,7 +16,7 @@ from infra.hardware import DeviceFacts, cpu_facts, device_facts
 from infra.units import format_size
 from train.config import TrainConfig
 from train.estimate.memory import predict_peak
-from train.launch.driver import worker_facts
+from train.launch.placement import worker_facts
 from train.model_config import format_model
 from tune.config import SearchConfig
 from tune.space import Candidate, Space

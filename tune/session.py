@@ -14,7 +14,7 @@ from infra.cluster import connected
 from infra.command import INTERRUPTED, console, errors, escape
 from infra.tracking.store import open_store
 from infra.tracking.tracker import Tracker
-from infra.tracking.views import how_to_look
+from infra.tracking.views import ui_link
 from infra.units import format_duration, format_size
 from pipeline.shards import Manifest, read_manifest
 from train.checkpoint.run_folder import new_folder
@@ -160,7 +160,7 @@ def _run(
         won = bool(standings(rows))
         tracker.finish("FINISHED" if won else "FAILED")
     report.print_end(rows, space, memory, folder)
-    console.print(how_to_look(parent, children_by="result/tokens_per_second"), markup=False)
+    console.print(ui_link(parent, children_by="result/tokens_per_second"), markup=False)
     return 0 if won else 1
 
 

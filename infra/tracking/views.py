@@ -6,7 +6,7 @@ from urllib.parse import quote
 from infra.tracking.key import SQLITE, RunKey
 
 
-def how_to_look(key: RunKey, *, children_by: str | None = None) -> str:
+def ui_link(key: RunKey, *, children_by: str | None = None) -> str:
     """The lines to paste to see a run in MLflow; with ``children_by``, its children ranked by that metric.
 
     The link asks for MLflow's model-training pages, because its first page is the one for GenAI, and

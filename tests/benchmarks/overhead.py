@@ -30,6 +30,8 @@ from pathlib import Path
 import psutil
 
 from infra.hardware import cpu_facts
+from pipeline.shards import read_manifest
+from train.checkpoint.run_folder import RunFolder
 from train.config import Cycle, TrainConfig
 from train.intervals import t_quantile
 from train.model_config import format_model, parse_model
@@ -200,7 +202,10 @@ def wrapped(config: TrainConfig) -> dict[str, float]:
             key = create_run("train", "overhead")
             recorded = time.time()
             with Tracker(key) as tracker:
-                result = driver.run(resolve(config, cpu_facts()), folder, tracker=tracker, on_cycle=on_cycle)
+                run = driver.Run(
+                    config, resolve(config, cpu_facts()), read_manifest(config.data), RunFolder(folder), tracker
+                )  # fmt: skip
+                result = driver.train(run, on_cycle)
             returned = time.time()
         started, ended = ((folder / file).stat().st_mtime for file in ("starts", "cycles.jsonl"))
     first_step = ended - result.seconds

@@ -220,8 +220,9 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
     Trainer(config, checkpoints=home.checkpoints).run()
     write_json(home.config, config.to_json())
     shutil.copytree(home.path, elsewhere, ignore=shutil.ignore_patterns("step-*"))
-    launched = driver.run
-    monkeypatch.setattr(driver, "run", lambda config, _, **how: launched(config, elsewhere, **how))
+    trained = driver.train
+    there = RunFolder(elsewhere)
+    monkeypatch.setattr(driver, "train", lambda run, say: trained(dataclasses.replace(run, home=there), say))
     assert command(monkeypatch, "--resume", "one", "--steps", "8") == 2
     said = " ".join(capfd.readouterr().err.split())
     assert "the run continues from step 6, and" in said

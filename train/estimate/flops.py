@@ -67,7 +67,7 @@ def formulas(model: ModelConfig, parameters: int) -> list[Formula]:
     ]
 
 
-def beside_matmul(result: RunResult, config: TrainConfig, folder: Path) -> RunResult:
+def with_matmul_efficiency(result: RunResult, config: TrainConfig, folder: Path) -> RunResult:
     """``result`` with its FLOP/s as a fraction of the matmul rate that the doctor left in ``folder``."""
     rate = read_matmul_rate(folder / "doctor.json", result.device, config.precision)
     if not rate or not result.flops_per_second:

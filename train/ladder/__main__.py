@@ -109,7 +109,7 @@ def climb(options: LadderOptions) -> int:
     from infra import provenance
     from infra.tracking.store import create_run, open_store
     from infra.tracking.tracker import Tracker
-    from infra.tracking.views import how_to_look
+    from infra.tracking.views import ui_link
     from pipeline.shards import read_manifest
     from train.ladder import report
     from train.ladder.runner import Climb, Interrupted, has_begun
@@ -157,7 +157,7 @@ def climb(options: LadderOptions) -> int:
             raise
         finally:
             tracker.finish(status)
-    console.print(how_to_look(key, children_by="result/tokens_per_second"), markup=False)
+    console.print(ui_link(key, children_by="result/tokens_per_second"), markup=False)
     return 0
 
 

@@ -31,7 +31,7 @@ from pipeline.shards import read_manifest
 from train import report
 from train.checkpoint.run_folder import RunFolder
 from train.config import SIXTEEN_BITS, TrainConfig
-from train.estimate.flops import beside_matmul
+from train.estimate.flops import with_matmul_efficiency
 from train.estimate.memory import predict_peak
 from train.intervals import Estimate
 from train.ladder.suites import Rung, Suite, apply
@@ -172,7 +172,7 @@ class Climb:
                     resolved, folder, asked=config, tracker=tracker, memory_limit=self.memory_limit,
                     address=self.address, on_cycle=lambda cycle: self._cycle(cycle, watch),
                 )  # fmt: skip
-                result = beside_matmul(result, resolved, self.folder.parent)
+                result = with_matmul_efficiency(result, resolved, self.folder.parent)
                 report.record_end(tracker, resolved, result, watch.seen)
                 if result.outcome == "interrupted":
                     status = "KILLED"

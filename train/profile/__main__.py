@@ -71,7 +71,7 @@ def profile(options: ProfileOptions) -> None:
     from infra import provenance
     from infra.tracking.store import create_run
     from infra.tracking.tracker import Tracker
-    from infra.tracking.views import how_to_look
+    from infra.tracking.views import ui_link
     from pipeline.shards import read_manifest
     from train import report
     from train.profile.memory_timeline import VIEWER
@@ -113,7 +113,7 @@ def profile(options: ProfileOptions) -> None:
     console.print(f"trace (open in ui.perfetto.dev), tables and pictures: {folder}")
     if (folder / "memory.pickle").exists():
         console.print(f"allocations: drop {folder / 'memory.pickle'} on {VIEWER}")
-    console.print(how_to_look(key), markup=False)
+    console.print(ui_link(key), markup=False)
 
 
 def show(found: "Profile", words: list[str]) -> None:

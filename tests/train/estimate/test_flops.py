@@ -62,10 +62,10 @@ def test_a_run_stands_beside_the_matmul_that_the_doctor_measured(
         data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=8, device="cpu", precision="fp32"
     )
     result = Trainer(config).run()
-    assert flops.beside_matmul(result, config, tmp_path).matmul_utilisation is None, "the doctor was not asked"
+    assert flops.with_matmul_efficiency(result, config, tmp_path).matmul_utilisation is None, "the doctor was not asked"
     doctor = {"device": result.device, "matmul": {"fp32": 1e12}}
     (tmp_path / "doctor.json").write_text(json.dumps(doctor))
-    beside = flops.beside_matmul(result, config, tmp_path)
+    beside = flops.with_matmul_efficiency(result, config, tmp_path)
     assert result.flops_per_second
     assert beside.matmul_utilisation == pytest.approx(result.flops_per_second / 1e12)
     assert "of the matmul that infra.doctor measured here" in dict(report.summary(config, beside))["arithmetic"]

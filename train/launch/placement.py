@@ -1,0 +1,80 @@
+"""Where the workers of a run are placed: what Ray is asked for, and what device that is.
+
+In: a config, and the connected Ray. Out: Ray Train's scaling, and the device's facts.
+"""
+
+import socket
+
+import ray
+import ray.train
+from ray.exceptions import GetTimeoutError
+
+from infra.cluster import cores_each, eligible_nodes
+from infra.errors import UserError
+from infra.hardware import DeviceFacts, cpu_facts, device_facts
+from train.config import TrainConfig
+
+READERS = 2
+"""Cores that are left to Ray Data by each worker that trains on a stream."""
+
+ANSWER_SECONDS = 60.0
+"""How long a machine of the cluster may take to say what GPU it has: a process starts there."""
+
+
+def worker_facts(config: TrainConfig) -> DeviceFacts:
+    """The device that the connected Ray would train ``config`` on: its GPUs' where it has enough, else its CPUs'.
+
+    Raises ``UserError`` when the machine with the GPU does not answer.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    eligible = eligible_nodes(accelerator=config.accelerator)
+    if config.device == "cpu" or sum(int(node.get("GPU", 0)) for node in eligible) < config.workers:
+        return cpu_facts()
+    if [node["NodeManagerHostname"] for node in nodes] == [socket.gethostname()]:
+        return device_facts()
+    there = ray.remote(num_cpus=0, num_gpus=1)(device_facts)
+    if config.accelerator:
+        there = there.options(accelerator_type=config.accelerator)
+    try:
+        return ray.get(there.remote(), timeout=ANSWER_SECONDS)
+    except GetTimeoutError:
+        raise UserError(
+            f"no GPU of the cluster was free within {ANSWER_SECONDS:.0f} s: end what runs there, or use --device cpu."
+        ) from None
+
+
+def scaling(config: TrainConfig) -> ray.train.ScalingConfig:
+    """The workers to ask Ray for, by a resolved config.
+
+    Raises ``UserError`` when the cluster lacks them, for which Ray would wait.
+    """
+    nodes = eligible_nodes(accelerator=config.accelerator)
+    gpus = sum(int(node.get("GPU", 0)) for node in nodes)
+    use_gpu = config.device == "cuda"
+    if config.accelerator and not nodes:
+        names = {name.partition(":")[2] for node in eligible_nodes() for name in node if "accelerator_type:" in name}
+        known = ", ".join(sorted(names)) or "none"
+        raise UserError(f"--accelerator {config.accelerator} is not in the cluster, which has {known}.")
+    if use_gpu and gpus < config.workers:
+        raise UserError(f"--device cuda needs a GPU for each of --workers {config.workers}; Ray has {gpus}.")
+    mine = cores_each(nodes, config.workers, gpu=use_gpu)
+    if not mine:
+        cores = sum(int(node.get("CPU", 0)) for node in nodes)
+        raise UserError(f"--workers {config.workers} needs a core each and Ray has {cores}.")
+    threads = mine
+    if config.stream:
+        cores = sum(int(node.get("CPU", 0)) for node in eligible_nodes())
+        if cores - config.workers * mine < READERS * config.workers:
+            threads = max(1, mine - READERS)
+        if cores - config.workers * threads < config.workers:
+            raise UserError(
+                f"--stream needs a core for reading beside each of --workers {config.workers} and Ray has {cores}: "
+                "make token shards with 'python -m pipeline.tokenize' and give them with --data."
+            )
+    return ray.train.ScalingConfig(
+        num_workers=config.workers,
+        use_gpu=use_gpu,
+        # Ray sets a worker's OpenMP threads to its cores.
+        resources_per_worker={"CPU": threads} | ({"GPU": 1} if use_gpu else {}),
+        accelerator_type=config.accelerator,
+    )
