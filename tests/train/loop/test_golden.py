@@ -111,7 +111,7 @@ def test_tying_is_one_matrix_in_two_places(plain: TrainConfig) -> None:
     assert losses[True] == pytest.approx(losses[False], abs=TOLERANCE)
 
 
-def test_untying_is_new_mathematics(plain: TrainConfig, golden: list[float]) -> None:
+def test_untying_is_changes_numerics(plain: TrainConfig, golden: list[float]) -> None:
     untied = curve(replace(plain, model=replace(plain.model, tied=False)))
     assert untied != pytest.approx(golden, abs=TOLERANCE)
 
@@ -153,12 +153,12 @@ def test_a_rung_is_labelled_when_its_curve_is_another(suite: Suite, plain: Train
     for rung in suite.rungs:
         config = on_a_cpu(base, rung)
         if config == base:  # a batch, or what is compiled
-            assert not rung.new_mathematics, rung.name
+            assert not rung.changes_numerics, rung.name
             continue
         if config.optimizer in TORCHAO_OPTIMIZERS and not find_spec("torchao"):
             continue
         same = curve(config) == pytest.approx(expected, abs=TOLERANCE / 10)  # sums in another order: 2e-6 at most
-        assert rung.new_mathematics is not same, rung.name
+        assert rung.changes_numerics is not same, rung.name
 
 
 @pytest.mark.gpu
