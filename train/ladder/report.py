@@ -14,17 +14,7 @@ from infra.storage import write_json, write_text
 from infra.tracking.tracker import Tracker
 from train.ladder.charts import loss_chart, speed_chart
 from train.ladder.runner import Ladder, Measured
-from train.ladder.standings import (
-    HELPS,
-    Row,
-    helps,
-    legend,
-    markdown,
-    markdown_table,
-    standings,
-    table,
-    terminal_table,
-)
+from train.ladder.standings import HELPS, helps, legend, markdown, markdown_table, standings, table, terminal_table
 
 
 def publish(
@@ -51,10 +41,7 @@ def publish(
     write_text(folder / "summary.md", text)
     title = f"{suite.title}; {device}"
     losses = {run.name: folder / run.folder for run in (controls[0], *rungs) if run.result}
-    charts = [
-        speed_chart(rows, title, folder / "speed.png"),
-        loss_chart(losses, title, folder / "loss.png"),
-    ]
+    charts = [speed_chart(rows, title, folder / "speed.png"), loss_chart(losses, title, folder / "loss.png")]
     for part in [*shown, f"table, charts and every run: {folder}"]:
         if isinstance(part, Table):  # at its full width, or numbers would be cut off
             part.width = console.measure(part, options=console.options.update(width=1000)).maximum
@@ -62,17 +49,14 @@ def publish(
     for path in (folder / "standings.json", folder / "summary.md", *charts):
         tracker.file(path)
     tracker.note(text)
-    tracker.metrics(_metrics(rows))
-
-
-def _metrics(rows: list[Row]) -> dict[str, float | None]:
-    """The ends of the ladder; MLflow charts what lies between from the runs of the rungs."""
     best = max((row for row in rows if row.total), key=lambda row: row.speed or 0.0, default=None)
-    return {
-        "result/baseline_tokens_per_second": rows[0].speed,
-        "result/best_tokens_per_second": best and best.speed,
-        "result/best_over_baseline": best and best.total and best.total.ratio,
-    }
+    tracker.metrics(
+        {
+            "result/baseline_tokens_per_second": rows[0].speed,
+            "result/best_tokens_per_second": best and best.speed,
+            "result/best_over_baseline": best and best.total and best.total.ratio,
+        }
+    )
 
 
 def load(text: str, out: Path) -> dict[str, Any]:

@@ -280,9 +280,3 @@ def refuse_short(run: RunResult | None, reason: str) -> None:
             f"{run.steps} steps in {run.seconds:.1f}s are too few to leave warm-up: a rung needs {SHORTEST} steps, "
             f"here --time-budget {math.ceil(SHORTEST * step)}s or more."
         )
-
-
-def cycles(folder: Path) -> list[dict[str, Any]]:
-    """The cycles that a run left in its folder, oldest first."""
-    path = RunFolder(folder).cycles
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []

@@ -3,6 +3,7 @@
 In: the controls and rungs of a ladder. Out: rows, for the terminal's table, Markdown, JSON and charts.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +12,9 @@ from rich.table import Table
 
 from infra.command import escape
 from infra.units import GIB
+from train.checkpoint.run_folder import RunFolder
 from train.ladder.compare import WIDEST, Difference, Interleaved
-from train.ladder.runner import Measured, cycles
+from train.ladder.runner import Measured
 from train.ladder.suites import Suite
 
 
@@ -62,11 +64,7 @@ def standings(controls: list[Measured], rungs: list[Measured], folder: Path) -> 
 
 
 def _row(
-    measured: Measured,
-    folder: Path,
-    tokens: int,
-    step: Difference | None = None,
-    total: Difference | None = None,
+    measured: Measured, folder: Path, tokens: int, step: Difference | None = None, total: Difference | None = None
 ) -> Row:
     run, config = measured.result, measured.config
     assert run is not None
@@ -94,7 +92,8 @@ def loss_curve(folder: Path) -> tuple[list[int], list[float]]:
     """Tokens seen and training loss after every step of the run in ``folder``."""
     tokens: list[int] = []
     losses: list[float] = []
-    for cycle in cycles(folder):
+    path = RunFolder(folder).cycles
+    for cycle in map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
         step_tokens = cycle["train_tokens"] // cycle["step"]
         first = cycle["step"] - len(cycle["step_losses"]) + 1
         tokens += [step_tokens * step for step in range(first, cycle["step"] + 1)]
@@ -149,13 +148,13 @@ def legend(suite: Suite, rows: list[Row], controls: Sequence[float]) -> list[str
         f"The control ran {len(controls)} times: {controls[0]:,.0f} tokens/s at first, {controls[-1]:,.0f} at the end, "
         f"between {min(controls):,.0f} and {max(controls):,.0f}."
     )
-    lines += [
+    lines.append(
         "GiB is the process's peak memory, with the prediction in brackets. step is the speedup over the rung before, "
         "total over the baseline, both relative to the controls around each rung; a ratio in brackets may be no "
         "difference at all. MFU is a fraction of the datasheet's peak, of ceiling one of the matmul rate that "
         "infra.doctor measured here. * marks a rung that changes the numerics, so that its loss may differ. loss is at "
         "equal tokens."
-    ]
+    )
     measured = [(row.name, row.total) for row in rows if row.total]
     unclear = [(name, total.control_width) for name, total in measured if total.unclear]
     if unclear:
@@ -182,20 +181,14 @@ HELPS = ("rung", "saves memory", "faster")
 
 def helps(rows: list[Row]) -> list[tuple[str, str, str]]:
     """(rung, memory, speed) against the baseline: yes, no or (speed only) unclear, with the change in percent."""
-    base = rows[0].gib
-    found = []
+    base, found = rows[0].gib, []
     for row in rows[1:]:
         if row.gib is None or row.total is None or not base:
             continue
-        saved = 1 - row.gib / base
+        more = row.gib / base - 1
+        smaller = "yes" if more < -0.01 else "no"
         faster = "unclear" if row.total.unclear else "yes" if row.total.different and row.total.ratio > 1 else "no"
-        found.append(
-            (
-                row.name,
-                f"{'yes' if saved > 0.01 else 'no'} ({-saved:+.1%})",
-                f"{faster} ({row.total.ratio - 1:+.1%})",
-            )
-        )
+        found.append((row.name, f"{smaller} ({more:+.1%})", f"{faster} ({row.total.ratio - 1:+.1%})"))
     return found
 
 

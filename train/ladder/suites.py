@@ -218,8 +218,7 @@ def nearest(text: str, known: Iterable[str]) -> str:
 
 def choose(suite: Suite, names: Iterable[str]) -> Suite:
     """``suite`` with only the rungs called ``names``, in the suite's order. Raises ``UserError``."""
-    known = {rung.name: rung for rung in suite.rungs}
-    names = list(names)
+    known, names = [rung.name for rung in suite.rungs], list(names)
     for name in names:
         if name not in known:
             raise UserError(f"--rungs {name!r} is not in the suite {suite.name}{nearest(name, known)}")

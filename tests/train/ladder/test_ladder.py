@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from importlib.util import find_spec
@@ -20,7 +21,7 @@ from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
 from train.estimate.memory import predict_peak
 from train.ladder import __main__ as ladder
-from train.ladder import report, runner
+from train.ladder import charts, report, runner
 from train.ladder.__main__ import LadderOptions, saved, with_ends
 from train.ladder.runner import native_bf16, refuse_short, refuse_unsuited
 from train.ladder.suites import SUITES, Rung
@@ -103,6 +104,13 @@ def test_a_suite_runs_in_its_short_form(
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)  # of which tests/train/test_switches.py is
     model = "tiny,layers=1,heads=2,width=48,context_length=32,vocabulary=257,padded_vocabulary=257"
     flags = ["--suite", suite, "--data", str(small_shards), "--model", model, "--device", "cpu", "--name", suite]
+    drawn: dict[str, Path] = {}
+
+    def drawing(folders: dict[str, Path], title: str, path: Path) -> Path:
+        drawn.update(folders)
+        return charts.loss_chart(folders, title, path)
+
+    monkeypatch.setattr(report, "loss_chart", drawing)
     rungs = RUNGS[suite]
     assert command(monkeypatch, *flags, "--rungs", *rungs, "--steps", "8", "--cycle", "8+1") == 0
     printed = capfd.readouterr().out
@@ -114,6 +122,7 @@ def test_a_suite_runs_in_its_short_form(
     assert [row["name"] for row in rows] == rungs
     refused = {row["name"]: row["reason"] for row in rows if row["speed"] is None}
     assert refused.keys() == REFUSED.intersection(rungs)
+    assert [*drawn] == ["baseline", *(name for name in rungs if name not in refused)]
     for name, reason in refused.items():
         assert f"{name}: not run, {reason}.\n" in printed, "one sentence with one full stop"
         assert not reason.endswith(".")
@@ -240,6 +249,31 @@ def test_a_ladder_that_was_killed_leaves_no_run_behind_that_seems_to_run(
     killed = [run.info.run_id for run in runs if run.info.status == "KILLED"]
     assert killed == [rung.info.run_id]
     assert sorted(run.info.status for run in runs) == ["FINISHED"] * 4 + ["KILLED"], "the ladder, two controls, a rung"
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_an_interrupted_ladder_says_how_to_continue_it(
+    monkeypatch: pytest.MonkeyPatch, small_shards: Path, small_model: ModelConfig,
+    capfd: pytest.CaptureFixture[str], make_result: Callable[..., RunResult], raises: bool,
+) -> None:  # fmt: skip
+    """Whether the rung's worker saved in time, or not."""
+
+    def run(config: TrainConfig, folder: Path, **_: object) -> RunResult:
+        if folder.name == "control-00":
+            return make_result()
+        if raises:
+            raise KeyboardInterrupt
+        return make_result(outcome="interrupted")
+
+    monkeypatch.setattr(runner.driver, "run", run)
+    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+    flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
+    flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--name", "stopped"]
+    assert command(monkeypatch, *flags) == 130
+    assert "continue with: python -m train.ladder --resume stopped --out runs\n" in capfd.readouterr().out
+    assert [path.name for path in Path("runs/stopped").glob("*/")] == ["control-00"]
+    ended = {run.data.tags["kind"]: run.info.status for run in MlflowClient(store_uri()).search_runs(["1"])}
+    assert ended == {"control": "FINISHED", "rung": "KILLED", "ladder": "KILLED"}
 
 
 EARLIER = Path(__file__).parent / "fixtures/earlier"
