@@ -12,7 +12,6 @@ import torch
 from train.config import TORCHAO_OPTIMIZERS, Cycle, TrainConfig
 from train.data.dataset import ShardData
 from train.data.loader import BatchLoader
-from train.ladder.runner import native_bf16
 from train.ladder.suites import SUITES, Rung, Suite, apply
 from train.loop.trainer import Trainer
 from train.model.gpt import GPT
@@ -111,14 +110,16 @@ def test_tying_is_one_matrix_in_two_places(plain: TrainConfig) -> None:
     assert losses[True] == pytest.approx(losses[False], abs=TOLERANCE)
 
 
-def test_untying_is_changes_numerics(plain: TrainConfig, golden: list[float]) -> None:
+def test_untying_changes_the_numerics(plain: TrainConfig, golden: list[float]) -> None:
     untied = curve(replace(plain, model=replace(plain.model, tied=False)))
     assert untied != pytest.approx(golden, abs=TOLERANCE)
 
 
-@pytest.mark.skipif(not native_bf16(), reason="this CPU emulates bf16")
 def test_bf16_is_near_fp32_but_not_it(plain: TrainConfig, golden: list[float]) -> None:
-    assert curve(replace(plain, precision="bf16")) == pytest.approx(golden, abs=0.05)
+    """Also where the CPU emulates it: slower, with the same rounding, which the mean of a loss evens out."""
+    losses = curve(replace(plain, precision="bf16"))
+    assert losses == pytest.approx(golden, abs=2e-3)
+    assert losses != pytest.approx(golden, abs=TOLERANCE / 10)
 
 
 SMALL: Mapping[str, Any] = {
