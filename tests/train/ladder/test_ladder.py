@@ -80,7 +80,6 @@ def here(config: TrainConfig, folder: Path, **_: object) -> RunResult:
 
 def within(config: TrainConfig, folder: Path, *, memory_limit: int | None, **_: object) -> RunResult:
     """The same, within the limit."""
-    torch.compiler.reset()  # a process of its own begins without another model's graphs
     return worker.train(RunFolder(folder), config, None, first=True, memory_limit=memory_limit)
 
 
