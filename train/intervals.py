@@ -1,8 +1,8 @@
-"""What a series of noisy timings allows to be said: where warm-up ends, an interval of the median, when to stop.
+"""Statistics of noisy timings: where warm-up ends, an interval of the median, when to stop measuring.
 
-In: numbers measured one after another. Out: estimates with their uncertainty. Neighbouring steps of a
-run resemble each other (clocks, temperature, other processes), so an interval that takes them for
-independent is too narrow; means of long enough batches are independent in effect.
+In: numbers measured one after another. Out: estimates with their uncertainty. Neighbouring steps of a run are
+correlated (clocks, temperature, other processes), so an interval that assumes independence is too narrow; the means of
+long enough batches are nearly independent.
 """
 
 import itertools
@@ -17,7 +17,7 @@ _CORRELATED = 0.2
 
 
 class Estimate(NamedTuple):
-    """A positive quantity with the ends of its 95% interval."""
+    """A positive quantity and its 95% interval."""
 
     middle: float
     low: float
@@ -30,12 +30,11 @@ class Estimate(NamedTuple):
 
 
 def warmup_steps(step_seconds: Sequence[float]) -> int:
-    """Steps before the speed has settled: the first place where two neighbouring windows agree, from step 1 on.
+    """Steps before the speed is steady: up to the first place, from step 1 on, where two neighbouring windows agree.
 
-    Windows agree when their medians differ by no more than 1% or three standard errors of such a
-    difference, taken from how much steps of the run's second half differ from the next. The first step,
-    which compiles, never counts. A run that never settles gives up its first half, and its interval shows
-    the rest.
+    Windows agree when their medians differ by no more than 1% or three standard errors of such a difference, estimated
+    from the differences between consecutive steps in the run's second half. The first step, which compiles, never
+    counts. A run that never becomes steady loses its first half.
     """
     count = len(step_seconds)
     window = max(3, min(20, count // 8))
@@ -59,8 +58,8 @@ def batch_means(values: Sequence[float]) -> list[float]:
     """Means of consecutive batches, long enough that neighbours are uncorrelated, at most 59 of them.
 
     The batch doubles while the lag-1 autocorrelation of the means is above 0.2 and ten batches would
-    remain (the method of batch means with Fishman's rule, Management Science 24, 1978). It is never one
-    step in a long run, so that a stall every fifty steps counts instead of being outvoted by a median.
+    remain (the method of batch means with Fishman's rule, Management Science 24, 1978). In a long run it is more than
+    one step, so that a stall every fifty steps counts, which a median of steps would ignore.
     """
     size = max(1, len(values) // MOST_BATCHES)
     means = _means(values, size)
@@ -125,7 +124,7 @@ def power_product(terms: Sequence[tuple[Estimate, float]], *, log_error: float =
 def anytime_half_width(values: Sequence[float]) -> float:
     """Half width of a 95% confidence sequence for the mean: right at every moment, so one may stop by it.
 
-    An ordinary interval watched until it is narrow enough is wrong far more often than 5%. This is the
+    An ordinary interval that is watched until it is narrow enough is wrong far more often than 5%. This is the
     asymptotic sequence of Waudby-Smith et al. (arXiv 2103.06476, theorem 2.2), narrowest at 30 values.
     """
     count = len(values)

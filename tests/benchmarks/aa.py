@@ -29,7 +29,7 @@ from infra import provenance
 from infra.storage import write_json
 from train.config import Cycle, TrainConfig
 from train.intervals import Estimate, t_quantile
-from train.ladder.compare import Difference, Ladder
+from train.ladder.compare import Difference, Interleaved
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 
@@ -99,7 +99,7 @@ def main() -> None:
                 rungs = min(RUNGS, asked.pairs - len(verdicts))
                 row = [fresh.apply(speed, (config,)) for _ in range(2 * rungs + 1)]
                 speeds.append(row)
-                ladder = Ladder(row[::2], row[1::2])
+                ladder = Interleaved(row[::2], row[1::2])
                 verdicts += filter(None, map(ladder.over_control, range(rungs)))
                 print(
                     f"{len(verdicts)} pairs, {sum(v.different for v in verdicts)} called different, "

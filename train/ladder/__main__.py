@@ -1,7 +1,7 @@
-"""Entry: ``python -m train.ladder`` runs a suite rung by rung and says what each change bought, and how surely.
+"""Entry: ``python -m train.ladder`` measures what each change of a suite gains, against a control that is repeated.
 
-In: a suite, token shards, and a budget a rung. Out: ``runs/NAME/`` with a folder a run, ``ladder.json``,
-``summary.md`` and two charts; in MLflow a parent run with a child a rung. Wiring only.
+In: a suite, token shards, and a budget per rung. Out: ``runs/NAME/`` with a folder per run, ``ladder.json``,
+``summary.md`` and two charts; in MLflow a parent run with a child per run. Wiring only.
 """
 
 import json
@@ -9,7 +9,6 @@ import math
 import shlex
 import shutil
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,46 +22,45 @@ from infra.tracking.key import RunKey
 from infra.units import BytesOrNone, SecondsOrNone
 from train.checkpoint.run_folder import make, new_folder
 from train.config import Cycle, CycleText, Device, TrainConfig, load_config
-from train.ladder.suite_files import find_suite
-from train.ladder.suites import Suite, choose, nearest, searched, short_form
+from train.ladder.suites import Suite, choose, find_suite, nearest, searched, short_form
 from train.model_config import ModelOrNone
 from train.resolve import resolve
 
 CYCLE = Cycle()
 TIME_BUDGET, WITHIN = 300.0, 0.005
-"""Seconds that a rung takes at most, and how well its speed is known where it ends earlier, unless --steps ends it."""
+"""Most seconds per rung, and the precision of its speed at which it ends earlier, unless --steps is given."""
 
 FITTED = 40 * 10**9
-"""Bytes that a rung is fitted to where nothing else is said."""
+"""Memory limit of --fit, in bytes, unless --memory-limit is given."""
 
 
 @strict
 @dataclass(frozen=True)
 class LadderOptions:
-    """A suite and how long to stay on each of its rungs."""
+    """A suite, and how long each of its rungs runs."""
 
     suite: str = "a100"
     """a100, loop, memory, sizes, aa (the same run ten times: how often is a difference seen where there is none?), or
-    a file: Python that makes SUITE, or TOML with [base] and [[rung]]."""
+    a Python file with SUITE = [Rung(...), ...]."""
     rungs: tuple[str, ...] = ()
     """Only these rungs of the suite, by name; default all."""
     data: Path = Path("data/tokens")
     """Folder of token shards, as python -m pipeline.tokenize makes it."""
     model: ModelOrNone = None
-    """Another model than the suite's: a preset, with changes if any."""
+    """Model instead of the suite's: a preset, with changes if any."""
     steps: int | None = None
-    """Optimizer steps a rung."""
+    """Optimizer steps per rung."""
     time_budget: SecondsOrNone = None
-    """Time a rung, from its first step on; 5m unless --steps is given."""
+    """Time per rung, from its first step on; 5m unless --steps is given."""
     within: float | None = None
-    """End a rung early, after a cycle at least, once its speed is known to this fraction; 0 stays to the end.
-    Default: 0.005, half a percent; with --steps, which are for comparing losses, 0."""
+    """End a rung early, at the end of a cycle, once its speed is known to this fraction; 0 never does.
+    Default: 0.005, half a percent; 0 with --steps, which are for comparing losses."""
     cycle: CycleText = CYCLE
     """Training steps and validation batches between two reports."""
     fit: bool = False
-    """Give every rung the largest batch predicted to fit --memory-limit, in place of the suite's."""
+    """Give every rung the largest batch predicted to fit --memory-limit instead of the suite's."""
     memory_limit: BytesOrNone = None
-    """Most memory that the process of a rung may use; one that uses more has failed. With --fit 40GB unless given."""
+    """Most memory that the process of a rung may use; a rung that uses more fails. 40GB if only --fit is given."""
     device: Device = "auto"
     """auto takes a CUDA GPU when there is one."""
     seed: int = 0
@@ -72,11 +70,11 @@ class LadderOptions:
     out: Path = Path("runs")
     """Folder that holds runs."""
     resume: str | None = None
-    """Go on with an earlier ladder, by name: finished rungs are kept, with that ladder's own settings."""
+    """Continue an earlier ladder, by name, with its settings: finished rungs are kept."""
     best: Path | None = None
-    """best.json of a search: a last rung with the batch and the execution that it found."""
+    """best.json of a search, whose batch and execution settings become a last rung."""
     compare: str | None = None
-    """Set this ladder, by name or folder, beside the one that is run now (or, with --resume, was run)."""
+    """Compare with this ladder, by name or folder."""
     tracking_uri: str | None = None
     """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
     address: str | None = None
@@ -96,15 +94,15 @@ class LadderOptions:
 def main() -> None:
     """Parse, run the rungs, print the table, exit."""
     command.run(
-        climb,
+        run,
         LadderOptions,
         module="train.ladder",
-        description="Measure what each optimisation of a suite buys on this machine.",
+        description="Measure what each optimisation of a suite gains on this machine.",
         default=LadderOptions(),
     )
 
 
-def climb(options: LadderOptions) -> int:
+def run(options: LadderOptions) -> int:
     """Run a ladder from its options; returns the exit code."""
     from infra import provenance
     from infra.tracking.store import create_run, open_store
@@ -112,7 +110,7 @@ def climb(options: LadderOptions) -> int:
     from infra.tracking.views import ui_link
     from pipeline.shards import read_manifest
     from train.ladder import report
-    from train.ladder.runner import Climb, Interrupted, has_begun
+    from train.ladder.runner import Ladder, has_begun
     from train.launch.driver import ControllerDied
 
     before = report.load(options.compare, options.out) if options.compare else None
@@ -123,7 +121,7 @@ def climb(options: LadderOptions) -> int:
         options = with_ends(options)
         name = options.name or f"{Path(options.suite).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder, key = new_folder(options.out, name), None
-    suite, base = prepare(options)
+    suite, start = prepare(options)
     manifest = read_manifest(options.data)
     if key is None:
         tags = provenance.collect() | {"kind": "ladder", "suite": suite.name}
@@ -134,36 +132,30 @@ def climb(options: LadderOptions) -> int:
             write_json(folder / "ladder.json", {"options": saved(options), "key": key.kept_in(folder)})
 
         key = create_run("ladder", folder.name, tracking_uri=options.tracking_uri, tags=tags, keep=keep)
+    ladder = Ladder(
+        folder, key, suite, start, manifest, options.address, options.memory_limit, options.fit, console.print
+    )
     heading = f"[bold]{escape(suite.name)}[/bold]: {escape(suite.title)}; {len(suite.rungs)} rungs in"
     console.print(heading, escape(str(folder)))
-    status = "FAILED"
-    with Tracker(key) as tracker:
-        tracker.data(options.data.name, manifest.fingerprint, str(options.data), manifest.splits, "training")
-        try:
-            with ExitStack() as session:
-                controls, rungs = Climb(
-                    folder, key, session, options.address, options.memory_limit, options.fit, console.print
-                ).run(suite, base)
-            report.publish(suite, controls, rungs, folder, tracker, before)
-            status = "FINISHED"
-        except (Interrupted, KeyboardInterrupt):
-            status = "KILLED"
-            again = shlex.join(["--resume", folder.name, "--out", str(options.out)])
-            console.print(f"continue with: python -m train.ladder {again}", markup=False)
-            return INTERRUPTED
-        except UserError as refused:
-            if not (options.resume or has_begun(folder) or isinstance(refused, ControllerDied)):
-                shutil.rmtree(folder, ignore_errors=True)  # its name is for the corrected command
-            raise
-        finally:
-            tracker.finish(status)
+    try:
+        with Tracker(key) as tracker:
+            tracker.data(options.data.name, manifest.fingerprint, str(options.data), manifest.splits, "training")
+            controls, rungs = ladder.run()
+            report.publish(ladder, controls, rungs, tracker, before)
+    except KeyboardInterrupt:
+        again = shlex.join(["--resume", folder.name, "--out", str(options.out)])
+        console.print(f"continue with: python -m train.ladder {again}", markup=False)
+        return INTERRUPTED
+    except UserError as refused:
+        if not (options.resume or has_begun(folder) or isinstance(refused, ControllerDied)):
+            shutil.rmtree(folder, ignore_errors=True)  # its name is free for the corrected command
+        raise
     console.print(ui_link(key, children_by="result/tokens_per_second"), markup=False)
     return 0
 
 
 def with_ends(options: LadderOptions) -> LadderOptions:
-    """``options`` with what ends a rung where they say nothing: five minutes, earlier a speed that is known, and a
-    limit to be fitted to."""
+    """``options`` with the defaults of what ends a rung, and of the memory limit that --fit needs."""
     if options.fit and options.memory_limit is None:
         options = replace(options, memory_limit=FITTED)
     if options.steps is not None:
@@ -173,7 +165,7 @@ def with_ends(options: LadderOptions) -> LadderOptions:
 
 
 def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
-    """The suite, chosen and fitted to the device, and the config that its baseline starts from."""
+    """The suite, reduced to the chosen rungs and on a CPU to its short form, and the config that it starts from."""
     config = TrainConfig(
         data=options.data.resolve(),
         model=options.model or TrainConfig.model,
@@ -200,7 +192,7 @@ def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
 
 
 def saved(options: LadderOptions) -> dict[str, object]:
-    """What a resumed ladder needs of its options, as JSON values."""
+    """The options that a resumed ladder needs, as JSON values."""
     whole = replace(
         options,
         suite=str(Path(options.suite).resolve()) if Path(options.suite).suffix else options.suite,
@@ -212,13 +204,13 @@ def saved(options: LadderOptions) -> dict[str, object]:
 
 
 def continued(options: LadderOptions, folder: Path):
-    """The options that the ladder in ``folder`` was started with, and its MLflow run. Raises ``UserError``."""
+    """The options that the ladder in ``folder`` was begun with, and its run in MLflow. Raises ``UserError``."""
     from infra.tracking.store import reopen_run
 
     try:
         kept = json.loads((folder / "ladder.json").read_text(encoding="utf-8"))
         values = kept["options"]
-        if not values["fit"] and values["memory_limit"] == FITTED:  # ladders before had it also where it meant nothing
+        if not values["fit"] and values["memory_limit"] == FITTED:  # earlier versions kept it without --fit, too
             values["memory_limit"] = None
         options = from_json(LadderOptions, to_json(options) | values, "its options")
         key = from_json(RunKey, kept["key"], "its key")
@@ -230,7 +222,15 @@ def continued(options: LadderOptions, folder: Path):
         raise UserError(
             f"--resume {folder.name}: {folder / 'ladder.json'} is damaged ({damage}); begin a new ladder."
         ) from damage
+    home = key.home
     key = key.found_in(folder, "begin a new ladder")
+    if not options.data.exists():
+        raise UserError(
+            f"the data of {folder} is not in {options.data}: bring it back, or begin a new ladder."
+            if home in ("", str(folder))
+            else f"{folder} was copied or moved from {home} without its data: to continue it, copy the data to "
+            f"{options.data}; or begin a new ladder with --data."
+        )
     reopen_run(key)
     return options, key
 

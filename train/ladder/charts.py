@@ -1,4 +1,4 @@
-"""A ladder in two pictures: speed and memory rung by rung, and the loss against tokens. PNG by matplotlib."""
+"""Charts of a ladder, as PNG by matplotlib: speed and memory of each rung, and the loss against tokens."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from train.ladder.standings import Row, loss_curve
 
 
 def speed_chart(rows: list[Row], title: str, path: Path) -> Path:
-    """Bars of tokens/s with their intervals, and peak memory beside each."""
+    """Bars of tokens/s with their intervals, annotated with peak memory."""
     ran = [row for row in rows if row.speed is not None]
     figure = Figure(figsize=(9, 1.2 + 0.42 * len(ran)), layout="constrained")
     axes = figure.subplots()
@@ -31,14 +31,14 @@ def speed_chart(rows: list[Row], title: str, path: Path) -> Path:
 
 
 def loss_chart(folders: dict[str, Path], title: str, path: Path) -> Path:
-    """Training loss by tokens seen, a line a run."""
+    """Training loss against tokens seen, one line per run."""
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     for number, (name, folder) in enumerate(folders.items()):
         tokens, losses = loss_curve(folder)
         axes.plot(tokens, losses, ("-", "--", ":")[number // 10 % 3], linewidth=1, label=name)  # there are ten colours
     axes.set_xlabel("training tokens")
-    axes.set_ylabel("training loss, nats a token")
+    axes.set_ylabel("training loss, nats per token")
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=7, frameon=False)

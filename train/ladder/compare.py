@@ -1,9 +1,9 @@
-"""Is this rung faster than that one, or has the machine drifted? A verdict that A/A runs put to the test.
+"""Is this rung faster than that one, or has the machine drifted? The suite ``aa`` tests these verdicts.
 
-In: the speeds of rungs, each run between two runs of the control, in the order they were run, with their
-intervals. Out: ratios with 95% intervals. What scatters most is usually not a run's steps but runs of the same
-thing (clocks, memory layout, neighbours), so the scatter is taken from the controls; what a run's own steps leave
-open comes on top, because two controls that happen to agree say nothing about how well either is known.
+In: the speeds of rungs, each run between two runs of the control, in the order in which they were run, with their
+intervals. Out: ratios with 95% intervals. Runs of the same config usually scatter more than the steps within a run
+(clocks, memory layout, other processes), so the scatter is estimated from the controls. The runs' own intervals are
+added to it, because two controls that happen to agree do not show how precisely either is known.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from train.intervals import Estimate, power_product, t_quantile
 
 WIDEST = 0.25
-"""Width of the control's interval, as a fraction of its speed, above which nothing is concluded from it."""
+"""Width of the control's interval, as a fraction of its speed, above which no conclusion is drawn."""
 
 
 @dataclass(frozen=True)
@@ -29,26 +29,26 @@ class Difference:
 
     @property
     def unclear(self) -> bool:
-        """Whether the control is known too badly for any conclusion."""
+        """Whether the control is too imprecise for any conclusion."""
         return self.control_width > WIDEST
 
     @property
     def different(self) -> bool:
-        """Whether the interval excludes that both are equally fast, and the control is known well enough to say so."""
+        """Whether the interval excludes equal speeds, and the control is precise enough to say so."""
         return not (self.unclear or self.low <= 1 <= self.high)
 
 
 def over(speed: Estimate, control: Estimate) -> Difference:
-    """``speed`` over the control's, where all that is known of them is their intervals."""
+    """``speed`` over the control's, from their own intervals alone."""
     return Difference(*power_product([(speed, 1.0), (control, -1.0)]), control_width=control.width)
 
 
 @dataclass(frozen=True)
-class Ladder:
-    """Speeds (tokens/s) of one session: control, rung, control, rung, ..., control."""
+class Interleaved:
+    """Speeds (tokens/s) in the order of the runs: control, rung, control, rung, ..., control."""
 
     controls: Sequence[Estimate]
-    """One more than there are rungs."""
+    """One more than the rungs."""
     rungs: Sequence[Estimate | None]
     """None for a rung without a speed."""
 
@@ -57,13 +57,13 @@ class Ladder:
 
     @property
     def variance(self) -> float:
-        """Variance of the log speed between runs of the same thing: neighbouring controls differ by twice that."""
+        """Variance of the log speed between runs of the same config; neighbouring controls differ by twice that."""
         logs = [math.log(control.middle) for control in self.controls]
         return sum((b - a) ** 2 for a, b in itertools.pairwise(logs)) / (2 * (len(logs) - 1))
 
     @property
     def freedom(self) -> float:
-        """Degrees of freedom of :attr:`variance`, fewer than differences because neighbouring ones share a control.
+        """Degrees of freedom of :attr:`variance`: fewer than differences, as neighbouring ones share a control.
 
         By matching its first two moments under normal scatter (von Neumann et al., Annals of Mathematical
         Statistics 12, 1941): 1 for two controls, and two thirds of the differences for many.
@@ -76,7 +76,7 @@ class Ladder:
         return self._difference(_powers(rung), rung)
 
     def over_rung(self, rung: int, other: int) -> Difference | None:
-        """Rung ``rung`` over rung ``other``, each seen against its own controls. One that both share cancels."""
+        """Rung ``rung`` over rung ``other``, each relative to its own controls. A control that both share cancels."""
         powers = _powers(rung)
         for place, power in _powers(other).items():
             powers[place] = powers.get(place, 0.0) - power
@@ -89,7 +89,7 @@ class Ladder:
         return Estimate(middle, min(before.low, after.low), max(before.high, after.high))
 
     def _difference(self, powers: Mapping[int, float], *rungs: int) -> Difference | None:
-        """The product of runs to these ``powers``, with the runs' own intervals and the scatter between runs."""
+        """The product of the runs to these ``powers``, with their own intervals and the scatter between runs."""
         terms = [(self._run(place), power) for place, power in powers.items() if power]
         known = [(run, power) for run, power in terms if run is not None]
         if len(known) < len(terms):

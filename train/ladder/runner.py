@@ -1,8 +1,8 @@
-"""Running a suite: the control, a rung, the control again, every one a Ray Train run in fresh processes.
+"""Running a suite: the control, a rung, the control again, each a Ray Train run in fresh processes.
 
-In: a suite and the config to start from. Out: one :class:`Measured` a run, kept in the run's own folder,
-so that a ladder that was stopped goes on where it was. The control is the baseline; it is run again
-after every rung, because machines drift by more than most rungs gain.
+In: a :class:`Ladder`. Out: one :class:`Measured` per run, kept in the run's own folder, so that a ladder that was
+stopped can be continued. The control is the baseline; it is repeated after every rung, because machines drift by more
+than most rungs gain.
 """
 
 import json
@@ -14,12 +14,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, Field
 
 from infra.cluster import connected
 from infra.command import escape
 from infra.errors import UserError, first_line
-from infra.gpu import GpuWatch
 from infra.hardware import DeviceFacts, device_facts
 from infra.schema import from_json, strict, to_json
 from infra.storage import write_json
@@ -27,25 +28,24 @@ from infra.tracking.key import RunKey
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from infra.units import format_size
-from pipeline.shards import read_manifest
+from pipeline.shards import Manifest
 from train import report
 from train.checkpoint.run_folder import RunFolder
-from train.config import SIXTEEN_BITS, TrainConfig
-from train.estimate.flops import with_matmul_efficiency
+from train.config import SIXTEEN_BITS, TrainConfig, config_from_json
 from train.estimate.memory import predict_peak
 from train.intervals import Estimate
 from train.ladder.suites import Rung, Suite, apply
-from train.launch import driver
+from train.launch.driver import ControllerDied, Run, measure
 from train.loop.memory_limit import UNMEASURED
 from train.resolve import resolve
 from train.result import RunResult
 
 SHORTEST = 8
-"""Steps that a rung must have: one compiles, three warm up, four are measured."""
+"""Steps that a rung needs: one compiles, three warm up, four are measured."""
 
 
-class Interrupted(Exception):
-    """The user stopped the ladder; what was finished is kept."""
+_CHANGES_NUMERICS = AliasChoices("changes_numerics", "new_mathematics")
+"""The name in files of this version, and of earlier ones."""
 
 
 @strict
@@ -59,11 +59,12 @@ class Measured:
     result: RunResult | None = None
     reason: str = ""
     """Why there is no result; empty when there is one."""
-    new_mathematics: bool = False
+    changes_numerics: Annotated[bool, Field(validation_alias=_CHANGES_NUMERICS)] = False
+    """Whether its loss may differ from that of the rung before."""
     predicted: int | None = None
-    """Peak bytes of the process that the formula expected."""
+    """Predicted peak of the process's memory, in bytes."""
     gpu: dict[str, float] | None = None
-    """What NVML said while it ran: the lowest clock, the highest temperature, every throttle reason, the limit."""
+    """What NVML reported meanwhile: the lowest clock, the highest temperature, every throttle reason, the limit."""
 
     @property
     def speed(self) -> Estimate | None:
@@ -72,33 +73,41 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Climb:
-    """Where a ladder runs and what it tells."""
+class Ladder:
+    """One ladder: what it runs, where, and how it reports."""
 
     folder: Path
-    parent: RunKey
-    session: ExitStack
-    """Where the Ray that all rungs share is entered, with the first that must be run."""
+    key: RunKey
+    """Its run in MLflow, the parent of those of its rungs."""
+    suite: Suite
+    start: TrainConfig
+    """What the suite's baseline is derived from."""
+    manifest: Manifest
     address: str | None = None
     memory_limit: int | None = None
     """Bytes that the process of a rung may use: one that uses more has no result."""
     fit: bool = False
-    """Whether every rung's batch is the largest predicted to fit the limit."""
+    """Whether every rung gets the largest batch predicted to fit the limit."""
     say: Callable[[str], None] = print
     facts: DeviceFacts = field(default_factory=device_facts)
+    _session: ExitStack = field(default_factory=ExitStack, init=False)
+    """Holds the Ray that all rungs share, from the first one that is not kept."""
 
-    def run(self, suite: Suite, base: TrainConfig) -> tuple[list[Measured], list[Measured]]:
-        """The controls and the rungs of ``suite``: ``n + 1`` controls around ``n`` rungs that were measured.
+    def run(self) -> tuple[list[Measured], list[Measured]]:
+        """The controls and the rungs: ``n + 1`` controls around ``n`` rungs that have a speed.
 
-        Rungs without a speed stand in the list with their reason, with no control behind them. Raises
-        ``UserError`` when the baseline cannot be measured and :class:`Interrupted` when asked to stop.
+        A rung without a speed is in the list with its reason, and no control follows it. Raises ``UserError`` when the
+        baseline cannot be measured and ``KeyboardInterrupt`` when asked to stop.
         """
-        baseline = self._fitted(apply(base, suite.base))
-        controls = [self._measure("control", Rung("baseline"), baseline, 0)]
+        with self._session:
+            return self._run()
+
+    def _run(self) -> tuple[list[Measured], list[Measured]]:
+        baseline = state = self._fitted(apply(self.start, self.suite.base))
+        controls = [self._measure("control-00", Rung("baseline"), baseline)]
         refuse_short(controls[0].result, controls[0].reason)
         rungs: list[Measured] = []
-        state = baseline
-        for number, rung in enumerate(suite.rungs, 1):
+        for number, rung in enumerate(self.suite.rungs, 1):
             try:
                 config = self._fitted(apply(state, rung.changes))
                 if config == state and rung.changes:
@@ -107,16 +116,16 @@ class Climb:
             except UserError as refused:
                 reason = str(refused).rstrip(".")  # the table ends it
                 self.say(f"[yellow]{escape(rung.name)}[/yellow]: not run, {escape(reason)}")
-                rungs.append(Measured(rung.name, "", rung_json(rung), reason=reason))
+                rungs.append(Measured(rung.name, "", dict(rung.changes), reason=reason))
                 continue
             if config.global_batch != state.global_batch:
-                rung = replace(rung, new_mathematics=True)
-            measured = self._measure(f"{number:02d}", rung, config, number)
-            rungs.append(measured)
-            if measured.speed is None:
+                rung = replace(rung, changes_numerics=True)
+            slug = re.sub(r"[^a-z0-9]+", "-", rung.name.lower()).strip("-")
+            rungs.append(self._measure(f"{number:02d}-{slug}", rung, config))
+            if rungs[-1].speed is None:
                 continue
-            state = config if suite.climbs else state
-            controls.append(self._measure("control", Rung("control"), baseline, number))
+            state = config if self.suite.cumulative else state
+            controls.append(self._measure(f"control-{number:02d}", Rung("control"), baseline))
             if controls[-1].speed is None:
                 raise UserError(f"the control could not be run again after {rung.name!r}: {controls[-1].reason}.")
         return controls, rungs
@@ -127,10 +136,8 @@ class Climb:
         config = resolve(config, self.facts)
         return largest_batch(config, self.memory_limit - (UNMEASURED if config.device == "cuda" else 0))
 
-    def _measure(self, prefix: str, rung: Rung, config: TrainConfig, number: int) -> Measured:
-        """Run ``config`` unless its folder holds the result of just this config."""
-        slug = re.sub(r"[^a-z0-9]+", "-", rung.name.lower()).strip("-")
-        name = f"{prefix}-{number:02d}" if prefix == "control" else f"{prefix}-{slug}"
+    def _measure(self, name: str, rung: Rung, config: TrainConfig) -> Measured:
+        """Run ``config`` in the folder ``name``, unless the result of exactly this config is there."""
         folder = self.folder / name
         kept = folder / "rung.json"
         found = _kept(kept, config)
@@ -138,110 +145,89 @@ class Climb:
             self.say(f"[dim]{escape(rung.name)}: kept from {name}[/dim]")
             return found
         left = RunFolder(folder).key()
-        if left and not kept.exists():  # its ladder was killed before it could say how the run ended
+        if left and not kept.exists():  # its ladder was killed before it could record how the run ended
             with Tracker(left) as tracker:
-                tracker.finish("KILLED")
+                tracker.status = "KILLED"
         shutil.rmtree(folder, ignore_errors=True)
         self.say(f"[bold]{escape(rung.name)}[/bold]")
-        watch = GpuWatch()
-        result, reason = self._train(name, rung, config, folder, watch)
+        result, reason, gpu = self._train(name, rung, config)
+        if reason:
+            self.say(f"[yellow]{escape(rung.name)}[/yellow]: {escape(reason)}")
         measured = Measured(
-            rung.name, name, config.to_json(), result, reason, rung.new_mathematics,
-            predict_peak(resolve(config, self.facts)).total, watch.seen,
+            rung.name, name, config.to_json(), result, reason, rung.changes_numerics,
+            predict_peak(resolve(config, self.facts)).total, gpu,
         )  # fmt: skip
         write_json(kept, to_json(measured))
         return measured
 
     def _train(
-        self, name: str, rung: Rung, config: TrainConfig, folder: Path, watch: GpuWatch
-    ) -> tuple[RunResult | None, str]:
-        manifest = read_manifest(config.data)
-        self.session.enter_context(connected(self.address, prestart=False))  # or refused, with no child left open
+        self, name: str, rung: Rung, config: TrainConfig
+    ) -> tuple[RunResult | None, str, dict[str, float] | None]:
+        """The result, why there is none or none with a speed, and what NVML said of the GPU."""
+        self._session.enter_context(connected(self.address, prestart=False))  # or refused, with no child left open
+        home = RunFolder(self.folder / name)
+        home.path.mkdir(parents=True)
         tags = {"kind": "control" if name.startswith("control") else "rung", "rung": rung.name}
-        folder.mkdir(parents=True)
-        key = create_run(
-            "ladder", f"{self.folder.name}/{name}", parent=self.parent, tags=tags, keep=RunFolder(folder).keep_key
-        )
-        write_json(folder / "config.json", config.to_json())
-        result, reason, status = None, "", "FAILED"
+        key = create_run("ladder", f"{self.folder.name}/{name}", parent=self.key, tags=tags, keep=home.keep_key)
+        write_json(home.config, config.to_json())
+        result, reason, gpu = None, "", None
         with Tracker(key) as tracker:
+            resolved = resolve(config, self.facts)
+            report.record_start(tracker, resolved, self.manifest)
+            run = Run(
+                config, resolved, self.manifest, home, tracker, memory_limit=self.memory_limit, address=self.address
+            )
             try:
-                resolved = resolve(config, self.facts)
-                report.record_start(tracker, resolved, manifest)
-                result = driver.run(
-                    resolved, folder, asked=config, tracker=tracker, memory_limit=self.memory_limit,
-                    address=self.address, on_cycle=lambda cycle: self._cycle(cycle, watch),
-                )  # fmt: skip
-                result = with_matmul_efficiency(result, resolved, self.folder.parent)
-                report.record_end(tracker, resolved, result, watch.seen)
+                result, gpu = measure(run, lambda line: self.say(f"  {line}"))
                 if result.outcome == "interrupted":
-                    status = "KILLED"
-                    raise Interrupted
+                    raise KeyboardInterrupt
                 if result.outcome != "finished":
                     result, reason = None, f"{result.outcome}: {result.reason}"
-                else:
-                    status = "FINISHED"
-                    if result.throughput is None:
-                        reason = f"{result.steps} steps are too few to leave warm-up: give it more time or steps"
-            except (Interrupted, driver.ControllerDied):
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-            except KeyboardInterrupt:
-                status = "KILLED"
-                shutil.rmtree(folder, ignore_errors=True)
+                elif result.throughput is None:
+                    reason = f"{result.steps} steps are too few to leave warm-up: give it more time or steps"
+            except (KeyboardInterrupt, ControllerDied):
+                shutil.rmtree(home.path, ignore_errors=True)
                 raise
             except UserError as refused:
                 result, reason = None, worker_reason(refused)
             except Exception as failure:  # noqa: BLE001 one rung's failure is a row of the table, not the ladder's end
                 result, reason = None, worker_reason(failure)
-                (folder / "failure.txt").write_text("".join(traceback.format_exception(failure)), encoding="utf-8")
-            finally:
-                tracker.tags({"reason": reason} if reason else {})
-                tracker.finish(status)
-        if reason:
-            self.say(f"[yellow]{escape(rung.name)}[/yellow]: {escape(reason)}")
-        return result, reason
-
-    def _cycle(self, cycle: dict[str, Any], watch: GpuWatch) -> None:
-        watch.look()
-        self.say(f"  {cycle['line']}")
+                (home.path / "failure.txt").write_text("".join(traceback.format_exception(failure)), encoding="utf-8")
+            tracker.tags({"reason": reason} if reason else {})
+            tracker.status = "FINISHED" if result else "FAILED"
+        return result, reason, gpu
 
 
 def _kept(path: Path, config: TrainConfig) -> Measured | None:
-    """What ``path`` holds of an earlier run of just this ``config``; None when there is none, or a damaged one."""
+    """What ``path`` holds of an earlier run of exactly this ``config``; None when there is none, or a damaged one."""
     try:
         found = from_json(Measured, json.loads(path.read_text(encoding="utf-8")), path)
-        same = found.config == json.loads(json.dumps(config.to_json()))
+        same = config_from_json(found.config, str(path)) == config
         return found if same and found.speed is not None else None
     except (OSError, ValueError):
         return None
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a run in the ladder's ``folder`` trained, or failed in a way that is to be looked into there."""
+    """Whether a run in the ladder's ``folder`` has trained, or has left the traceback of a failure."""
     return any(path.name in ("cycles.jsonl", "failure.txt") for path in folder.glob("*/*"))
 
 
 def worker_reason(failure: Exception) -> str:
-    """One line that says why a run failed, the last of a traceback, without the full stop that the table gives it."""
+    """Why a run failed: the last line of a traceback, without the full stop that the table adds."""
     lines = str(failure).strip().splitlines()
     return (lines[-1] if lines else first_line(failure)).rstrip(".")
 
 
-def rung_json(rung: Rung) -> dict[str, Any]:
-    """A rung's changes as JSON values, for one that never became a config."""
-    return dict(rung.changes)
-
-
 def refuse_unsuited(before: TrainConfig, config: TrainConfig, rung: Rung, facts: DeviceFacts) -> None:
-    """Raise ``UserError`` when ``config`` instead of ``before`` says nothing about the rung on this device."""
+    """Raise ``UserError`` when ``config`` cannot show on this device what the rung changes of ``before``."""
     if resolve(config, facts).device == "cuda":
         if set(config.naive) ^ set(before.naive) == {"pages"}:
-            raise UserError("the pages are a CPU's; torch keeps a GPU's memory by itself")
+            raise UserError("large pages are for CPU memory; torch caches a GPU's by itself")
         return
     changed = set(rung.changes)
     if "precision" in changed and config.precision == "tf32":
-        raise UserError("TF32 is a GPU's; a CPU computes the same fp32")
+        raise UserError("TF32 is for GPUs; a CPU computes the same fp32")
     if config.precision in SIXTEEN_BITS and not facts.bf16:
         raise UserError(f"this CPU emulates {config.precision}, many times slower than fp32")
     if config.compile == "max-autotune":
@@ -249,7 +235,7 @@ def refuse_unsuited(before: TrainConfig, config: TrainConfig, rung: Rung, facts:
     if config.compile != "off" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise UserError("torch.compile needs a C++ compiler on a CPU and there is none")
     if "attention" in changed and config.attention == "auto":
-        raise UserError("a CPU has one fused attention kernel, the one it used before")
+        raise UserError("a CPU has one fused attention kernel, which it has used already")
 
 
 def largest_batch(config: TrainConfig, limit: int) -> TrainConfig:
@@ -271,7 +257,7 @@ def largest_batch(config: TrainConfig, limit: int) -> TrainConfig:
 
 
 def refuse_short(run: RunResult | None, reason: str) -> None:
-    """Raise ``UserError`` when the baseline failed for ``reason``, or ended before its speed could settle."""
+    """Raise ``UserError`` when the baseline failed for ``reason``, or was too short for a speed."""
     if run is None:
         large = reason.startswith(("oom", "over_limit"))
         step = " Give --fit and --memory-limit for the largest batch that fits." if large else ""
@@ -282,9 +268,3 @@ def refuse_short(run: RunResult | None, reason: str) -> None:
             f"{run.steps} steps in {run.seconds:.1f}s are too few to leave warm-up: a rung needs {SHORTEST} steps, "
             f"here --time-budget {math.ceil(SHORTEST * step)}s or more."
         )
-
-
-def cycles(folder: Path) -> list[dict[str, Any]]:
-    """The cycles that a run left in its folder, oldest first."""
-    path = RunFolder(folder).cycles
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []

@@ -1,9 +1,10 @@
-"""What a ladder found: each rung beside the one before it and the baseline, with the uncertainty of both.
+"""What a ladder found: each rung against the one before it and the baseline, with the uncertainty of both.
 
-In: the controls and rungs of a climb. Out: rows, for the terminal's table, Markdown, JSON and charts.
+In: the controls and rungs of a ladder. Out: rows, for the terminal's table, Markdown, JSON and charts.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from rich.table import Table
 
 from infra.command import escape
 from infra.units import GIB
-from train.ladder.compare import WIDEST, Difference, Ladder
-from train.ladder.runner import Measured, cycles
+from train.checkpoint.run_folder import RunFolder
+from train.ladder.compare import WIDEST, Difference, Interleaved
+from train.ladder.runner import Measured
 from train.ladder.suites import Suite
 
 
@@ -31,21 +33,21 @@ class Row:
     step_seconds: float | None = None
     """Of one optimizer step at that speed."""
     step: Difference | None = None
-    """Over the rung before, each seen against the controls around it."""
+    """Over the rung before, each relative to the controls around it."""
     total: Difference | None = None
     """Over the baseline."""
     mfu: float | None = None
     ceiling: float | None = None
     """Fraction of the matmul rate that the doctor measured on this machine."""
     loss: float | None = None
-    """Mean training loss of the last fifth before the tokens that every rung has seen."""
-    new_mathematics: bool = False
+    """Mean training loss over the last fifth of the tokens that every rung has seen."""
+    changes_numerics: bool = False
 
 
 def standings(controls: list[Measured], rungs: list[Measured], folder: Path) -> list[Row]:
     """The rows of the closing table."""
     ran = [rung for rung in rungs if rung.speed is not None]
-    ladder = Ladder([control.speed for control in controls if control.speed], [rung.speed for rung in ran])
+    speeds = Interleaved([control.speed for control in controls if control.speed], [rung.speed for rung in ran])
     runs = [run for run in (measured.result for measured in (controls[0], *ran)) if run]
     tokens = min(run.train_tokens for run in runs)
     rows = [_row(controls[0], folder, tokens)]
@@ -54,19 +56,15 @@ def standings(controls: list[Measured], rungs: list[Measured], folder: Path) -> 
         if rung.speed is None:
             rows.append(Row(rung.name, rung.reason))
             continue
-        total = ladder.over_control(number)
-        step = ladder.over_rung(number, number - 1) if number else total
+        total = speeds.over_control(number)
+        step = speeds.over_rung(number, number - 1) if number else total
         rows.append(_row(rung, folder, tokens, step, total))
         number += 1
     return rows
 
 
 def _row(
-    measured: Measured,
-    folder: Path,
-    tokens: int,
-    step: Difference | None = None,
-    total: Difference | None = None,
+    measured: Measured, folder: Path, tokens: int, step: Difference | None = None, total: Difference | None = None
 ) -> Row:
     run, config = measured.result, measured.config
     assert run is not None
@@ -86,7 +84,7 @@ def _row(
         mfu=run.mfu,
         ceiling=run.matmul_utilisation,
         loss=loss_at(folder / measured.folder, tokens),
-        new_mathematics=measured.new_mathematics,
+        changes_numerics=measured.changes_numerics,
     )
 
 
@@ -94,38 +92,39 @@ def loss_curve(folder: Path) -> tuple[list[int], list[float]]:
     """Tokens seen and training loss after every step of the run in ``folder``."""
     tokens: list[int] = []
     losses: list[float] = []
-    for cycle in cycles(folder):
-        a_step = cycle["train_tokens"] // cycle["step"]
+    path = RunFolder(folder).cycles
+    for cycle in map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
+        step_tokens = cycle["train_tokens"] // cycle["step"]
         first = cycle["step"] - len(cycle["step_losses"]) + 1
-        tokens += [a_step * step for step in range(first, cycle["step"] + 1)]
+        tokens += [step_tokens * step for step in range(first, cycle["step"] + 1)]
         losses += cycle["step_losses"]
     return tokens, losses
 
 
 def loss_at(folder: Path, tokens: int) -> float | None:
-    """Mean training loss over the last fifth of the first ``tokens`` tokens: what rungs of any batch share."""
+    """Mean training loss over the last fifth of the first ``tokens`` tokens, which rungs of any batch share."""
     chosen = [loss for seen, loss in zip(*loss_curve(folder), strict=True) if 0.8 * tokens < seen <= tokens]
     return sum(chosen) / len(chosen) if chosen else None
 
 
 def header(suite: Suite) -> tuple[str, ...]:
     """The headings of the closing table."""
-    took = f"s for {suite.steps_timed} steps" if suite.steps_timed > 1 else "s a step"
+    took = f"s for {suite.steps_timed} steps" if suite.steps_timed > 1 else "s per step"
     return ("rung", "batch", "GiB", "tokens/s", took, "step", "total", "MFU", "of ceiling", "loss")
 
 
 def cells(row: Row, suite: Suite) -> tuple[str, ...]:
-    """A row as text, one cell a heading of :func:`header`; a rung that has no numbers has its name alone."""
+    """A row as text, one cell per heading of :func:`header`; a rung without numbers has only its name."""
     if row.speed is None or row.low is None or row.high is None or row.gib is None:
         return (row.name, *[""] * (len(header(suite)) - 1))
     expected = f" ({row.predicted_gib:.2f})" if row.predicted_gib else ""
     return (
-        row.name + (" *" if row.new_mathematics else ""),
+        row.name + (" *" if row.changes_numerics else ""),
         row.batch,
         f"{row.gib:.2f}{expected}",
         f"{row.speed:,.0f} ±{max(row.speed - row.low, row.high - row.speed):,.0f}",
         f"{suite.steps_timed * row.step_seconds:.3g}" if row.step_seconds else "-",
-        times(row.step) if suite.climbs else "",
+        times(row.step) if suite.cumulative else "",
         times(row.total),
         f"{row.mfu:.1%}" if row.mfu is not None else "-",
         f"{row.ceiling:.1%}" if row.ceiling is not None else "-",
@@ -134,7 +133,7 @@ def cells(row: Row, suite: Suite) -> tuple[str, ...]:
 
 
 def times(difference: Difference | None) -> str:
-    """``1.23x ±4%``; ``(1.23x)`` when the interval does not exclude that nothing changed, or the control is unclear."""
+    """``1.23x ±4%``, or ``(1.23x)`` when the interval includes 1 or the control is unclear."""
     if difference is None:
         return ""
     if not difference.different:
@@ -143,30 +142,31 @@ def times(difference: Difference | None) -> str:
 
 
 def legend(suite: Suite, rows: list[Row], controls: Sequence[float]) -> list[str]:
-    """Why rungs have no numbers, what the table's signs mean, how the control drifted, and what the ladder gained."""
+    """Why rungs have no numbers, how the control drifted, what the table's signs mean, and the total gain."""
     lines = [f"{row.name}: not run, {row.reason}." for row in rows if row.reason]
     lines.append(
-        f"The control ran {len(controls)} times: {controls[0]:,.0f} tokens/s at first, {controls[-1]:,.0f} at last, "
+        f"The control ran {len(controls)} times: {controls[0]:,.0f} tokens/s at first, {controls[-1]:,.0f} at the end, "
         f"between {min(controls):,.0f} and {max(controls):,.0f}."
     )
-    lines += [
-        "GiB is the process's peak, with the prediction in brackets. step is over the rung before, total over the "
-        "baseline, both against the control run around each rung; a ratio in brackets may be no difference at all. "
-        "MFU is of the datasheet's peak, of ceiling of the matrix products that infra.doctor measured here. "
-        "* marks new mathematics, whose loss may differ. loss is at equal tokens."
-    ]
+    lines.append(
+        "GiB is the process's peak memory, with the prediction in brackets. step is the speedup over the rung before, "
+        "total over the baseline, both relative to the controls around each rung; a ratio in brackets may be no "
+        "difference at all. MFU is a fraction of the datasheet's peak, of ceiling one of the matmul rate that "
+        "infra.doctor measured here. * marks a rung that changes the numerics, so that its loss may differ. loss is at "
+        "equal tokens."
+    )
     measured = [(row.name, row.total) for row in rows if row.total]
     unclear = [(name, total.control_width) for name, total in measured if total.unclear]
     if unclear:
         lines.append(
             f"unclear: the control's 95% interval is up to {max(width for _, width in unclear):.0%} of its speed wide "
-            f"around {', '.join(name for name, _ in unclear)}, and above {WIDEST:.0%} a ratio to it shows nothing. "
-            "More steps a rung (--steps or --time-budget) or a quieter machine would help."
+            f"around {', '.join(name for name, _ in unclear)}, and above {WIDEST:.0%} no conclusion is drawn. "
+            "More steps per rung (--steps or --time-budget) or a quieter machine would help."
         )
     if not any(rung.changes for rung in suite.rungs):
         alarms = sum(total.different for _, total in measured)
-        lines.append(f"{alarms} of {len(measured)} equal runs were called different; at most 5% is right.")
-    if suite.climbs and measured:
+        lines.append(f"{alarms} of {len(measured)} equal runs were called different; expected are at most 5%.")
+    if suite.cumulative and measured:
         total = measured[-1][1]
         lines.append(
             f"Total improvement over the baseline: {total.ratio:.2f} times (95%: {total.low:.2f} to {total.high:.2f})"
@@ -175,50 +175,56 @@ def legend(suite: Suite, rows: list[Row], controls: Sequence[float]) -> list[str
     return lines
 
 
+HELPS = ("rung", "saves memory", "faster")
+"""The headings of :func:`helps`."""
+
+
 def helps(rows: list[Row]) -> list[tuple[str, str, str]]:
-    """(rung, memory, speed) against the baseline: yes, no or, for the speed, unclear, with the number behind it."""
-    base = rows[0].gib
-    found = []
+    """(rung, memory, speed) against the baseline: yes, no or (speed only) unclear, with the change in percent."""
+    base, found = rows[0].gib, []
     for row in rows[1:]:
         if row.gib is None or row.total is None or not base:
             continue
-        saved = 1 - row.gib / base
+        more = row.gib / base - 1
+        smaller = "yes" if more < -0.01 else "no"
         faster = "unclear" if row.total.unclear else "yes" if row.total.different and row.total.ratio > 1 else "no"
-        found.append(
-            (
-                row.name,
-                f"{'yes' if saved > 0.01 else 'no'} ({-saved:+.1%})",
-                f"{faster} ({row.total.ratio - 1:+.1%})",
-            )
-        )
+        found.append((row.name, f"{smaller} ({more:+.1%})", f"{faster} ({row.total.ratio - 1:+.1%})"))
     return found
 
 
 def columns(suite: Suite, rows: list[Row]) -> list[tuple[str, ...]]:
-    """The closing table's columns, each its heading and its cells, without those that are empty here (MFU on a CPU)."""
+    """The closing table's columns, each a heading and its cells, without empty ones (such as MFU on a CPU)."""
     lines = [cells(row, suite) for row in rows]
     return [column for column in zip(header(suite), *lines, strict=True) if set(column[1:]) - {"", "-"}]
 
 
 def table(suite: Suite, rows: list[Row]) -> Table:
     """The closing table for the terminal."""
-    shown = columns(suite, rows)
-    made = Table(title=escape(suite.title), title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for number, (heading, *_) in enumerate(shown):
-        made.add_column(heading, justify="right" if number else "left", no_wrap=True)
-    for line in zip(*(column[1:] for column in shown), strict=True):
-        made.add_row(*map(escape, line))
-    return made
+    heading, *lines = zip(*columns(suite, rows), strict=True)
+    return terminal_table(heading, lines, suite.title)
 
 
 def markdown(suite: Suite, rows: list[Row], controls: Sequence[float]) -> str:
     """The closing table for the ladder's page in MLflow and ``summary.md``."""
     named = [replace(row, name=f"{row.name}: not run, {row.reason}") if row.reason else row for row in rows]
-    heading, *body = zip(*columns(suite, named), strict=True)
-    lines = [f"### {suite.title}", "", "| " + " | ".join(heading) + " |", "|" + "---|" * len(heading)]
-    lines += ["| " + " | ".join(line) + " |" for line in body]
-    lines += ["", *(line for line in legend(suite, rows, controls) if "not run" not in line)]
-    if not suite.climbs:
-        lines += ["", "| rung | saves memory | faster |", "|---|---|---|"]
-        lines += [f"| {name} | {memory} | {speed} |" for name, memory, speed in helps(rows)]
-    return "\n".join(lines) + "\n"
+    heading, *lines = zip(*columns(suite, named), strict=True)
+    text = [f"### {suite.title}", "", *markdown_table(heading, lines), ""]
+    text += [line for line in legend(suite, rows, controls) if "not run" not in line]
+    if not suite.cumulative:
+        text += ["", *markdown_table(HELPS, helps(rows))]
+    return "\n".join(text) + "\n"
+
+
+def markdown_table(heading: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    return [f"| {' | '.join(line)} |" for line in (heading, ["---"] * len(heading), *lines)]
+
+
+def terminal_table(heading: Sequence[str], lines: Iterable[Sequence[str]], title: str | None = None) -> Table:
+    """A table for the terminal whose columns but the first are aligned to the right."""
+    made = Table(title=title and escape(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for number, name in enumerate(heading):
+        made.add_column(escape(name), justify="right" if number else "left", no_wrap=True)
+    for line in lines:
+        made.add_row(*map(escape, line))
+    return made

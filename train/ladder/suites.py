@@ -1,13 +1,15 @@
-"""The ladders: readable lists of config changes, each of which becomes one measured run.
+"""Suites: readable lists of config changes, each of which becomes one measured run.
 
-In: a suite's name, and the config to start from. Out: rungs. A climbing suite keeps each rung's
-changes for those above it; the others change the baseline one thing at a time. The sizes of the studies
-are theirs: one GPU with 40 GB.
+In: a suite's name or the Python file of a user's own, and the config to start from. Out: rungs. In a cumulative suite
+each rung keeps the changes of those before it; in the others each rung changes the baseline in one way. The batch sizes
+are those of the studies that the suites repeat: one GPU with 40 GB.
 """
 
 import difflib
+import runpy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from infra.errors import UserError
@@ -22,28 +24,28 @@ Changes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rung:
-    """One change and its name. ``new_mathematics`` labels a rung whose loss curve is not that of the rung before.
+    """One change and its name. ``changes_numerics`` labels a rung that is not numerically equivalent to the one before.
 
     A rung with another global batch is labelled when it is run.
     """
 
     name: str
     changes: Changes = field(default_factory=dict)
-    new_mathematics: bool = False
+    changes_numerics: bool = False
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A list of rungs over a baseline, which is also the control that is run again between rungs."""
+    """A list of rungs over a baseline, which is also the control that is repeated between rungs."""
 
     name: str
     title: str
     base: Changes
     rungs: tuple[Rung, ...]
-    climbs: bool = False
+    cumulative: bool = False
     """Each rung keeps the changes of those before it."""
     steps_timed: int = 1
-    """Steps whose time the closing table shows: as many as the study that the suite repeats."""
+    """Steps whose time the closing table shows: as many as in the study that the suite repeats."""
 
 
 _NAIVE: Changes = {
@@ -53,26 +55,26 @@ _NAIVE: Changes = {
 
 A100 = Suite(
     "a100",
-    "GPT-2 124M on one GPU, from the textbook loop upwards, each rung keeping the ones before",
+    "GPT-2 124M on one GPU, from the textbook loop upwards, each rung keeping those before it",
     _NAIVE | {"model": "gpt2-124m", "model.tied": False, "batch": 28, "naive": ("sync", "copy", "collect")},
     (
         Rung("tensor cores", {"precision": "tf32"}),
         Rung("no synchronisation", {"naive": ("copy", "collect")}),
-        Rung("mixed precision fp16", {"precision": "fp16", "batch": 32}, new_mathematics=True),
+        Rung("mixed precision fp16", {"precision": "fp16", "batch": 32}, changes_numerics=True),
         Rung("compile", {"compile": "whole", "batch": 48}),
         Rung("flash attention", {"attention": "sdpa", "batch": 64}),
-        Rung("padded vocabulary", {"vocabulary_multiple": 64}, new_mathematics=True),
-        Rung("tied weights", {"model.tied": True}, new_mathematics=True),
+        Rung("padded vocabulary", {"vocabulary_multiple": 64}, changes_numerics=True),
+        Rung("tied weights", {"model.tied": True}, changes_numerics=True),
         Rung("data-loading workers", {"loader_workers": 1}),
-        Rung("bf16 without scaler", {"precision": "bf16"}, new_mathematics=True),
-        Rung("bf16 activations", {"precision": "bf16-activations"}, new_mathematics=True),
+        Rung("bf16 without scaler", {"precision": "bf16"}, changes_numerics=True),
+        Rung("bf16 activations", {"precision": "bf16-activations"}, changes_numerics=True),
         Rung("fused AdamW", {"optimizer": "adamw-fused"}),
         Rung("the GPU's attention", {"attention": "auto"}),
         Rung("frozen collector", {"naive": ("copy",)}),
         Rung("prefetched copies", {"naive": ()}),
         Rung("max-autotune", {"compile": "max-autotune"}),
     ),
-    climbs=True,
+    cumulative=True,
 )
 
 LOOP = Suite(
@@ -82,7 +84,7 @@ LOOP = Suite(
     (
         Rung("accumulation", {"micro_batch": 8}),
         Rung("gradients set to none", {"naive": ("sync", "copy", "collect", "pages")}),
-        Rung("mixed precision bf16", {"precision": "bf16"}, new_mathematics=True),
+        Rung("mixed precision bf16", {"precision": "bf16"}, changes_numerics=True),
         Rung("tensor cores", {"precision": "tf32"}),
         Rung("checkpointing", {"checkpointing": "full"}),
         Rung("no synchronisation", {"naive": ("zero", "copy", "collect", "pages")}),
@@ -96,7 +98,7 @@ LOOP = Suite(
                 "naive": (), "precision": "bf16", "attention": "auto", "optimizer": "adamw-fused",
                 "compile": "max-autotune",
             },
-            new_mathematics=True,
+            changes_numerics=True,
         ),
     ),
     steps_timed=2,
@@ -110,13 +112,13 @@ MEMORY = Suite(
         Rung("accumulation", {"micro_batch": 4}),
         Rung("checkpointing", {"checkpointing": "full"}),
         Rung("selective checkpointing", {"checkpointing": "selective"}),
-        Rung("fp16", {"precision": "fp16"}, new_mathematics=True),
-        Rung("bf16", {"precision": "bf16"}, new_mathematics=True),
-        Rung("bf16 activations", {"precision": "bf16-activations"}, new_mathematics=True),
+        Rung("fp16", {"precision": "fp16"}, changes_numerics=True),
+        Rung("bf16", {"precision": "bf16"}, changes_numerics=True),
+        Rung("bf16 activations", {"precision": "bf16-activations"}, changes_numerics=True),
         Rung("TF32", {"precision": "tf32"}),
-        Rung("Adafactor", {"optimizer": "adafactor"}, new_mathematics=True),
-        Rung("8-bit AdamW", {"optimizer": "adamw-8bit"}, new_mathematics=True),
-        Rung("bf16 AdamW", {"optimizer": "adamw-bf16", "precision": "bf16-activations"}, new_mathematics=True),
+        Rung("Adafactor", {"optimizer": "adafactor"}, changes_numerics=True),
+        Rung("8-bit AdamW", {"optimizer": "adamw-8bit"}, changes_numerics=True),
+        Rung("bf16 AdamW", {"optimizer": "adamw-bf16", "precision": "bf16-activations"}, changes_numerics=True),
         Rung("chunked loss", {"loss_chunks": 8}),
         Rung("compile", {"compile": "whole"}),
         Rung(
@@ -125,7 +127,7 @@ MEMORY = Suite(
                 "micro_batch": 4, "checkpointing": "full", "precision": "bf16-activations", "loss_chunks": 8,
                 "optimizer": "adamw-bf16", "compile": "blocks",
             },
-            new_mathematics=True,
+            changes_numerics=True,
         ),
     ),
 )  # fmt: skip
@@ -135,11 +137,11 @@ SIZES = Suite(
     "Sizes that fill tiles and waves, and sizes that do not",
     {"model": "gpt2-124m", "batch": 32, "vocabulary_multiple": 64, "schedule": "constant"},
     (
-        Rung("vocabulary not padded", {"vocabulary_multiple": 1}, new_mathematics=True),
-        Rung("vocabulary to 50,432", {"vocabulary_multiple": 256}, new_mathematics=True),
-        Rung("6 heads", {"model.heads": 6}, new_mathematics=True),
-        Rung("16 heads", {"model.heads": 16}, new_mathematics=True),
-        Rung("24 heads", {"model.heads": 24}, new_mathematics=True),
+        Rung("vocabulary not padded", {"vocabulary_multiple": 1}, changes_numerics=True),
+        Rung("vocabulary to 50,432", {"vocabulary_multiple": 256}, changes_numerics=True),
+        Rung("6 heads", {"model.heads": 6}, changes_numerics=True),
+        Rung("16 heads", {"model.heads": 16}, changes_numerics=True),
+        Rung("24 heads", {"model.heads": 24}, changes_numerics=True),
         *(Rung(f"batch {size}", {"batch": size}) for size in (7, 8, 9, 31, 33, 63, 64, 65)),
     ),
 )
@@ -154,17 +156,61 @@ AA = Suite(
 SUITES = {suite.name: suite for suite in (A100, LOOP, MEMORY, SIZES, AA)}
 
 
+def find_suite(text: str, start: TrainConfig) -> Suite:
+    """The suite called ``text``, or the one in the Python file at that path, checked from the config ``start`` on.
+
+    Raises ``UserError``, also for a rung that no machine could run. One that only this machine cannot run becomes a row
+    of the closing table with its reason.
+    """
+    if text in SUITES:
+        return SUITES[text]
+    path = Path(text)
+    if path.suffix == ".toml":
+        raise UserError(f"--suite {path} is a TOML file: write a Python file with SUITE = [Rung(...), ...] instead.")
+    if path.suffix != ".py":
+        raise UserError(f"--suite {text!r} is not known{nearest(text, SUITES)} The name of a file ends in .py.")
+    suite = _from_python(path)
+    state = apply(replace(start, device="cuda"), suite.base, f"--suite {path}, the base")  # where no rule refuses
+    for rung in suite.rungs:
+        config = apply(state, rung.changes, f"--suite {path}, rung {rung.name!r}")
+        state = config if suite.cumulative else state
+    return suite
+
+
+def _from_python(path: Path) -> Suite:
+    """The ``SUITE`` of a file: a :class:`Suite`, or just a list of rungs."""
+    if not path.is_file():
+        raise UserError(f"--suite {path} does not exist.")
+    try:
+        found = runpy.run_path(str(path)).get("SUITE")
+    except (Exception, SystemExit) as failure:
+        raise UserError(f"--suite {path} cannot be run: {type(failure).__name__}: {failure}.") from failure
+    if isinstance(found, list):
+        found = Suite(path.stem, path.stem, {}, tuple(found))
+    if not isinstance(found, Suite):
+        raise UserError(
+            f"--suite {path} defines no SUITE: write SUITE = [Rung(...), ...] or Suite(...), both of "
+            "train.ladder.suites."
+        )
+    for rung in found.rungs:
+        if not (isinstance(rung, Rung) and isinstance(rung.changes, Mapping)):
+            raise UserError(f"--suite {path}: {rung!r} is not a rung; write Rung('name', {{'setting': value}}).")
+    if not found.rungs:
+        raise UserError(f"--suite {path} has no rung.")
+    return found
+
+
 def searched(best: TrainConfig) -> Rung:
-    """A rung with the batch and the execution that a search found the fastest."""
+    """A rung with the batch and the execution settings that a search found to be the fastest."""
     names = (
         "global_batch", "micro_batch", "precision", "attention", "compile", "checkpointing", "loss", "loss_chunks",
         "optimizer", "loader_workers",
     )  # fmt: skip
-    return Rung("searched batch", {name: getattr(best, name) for name in names}, new_mathematics=True)
+    return Rung("searched batch", {name: getattr(best, name) for name in names}, changes_numerics=True)
 
 
 def nearest(text: str, known: Iterable[str]) -> str:
-    """The end of a sentence that offers the names most like ``text``, or all of them."""
+    """The end of a sentence that suggests the ``known`` names most like ``text``, or lists all of them."""
     known = list(known)
     close = difflib.get_close_matches(text.lower(), known, n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(known)}."
@@ -172,8 +218,7 @@ def nearest(text: str, known: Iterable[str]) -> str:
 
 def choose(suite: Suite, names: Iterable[str]) -> Suite:
     """``suite`` with only the rungs called ``names``, in the suite's order. Raises ``UserError``."""
-    known = {rung.name: rung for rung in suite.rungs}
-    names = list(names)
+    known, names = [rung.name for rung in suite.rungs], list(names)
     for name in names:
         if name not in known:
             raise UserError(f"--rungs {name!r} is not in the suite {suite.name}{nearest(name, known)}")
@@ -181,7 +226,7 @@ def choose(suite: Suite, names: Iterable[str]) -> Suite:
 
 
 def short_form(suite: Suite) -> Suite:
-    """``suite`` for a CPU: the tiny model and batches an eighth the size, in the baseline and in every rung."""
+    """``suite`` for a CPU: the tiny model and an eighth of each batch, in the baseline and in every rung."""
 
     def shorten(changes: Changes) -> Changes:
         sizes = ("batch", "micro_batch", "global_batch")
@@ -197,15 +242,12 @@ def short_form(suite: Suite) -> Suite:
 
 
 def apply(config: TrainConfig, changes: Changes, source: str = "the suite") -> TrainConfig:
-    """``config`` with the ``changes`` that ``source`` makes.
-
-    Raises ``UserError`` for an unknown field and for what contradicts itself.
-    """
+    """``config`` with the ``changes``. Raises ``UserError``, which names ``source``, where they come from."""
     known = {f.name for f in fields(TrainConfig)} | {f"model.{f.name}" for f in fields(ModelConfig)}
     known = (known | {"batch", "vocabulary_multiple"}) - {"data"}  # which is the ladder's
     for name in changes:
         if name not in known:
-            raise UserError(f"{source} changes {name!r}, which is no setting{nearest(name, known)}")
+            raise UserError(f"{source} changes {name!r}, which is not a setting{nearest(name, known)}")
     for name in ("batch", "vocabulary_multiple"):
         if not (isinstance(changes.get(name, 1), int) and changes.get(name, 1) > 0):
             raise UserError(f"{source}: {name} is {changes[name]!r}, and must be a whole number of at least 1.")

@@ -103,6 +103,20 @@ def test_what_was_never_seen_before_the_worker_began_again_is_handed_on(
     assert [(cycle["step"], cycle["train_loss"]) for cycle in told] == [(10, 3.0), (20, 2.0)]
 
 
+def test_a_rewound_log_is_read_from_its_beginning(
+    home: RunFolder, follower: Follower, told: list[dict[str, Any]]
+) -> None:
+    """Its new lines are longer than the old ones, so that where these ended is in the middle of a line."""
+    for step in (10, 20, 30):
+        home.append(report(step))
+    follower.poll()
+    home.rewind(10)
+    for step in (20, 30, 40):
+        home.append(report(step, loss=2.0625))
+    follower.poll()
+    assert [(cycle["step"], cycle["train_loss"]) for cycle in told] == [(10, 3.0), (20, 3.0), (30, 3.0), (40, 2.0625)]
+
+
 def test_rewinding_forgets_later_cycles_and_a_line_cut_short(home: RunFolder) -> None:
     home.rewind(0)  # without a log there is nothing to forget
     assert not home.cycles.exists()
@@ -173,6 +187,10 @@ def test_a_folder_that_a_command_only_began_may_be_taken(tmp_path: Path) -> None
     folder.mkdir()
     (folder / "lock").touch()
     assert new_folder(tmp_path, "one", begun=["lock", "config.json"]) == folder.resolve()
-    for begun in ([], ["config.json"]):
+    with pytest.raises(UserError, match="exists already"):
+        new_folder(tmp_path, "one", begun=["config.json"])
+    (folder / "config.json").touch()
+    assert new_folder(tmp_path, "one", begun=["lock", "config.json"]) == folder.resolve()
+    for begun in ([], ["lock"], ["config.json"]):
         with pytest.raises(UserError, match="exists already: continue it with --resume one, or give another --name"):
             new_folder(tmp_path, "one", begun=begun)

@@ -1,12 +1,13 @@
 """Whole ladders in their short form, and the command's refusals; one is interrupted in tests/test_main_job.py."""
 
+import io
 import json
-import re
 import shutil
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,15 @@ from mlflow.tracking import MlflowClient
 from infra.cluster import connected
 from infra.errors import UserError
 from infra.hardware import A100, cpu_facts
-from infra.tracking.store import store_uri
-from train.checkpoint.run_folder import RunFolder
+from infra.tracking.store import create_run, store_uri
 from train.config import TrainConfig
 from train.estimate.memory import predict_peak
 from train.ladder import __main__ as ladder
-from train.ladder import report, runner
+from train.ladder import charts, report, runner
 from train.ladder.__main__ import LadderOptions, saved, with_ends
 from train.ladder.runner import refuse_short, refuse_unsuited
 from train.ladder.suites import SUITES, Rung
-from train.launch import worker
+from train.launch import driver, worker
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig, format_model, parse_model
 from train.result import RunResult
@@ -63,55 +63,56 @@ def test_a_mistake_is_one_sentence(
     assert "Traceback" not in error
 
 
-EMULATED = "this CPU emulates"
-REFUSED = {  # on every CPU, and why
-    "a100": {
-        "tensor cores": "TF32 is a GPU's", "mixed precision fp16": "--precision fp16 and --device cpu exclude",
-        "the GPU's attention": "a CPU has one fused attention kernel", "max-autotune": "max-autotune tries GPU kernels",
-    },
-    "loop": {
-        "tensor cores": "TF32 is a GPU's", "max-autotune": "max-autotune tries GPU kernels",
-        "all together": f"{EMULATED}|max-autotune tries GPU kernels",
-    },
-    "memory": {"fp16": "--precision fp16 and --device cpu exclude", "TF32": "TF32 is a GPU's"},
-    "sizes": {"batch 31": "here it changes nothing"},  # an eighth of it, rounded up, is the baseline's
-    "aa": dict[str, str](),
-}  # fmt: skip
-REFUSED_BY_SOME = {  # where the CPU multiplies no bf16, torchao is not installed, or torch is older than 2.13
-    "bf16 without scaler": EMULATED, "bf16 activations": EMULATED, "mixed precision bf16": EMULATED, "bf16": EMULATED,
-    "8-bit AdamW": "torchao's, which is not installed", "bf16 AdamW": f"{EMULATED}|torchao's",
-    "all together": f"{EMULATED}|torchao's", "fused loss": "--loss fused is in torch 2.13",
-}  # fmt: skip
+RUNGS = {
+    "a100": ["tensor cores", "compile", "flash attention", "tied weights", "prefetched copies", "max-autotune"],
+    "memory": ["accumulation", "checkpointing", "fp16", "Adafactor", "8-bit AdamW"],
+    "aa": ["again 1", "again 2"],
+}
+"""Of a suite that keeps what was changed, one that does not, and one that changes nothing."""
+REFUSED = {"tensor cores", "max-autotune", "fp16"} | (set() if find_spec("torchao") else {"8-bit AdamW"})
+"""The last by its worker."""
 
 
-def here(config: TrainConfig, folder: Path, **_: object) -> RunResult:
+def here(run: driver.Run, *_: object) -> RunResult:
     """What a Ray worker does for a rung, in this process, whose memory is not the rung's alone."""
-    return within(config, folder, memory_limit=None)
+    return within(replace(run, memory_limit=None))
 
 
-def within(config: TrainConfig, folder: Path, *, memory_limit: int | None, **_: object) -> RunResult:
+def within(run: driver.Run) -> RunResult:
     """The same, within the limit."""
-    torch.compiler.reset()  # a process of its own begins without another model's graphs
-    return worker.train(RunFolder(folder), config, None, first=True, memory_limit=memory_limit)
+    return worker.train(run.home, run.config, None, first=True, memory_limit=run.memory_limit)
 
 
-@pytest.mark.parametrize("suite", REFUSED)
-def test_every_suite_is_climbed_whole_in_its_short_form(
+def in_this_process(patch: pytest.MonkeyPatch) -> None:
+    """A rung's worker runs in this process. Only Ray is left out; tests/test_main_job.py has rungs through Ray."""
+    patch.setattr(driver, "train", here)
+    patch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_this_process(monkeypatch)
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("suite", RUNGS)
+def test_a_suite_runs_in_its_short_form(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str], suite: str
 ) -> None:
-    """The real loop, store and statistics, rung by rung, with what a Ray worker runs run here: Ray alone is left out.
-
-    Two rungs through Ray are in tests/test_main_job.py. Compiled rungs are traced and differentiated as ever; the
-    kernels, a second of a C++ compiler each, are compiled in tests/train/test_switches.py.
-    """
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(runner.driver, "run", here)
-    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+    """The real loop, store and statistics. tests/train/loop/test_golden.py trains every rung of every suite."""
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)  # of which tests/train/test_switches.py is
     model = "tiny,layers=1,heads=2,width=48,context_length=32,vocabulary=257,padded_vocabulary=257"
     flags = ["--suite", suite, "--data", str(small_shards), "--model", model, "--device", "cpu", "--name", suite]
-    assert command(monkeypatch, *flags, "--steps", "8", "--cycle", "8+1") == 0
+    drawn: dict[str, Path] = {}
+
+    def drawing(folders: dict[str, Path], title: str, path: Path) -> Path:
+        drawn.update(folders)
+        return charts.loss_chart(folders, title, path)
+
+    monkeypatch.setattr(report, "loss_chart", drawing)
+    rungs = RUNGS[suite]
+    assert command(monkeypatch, *flags, "--rungs", *rungs, "--steps", "8", "--cycle", "8+1") == 0
     printed = capfd.readouterr().out
-    rungs = [rung.name for rung in SUITES[suite].rungs]
     standing = json.loads((tmp_path / "runs" / suite / "standings.json").read_text())
     base, *rows = standing["rows"]
     assert len(standing["controls"]) == 1 + sum(row["speed"] is not None for row in rows)
@@ -119,26 +120,26 @@ def test_every_suite_is_climbed_whole_in_its_short_form(
     assert f"The control ran {len(standing['controls'])} times: {standing['controls'][0]:,.0f} tokens/s" in printed
     assert [row["name"] for row in rows] == rungs
     refused = {row["name"]: row["reason"] for row in rows if row["speed"] is None}
-    assert REFUSED[suite].keys() <= refused.keys()
+    assert refused.keys() == REFUSED.intersection(rungs)
+    assert [*drawn] == ["baseline", *(name for name in rungs if name not in refused)]
     for name, reason in refused.items():
-        assert re.search((REFUSED_BY_SOME | REFUSED[suite])[name], reason)
-    assert ".." not in printed.replace("...", "")
+        assert f"{name}: not run, {reason}.\n" in printed, "one sentence with one full stop"
+        assert not reason.endswith(".")
     assert base["loss"] > 0
     for row in rows:
         if row["speed"] is not None:
             assert 0 < row["low"] <= row["speed"] <= row["high"]
             assert row["total"]["low"] < row["total"]["ratio"] < row["total"]["high"]
-            assert suite == "sizes" or row["loss"] > 0, "only there a step may see more tokens than a rung"
+            assert row["loss"] > 0
             assert row["gib"] > 0
-    labelled = {row["name"] for row in rows if row["new_mathematics"]}
-    expected = {rung.name for rung in SUITES[suite].rungs if rung.new_mathematics} - set(refused)
-    other_batch = {"compile", "flash attention"} if suite == "a100" else {name for name in rungs if "batch " in name}
-    assert labelled == expected | other_batch - set(refused)
-    assert ("equal runs were called different; at most 5% is right" in printed) is (suite == "aa")
-    assert ("Total improvement over the baseline" in printed) is SUITES[suite].climbs
+    labelled = {row["name"] for row in rows if row["changes_numerics"]}
+    labels = {"compile", "flash attention", "tied weights", "Adafactor", "8-bit AdamW"}
+    assert labelled == labels.intersection(rungs) - refused.keys()
+    assert ("equal runs were called different; expected are at most 5%" in printed) is (suite == "aa")
+    assert ("Total improvement over the baseline" in printed) is SUITES[suite].cumulative
     summary = (tmp_path / "runs" / suite / "summary.md").read_text()
     assert all(name in summary for name in rungs)
-    assert ("saves memory" in printed) is not SUITES[suite].climbs
+    assert ("saves memory" in printed) is not SUITES[suite].cumulative
     client = MlflowClient(store_uri())
     (parent,) = client.search_runs(["1"], "tags.kind = 'ladder'")
     fastest = max((row for row in rows if row["speed"]), key=lambda row: row["speed"])
@@ -153,11 +154,10 @@ def test_every_suite_is_climbed_whole_in_its_short_form(
     assert all(run.info.status == "FINISHED" or run.data.tags["reason"] for run in children)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path
 ) -> None:
-    monkeypatch.setattr(runner.driver, "run", here)
-    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
     text = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
     config = TrainConfig(
         data=small_shards, model=parse_model(text), device="cpu", precision="fp32", attention="manual", micro_batch=64,
@@ -171,7 +171,7 @@ def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
     base, *rows = json.loads(Path("runs/fitted/standings.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["checkpointing", "searched batch"]
     assert int(rows[0]["batch"]) > int(base["batch"]) > 8, "what saves memory makes room for more"
-    assert rows[0]["new_mathematics"], "the global batch is the mathematics"
+    assert rows[0]["changes_numerics"], "the global batch is the mathematics"
     assert rows[1]["batch"].endswith(" x 3")
     assert base["predicted_gib"] * 2**30 <= limit * 10**6
 
@@ -181,11 +181,11 @@ def test_a_rung_over_the_limit_has_failed(
 ) -> None:
     limits = iter([10**12, 10**6, 10**12])  # of the baseline, the rung and the control again
 
-    def rung(config: TrainConfig, folder: Path, *, memory_limit: int | None, **_: object) -> RunResult:
-        assert memory_limit == 4 * 10**9
-        return within(config, folder, memory_limit=next(limits))
+    def rung(run: driver.Run, *_: object) -> RunResult:
+        assert run.memory_limit == 4 * 10**9
+        return within(replace(run, memory_limit=next(limits)))
 
-    monkeypatch.setattr(runner.driver, "run", rung)
+    monkeypatch.setattr(driver, "train", rung)
     monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
     flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--memory-limit", "4GB"]
@@ -201,24 +201,124 @@ def test_a_rung_over_the_limit_has_failed(
     assert "Give --fit and --memory-limit" in said
 
 
-def test_a_limit_is_kept_for_a_ladder_that_goes_on() -> None:
+def test_only_a_fitted_ladder_has_a_memory_limit_by_default() -> None:
     assert with_ends(LadderOptions(fit=True)).memory_limit == 40 * 10**9
     assert with_ends(LadderOptions()).memory_limit is None
 
 
-def test_brackets_of_ones_own_are_printed_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
-) -> None:
-    monkeypatch.setattr(runner.driver, "run", here)
-    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
-    Path("own.toml").write_text('title = "of [/b]"\n[[rung]]\nname = "[fast] rate"\nlearning_rate = 1e-3\n')
-    flags = ["--suite", "own.toml", "--data", str(small_shards), "--device", "cpu", "--steps", "8", "--cycle", "8+0"]
-    flags += ["--model", format_model(small_model), "--name", "[my] own"]
-    assert command(monkeypatch, *flags) == 0
-    printed = capfd.readouterr().out
+@pytest.fixture(scope="module")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, empty_store: Path, small_shards: Path, small_model: ModelConfig
+) -> tuple[Path, str]:
+    """A working folder with the finished ladder ``[my] own``, of a suite of one's own, and what it printed."""
+    folder, printed = tmp_path_factory.mktemp("finished"), io.StringIO()
+    shutil.copy(empty_store, folder)
+    shutil.copytree(small_shards, folder / "tokens")
+    (folder / "own.py").write_text(
+        "from train.ladder.suites import Rung, Suite\n"
+        "SUITE = Suite('own', 'of [/b]', {}, (Rung('[fast] rate', {'learning_rate': 1e-3}),))\n"
+    )
+    flags = ["--suite", "own.py", "--data", "tokens", "--device", "cpu", "--steps", "8", "--cycle", "8+0"]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.chdir(folder)
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        in_this_process(patch)
+        assert command(patch, *flags, "--model", format_model(small_model), "--name", "[my] own") == 0
+    return folder, printed.getvalue()
+
+
+def test_brackets_of_ones_own_are_printed_as_they_are(finished: tuple[Path, str]) -> None:
+    printed = finished[1]
     assert "own: of [/b]; 1 rungs in" in printed
     assert printed.count("[fast] rate") >= 3, "as it begins, in the table, where it is said what helps, and if unclear"
     assert printed.count("runs/[my] own") == 2
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_ladder_that_was_killed_leaves_no_run_behind_that_seems_to_run(
+    monkeypatch: pytest.MonkeyPatch, finished: tuple[Path, str]
+) -> None:
+    monkeypatch.chdir(finished[0])
+    client = MlflowClient(store_uri())
+    (rung,) = client.search_runs(["1"], "tags.kind = 'rung'")
+    client.update_run(rung.info.run_id, status="RUNNING")
+    Path("runs/[my] own/01-fast-rate/rung.json").unlink()
+    assert command(monkeypatch, "--resume", "[my] own") == 0
+    runs = client.search_runs(["1"])
+    killed = [run.info.run_id for run in runs if run.info.status == "KILLED"]
+    assert killed == [rung.info.run_id]
+    assert sorted(run.info.status for run in runs) == ["FINISHED"] * 4 + ["KILLED"], "the ladder, two controls, a rung"
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_an_interrupted_ladder_says_how_to_continue_it(
+    monkeypatch: pytest.MonkeyPatch, small_shards: Path, small_model: ModelConfig,
+    capfd: pytest.CaptureFixture[str], make_result: Callable[..., RunResult], raises: bool,
+) -> None:  # fmt: skip
+    """Whether the rung's worker saved in time, or not."""
+
+    def train(run: driver.Run, *_: object) -> RunResult:
+        if run.home.path.name == "control-00":
+            return make_result()
+        if raises:
+            raise KeyboardInterrupt
+        return make_result(outcome="interrupted")
+
+    monkeypatch.setattr(driver, "train", train)
+    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+    flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
+    flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--name", "stopped"]
+    assert command(monkeypatch, *flags) == 130
+    assert "continue with: python -m train.ladder --resume stopped --out runs\n" in capfd.readouterr().out
+    assert [path.name for path in Path("runs/stopped").glob("*/")] == ["control-00"]
+    ended = {run.data.tags["kind"]: run.info.status for run in MlflowClient(store_uri()).search_runs(["1"])}
+    assert ended == {"control": "FINISHED", "rung": "KILLED", "ladder": "KILLED"}
+
+
+EARLIER = Path(__file__).parent / "fixtures/earlier"
+"""What ``--suite memory --rungs Adafactor`` left in /project before rungs were labelled ``changes_numerics``."""
+
+
+def earlier(project: Path, run_id: str = "0" * 32) -> None:
+    """Put the ladder of an earlier version into the folder runs/old, as if it had been run in ``project``."""
+    shutil.copytree(EARLIER, "runs/old")
+    for path in Path("runs/old").rglob("*.json"):
+        kept = path.read_text().replace("/project", str(project))
+        path.write_text(kept.replace("3ad8104658bb4021aec2151ca08ac2d1", run_id))
+
+
+def test_a_ladder_of_an_earlier_version_is_continued(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is run again, for which there is no Ray here."""
+    monkeypatch.setattr(runner, "connected", lambda *_, **__: pytest.fail("a rung was not kept"))
+    earlier(tmp_path, create_run("ladder", "old").run_id)
+    shutil.copytree(small_shards, "tokens")
+    assert command(monkeypatch, "--resume", "old") == 0
+    printed = capfd.readouterr().out
+    assert printed.count("kept from") == 3
+    assert "Adafactor *" in printed
+    _, row = json.loads(Path("runs/old/standings.json").read_text())["rows"]
+    assert (row["name"], row["changes_numerics"], row["loss"]) == ("Adafactor", True, pytest.approx(5.55, abs=0.01))
+
+
+@pytest.mark.parametrize(
+    ("project", "said"),
+    [
+        (None, "the data of {0}/runs/old is not in {0}/tokens: bring it back, or begin a new ladder."),
+        (
+            "/elsewhere",
+            "{0}/runs/old was copied or moved from /elsewhere/runs/old without its data: to continue it, copy the data "
+            "to /elsewhere/tokens; or begin a new ladder with --data.",
+        ),
+    ],
+)
+def test_a_ladder_without_its_data_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], project: str | None, said: str
+) -> None:
+    earlier(Path(project or tmp_path))
+    assert command(monkeypatch, "--resume", "old") == 2
+    assert said.format(tmp_path) in " ".join(capfd.readouterr().err.split())
 
 
 def test_a_budget_that_leaves_no_warm_up_says_how_long_it_needs(small_shards: Path, small_model: ModelConfig) -> None:
@@ -231,14 +331,13 @@ def test_a_budget_that_leaves_no_warm_up_says_how_long_it_needs(small_shards: Pa
         refuse_short(None, "oom")
 
 
+@pytest.mark.usefixtures("in_process")
 def test_time_ends_a_rung_early_once_its_speed_is_known(
     monkeypatch: pytest.MonkeyPatch, small_shards: Path, small_model: ModelConfig
 ) -> None:
     assert with_ends(LadderOptions()).within == 0.005
     assert with_ends(LadderOptions(time_budget=20.0, within=0)).within == 0
     assert with_ends(LadderOptions(steps=100)).within is None, "the rungs' losses are compared at the same step"
-    monkeypatch.setattr(runner.driver, "run", here)
-    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
     flags += ["--model", format_model(small_model), "--time-budget", "200s", "--within", "0.9", "--cycle", "20+1"]
     assert command(monkeypatch, *flags, "--name", "early") == 0
@@ -247,30 +346,10 @@ def test_time_ends_a_rung_early_once_its_speed_is_known(
     assert all(end % 20 == 1 and end < 2000 for end in ends), "seen behind a cycle's report, and not after 200 seconds"
 
 
-def test_a_ladder_that_was_killed_leaves_no_run_behind_that_seems_to_run(
-    monkeypatch: pytest.MonkeyPatch, small_shards: Path, small_model: ModelConfig
-) -> None:
-    monkeypatch.setattr(runner.driver, "run", here)
-    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
-    flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
-    flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--name", "killed"]
-    assert command(monkeypatch, *flags) == 0
-    client = MlflowClient(store_uri())
-    (rung,) = client.search_runs(["1"], "tags.kind = 'rung'")
-    client.update_run(rung.info.run_id, status="RUNNING")
-    Path("runs/killed/01-checkpointing/rung.json").unlink()
-    assert command(monkeypatch, "--resume", "killed") == 0
-    runs = client.search_runs(["1"])
-    killed = [run.info.run_id for run in runs if run.info.status == "KILLED"]
-    assert killed == [rung.info.run_id]
-    assert sorted(run.info.status for run in runs) == ["FINISHED"] * 4 + ["KILLED"], "the ladder, two controls, a rung"
-
-
+@pytest.mark.usefixtures("in_process")
 def test_a_ladder_whose_baseline_is_refused_leaves_its_name_for_the_corrected_one(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
 ) -> None:
-    monkeypatch.setattr(runner.driver, "run", here)
-    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
     shard = shutil.copytree(small_shards, Path("tokens")) / "train/00000.arrow"
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", "tokens", "--device", "cpu"]
     flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0"]
@@ -319,19 +398,13 @@ def test_damaged_files_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
 def test_a_rung_that_says_nothing_here_is_named(small_shards: Path, small_model: ModelConfig) -> None:
     config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=8)
     without, rung = replace(config, naive=()), Rung("large pages", {"naive": ()})
-    with pytest.raises(UserError, match="the pages are a CPU's"):
+    with pytest.raises(UserError, match="large pages are for CPU memory"):
         refuse_unsuited(replace(config, naive=("pages",)), without, rung, A100)
     refuse_unsuited(replace(config, naive=("pages",)), without, rung, cpu_facts())
     with pytest.raises(UserError, match="--precision fp16 and --device cpu exclude each other"):  # which auto finds
         refuse_unsuited(config, replace(config, precision="fp16"), Rung("fp16", {"precision": "fp16"}), cpu_facts())
     with pytest.raises(UserError, match="--attention cudnn"):
         Trainer(replace(config, device="cpu", attention="cudnn")).run()
-
-
-@pytest.mark.skipif(not hasattr(torch.cpu, "get_capabilities"), reason="this torch does not say what the CPU can do")
-def test_a_cpu_multiplies_bf16_where_torch_says_so_too() -> None:
-    able = torch.cpu.get_capabilities()
-    assert cpu_facts().bf16 == bool(able.get("avx512_bf16") or able.get("amx_tile"))
 
 
 def test_two_ladders_stand_side_by_side_with_their_commits() -> None:

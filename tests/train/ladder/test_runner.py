@@ -1,7 +1,6 @@
 """What a ladder runs and what it refuses, rung by rung, without the runs themselves."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,11 +11,12 @@ from infra.hardware import A100, DeviceFacts
 from infra.schema import to_json
 from infra.storage import write_json
 from infra.tracking.key import RunKey
+from pipeline.shards import Manifest, read_manifest
 from train.config import TrainConfig
 from train.estimate.memory import predict_peak
 from train.ladder import runner
-from train.ladder.runner import Climb, Measured, largest_batch, refuse_short, refuse_unsuited, worker_reason
-from train.ladder.suites import Rung, Suite
+from train.ladder.runner import Ladder, Measured, largest_batch, refuse_short, refuse_unsuited, worker_reason
+from train.ladder.suites import SUITES, Rung, Suite, short_form
 from train.model_config import ModelConfig
 from train.result import RunResult
 
@@ -24,19 +24,19 @@ Make = Callable[..., RunResult]
 
 
 @dataclass(frozen=True)
-class MadeUp(Climb):
-    """A climb whose runs take no time and have this result."""
+class MadeUp(Ladder):
+    """A ladder whose runs take no time and have this result."""
 
     result: RunResult | None = None
     ran: list[tuple[str, TrainConfig]] = field(default_factory=list)
 
-    def _measure(self, prefix: str, rung: Rung, config: TrainConfig, number: int) -> Measured:
-        self.ran.append((prefix, config))
+    def _measure(self, name: str, rung: Rung, config: TrainConfig) -> Measured:
+        self.ran.append((name, config))
         assert self.result is not None
         fails = config.micro_batch == 3
         return Measured(
-            rung.name, prefix, config.to_json(), None if fails else self.result, "oom" * fails,
-            rung.new_mathematics,
+            rung.name, name, config.to_json(), None if fails else self.result, "oom" * fails,
+            rung.changes_numerics,
         )  # fmt: skip
 
 
@@ -56,37 +56,77 @@ RUNGS = (
 )
 
 
-@pytest.mark.parametrize("climbs", [True, False])
+@pytest.fixture
+def manifest(small_shards: Path) -> Manifest:
+    return read_manifest(small_shards)
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
 def test_a_control_stands_around_every_rung_that_ran(
-    climbs: bool, base: TrainConfig, make_result: Make, tmp_path: Path
+    cumulative: bool, base: TrainConfig, make_result: Make, tmp_path: Path, manifest: Manifest
 ) -> None:
     said: list[str] = []
-    made = MadeUp(tmp_path, RunKey("", "", "", ""), ExitStack(), say=said.append, result=make_result())
-    controls, rungs = made.run(Suite("mine", "Mine", {"checkpointing": "full"}, RUNGS, climbs), base)
+    suite = Suite("mine", "Mine", {"checkpointing": "full"}, RUNGS, cumulative)
+    made = MadeUp(tmp_path, RunKey("", "", "", ""), suite, base, manifest, say=said.append, result=make_result())
+    controls, rungs = made.run()
     baseline = replace(base, checkpointing="full")
     reasons = {rung.name: rung.reason for rung in rungs if rung.reason}
-    unchanged = {"the same": "here it changes nothing"} if climbs else {}
-    assert reasons == unchanged | {"fails": "oom", "a GPU's": "TF32 is a GPU's; a CPU computes the same fp32"}
+    unchanged = {"the same": "here it changes nothing"} if cumulative else {}
+    assert reasons == unchanged | {"fails": "oom", "a GPU's": "TF32 is for GPUs; a CPU computes the same fp32"}
     assert len(controls) == 1 + len(rungs) - len(reasons)
-    assert all(config == baseline for prefix, config in made.ran if prefix == "control")
+    assert all(config == baseline for name, config in made.ran if name.startswith("control"))
+    assert len({name for name, _ in made.ran}) == len(made.ran), "each has a folder of its own"
     configs = {rung.name: rung.config for rung in rungs}
-    kept = {"loss_chunks": 2, "micro_batch": 2, "global_batch": 24} if climbs else {}
+    kept = {"loss_chunks": 2, "micro_batch": 2, "global_batch": 24} if cumulative else {}
     assert configs["again"] == replace(baseline, **kept).to_json()
     assert configs["larger"] == replace(baseline, **(kept | {"global_batch": 24})).to_json()
-    assert [rung.name for rung in rungs if rung.new_mathematics] == ["larger"], "another global batch"
+    assert [rung.name for rung in rungs if rung.changes_numerics] == ["larger"], "another global batch"
     assert len(said) == len(unchanged) + 1
 
 
-def test_a_ladder_ends_where_its_control_does(base: TrainConfig, make_result: Make, tmp_path: Path) -> None:
+BF16 = {
+    "a100": {"bf16 without scaler", "bf16 activations"},
+    "loop": {"mixed precision bf16"},
+    "memory": {"bf16", "bf16 activations", "bf16 AdamW", "all together"},
+}
+REFUSED = {
+    "a100": {"tensor cores", "mixed precision fp16", "the GPU's attention", "max-autotune"},
+    "loop": {"tensor cores", "max-autotune", "all together"},
+    "memory": {"fp16", "TF32"},
+    "sizes": {"batch 31"},
+    "aa": set[str](),
+}
+"""What no CPU can run and, of ``sizes``, what is the baseline again once it is an eighth the size and rounded up."""
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_a_cpu_runs_every_rung_but_those_for_other_hardware(
+    suite: Suite, native: bool, base: TrainConfig, make_result: Make, tmp_path: Path, manifest: Manifest
+) -> None:  # fmt: skip
+    short = short_form(suite)
+    short = replace(short, base={name: value for name, value in short.base.items() if name != "model"})
+    base = replace(base, model=replace(base.model, width=48))  # which 6, 16 and 24 heads divide
+    cpu = DeviceFacts("cpu", "cpu", bf16=native)
+    made = MadeUp(tmp_path, RunKey("", "", "", ""), short, base, manifest, facts=cpu, result=make_result())
+    _, rungs = made.run()
+    expected = REFUSED[suite.name] | (set() if native else BF16.get(suite.name, set()))
+    assert {rung.name for rung in rungs if rung.reason} == expected
+
+
+def test_a_ladder_ends_where_its_control_does(
+    base: TrainConfig, make_result: Make, tmp_path: Path, manifest: Manifest
+) -> None:
     @dataclass(frozen=True)
     class Failing(MadeUp):
-        def _measure(self, prefix: str, rung: Rung, config: TrainConfig, number: int) -> Measured:
-            measured = super()._measure(prefix, rung, config, number)
+        def _measure(self, name: str, rung: Rung, config: TrainConfig) -> Measured:
+            measured = super()._measure(name, rung, config)
             return replace(measured, result=None, reason="oom") if rung.name == "control" else measured
 
-    made = Failing(tmp_path, RunKey("", "", "", ""), ExitStack(), result=make_result())
+    suite = Suite("mine", "Mine", {}, RUNGS)
+    made = Failing(tmp_path, RunKey("", "", "", ""), suite, base, manifest, result=make_result())
     with pytest.raises(UserError, match="control could not be run again after 'chunks': oom"):
-        made.run(Suite("mine", "Mine", {}, RUNGS), base)
+        made.run()
 
 
 def test_a_rung_is_kept_with_its_very_config_and_a_speed(base: TrainConfig, make_result: Make, tmp_path: Path) -> None:
@@ -102,6 +142,18 @@ def test_a_rung_is_kept_with_its_very_config_and_a_speed(base: TrainConfig, make
     assert runner._kept(path, base) is None
     path.write_text("{")
     assert runner._kept(path, base) is None
+
+
+def test_a_rung_of_an_earlier_version_is_kept(base: TrainConfig, make_result: Make, tmp_path: Path) -> None:
+    """It called the changed numerics another name, and lacks the settings that came later."""
+    measured = to_json(Measured("one", "01-one", base.to_json(), make_result(), changes_numerics=True))
+    measured["new_mathematics"] = measured.pop("changes_numerics")
+    assert measured["config"].pop("accelerator") is None
+    write_json(tmp_path / "rung.json", measured)
+    kept = runner._kept(tmp_path / "rung.json", base)
+    assert kept is not None
+    assert kept.changes_numerics
+    assert "new_mathematics" not in to_json(kept)
 
 
 def test_the_batch_that_fits_is_the_largest_that_does(base: TrainConfig) -> None:
@@ -130,7 +182,7 @@ def test_what_a_machine_cannot_show_is_refused(base: TrainConfig) -> None:
     modern, old = DeviceFacts("cpu", "cpu", bf16=True), DeviceFacts("cpu", "cpu", bf16=False)
     habits = replace(base, device="auto", naive=("pages", "sync"))
     refuse_unsuited(habits, replace(habits, naive=()), Rung("habits", {"naive": ()}), A100)
-    with pytest.raises(UserError, match="the pages are a CPU's"):
+    with pytest.raises(UserError, match="large pages are for CPU memory"):
         refuse_unsuited(habits, replace(habits, naive=("sync",)), Rung("pages", {"naive": ("sync",)}), A100)
     tf32 = replace(base, precision="tf32")
     refuse_unsuited(tf32, replace(tf32, seed=1), Rung("seed", {"seed": 1}), old)

@@ -15,8 +15,8 @@ from train.ladder.standings import Row, cells, columns, header, helps, legend, l
 from train.ladder.suites import AA, SUITES, Rung, Suite
 from train.result import Memory, RunResult, Throughput
 
-CLIMBING = Suite("mine", "Mine", {}, (Rung("first", {"batch": 2}), Rung("second", {"batch": 4})), climbs=True)
-FLAT = replace(CLIMBING, climbs=False)
+CUMULATIVE = Suite("mine", "Mine", {}, (Rung("first", {"batch": 2}), Rung("second", {"batch": 4})), cumulative=True)
+FLAT = replace(CUMULATIVE, cumulative=False)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_each_rung_stands_beside_its_own_controls(measured: Callable[..., Measur
     rungs = [
         measured("first", 3000, step_tokens=64),
         Measured("refused", "", {}, reason="no such GPU"),
-        replace(measured("second", 2000, global_batch=8), new_mathematics=True),
+        replace(measured("second", 2000, global_batch=8), changes_numerics=True),
     ]
     base, first, refused, second = standings(controls, rungs, tmp_path)
     assert refused == Row("refused", "no such GPU")
@@ -64,7 +64,7 @@ def test_each_rung_stands_beside_its_own_controls(measured: Callable[..., Measur
     assert base.step_seconds == 32 / 1000
     assert first.step_seconds == 64 / 3000
     assert (base.loss, first.loss) == (9.5, 5.0), "of the last fifth before the 320 tokens that all have seen"
-    assert (first.new_mathematics, second.new_mathematics) == (False, True)
+    assert (first.changes_numerics, second.changes_numerics) == (False, True)
 
 
 def test_losses_at_equal_tokens_are_those_of_the_last_fifth(measured: Callable[..., Measured], tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_ratio_that_may_be_none_is_in_brackets() -> None:
 ROWS = [
     Row("baseline", batch="4", gib=10.0, speed=1000.0, low=990.0, high=1003.0, step_seconds=0.25),
     Row("first", batch="2", gib=9.0, predicted_gib=8.5, speed=1500.0, low=1490.0, high=1510.0, step_seconds=0.125,
-        step=Difference(1.5, 1.4, 1.6), total=Difference(1.5, 1.4, 1.6), mfu=0.5, loss=3.25, new_mathematics=True),
+        step=Difference(1.5, 1.4, 1.6), total=Difference(1.5, 1.4, 1.6), mfu=0.5, loss=3.25, changes_numerics=True),
     Row("refused", "no such GPU"),
     Row("second", batch="2", gib=9.95, speed=1500.0, low=1490.0, high=1510.0, step_seconds=0.125,
         step=Difference(1.0, 0.9, 1.1), total=Difference(1.5, 1.2, 1.9, control_width=0.4)),
@@ -92,9 +92,9 @@ ROWS = [
 
 
 def test_a_row_is_told_under_its_headings() -> None:
-    base, first, refused, second = (dict(zip(header(CLIMBING), cells(row, CLIMBING), strict=True)) for row in ROWS)
+    base, first, refused, second = (dict(zip(header(CUMULATIVE), cells(row, CUMULATIVE), strict=True)) for row in ROWS)
     assert first == {
-        "rung": "first *", "batch": "2", "GiB": "9.00 (8.50)", "tokens/s": "1,500 ±10", "s a step": "0.125",
+        "rung": "first *", "batch": "2", "GiB": "9.00 (8.50)", "tokens/s": "1,500 ±10", "s per step": "0.125",
         "step": "1.50x ±7%", "total": "1.50x ±7%", "MFU": "50.0%", "of ceiling": "-", "loss": "3.250",
     }  # fmt: skip
     assert base["tokens/s"] == "1,000 ±10", "the wider side"
@@ -105,9 +105,9 @@ def test_a_row_is_told_under_its_headings() -> None:
 
 
 def test_a_column_that_is_empty_here_is_left_out() -> None:
-    assert [column[0] for column in columns(CLIMBING, ROWS)] == [*header(CLIMBING)[:8], "loss"]
+    assert [column[0] for column in columns(CUMULATIVE, ROWS)] == [*header(CUMULATIVE)[:8], "loss"]
     assert [column[0] for column in columns(FLAT, [replace(row, loss=None, mfu=None) for row in ROWS])] == [
-        "rung", "batch", "GiB", "tokens/s", "s a step", "total",
+        "rung", "batch", "GiB", "tokens/s", "s per step", "total",
     ]  # fmt: skip
 
 
@@ -118,25 +118,25 @@ def test_the_closing_table_times_as_many_steps_as_the_study() -> None:
         for suite in SUITES.values()
     }
     assert timed.pop("loop") == ("s for 2 steps", "0.5")
-    assert set(timed.values()) == {("s a step", "0.25")}
+    assert set(timed.values()) == {("s per step", "0.25")}
 
 
 def test_the_legend_says_how_sure_the_table_is() -> None:
-    refused, drift, signs, unclear, total = legend(CLIMBING, ROWS, [100.0, 90.0, 110.0, 105.0])
+    refused, drift, signs, unclear, total = legend(CUMULATIVE, ROWS, [100.0, 90.0, 110.0, 105.0])
     assert refused == "refused: not run, no such GPU."
-    assert drift == "The control ran 4 times: 100 tokens/s at first, 105 at last, between 90 and 110."
+    assert drift == "The control ran 4 times: 100 tokens/s at first, 105 at the end, between 90 and 110."
     assert "a ratio in brackets may be no difference" in signs
     assert unclear == (
-        "unclear: the control's 95% interval is up to 40% of its speed wide around second, and above 25% a ratio to it "
-        "shows nothing. More steps a rung (--steps or --time-budget) or a quieter machine would help."
+        "unclear: the control's 95% interval is up to 40% of its speed wide around second, and above 25% no "
+        "conclusion is drawn. More steps per rung (--steps or --time-budget) or a quieter machine would help."
     )
     assert total == "Total improvement over the baseline: 1.50 times (95%: 1.20 to 1.90), which may be none."
-    assert legend(CLIMBING, ROWS[:2], [100.0])[-1] == (
+    assert legend(CUMULATIVE, ROWS[:2], [100.0])[-1] == (
         "Total improvement over the baseline: 1.50 times (95%: 1.40 to 1.60)."
     )
     assert len(legend(FLAT, ROWS[:2], [100.0])) == 2, "what changes one thing at a time has no total"
     equal = [*ROWS, replace(ROWS[-1], name="third")]
-    assert legend(AA, equal, [100.0])[-1] == "1 of 3 equal runs were called different; at most 5% is right."
+    assert legend(AA, equal, [100.0])[-1] == "1 of 3 equal runs were called different; expected are at most 5%."
 
 
 def test_what_helps_memory_and_what_helps_speed_is_said_with_its_number() -> None:
@@ -158,4 +158,4 @@ def test_the_page_in_mlflow_says_what_helps_where_one_thing_changes_at_a_time() 
     page = markdown(FLAT, ROWS, [100.0])
     assert "| refused: not run, no such GPU | " in page
     assert "| first | yes (-10.0%) | yes (+50.0%) |" in page
-    assert "saves memory" not in markdown(CLIMBING, ROWS, [100.0])
+    assert "saves memory" not in markdown(CUMULATIVE, ROWS, [100.0])

@@ -8,8 +8,7 @@ import pytest
 from infra.errors import UserError
 from train.config import Cycle, TrainConfig
 from train.ladder.runner import largest_batch
-from train.ladder.suite_files import find_suite
-from train.ladder.suites import A100, SUITES, Rung, Suite, apply, choose, searched, short_form
+from train.ladder.suites import A100, SUITES, Rung, Suite, apply, choose, find_suite, searched, short_form
 from train.model_config import PRESETS
 
 START = TrainConfig(device="cuda", steps=10)
@@ -21,7 +20,7 @@ def test_every_rung_of_every_suite_is_a_config(suite: Suite) -> None:
     for rung in suite.rungs:
         config = apply(state, rung.changes)
         assert config != state or suite.name == "aa", f"{rung.name} changes nothing"
-        state = config if suite.climbs else state
+        state = config if suite.cumulative else state
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=lambda suite: suite.name)
@@ -30,7 +29,7 @@ def test_a_rung_with_another_loss_curve_is_labelled(suite: Suite) -> None:
     for rung in suite.rungs:
         changes = {name: value for name, value in rung.changes.items() if value not in ("fp32", "tf32", "adamw-fused")}
         other = {"precision", "optimizer", "vocabulary_multiple", "model.tied", "model.heads"} & changes.keys()
-        assert rung.new_mathematics is bool(other), rung.name
+        assert rung.changes_numerics is bool(other), rung.name
 
 
 def test_the_short_form_is_an_eighth_on_a_tiny_model() -> None:
@@ -48,7 +47,7 @@ def test_the_short_form_of_a_suite_without_a_model_or_batch_is_short_too() -> No
     assert (state.model, state.micro_batch, state.global_batch) == (PRESETS["tiny"], 4, 60)
 
 
-def test_the_study_is_climbed_as_it_was() -> None:
+def test_the_study_is_repeated_as_it_was() -> None:
     state = apply(START, A100.base)
     batches = {"baseline": state.micro_batch}
     for rung in A100.rungs:
@@ -83,23 +82,6 @@ def test_an_unknown_rung_is_answered_with_the_nearest() -> None:
     assert [rung.name for rung in choose(A100, ["compile", "tensor cores"]).rungs] == ["tensor cores", "compile"]
 
 
-def test_a_suite_from_toml(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text(
-        'title = "Mine"\nclimbs = true\n[base]\nmodel = "tiny"\nbatch = 4\nnaive = ["sync"]\n'
-        '[[rung]]\nname = "untied"\nnew_mathematics = true\n[rung.model]\ntied = false\n'
-        '[[rung]]\nname = "no sync"\nnaive = []\n'
-    )
-    suite = find_suite(str(path), START)
-    assert (suite.name, suite.title, suite.climbs) == ("mine", "Mine", True)
-    assert suite.rungs[0] == Rung("untied", {"model.tied": False}, new_mathematics=True)
-    state = apply(apply(START, suite.base), suite.rungs[0].changes)
-    assert (state.model.tied, state.global_batch, state.naive) == (False, 4, ("sync",))
-    assert apply(state, suite.rungs[1].changes).naive == ()
-    path.write_text('[[rung]]\nname = "one"\nbatch = 2\n')
-    assert find_suite(str(path), START) == Suite("mine", "mine", {}, (Rung("one", {"batch": 2}),))
-
-
 def test_a_suite_from_python(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
@@ -112,56 +94,53 @@ def test_a_suite_from_python(tmp_path: Path) -> None:
     assert find_suite(str(path), START) == replace(suite, title="mine", base={})
 
 
+def test_a_toml_file_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('[[rung]]\nname = "one"\nbatch = 2\n')
+    with pytest.raises(UserError, match=r"mine\.toml is a TOML file: write a Python file with SUITE = \[Rung\("):
+        find_suite(str(path), START)
+
+
+def from_file(path: Path, text: str, start: TrainConfig = START) -> Suite:
+    """The suite of a Python file with ``text``."""
+    path.write_text(f"from train.ladder.suites import Rung, Suite\nSUITE = {text}\n")
+    return find_suite(str(path), start)
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("[[rung]]\nbatch = 2\n", "rung 1 has no name"),
-        ("title = 3", "no \\[\\[rung\\]\\]"),
-        ("= 3", "TOML"),
-        ("rung = 3", "no \\[\\[rung\\]\\]"),
-        ("rung = [3]", "no \\[\\[rung\\]\\]"),
-        ("base = 3\n[[rung]]\nname = 'a'", "write a table"),
-        ("climb = true\n[[rung]]\nname = 'a'", "'climb', which no suite has; did you mean climbs"),
-        ("climbs = 'no'\n[[rung]]\nname = 'a'", "climbs is 'no'; write true or false"),
-        ("[[rung]]\nname = 'a'\nnew_mathematics = 'no'", "write true or false"),
-        ("[[rung]]\nname = 'a'\nprecison = 'bf16'", "rung 'a' .*did you mean precision"),
-        ("[base]\nmodel = 'tyni'\n[[rung]]\nname = 'a'", "the base: .*'tyni' is no preset"),
-        ("[base]\nsteps = 'many'\n[[rung]]\nname = 'a'", "steps is 'many'"),
-        ("[[rung]]\nname = 'a'\noptimizer = 'adamx'", "bad.toml, rung 'a': optimizer is 'adamx'"),
-        ("[base]\nmicro_batch = -1\n[[rung]]\nname = 'a'", "bad.toml, the base: --micro-batch -1 must be at least 1"),
-        ("[[rung]]\nname = 'a'\n[rung.model]\nheads = 7", "rung 'a': model width=768 is not divisible by heads=7"),
-        ("[[rung]]\nname = 'a'\nattention = 'flash'\nprecision = 'fp32'", "rung 'a': .*exclude each other"),
-        ("[[rung]]\nname = 'a'\ntokens = 1000000", "rung 'a': --steps and --tokens both end the run"),
+        ("[Rung('a', {'precison': 'bf16'})]", "rung 'a' .*did you mean precision"),
+        ("Suite('s', 'S', {'model': 'tyni'}, (Rung('a'),))", "the base: .*'tyni' is no preset"),
+        ("Suite('s', 'S', {'steps': 'many'}, (Rung('a'),))", "steps is 'many'"),
+        ("[Rung('a', {'optimizer': 'adamx'})]", "bad.py, rung 'a': optimizer is 'adamx'"),
+        ("Suite('s', 'S', {'micro_batch': -1}, (Rung('a'),))", "bad.py, the base: --micro-batch -1 must be at least 1"),
+        ("[Rung('a', {'model.heads': 7})]", "rung 'a': model width=768 is not divisible by heads=7"),
+        ("[Rung('a', {'attention': 'flash', 'precision': 'fp32'})]", "rung 'a': .*exclude each other"),
+        ("[Rung('a', {'tokens': 1000000})]", "rung 'a': --steps and --tokens both end the run"),
         (
-            "climbs = true\n[[rung]]\nname='a'\ncheckpointing = 'selective'\n[[rung]]\nname='b'\ncompile = 'blocks'",
+            "Suite('s', 'S', {}, (Rung('a', {'checkpointing': 'selective'}), Rung('b', {'compile': 'blocks'})), True)",
             "rung 'b': --checkpointing selective and --compile blocks exclude each other",
         ),
     ],
 )
 def test_a_bad_file_is_refused_with_its_fault(tmp_path: Path, text: str, named: str) -> None:
-    path = tmp_path / "bad.toml"
-    path.write_text(text)
     with pytest.raises(UserError, match=named):
-        find_suite(str(path), START)
+        from_file(tmp_path / "bad.py", text)
 
 
 def test_what_only_this_machine_cannot_run_is_no_fault_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text(
-        '[[rung]]\nname = "scaler"\nprecision = "fp16"\n[[rung]]\nname = "8 bits"\nfp8 = true\n'
-        '[[rung]]\nname = "the GPU\'s"\nattention = "cudnn"\n'
-        '[[rung]]\nname = "chunks"\nloss_chunks = 2\n[[rung]]\nname = "fused"\nloss = "fused"\n'
-    )
-    suite = find_suite(str(path), replace(START, device="cpu"))
-    assert [rung.name for rung in suite.rungs] == ["scaler", "8 bits", "the GPU's", "chunks", "fused"]
+    changes = [{"precision": "fp16"}, {"fp8": True}, {"attention": "cudnn"}, {"loss_chunks": 2}, {"loss": "fused"}]
+    text = f"[Rung(str(number), changes) for number, changes in enumerate({changes})]"
+    suite = from_file(tmp_path / "mine.py", text, replace(START, device="cpu"))
+    assert [rung.changes for rung in suite.rungs] == changes
 
 
 def test_a_suite_without_a_model_is_read_with_the_ladders(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text("[[rung]]\nname = 'a'\n[rung.model]\nheads = 5")
+    path, text = tmp_path / "mine.py", "[Rung('a', {'model.heads': 5})]"
     with pytest.raises(UserError, match="not divisible by heads=5"):
-        find_suite(str(path), START)
-    assert find_suite(str(path), replace(START, model=replace(START.model, width=100, heads=10))).rungs
+        from_file(path, text)
+    assert from_file(path, text, replace(START, model=replace(START.model, width=100, heads=10))).rungs
 
 
 def test_a_python_file_that_fails_is_refused_with_its_fault(tmp_path: Path) -> None:
@@ -170,10 +149,10 @@ def test_a_python_file_that_fails_is_refused_with_its_fault(tmp_path: Path) -> N
     with pytest.raises(UserError, match="ZeroDivisionError: division by zero"):
         find_suite(str(path), START)
     for text, named in (
-        ("SUITE = 3", "makes no SUITE"),
+        ("SUITE = 3", "defines no SUITE"),
         ("raise SystemExit", "SystemExit"),
         ("SUITE = []", "has no rung"),
-        ("SUITE = [('a', {'batch': 8})]", "is no rung; write Rung"),
+        ("SUITE = [('a', {'batch': 8})]", "is not a rung; write Rung"),
         ("from train.ladder.suites import Rung\nSUITE = [Rung('a', {'bach': 8})]", "rung 'a' .*did you mean batch"),
     ):
         path.write_text(text)
@@ -199,7 +178,7 @@ def test_a_rung_may_have_its_own_cycle_and_no_data_of_its_own() -> None:
     assert apply(START, {"cycle": "20+0"}).cycle == Cycle(20, 0)
     with pytest.raises(UserError, match="N\\+M"):
         apply(START, {"cycle": 20})
-    with pytest.raises(UserError, match="'data', which is no setting"):
+    with pytest.raises(UserError, match="'data', which is not a setting"):
         apply(START, {"data": "elsewhere"})
 
 
@@ -217,7 +196,7 @@ def test_what_a_search_found_is_a_rung() -> None:
     )  # fmt: skip
     assert apply(TrainConfig(), searched(best).changes) == best
     assert apply(TrainConfig(), searched(replace(best, loss="fused", loss_chunks=1)).changes).loss == "fused"
-    assert searched(best).new_mathematics
+    assert searched(best).changes_numerics
 
 
 def test_the_batch_that_fits_grows_with_what_saves_memory() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from infra.hardware import cpu_facts
 from train.config import TORCHAO_OPTIMIZERS, Cycle, TrainConfig
 from train.data.dataset import ShardData
 from train.data.loader import BatchLoader
@@ -111,14 +110,16 @@ def test_tying_is_one_matrix_in_two_places(plain: TrainConfig) -> None:
     assert losses[True] == pytest.approx(losses[False], abs=TOLERANCE)
 
 
-def test_untying_is_new_mathematics(plain: TrainConfig, golden: list[float]) -> None:
+def test_untying_changes_the_numerics(plain: TrainConfig, golden: list[float]) -> None:
     untied = curve(replace(plain, model=replace(plain.model, tied=False)))
     assert untied != pytest.approx(golden, abs=TOLERANCE)
 
 
-@pytest.mark.skipif(not cpu_facts().bf16, reason="this CPU emulates bf16")
 def test_bf16_is_near_fp32_but_not_it(plain: TrainConfig, golden: list[float]) -> None:
-    assert curve(replace(plain, precision="bf16")) == pytest.approx(golden, abs=0.05)
+    """Also where the CPU emulates it: slower, with the same rounding, which the mean of a loss evens out."""
+    losses = curve(replace(plain, precision="bf16"))
+    assert losses == pytest.approx(golden, abs=2e-3)
+    assert losses != pytest.approx(golden, abs=TOLERANCE / 10)
 
 
 SMALL: Mapping[str, Any] = {
@@ -153,12 +154,12 @@ def test_a_rung_is_labelled_when_its_curve_is_another(suite: Suite, plain: Train
     for rung in suite.rungs:
         config = on_a_cpu(base, rung)
         if config == base:  # a batch, or what is compiled
-            assert not rung.new_mathematics, rung.name
+            assert not rung.changes_numerics, rung.name
             continue
         if config.optimizer in TORCHAO_OPTIMIZERS and not find_spec("torchao"):
             continue
         same = curve(config) == pytest.approx(expected, abs=TOLERANCE / 10)  # sums in another order: 2e-6 at most
-        assert rung.new_mathematics is not same, rung.name
+        assert rung.changes_numerics is not same, rung.name
 
 
 @pytest.mark.gpu

@@ -41,7 +41,26 @@ def test_too_few_steps_have_no_speed(count: int) -> None:
     assert steady_state([1.0] * count, 10) is None
 
 
+def test_noise_alone_is_not_warm_up() -> None:
+    """Medians of neighbouring windows differ by more than one standard error in every third run, by three in few."""
+    found = [warmup_steps([9.0, *series(0.1, 200, noise=0.05, seed=seed)]) for seed in range(100)]
+    assert found.count(1) >= 95
+
+
+def test_three_steps_after_warm_up_are_a_speed_no_faster_than_the_fastest() -> None:
+    """Student's interval of 1, 2 and 1.5 s, 1.5 s ± 4.303 x 0.5 s / sqrt(3), begins at 0.26 s, which no step took."""
+    speed = steady_state([9.0, 1.0, 2.0, 1.5], 30)
+    assert speed is not None
+    assert (speed.tokens_per_second, speed.high, speed.steps, speed.warmup_steps) == (20.0, 30.0, 3, 1)
+    assert speed.low == pytest.approx(30 / 2.742, rel=1e-3)
+    steps = series(0.1, 300)
+    known = steady_state(steps, 1000)
+    assert known is not None
+    assert known.high < 0.999 * 1000 / min(steps), "of many steps the interval is narrower than the steps"
+
+
 def test_measuring_stops_only_when_the_speed_is_known() -> None:
+    assert settled([40.0, *series(0.1, 400, 0.01)], within=0.005), "the first step, which compiles, does not count"
     assert not settled(series(0.1, 15, 0.01), within=0.005)
     assert settled(series(0.1, 400, 0.01), within=0.005)
     assert not settled(series(0.1, 400, 0.5), within=0.005)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from train.checkpoint.progress import read_progress
 from train.config import Cycle, TrainConfig
 from train.loop import conclusion
 from train.loop.memory import is_exhausted
@@ -94,6 +95,25 @@ def test_a_resumed_run_goes_on_bit_for_bit(config: TrainConfig, tmp_path: Path, 
     assert second.train_tokens == straight.train_tokens
     assert second.val_tokens == straight.val_tokens == 2 * 2 * 8 * 32
     assert second.loss_curve == straight.loss_curve
+
+
+def test_a_resumed_run_counts_the_validation_before_it(config: TrainConfig, tmp_path: Path) -> None:
+    """Cycles of two steps and of one validation batch of eight sequences, which are read two at a time."""
+    config = dataclasses.replace(config, micro_batch=2, steps=6, cycle=Cycle(2, 1))
+    first, _ = train(config, checkpoints=tmp_path, should_stop=stop_at(3))
+    assert first.checkpoint
+    second, _ = train(config, checkpoints=tmp_path, resume=Path(first.checkpoint))
+    assert second.val_tokens == 3 * 8 * 32
+
+
+def test_a_checkpoint_asks_for_its_place_by_the_windows_before_it(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=3, cycle=Cycle(3, 0)), checkpoints=tmp_path)
+    monkeypatch.setattr(trainer.data, "place", lambda position: {"position": position})
+    checkpoint = trainer.run().checkpoint
+    assert checkpoint
+    assert read_progress(Path(checkpoint)).place == {"position": 3 * 8}
 
 
 def test_what_ends_within_a_cycle_is_reported_too(config: TrainConfig) -> None:
