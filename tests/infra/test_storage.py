@@ -95,15 +95,16 @@ def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:
     """Also within one process, and it is free once the block has ended, by an error too."""
     lock = tmp_path / "lock"
     code = (
-        "import sys\nfrom pathlib import Path\nfrom infra.errors import UserError\nfrom infra.storage import held\n"
-        "try:\n    with held(Path(sys.argv[1]), 'taken'):\n        print('held')\n"
+        "import os, sys\nfrom pathlib import Path\nfrom infra.errors import UserError\nfrom infra.storage import held\n"
+        "try:\n    with held(Path(sys.argv[1]), 'taken'):\n"
+        "        print('held', flush=True)\n        os.kill(os.getpid(), 9)\n"
         "except UserError as refusal:\n    print(refusal)\n"
     )
 
     def other_process() -> str:
         done = subprocess.run(
             [sys.executable, "-c", code, str(lock)], env=os.environ | {"PYTHONPATH": str(Path.cwd())},
-            capture_output=True, text=True, check=True,
+            capture_output=True, text=True,
         )  # fmt: skip
         return done.stdout.strip()
 
@@ -121,6 +122,8 @@ def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:
     with held(lock, "taken"):
         pass
     assert other_process() == "held"
+    with held(lock, "taken"):  # the other process was killed while it held the lock
+        pass
 
 
 def test_a_lock_is_waited_for(tmp_path: Path) -> None:
