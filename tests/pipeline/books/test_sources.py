@@ -210,6 +210,7 @@ def test_a_bad_source_is_one_sentence(tmp_path: Path, source: str, monkeypatch: 
 
 @pytest.mark.parametrize("mirror", ["http://[bad", "http://a host", "http://host:port", "http://host/\u00e9"])
 def test_a_bad_mirror_is_one_sentence(mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downloads, "RETRIES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="name another --mirror"):
         find(["gutenberg:11"], mirror)
@@ -222,6 +223,7 @@ def test_a_bad_mirror_is_one_sentence(mirror: str, tmp_path: Path, monkeypatch: 
 def test_a_mirror_that_gives_no_book_is_one_sentence(
     answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(downloads, "RETRIES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -239,7 +241,7 @@ def test_a_mirror_that_gives_no_book_is_one_sentence(
 
 @pytest.fixture
 def mirror(tmp_path: Path) -> Iterator[str]:
-    """A mirror with two books, on loopback."""
+    """A mirror with two books, on loopback. A file NAME.fails makes the next request for NAME fail."""
     root = tmp_path / "mirror"
     for text, name in zip(TEXTS, ("cache/epub/84/pg84.txt", "1/3/4/1342/1342-0.txt"), strict=False):
         path = root / name
@@ -250,8 +252,16 @@ def mirror(tmp_path: Path) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             """Keep the test's output clean."""
 
+        def do_GET(self) -> None:
+            answers = root / f"{self.path.lstrip('/')}.fails"
+            if answers.exists():
+                answers.unlink()
+                self.send_error(502)
+            else:
+                super().do_GET()
+
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(root)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
@@ -272,6 +282,14 @@ def test_books_are_fetched_by_number_once(mirror: str, tmp_path: Path, monkeypat
     assert books_of("gutenberg:84,1342", mirror="http://127.0.0.1:9") == expected
     with pytest.raises(UserError, match="book 11 has no plain text"):
         find(["gutenberg:11"], mirror)
+
+
+def test_a_mirror_that_fails_once_is_asked_again(mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fails = tmp_path / "mirror" / "cache/epub/84/pg84.txt.fails"
+    fails.touch()
+    assert books_of("gutenberg:84", mirror=mirror) == {"gutenberg/pg84.txt": TEXTS[0]}
+    assert not fails.exists()
 
 
 def test_hidden_files_are_passed_over_and_others_counted_by_suffix(tmp_path: Path) -> None:
