@@ -5,7 +5,7 @@ How sources are read and cleaned stands apart, because a training run that strea
 
 import os
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,11 +21,17 @@ MIRROR = "https://gutenberg.pglaf.org"
 
 SAMPLE = "sample"
 
+IDENTITY = (
+    "sources", "text_field", "text_column", "doc_separator", "languages", "min_chars", "join_lines", "val_fraction",
+    "encoder", "duplicates", "shard_size",
+)  # fmt: skip
+"""The settings that decide the bytes of the shards."""
+
 
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How sources become clean books, of shards and of a stream alike. Refuses itself with ``UserError``."""
+    """How sources become clean books, for shards and streams alike. Raises ``UserError`` for invalid values."""
 
     text_field: str = "text"
     """The field of JSON lines that holds a book's text."""
@@ -55,7 +61,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class TokenizeConfig(Reading):
-    """Settings of one run of ``pipeline.tokenize``. Refuses itself with ``ValueError``."""
+    """Settings of one run of ``pipeline.tokenize``. Raises ``ValueError`` for invalid values."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (SAMPLE,)
     """Books: files, folders or globs of txt, md, gz, zst, zip, jsonl, parquet, here or at s3://, gs://, hf://;
@@ -90,7 +96,7 @@ class TokenizeConfig(Reading):
     """Say what would be done, and do nothing; only gutenberg: numbers are downloaded, to know their size."""
 
     overwrite: bool = False
-    """Replace what is in --out instead of finishing it; after an interruption, the same command goes on."""
+    """Replace what is in --out instead of finishing it; after an interruption, the same command continues."""
 
     tracking_uri: str | None = None
     """MLflow store. Default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
@@ -105,20 +111,19 @@ class TokenizeConfig(Reading):
         if "" in self.sources:
             raise ValueError("a source is empty: name a file or a folder of books in its place, or leave it out")
         if is_remote(str(self.out).replace(":/", "://", 1)):
-            raise ValueError(f"--out {self.out} is no folder: shards are memory-mapped; add --copy-to for a copy")
+            raise ValueError(f"--out {self.out} is not a folder: shards are memory-mapped; add --copy-to for a copy")
         if self.copy_to and not is_remote(self.copy_to):
-            raise ValueError(f"--copy-to {self.copy_to} is no object storage: write for example s3://bucket/folder")
+            raise ValueError(f"--copy-to {self.copy_to} is not object storage: write for example s3://bucket/folder")
         if not 0 <= self.val_fraction < 1:
             raise ValueError(f"--val-fraction {self.val_fraction} is not a share: give at least 0 and less than 1")
         if self.workers is not None and self.workers < 1:
-            raise ValueError(f"--workers {self.workers} leaves nobody to work: give 1 or more")
+            raise ValueError(f"--workers {self.workers} is too few: give 1 or more")
         if self.shard_size < 1_000_000:
             raise ValueError(f"--shard-size {self.shard_size}B is too small for a task: give 1MB or more")
 
     def identity(self) -> dict[str, Any]:
-        """The settings that decide the bytes of the shards, for the manifest and for telling runs apart."""
-        execution = {"out", "copy_to", "mirror", "workers", "dry_run", "overwrite", "tracking_uri", "address"}
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in execution}
+        """The settings named in ``IDENTITY``, for the manifest and for telling runs apart."""
+        values = {name: getattr(self, name) for name in IDENTITY}
         return values | {"sources": sorted(set(self.sources)), "languages": sorted(set(self.languages))}
 
     @property

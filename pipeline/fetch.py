@@ -30,7 +30,7 @@ class FetchConfig:
 
     def __post_init__(self) -> None:
         if not is_remote(self.source):
-            raise ValueError(f"{self.source} is no object storage: write s3://bucket/folder or gs://bucket/folder")
+            raise ValueError(f"{self.source} is not object storage: write s3://bucket/folder or gs://bucket/folder")
 
 
 def main(config: FetchConfig) -> None:

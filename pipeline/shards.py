@@ -10,7 +10,7 @@ is unfinished. Imports neither Ray nor torch, so training and notebooks can open
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.ipc
 import xxhash
 
-from infra.errors import UserError
+from infra.errors import UserError, first_line
+from infra.schema import from_json, strict, to_json
 from infra.storage import atomic_file, write_json
 
 FORMAT_VERSION = 1
@@ -64,6 +65,7 @@ class ShardRow:
     released: str | None = None
 
 
+@strict
 @dataclass(frozen=True)
 class ShardInfo:
     """What the manifest says of one shard. ``path`` is relative to the folder; ``checksum`` is xxh3-128 of the file."""
@@ -77,6 +79,7 @@ class ShardInfo:
     checksum: str
 
 
+@strict
 @dataclass(frozen=True)
 class Manifest:
     """What a finished data set is: how it was made, of what, and a checksum for every shard."""
@@ -121,7 +124,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Finish the data set in ``folder``."""
-        write_json(folder / MANIFEST, asdict(self))
+        write_json(folder / MANIFEST, to_json(self))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -141,19 +144,15 @@ def read_manifest(folder: Path) -> Manifest:
             f"'python -m pipeline.tokenize --out {folder}' again to finish them."
         )
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        found = values["format_version"]
-        if found != FORMAT_VERSION:
-            raise UserError(
-                f"{path} has format version {found}, and this program reads version {FORMAT_VERSION}: make the "
-                f"shards again with 'python -m pipeline.tokenize --out {folder} --overwrite'."
-            )
-        return Manifest(**(values | {"shards": [ShardInfo(**shard) for shard in values["shards"]]}))
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as damage:
-        raise UserError(
-            f"{path} is damaged ({damage!r}): make the shards again with "
-            f"'python -m pipeline.tokenize --out {folder} --overwrite'."
-        ) from damage
+        values = json.loads(path.read_bytes())
+        if (found := values["format_version"]) == FORMAT_VERSION:
+            return from_json(Manifest, values, "it")
+        wrong = f"has format version {found}, and this program reads version {FORMAT_VERSION}"
+    except (KeyError, TypeError, ValueError) as damage:
+        wrong = f"is damaged ({first_line(damage).rstrip('.')})"
+    raise UserError(
+        f"{path} {wrong}: make the shards again with 'python -m pipeline.tokenize --out {folder} --overwrite'."
+    )
 
 
 class _HashingFile:
@@ -214,11 +213,8 @@ def write_batch(folder: Path, path: str, split: Split, batch: pa.RecordBatch) ->
 
 def checksum(path: Path) -> str:
     """xxh3-128 of a file's bytes, in hexadecimal, as ``ShardInfo.checksum`` holds it."""
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 class Shard:

@@ -20,15 +20,16 @@ import xxhash
 
 from infra.errors import UserError
 from infra.storage import is_remote
-from pipeline.books.clean import Dropped, clean
+from pipeline.books.clean import Dropped
 from pipeline.books.downloads import PREFIX
-from pipeline.books.filters import refuse
-from pipeline.books.readers import Unreadable, read_books
+from pipeline.books.readers import Part, RawBook, read_books
 from pipeline.books.sources import Inventory, find
 from pipeline.config import SAMPLE, Reading, TokenizeConfig
-from pipeline.encoding import VOCABULARY_SHA256, encode
+from pipeline.encoding import VOCABULARY_SHA256
 from pipeline.job.plan import Piece, make_plan, split_of
-from pipeline.shards import END_OF_TEXT, Split
+from pipeline.job.report import Stopwatch
+from pipeline.job.task import tokenize
+from pipeline.shards import Split
 
 PIECE = 4_000_000
 """Bytes of text in one task: small, so that the first tokens are there soon."""
@@ -133,19 +134,14 @@ def encoded_books(piece: Piece, split: Split) -> Iterator[EncodedBook]:
         if _is_one_book(part, settings) and split_of(part.file.id, settings.val_fraction) != split:
             continue
         for raw in read_books(part, settings):
-            if isinstance(raw, Unreadable):
-                book = Dropped(raw.id, "unreadable", raw.reason)
-            elif split_of(raw.id, settings.val_fraction) == split:
-                book = clean(raw, join=settings.join_lines)
-            else:
+            if isinstance(raw, RawBook) and split_of(raw.id, settings.val_fraction) != split:
                 continue
-            refused = book if isinstance(book, Dropped) else refuse(book, settings)
-            if isinstance(book, Dropped) or refused:
-                assert refused is not None
+            outcome = tokenize(raw, settings, Stopwatch())
+            if isinstance(outcome, Dropped):
                 nothing = np.zeros(0, np.uint16)
-                yield EncodedBook(piece.index, part.file.id, raw.id, 0, nothing, refused.reason, refused.detail)
+                yield EncodedBook(piece.index, part.file.id, raw.id, 0, nothing, outcome.reason, outcome.detail)
             else:
-                tokens = np.append(encode(book.text, settings.encoder), np.uint16(END_OF_TEXT))
+                book, tokens = outcome
                 yield EncodedBook(piece.index, part.file.id, book.id, book.chars, tokens)
 
 
@@ -155,7 +151,7 @@ def whole_path(source: str) -> str:
     return source if known else str(Path(source).expanduser().absolute())
 
 
-def _is_one_book(part: Any, settings: TokenizeConfig) -> bool:
+def _is_one_book(part: Part, settings: TokenizeConfig) -> bool:
     """Whether the part is a whole file that is one book, whose id is known before it is read."""
     return part.file.form == "text" and not settings.doc_separator
 

@@ -7,6 +7,7 @@ wrapping, or a ``Dropped``, which becomes one line of ``quarantine.jsonl``.
 import hashlib
 from dataclasses import dataclass
 
+from infra.schema import strict
 from pipeline.books.gutenberg import unwrap
 from pipeline.books.normalize import count_characters, join_lines, normalise, to_utf8, trim
 from pipeline.books.readers import RawBook
@@ -31,6 +32,7 @@ class Book:
     """What was recognised and changed, in words to count by."""
 
 
+@strict
 @dataclass(frozen=True)
 class Dropped:
     """A book that was left out, and why: ``reason`` is a kind to count by, ``detail`` a sentence about this one."""

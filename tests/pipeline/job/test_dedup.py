@@ -20,7 +20,7 @@ from pipeline.shards import Shard, checksum
 @pytest.fixture
 def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Record]:
     """Four pieces: two originals, an exact copy and an empty book, another copy alone, a near one with a third book."""
-    monkeypatch.setattr(plan, "PARTS_A_PIECE", 2)
+    monkeypatch.setattr(plan, "PARTS_PER_PIECE", 2)
     books = tmp_path / "books"
     books.mkdir()
     for name, text in {

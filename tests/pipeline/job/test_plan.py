@@ -72,7 +72,7 @@ def test_a_piece_takes_books_until_it_is_full_and_a_larger_one_alone() -> None:
 
 
 def test_a_piece_has_a_limited_number_of_files() -> None:
-    assert [len(piece) for piece in sizes([0] * (2 * plan.PARTS_A_PIECE + 1))] == [4096, 4096, 1]
+    assert [len(piece) for piece in sizes([0] * (2 * plan.PARTS_PER_PIECE + 1))] == [4096, 4096, 1]
 
 
 def test_parts_cover_a_file_and_compressed_ones_are_taken_for_three_times_their_size() -> None:

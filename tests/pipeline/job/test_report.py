@@ -10,7 +10,7 @@ from pipeline.books.sources import SourceFile
 from pipeline.config import TokenizeConfig
 from pipeline.job.plan import Piece
 from pipeline.job.record import Record
-from pipeline.job.report import Progress, as_markdown, estimate, totals
+from pipeline.job.report import Progress, Stopwatch, as_markdown, estimate, totals
 from pipeline.shards import ShardInfo
 
 
@@ -56,7 +56,7 @@ def test_rates_are_of_this_run() -> None:
     progress = Progress()
     for _ in range(2):
         progress.add({"bytes": 3_000_000, "tokens": 1_000_000, "seconds": {"read": 0.25, "encode": 0.5}})
-    progress.wall = {"plan": 1.0, "work": 4.0}
+    progress.wall = Stopwatch({"plan": 1.0, "work": 4.0})
     assert progress.slowest == "encode"
     assert progress.metrics() == pytest.approx(
         {
@@ -69,7 +69,7 @@ def test_rates_are_of_this_run() -> None:
     told = as_markdown(str(Path("tokens")), totals(RECORDS), progress, "f" * 64)
     assert "**4 books, 2,002,002 tokens** in `tokens` (fingerprint `ffffffffffff`)." in told
     assert "7 in, 4 kept; dropped: 2 empty, 1 language" in told
-    assert "8,008,008 characters, 4.00 characters a token" in told
+    assert "8,008,008 characters, 4.00 characters per token" in told
     assert "this run: 2 pieces, 6.0 MB, 2 MB/s, 500,000 tokens/s" in told
     assert told.index("| encode | 1.00 | 6 | 2.0 |") < told.index("| read | 0.50 | 12 | 4.0 |")
     assert Progress().metrics() == {}

@@ -102,7 +102,7 @@ def test_a_record_says_what_its_shards_hold_and_what_was_read(tmp_path: Path, pr
     assert other.verified_bytes == 0
 
 
-def test_what_cannot_be_read_is_quarantined_and_the_rest_goes_on(tmp_path: Path, prose: Prose) -> None:
+def test_what_cannot_be_read_is_quarantined_and_the_rest_is_kept(tmp_path: Path, prose: Prose) -> None:
     folder = tmp_path / "mixed"
     folder.mkdir()
     whole = gzip.compress(prose(1).encode())
@@ -205,7 +205,7 @@ def test_a_file_of_many_books_fills_several_shards(tmp_path: Path, prose: Prose)
     assert sum(info.rows for info in record.shards) == 200
 
 
-def test_the_book_that_kills_its_worker_is_convicted(tmp_path: Path, write_books: Callable[..., Path]) -> None:
+def test_the_book_that_kills_its_worker_is_skipped(tmp_path: Path, write_books: Callable[..., Path]) -> None:
     books = write_books(tmp_path / "books", 3)
     with (books / "book 0001.txt").open("a") as file:
         file.write("KILLER\n")
