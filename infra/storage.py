@@ -7,6 +7,7 @@ renamed over the final name.
 import io
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -198,8 +199,7 @@ def store(file: Path, system: Any, path: str, kind: str | None = None) -> None:
     system.create_dir(path.rpartition("/")[0])  # object storage has no folders, other filesystems do
     metadata = {"Content-Type": kind} if kind else None
     with file.open("rb") as source, system.open_output_stream(path, metadata=metadata) as sink:
-        while block := source.read(_BLOCK):
-            sink.write(block)
+        shutil.copyfileobj(source, sink, _BLOCK)
 
 
 class _Steady(io.RawIOBase):

@@ -95,9 +95,10 @@ def assess(job: Job) -> Assessment:
 def is_finished(job: Job) -> bool:
     """Whether the folder holds a finished data set of the same inputs."""
     try:
-        return read_manifest(job.folder).inputs == job.inventory.summary()
+        manifest = read_manifest(job.folder)
     except UserError:
         return False
+    return manifest.inputs == job.inventory.summary() and (job.folder / QUARANTINE).is_file()
 
 
 def finish(job: Job) -> Manifest:

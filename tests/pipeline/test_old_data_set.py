@@ -49,6 +49,8 @@ def test_it_is_read_verified_and_known_to_be_finished(
     assert main(config) == 0
     assert "is finished; nothing to do" in capsys.readouterr().out
     assert contents(config.out) == contents(FIXTURE / "tokens")
+    (config.out / output.QUARANTINE).unlink()
+    assert not output.is_finished(Job(config)), "the same command writes it again"
 
 
 def test_it_is_continued_to_the_same_bytes(config: TokenizeConfig) -> None:
