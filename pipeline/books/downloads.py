@@ -1,4 +1,4 @@
-"""Fetch Project Gutenberg's plain-text editions by number, politely: a robot-friendly mirror, a pause, a cache."""
+"""Download Project Gutenberg's plain-text editions by number: a robot-friendly mirror, a pause, a cache."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def cache_folder() -> Path:
 def fetch(source: str, mirror: str) -> Iterator[Path]:
     """The files of ``gutenberg:1342,84``, downloaded unless the cache has them.
 
-    Raises ``UserError`` for something that is not a number, a number without a plain text, or a mirror that is away.
+    Raises ``UserError`` for what is not a number, a number without a plain text, and an unreachable mirror.
     """
     numbers = source.removeprefix(PREFIX).split(",")
     for number in numbers:

@@ -1,8 +1,4 @@
-"""Open a stretch of a source file and yield the books in it, or the reason why it cannot be read.
-
-In: a ``Part`` of a file: all of it, a range of bytes, of row groups, or of archive members. Out: books in
-a fixed order. Only one book is held at a time, however large the file.
-"""
+"""Read the books in a part of a source file, one at a time and in a fixed order, or say why they cannot be read."""
 
 import gzip
 import io
@@ -30,12 +26,12 @@ DAMAGE = (
     EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile, pa.ArrowException, UnicodeDecodeError,
     NotImplementedError,
 )  # fmt: skip
-"""What readers raise where a file's bytes are wrong; and besides, an ``OSError`` without a number."""
+"""What readers raise for a corrupt file, besides an ``OSError`` without a number."""
 
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """A stretch of a file, from ``start`` up to ``stop`` (None: its end); ``size`` estimates its text in bytes."""
+    """A range of a file: bytes, row groups or archive members. ``size`` estimates its bytes of text."""
 
     file: SourceFile
     size: int
@@ -45,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class RawBook:
-    """A book as its source holds it."""
+    """A book as its source stores it."""
 
     id: str
     source: str
@@ -57,17 +53,17 @@ class RawBook:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A file, or a place in one, that gave no book."""
+    """A file, or a place in one, that cannot be read."""
 
     id: str
     reason: str
 
 
 def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Unreadable]:
-    """The books of ``part`` in a fixed order; what is damaged is named and ends the part.
+    """The books of ``part`` in a fixed order; corrupt data is named and ends the part.
 
-    Raises ``UserError`` when the file is gone or the disk fails: that says nothing about the books, and
-    quarantining what a lost disk held would call the data set finished without it.
+    Raises ``UserError`` when the file is gone or the disk fails: quarantining these books would make a data set
+    without them look finished.
     """
     file = part.file
     try:
@@ -76,7 +72,7 @@ def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Unreadable]:
     except FileNotFoundError as gone:
         raise UserError(
             f"{file.uri} was there when the work was planned and is gone: put it back, or run the same command "
-            "again to go on without it."
+            "again to continue without it."
         ) from gone
     except PermissionError as refused:
         yield Unreadable(file.id, f"{refused.strerror}")
@@ -85,7 +81,7 @@ def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Unreadable]:
     except OSError as failure:
         if failure.errno is not None:
             raise UserError(
-                f"{file.uri} cannot be read ({failure.strerror}): mend it and run the same command again."
+                f"{file.uri} cannot be read ({failure.strerror}): fix it and run the same command again."
             ) from failure
         yield Unreadable(file.id, f"damaged: {failure}")  # Arrow's codecs raise OSError without a number
 
@@ -118,14 +114,14 @@ def _decompressed(opened: BinaryIO, compression: str | None) -> BinaryIO:
 
 
 def _documents(stream: BinaryIO, separator: bytes, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-    """Offset and bytes of each document that begins in the range; the last may reach beyond it.
+    """Offset and bytes of each document that begins in the range; the last may extend beyond it.
 
-    Nothing is read that can hold no such beginning, and between documents only what may begin a separator is kept.
+    Reads no further than needed, and between documents keeps only what may be the beginning of a separator.
     """
     position = max(0, start - len(separator))
     if position:
         stream.seek(position)
-    buffer = bytearray()  # the file from ``position`` on; to take from its front costs next to nothing
+    buffer = bytearray()  # the file from ``position``; removing from the front of a bytearray is cheap
     scanned = 0
     inside = start == 0
     while stop is None or position + (0 if inside else len(separator)) < stop:
@@ -196,7 +192,7 @@ def _parquet(part: Part, opened: BinaryIO, name: str) -> Iterator[RawBook | Unre
 def _described(place: str, source: str, text: str, values: dict[str, Any]) -> RawBook:
     def word(*names: str) -> str | None:
         found = next((values[name] for name in names if isinstance(values.get(name), str)), None)
-        # JSON may hold half a surrogate pair, which no shard can.
+        # JSON may contain half a surrogate pair, which a shard cannot store.
         return None if found is None else found.encode("utf-8", "replace").decode()
 
     data = text.encode("utf-8", "replace")
@@ -217,7 +213,7 @@ def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[Ra
     names = Counter(info.filename for info in infos)
     for info in infos[part.start : part.stop]:
         place = f"{part.file.id}/{info.filename}"
-        if names[info.filename] > 1:  # an archive that was added to may hold a name again
+        if names[info.filename] > 1:  # an archive that was appended to may contain a name twice
             place += f"#{info.header_offset}"
         try:
             data = archive.read(info)
@@ -234,7 +230,7 @@ def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[Ra
 
 
 def _sample(opened: BinaryIO) -> Iterator[RawBook]:
-    """The Bible's books in their order: one line a verse, chapters set apart by an empty line and a heading."""
+    """The Bible's books in their order: one line per verse, chapters separated by an empty line and a heading."""
     book, chapter, lines = "", 0, []
     for verse in map(json.loads, opened):
         if verse["book"] != book:

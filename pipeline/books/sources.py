@@ -1,8 +1,6 @@
-"""Find the books: from what a person names to a sorted inventory of files.
+"""Find the books: from the sources of the command line to an inventory of files, sorted by id.
 
-In: paths, folders, globs, remote URIs, ``gutenberg:`` numbers, or ``sample``. Out: ``SourceFile`` records
-sorted by id, whatever the order of the arguments. An id is the file's path below the named folder, so it
-is the same on every machine.
+An id is the file's path below the named folder, so it is the same on every machine.
 """
 
 import fnmatch
@@ -48,7 +46,7 @@ class SourceFile:
 
     @property
     def form(self) -> Form:
-        """How books lie in the file, by its name. What has no suffix that we know is text."""
+        """The file's format, by its name. A file with an unknown suffix is text."""
         if self.id == SAMPLE and self.uri.endswith(".jsonl"):
             return "sample"
         last = _suffix(self.id)
@@ -61,14 +59,14 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Everything that the sources hold."""
+    """All files of the sources."""
 
     files: list[SourceFile]
     skipped: dict[str, int] = field(default_factory=dict)
-    """Files in folders that no reader knows, by suffix."""
+    """Number of files of unknown formats in folders, by suffix."""
 
     def summary(self) -> dict[str, Any]:
-        """Number, bytes and a hash over ids and sizes: what the manifest says of the inputs."""
+        """Number, bytes and a hash over ids and sizes: the inputs as the manifest describes them."""
         inventory = json.dumps([[file.id, file.size] for file in self.files])
         return {
             "files": len(self.files),
@@ -79,7 +77,7 @@ class Inventory:
 
 
 def find(sources: Iterable[str], mirror: str = MIRROR) -> Inventory:
-    """Take inventory of ``sources``; books named by number are downloaded from ``mirror``.
+    """The inventory of ``sources``; books named by number are downloaded from ``mirror``.
 
     Raises ``UserError`` for a source that is missing or holds no books.
     """
@@ -134,7 +132,7 @@ def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
         pattern = f"{begun}{star}{tail}"
         source = base + (f"?{parts.query}" if parts.query else "")
     root = locate(source)[1]
-    user = "".join(parts.netloc.rpartition("@")[:2])  # gs://anonymous@bucket is how a public one is named
+    user = "".join(parts.netloc.rpartition("@")[:2])  # a public bucket is gs://anonymous@bucket
     query = f"?{parts.query}" if parts.query else ""
     try:
         entries = list(listing(source))
@@ -151,7 +149,7 @@ def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
 
 
 def _matches(path: list[str], pattern: list[str]) -> bool:
-    """Whether a glob takes a file, or a folder above it: ``*`` within one folder and ``**`` over any, as locally."""
+    """Whether a glob matches a file or a folder above it: ``*`` within a folder and ``**`` across, as locally."""
     if not pattern:
         return True
     if pattern[0] == "**":
@@ -171,7 +169,7 @@ def _local(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
         yield _entry(path.name, path)
     else:
         matches = glob.glob(str(path), recursive=True)  # noqa: PTH207 Path.glob takes no absolute pattern
-        # What is neither (a pipe, a link to nothing) matches itself, and would do so for ever.
+        # A pipe or a broken link matches itself, which would recurse without end.
         matches = [match for match in sorted(matches) if Path(match).is_file() or Path(match).is_dir()]
         if not matches:
             raise UserError(f"there is no file or folder {source}: check the path, or name '{SAMPLE}' for the sample.")
@@ -183,7 +181,7 @@ def _walk(folder: Path, name: str, skipped: Counter[str]) -> Iterator[SourceFile
     """The books below ``folder``, whose ids begin with ``name``. Links to folders are not followed: they may loop."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except FileNotFoundError:  # it went away meanwhile
+    except FileNotFoundError:  # deleted meanwhile
         return
     except PermissionError as refused:
         raise UserError(f"{folder} cannot be listed ({refused.strerror}): allow it or name other sources.") from refused
@@ -195,7 +193,7 @@ def _walk(folder: Path, name: str, skipped: Counter[str]) -> Iterator[SourceFile
             continue
         try:
             status = entry.stat() if entry.is_file() and _known(entry.name, skipped) else None
-        except OSError:  # it went away meanwhile, or is a link to itself
+        except OSError:  # deleted meanwhile, or a link to itself
             continue
         if status:
             yield SourceFile(f"{name}/{_printable(entry.name)}", entry.path, status.st_size, status.st_mtime_ns)
@@ -215,10 +213,10 @@ def _entry(name: str, path: Path, *, timed: bool = True) -> SourceFile:
 
 
 def _suffix(name: str) -> str:
-    """The last suffix in lower case, by string alone: pathlib's parsing would show in the time of small files."""
+    """The last suffix in lower case; pathlib would be noticeably slower for many small files."""
     return posixpath.splitext(name)[1].lower()
 
 
 def _printable(name: str) -> str:
-    """A file name as valid Unicode: POSIX names are bytes, and Arrow strings and JSON are not."""
+    """A file name as valid Unicode, which POSIX names need not be."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")

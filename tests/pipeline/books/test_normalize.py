@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.books.normalize import count_characters, is_utf8, join_lines, normalise, to_utf8, trim
+from pipeline.books.normalize import count_characters, is_utf8, join_lines, normalize, to_utf8, trim
 
 LETTERS = st.characters(exclude_categories=["Cs", "Cc", "Cf"])
 FRENCH = "Où est l'été? Les élèves français étaient déjà là, « près » de la forêt où naît le cœur.\n" * 30
@@ -15,17 +15,17 @@ FRENCH = "Où est l'été? Les élèves français étaient déjà là, « près 
 @settings(max_examples=500, deadline=None)
 @given(st.lists(st.text(LETTERS)), st.sampled_from(["\n", "\r\n", "\r"]))
 def test_line_ends_become_one_and_the_lines_stay(lines: list[str], end: str) -> None:
-    assert normalise(end.join(lines).encode()).decode() == "\n".join(lines)
+    assert normalize(end.join(lines).encode()).decode() == "\n".join(lines)
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_only_control_characters_and_soft_hyphens_go(text: str) -> None:
-    cleaned = normalise(text.encode()).decode()
+    cleaned = normalize(text.encode()).decode()
     assert not [c for c in cleaned if unicodedata.category(c) == "Cc" and c not in "\t\n"]
     visible = [c for c in text if unicodedata.category(c) != "Cc" and c not in "\u00ad\ufeff"]
     assert [c for c in cleaned if c not in "\t\n"] == [c for c in visible if c not in "\t\n"]
-    assert normalise(cleaned.encode()).decode() == cleaned
+    assert normalize(cleaned.encode()).decode() == cleaned
     assert count_characters(cleaned.encode()) == len(cleaned)
 
 
@@ -133,7 +133,7 @@ def test_the_character_set_is_detected_where_the_letters_are() -> None:
 
 
 def test_line_ends_of_several_kinds_in_one_text_become_one() -> None:
-    assert normalise(b"a\r\nb\rc\nd\x0be\x0cf\r\r\ng") == b"a\nb\nc\nd\ne\nf\n\ng"
+    assert normalize(b"a\r\nb\rc\nd\x0be\x0cf\r\r\ng") == b"a\nb\nc\nd\ne\nf\n\ng"
 
 
 def test_lists_quotations_and_tables_are_not_joined() -> None:
