@@ -1,6 +1,6 @@
-"""What decides a tokenizing run, with every default and its unit in one place.
+"""The settings of the tokenizer, with their defaults and units.
 
-How sources are read and cleaned stands apart, because a training run that streams books reads them in the same way.
+How sources are read and cleaned is a class of its own, because a training run that streams books needs it too.
 """
 
 import os
@@ -17,7 +17,7 @@ from infra.storage import is_remote
 from infra.units import Bytes
 
 MIRROR = "https://gutenberg.pglaf.org"
-"""The mirror that Project Gutenberg names for robots."""
+"""Project Gutenberg's mirror for robots."""
 
 SAMPLE = "sample"
 
@@ -34,13 +34,13 @@ class Reading:
     """How sources become clean books, for shards and streams alike. Raises ``UserError`` for invalid values."""
 
     text_field: str = "text"
-    """The field of JSON lines that holds a book's text."""
+    """The field of JSON lines that contains a book's text."""
 
     text_column: str = "text"
-    """The column of Parquet files that holds a book's text; capitals do not matter."""
+    """The column of Parquet files that contains a book's text; case-insensitive."""
 
     doc_separator: str | None = None
-    """What stands between the books in text files that hold many, for example '<|endoftext|>'."""
+    """The separator between books in text files that contain several, for example '<|endoftext|>'."""
 
     languages: tuple[str, ...] = ()
     """Keep only books in these languages (ISO 639-1: en fr ...), by their header, else detected. Default: all."""
@@ -49,11 +49,11 @@ class Reading:
     """Leave out books with fewer characters."""
 
     join_lines: bool = False
-    """Join hard-wrapped lines into paragraphs; verse and tables stay."""
+    """Join hard-wrapped lines into paragraphs; verse and tables are kept."""
 
     def __post_init__(self) -> None:
         if self.doc_separator == "":
-            raise UserError("--doc-separator is empty: give what stands between two books, or leave it out.")
+            raise UserError("--doc-separator is empty: give the separator between two books, or leave it out.")
         for language in self.languages:
             if not re.fullmatch("[a-z]{2}", language):
                 raise UserError(f"--languages {language!r} is not a language code: write for example en fr de.")
@@ -69,7 +69,7 @@ class TokenizeConfig(Reading):
     Their order does not matter."""
 
     out: Path = Path("data/tokens")
-    """Folder for the token shards, on a disk that every worker sees: training memory-maps them."""
+    """Folder for the token shards, on a disk that all workers share; training memory-maps them."""
 
     copy_to: str | None = None
     """Copy the finished folder there as well: s3://bucket/folder or gs://bucket/folder."""
@@ -81,19 +81,19 @@ class TokenizeConfig(Reading):
     """Share of the books held out for validation, chosen by a hash of each book's id."""
 
     encoder: Literal["gigatoken", "tiktoken"] = "gigatoken"
-    """Both give the same ids. gigatoken is about 15 times faster, and tiktoken checks a sample of its books."""
+    """Both give the same ids. gigatoken is about 15 times faster; tiktoken checks a sample of the books."""
 
     mirror: str = MIRROR
-    """Where 'gutenberg:' numbers are downloaded from; a robot-friendly one."""
+    """Robot-friendly mirror for 'gutenberg:' numbers."""
 
     duplicates: Literal["drop", "near", "keep"] = "drop"
-    """drop: of books with the same cleaned text keep the first by id. near: of other editions too, by MinHash."""
+    """drop: of books with the same cleaned text, keep the first by id. near: also of other editions, by MinHash."""
 
     shard_size: Bytes = 16_000_000
-    """Text in one shard and in one task. The shards depend on it; the number of workers changes nothing."""
+    """Text per shard and per task. The shards depend on it, but not on the number of workers."""
 
     dry_run: bool = False
-    """Say what would be done, and do nothing; only gutenberg: numbers are downloaded, to know their size."""
+    """Only say what would be done. gutenberg: numbers are downloaded, to know their size."""
 
     overwrite: bool = False
     """Replace what is in --out instead of finishing it; after an interruption, the same command continues."""
@@ -102,7 +102,7 @@ class TokenizeConfig(Reading):
     """MLflow store. Default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
 
     address: str | None = None
-    """Ray cluster to work on; default RAY_ADDRESS, else a Ray of its own here."""
+    """Ray cluster to use. Default: RAY_ADDRESS, else a local Ray of its own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
