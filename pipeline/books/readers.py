@@ -9,6 +9,8 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
@@ -231,20 +233,9 @@ def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[Ra
 
 def _sample(opened: BinaryIO) -> Iterator[RawBook]:
     """The Bible's books in their order: one line per verse, chapters separated by an empty line and a heading."""
-    book, chapter, lines = "", 0, []
-    for verse in map(json.loads, opened):
-        if verse["book"] != book:
-            if lines:
-                yield _sample_book(book, lines)
-            book, chapter, lines = verse["book"], 0, [verse["book"], ""]
-        if verse["chapter"] != chapter:
-            chapter = verse["chapter"]
-            lines += ["", f"Chapter {chapter}", ""]
-        lines.append(verse["text"])
-    if lines:
-        yield _sample_book(book, lines)
-
-
-def _sample_book(name: str, lines: list[str]) -> RawBook:
-    text = "\n".join(lines) + "\n"
-    return RawBook(f"{SAMPLE}/{name}", SAMPLE, text.encode(), title=name, author="King James Version", language="en")
+    for name, book in groupby(map(json.loads, opened), itemgetter("book")):
+        lines = [name, ""]
+        for chapter, verses in groupby(book, itemgetter("chapter")):
+            lines += ["", f"Chapter {chapter}", "", *(verse["text"] for verse in verses)]
+        text = "\n".join(lines) + "\n"
+        yield RawBook(f"{SAMPLE}/{name}", SAMPLE, text.encode(), title=name, author="King James Version", language="en")

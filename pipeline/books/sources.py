@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import posixpath
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -138,7 +139,7 @@ def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
         entries = list(listing(source))
     except FileNotFoundError:
         entries = []
-    for entry in sorted(entries, key=lambda entry: entry.path):
+    for entry in entries:
         below = entry.path.removeprefix(root).lstrip("/")
         name = f"{PurePosixPath(root).name}/{below}" if below else PurePosixPath(root).name
         if pattern and not _matches(below.split("/"), pattern.split("/")):
@@ -164,7 +165,7 @@ def _local(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
         )
     path = Path(source).expanduser().absolute()
     if path.is_dir():
-        yield from _walk(path, _printable(path.name), skipped)
+        yield from _walk(path, skipped)
     elif path.is_file():
         yield _entry(path.name, path)
     else:
@@ -177,26 +178,25 @@ def _local(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
             yield from _local(match, skipped)
 
 
-def _walk(folder: Path, name: str, skipped: Counter[str]) -> Iterator[SourceFile]:
-    """The books below ``folder``, whose ids begin with ``name``. Links to folders are not followed: they may loop."""
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except FileNotFoundError:  # deleted meanwhile
-        return
-    except PermissionError as refused:
-        raise UserError(f"{folder} cannot be listed ({refused.strerror}): allow it or name other sources.") from refused
-    for entry in entries:
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from _walk(Path(entry.path), f"{name}/{_printable(entry.name)}", skipped)
-            continue
-        try:
-            status = entry.stat() if entry.is_file() and _known(entry.name, skipped) else None
-        except OSError:  # deleted meanwhile, or a link to itself
-            continue
-        if status:
-            yield SourceFile(f"{name}/{_printable(entry.name)}", entry.path, status.st_size, status.st_mtime_ns)
+def _walk(folder: Path, skipped: Counter[str]) -> Iterator[SourceFile]:
+    """The books below ``folder``. Links to folders are not followed: they may loop."""
+
+    def refuse(failure: OSError) -> None:
+        if isinstance(failure, PermissionError):  # others: deleted meanwhile
+            sentence = f"{failure.filename} cannot be listed ({failure.strerror}): allow it or name other sources."
+            raise UserError(sentence) from failure
+
+    above = len(str(folder)) - len(folder.name)
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            path = f"{parent}/{name}"
+            try:
+                status = os.stat(path)  # noqa: PTH116 Path would parse each name
+            except OSError:  # deleted meanwhile, or a link to itself
+                continue
+            if not name.startswith(".") and stat.S_ISREG(status.st_mode) and _known(name, skipped):
+                yield SourceFile(_printable(path[above:]), path, status.st_size, status.st_mtime_ns)
 
 
 def _known(name: str, skipped: Counter[str]) -> bool:

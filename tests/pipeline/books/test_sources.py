@@ -292,7 +292,7 @@ def test_a_mirror_that_fails_once_is_asked_again(mirror: str, tmp_path: Path, mo
     assert not fails.exists()
 
 
-def test_hidden_files_are_passed_over_and_others_counted_by_suffix(tmp_path: Path) -> None:
+def test_hidden_files_are_skipped_and_others_counted_by_suffix(tmp_path: Path) -> None:
     folder = write_texts(tmp_path / "books")
     for name in (".hidden.txt", "picture.PNG", "page.png", "README", ".git/config.txt", "deep/er/LAST.TXT"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

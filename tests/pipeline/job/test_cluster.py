@@ -71,7 +71,7 @@ def deadly_encoder(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder.parent), str(ROOT)])}
 
 
-def test_a_book_that_crashes_the_encoder_is_quarantined_and_the_rest_goes_on(
+def test_a_book_that_crashes_the_encoder_is_quarantined_and_the_rest_is_kept(
     tmp_path: Path, write_books: Callable[..., Path], deadly_encoder: dict[str, str], cluster: str, store: str
 ) -> None:
     books = write_books(tmp_path / "books", 30, words=12_000)
