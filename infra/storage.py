@@ -58,21 +58,21 @@ def _refusal(path: Path, refused: OSError) -> UserError:
 
 
 @contextmanager
-def held(path: Path, refusal: str, *, patience: float = 0.0) -> Iterator[None]:
-    """Be the only process that holds ``path``, a lock file; the system releases it however the process ends.
+def lock(path: Path, refusal: str, *, patience: float = 0.0) -> Iterator[None]:
+    """Hold the lock file ``path``; the system releases it however the process ends.
 
-    Waits ``patience`` seconds for another that holds it, then raises ``UserError`` with ``refusal``.
+    Waits ``patience`` seconds for another process that holds it, then raises ``UserError`` with ``refusal``.
     """
     # No soft lock where the file system has no flock: it would outlive a process that is killed.
-    lock = FileLock(path, timeout=patience, thread_local=False, fallback_to_soft=False)
+    file_lock = FileLock(path, timeout=patience, thread_local=False, fallback_to_soft=False)
     try:
-        lock.acquire()
+        file_lock.acquire()
     except Timeout:
         raise UserError(refusal) from None
     try:
         yield
     finally:
-        lock.release()
+        file_lock.release()
 
 
 def sync_folder(folder: Path) -> None:

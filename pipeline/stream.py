@@ -42,7 +42,7 @@ HELD_OUT = 0.01
 """Share of the books held out for validation."""
 SEARCHED = 64_000_000
 """Most bytes of text read to find the books held out for validation."""
-BYTES_A_TOKEN = 4
+BYTES_PER_TOKEN = 4
 """An estimate, until books have been read."""
 
 _SCHEMA = pa.schema(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.errors import UserError
-from infra.storage import atomic_file, clear_temporaries, held, write_json
+from infra.storage import atomic_file, clear_temporaries, lock, write_json
 from pipeline.books.clean import Dropped
 from pipeline.encoding import VOCABULARY_SHA256
 from pipeline.job import report
@@ -35,7 +35,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
         (folder / PIECES / LOCK).touch()
     except OSError as refused:
         raise UserError(f"--out {folder} cannot be written ({refused.strerror}): name another folder.") from refused
-    with held(folder / PIECES / LOCK, f"another run is writing to {folder}: wait for it, or give another --out."):
+    with lock(folder / PIECES / LOCK, f"another run is writing to {folder}: wait for it, or give another --out."):
         yield
 
 
