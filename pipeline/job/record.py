@@ -12,7 +12,7 @@ from pipeline.shards import MANIFEST, PIECES, ShardInfo
 
 
 @strict
-@dataclass(frozen=True)
+@dataclass
 class Record:
     """The outcome of a piece. It holds no times, so that equal inputs and settings give equal records."""
 

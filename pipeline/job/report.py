@@ -61,13 +61,10 @@ def estimate(plan: list[Piece], todo: list[Piece], done: Iterable[Record], worke
     """What ``todo`` will make and take, from the pieces that are done or, without any, from English books."""
     records = list(done)
     read = sum(record.read_bytes for record in records)
-    tokens_per_byte = (
-        sum(shard.tokens for record in records for shard in record.shards) / read if read else TOKENS_PER_BYTE
-    )
-    tokens = tokens_per_byte * sum(piece.size for piece in todo)
-    seconds = (
-        START_SECONDS + sum(piece.size for piece in todo) / min(workers, len(plan)) / BYTES_PER_SECOND if todo else 0
-    )
+    made = sum(shard.tokens for record in records for shard in record.shards)
+    size = sum(piece.size for piece in todo)
+    tokens = size * (made / read if read else TOKENS_PER_BYTE)
+    seconds = START_SECONDS + size / min(workers, len(plan)) / BYTES_PER_SECOND if todo else 0
     return (
         f"about {tokens / 1e6:,.1f} million tokens, {2 * tokens / 1e6:,.1f} MB of shards, "
         f"{format_duration(round(seconds))} with {workers} workers"

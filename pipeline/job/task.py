@@ -21,7 +21,7 @@ from pipeline.job.crash_guard import DEATHS, CrashGuard
 from pipeline.job.plan import Piece, split_of
 from pipeline.job.record import Record, reopen
 from pipeline.job.report import Stopwatch
-from pipeline.shards import END_OF_TEXT, SPLITS, ShardInfo, ShardRow, Split, write_shard
+from pipeline.shards import END_OF_TEXT, SPLITS, ShardRow, Split, write_shard
 
 VERIFIED_PIECES = 8
 """In one of this many pieces, the first book is encoded again by tiktoken, which is 15 times slower."""
@@ -53,20 +53,19 @@ class Work:
         self.stages = Stopwatch()
         self.rows: dict[Split, list[ShardRow]] = {split: [] for split in SPLITS}
         self.waiting = 0
-        self.shards: list[ShardInfo] = []
-        self.books: list[tuple[str, str, int, int]] = []
-        self.dropped: list[Dropped] = []
         self.traits: Counter[str] = Counter()
-        self.signatures: dict[str, list[int]] = {}
-        self.read_bytes = self.replaced = self.verified = 0
+        self.record = Record(piece.key(), [], [], [], self.traits, {}, read_bytes=0, replaced=0, verified_bytes=0)
 
     def run(self) -> Record:
         """Do the whole piece and mark it as done."""
+        record = self.record
         for raw in self._reading():
             if isinstance(raw, RawBook):
-                self.read_bytes += len(raw.data)
+                record.read_bytes += len(raw.data)
                 if not self.guard.at(raw.id):
-                    self.dropped.append(Dropped(raw.id, "killed its worker", f"{DEATHS} times, while it was worked on"))
+                    record.dropped.append(
+                        Dropped(raw.id, "killed its worker", f"{DEATHS} times, while it was worked on")
+                    )
                     continue
             self._add(raw)
             if self.waiting >= self.piece.settings.shard_size:
@@ -74,10 +73,7 @@ class Work:
         if not self.guard.at("writing"):
             raise RuntimeError(f"the worker of piece {self.piece.name} died {DEATHS} times while it wrote the shard")
         self._write()
-        record = Record(
-            self.piece.key(), self.shards, sorted(self.books), self.dropped, dict(sorted(self.traits.items())),
-            self.signatures, self.read_bytes, self.replaced, self.verified,
-        )  # fmt: skip
+        record.books.sort()
         with self.stages.time("write"):
             record.write(self.folder, self.piece.name)
         return record
@@ -97,37 +93,37 @@ class Work:
                 yield book
 
     def _add(self, raw: RawBook | Unreadable) -> None:
-        settings = self.piece.settings
+        settings, record = self.piece.settings, self.record
         outcome = tokenize(raw, settings, self.stages)
         if isinstance(outcome, Dropped):
-            self.dropped.append(outcome)
+            record.dropped.append(outcome)
             return
         book, tokens = outcome
-        if not self.verified and self.piece.index % VERIFIED_PIECES == 0:
+        if not record.verified_bytes and self.piece.index % VERIFIED_PIECES == 0:
             with self.stages.time("verify"):
-                self.verified = verify(book.id, book.text, tokens[:-1])
+                record.verified_bytes = verify(book.id, book.text, tokens[:-1])
         if settings.duplicates == "near":
             from pipeline.job.similarity import signature  # an extra step that few runs take
 
             with self.stages.time("compare"):
-                self.signatures[book.id] = signature(book.text)
+                record.signatures[book.id] = signature(book.text)
         row = ShardRow(
             book.id, book.title, book.author, book.language, book.source, book.sha256, book.chars, tokens, book.released
         )
         self.rows[split_of(book.id, settings.val_fraction)].append(row)
         self.waiting += len(book.text)
-        self.books.append((book.id, book.sha256, book.chars, len(tokens)))
+        record.books.append((book.id, book.sha256, book.chars, len(tokens)))
         self.traits.update(book.traits)
-        self.replaced += book.replaced
+        record.replaced += book.replaced
 
     def _write(self) -> None:
         """Write the waiting books, one shard per split."""
         with self.stages.time("write"):
             for split in SPLITS:
                 if self.rows[split]:
-                    number = sum(shard.split == split for shard in self.shards)
+                    number = sum(shard.split == split for shard in self.record.shards)
                     path = f"{split}/{self.piece.name}-{number:03d}.arrow"
-                    self.shards.append(write_shard(self.folder, path, split, self.rows[split]))
+                    self.record.shards.append(write_shard(self.folder, path, split, self.rows[split]))
                     self.rows[split] = []
         self.waiting = 0
 
