@@ -46,17 +46,10 @@ BYTES_PER_TOKEN = 4
 """An estimate, until books have been read."""
 
 _SCHEMA = pa.schema(
-    [
-        pa.field("piece", pa.int64()),
-        pa.field("source", pa.string()),
-        pa.field("book", pa.string()),
-        pa.field("chars", pa.int64()),
-        pa.field("dropped", pa.string()),
-        pa.field("why", pa.string()),
-        pa.field("mistake", pa.string()),
-        pa.field("tokens", pa.large_list(pa.field("item", pa.uint16(), nullable=False))),
-    ]
-)
+    {"piece": pa.int64(), "source": pa.string(), "book": pa.string(), "chars": pa.int64(), "dropped": pa.string(),
+     "why": pa.string(), "mistake": pa.string(),
+     "tokens": pa.large_list(pa.field("item", pa.uint16(), nullable=False))}
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

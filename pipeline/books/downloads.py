@@ -18,11 +18,6 @@ RETRIES = 2
 _TIMEOUT = 60.0
 
 
-def cache_folder() -> Path:
-    """Where downloaded books are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "throughline" / "gutenberg"
-
-
 def fetch(source: str, mirror: str) -> Iterator[Path]:
     """The files of ``gutenberg:1342,84``, downloaded unless the cache has them.
 
@@ -32,7 +27,7 @@ def fetch(source: str, mirror: str) -> Iterator[Path]:
     for number in numbers:
         if not re.fullmatch(r"[1-9]\d{0,6}", number):
             raise UserError(f"{source}: {number!r} is not a book's number; write for example {PREFIX}1342,84.")
-    folder = cache_folder()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "throughline" / "gutenberg"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as refused:

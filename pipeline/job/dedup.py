@@ -37,7 +37,8 @@ def find_duplicates(records: dict[str, Record]) -> dict[str, Dropped]:
 
 def drop_duplicates(folder: Path, records: dict[str, Record], duplicates: dict[str, Dropped]) -> dict[str, Record]:
     """Remove ``duplicates`` from shards and records; returns the updated records, by piece name."""
-    affected = {name: hit for name, record in records.items() if (hit := _hit(record, duplicates))}
+    hits = {name: {book for book, *_ in record.books if book in duplicates} for name, record in records.items()}
+    affected = {name: {book: duplicates[book] for book in hit} for name, hit in hits.items() if hit}
     with ThreadPoolExecutor() as pool:
         changed = dict(
             zip(affected, pool.map(lambda name: _thin(folder, records[name], affected[name]), affected), strict=True)
@@ -45,10 +46,6 @@ def drop_duplicates(folder: Path, records: dict[str, Record], duplicates: dict[s
     for name, record in changed.items():
         record.write(folder, name)
     return records | changed
-
-
-def _hit(record: Record, duplicates: dict[str, Dropped]) -> dict[str, Dropped]:
-    return {book: duplicates[book] for book, *_ in record.books if book in duplicates}
 
 
 def _thin(folder: Path, record: Record, out: dict[str, Dropped]) -> Record:

@@ -1,7 +1,6 @@
 """Split the inputs into pieces: the work of one task each, and one shard per split.
 
-In: the inventory and the config. Out: pieces whose files, order and names depend on those alone, never
-on the number of workers, so that one worker and a hundred make the same bytes.
+They depend on the inventory and the config alone, so that one worker and a hundred make the same bytes.
 """
 
 import hashlib

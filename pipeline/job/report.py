@@ -1,8 +1,4 @@
-"""What a run did, in numbers: for the terminal, for MLflow, and for the manifest.
-
-In: the records of all pieces, and the timings of those that this run did. Out: counts that depend on
-inputs and settings alone (``totals``, kept in the manifest), and rates that do not.
-"""
+"""What a run did, in numbers, for the terminal, for MLflow and (the counts, which are reproducible) the manifest."""
 
 import time
 from bisect import bisect_left

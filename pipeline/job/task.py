@@ -1,8 +1,4 @@
-"""The work of one task: read a piece's files, clean, encode, write its shards, and record the outcome.
-
-In: a ``Piece`` and the output folder. Out: a ``Record`` on disk, written last, which marks the piece as
-done; and how long each stage took. Independent of Ray.
-"""
+"""The work of one task: read a piece's files, clean, encode, write its shards, and record the outcome."""
 
 from collections import Counter
 from collections.abc import Iterator
