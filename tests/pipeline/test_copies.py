@@ -83,7 +83,7 @@ def test_only_what_differs_is_sent_and_fetched(tokens: Path, uri: str, tmp_path:
         download(uri, back)
 
 
-def test_a_copy_that_was_cut_short_has_no_manifest_and_is_finished_by_the_next(
+def test_an_interrupted_copy_has_no_manifest_and_is_finished_by_the_next(
     tokens: Path, uri: str, tmp_path: Path
 ) -> None:
     upload(tokens, uri)
@@ -104,7 +104,7 @@ def test_a_copy_that_was_cut_short_has_no_manifest_and_is_finished_by_the_next(
     assert download(uri, tmp_path / "back") == 3
 
 
-def test_what_is_wrong_with_a_copy_is_said(
+def test_a_damaged_copy_is_described(
     tokens: Path, uri: str, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, set_rate = s3
@@ -142,7 +142,7 @@ def test_what_is_wrong_with_a_copy_is_said(
         FetchConfig("here")
 
 
-def test_the_manifest_is_the_last_to_be_written_there_and_here(
+def test_the_manifest_is_written_last_on_both_sides(
     tokens: Path, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload(tokens, uri)

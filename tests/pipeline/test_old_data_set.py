@@ -72,7 +72,7 @@ def test_it_is_continued_to_the_same_bytes(config: TokenizeConfig) -> None:
     ("old", "new"),
     [('"tokens": 182', '"tokens": "182"'), ('"split": "train"', '"split": "test"'), ('"rows"', '"lines"')],
 )
-def test_a_damaged_copy_of_it_is_not_half_understood(config: TokenizeConfig, old: str, new: str) -> None:
+def test_a_damaged_copy_of_it_is_refused(config: TokenizeConfig, old: str, new: str) -> None:
     shutil.copytree(FIXTURE / "tokens", config.out)
     for name in (MANIFEST, "pieces/000000.json"):
         path = config.out / name

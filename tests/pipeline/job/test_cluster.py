@@ -1,4 +1,4 @@
-"""Workers that die, nodes that go, and storage that fails now and then: on a real Ray and a real S3 server."""
+"""Dying workers, lost nodes and unreliable storage: on a real Ray and a real S3 server."""
 
 import contextlib
 import os

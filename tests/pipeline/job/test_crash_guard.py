@@ -1,4 +1,4 @@
-"""Notes of deaths outlive whatever kills, and are whole or not there."""
+"""The notes of the crash guard survive a killed worker, and are complete or absent."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("book", ["book", "ein Büchlein \u2026"])
-def test_deaths_are_counted_from_one_worker_to_the_next(notes: Path, book: str) -> None:
+def test_crashes_are_counted_across_workers(notes: Path, book: str) -> None:
     for deaths in range(crash_guard.DEATHS):
         assert CrashGuard("run", "000000").at("a longer name than that of the next book") is True
         assert CrashGuard("run", "000000").at(book) is (deaths < crash_guard.DEATHS), deaths  # and dies
@@ -28,7 +28,7 @@ def test_deaths_are_counted_from_one_worker_to_the_next(notes: Path, book: str) 
 
 
 @pytest.mark.parametrize("cut", [b"", b'{"boo', b'{"book": 1, "\\xc3'])
-def test_counts_that_a_kill_cut_short_begin_again(notes: Path, cut: bytes) -> None:
+def test_truncated_counts_start_over(notes: Path, cut: bytes) -> None:
     CrashGuard("run", "000000").at("book")
     (notes / "000000.json").write_bytes(cut)
     with CrashGuard("run", "000000") as after:
@@ -37,7 +37,7 @@ def test_counts_that_a_kill_cut_short_begin_again(notes: Path, cut: bytes) -> No
     assert list(notes.iterdir()) == []
 
 
-def test_a_worker_that_dies_before_its_first_book_blames_none(notes: Path) -> None:
+def test_a_worker_that_dies_before_its_first_book_counts_against_no_book(notes: Path) -> None:
     CrashGuard("run", "000000").at("book")
     CrashGuard("run", "000000")
     with CrashGuard("run", "000000") as after:

@@ -1,4 +1,4 @@
-"""What an output folder holds: ours is continued or replaced, and what others put there stays."""
+"""Our files in an output folder are continued or replaced, and other files are kept."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_clearing_takes_our_files_and_leaves_all_others(config: TokenizeConfig) -> None:
+def test_clearing_removes_our_files_and_no_others(config: TokenizeConfig) -> None:
     out = config.out
     put(out, (*FOREIGN, "train/.partial-7-000001-000.arrow", MANIFEST, output.QUARANTINE))
     assert "train/000000-000.arrow" in files(out)
@@ -66,7 +66,7 @@ def test_clearing_takes_our_files_and_leaves_all_others(config: TokenizeConfig) 
     assert not (out / "train").exists()
 
 
-def test_strays_are_what_no_plan_names_and_what_a_killed_worker_left(config: TokenizeConfig) -> None:
+def test_strays_are_files_of_no_piece_and_temporary_files(config: TokenizeConfig) -> None:
     out = config.out
     record = read_record(out, "000000")
     assert record
@@ -86,7 +86,7 @@ def test_a_data_set_that_was_not_made_here_is_refused_before_anything_is_written
     assert files(out) == before
 
 
-def test_overwriting_begins_anew_once_and_continues_after_an_interruption(
+def test_overwriting_starts_over_once_and_continues_after_an_interruption(
     config: TokenizeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(**settings) -> str:
@@ -99,14 +99,14 @@ def test_overwriting_begins_anew_once_and_continues_after_an_interruption(
     assert "done: 0 pieces; to do: 3 because of --overwrite" in said()
 
 
-def test_other_sources_are_no_other_settings(config: TokenizeConfig, write_books: Callable[..., Path]) -> None:
+def test_other_sources_do_not_count_as_other_settings(config: TokenizeConfig, write_books: Callable[..., Path]) -> None:
     more = write_books(config.out.parent / "more", 1)
     other = Job(replace(config, sources=(*config.sources, str(more))))
     assert output.changed_settings(other) == {}
     assert "000000" in output.assess(other).done
 
 
-def test_the_settings_that_folders_are_known_by_are_those_of_the_first_folders() -> None:
+def test_the_settings_in_a_data_sets_identity_have_not_changed() -> None:
     """Another name or value here would have every finished folder made again."""
     assert TokenizeConfig(languages=("fr", "en", "fr")).identity() == {
         "sources": ["sample"], "val_fraction": 0.01, "encoder": "gigatoken", "text_field": "text",
@@ -211,7 +211,7 @@ def test_a_duplicate_comes_back_when_its_original_goes_with_the_last_piece(
     assert tokenize(config).report["books_dropped"] == {}
 
 
-def test_what_vouches_for_old_shards_is_gone_for_good_before_the_first_new_one(
+def test_manifest_and_record_are_durably_removed_before_the_first_new_shard(
     small_pieces: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenize(small_pieces)
@@ -223,7 +223,7 @@ def test_what_vouches_for_old_shards_is_gone_for_good_before_the_first_new_one(
     assert events[:3] == ["out", "pieces", "shard"]
 
 
-def test_clearing_that_is_killed_leaves_a_whole_data_set_or_nothing_that_looks_done(
+def test_killed_clearing_leaves_a_whole_data_set_or_nothing_that_looks_done(
     small_pieces: TokenizeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = tokenize(small_pieces)
@@ -257,7 +257,7 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
         pass
 
 
-def test_a_setting_that_older_folders_do_not_know_is_not_changed(config: TokenizeConfig) -> None:
+def test_a_setting_unknown_to_older_folders_counts_as_unchanged(config: TokenizeConfig) -> None:
     settings = config.out / output.PIECES / output.SETTINGS
     values = json.loads(settings.read_text(encoding="utf-8"))
     assert values == config.identity() | {"sources": list(config.sources), "languages": []}
@@ -267,7 +267,7 @@ def test_a_setting_that_older_folders_do_not_know_is_not_changed(config: Tokeniz
     assert output.changed_settings(Job(replace(config, min_chars=7))) == {"min_chars": (200, 7)}
 
 
-def test_the_quarantine_is_one_line_a_book_in_the_order_of_their_ids(tmp_path: Path) -> None:
+def test_the_quarantine_is_one_line_per_book_sorted_by_id(tmp_path: Path) -> None:
     dropped = [Dropped("b", "empty", "a"), Dropped("é", "language", "de"), Dropped("a", "unreadable", "b")]
     written = [Record("", [], [], some, {}, {}, 0, 0, 0) for some in (dropped[:1], dropped[1:])]
     assert output.write_quarantine(tmp_path, written) == [dropped[2], dropped[0], dropped[1]]

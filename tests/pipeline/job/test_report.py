@@ -1,4 +1,4 @@
-"""Counts and rates as they are told: each from its own numbers."""
+"""The counts and rates of the report."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_totals_are_sums_over_all_records() -> None:
     }  # fmt: skip
 
 
-def test_an_estimate_is_of_what_is_left_to_do() -> None:
+def test_an_estimate_covers_the_remaining_work() -> None:
     file = SourceFile("a.txt", "a.txt", 800_000_000, 0)
     pieces = [Piece(number, (Part(file, 800_000_000),), TokenizeConfig()) for number in range(4)]
     assert estimate(pieces, pieces[1:], [], 2) == (

@@ -63,7 +63,7 @@ def test_a_shard_holds_every_token_of_its_books(tmp_path: Path, write_books: Cal
         assert shard.batch.column("book")[number].as_py() == f"books/{path.name}"
 
 
-def test_a_record_says_what_its_shards_hold_and_what_was_read(tmp_path: Path, prose: Prose) -> None:
+def test_a_record_describes_its_shards_and_what_was_read(tmp_path: Path, prose: Prose) -> None:
     rows = [{"text": prose(n), "title": f"Title {n}", "author": f"Author {n}", "language": "en"} for n in range(9, 20)]
     data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
     folder = tmp_path / "books"
@@ -162,7 +162,7 @@ def test_other_languages_are_left_out(tmp_path: Path, prose: Prose) -> None:
     assert reasons(record) == {"german.txt": "language", "declared.txt": "language"}
 
 
-def test_duplicates_go_and_the_first_by_id_stays(tmp_path: Path, prose: Prose) -> None:
+def test_duplicates_are_dropped_and_the_first_by_id_is_kept(tmp_path: Path, prose: Prose) -> None:
     folder = tmp_path / "books"
     folder.mkdir()
     for name in ("b.txt", "a.txt", "c.txt"):
