@@ -19,9 +19,8 @@ import xxhash
 
 from infra.errors import UserError
 from infra.storage import is_remote
-from pipeline.books.clean import Dropped
 from pipeline.books.downloads import PREFIX
-from pipeline.books.readers import Part, RawBook, read_books
+from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import Inventory, find
 from pipeline.config import SAMPLE, Reading, TokenizeConfig
 from pipeline.encoding import VOCABULARY_SHA256
@@ -131,7 +130,7 @@ def encoded_books(piece: Piece, split: Split) -> Iterator[EncodedBook]:
             outcome = tokenize(raw, settings, Stopwatch())
             if isinstance(outcome, Dropped):
                 nothing = np.zeros(0, np.uint16)
-                yield EncodedBook(piece.index, part.file.id, raw.id, 0, nothing, outcome.reason, outcome.detail)
+                yield EncodedBook(piece.index, part.file.id, outcome.book, 0, nothing, outcome.reason, outcome.detail)
             else:
                 book, tokens = outcome
                 yield EncodedBook(piece.index, part.file.id, book.id, book.chars, tokens)

@@ -7,10 +7,9 @@ wrapping, or a ``Dropped``, which becomes one line of ``quarantine.jsonl``.
 import hashlib
 from dataclasses import dataclass
 
-from infra.schema import strict
 from pipeline.books.gutenberg import unwrap
 from pipeline.books.normalize import count_characters, join_lines, normalize, to_utf8, trim
-from pipeline.books.readers import RawBook
+from pipeline.books.readers import Dropped, RawBook
 
 
 @dataclass(frozen=True)
@@ -30,16 +29,6 @@ class Book:
     """Undecodable bytes, replaced by U+FFFD."""
     traits: tuple[str, ...]
     """What was recognized and normalized, as labels to count."""
-
-
-@strict
-@dataclass(frozen=True)
-class Dropped:
-    """A book that was left out: ``reason`` is a label to count, ``detail`` says more about this one."""
-
-    book: str
-    reason: str
-    detail: str
 
 
 def clean(raw: RawBook, *, join: bool = False) -> Book | Dropped:

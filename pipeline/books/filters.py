@@ -5,7 +5,8 @@ Only samples from the beginning, middle and end are tested, which costs a few pe
 
 import re
 
-from pipeline.books.clean import Book, Dropped
+from pipeline.books.clean import Book
+from pipeline.books.readers import Dropped
 from pipeline.config import Reading
 
 SAMPLE_BYTES = 1_000

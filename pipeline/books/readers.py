@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infra.errors import UserError
+from infra.schema import strict
 from infra.storage import open_file
 from pipeline.books.sources import TEXT, SourceFile
 from pipeline.config import SAMPLE, Reading
@@ -53,15 +54,17 @@ class RawBook:
     language: str | None = None
 
 
+@strict
 @dataclass(frozen=True)
-class Unreadable:
-    """A file, or a place in one, that cannot be read."""
+class Dropped:
+    """A book that is left out: ``reason`` is a label to count, ``detail`` says more about this one."""
 
-    id: str
+    book: str
     reason: str
+    detail: str
 
 
-def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Unreadable]:
+def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Dropped]:
     """The books of ``part`` in a fixed order; corrupt data is named and ends the part.
 
     Raises ``UserError`` when the file is gone or the disk fails: quarantining these books would make a data set
@@ -77,18 +80,18 @@ def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Unreadable]:
             "again to continue without it."
         ) from gone
     except PermissionError as refused:
-        yield Unreadable(file.id, f"{refused.strerror}")
+        yield Dropped(file.id, "unreadable", f"{refused.strerror}")
     except DAMAGE as damage:
-        yield Unreadable(file.id, f"damaged: {damage or type(damage).__name__}")
+        yield Dropped(file.id, "unreadable", f"damaged: {damage or type(damage).__name__}")
     except OSError as failure:
         if failure.errno is not None:
             raise UserError(
                 f"{file.uri} cannot be read ({failure.strerror}): fix it and run the same command again."
             ) from failure
-        yield Unreadable(file.id, f"damaged: {failure}")  # Arrow's codecs raise OSError without a number
+        yield Dropped(file.id, "unreadable", f"damaged: {failure}")  # Arrow's codecs raise OSError without a number
 
 
-def _books(part: Part, opened: BinaryIO, settings: Reading) -> Iterator[RawBook | Unreadable]:
+def _books(part: Part, opened: BinaryIO, settings: Reading) -> Iterator[RawBook | Dropped]:
     file = part.file
     if file.form == "parquet":
         yield from _parquet(part, opened, settings.text_column)
@@ -153,7 +156,7 @@ def _separated(place: str, source: str, documents: Iterator[tuple[int, bytes]]) 
             yield RawBook(f"{place}#{offset}", source, data)
 
 
-def _lines(part: Part, stream: BinaryIO, name: str) -> Iterator[RawBook | Unreadable]:
+def _lines(part: Part, stream: BinaryIO, name: str) -> Iterator[RawBook | Dropped]:
     for offset, line in _documents(stream, b"\n", part.start, part.stop):
         if not line.strip():
             continue
@@ -161,22 +164,21 @@ def _lines(part: Part, stream: BinaryIO, name: str) -> Iterator[RawBook | Unread
         try:
             values = json.loads(line)
         except (ValueError, RecursionError) as wrong:
-            yield Unreadable(place, f"not a line of JSON: {wrong}")
+            yield Dropped(place, "unreadable", f"not a line of JSON: {wrong}")
             continue
         if not isinstance(values, dict) or not isinstance(values.get(name), str):
-            yield Unreadable(place, f"no text in the field {name!r} (--text-field)")
+            yield Dropped(place, "unreadable", f"no text in the field {name!r} (--text-field)")
             continue
         yield _described(place, part.file.id, values[name], values)
 
 
-def _parquet(part: Part, opened: BinaryIO, name: str) -> Iterator[RawBook | Unreadable]:
+def _parquet(part: Part, opened: BinaryIO, name: str) -> Iterator[RawBook | Dropped]:
     table = pq.ParquetFile(opened)
     columns = {column.lower(): column for column in reversed(table.schema_arrow.names)}
     text = columns.get(name.lower())
     if text is None:
-        yield Unreadable(
-            part.file.id, f"no column {name!r} (--text-column) among {', '.join(table.schema_arrow.names)}"
-        )
+        known = ", ".join(table.schema_arrow.names)
+        yield Dropped(part.file.id, "unreadable", f"no column {name!r} (--text-column) among {known}")
         return
     wanted = [text, *(columns[c] for c in (*_TITLES, "author", "language") if c in columns and columns[c] != text)]
     groups = range(part.start, table.num_row_groups if part.stop is None else part.stop)
@@ -188,7 +190,7 @@ def _parquet(part: Part, opened: BinaryIO, name: str) -> Iterator[RawBook | Unre
             if isinstance(values[text], str):
                 yield _described(place, part.file.id, values[text], {k.lower(): v for k, v in values.items()})
             else:
-                yield Unreadable(place, f"the column {text!r} holds no text here")
+                yield Dropped(place, "unreadable", f"the column {text!r} holds no text here")
 
 
 def _described(place: str, source: str, text: str, values: dict[str, Any]) -> RawBook:
@@ -207,11 +209,11 @@ def members(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     return sorted((i for i in infos if PurePosixPath(i.filename.lower()).suffix in TEXT), key=lambda i: i.filename)
 
 
-def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[RawBook | Unreadable]:
+def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[RawBook | Dropped]:
     archive = zipfile.ZipFile(opened)
     infos = members(archive)
     if not infos:
-        yield Unreadable(part.file.id, "holds no .txt or .md")
+        yield Dropped(part.file.id, "unreadable", "holds no .txt or .md")
     names = Counter(info.filename for info in infos)
     for info in infos[part.start : part.stop]:
         place = f"{part.file.id}/{info.filename}"
@@ -222,7 +224,7 @@ def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[Ra
         except (*DAMAGE, RuntimeError, OSError) as damage:  # RuntimeError: it is encrypted
             if isinstance(damage, OSError) and damage.errno is not None:
                 raise
-            yield Unreadable(place, f"damaged: {damage or type(damage).__name__}")
+            yield Dropped(place, "unreadable", f"damaged: {damage or type(damage).__name__}")
             continue
         if separator:
             documents = _documents(io.BytesIO(data), separator.encode(), 0, None)

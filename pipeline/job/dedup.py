@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pipeline.books.clean import Dropped
+from pipeline.books.readers import Dropped
 from pipeline.job.record import Record
 from pipeline.shards import Shard, ShardInfo, write_batch
 

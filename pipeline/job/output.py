@@ -10,7 +10,7 @@ from typing import Any
 
 from infra.errors import UserError
 from infra.storage import atomic_file, clear_temporaries, lock, write_json
-from pipeline.books.clean import Dropped
+from pipeline.books.readers import Dropped
 from pipeline.encoding import VOCABULARY_SHA256
 from pipeline.job import report
 from pipeline.job.dedup import EXACT, NEAR, drop_duplicates, find_duplicates

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from infra.schema import from_json, strict, to_json
 from infra.storage import sync_folder, write_json
-from pipeline.books.clean import Dropped
+from pipeline.books.readers import Dropped
 from pipeline.shards import MANIFEST, PIECES, ShardInfo
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.books.clean import Book, Dropped, clean
+from pipeline.books.clean import Book, clean
 from pipeline.books.filters import refuse
-from pipeline.books.readers import RawBook, Unreadable, read_books
+from pipeline.books.readers import Dropped, RawBook, read_books
 from pipeline.config import TokenizeConfig
 from pipeline.encoding import encode, verify
 from pipeline.job.crash_guard import DEATHS, CrashGuard
@@ -23,12 +23,10 @@ VERIFIED_PIECES = 8
 """In one of this many pieces, the first book is encoded again by tiktoken, which is 15 times slower."""
 
 
-def tokenize(
-    raw: RawBook | Unreadable, settings: TokenizeConfig, stages: Stopwatch
-) -> tuple[Book, np.ndarray] | Dropped:
+def tokenize(raw: RawBook | Dropped, settings: TokenizeConfig, stages: Stopwatch) -> tuple[Book, np.ndarray] | Dropped:
     """The cleaned book and its tokens, the last of them the end of text; or why it is left out."""
-    if isinstance(raw, Unreadable):
-        return Dropped(raw.id, "unreadable", raw.reason)
+    if isinstance(raw, Dropped):
+        return raw
     with stages.time("clean"):
         book = clean(raw, join=settings.join_lines)
         if isinstance(book, Book):
@@ -74,13 +72,15 @@ class Work:
             record.write(self.folder, self.piece.name)
         return record
 
-    def _reading(self) -> Iterator[RawBook | Unreadable]:
+    def _reading(self) -> Iterator[RawBook | Dropped]:
         """The piece's books, timed."""
         for part in self.piece.parts:
             books = read_books(part, self.piece.settings)
             for number in count():
                 if not self.guard.at(f"reading {part.file.id} {part.start} {number}"):
-                    yield Unreadable(part.file.id, f"reading book {number} of it killed the worker {DEATHS} times")
+                    yield Dropped(
+                        part.file.id, "unreadable", f"reading book {number} of it killed the worker {DEATHS} times"
+                    )
                     break
                 with self.stages.time("read"):
                     book = next(books, None)
@@ -88,7 +88,7 @@ class Work:
                     break
                 yield book
 
-    def _add(self, raw: RawBook | Unreadable) -> None:
+    def _add(self, raw: RawBook | Dropped) -> None:
         settings, record = self.piece.settings, self.record
         outcome = tokenize(raw, settings, self.stages)
         if isinstance(outcome, Dropped):

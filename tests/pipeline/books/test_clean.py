@@ -4,8 +4,8 @@ import hashlib
 
 import pytest
 
-from pipeline.books.clean import Book, Dropped, clean
-from pipeline.books.readers import RawBook
+from pipeline.books.clean import Book, clean
+from pipeline.books.readers import Dropped, RawBook
 
 HEADER = (
     "Title: The Header's\nAuthor: Its Author\nLanguage: French\nRelease Date: May 9, 2008\n\n"

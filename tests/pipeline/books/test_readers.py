@@ -14,7 +14,7 @@ import pytest
 
 from infra.errors import UserError
 from pipeline.books import readers
-from pipeline.books.readers import Part, RawBook, Unreadable, read_books
+from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import SourceFile, find
 from pipeline.config import TokenizeConfig
 from pipeline.job.plan import make_plan
@@ -35,7 +35,7 @@ class Counted(io.BytesIO):
         return data
 
 
-def read(path: Path, **settings) -> list[RawBook | Unreadable]:
+def read(path: Path, **settings) -> list[RawBook | Dropped]:
     """All that the plan's parts of ``path`` yield."""
     config = TokenizeConfig(sources=(str(path),), **settings)
     return [
@@ -46,12 +46,12 @@ def read(path: Path, **settings) -> list[RawBook | Unreadable]:
     ]
 
 
-def texts(books: list[RawBook | Unreadable]) -> dict[str, str]:
+def texts(books: list[RawBook | Dropped]) -> dict[str, str]:
     return {book.id: book.data.decode() for book in books if isinstance(book, RawBook)}
 
 
-def reasons(books: list[RawBook | Unreadable]) -> dict[str, str]:
-    return {book.id: book.reason for book in books if isinstance(book, Unreadable)}
+def reasons(books: list[RawBook | Dropped]) -> dict[str, str]:
+    return {book.book: book.detail for book in books if isinstance(book, Dropped)}
 
 
 @pytest.mark.parametrize("separators", [0, 2])
@@ -69,7 +69,7 @@ def test_a_part_reads_no_further_than_it_must_where_separators_are_rare(
         for book in read_books(Part(file, MEGABYTE, start, start + MEGABYTE), config)
     ]
     assert [book.data for book in books if isinstance(book, RawBook)] == data.split(b"<|end|>")
-    begins = {book.id for book in books}
+    begins = {book.id for book in books if isinstance(book, RawBook)}
     assert len(begins) == separators + 1
     idle = sorted(part.taken for part in opened)[: len(opened) - separators - 1]
     assert max(idle) <= 3 * MEGABYTE
@@ -134,7 +134,7 @@ def test_an_unreadable_file_is_left_out_and_a_failing_disk_ends_the_work(
         with pytest.raises(UserError, match=r"a\.txt cannot be read"):
             list(books)
     else:
-        assert list(books) == [Unreadable("a.txt", "Permission denied")]
+        assert list(books) == [Dropped("a.txt", "unreadable", "Permission denied")]
 
 
 def test_the_sample_has_a_heading_for_every_chapter() -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from infra.errors import UserError
 from pipeline.books import downloads
-from pipeline.books.readers import Part, RawBook, Unreadable, read_books
+from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import Inventory, SourceFile, find
 from pipeline.config import TokenizeConfig
 from pipeline.job.plan import make_plan, split_file, split_of
@@ -41,7 +41,7 @@ def books_of(*sources: str, **settings) -> dict[str, str]:
     config = TokenizeConfig(sources=sources, **settings)
     plan = make_plan(find(config.sources, config.mirror), config)
     found = [book for piece in plan for part in piece.parts for book in read_books(part, config)]
-    assert not [book for book in found if isinstance(book, Unreadable)]
+    assert not [book for book in found if isinstance(book, Dropped)]
     books = {book.id: book.data.decode() for book in found if isinstance(book, RawBook)}
     assert len(books) == len(found)
     return books

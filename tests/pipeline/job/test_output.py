@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from infra.errors import UserError
-from pipeline.books.clean import Dropped
+from pipeline.books.readers import Dropped
 from pipeline.config import IDENTITY, TokenizeConfig
 from pipeline.inspect import verify
 from pipeline.job import output, plan, record, task

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.books.clean import Dropped
-from pipeline.books.readers import Part
+from pipeline.books.readers import Dropped, Part
 from pipeline.books.sources import SourceFile
 from pipeline.config import TokenizeConfig
 from pipeline.job.plan import Piece

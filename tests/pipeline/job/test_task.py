@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from infra.errors import UserError
-from pipeline.books.clean import Dropped
+from pipeline.books.readers import Dropped
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
 from pipeline.encoding import encode
