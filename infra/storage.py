@@ -4,10 +4,10 @@ A reader never sees half a file: data goes to a temporary name in the same folde
 renamed over the final name.
 """
 
-import fcntl
 import io
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import pyarrow.fs as fs
+from filelock import FileLock, Timeout
 
 from infra.errors import UserError, first_line
 
@@ -52,27 +53,26 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 def _refusal(path: Path, refused: OSError) -> UserError:
     return UserError(
-        f"{path} cannot be written ({refused.strerror}): make room or mend the folder, then run the same command again."
+        f"{path} cannot be written ({refused.strerror}): make room or fix the folder, then run the same command again."
     )
 
 
 @contextmanager
-def held(path: Path, refusal: str, *, patience: float = 0.0) -> Iterator[None]:
-    """Be the only process that holds ``path``, a lock file; the system lets go of it however the process ends.
+def lock(path: Path, refusal: str, *, patience: float = 0.0) -> Iterator[None]:
+    """Hold the lock file ``path``; the system releases it however the process ends.
 
-    Waits ``patience`` seconds for another that holds it, then raises ``UserError`` with ``refusal``.
+    Waits ``patience`` seconds for another process that holds it, then raises ``UserError`` with ``refusal``.
     """
-    with path.open("w") as lock:
-        until = time.monotonic() + patience
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= until:
-                    raise UserError(refusal) from None
-                time.sleep(0.1)
+    # No soft lock where the file system has no flock: it would outlive a process that is killed.
+    file_lock = FileLock(path, timeout=patience, thread_local=False, fallback_to_soft=False)
+    try:
+        file_lock.acquire()
+    except Timeout:
+        raise UserError(refusal) from None
+    try:
         yield
+    finally:
+        file_lock.release()
 
 
 def sync_folder(folder: Path) -> None:
@@ -199,8 +199,7 @@ def store(file: Path, system: Any, path: str, kind: str | None = None) -> None:
     system.create_dir(path.rpartition("/")[0])  # object storage has no folders, other filesystems do
     metadata = {"Content-Type": kind} if kind else None
     with file.open("rb") as source, system.open_output_stream(path, metadata=metadata) as sink:
-        while block := source.read(_BLOCK):
-            sink.write(block)
+        shutil.copyfileobj(source, sink, _BLOCK)
 
 
 class _Steady(io.RawIOBase):
@@ -250,7 +249,7 @@ def steadily(uri: str, action: Callable[[], T], doing: str = "read") -> T:
             if attempt == ATTEMPTS:
                 raise UserError(
                     f"{uri} cannot be {doing}, after {ATTEMPTS} attempts: {first_line(failure).rstrip('.')}. Run the "
-                    "same command again to go on from here."
+                    "same command again to continue from here."
                 ) from failure
             time.sleep(pause)
             pause *= 2

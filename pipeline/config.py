@@ -1,11 +1,11 @@
-"""What decides a tokenizing run, with every default and its unit in one place.
+"""The settings of the tokenizer, with their defaults and units.
 
-How sources are read and cleaned stands apart, because a training run that streams books reads them in the same way.
+How sources are read and cleaned is a class of its own, because a training run that streams books needs it too.
 """
 
 import os
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,24 +17,30 @@ from infra.storage import is_remote
 from infra.units import Bytes
 
 MIRROR = "https://gutenberg.pglaf.org"
-"""The mirror that Project Gutenberg names for robots."""
+"""Project Gutenberg's mirror for robots."""
 
 SAMPLE = "sample"
+
+IDENTITY = (
+    "sources", "text_field", "text_column", "doc_separator", "languages", "min_chars", "join_lines", "val_fraction",
+    "encoder", "duplicates", "shard_size",
+)  # fmt: skip
+"""The settings that decide the bytes of the shards."""
 
 
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How sources become clean books, of shards and of a stream alike. Refuses itself with ``UserError``."""
+    """How sources become clean books, for shards and streams alike. Raises ``UserError`` for invalid values."""
 
     text_field: str = "text"
-    """The field of JSON lines that holds a book's text."""
+    """The field of JSON lines that contains a book's text."""
 
     text_column: str = "text"
-    """The column of Parquet files that holds a book's text; capitals do not matter."""
+    """The column of Parquet files that contains a book's text; case-insensitive."""
 
     doc_separator: str | None = None
-    """What stands between the books in text files that hold many, for example '<|endoftext|>'."""
+    """The separator between books in text files that contain several, for example '<|endoftext|>'."""
 
     languages: tuple[str, ...] = ()
     """Keep only books in these languages (ISO 639-1: en fr ...), by their header, else detected. Default: all."""
@@ -43,11 +49,11 @@ class Reading:
     """Leave out books with fewer characters."""
 
     join_lines: bool = False
-    """Join hard-wrapped lines into paragraphs; verse and tables stay."""
+    """Join hard-wrapped lines into paragraphs; verse and tables are kept."""
 
     def __post_init__(self) -> None:
         if self.doc_separator == "":
-            raise UserError("--doc-separator is empty: give what stands between two books, or leave it out.")
+            raise UserError("--doc-separator is empty: give the separator between two books, or leave it out.")
         for language in self.languages:
             if not re.fullmatch("[a-z]{2}", language):
                 raise UserError(f"--languages {language!r} is not a language code: write for example en fr de.")
@@ -55,7 +61,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class TokenizeConfig(Reading):
-    """Settings of one run of ``pipeline.tokenize``. Refuses itself with ``ValueError``."""
+    """Settings of one run of ``pipeline.tokenize``. Raises ``ValueError`` for invalid values."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (SAMPLE,)
     """Books: files, folders or globs of txt, md, gz, zst, zip, jsonl, parquet, here or at s3://, gs://, hf://;
@@ -63,7 +69,7 @@ class TokenizeConfig(Reading):
     Their order does not matter."""
 
     out: Path = Path("data/tokens")
-    """Folder for the token shards, on a disk that every worker sees: training memory-maps them."""
+    """Folder for the token shards, on a disk that all workers share; training memory-maps them."""
 
     copy_to: str | None = None
     """Copy the finished folder there as well: s3://bucket/folder or gs://bucket/folder."""
@@ -75,28 +81,28 @@ class TokenizeConfig(Reading):
     """Share of the books held out for validation, chosen by a hash of each book's id."""
 
     encoder: Literal["gigatoken", "tiktoken"] = "gigatoken"
-    """Both give the same ids. gigatoken is about 15 times faster, and tiktoken checks a sample of its books."""
+    """Both give the same ids. gigatoken is about 15 times faster; tiktoken checks a sample of the books."""
 
     mirror: str = MIRROR
-    """Where 'gutenberg:' numbers are downloaded from; a robot-friendly one."""
+    """Robot-friendly mirror for 'gutenberg:' numbers."""
 
     duplicates: Literal["drop", "near", "keep"] = "drop"
-    """drop: of books with the same cleaned text keep the first by id. near: of other editions too, by MinHash."""
+    """drop: of books with the same cleaned text, keep the first by id. near: also of other editions, by MinHash."""
 
     shard_size: Bytes = 16_000_000
-    """Text in one shard and in one task. The shards depend on it; the number of workers changes nothing."""
+    """Text per shard and per task. The shards depend on it, but not on the number of workers."""
 
     dry_run: bool = False
-    """Say what would be done, and do nothing; only gutenberg: numbers are downloaded, to know their size."""
+    """Only say what would be done. gutenberg: numbers are downloaded, to know their size."""
 
     overwrite: bool = False
-    """Replace what is in --out instead of finishing it; after an interruption, the same command goes on."""
+    """Replace what is in --out instead of finishing it; after an interruption, the same command continues."""
 
     tracking_uri: str | None = None
     """MLflow store. Default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
 
     address: str | None = None
-    """Ray cluster to work on; default RAY_ADDRESS, else a Ray of its own here."""
+    """Ray cluster to use. Default: RAY_ADDRESS, else a local Ray of its own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,20 +111,19 @@ class TokenizeConfig(Reading):
         if "" in self.sources:
             raise ValueError("a source is empty: name a file or a folder of books in its place, or leave it out")
         if is_remote(str(self.out).replace(":/", "://", 1)):
-            raise ValueError(f"--out {self.out} is no folder: shards are memory-mapped; add --copy-to for a copy")
+            raise ValueError(f"--out {self.out} is not a folder: shards are memory-mapped; add --copy-to for a copy")
         if self.copy_to and not is_remote(self.copy_to):
-            raise ValueError(f"--copy-to {self.copy_to} is no object storage: write for example s3://bucket/folder")
+            raise ValueError(f"--copy-to {self.copy_to} is not object storage: write for example s3://bucket/folder")
         if not 0 <= self.val_fraction < 1:
             raise ValueError(f"--val-fraction {self.val_fraction} is not a share: give at least 0 and less than 1")
         if self.workers is not None and self.workers < 1:
-            raise ValueError(f"--workers {self.workers} leaves nobody to work: give 1 or more")
+            raise ValueError(f"--workers {self.workers} is too few: give 1 or more")
         if self.shard_size < 1_000_000:
             raise ValueError(f"--shard-size {self.shard_size}B is too small for a task: give 1MB or more")
 
     def identity(self) -> dict[str, Any]:
-        """The settings that decide the bytes of the shards, for the manifest and for telling runs apart."""
-        execution = {"out", "copy_to", "mirror", "workers", "dry_run", "overwrite", "tracking_uri", "address"}
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in execution}
+        """The settings named in ``IDENTITY``, for the manifest and for telling runs apart."""
+        values = {name: getattr(self, name) for name in IDENTITY}
         return values | {"sources": sorted(set(self.sources)), "languages": sorted(set(self.languages))}
 
     @property

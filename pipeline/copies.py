@@ -1,12 +1,13 @@
 """Copies of a finished data set in object storage, for other machines to train on.
 
 In: a finished folder and a URI (``s3://``, ``gs://``). Out: the same files there, and back again. The manifest is
-removed first and written last, so that a copy with one is whole. Every shard is labelled with its checksum, so
-that a copy that was cut short, or is brought up to date, sends only what differs.
+removed first and written last, so that a copy with a manifest is complete. Every shard is labelled with its
+checksum, so that an interrupted or repeated copy sends only what differs.
 """
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,32 +23,41 @@ _SHARD = re.compile(rf"({'|'.join(SPLITS)})/[0-9-]+\.arrow")
 
 
 def upload(folder: Path, uri: str, on_shard: Callable[[], None] = lambda: None) -> int:
-    """Make the copy at ``uri`` equal to the finished data set in ``folder``; the number of shards that were sent.
+    """Make the copy at ``uri`` equal to the finished data set in ``folder``; returns the number of shards sent.
 
-    Calls ``on_shard`` after each. Raises ``UserError`` when the storage does not take them.
+    Calls ``on_shard`` after each. Raises ``UserError`` when the data set is incomplete or the storage fails.
     """
     manifest = read_manifest(folder)
+    if not (folder / QUARANTINE).is_file():
+        raise UserError(
+            f"{folder} has no {QUARANTINE}: run 'python -m pipeline.tokenize --out {folder}' with the same sources "
+            "again to write it."
+        )
     system, root = locate(uri)
     there = {entry.path.removeprefix(f"{root}/"): entry.size for entry in listing(uri)}
     wanted = {shard.path for shard in manifest.shards}
     strays = [name for name in there if _SHARD.fullmatch(name) and name not in wanted]
     for name in (MANIFEST, *strays):
         if name in there:
-            steadily(uri, lambda name=name: system.delete_file(f"{root}/{name}"), "written")
+            steadily(uri, partial(system.delete_file, f"{root}/{name}"), "written")
+
+    def send(name: str, label: str) -> None:
+        steadily(uri, lambda: store(folder / name, system, f"{root}/{name}", label), "written")
+
     sent = 0
     for shard in manifest.shards:
         label = f"application/vnd.apache.arrow.file; xxh3-128={shard.checksum}"
         if there.get(shard.path) != shard.bytes or _label(system, f"{root}/{shard.path}", uri) != label:
-            _send(folder / shard.path, system, f"{root}/{shard.path}", uri, label)
+            send(shard.path, label)
             sent += 1
         on_shard()
     for name in (QUARANTINE, MANIFEST):
-        _send(folder / name, system, f"{root}/{name}", uri, "application/json")
+        send(name, "application/json")
     return sent
 
 
 def download(uri: str, folder: Path, on_shard: Callable[[Manifest], None] = lambda _: None) -> int:
-    """Make ``folder`` equal to the finished copy at ``uri``; the number of shards that were fetched.
+    """Make ``folder`` equal to the finished copy at ``uri``; returns the number of shards fetched.
 
     Calls ``on_shard`` with the manifest after each. Raises ``UserError`` when there is no finished copy or it is
     damaged, when the storage fails, and when ``folder`` holds another data set.
@@ -86,10 +96,6 @@ def _label(system: Any, path: str, uri: str) -> str:
     """The type that a stored file was given, which for shards holds the checksum."""
     with steadily(uri, lambda: system.open_input_stream(path)) as file:
         return (file.metadata() or {}).get("Content-Type", b"").decode()
-
-
-def _send(file: Path, system: Any, path: str, uri: str, label: str) -> None:
-    steadily(uri, lambda: store(file, system, path, label), "written")
 
 
 def _fetch_listed(system: Any, root: str, name: str, folder: Path, uri: str, expected: str | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Bring a copied data set here: ``python -m pipeline.fetch s3://bucket/tokens --out data/tokens``.
+"""Download a data set: ``python -m pipeline.fetch s3://bucket/tokens --out data/tokens``.
 
-In: what ``pipeline.tokenize --copy-to`` wrote to object storage. Out: the same folder on this machine, verified.
-Running it again fetches only what is missing or damaged. Shards are memory-mapped by training, so they lie on a disk.
+Makes a verified copy of what ``pipeline.tokenize --copy-to`` wrote to object storage. Running it again fetches
+only what is missing or damaged.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from pipeline.shards import Manifest
 
 @dataclass(frozen=True)
 class FetchConfig:
-    """What to fetch, and where to."""
+    """What to fetch, and where to put it."""
 
     source: Annotated[str, tyro.conf.Positional]
     """The copy: s3://bucket/folder or gs://bucket/folder."""
@@ -30,7 +30,7 @@ class FetchConfig:
 
     def __post_init__(self) -> None:
         if not is_remote(self.source):
-            raise ValueError(f"{self.source} is no object storage: write s3://bucket/folder or gs://bucket/folder")
+            raise ValueError(f"{self.source} is not object storage: write s3://bucket/folder or gs://bucket/folder")
 
 
 def main(config: FetchConfig) -> None:

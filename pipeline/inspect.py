@@ -1,7 +1,7 @@
-"""Look into a finished data set: ``python -m pipeline.inspect data/tokens --verify``.
+"""Show a finished data set: ``python -m pipeline.inspect data/tokens --verify``.
 
-In: a folder of token shards. Out: its manifest as a table, a few passages decoded, and, with
-``--verify``, every checksum worked out again; exit code 1 when one differs.
+Prints its manifest as a table and a few decoded passages. With ``--verify``, every checksum is computed
+again; exit code 1 if one differs.
 """
 
 import os
@@ -29,13 +29,13 @@ class InspectConfig:
     """The folder of token shards."""
 
     verify: bool = False
-    """Work out every checksum again, in parallel."""
+    """Compute every checksum again, in parallel."""
 
     passages: int = 3
     """Passages to decode, from books spread over the data set."""
 
     length: int = 60
-    """Tokens in a passage."""
+    """Tokens per passage."""
 
     def __post_init__(self) -> None:
         if self.passages < 0 or self.length < 1:
@@ -64,7 +64,7 @@ def main(config: InspectConfig) -> int:
 
 
 def verify(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """A sentence for every shard that is missing or has other bytes than the manifest says."""
+    """A sentence for every shard that is missing or differs from the manifest."""
 
     def check(info: ShardInfo) -> str | None:
         path = folder / info.path
@@ -81,19 +81,17 @@ def verify(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def passages(folder: Path, manifest: Manifest, count: int, length: int) -> Iterator[tuple[str, str]]:
-    """``count`` passages of ``length`` tokens, from the middle of books at even distances: title and text."""
+    """``count`` passages of ``length`` tokens, from the middle of evenly spaced books: title and text."""
     books = sum(info.rows for info in manifest.shards)
     wanted = {int(place) for place in np.linspace(0, books - 1, count)} if books else set()
     first = 0
     for info in manifest.shards:
-        here = sorted(place - first for place in wanted if first <= place < first + info.rows)
-        shard = Shard(folder / info.path) if here else None
-        for row in here if shard else []:
-            assert shard
+        for row in sorted(place - first for place in wanted if first <= place < first + info.rows):
+            shard = Shard(folder / info.path)  # a memory map
             begin, end = int(shard.offsets[row]), int(shard.offsets[row + 1]) - 1
             middle = max(begin, (begin + end - length) // 2)
             book = shard.batch.column("book")[row].as_py()
-            yield f"{book}, tokens {middle - begin:,} on, {info.path}", decode(shard.tokens[middle : middle + length])
+            yield f"{book}, from token {middle - begin:,}, {info.path}", decode(shard.tokens[middle : middle + length])
         first += info.rows
 
 

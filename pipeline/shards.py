@@ -1,16 +1,16 @@
 """THE CONTRACT between preparing data and training on it: token shards and their manifest.
 
 A data set is a folder: ``train/*.arrow``, ``val/*.arrow``, ``quarantine.jsonl`` and ``manifest.json``.
-A shard is one uncompressed Arrow IPC file with one record batch and one row a book; the child buffer
+A shard is one uncompressed Arrow IPC file with one record batch and one row per book; the child buffer
 of ``tokens`` is therefore the shard's contiguous token stream, which a memory map slices without a
 copy, and the list offsets are the book boundaries. The manifest is written last: a folder without one
-is unfinished. Imports neither Ray nor torch, so training and notebooks can open shards cheaply.
+is unfinished. Imports neither Ray nor torch, so that training and notebooks can open shards cheaply.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.ipc
 import xxhash
 
-from infra.errors import UserError
+from infra.errors import UserError, first_line
+from infra.schema import from_json, strict, to_json
 from infra.storage import atomic_file, write_json
 
 FORMAT_VERSION = 1
@@ -28,7 +29,7 @@ END_OF_TEXT = 50256
 MANIFEST = "manifest.json"
 QUARANTINE = "quarantine.jsonl"
 PIECES = "pieces"
-"""The folder in it that tells which part of the work is done."""
+"""The folder that records which part of the work is done."""
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
@@ -64,9 +65,10 @@ class ShardRow:
     released: str | None = None
 
 
+@strict
 @dataclass(frozen=True)
 class ShardInfo:
-    """What the manifest says of one shard. ``path`` is relative to the folder; ``checksum`` is xxh3-128 of the file."""
+    """A shard as the manifest lists it. ``path`` is relative to the folder; ``checksum`` is xxh3-128 of the file."""
 
     path: str
     split: Split
@@ -77,17 +79,18 @@ class ShardInfo:
     checksum: str
 
 
+@strict
 @dataclass(frozen=True)
 class Manifest:
-    """What a finished data set is: how it was made, of what, and a checksum for every shard."""
+    """A finished data set: how and from what it was made, and a checksum for every shard."""
 
     config: dict[str, Any]
     vocabulary_sha256: str
     shards: list[ShardInfo]
     inputs: dict[str, Any]
-    """The inventory of the sources: number, bytes and a hash over their ids and sizes."""
+    """The sources: number, bytes and a hash over their ids and sizes."""
     report: dict[str, Any]
-    """Books in, kept and dropped by reason, characters, tokens: what the closing report shows."""
+    """The counts of the closing report: books kept and dropped, characters, tokens, ..."""
     fingerprint: str
     """Hash over every shard's split and checksum: equal fingerprints mean byte-equal token streams."""
     format_version: int = FORMAT_VERSION
@@ -104,24 +107,19 @@ class Manifest:
         inputs: dict[str, Any],
         report: dict[str, Any],
     ) -> "Manifest":
-        """The manifest of these shards, in path order, with totals and fingerprint worked out."""
+        """The manifest of these shards, in path order, with its totals and fingerprint."""
         ordered = sorted(shards, key=lambda shard: shard.path)
         identity = json.dumps([[s.split, s.path, s.checksum] for s in ordered] + [vocabulary_sha256])
-        splits = {}
-        for split in SPLITS:
-            chosen = [s for s in ordered if s.split == split]
-            splits[split] = {
-                "shards": len(chosen),
-                "books": sum(s.rows for s in chosen),
-                "tokens": sum(s.tokens for s in chosen),
-                "chars": sum(s.chars for s in chosen),
-            }
+        splits = {split: {"shards": 0, "books": 0, "tokens": 0, "chars": 0} for split in SPLITS}
+        for shard in ordered:
+            for name, count in (("shards", 1), ("books", shard.rows), ("tokens", shard.tokens), ("chars", shard.chars)):
+                splits[shard.split][name] += count
         fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         return cls(config, vocabulary_sha256, ordered, inputs, report, fingerprint, splits=splits)
 
     def write(self, folder: Path) -> None:
         """Finish the data set in ``folder``."""
-        write_json(folder / MANIFEST, asdict(self))
+        write_json(folder / MANIFEST, to_json(self))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -141,45 +139,19 @@ def read_manifest(folder: Path) -> Manifest:
             f"'python -m pipeline.tokenize --out {folder}' again to finish them."
         )
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        found = values["format_version"]
-        if found != FORMAT_VERSION:
-            raise UserError(
-                f"{path} has format version {found}, and this program reads version {FORMAT_VERSION}: make the "
-                f"shards again with 'python -m pipeline.tokenize --out {folder} --overwrite'."
-            )
-        return Manifest(**(values | {"shards": [ShardInfo(**shard) for shard in values["shards"]]}))
-    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as damage:
-        raise UserError(
-            f"{path} is damaged ({damage!r}): make the shards again with "
-            f"'python -m pipeline.tokenize --out {folder} --overwrite'."
-        ) from damage
-
-
-class _HashingFile:
-    """A binary file that hashes what passes through, so that the checksum costs no second read."""
-
-    def __init__(self, file: Any) -> None:
-        self.file = file
-        self.hash = xxhash.xxh3_128()
-        self.bytes = 0
-        self.closed = False
-
-    def write(self, data: Any) -> int:
-        self.hash.update(data)
-        self.bytes += memoryview(data).nbytes
-        self.file.write(data)
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        self.file.flush()
-
-    def close(self) -> None:
-        self.closed = True
+        values = json.loads(path.read_bytes())
+        if (found := values["format_version"]) == FORMAT_VERSION:
+            return from_json(Manifest, values, "it")
+        wrong = f"has format version {found}, and this program reads version {FORMAT_VERSION}"
+    except (KeyError, TypeError, ValueError) as damage:
+        wrong = f"is damaged ({first_line(damage).rstrip('.')})"
+    raise UserError(
+        f"{path} {wrong}: make the shards again with 'python -m pipeline.tokenize --out {folder} --overwrite'."
+    )
 
 
 def write_shard(folder: Path, path: str, split: Split, rows: list[ShardRow]) -> ShardInfo:
-    """Write ``rows``, in the given order, as the shard ``folder/path``: atomically, durably, hashed on the way."""
+    """Write ``rows``, in the given order, as the shard ``folder/path``, atomically and durably."""
     lengths = np.fromiter((len(row.tokens) for row in rows), dtype=np.int64, count=len(rows))
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
     tokens = np.concatenate([row.tokens for row in rows]) if rows else np.zeros(0, dtype=np.uint16)
@@ -195,30 +167,25 @@ def write_shard(folder: Path, path: str, split: Split, rows: list[ShardRow]) -> 
 
 
 def write_batch(folder: Path, path: str, split: Split, batch: pa.RecordBatch) -> ShardInfo:
-    """Write one record batch of ``SCHEMA`` as the shard ``folder/path``: atomically, durably, hashed on the way."""
+    """Write one record batch of ``SCHEMA`` as the shard ``folder/path``, atomically and durably."""
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(folder / path) as file:
-        sink = _HashingFile(file)
-        with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), SCHEMA) as writer:
-            writer.write_batch(batch)
+    with atomic_file(folder / path) as file, pa.ipc.new_file(file, SCHEMA) as writer:
+        writer.write_batch(batch)
     return ShardInfo(
         path=path,
         split=split,
-        bytes=sink.bytes,
+        bytes=(folder / path).stat().st_size,
         rows=batch.num_rows,
         tokens=len(batch.column("tokens").flatten()),
         chars=int(batch.column("chars").to_numpy().sum()),
-        checksum=sink.hash.hexdigest(),
+        checksum=checksum(folder / path),
     )
 
 
 def checksum(path: Path) -> str:
     """xxh3-128 of a file's bytes, in hexadecimal, as ``ShardInfo.checksum`` holds it."""
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 class Shard:

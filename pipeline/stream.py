@@ -1,9 +1,8 @@
-"""Books as a stream of tokens: Ray Data reads, cleans and encodes them ahead of who trains on them; no shards.
+"""Books as a stream of tokens, without shards: Ray Data reads, cleans and encodes them ahead of training.
 
-In: sources, how to read them, and a seed. Out: encoded books, in an order that is a pure function of (seed,
-epoch) at any number of readers, from any place on. A book is held out for validation by the hash of its id, as
-in shards. What only shards can do is left to them: duplicates stay, and dropped books are counted without a
-quarantine file.
+Their order is a pure function of (seed, epoch) at any number of readers, and can be resumed anywhere. A book is
+held out for validation by the hash of its id, as in shards. Duplicates are kept, and dropped books are counted
+without a quarantine file: both need shards.
 """
 
 import hashlib
@@ -20,48 +19,41 @@ import xxhash
 
 from infra.errors import UserError
 from infra.storage import is_remote
-from pipeline.books.clean import Dropped, clean
 from pipeline.books.downloads import PREFIX
-from pipeline.books.filters import refuse
-from pipeline.books.readers import Unreadable, read_books
+from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import Inventory, find
 from pipeline.config import SAMPLE, Reading, TokenizeConfig
-from pipeline.encoding import VOCABULARY_SHA256, encode
+from pipeline.encoding import VOCABULARY_SHA256
 from pipeline.job.plan import Piece, make_plan, split_of
-from pipeline.shards import END_OF_TEXT, Split
+from pipeline.job.report import Stopwatch
+from pipeline.job.task import tokenize
+from pipeline.shards import Split
 
 PIECE = 4_000_000
-"""Bytes of text in one task: small, so that the first tokens are there soon."""
+"""Bytes of text per task: few, so that the first tokens arrive soon."""
 STRETCH = 256
-"""Pieces that Ray Data is given at once, so that the first one does not wait for all of a large corpus."""
+"""Pieces per execution of Ray Data, so that the first does not wait for all of a large corpus to be submitted."""
 AHEAD = 256_000_000
-"""Bytes of encoded books that may wait for the trainer; beyond that the readers pause."""
+"""Bytes of encoded books that may be buffered before the readers pause."""
 DEATHS = 2
-"""Times that a task whose process died is tried again."""
+"""Retries of a task whose process died."""
 HELD_OUT = 0.01
-"""Share of the books that are kept for validation."""
+"""Share of the books held out for validation."""
 SEARCHED = 64_000_000
-"""Bytes of text that are read at most to find the books held out for validation."""
-BYTES_A_TOKEN = 4
-"""For estimates, until books have been read."""
+"""Most bytes of text read to find the books held out for validation."""
+BYTES_PER_TOKEN = 4
+"""An estimate, until books have been read."""
 
 _SCHEMA = pa.schema(
-    [
-        pa.field("piece", pa.int64()),
-        pa.field("source", pa.string()),
-        pa.field("book", pa.string()),
-        pa.field("chars", pa.int64()),
-        pa.field("dropped", pa.string()),
-        pa.field("why", pa.string()),
-        pa.field("mistake", pa.string()),
-        pa.field("tokens", pa.large_list(pa.field("item", pa.uint16(), nullable=False))),
-    ]
-)
+    {"piece": pa.int64(), "source": pa.string(), "book": pa.string(), "chars": pa.int64(), "dropped": pa.string(),
+     "why": pa.string(), "mistake": pa.string(),
+     "tokens": pa.large_list(pa.field("item", pa.uint16(), nullable=False))}
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class EncodedBook:
-    """A book of the stream, its last token the end of text; without tokens when it was ``dropped``."""
+    """A book of the stream; its last token is the end of text. Without tokens if it was ``dropped``."""
 
     piece: int
     """Its place in the epoch's order of pieces."""
@@ -70,13 +62,13 @@ class EncodedBook:
     chars: int
     tokens: np.ndarray
     dropped: str | None = None
-    """The kind of reason why it was left out, to count by."""
+    """Why it was left out, as a label to count."""
     why: str | None = None
-    """The reason itself."""
+    """The reason in full."""
 
 
 class Stream:
-    """The books of ``sources``, one in a hundred of them (one at least, where all are known) held out for validation.
+    """The books of ``sources``; 1% of them, and at least one where all are known, are held out for validation.
 
     Raises ``UserError`` for a source that is missing or holds no books.
     """
@@ -91,7 +83,7 @@ class Stream:
         self.fingerprint = hashlib.sha256(everything.encode()).hexdigest()
 
     def held_out(self, tokens: int) -> list[EncodedBook]:
-        """Books for validation, in the order of their ids, until they have ``tokens`` or enough has been searched."""
+        """Books for validation, by id, until they have ``tokens`` tokens or ``SEARCHED`` bytes have been read."""
         found: list[EncodedBook] = []
         searched = 0
         for piece in make_plan(self.inventory, self.settings):
@@ -106,13 +98,13 @@ class Stream:
         return found
 
     def read(self, epoch: int, piece: int = 0) -> Iterator[EncodedBook]:
-        """The books for training in the order of ``epoch``, from its piece number ``piece`` on."""
+        """The books for training in the order of ``epoch``, starting at its piece number ``piece``."""
         pieces = self.order(epoch)
         for first in range(piece, len(pieces), STRETCH):
             yield from _read_ahead(pieces[first : first + STRETCH])
 
     def order(self, epoch: int) -> list[Piece]:
-        """The pieces of an epoch, shuffled: files, so that neighbours on disk part, then pieces of large files."""
+        """The pieces of an epoch: files are shuffled, which separates neighbours on disk, then the pieces."""
 
         def chance(name: str) -> int:
             return xxhash.xxh3_64_intdigest(f"{epoch}/{name}".encode(), seed=self.seed)
@@ -124,44 +116,39 @@ class Stream:
 
 
 def encoded_books(piece: Piece, split: Split) -> Iterator[EncodedBook]:
-    """The books of ``piece`` that are in ``split``, and those of them that were dropped.
+    """The books of ``piece`` that are in ``split``, also those that were dropped.
 
-    What cannot be read is in both: whoever finds no book at all can then say why.
+    What cannot be read is in both splits, so that a reader that finds no book at all can say why.
     """
     settings = piece.settings
     for part in piece.parts:
         if _is_one_book(part, settings) and split_of(part.file.id, settings.val_fraction) != split:
             continue
         for raw in read_books(part, settings):
-            if isinstance(raw, Unreadable):
-                book = Dropped(raw.id, "unreadable", raw.reason)
-            elif split_of(raw.id, settings.val_fraction) == split:
-                book = clean(raw, join=settings.join_lines)
-            else:
+            if isinstance(raw, RawBook) and split_of(raw.id, settings.val_fraction) != split:
                 continue
-            refused = book if isinstance(book, Dropped) else refuse(book, settings)
-            if isinstance(book, Dropped) or refused:
-                assert refused is not None
+            outcome = tokenize(raw, settings, Stopwatch())
+            if isinstance(outcome, Dropped):
                 nothing = np.zeros(0, np.uint16)
-                yield EncodedBook(piece.index, part.file.id, raw.id, 0, nothing, refused.reason, refused.detail)
+                yield EncodedBook(piece.index, part.file.id, outcome.book, 0, nothing, outcome.reason, outcome.detail)
             else:
-                tokens = np.append(encode(book.text, settings.encoder), np.uint16(END_OF_TEXT))
+                book, tokens = outcome
                 yield EncodedBook(piece.index, part.file.id, book.id, book.chars, tokens)
 
 
 def whole_path(source: str) -> str:
-    """``source`` as it is called from any folder."""
+    """``source`` with an absolute path, if it is one."""
     known = source == SAMPLE or source.startswith(PREFIX) or is_remote(source)
     return source if known else str(Path(source).expanduser().absolute())
 
 
-def _is_one_book(part: Any, settings: TokenizeConfig) -> bool:
-    """Whether the part is a whole file that is one book, whose id is known before it is read."""
+def _is_one_book(part: Part, settings: TokenizeConfig) -> bool:
+    """Whether the part is a file of one book, whose id is known before it is read."""
     return part.file.form == "text" and not settings.doc_separator
 
 
 def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
-    """The training books of ``pieces`` in their order, encoded by tasks of Ray Data on the cores that are free.
+    """The training books of ``pieces`` in their order, encoded by tasks of Ray Data on free cores.
 
     Raises ``UserError`` as a task raised it, and when a book kills the task's process.
     """
@@ -204,7 +191,7 @@ def _task(batch: Any) -> Iterator[pa.Table]:
 
 
 def _table(book: EncodedBook, mistake: str | None = None) -> pa.Table:
-    """One row, whose tokens are not copied."""
+    """One row; the tokens are not copied."""
     offsets = pa.array([0, len(book.tokens)], pa.int64())
     tokens = pa.LargeListArray.from_arrays(offsets, pa.array(book.tokens), type=_SCHEMA.field("tokens").type)
     values = [book.piece, book.source, book.book, book.chars, book.dropped, book.why, mistake]

@@ -8,9 +8,8 @@ functions of a ``-m`` file reach Ray's workers as ``__main__``, pickled by value
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,13 +21,10 @@ from infra.cluster import connected
 from infra.command import console
 from infra.errors import UserError
 from infra.storage import locate
-from pipeline.books.sources import Inventory, find
 from pipeline.config import TokenizeConfig
-from pipeline.encoding import VOCABULARY_SHA256
 from pipeline.job import output, report
 from pipeline.job.crash_guard import notes_folder
-from pipeline.job.dedup import drop_duplicates, find_duplicates
-from pipeline.job.plan import Piece, make_plan
+from pipeline.job.plan import Job, Piece
 from pipeline.job.ray_data import do_pieces, warm_up
 from pipeline.shards import MANIFEST, QUARANTINE, Manifest, read_manifest
 
@@ -38,33 +34,30 @@ if TYPE_CHECKING:
 
 def main(config: TokenizeConfig) -> int:
     """Run the command; returns its exit code."""
-    folder = config.out.absolute()
     if not config.overwrite:
-        output.refuse_foreign(folder)
+        output.refuse_foreign(config.out.absolute())
     if config.copy_to:
-        locate(config.copy_to)  # what cannot be an address is refused before the work
-    timings = report.Progress()
-    with _phase(timings, "plan"):
-        inventory = find(config.sources, config.mirror)
-        plan = make_plan(inventory, config)
-    with nullcontext() if config.dry_run else output.sole_writer(folder):
-        return _continue(config, folder, inventory, plan, timings)
+        locate(config.copy_to)  # an invalid address is refused before the work
+    progress = report.Progress()
+    with progress.wall.time("plan"):
+        job = Job(config)
+    with nullcontext() if config.dry_run else output.sole_writer(job.folder):
+        return _continue(job, progress)
 
 
-def _continue(
-    config: TokenizeConfig, folder: Path, inventory: Inventory, plan: list[Piece], timings: report.Progress
-) -> int:
-    """Compare ``plan`` with what ``folder`` holds, and do what is missing; returns the exit code."""
-    changed = output.changed_settings(folder, config)
-    # A folder without a manifest is what an interrupted --overwrite left: it goes on with that.
+def _continue(job: Job, progress: report.Progress) -> int:
+    """Compare the plan with what the folder holds, and do what is missing; returns the exit code."""
+    config, folder = job.config, job.folder
+    changed = output.changed_settings(job)
+    # A folder without a manifest is what an interrupted --overwrite left: this run continues it.
     fresh = bool(changed) or (config.overwrite and (folder / MANIFEST).exists())
     if fresh:
         why = "because settings changed" if changed else "because of --overwrite"
-        assessed = output.Assessment({}, dict.fromkeys((piece.name for piece in plan), why))
+        assessed = output.Assessment({}, dict.fromkeys((piece.name for piece in job.pieces), why))
     else:
-        assessed = output.assess(folder, plan)
-    todo = [piece for piece in plan if piece.name in assessed.todo]
-    console.print(_intention(config, inventory, plan, assessed), markup=False)
+        assessed = output.assess(job)
+    todo = [piece for piece in job.pieces if piece.name in assessed.todo]
+    console.print(_intention(job, assessed, todo), markup=False)
     if changed and (config.dry_run or not config.overwrite):
         names = "; ".join(f"{name} was {there!r} and is now {now!r}" for name, (there, now) in changed.items())
         step = "it is replaced" if config.overwrite else "add --overwrite to replace it, or name another --out"
@@ -74,47 +67,39 @@ def _continue(
         console.print(sentence, markup=False)
     if config.dry_run:
         return 0
-    if not todo and _is_finished(folder, inventory):
+    if not todo and output.is_finished(job):
         console.print(f"{folder} is finished; nothing to do.", markup=False)
     else:
-        _make(config, folder, inventory, plan, todo, timings, fresh=fresh)
+        _make(job, todo, progress, fresh=fresh)
     if config.copy_to:
         _copy(folder, config.copy_to)
     return 0
 
 
-def _make(
-    config: TokenizeConfig,
-    folder: Path,
-    inventory: Inventory,
-    plan: list[Piece],
-    todo: list[Piece],
-    timings: report.Progress,
-    *,
-    fresh: bool,
-) -> None:
+def _make(job: Job, todo: list[Piece], progress: report.Progress, *, fresh: bool) -> None:
     """Do the pieces and finish the data set. MLflow is imported while Ray starts, and Ray stops while we finish."""
+    config, folder, phase = job.config, job.folder, progress.wall.time
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as ray:
         opening = background.submit(_open_store, config.tracking_uri)
         if todo:
-            with _phase(timings, "ray start"):
+            with phase("ray start"):
                 ray.enter_context(connected(config.cluster, cpus=config.parallelism))
                 warm_up(0 if config.cluster else min(config.parallelism, len(todo)))
-        with _phase(timings, "mlflow start"):
+        with phase("mlflow start"):
             opening.result()
-            tracker = _open_run(config, folder)
+            tracker = _open_run(job)
         if fresh:
             output.clear(folder)
-        output.begin(folder, config, [piece.name for piece in todo])
-        tracker.params(config.identity() | {"out": folder, "workers": config.parallelism, "pieces": len(plan)})
+        output.begin(job, [piece.name for piece in todo])
+        tracker.params(config.identity() | {"out": folder, "workers": config.parallelism, "pieces": len(job.pieces)})
         try:
             if todo:
-                with _phase(timings, "work"):
-                    _work(config, folder, plan, todo, timings, tracker.key.run_id)
+                with phase("work"):
+                    _work(job, todo, progress, tracker.key.run_id)
             stopping = background.submit(ray.close)
-            with _phase(timings, "finish"):
-                manifest = _finish(config, folder, inventory, plan)
-            with _phase(timings, "ray stop"):
+            with phase("finish"):
+                manifest = output.finish(job)
+            with phase("ray stop"):
                 stopping.result()
         except BaseException as failure:
             tracker.finish("KILLED" if isinstance(failure, KeyboardInterrupt) else "FAILED")
@@ -123,9 +108,9 @@ def _make(
             shutil.rmtree(notes_folder(tracker.key.run_id), ignore_errors=True)
     from infra.tracking.views import ui_link
 
-    note = report.as_markdown(str(config.out), manifest.report, timings, manifest.fingerprint)
+    note = report.as_markdown(str(config.out), manifest.report, progress, manifest.fingerprint)
     tracker.note(note)
-    tracker.metrics(timings.metrics() | _counts(manifest))
+    tracker.metrics(progress.metrics() | _counts(manifest))
     tracker.file(folder / MANIFEST)
     tracker.file(folder / QUARANTINE)
     tracker.data(folder.name, manifest.fingerprint, str(folder), manifest.report, "output")
@@ -140,57 +125,28 @@ def _open_store(tracking_uri: str | None) -> None:
     open_store(tracking_uri)
 
 
-def _open_run(config: TokenizeConfig, folder: Path) -> "Tracker":
+def _open_run(job: Job) -> "Tracker":
     from infra.tracking.store import create_run
     from infra.tracking.tracker import Tracker
 
-    return Tracker(create_run("pipeline", folder.name, tracking_uri=config.tracking_uri, tags=provenance.collect()))
+    uri = job.config.tracking_uri
+    return Tracker(create_run("pipeline", job.folder.name, tracking_uri=uri, tags=provenance.collect()))
 
 
-def _work(
-    config: TokenizeConfig, folder: Path, plan: list[Piece], todo: list[Piece], timings: report.Progress, run: str
-) -> None:
+def _work(job: Job, todo: list[Piece], progress: report.Progress, run: str) -> None:
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("pieces, {task.fields[rate]}"),
         TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
+    config, total = job.config, len(job.pieces)
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("tokenizing", total=len(plan), completed=len(plan) - len(todo), rate="starting")
+        task = bar.add_task("tokenizing", total=total, completed=total - len(todo), rate="starting")
         start = time.perf_counter()
         workers = config.workers if config.cluster else config.parallelism
-        for summary in do_pieces(todo, folder, run, workers=workers, ours=not config.cluster):
-            timings.add(summary)
-            rate = f"{timings.bytes / 1e6 / (time.perf_counter() - start):,.0f} MB/s"
+        for summary in do_pieces(todo, job.folder, run, workers=workers, ours=not config.cluster):
+            progress.add(summary)
+            rate = f"{progress.bytes / 1e6 / (time.perf_counter() - start):,.0f} MB/s"
             bar.update(task, advance=1, rate=rate)
-
-
-def _finish(config: TokenizeConfig, folder: Path, inventory: Inventory, plan: list[Piece]) -> Manifest:
-    """Write quarantine and manifest from the records.
-
-    Raises ``UserError`` when a piece's record did not arrive here, and when no book was kept.
-    """
-    records = output.collect(folder, plan)
-    if config.duplicates != "keep":
-        records = drop_duplicates(folder, records, find_duplicates(records))
-    output.remove_strays(folder, records, plan)
-    dropped = output.write_quarantine(folder, records.values())
-    counts = report.totals(records.values())
-    if not counts["books_kept"]:
-        first = f" Of {dropped[0].book} it is: {dropped[0].detail}." if dropped else ""
-        raise UserError(
-            f"none of {counts['books_in']:,} books could be kept: {folder / QUARANTINE} gives the reason for each."
-            f"{first}"
-        )
-    shards = [shard for record in records.values() for shard in record.shards]
-    manifest = Manifest.of(
-        shards,
-        config=config.identity(),
-        vocabulary_sha256=VOCABULARY_SHA256,
-        inputs=inventory.summary(),
-        report=counts,
-    )
-    manifest.write(folder)
-    return manifest
 
 
 def _copy(folder: Path, uri: str) -> None:
@@ -202,26 +158,20 @@ def _copy(folder: Path, uri: str) -> None:
     console.print(f"{uri} is a copy of it: {sent:,} shards sent, the others were there.", markup=False)
 
 
-def _is_finished(folder: Path, inventory: Inventory) -> bool:
-    try:
-        return read_manifest(folder).inputs == inventory.summary()
-    except UserError:
-        return False
-
-
-def _intention(config: TokenizeConfig, inventory: Inventory, plan: list[Piece], assessed: output.Assessment) -> str:
+def _intention(job: Job, assessed: output.Assessment, todo: list[Piece]) -> str:
     """What is there, what is done, what will be done and why, and what that will take."""
-    summary = inventory.summary()
-    lines = [f"{summary['files']:,} files, {summary['bytes'] / 1e6:,.1f} MB, in {len(plan):,} pieces -> {config.out}"]
-    if inventory.skipped:
-        lines.append("left aside: " + ", ".join(f"{n:,} {suffix}" for suffix, n in inventory.skipped.items()))
+    config, summary = job.config, job.inventory.summary()
+    lines = [
+        f"{summary['files']:,} files, {summary['bytes'] / 1e6:,.1f} MB, in {len(job.pieces):,} pieces -> {config.out}"
+    ]
+    if job.inventory.skipped:
+        lines.append("skipped: " + ", ".join(f"{n:,} {suffix}" for suffix, n in job.inventory.skipped.items()))
     if assessed.done or config.dry_run:
         reasons = Counter(assessed.todo.values())
         why = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()) or "nothing"
         lines.append(f"done: {len(assessed.done):,} pieces; to do: {why}")
     if config.dry_run:
-        todo = [piece for piece in plan if piece.name in assessed.todo]
-        lines.append("estimate: " + report.estimate(plan, todo, assessed.done.values(), config.parallelism))
+        lines.append("estimate: " + report.estimate(job.pieces, todo, assessed.done.values(), config.parallelism))
     return "\n".join(lines)
 
 
@@ -232,15 +182,6 @@ def _counts(manifest: Manifest) -> dict[str, float]:
     for split, sums in manifest.splits.items():
         values |= {f"tokens/{split}": sums["tokens"], f"books/{split}": sums["books"]}
     return values
-
-
-@contextmanager
-def _phase(timings: report.Progress, name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        timings.wall[name] = time.perf_counter() - start
 
 
 if __name__ == "__main__":

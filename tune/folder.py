@@ -38,7 +38,7 @@ def held(folder: Path) -> Iterator[None]:
         (folder / LOCK).touch()
     except OSError as refused:
         raise UserError(f"{folder} cannot be written ({refused.strerror}): name another --out.") from refused
-    with storage.held(folder / LOCK, f"another process runs the search in {folder}: wait for it, or end it."):
+    with storage.lock(folder / LOCK, f"another process runs the search in {folder}: wait for it, or end it."):
         clear_temporaries(folder / TRIALS)
         yield
 

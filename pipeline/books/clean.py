@@ -1,4 +1,4 @@
-"""Raw bytes to a clean book, or the reason why it is none.
+"""Raw bytes to a clean book, or the reason why it is left out.
 
 In: a ``RawBook``. Out: a ``Book`` in UTF-8 with ``\\n`` line ends and without Project Gutenberg's
 wrapping, or a ``Dropped``, which becomes one line of ``quarantine.jsonl``.
@@ -8,8 +8,8 @@ import hashlib
 from dataclasses import dataclass
 
 from pipeline.books.gutenberg import unwrap
-from pipeline.books.normalize import count_characters, join_lines, normalise, to_utf8, trim
-from pipeline.books.readers import RawBook
+from pipeline.books.normalize import count_characters, join_lines, normalize, to_utf8, trim
+from pipeline.books.readers import Dropped, RawBook
 
 
 @dataclass(frozen=True)
@@ -26,27 +26,18 @@ class Book:
     language: str | None
     released: str | None
     replaced: int
-    """Bytes that no character set explains, now U+FFFD."""
+    """Undecodable bytes, replaced by U+FFFD."""
     traits: tuple[str, ...]
-    """What was recognised and changed, in words to count by."""
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """A book that was left out, and why: ``reason`` is a kind to count by, ``detail`` a sentence about this one."""
-
-    book: str
-    reason: str
-    detail: str
+    """What was recognized and normalized, as labels to count."""
 
 
 def clean(raw: RawBook, *, join: bool = False) -> Book | Dropped:
-    """The book in ``raw`` without wrapping, normalised; or why it is none. ``join`` undoes hard-wrapped lines."""
+    """The book in ``raw`` without wrapping, normalized; or why it is left out. ``join`` joins hard-wrapped lines."""
     data = raw.data
     if b"\0" in data[:4096] and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return Dropped(raw.id, "not text", "there are zero bytes near its beginning")
     decoded = to_utf8(data)
-    unwrapped = unwrap(normalise(decoded.text) if decoded.text else b"")
+    unwrapped = unwrap(normalize(decoded.text) if decoded.text else b"")
     body = trim(unwrapped.body)
     if not body:
         return Dropped(raw.id, "empty", f"nothing is left of {len(data):,} bytes")

@@ -1,11 +1,8 @@
-"""Fetch Project Gutenberg's plain-text editions by number, politely: a robot-friendly mirror, a pause, a cache."""
+"""Download Project Gutenberg's plain-text editions by number: a robot-friendly mirror, a pause, a cache."""
 
-import http.client
 import os
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,24 +13,21 @@ from pipeline.config import MIRROR
 PREFIX = "gutenberg:"
 PAUSE = 2.0
 """Seconds between two requests, as its robot policy asks."""
+RETRIES = 2
+"""Further attempts for one address when the connection or the server fails."""
 _TIMEOUT = 60.0
-
-
-def cache_folder() -> Path:
-    """Where downloaded books are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "throughline" / "gutenberg"
 
 
 def fetch(source: str, mirror: str) -> Iterator[Path]:
     """The files of ``gutenberg:1342,84``, downloaded unless the cache has them.
 
-    Raises ``UserError`` for something that is not a number, a number without a plain text, or a mirror that is away.
+    Raises ``UserError`` for what is not a number, a number without a plain text, and an unreachable mirror.
     """
     numbers = source.removeprefix(PREFIX).split(",")
     for number in numbers:
         if not re.fullmatch(r"[1-9]\d{0,6}", number):
             raise UserError(f"{source}: {number!r} is not a book's number; write for example {PREFIX}1342,84.")
-    folder = cache_folder()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "throughline" / "gutenberg"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as refused:
@@ -52,29 +46,40 @@ def fetch(source: str, mirror: str) -> Iterator[Path]:
 
 
 def _download(number: str, mirror: str) -> bytes:
+    import requests  # few runs download
+    from requests.adapters import HTTPAdapter
+    from urllib3 import Retry
+
+    if not mirror.startswith(("https://", "http://")):
+        raise UserError(f"--mirror {mirror} is not a web address: write for example {MIRROR}.")
     folders = "/".join(number[:-1]) or "0"
     names = (
         f"cache/epub/{number}/pg{number}.txt",
         f"{folders}/{number}/{number}-0.txt",
         f"{folders}/{number}/{number}.txt",
     )
-    for name in names:
-        url = f"{mirror.rstrip('/')}/{name}"
-        if not url.startswith(("https://", "http://")):
-            raise UserError(f"--mirror {mirror} is not a web address: write for example {MIRROR}.")
-        try:
-            request = urllib.request.Request(url, headers={"User-Agent": "throughline (corpus preparation)"})  # noqa: S310
-            with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:  # noqa: S310 the scheme is checked above
-                kind, text = answer.headers.get_content_type(), answer.read()
-        except urllib.error.HTTPError as refused:
-            if refused.code != 404:
+    # Not for 429 and 503: a busy mirror is not asked again, however soon it says it will be ready.
+    retry = Retry(
+        RETRIES, status_forcelist=(500, 502, 504), backoff_factor=PAUSE / 2, respect_retry_after_header=False,
+        raise_on_status=False,
+    )  # fmt: skip
+    with requests.Session() as session:
+        for scheme in ("https://", "http://"):
+            session.mount(scheme, HTTPAdapter(max_retries=retry))
+        session.headers["User-Agent"] = "throughline (corpus preparation)"
+        for name in names:
+            url = f"{mirror.rstrip('/')}/{name}"
+            try:
+                answer = session.get(url, timeout=_TIMEOUT)
+            except (OSError, ValueError) as away:  # requests' own are an OSError; ValueError: not an address
                 raise UserError(
-                    f"{url} answers {refused.code} {refused.reason}: try later, or another --mirror."
-                ) from refused
-        except (OSError, http.client.HTTPException, ValueError) as away:  # ValueError: the address is none
-            raise UserError(f"{url} cannot be reached ({away}): check the network, or name another --mirror.") from away
-        else:
-            if kind == "text/html":  # the login page of a network, for example, which the cache would keep as the book
+                    f"{url} cannot be reached ({away}): check the network, or name another --mirror."
+                ) from away
+            if answer.status_code == 404:
+                continue
+            if not answer.ok:
+                raise UserError(f"{url} answers {answer.status_code} {answer.reason}: try later, or another --mirror.")
+            if answer.headers.get("Content-Type", "").lower().startswith("text/html"):  # a network's login page
                 raise UserError(f"{url} is a web page and not a book: check the network, or name another --mirror.")
-            return text
+            return answer.content
     raise UserError(f"book {number} has no plain text at {mirror}: leave it out.")

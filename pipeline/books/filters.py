@@ -1,23 +1,23 @@
-"""Books that would teach a model nothing: too short, repetitive, not text, or in another language.
+"""Leave out books of no use for training: too short, repetitive, not text, or in another language.
 
-In: a cleaned ``Book`` and the settings. Out: the reason to leave it out, or None. The tests look at
-samples from the beginning, middle and end, so they cost a few percent of the encoding.
+Only samples from the beginning, middle and end are tested, which costs a few percent of the encoding.
 """
 
 import re
 
-from pipeline.books.clean import Book, Dropped
+from pipeline.books.clean import Book
+from pipeline.books.readers import Dropped
 from pipeline.config import Reading
 
 SAMPLE_BYTES = 1_000
 LONGEST_WORD = 1_000
-"""Bytes without a blank that no language has, and no table or URL of a book."""
+"""Bytes without a space: more than any language, table or URL in a book has."""
 LEAST_DISTINCT = 0.05
-"""Distinct words over words in a sample; novels have 0.5 to 0.75 here, Genesis 5 (a list of ages) 0.25."""
+"""Distinct words per word in a sample; novels have 0.5 to 0.75, Genesis 5 (a list of ages) 0.25."""
 MOST_NON_TEXT = 0.4
-"""Share of ASCII signs and digits that are neither letters nor blanks; a ledger has 0.3."""
+"""Share of ASCII signs and digits among all bytes; a ledger has 0.3."""
 
-# Everything that letters, blanks and the bytes of other scripts leave standing.
+# Letters, blanks and the bytes of other scripts.
 _TEXT = bytes(c for c in range(256) if chr(c).isalpha() or c in b" \n\t" or c >= 128)
 _LONG_WORD = re.compile(rb"\S{%d}" % LONGEST_WORD)
 
@@ -30,7 +30,7 @@ _CODES = {
 
 
 def refuse(book: Book, settings: Reading) -> Dropped | None:
-    """Why ``book`` is left out under ``settings``; None when it stays."""
+    """Why ``book`` is left out under ``settings``; None if it is kept."""
     if book.chars < settings.min_chars:
         return Dropped(book.id, "too short", f"{book.chars:,} characters, fewer than {settings.min_chars:,}")
     sample = _sample(book.text)
@@ -68,6 +68,6 @@ def _other_language(book: Book, sample: bytes, wanted: tuple[str, ...]) -> Dropp
 
 
 def language_code(name: str) -> str | None:
-    """The ISO 639-1 code of a language as headers name it; None when it is not known."""
+    """The ISO 639-1 code of a language as headers name it; None if it is not known."""
     name = name.strip().lower()
     return name if re.fullmatch("[a-z]{2}", name) else _CODES.get(name)

@@ -1,9 +1,7 @@
-"""Project Gutenberg's wrapping: find where the book begins and ends, and what the header says of it.
+"""Remove Project Gutenberg's wrapping, and parse its header.
 
-In: the bytes of a file with ``\\n`` line ends. Out: the book proper, the header's fields, and the names
-of the forms that were recognised. Only the first and last stretches of a file are looked at, first for
-fixed words and then, around those, by regular expressions: a pattern run over a whole book would cost
-more than encoding it.
+Only the beginning and the end of a file are searched, first for fixed words and then, around those, by
+regular expressions: a pattern run over a whole book would cost more than encoding it.
 """
 
 import re
@@ -12,15 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 NEAR, HEAD = 4_000, 40_000
-"""Where a header ends: nearly always within the first, sometimes (the licence is in front) within the second."""
+"""Bytes in which a header ends: nearly always the first, sometimes (with the licence in front) the second."""
 LICENCE, TAIL = 24_000, 60_000
-"""Where a footer begins, counted from the end, in the same way."""
+"""Bytes before the end in which a footer begins, in the same way."""
 FRONT = 5_000
-"""How far behind the header credits and transcribers' notes are looked for, in bytes."""
+"""Bytes after the header that are searched for credits and transcribers' notes."""
 LONG = 500
-"""A paragraph of more bytes is the book's, and credits stand before it."""
+"""A paragraph of more bytes belongs to the book; credits come before it."""
 LONGEST = 2_000
-"""A paragraph of more bytes is the book's even if it names Project Gutenberg: a text that was joined to one line."""
+"""A paragraph of more bytes belongs to the book even if it names Project Gutenberg: a text joined to one line."""
 NOTE = 12_000
 """The longest closing transcriber's note, in bytes."""
 
@@ -40,11 +38,11 @@ _ENDS = (
     ("end sentence", b"THIS FILE SHOULD BE NAMED"),
     ("licence", b"START: FULL LICENSE"),
 )
-# What stands between a marker and where the footer begins: a line's beginning, or in a text that was joined to one
-# line, asterisks or the blanks that were an empty line.
+# What may be between the footer's beginning and a marker: the beginning of a line, or in a text joined to one line,
+# asterisks or the spaces that were an empty line.
 _BEFORE_END = re.compile(rb"(?:\A|(?<=\n)|(?<=  )|(?=\*{3}))[ \t*_]*(?:THE )?\Z")
 
-# A start line may run over several lines, to the asterisks that close it; without line ends, they alone end it.
+# A start line may span several lines, up to its closing asterisks; in a text without line ends, only they end it.
 _REST_OF_START = re.compile(
     rb"[^*\n]{0,400}(?:\n[^*\n]{0,200}){0,4}?\*{2,}[^\n]{0,200}\n|[^\n]{0,400}\n|[^*\n]{0,400}\*{2,}"
 )
@@ -72,7 +70,7 @@ _NOTE = re.compile(
     + (_APOSTROPHE + rb"s?" + _APOSTROPHE)
     + rb" notes?\b"
 )
-# What no transcriber's note holds: what opens a book, and what may stand behind a closing note.
+# What a transcriber's note does not contain: the opening of a book, and what may follow a closing note.
 _OPENS_BOOK = re.compile(rb"[\s_*=]*(?:chapter|book|part|act|preface|contents)(?![a-z])", re.I)
 _BACK_MATTER = re.compile(rb"\n\n\n[\s_*=\[]*(?:footnotes?|index|appendi(?:x|ces)|glossary|advertisements?)(?![a-z])")
 _NOTES_BY_DIRECTOR = re.compile(rb"Executive Director's Notes:.{0,4000}?\nExecutive Director\n", re.S)
@@ -90,16 +88,16 @@ _ENCODING = re.compile(rb"set encoding:[ \t]*([A-Za-z0-9_.: -]+)", re.I)
 
 @dataclass(frozen=True)
 class Unwrapped:
-    """A book without its wrapping, what its header told, and the forms that were recognised."""
+    """A book without its wrapping, the fields of its header, and the forms that were recognized."""
 
     body: bytes
     forms: tuple[str, ...] = ()
     fields: dict[str, str] = field(default_factory=dict)
-    """``title``, ``author``, ``language``, ``released``, as far as the header has them."""
+    """``title``, ``author``, ``language``, ``released``, if the header has them."""
 
 
 def unwrap(text: bytes) -> Unwrapped:
-    """The book in ``text``; the whole of it where nothing is recognised."""
+    """The book in ``text``; all of it if no wrapping is recognized."""
     forms: list[str] = []
     start = _find_start(text, forms)
     wrapped = start > 0 or _OPENING.search(text[:1000]) is not None
@@ -120,19 +118,19 @@ def unwrap(text: bytes) -> Unwrapped:
 
 
 def declared_encoding(head: bytes) -> str | None:
-    """The character set that a header names, in its own words."""
+    """The character set that a header names."""
     match = _ENCODING.search(head[:HEAD])
     return match[1].decode("ascii", "replace").strip() if match else None
 
 
 def _blanks_before(text: bytes, stop: int) -> int:
-    """How many blanks and line ends stand before ``stop``, as far as a few hundred bytes show."""
+    """Number of spaces and line ends before ``stop``, at most 500."""
     end = text[max(0, stop - 500) : stop]
     return len(end) - len(end.rstrip())
 
 
 def _find_start(text: bytes, forms: list[str]) -> int:
-    """The end of the last line that closes a header; 0 without one."""
+    """The end of the header; 0 without one."""
     upper = text[:NEAR].upper()
     if not any(marker in upper for form, marker in _STARTS if form == "start line"):
         upper = text[:HEAD].upper()
@@ -148,9 +146,9 @@ def _find_start(text: bytes, forms: list[str]) -> int:
 
 
 def _find_stop(text: bytes, start: int, forms: list[str], *, wrapped: bool) -> int:
-    """The beginning of the first line that opens a footer; the end of ``text`` without one.
+    """The beginning of the footer; the end of ``text`` without one.
 
-    Markers that do not name Project Gutenberg count only where the header did.
+    Markers that do not name Project Gutenberg count only if there is a header.
     """
     offset = max(start, len(text) - LICENCE)
     upper = text[offset:].upper()
@@ -174,7 +172,7 @@ def _find_stop(text: bytes, start: int, forms: list[str], *, wrapped: bool) -> i
 
 
 def _before_note(text: bytes, start: int, stop: int, forms: list[str]) -> int:
-    """Where the transcriber's note begins that closes the book in ``text[start:stop]``; ``stop`` without one."""
+    """The beginning of a transcriber's note at the end of ``text[start:stop]``; ``stop`` without one."""
     offset = max(start, stop - NOTE)
     lower = text[offset:stop].lower()
     at = lower.find(b"transcriber")
@@ -195,7 +193,7 @@ def _before_note(text: bytes, start: int, stop: int, forms: list[str]) -> int:
 
 
 def _without_credits(front: bytes, forms: list[str]) -> bytes:
-    """The first stretch of a book without credits, notes on the file and transcribers' notes."""
+    """The beginning of a book without credits, notes on the file and transcribers' notes."""
     if b"Executive Director's Notes:" in front:
         front = _NOTES_BY_DIRECTOR.sub(b"", front)
     lower = front.lower()
@@ -226,7 +224,7 @@ def _without_credits(front: bytes, forms: list[str]) -> bytes:
 
 
 def _mentions(lower: bytes) -> list[int]:
-    """Where words of the transcribers stand, in order."""
+    """Positions of the words in ``_OURS``, in order."""
     found = []
     for words in _OURS:
         at = lower.find(words)
@@ -237,7 +235,7 @@ def _mentions(lower: bytes) -> list[int]:
 
 
 def _paragraphs(front: bytes, offset: int = 0) -> Iterator[tuple[int, int, bytes]]:
-    """Bounds and text of the paragraphs that lie wholly in ``front``, from ``offset`` on."""
+    """Bounds and text of the paragraphs that are complete in ``front``, from ``offset``."""
     for match in _PARAGRAPH.finditer(front, offset):
         if match.end() == len(front) == FRONT:
             return
@@ -245,24 +243,24 @@ def _paragraphs(front: bytes, offset: int = 0) -> Iterator[tuple[int, int, bytes
 
 
 def _end_of_note(front: bytes, begin: int, end: int) -> int:
-    """Where the note ends whose first paragraph is ``front[begin:end]``: at its bracket, else with that paragraph.
+    """The end of the note whose first paragraph is ``front[begin:end]``: its closing bracket, or that paragraph.
 
-    A bare heading takes the next paragraph along. Indented ones follow, until two empty lines or what opens a book.
+    A bare heading includes the next paragraph. Indented ones follow, up to two empty lines or the opening of a book.
     """
     bracket = _after_bracket(front, begin)
     if bracket is not None:
         return bracket
     bare = not re.search(rb"\w", _NOTE.sub(b"", front[begin:end].lower(), count=1))
     for first, last, paragraph in _paragraphs(front, end):
-        goes_on = bare or (first - end < 2 and paragraph[:1] in b" \t")
-        if not goes_on or _OPENS_BOOK.match(paragraph) or paragraph.isupper():
+        continued = bare or (first - end < 2 and paragraph[:1] in b" \t")
+        if not continued or _OPENS_BOOK.match(paragraph) or paragraph.isupper():
             break
         end, bare = last, False
     return end
 
 
 def _after_bracket(text: bytes, begin: int) -> int | None:
-    """The end of the bracket that opens at ``begin`` (after spaces); None if none opens or it stays open."""
+    """The end of the bracket that opens at ``begin`` (after spaces); None if none opens or it is not closed."""
     opening = text[begin : begin + 40].lstrip()
     if not opening.startswith(b"["):
         return None

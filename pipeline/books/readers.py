@@ -1,8 +1,4 @@
-"""Open a stretch of a source file and yield the books in it, or the reason why it cannot be read.
-
-In: a ``Part`` of a file: all of it, a range of bytes, of row groups, or of archive members. Out: books in
-a fixed order. Only one book is held at a time, however large the file.
-"""
+"""Read the books in a part of a source file, one at a time and in a fixed order, or say why they cannot be read."""
 
 import gzip
 import io
@@ -13,6 +9,8 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
@@ -20,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infra.errors import UserError
+from infra.schema import strict
 from infra.storage import open_file
 from pipeline.books.sources import TEXT, SourceFile
 from pipeline.config import SAMPLE, Reading
@@ -30,12 +29,12 @@ DAMAGE = (
     EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile, pa.ArrowException, UnicodeDecodeError,
     NotImplementedError,
 )  # fmt: skip
-"""What readers raise where a file's bytes are wrong; and besides, an ``OSError`` without a number."""
+"""What readers raise for a corrupt file, besides an ``OSError`` without a number."""
 
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """A stretch of a file, from ``start`` up to ``stop`` (None: its end); ``size`` estimates its text in bytes."""
+    """A range of a file: bytes, row groups or archive members. ``size`` estimates its bytes of text."""
 
     file: SourceFile
     size: int
@@ -45,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True)
 class RawBook:
-    """A book as its source holds it."""
+    """A book as its source stores it."""
 
     id: str
     source: str
@@ -55,19 +54,21 @@ class RawBook:
     language: str | None = None
 
 
+@strict
 @dataclass(frozen=True)
-class Unreadable:
-    """A file, or a place in one, that gave no book."""
+class Dropped:
+    """A book that is left out: ``reason`` is a label to count, ``detail`` says more about this one."""
 
-    id: str
+    book: str
     reason: str
+    detail: str
 
 
-def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Unreadable]:
-    """The books of ``part`` in a fixed order; what is damaged is named and ends the part.
+def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Dropped]:
+    """The books of ``part`` in a fixed order; corrupt data is named and ends the part.
 
-    Raises ``UserError`` when the file is gone or the disk fails: that says nothing about the books, and
-    quarantining what a lost disk held would call the data set finished without it.
+    Raises ``UserError`` when the file is gone or the disk fails: quarantining these books would make a data set
+    without them look finished.
     """
     file = part.file
     try:
@@ -76,21 +77,21 @@ def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Unreadable]:
     except FileNotFoundError as gone:
         raise UserError(
             f"{file.uri} was there when the work was planned and is gone: put it back, or run the same command "
-            "again to go on without it."
+            "again to continue without it."
         ) from gone
     except PermissionError as refused:
-        yield Unreadable(file.id, f"{refused.strerror}")
+        yield Dropped(file.id, "unreadable", f"{refused.strerror}")
     except DAMAGE as damage:
-        yield Unreadable(file.id, f"damaged: {damage or type(damage).__name__}")
+        yield Dropped(file.id, "unreadable", f"damaged: {damage or type(damage).__name__}")
     except OSError as failure:
         if failure.errno is not None:
             raise UserError(
-                f"{file.uri} cannot be read ({failure.strerror}): mend it and run the same command again."
+                f"{file.uri} cannot be read ({failure.strerror}): fix it and run the same command again."
             ) from failure
-        yield Unreadable(file.id, f"damaged: {failure}")  # Arrow's codecs raise OSError without a number
+        yield Dropped(file.id, "unreadable", f"damaged: {failure}")  # Arrow's codecs raise OSError without a number
 
 
-def _books(part: Part, opened: BinaryIO, settings: Reading) -> Iterator[RawBook | Unreadable]:
+def _books(part: Part, opened: BinaryIO, settings: Reading) -> Iterator[RawBook | Dropped]:
     file = part.file
     if file.form == "parquet":
         yield from _parquet(part, opened, settings.text_column)
@@ -118,14 +119,14 @@ def _decompressed(opened: BinaryIO, compression: str | None) -> BinaryIO:
 
 
 def _documents(stream: BinaryIO, separator: bytes, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-    """Offset and bytes of each document that begins in the range; the last may reach beyond it.
+    """Offset and bytes of each document that begins in the range; the last may extend beyond it.
 
-    Nothing is read that can hold no such beginning, and between documents only what may begin a separator is kept.
+    Reads no further than needed, and between documents keeps only what may be the beginning of a separator.
     """
     position = max(0, start - len(separator))
     if position:
         stream.seek(position)
-    buffer = bytearray()  # the file from ``position`` on; to take from its front costs next to nothing
+    buffer = bytearray()  # the file from ``position``; removing from the front of a bytearray is cheap
     scanned = 0
     inside = start == 0
     while stop is None or position + (0 if inside else len(separator)) < stop:
@@ -155,7 +156,7 @@ def _separated(place: str, source: str, documents: Iterator[tuple[int, bytes]]) 
             yield RawBook(f"{place}#{offset}", source, data)
 
 
-def _lines(part: Part, stream: BinaryIO, name: str) -> Iterator[RawBook | Unreadable]:
+def _lines(part: Part, stream: BinaryIO, name: str) -> Iterator[RawBook | Dropped]:
     for offset, line in _documents(stream, b"\n", part.start, part.stop):
         if not line.strip():
             continue
@@ -163,22 +164,21 @@ def _lines(part: Part, stream: BinaryIO, name: str) -> Iterator[RawBook | Unread
         try:
             values = json.loads(line)
         except (ValueError, RecursionError) as wrong:
-            yield Unreadable(place, f"not a line of JSON: {wrong}")
+            yield Dropped(place, "unreadable", f"not a line of JSON: {wrong}")
             continue
         if not isinstance(values, dict) or not isinstance(values.get(name), str):
-            yield Unreadable(place, f"no text in the field {name!r} (--text-field)")
+            yield Dropped(place, "unreadable", f"no text in the field {name!r} (--text-field)")
             continue
         yield _described(place, part.file.id, values[name], values)
 
 
-def _parquet(part: Part, opened: BinaryIO, name: str) -> Iterator[RawBook | Unreadable]:
+def _parquet(part: Part, opened: BinaryIO, name: str) -> Iterator[RawBook | Dropped]:
     table = pq.ParquetFile(opened)
     columns = {column.lower(): column for column in reversed(table.schema_arrow.names)}
     text = columns.get(name.lower())
     if text is None:
-        yield Unreadable(
-            part.file.id, f"no column {name!r} (--text-column) among {', '.join(table.schema_arrow.names)}"
-        )
+        known = ", ".join(table.schema_arrow.names)
+        yield Dropped(part.file.id, "unreadable", f"no column {name!r} (--text-column) among {known}")
         return
     wanted = [text, *(columns[c] for c in (*_TITLES, "author", "language") if c in columns and columns[c] != text)]
     groups = range(part.start, table.num_row_groups if part.stop is None else part.stop)
@@ -190,13 +190,13 @@ def _parquet(part: Part, opened: BinaryIO, name: str) -> Iterator[RawBook | Unre
             if isinstance(values[text], str):
                 yield _described(place, part.file.id, values[text], {k.lower(): v for k, v in values.items()})
             else:
-                yield Unreadable(place, f"the column {text!r} holds no text here")
+                yield Dropped(place, "unreadable", f"the column {text!r} holds no text here")
 
 
 def _described(place: str, source: str, text: str, values: dict[str, Any]) -> RawBook:
     def word(*names: str) -> str | None:
         found = next((values[name] for name in names if isinstance(values.get(name), str)), None)
-        # JSON may hold half a surrogate pair, which no shard can.
+        # JSON may contain half a surrogate pair, which a shard cannot store.
         return None if found is None else found.encode("utf-8", "replace").decode()
 
     data = text.encode("utf-8", "replace")
@@ -209,22 +209,22 @@ def members(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     return sorted((i for i in infos if PurePosixPath(i.filename.lower()).suffix in TEXT), key=lambda i: i.filename)
 
 
-def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[RawBook | Unreadable]:
+def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[RawBook | Dropped]:
     archive = zipfile.ZipFile(opened)
     infos = members(archive)
     if not infos:
-        yield Unreadable(part.file.id, "holds no .txt or .md")
+        yield Dropped(part.file.id, "unreadable", "holds no .txt or .md")
     names = Counter(info.filename for info in infos)
     for info in infos[part.start : part.stop]:
         place = f"{part.file.id}/{info.filename}"
-        if names[info.filename] > 1:  # an archive that was added to may hold a name again
+        if names[info.filename] > 1:  # an archive that was appended to may contain a name twice
             place += f"#{info.header_offset}"
         try:
             data = archive.read(info)
         except (*DAMAGE, RuntimeError, OSError) as damage:  # RuntimeError: it is encrypted
             if isinstance(damage, OSError) and damage.errno is not None:
                 raise
-            yield Unreadable(place, f"damaged: {damage or type(damage).__name__}")
+            yield Dropped(place, "unreadable", f"damaged: {damage or type(damage).__name__}")
             continue
         if separator:
             documents = _documents(io.BytesIO(data), separator.encode(), 0, None)
@@ -234,21 +234,10 @@ def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[Ra
 
 
 def _sample(opened: BinaryIO) -> Iterator[RawBook]:
-    """The Bible's books in their order: one line a verse, chapters set apart by an empty line and a heading."""
-    book, chapter, lines = "", 0, []
-    for verse in map(json.loads, opened):
-        if verse["book"] != book:
-            if lines:
-                yield _sample_book(book, lines)
-            book, chapter, lines = verse["book"], 0, [verse["book"], ""]
-        if verse["chapter"] != chapter:
-            chapter = verse["chapter"]
-            lines += ["", f"Chapter {chapter}", ""]
-        lines.append(verse["text"])
-    if lines:
-        yield _sample_book(book, lines)
-
-
-def _sample_book(name: str, lines: list[str]) -> RawBook:
-    text = "\n".join(lines) + "\n"
-    return RawBook(f"{SAMPLE}/{name}", SAMPLE, text.encode(), title=name, author="King James Version", language="en")
+    """The Bible's books in their order: one line per verse, chapters separated by an empty line and a heading."""
+    for name, book in groupby(map(json.loads, opened), itemgetter("book")):
+        lines = [name, ""]
+        for chapter, verses in groupby(book, itemgetter("chapter")):
+            lines += ["", f"Chapter {chapter}", "", *(verse["text"] for verse in verses)]
+        text = "\n".join(lines) + "\n"
+        yield RawBook(f"{SAMPLE}/{name}", SAMPLE, text.encode(), title=name, author="King James Version", language="en")

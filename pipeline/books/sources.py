@@ -1,8 +1,6 @@
-"""Find the books: from what a person names to a sorted inventory of files.
+"""Find the books: from the sources of the command line to an inventory of files, sorted by id.
 
-In: paths, folders, globs, remote URIs, ``gutenberg:`` numbers, or ``sample``. Out: ``SourceFile`` records
-sorted by id, whatever the order of the arguments. An id is the file's path below the named folder, so it
-is the same on every machine.
+An id is the file's path below the named folder, so it is the same on every machine.
 """
 
 import fnmatch
@@ -11,6 +9,7 @@ import hashlib
 import json
 import os
 import posixpath
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -48,7 +47,7 @@ class SourceFile:
 
     @property
     def form(self) -> Form:
-        """How books lie in the file, by its name. What has no suffix that we know is text."""
+        """The file's format, by its name. A file with an unknown suffix is text."""
         if self.id == SAMPLE and self.uri.endswith(".jsonl"):
             return "sample"
         last = _suffix(self.id)
@@ -61,14 +60,14 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Everything that the sources hold."""
+    """All files of the sources."""
 
     files: list[SourceFile]
     skipped: dict[str, int] = field(default_factory=dict)
-    """Files in folders that no reader knows, by suffix."""
+    """Number of files of unknown formats in folders, by suffix."""
 
     def summary(self) -> dict[str, Any]:
-        """Number, bytes and a hash over ids and sizes: what the manifest says of the inputs."""
+        """Number, bytes and a hash over ids and sizes: the inputs as the manifest describes them."""
         inventory = json.dumps([[file.id, file.size] for file in self.files])
         return {
             "files": len(self.files),
@@ -79,7 +78,7 @@ class Inventory:
 
 
 def find(sources: Iterable[str], mirror: str = MIRROR) -> Inventory:
-    """Take inventory of ``sources``; books named by number are downloaded from ``mirror``.
+    """The inventory of ``sources``; books named by number are downloaded from ``mirror``.
 
     Raises ``UserError`` for a source that is missing or holds no books.
     """
@@ -134,13 +133,13 @@ def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
         pattern = f"{begun}{star}{tail}"
         source = base + (f"?{parts.query}" if parts.query else "")
     root = locate(source)[1]
-    user = "".join(parts.netloc.rpartition("@")[:2])  # gs://anonymous@bucket is how a public one is named
+    user = "".join(parts.netloc.rpartition("@")[:2])  # a public bucket is gs://anonymous@bucket
     query = f"?{parts.query}" if parts.query else ""
     try:
         entries = list(listing(source))
     except FileNotFoundError:
         entries = []
-    for entry in sorted(entries, key=lambda entry: entry.path):
+    for entry in entries:
         below = entry.path.removeprefix(root).lstrip("/")
         name = f"{PurePosixPath(root).name}/{below}" if below else PurePosixPath(root).name
         if pattern and not _matches(below.split("/"), pattern.split("/")):
@@ -151,7 +150,7 @@ def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
 
 
 def _matches(path: list[str], pattern: list[str]) -> bool:
-    """Whether a glob takes a file, or a folder above it: ``*`` within one folder and ``**`` over any, as locally."""
+    """Whether a glob matches a file or a folder above it: ``*`` within a folder and ``**`` across, as locally."""
     if not pattern:
         return True
     if pattern[0] == "**":
@@ -166,12 +165,12 @@ def _local(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
         )
     path = Path(source).expanduser().absolute()
     if path.is_dir():
-        yield from _walk(path, _printable(path.name), skipped)
+        yield from _walk(path, skipped)
     elif path.is_file():
         yield _entry(path.name, path)
     else:
         matches = glob.glob(str(path), recursive=True)  # noqa: PTH207 Path.glob takes no absolute pattern
-        # What is neither (a pipe, a link to nothing) matches itself, and would do so for ever.
+        # A pipe or a broken link matches itself, which would recurse without end.
         matches = [match for match in sorted(matches) if Path(match).is_file() or Path(match).is_dir()]
         if not matches:
             raise UserError(f"there is no file or folder {source}: check the path, or name '{SAMPLE}' for the sample.")
@@ -179,26 +178,25 @@ def _local(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
             yield from _local(match, skipped)
 
 
-def _walk(folder: Path, name: str, skipped: Counter[str]) -> Iterator[SourceFile]:
-    """The books below ``folder``, whose ids begin with ``name``. Links to folders are not followed: they may loop."""
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except FileNotFoundError:  # it went away meanwhile
-        return
-    except PermissionError as refused:
-        raise UserError(f"{folder} cannot be listed ({refused.strerror}): allow it or name other sources.") from refused
-    for entry in entries:
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from _walk(Path(entry.path), f"{name}/{_printable(entry.name)}", skipped)
-            continue
-        try:
-            status = entry.stat() if entry.is_file() and _known(entry.name, skipped) else None
-        except OSError:  # it went away meanwhile, or is a link to itself
-            continue
-        if status:
-            yield SourceFile(f"{name}/{_printable(entry.name)}", entry.path, status.st_size, status.st_mtime_ns)
+def _walk(folder: Path, skipped: Counter[str]) -> Iterator[SourceFile]:
+    """The books below ``folder``. Links to folders are not followed: they may loop."""
+
+    def refuse(failure: OSError) -> None:
+        if isinstance(failure, PermissionError):  # others: deleted meanwhile
+            sentence = f"{failure.filename} cannot be listed ({failure.strerror}): allow it or name other sources."
+            raise UserError(sentence) from failure
+
+    above = len(str(folder)) - len(folder.name)
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            path = f"{parent}/{name}"
+            try:
+                status = os.stat(path)  # noqa: PTH116 Path would parse each name
+            except OSError:  # deleted meanwhile, or a link to itself
+                continue
+            if not name.startswith(".") and stat.S_ISREG(status.st_mode) and _known(name, skipped):
+                yield SourceFile(_printable(path[above:]), path, status.st_size, status.st_mtime_ns)
 
 
 def _known(name: str, skipped: Counter[str]) -> bool:
@@ -215,10 +213,10 @@ def _entry(name: str, path: Path, *, timed: bool = True) -> SourceFile:
 
 
 def _suffix(name: str) -> str:
-    """The last suffix in lower case, by string alone: pathlib's parsing would show in the time of small files."""
+    """The last suffix in lower case; pathlib would be noticeably slower for many small files."""
     return posixpath.splitext(name)[1].lower()
 
 
 def _printable(name: str) -> str:
-    """A file name as valid Unicode: POSIX names are bytes, and Arrow strings and JSON are not."""
+    """A file name as valid Unicode, which POSIX names need not be."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")

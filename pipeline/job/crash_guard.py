@@ -1,10 +1,10 @@
-"""Find the book that kills its worker, so that the rest of its piece goes on without it.
+"""Skip a book that crashes its worker, so that the rest of its piece is still done.
 
-Ray runs a task again when its worker dies, and would do so for ever. A worker therefore notes on its
-machine's disk what it is about to do, before every book: two microseconds, and a note in the page cache
-outlives the process. A task that finds the note of a dead one counts a death against that book, and
-after ``DEATHS`` of them leaves the book out. The notes are kept by run, so that a killed machine or a
-killed command convicts nobody.
+Ray retries a task whose worker died, without end for the same book. A worker therefore notes what it is
+about to do on its machine's disk before every book: this takes two microseconds, and a note in the page
+cache outlives the process. A task that finds the note of a dead worker counts a crash of that book, and
+after ``DEATHS`` of them the book is skipped. Notes are kept per run, so that a killed command or a
+machine that lost power is not counted against any book.
 """
 
 import json
@@ -21,8 +21,8 @@ DEATHS = 3
 _LENGTH = 8
 
 
-class Witness:
-    """The notes of one piece in one run. A context manager: a piece that ends, well or not, removes them."""
+class CrashGuard:
+    """The notes of one piece in one run. A context manager: they are removed when the piece ends, also by an error."""
 
     def __init__(self, run: str, piece: str) -> None:
         folder = notes_folder(run)
@@ -41,7 +41,7 @@ class Witness:
         self._file = os.open(self._note, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
     def at(self, place: str) -> bool:
-        """Note that ``place`` comes next; False when it has killed too often and must be left out."""
+        """Note that ``place`` comes next; False when it has crashed too many workers and must be skipped."""
         name = place.encode("utf-8", "replace")
         os.pwrite(self._file, len(name).to_bytes(_LENGTH, "little") + name, 0)
         return self.deaths.get(place, 0) < DEATHS

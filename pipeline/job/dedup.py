@@ -1,7 +1,6 @@
-"""Drop books that are there twice, after all pieces are done, because no task sees the books of another.
+"""Drop duplicate books once all pieces are done, because no task sees the books of another.
 
-In: the records of all pieces. Out: records without the duplicates, the rows taken out of the shards that
-held them. Of several the first by id stays. Nothing is encoded again: rows are copied from the shard.
+Of several, the first by id is kept. Nothing is encoded again: a shard is written again with its other rows.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pipeline.books.clean import Dropped
+from pipeline.books.readers import Dropped
 from pipeline.job.record import Record
 from pipeline.shards import Shard, ShardInfo, write_batch
 
@@ -19,7 +18,7 @@ NEAR = "near duplicate"
 
 
 def find_duplicates(records: dict[str, Record]) -> dict[str, Dropped]:
-    """Books to leave out, by id, each with the book that it repeats. Near ones only where signatures were made."""
+    """Books to leave out, by id, each with the book that it duplicates; near ones only if there are signatures."""
     books = sorted((book, sha256) for record in records.values() for book, sha256, _, _ in record.books)
     first: dict[str, str] = {}
     found: dict[str, Dropped] = {}
@@ -31,14 +30,15 @@ def find_duplicates(records: dict[str, Record]) -> dict[str, Dropped]:
     if signatures:
         from pipeline.job.similarity import near_duplicates  # only runs that ask for it need its library
 
-        for book, (original, likeness) in near_duplicates(signatures).items():
-            found[book] = Dropped(book, NEAR, f"{likeness:.0%} of its phrases are those of {original}")
+        for book, (original, similarity) in near_duplicates(signatures).items():
+            found[book] = Dropped(book, NEAR, f"{similarity:.0%} of its phrases are those of {original}")
     return found
 
 
 def drop_duplicates(folder: Path, records: dict[str, Record], duplicates: dict[str, Dropped]) -> dict[str, Record]:
-    """Take ``duplicates`` out of shards and records; returns the records, by piece name, as they are now."""
-    affected = {name: hit for name, record in records.items() if (hit := _hit(record, duplicates))}
+    """Remove ``duplicates`` from shards and records; returns the updated records, by piece name."""
+    hits = {name: {book for book, *_ in record.books if book in duplicates} for name, record in records.items()}
+    affected = {name: {book: duplicates[book] for book in hit} for name, hit in hits.items() if hit}
     with ThreadPoolExecutor() as pool:
         changed = dict(
             zip(affected, pool.map(lambda name: _thin(folder, records[name], affected[name]), affected), strict=True)
@@ -48,12 +48,8 @@ def drop_duplicates(folder: Path, records: dict[str, Record], duplicates: dict[s
     return records | changed
 
 
-def _hit(record: Record, duplicates: dict[str, Dropped]) -> dict[str, Dropped]:
-    return {book: duplicates[book] for book, *_ in record.books if book in duplicates}
-
-
 def _thin(folder: Path, record: Record, out: dict[str, Dropped]) -> Record:
-    """``record`` and its shards without the books in ``out``. A shard that is left empty is removed."""
+    """``record`` and its shards without the books in ``out``. A shard without books is deleted."""
     shards: list[ShardInfo] = []
     for info in record.shards:
         batch = Shard(folder / info.path).batch

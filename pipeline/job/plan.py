@@ -1,7 +1,6 @@
-"""Split the inputs into pieces: the work of one task each, and one shard a split.
+"""Split the inputs into pieces: the work of one task each, and one shard per split.
 
-In: the inventory and the config. Out: pieces whose files, order and names depend on those alone, never
-on the number of workers, so that the shards of one worker and of a hundred are the same bytes.
+They depend on the inventory and the config alone, so that one worker and a hundred make the same bytes.
 """
 
 import hashlib
@@ -15,15 +14,15 @@ import xxhash
 
 from infra.storage import open_file
 from pipeline.books.readers import DAMAGE, Part, members
-from pipeline.books.sources import Inventory, SourceFile
+from pipeline.books.sources import Inventory, SourceFile, find
 from pipeline.config import TokenizeConfig
 from pipeline.encoding import VOCABULARY_SHA256
 from pipeline.shards import FORMAT_VERSION, Split
 
-PARTS_A_PIECE = 4096
-"""Tiny files are limited by number, so that a crash repeats seconds of work and not minutes."""
+PARTS_PER_PIECE = 4096
+"""Limits the number of tiny files in a piece, so that a crash repeats seconds of work and not minutes."""
 COMPRESSION = 3
-"""Bytes of text that a compressed byte is taken for."""
+"""Assumed bytes of text per compressed byte."""
 
 # Chosen so that the sample's 66 books give a validation split of ordinary length at the default share.
 _SPLIT_SEED = 2
@@ -48,11 +47,24 @@ class Piece:
         return sum(part.size for part in self.parts)
 
     def key(self) -> str:
-        """Hash of all that decides this piece's shards: equal keys mean the work need not be done again."""
+        """Hash of everything that decides this piece's shards: with an equal key, the work need not be repeated."""
         parts = [[p.file.id, p.file.uri, p.file.size, p.file.modified, p.start, p.stop] for p in self.parts]
         settings = self.settings.identity() | {"sources": []}
         everything = [FORMAT_VERSION, VOCABULARY_SHA256, self.index, settings, parts]
         return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+
+
+class Job:
+    """One run of the command: its settings, its output folder, its inputs, and the pieces that they are split into.
+
+    Raises ``UserError`` for a source that is missing or holds no books.
+    """
+
+    def __init__(self, config: TokenizeConfig) -> None:
+        self.config = config
+        self.folder = config.out.absolute()
+        self.inventory = find(config.sources, config.mirror)
+        self.pieces = make_plan(self.inventory, config)
 
 
 def make_plan(inventory: Inventory, config: TokenizeConfig) -> list[Piece]:
@@ -61,7 +73,7 @@ def make_plan(inventory: Inventory, config: TokenizeConfig) -> list[Piece]:
     room = -1
     for file in inventory.files:
         for part in split_file(file, config):
-            if part.size > room or len(groups[-1]) == PARTS_A_PIECE:
+            if part.size > room or len(groups[-1]) == PARTS_PER_PIECE:
                 groups.append([])
                 room = config.shard_size
             groups[-1].append(part)
@@ -71,7 +83,7 @@ def make_plan(inventory: Inventory, config: TokenizeConfig) -> list[Piece]:
 
 
 def split_file(file: SourceFile, config: TokenizeConfig) -> list[Part]:
-    """``file`` in parts of about ``shard_size``, where its form lets a reader begin in the middle."""
+    """``file`` in parts of about ``shard_size``, if its form lets a reader begin in the middle."""
     step = config.shard_size
     if file.compression and file.form != "parquet":
         return [Part(file, file.size * COMPRESSION)]
@@ -86,15 +98,15 @@ def split_file(file: SourceFile, config: TokenizeConfig) -> list[Part]:
 
 
 def _found_anywhere(separator: str | None) -> bool:
-    """Whether a reader that begins in the middle finds the separators that one from the beginning does.
+    """Whether a reader that begins in the middle finds the same separators as one that begins at the start.
 
-    One that ends as it begins can overlap itself: where ``---`` holds a ``--`` depends on what came before.
+    Not for a separator that can overlap itself: where ``---`` contains a ``--`` depends on what comes before.
     """
     return bool(separator) and not any(separator.startswith(separator[i:]) for i in range(1, len(separator)))
 
 
 def _split_container(file: SourceFile, step: int) -> list[Part]:
-    """Runs of row groups or archive members; the whole file where it cannot be opened, so that its task says why."""
+    """Ranges of row groups or archive members; the whole file if it cannot be opened, so that its task says why."""
     try:
         with open_file(file.uri) as opened:
             if file.form == "zip":

@@ -1,8 +1,7 @@
-"""Have Ray Data do the pieces, on however many workers the cluster has.
+"""Do the pieces by Ray Data, on all workers of the cluster.
 
-In: pieces. Out: their summaries, as they are done. Ray Data hands out the work and limits how much is in
-flight; a task reads its own files and writes its own shards, because Ray's readers cost 4 ms a file and
-its writers use random names. Ray is imported in the functions: planning and dry runs do without it.
+A task reads its own files and writes its own shards, because Ray's readers cost 4 ms per file and its
+writers use random names. Ray is imported in the functions: planning and dry runs do without it.
 """
 
 import logging
@@ -17,11 +16,11 @@ from pipeline.job.plan import Piece
 from pipeline.job.task import do_piece
 
 IN_FLIGHT = 4
-"""Tasks handed out for every worker of our own Ray, of which it runs one at a time: Ray Data takes up to 0.2 s to see
-that one is done, and a worker would idle for as long."""
+"""Submitted tasks per worker of our own Ray, of which it runs one at a time: Ray Data takes up to 0.2 s to notice
+that one is done, during which a worker would idle."""
 TASKS = 12
-"""Tasks made for every worker where there are as many pieces: a worker idles for 7 ms between two, and in the end
-waits for the last of another."""
+"""Tasks per worker, if there are as many pieces: with more, a worker idles more often between two (7 ms); with fewer,
+longer at the end."""
 
 
 def do_pieces(
@@ -29,9 +28,8 @@ def do_pieces(
 ) -> Iterator[dict[str, Any]]:
     """Do ``pieces`` on the connected Ray and yield each one's summary when it is done.
 
-    ``workers`` limits how many tasks run at a time (default: as many as Ray Data sees fit), ``ours`` says whether
-    the Ray is our command's own, and ``run`` names the command's run, for the notes that survive a dead worker.
-    Raises ``UserError`` as a task raised it.
+    ``workers`` limits how many tasks run at a time (default: Ray Data decides), ``ours`` says whether Ray was started
+    by this command, and ``run`` names the command's run, for the crash guard. Raises ``UserError`` as a task raised it.
     """
     import ray.data
 
@@ -40,8 +38,8 @@ def do_pieces(
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = False
-    context.op_resource_reservation_enabled = False  # reserves more than two CPUs have
-    context.downstream_capacity_backpressure_ratio = None  # held all but one worker back over a queue of 200 bytes
+    context.op_resource_reservation_enabled = False  # would reserve more than two CPUs have
+    context.downstream_capacity_backpressure_ratio = None  # would stop all but one worker over a queue of 200 bytes
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     size = max(1, len(pieces) // (TASKS * workers)) if workers else 1
@@ -66,7 +64,7 @@ def _task(batch: Any) -> dict[str, list[bytes]]:
     try:
         for piece in pieces:
             done.append(do_piece(piece, folder, run))
-    except UserError as expected:  # as a value, because Ray Data wraps what a task raises
+    except UserError as expected:  # as a value, because Ray Data wraps exceptions of tasks
         done.append(expected)
     return {"summary": [pickle.dumps(summary) for summary in done]}
 

@@ -1,11 +1,10 @@
-"""What a run did, in numbers: for the terminal, for MLflow's note, and the part that the manifest keeps.
+"""What a run did, in numbers, for the terminal, for MLflow and (the counts, which are reproducible) the manifest."""
 
-In: the records of all pieces, and the timings of those that this run did. Out: counts that depend on
-inputs and config alone (``totals``, which the manifest holds), and rates that do not.
-"""
-
+import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +12,13 @@ from infra.units import format_duration
 from pipeline.job.plan import Piece
 from pipeline.job.record import Record
 
-TOKENS_A_BYTE = 0.25
-BYTES_A_SECOND = 80e6
-"""Text that one worker takes in a second, on the modest cores that this was measured on."""
+TOKENS_PER_BYTE = 0.25
+BYTES_PER_SECOND = 80e6
+"""Text per worker, as measured on modest cores."""
 START_SECONDS = 10
-"""What starting and stopping Ray takes."""
+"""Seconds to start and stop Ray."""
 HISTOGRAM = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
-"""Upper bounds, in tokens, of the classes of book lengths."""
+"""Upper bounds of the bins of book lengths, in tokens."""
 
 
 def totals(records: Iterable[Record]) -> dict[str, Any]:
@@ -49,55 +48,69 @@ def _list(counts: dict[str, int]) -> str:
 
 
 def _histogram(lengths: list[int]) -> dict[str, int]:
-    classes = [f"up to {bound:,}" for bound in HISTOGRAM] + [f"over {HISTOGRAM[-1]:,}"]
-    counts = dict.fromkeys(classes, 0)
-    for length in lengths:
-        counts[classes[sum(length > bound for bound in HISTOGRAM)]] += 1
-    return counts
+    bins = [f"up to {bound:,}" for bound in HISTOGRAM] + [f"over {HISTOGRAM[-1]:,}"]
+    counts = Counter(bins[bisect_left(HISTOGRAM, length)] for length in lengths)
+    return {name: counts[name] for name in bins}
 
 
 def estimate(plan: list[Piece], todo: list[Piece], done: Iterable[Record], workers: int) -> str:
     """What ``todo`` will make and take, from the pieces that are done or, without any, from English books."""
     records = list(done)
     read = sum(record.read_bytes for record in records)
-    tokens_a_byte = sum(shard.tokens for record in records for shard in record.shards) / read if read else TOKENS_A_BYTE
-    tokens = tokens_a_byte * sum(piece.size for piece in todo)
-    seconds = (
-        START_SECONDS + sum(piece.size for piece in todo) / min(workers, len(plan)) / BYTES_A_SECOND if todo else 0
-    )
+    made = sum(shard.tokens for record in records for shard in record.shards)
+    size = sum(piece.size for piece in todo)
+    tokens = size * (made / read if read else TOKENS_PER_BYTE)
+    seconds = START_SECONDS + size / min(workers, len(plan)) / BYTES_PER_SECOND if todo else 0
     return (
         f"about {tokens / 1e6:,.1f} million tokens, {2 * tokens / 1e6:,.1f} MB of shards, "
         f"{format_duration(round(seconds))} with {workers} workers"
     )
 
 
+class Stopwatch(dict[str, float]):
+    """Seconds by what they were spent on."""
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Add the time of the block to ``name``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add ``seconds`` to ``name``."""
+        self[name] = self.get(name, 0.0) + seconds
+
+
 @dataclass
 class Progress:
-    """Timings of the pieces that this run did."""
+    """What this run did itself, and how long it took."""
 
     pieces: int = 0
     bytes: int = 0
     tokens: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: Stopwatch = field(default_factory=Stopwatch)
     """Worker seconds by stage."""
-    wall: dict[str, float] = field(default_factory=dict)
-    """Seconds of the whole command by phase."""
+    wall: Stopwatch = field(default_factory=Stopwatch)
+    """Wall-clock seconds of the command by phase."""
 
     def add(self, summary: dict[str, Any]) -> None:
-        """Take in one piece's summary."""
+        """Add one piece's summary."""
         self.pieces += 1
         self.bytes += summary["bytes"]
         self.tokens += summary["tokens"]
         for stage, seconds in summary["seconds"].items():
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+            self.seconds.add(stage, seconds)
 
     @property
     def slowest(self) -> str:
-        """The stage that took most worker time."""
+        """The stage that took the most worker time."""
         return max(self.seconds, key=lambda stage: self.seconds[stage], default="none")
 
     def metrics(self) -> dict[str, float]:
-        """Rates and times under the names that MLflow groups by."""
+        """Rates and times, under grouped metric names."""
         values = {f"time/{phase}": seconds for phase, seconds in self.wall.items()}
         for stage, seconds in self.seconds.items():
             values[f"time/stage_{stage}"] = seconds
@@ -112,7 +125,7 @@ class Progress:
 
 
 def as_markdown(name: str, counts: dict[str, Any], progress: Progress, fingerprint: str) -> str:
-    """The report as a person reads it, on the terminal and in MLflow."""
+    """The report for people, on the terminal and in MLflow."""
     why = _list(counts["books_dropped"]) or "none"
     ratio = counts["chars"] / counts["tokens"] if counts["tokens"] else 0.0
     lines = [
@@ -120,11 +133,10 @@ def as_markdown(name: str, counts: dict[str, Any], progress: Progress, fingerpri
         f"(fingerprint `{fingerprint[:12]}`).",
         "",
         f"- books: {counts['books_in']:,} in, {counts['books_kept']:,} kept; dropped: {why}",
-        f"- text: {counts['chars']:,} characters, {ratio:.2f} characters a token",
-        f"- found and put right: {_list(counts['traits']) or 'nothing'}; "
-        f"{counts['replaced_bytes']:,} bytes that no character set explains",
+        f"- text: {counts['chars']:,} characters, {ratio:.2f} characters per token",
+        f"- normalized: {_list(counts['traits']) or 'nothing'}; {counts['replaced_bytes']:,} undecodable bytes",
         f"- checked against tiktoken: {counts['verified_bytes'] / 1e6:.1f} MB, equal",
-        "- tokens a book: "
+        "- tokens per book: "
         + ", ".join(f"{count:,} {label}" for label, count in counts["tokens_a_book"].items() if count),
     ]
     if progress.pieces:
@@ -134,7 +146,7 @@ def as_markdown(name: str, counts: dict[str, Any], progress: Progress, fingerpri
             f"{metrics.get('throughput/MB_per_second', 0):,.0f} MB/s, "
             f"{metrics.get('throughput/tokens_per_second', 0):,.0f} tokens/s while working",
             "",
-            "| stage | worker seconds | MB/s a worker | million tokens/s a worker |",
+            "| stage | worker seconds | MB/s per worker | million tokens/s per worker |",
             "|---|---|---|---|",
         ]
         for stage, seconds in sorted(progress.seconds.items(), key=lambda item: -item[1]):

@@ -1,4 +1,4 @@
-"""How alike two books are, by MinHash: for other editions of the same work, which no exact hash finds."""
+"""Find other editions of the same work by MinHash, which estimates the share of phrases that two books share."""
 
 import numpy as np
 from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue] compiled, without types
@@ -6,12 +6,12 @@ from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue] compil
 PERMUTATIONS = 128
 BANDS = 32
 WORDS = 5
-"""A shingle is this many words; fewer find common phrases, more miss editions that differ in spelling."""
-ALIKE = 0.6
-"""Estimated share of common shingles (Jaccard) from which two books count as the same work."""
+"""Words per shingle; fewer would match common phrases, more would miss editions that differ in spelling."""
+SIMILAR = 0.6
+"""Estimated Jaccard similarity of shingles from which two books count as the same work."""
 _SEED = 42
 _LONGEST = 400_000
-"""Bytes of a book that are compared; other editions begin alike."""
+"""Bytes of a book that are compared."""
 
 
 def signature(text: bytes) -> list[int]:
@@ -23,9 +23,9 @@ def signature(text: bytes) -> list[int]:
 
 
 def near_duplicates(signatures: dict[str, list[int]]) -> dict[str, tuple[str, float]]:
-    """Books that are alike to one with a smaller id, which stays: book to (the one that stays, likeness).
+    """Books that are similar to one with a smaller id: book to (the one that is kept, similarity).
 
-    Only books that agree in a whole band of their signatures are compared.
+    Only books that agree in a band of their signatures are compared (locality-sensitive hashing).
     """
     bands: dict[tuple[int, bytes], list[str]] = {}
     digests = {book: np.array(signatures[book], dtype=np.uint32) for book in signatures}
@@ -33,10 +33,10 @@ def near_duplicates(signatures: dict[str, list[int]]) -> dict[str, tuple[str, fl
     for book in sorted(signatures):
         own = [(n, band.tobytes()) for n, band in enumerate(np.split(digests[book], BANDS))]
         candidates = sorted({other for band in own for other in bands.get(band, ())})
-        alike = [(float(np.mean(digests[other] == digests[book])), other) for other in candidates]
-        likeness, first = max(alike, default=(0.0, ""))
-        if likeness >= ALIKE:
-            found[book] = (first, likeness)
+        similar = [(float(np.mean(digests[other] == digests[book])), other) for other in candidates]
+        similarity, first = max(similar, default=(0.0, ""))
+        if similarity >= SIMILAR:
+            found[book] = (first, similarity)
             continue
         for band in own:
             bands.setdefault(band, []).append(book)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from infra.storage import TEMPORARY, atomic_file, clear_temporaries, held, write_json
+from infra.storage import TEMPORARY, atomic_file, clear_temporaries, lock, write_json
 
 
 def test_an_error_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
@@ -93,41 +93,44 @@ def test_a_written_file_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest
 
 def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:
     """Also within one process, and it is free once the block has ended, by an error too."""
-    lock = tmp_path / "lock"
+    path = tmp_path / "lock"
     code = (
-        "import sys\nfrom pathlib import Path\nfrom infra.errors import UserError\nfrom infra.storage import held\n"
-        "try:\n    with held(Path(sys.argv[1]), 'taken'):\n        print('held')\n"
+        "import os, sys\nfrom pathlib import Path\nfrom infra.errors import UserError\nfrom infra.storage import lock\n"
+        "try:\n    with lock(Path(sys.argv[1]), 'taken'):\n"
+        "        print('held', flush=True)\n        os.kill(os.getpid(), 9)\n"
         "except UserError as refusal:\n    print(refusal)\n"
     )
 
     def other_process() -> str:
         done = subprocess.run(
-            [sys.executable, "-c", code, str(lock)], env=os.environ | {"PYTHONPATH": str(Path.cwd())},
-            capture_output=True, text=True, check=True,
+            [sys.executable, "-c", code, str(path)], env=os.environ | {"PYTHONPATH": str(Path.cwd())},
+            capture_output=True, text=True,
         )  # fmt: skip
         return done.stdout.strip()
 
     def fail_while_held() -> None:
-        with held(lock, "taken"):
+        with lock(path, "taken"):
             raise RuntimeError("half way")
 
-    with held(lock, "taken"):
+    with lock(path, "taken"):
         for patience in (0.0, 0.15):
-            with pytest.raises(UserError, match="taken"), held(lock, "taken", patience=patience):
+            with pytest.raises(UserError, match="taken"), lock(path, "taken", patience=patience):
                 pass
         assert other_process() == "taken"
     with pytest.raises(RuntimeError, match="half way"):
         fail_while_held()
-    with held(lock, "taken"):
+    with lock(path, "taken"):
         pass
     assert other_process() == "held"
+    with lock(path, "taken"):  # the other process was killed while it held the lock
+        pass
 
 
 def test_a_lock_is_waited_for(tmp_path: Path) -> None:
-    lock = tmp_path / "lock"
+    path = tmp_path / "lock"
     with ExitStack() as first:
-        first.enter_context(held(lock, "taken"))
+        first.enter_context(lock(path, "taken"))
         release = threading.Timer(0.15, first.close)
         release.start()
-        with held(lock, "taken", patience=30.0):
+        with lock(path, "taken", patience=30.0):
             release.join()

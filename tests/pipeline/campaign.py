@@ -79,7 +79,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
         if process.returncode == 0:
             kill["equal"] = contents(out) == whole
             assert kill["equal"]
-            shutil.rmtree(out)  # begin anew
+            shutil.rmtree(out)  # start over
     main(replace(config, out=out))
     assert contents(out) == whole
     if "RECORD" in os.environ:

@@ -1,4 +1,4 @@
-"""Settings that cannot be meant are refused, each in a sentence of its own."""
+"""Invalid settings are refused, each with its own sentence."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from pipeline.config import TokenizeConfig
         ("sources", (), "no sources"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_meant_is_refused(name: str, value: Any, said: str) -> None:
+def test_invalid_settings_are_refused(name: str, value: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         TokenizeConfig(**{name: value})
 
@@ -24,5 +24,5 @@ def test_what_cannot_be_meant_is_refused(name: str, value: Any, said: str) -> No
 @pytest.mark.parametrize(
     ("name", "value"), [("val_fraction", 0.0), ("val_fraction", 0.99), ("workers", 1), ("shard_size", 1_000_000)]
 )
-def test_the_limits_themselves_are_taken(name: str, value: Any) -> None:
+def test_the_limits_themselves_are_accepted(name: str, value: Any) -> None:
     assert getattr(TokenizeConfig(**{name: value}), name) == value

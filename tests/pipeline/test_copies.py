@@ -83,7 +83,7 @@ def test_only_what_differs_is_sent_and_fetched(tokens: Path, uri: str, tmp_path:
         download(uri, back)
 
 
-def test_a_copy_that_was_cut_short_has_no_manifest_and_is_finished_by_the_next(
+def test_an_interrupted_copy_has_no_manifest_and_is_finished_by_the_next(
     tokens: Path, uri: str, tmp_path: Path
 ) -> None:
     upload(tokens, uri)
@@ -104,7 +104,7 @@ def test_a_copy_that_was_cut_short_has_no_manifest_and_is_finished_by_the_next(
     assert download(uri, tmp_path / "back") == 3
 
 
-def test_what_is_wrong_with_a_copy_is_said(
+def test_a_damaged_copy_is_described(
     tokens: Path, uri: str, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, set_rate = s3
@@ -134,20 +134,34 @@ def test_what_is_wrong_with_a_copy_is_said(
     set_rate(1.0)
     with pytest.raises(UserError, match=r"cannot be (read|written), after 1 attempts"):
         upload(tokens, uri)
-    with pytest.raises(ValueError, match=r"--out s3:/bucket/tokens is no folder.*--copy-to"):
+    with pytest.raises(ValueError, match=r"--out s3:/bucket/tokens is not a folder.*--copy-to"):
         TokenizeConfig(out=Path("s3://bucket/tokens"))
-    with pytest.raises(ValueError, match="--copy-to elsewhere is no object storage"):
+    with pytest.raises(ValueError, match="--copy-to elsewhere is not object storage"):
         TokenizeConfig(copy_to="elsewhere")
-    with pytest.raises(ValueError, match="here is no object storage"):
+    with pytest.raises(ValueError, match="here is not object storage"):
         FetchConfig("here")
 
 
-def test_the_manifest_is_the_last_to_be_written_there_and_here(tokens: Path, uri: str, tmp_path: Path) -> None:
+def test_the_manifest_is_written_last_on_both_sides(
+    tokens: Path, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload(tokens, uri)
     (tokens / "quarantine.jsonl").rename(tmp_path / "aside")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(UserError, match=r"has no quarantine\.jsonl: run .* again to write it"):
         upload(tokens, uri)
-    assert MANIFEST not in stored(uri)
+    assert MANIFEST in stored(uri), "the copy is as it was"
     (tmp_path / "aside").rename(tokens / "quarantine.jsonl")
+
+    def unreadable(name: Path, *rest: object) -> None:
+        if name.name == "quarantine.jsonl":
+            raise FileNotFoundError(name)
+        storage.store(name, *rest)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "store", unreadable)
+        with pytest.raises(FileNotFoundError):
+            upload(tokens, uri)
+    assert MANIFEST not in stored(uri)
     upload(tokens, uri)
     system, root = storage.locate(uri)
     system.delete_file(f"{root}/quarantine.jsonl")

@@ -99,7 +99,7 @@ def test_a_text_longer_than_a_chunk_is_encoded_to_its_end() -> None:
     assert np.array_equal(ids, np.tile(once, len(ids) // len(once)))
 
 
-def test_of_a_long_book_the_beginning_is_verified_and_of_a_short_one_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_beginning_of_a_long_book_and_all_of_a_short_one_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     text = b"It was the best of times, it was the worst of times."
     ids = encode(text)
     with pytest.raises(EncodingMismatch, match=f"from token {len(ids)} on"):

@@ -81,7 +81,7 @@ def test_passages_are_the_text_of_books(tokens: Path) -> None:
     found = list(passages(tokens, read_manifest(tokens), 3, 40))
     assert len(found) == 3
     for title, text in found:
-        book = tokens.parent / title.split(", tokens")[0]
+        book = tokens.parent / title.split(", from token")[0]
         assert text in book.read_text(encoding="utf-8")
 
 
@@ -97,11 +97,11 @@ def test_brackets_and_names_between_colons_are_printed_as_they_are(
     Manifest.of(record.shards, config={}, vocabulary_sha256="", inputs={}, report={}).write(tmp_path / "tokens")
     assert main(InspectConfig(tmp_path / "tokens", length=400)) == 0
     said = capsys.readouterr().out
-    assert "[b] [a=b].txt, tokens" in said
+    assert "[b] [a=b].txt, from token" in said
     assert " [/foo] [a=b] [1] :abc: " in said
     with pytest.raises(SystemExit):
-        refuse(ValueError("[/foo] [a=b] [1] gutenberg:abc: is no folder"))
-    assert capsys.readouterr().err == "error: [/foo] [a=b] [1] gutenberg:abc: is no folder\n"
+        refuse(ValueError("[/foo] [a=b] [1] gutenberg:abc: is not a folder"))
+    assert capsys.readouterr().err == "error: [/foo] [a=b] [1] gutenberg:abc: is not a folder\n"
 
 
 def test_a_passage_ends_with_its_book(tokens: Path) -> None:
@@ -110,6 +110,6 @@ def test_a_passage_ends_with_its_book(tokens: Path) -> None:
     found = list(passages(tokens, manifest, books, 5000))  # longer than a book
     assert len(found) == books
     for title, text in found:
-        book = tokens.parent / title.split(", tokens")[0]
-        assert ", tokens 0 on, " in title
+        book = tokens.parent / title.split(", from token")[0]
+        assert ", from token 0, " in title
         assert text.startswith(book.read_text(encoding="utf-8"))

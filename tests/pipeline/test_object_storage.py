@@ -1,4 +1,4 @@
-"""Books where they lie: a real Google Cloud Storage emulator and the Hugging Face hub's protocol, on loopback."""
+"""Reading remote books: a real Google Cloud Storage emulator and the Hugging Face hub's protocol, on loopback."""
 
 import io
 import json
@@ -185,9 +185,7 @@ def test_a_remote_file_is_read_from_any_place_like_a_local_one() -> None:
 
 
 @pytest.mark.parametrize("failures", range(storage.ATTEMPTS + 1))
-def test_what_fails_is_tried_again_after_longer_and_longer_pauses(
-    failures: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_are_retried_with_growing_pauses(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(storage.time, "sleep", pauses.append)
     left = iter(range(failures))
@@ -205,7 +203,7 @@ def test_what_fails_is_tried_again_after_longer_and_longer_pauses(
             storage.steadily("s3://bucket/file", act)
 
 
-def test_what_is_gone_is_not_tried_again() -> None:
+def test_a_missing_file_is_not_retried() -> None:
     asked: list[int] = []
 
     def act() -> None:

@@ -80,7 +80,7 @@ def test_one_worker_and_two_make_the_same_bytes(make: Callable[..., Path], store
     assert [file.path for file in client.list_artifacts(runs[0].info.run_id)] == ["manifest.json", "quarantine.jsonl"]
 
 
-def test_a_finished_folder_is_left_alone_and_a_missing_shard_made_again(
+def test_a_finished_folder_is_untouched_and_a_missing_shard_is_made_again(
     make: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make("tokens")
@@ -111,13 +111,13 @@ def test_other_settings_need_overwrite(make: Callable[..., Path], capsys: pytest
     assert contents(folder).keys() == before.keys()
 
 
-def test_when_no_book_can_be_kept_the_reason_is_told(make: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_reason_is_given_when_no_book_can_be_kept(make: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "lines.jsonl").write_text('{"content": "a book"}\n')
     with pytest.raises(UserError, match=r"none of 1 books.*lines\.jsonl#0 it is: no text in the field 'text'"):
         make("nothing", sources=(str(tmp_path / "lines.jsonl"),))
 
 
-def test_more_books_change_only_what_they_must(
+def test_more_books_change_only_the_pieces_that_they_are_in(
     make: Callable[..., Path], books: Path, prose: Callable[..., str]
 ) -> None:
     folder = make("tokens")
@@ -128,7 +128,7 @@ def test_more_books_change_only_what_they_must(
     assert read_manifest(folder).report["books_in"] == 43
 
 
-def test_a_stopped_or_killed_command_is_finished_by_the_next_to_the_same_bytes(
+def test_a_stopped_or_killed_command_is_continued_to_the_same_bytes(
     make: Callable[..., Path], books: Path, tmp_path: Path, cluster: str, store: str
 ) -> None:
     whole = contents(make("whole", encoder="tiktoken"))  # slow, so that it is not done before it is stopped
@@ -153,7 +153,7 @@ def test_a_stopped_or_killed_command_is_finished_by_the_next_to_the_same_bytes(
     assert contents(out) == whole
 
 
-def test_a_mistake_is_one_sentence_and_code_two(
+def test_a_user_mistake_is_one_sentence_and_exit_code_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

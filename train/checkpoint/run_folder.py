@@ -19,7 +19,7 @@ from typing import Any
 from infra.command import errors
 from infra.errors import UserError
 from infra.schema import from_json, to_json
-from infra.storage import atomic_file, held, write_json, write_text
+from infra.storage import atomic_file, lock, write_json, write_text
 from infra.tracking.key import RunKey
 from train.checkpoint.progress import checkpoints_in, newest, passed_over
 from train.result import CycleReport
@@ -107,13 +107,13 @@ class RunFolder:
     def held(self) -> Iterator[None]:
         """Be the only one that trains here; waits for a predecessor that is dying. Raises ``UserError``."""
         refusal = f"another process is training in {self.path}: stop it, or give another --name."
-        with held(self.path / "lock", refusal, patience=HANDOVER_SECONDS):
+        with lock(self.path / "lock", refusal, patience=HANDOVER_SECONDS):
             yield
 
     @contextmanager
     def driven(self) -> Iterator[None]:
         """Be the only command that runs or continues this run. Raises ``UserError``."""
-        with held(self.path / ".command", f"another command is training in {self.path}: wait for it, or end it."):
+        with lock(self.path / ".command", f"another command is training in {self.path}: wait for it, or end it."):
             yield
 
     def newest(self) -> Path:

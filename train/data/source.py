@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeline.shards import Manifest, read_manifest
-from pipeline.stream import BYTES_A_TOKEN, EncodedBook, Stream, whole_path
+from pipeline.stream import BYTES_PER_TOKEN, EncodedBook, Stream, whole_path
 from train.config import TrainConfig
 
 
@@ -36,7 +36,7 @@ def estimate(stream: Stream, book_tokens: float | None = None, held_out: Sequenc
     ``book_tokens`` is the mean length of a book, by which books are estimated; else there are as many as files.
     """
     summary = stream.inventory.summary()
-    tokens = max(1, summary["bytes"] // BYTES_A_TOKEN)
+    tokens = max(1, summary["bytes"] // BYTES_PER_TOKEN)
     books = tokens / book_tokens if book_tokens else summary["files"]
     kept = [book for book in held_out if not book.dropped]
     val = {"books": len(kept), "tokens": sum(len(b.tokens) for b in kept), "chars": sum(b.chars for b in kept)}

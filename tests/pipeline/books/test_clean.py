@@ -1,11 +1,11 @@
-"""What a book keeps of its source: the text, and what is said of it."""
+"""The text and the metadata of a cleaned book."""
 
 import hashlib
 
 import pytest
 
-from pipeline.books.clean import Book, Dropped, clean
-from pipeline.books.readers import RawBook
+from pipeline.books.clean import Book, clean
+from pipeline.books.readers import Dropped, RawBook
 
 HEADER = (
     "Title: The Header's\nAuthor: Its Author\nLanguage: French\nRelease Date: May 9, 2008\n\n"
@@ -30,7 +30,7 @@ def test_a_book_is_described_by_its_cleaned_text() -> None:
 
 
 @pytest.mark.parametrize("about", [{}, {"title": "The Table's", "author": "Another", "language": "de"}])
-def test_what_a_source_says_of_a_book_comes_before_what_its_header_says(about: dict[str, str]) -> None:
+def test_metadata_of_the_source_precedes_that_of_the_header(about: dict[str, str]) -> None:
     book = cleaned((HEADER + "It began.\n").encode(), **about)
     expected = {"title": "The Header's", "author": "Its Author", "language": "French"} | about
     assert {name: getattr(book, name) for name in expected} == expected
@@ -38,7 +38,7 @@ def test_what_a_source_says_of_a_book_comes_before_what_its_header_says(about: d
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-be"])
-def test_zero_bytes_are_text_where_a_byte_order_mark_says_so(encoding: str) -> None:
+def test_zero_bytes_are_text_after_a_byte_order_mark(encoding: str) -> None:
     text = "It began.\n"
     assert cleaned(("\ufeff" * encoding.endswith("be") + text).encode(encoding)).text.decode() == text
     dropped = clean(RawBook("a", "a", text.encode("utf-16-le")))

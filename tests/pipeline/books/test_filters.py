@@ -42,14 +42,14 @@ def test_every_script_is_text_and_a_ledger_too() -> None:
     assert reason("x" * 3000) == "not text"
 
 
-def test_beginning_middle_and_end_are_looked_at() -> None:
+def test_beginning_middle_and_end_are_tested() -> None:
     prose, signs = PROSE[:2000], SIGNS[:2000]
     for parts in ((prose, signs, signs), (signs, prose, signs), (signs, signs, prose)):
         assert reason("".join(parts)) == "not text"
         assert reason("".join(prose if part is signs else signs for part in parts)) is None
 
 
-def test_a_short_refrain_is_no_repetition() -> None:
+def test_a_short_refrain_is_not_repetitive() -> None:
     assert reason("lully lullay " * 49) is None
     assert reason("lully lullay " * 51) == "too repetitive"
 

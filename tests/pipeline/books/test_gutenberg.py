@@ -1,4 +1,4 @@
-"""Golden forms of Project Gutenberg's wrapping: what is around the book goes, what is in it stays."""
+"""Golden forms of Project Gutenberg's wrapping: it is removed, and the book is kept."""
 
 import pytest
 
@@ -55,7 +55,7 @@ TAILS = {
 
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("head", HEADS)
-def test_header_and_footer_go_and_the_book_stays(head: str, tail: str) -> None:
+def test_header_and_footer_are_removed_and_the_book_kept(head: str, tail: str) -> None:
     unwrapped = unwrap((HEADS[head] + BOOK + TAILS[tail]).encode())
     assert unwrapped.body.decode().strip() == BOOK.strip()
     assert unwrapped.fields == {
@@ -63,7 +63,7 @@ def test_header_and_footer_go_and_the_book_stays(head: str, tail: str) -> None:
     }  # fmt: skip
 
 
-def test_a_closing_note_goes() -> None:
+def test_a_closing_note_is_removed() -> None:
     body = (BOOK * 200).rstrip()
     note = "\n\n\n\n\nTRANSCRIBER’S NOTES:\n\n  Hyphens were kept.\n\n  Page 9: teh changed to the.\n"
     unwrapped = unwrap((HEADS["this"] + body + note + TAILS["this"]).encode())
@@ -72,7 +72,7 @@ def test_a_closing_note_goes() -> None:
 
 
 @pytest.mark.parametrize("heading", ["FOOTNOTES:", "Index", "APPENDIX A", "  _Glossary_", "ADVERTISEMENTS."])
-def test_what_stands_behind_a_closing_note_stays(heading: str) -> None:
+def test_text_after_a_closing_note_is_kept(heading: str) -> None:
     body = (BOOK * 200).rstrip()
     note = "\n\n\n\n\nTranscriber's Notes:\n\nHyphens were kept.\n"
     behind = f"\n\n\n{heading}\n\n" + "[1] Of this more is said elsewhere.\n\n" * 100
@@ -96,14 +96,14 @@ OPENINGS = {
 @pytest.mark.parametrize("gap", ["\n", "\n\n\n"])
 @pytest.mark.parametrize("opening", OPENINGS)
 @pytest.mark.parametrize("note", NOTES)
-def test_an_opening_note_goes_and_takes_nothing_of_the_book_along(note: str, opening: str, gap: str) -> None:
+def test_an_opening_note_is_removed_without_any_of_the_book(note: str, opening: str, gap: str) -> None:
     book = OPENINGS[opening] + BOOK
     unwrapped = unwrap((HEADS["this"] + NOTES[note] + gap + book + TAILS["this"]).encode())
     assert unwrapped.body.decode().strip() == book.strip()
     assert "opening note" in unwrapped.forms
 
 
-def test_notices_between_the_scenes_of_the_1993_shakespeare_go() -> None:
+def test_notices_between_the_scenes_of_the_1993_shakespeare_are_removed() -> None:
     notice = "<<THIS ELECTRONIC VERSION OF THE COMPLETE WORKS OF WILLIAM\nSHAKESPEARE IS COPYRIGHT 1990-1993>>\n\n\n"
     head = (
         "This Etext file is presented by Project Gutenberg, in\ncooperation with World Library, Inc.\n\n" + notice
@@ -117,7 +117,7 @@ def test_notices_between_the_scenes_of_the_1993_shakespeare_go() -> None:
     assert unwrapped.fields["title"] == "The Tragedy of Macbeth"
 
 
-def test_a_book_that_is_not_wrapped_stays_as_it_is() -> None:
+def test_a_book_without_wrapping_is_unchanged() -> None:
     text = b"Produced by hand, by a transcriber.\n\nEnd of this etext was near, he said.\n"
     assert unwrap(text).body == text
     assert unwrap(b"").body == b""
@@ -152,7 +152,7 @@ def test_a_footer_far_from_the_end_is_found() -> None:
     assert unwrapped.body.decode().strip() == (BOOK * 10).strip()
 
 
-def test_of_a_field_the_first_line_counts_and_a_posting_date_will_do() -> None:
+def test_the_first_of_repeated_fields_counts_and_a_posting_date_suffices() -> None:
     header = "Title: A Tale\nTitle: Another\nPosting Date: May 9, 2008 [EBook #123]\n\n"
     book = "Author: a word of the book\n\n" + BOOK
     unwrapped = unwrap((header + "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n\n" + book).encode())
@@ -168,13 +168,13 @@ def test_brackets_in_a_bracketed_note_do_not_end_it() -> None:
     assert unwrapped.body.decode().strip() == BOOK.strip()
 
 
-def test_a_bracketed_note_in_the_last_chapter_takes_nothing_of_it_along() -> None:
+def test_a_bracketed_note_in_the_last_chapter_is_kept_with_it() -> None:
     book = (BOOK * 200).rstrip() + "\n\n[Transcriber's Note: A page is missing.]\n\n" + BOOK * 5
     unwrapped = unwrap((HEADS["this"] + book + TAILS["this"]).encode())
     assert unwrapped.body.decode().strip() == book.strip()
 
 
-def test_a_long_paragraph_is_the_books_unless_it_names_project_gutenberg() -> None:
+def test_a_long_paragraph_belongs_to_the_book_unless_it_names_project_gutenberg() -> None:
     credits = "Produced by Some One for Project Gutenberg, " + "from images of a library, " * 25
     unwrapped = unwrap((HEADS["this"] + credits + "\n\n\n" + BOOK + TAILS["this"]).encode())
     assert unwrapped.body.decode().strip() == BOOK.strip()

@@ -1,4 +1,4 @@
-"""Every encoding and line end becomes one; nothing that a reader sees is lost."""
+"""Encodings and line ends are unified, and no visible character is lost."""
 
 import unicodedata
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.books.normalize import count_characters, is_utf8, join_lines, normalise, to_utf8, trim
+from pipeline.books.normalize import count_characters, is_utf8, join_lines, normalize, to_utf8, trim
 
 LETTERS = st.characters(exclude_categories=["Cs", "Cc", "Cf"])
 FRENCH = "Où est l'été? Les élèves français étaient déjà là, « près » de la forêt où naît le cœur.\n" * 30
@@ -14,18 +14,18 @@ FRENCH = "Où est l'été? Les élèves français étaient déjà là, « près 
 
 @settings(max_examples=500, deadline=None)
 @given(st.lists(st.text(LETTERS)), st.sampled_from(["\n", "\r\n", "\r"]))
-def test_line_ends_become_one_and_the_lines_stay(lines: list[str], end: str) -> None:
-    assert normalise(end.join(lines).encode()).decode() == "\n".join(lines)
+def test_line_ends_are_unified_and_lines_kept(lines: list[str], end: str) -> None:
+    assert normalize(end.join(lines).encode()).decode() == "\n".join(lines)
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_only_control_characters_and_soft_hyphens_go(text: str) -> None:
-    cleaned = normalise(text.encode()).decode()
+def test_only_control_characters_and_soft_hyphens_are_removed(text: str) -> None:
+    cleaned = normalize(text.encode()).decode()
     assert not [c for c in cleaned if unicodedata.category(c) == "Cc" and c not in "\t\n"]
     visible = [c for c in text if unicodedata.category(c) != "Cc" and c not in "\u00ad\ufeff"]
     assert [c for c in cleaned if c not in "\t\n"] == [c for c in visible if c not in "\t\n"]
-    assert normalise(cleaned.encode()).decode() == cleaned
+    assert normalize(cleaned.encode()).decode() == cleaned
     assert count_characters(cleaned.encode()) == len(cleaned)
 
 
@@ -37,7 +37,7 @@ def test_blank_ends_become_one_line_end(text: str) -> None:
 
 @settings(deadline=None)
 @given(st.binary())
-def test_utf8_is_what_python_takes_for_it(data: bytes) -> None:
+def test_utf8_is_recognized_as_by_python(data: bytes) -> None:
     try:
         data.decode()
     except UnicodeDecodeError:
@@ -60,7 +60,7 @@ def test_encodings_are_found(encoding: str) -> None:
     assert decoded.replaced == 0
 
 
-def test_a_declared_character_set_is_believed() -> None:
+def test_a_declared_character_set_is_used() -> None:
     text = "Character set encoding: ISO-8859-5\n\n" + "Война и мир. Князь Андрей.\n"
     assert to_utf8(text.encode("iso-8859-5")).text.decode() == text
 
@@ -74,7 +74,7 @@ def test_the_quotes_of_windows_are_read_also_where_latin_1_is_declared(declared:
 
 
 @pytest.mark.parametrize(("invalid", "pairs"), [(2, 9), (1, 2), (1, 1)])
-def test_where_a_tenth_to_a_third_is_no_utf8_the_character_set_is_believed(invalid: int, pairs: int) -> None:
+def test_with_a_tenth_to_a_third_invalid_utf8_the_declared_character_set_is_used(invalid: int, pairs: int) -> None:
     lines = "Â£5\n" * pairs + "Là-bas.\n" * invalid  # of which the pairs are UTF-8 as well
     text = "Character set encoding: ISO-8859-1\n\n" + lines * 20
     decoded = to_utf8(text.encode("latin-1"))
@@ -98,7 +98,7 @@ def test_where_a_tenth_to_a_third_is_no_utf8_the_character_set_is_believed(inval
         "none",
     ],
 )
-def test_a_declaration_that_names_no_character_set_is_not_believed(declared: str) -> None:
+def test_an_unknown_declared_character_set_is_ignored(declared: str) -> None:
     text = f"Character set encoding: {declared}\n\n" + FRENCH
     assert to_utf8(text.encode("cp1252")).text.decode() == text
 
@@ -106,7 +106,7 @@ def test_a_declaration_that_names_no_character_set_is_not_believed(declared: str
 @pytest.mark.parametrize(
     ("mark", "encoding"), [(b"\xff\xfe\0\0", "utf-32-le"), (b"\0\0\xfe\xff", "utf-32-be"), (b"\xfe\xff", "utf-16-be")]
 )
-def test_byte_order_marks_tell_the_encoding(mark: bytes, encoding: str) -> None:
+def test_byte_order_marks_decide_the_encoding(mark: bytes, encoding: str) -> None:
     decoded = to_utf8(mark + FRENCH.encode(encoding))
     assert (decoded.text.decode(), decoded.encoding) == (FRENCH, encoding)
 
@@ -119,7 +119,7 @@ def test_a_few_damaged_bytes_are_replaced_and_counted() -> None:
         assert decoded.text.decode().replace("\ufffd", "") == damaged.replace(b"\xff", b"").decode()
 
 
-def test_wrapped_prose_is_joined_and_verse_stays() -> None:
+def test_wrapped_prose_is_joined_and_verse_kept() -> None:
     prose = "It was a bright cold day in April, and the clocks were\nstriking thirteen.\n\nNext.\n"
     verse = "Tiger, tiger, burning bright\nIn the forests of the night\n"
     assert join_lines(prose.encode()).decode() == prose.replace("were\nstriking", "were striking")
@@ -132,8 +132,8 @@ def test_the_character_set_is_detected_where_the_letters_are() -> None:
     assert to_utf8((front + text).encode("cp1251")).text.decode() == front + text
 
 
-def test_line_ends_of_several_kinds_in_one_text_become_one() -> None:
-    assert normalise(b"a\r\nb\rc\nd\x0be\x0cf\r\r\ng") == b"a\nb\nc\nd\ne\nf\n\ng"
+def test_mixed_line_ends_are_unified() -> None:
+    assert normalize(b"a\r\nb\rc\nd\x0be\x0cf\r\r\ng") == b"a\nb\nc\nd\ne\nf\n\ng"
 
 
 def test_lists_quotations_and_tables_are_not_joined() -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from infra.errors import UserError
 from pipeline.books import downloads
-from pipeline.books.readers import Part, RawBook, Unreadable, read_books
+from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import Inventory, SourceFile, find
 from pipeline.config import TokenizeConfig
 from pipeline.job.plan import make_plan, split_file, split_of
@@ -41,7 +41,7 @@ def books_of(*sources: str, **settings) -> dict[str, str]:
     config = TokenizeConfig(sources=sources, **settings)
     plan = make_plan(find(config.sources, config.mirror), config)
     found = [book for piece in plan for part in piece.parts for book in read_books(part, config)]
-    assert not [book for book in found if isinstance(book, Unreadable)]
+    assert not [book for book in found if isinstance(book, Dropped)]
     books = {book.id: book.data.decode() for book in found if isinstance(book, RawBook)}
     assert len(books) == len(found)
     return books
@@ -116,7 +116,7 @@ def test_the_order_of_arguments_and_repeats_do_not_matter(tmp_path: Path) -> Non
     assert len(find([one, two, f"{one}/*.txt"]).files) == 6
 
 
-def test_folders_of_one_name_keep_their_books_apart(tmp_path: Path) -> None:
+def test_books_in_folders_of_the_same_name_have_different_ids(tmp_path: Path) -> None:
     write_texts(tmp_path / "a" / "books")
     write_texts(tmp_path / "b" / "books")
     files = find([str(tmp_path / "a" / "books"), str(tmp_path / "b" / "books")]).files
@@ -146,7 +146,7 @@ def test_the_plan_is_a_function_of_inputs_and_settings(tmp_path: Path) -> None:
     assert not {piece.key() for piece in one} & {piece.key() for piece in other}
 
 
-def test_a_small_collection_has_a_book_to_validate_on() -> None:
+def test_a_small_collection_has_a_book_for_validation() -> None:
     inventory = Inventory([SourceFile(f"b{n}.txt", f"/b{n}.txt", 300_000, 0) for n in range(5)])
     (piece,) = make_plan(inventory, TokenizeConfig())
     splits = [split_of(part.file.id, piece.settings.val_fraction) for part in piece.parts]
@@ -167,12 +167,12 @@ def test_a_book_is_in_the_split_that_it_always_was_in() -> None:
         assert (split_of(book, place), split_of(book, math.nextafter(place, 1))) == ("train", "val"), book
 
 
-def test_a_single_book_is_there_to_train_on() -> None:
+def test_a_single_book_is_for_training() -> None:
     (piece,) = make_plan(Inventory([SourceFile("b1.txt", "/b1.txt", 300_000, 0)]), TokenizeConfig())
     assert split_of("b1.txt", piece.settings.val_fraction) == "train"
 
 
-def test_what_is_no_file_is_refused_by_name_and_skipped_in_folders_and_globs(tmp_path: Path) -> None:
+def test_special_files_are_refused_by_name_and_skipped_in_folders_and_globs(tmp_path: Path) -> None:
     folder = write_texts(tmp_path / "books")
     (folder / "broken.txt").symlink_to(folder / "nothing.txt")
     (folder / "loop.txt").symlink_to("loop.txt")
@@ -185,7 +185,7 @@ def test_what_is_no_file_is_refused_by_name_and_skipped_in_folders_and_globs(tmp
     assert [file.id for file in find([str(folder)]).files] == [f"books/{name}" for name in names]
 
 
-def test_names_and_suffixes_that_are_no_unicode_are_told_in_print(tmp_path: Path) -> None:
+def test_invalid_unicode_in_names_and_suffixes_is_escaped(tmp_path: Path) -> None:
     undecodable = b"\xff\xfe".decode("utf-8", "surrogateescape")
     for above in ("a", "b"):
         folder = write_texts(tmp_path / above / f"books{undecodable}")
@@ -210,6 +210,7 @@ def test_a_bad_source_is_one_sentence(tmp_path: Path, source: str, monkeypatch: 
 
 @pytest.mark.parametrize("mirror", ["http://[bad", "http://a host", "http://host:port", "http://host/\u00e9"])
 def test_a_bad_mirror_is_one_sentence(mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downloads, "RETRIES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="name another --mirror"):
         find(["gutenberg:11"], mirror)
@@ -222,6 +223,7 @@ def test_a_bad_mirror_is_one_sentence(mirror: str, tmp_path: Path, monkeypatch: 
 def test_a_mirror_that_gives_no_book_is_one_sentence(
     answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(downloads, "RETRIES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -239,7 +241,7 @@ def test_a_mirror_that_gives_no_book_is_one_sentence(
 
 @pytest.fixture
 def mirror(tmp_path: Path) -> Iterator[str]:
-    """A mirror with two books, on loopback."""
+    """A mirror with two books, on loopback. A file NAME.fails makes the next request for NAME fail."""
     root = tmp_path / "mirror"
     for text, name in zip(TEXTS, ("cache/epub/84/pg84.txt", "1/3/4/1342/1342-0.txt"), strict=False):
         path = root / name
@@ -250,8 +252,16 @@ def mirror(tmp_path: Path) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             """Keep the test's output clean."""
 
+        def do_GET(self) -> None:
+            answers = root / f"{self.path.lstrip('/')}.fails"
+            if answers.exists():
+                answers.unlink()
+                self.send_error(502)
+            else:
+                super().do_GET()
+
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(root)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
@@ -274,7 +284,15 @@ def test_books_are_fetched_by_number_once(mirror: str, tmp_path: Path, monkeypat
         find(["gutenberg:11"], mirror)
 
 
-def test_hidden_files_are_passed_over_and_others_counted_by_suffix(tmp_path: Path) -> None:
+def test_a_mirror_that_fails_once_is_asked_again(mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fails = tmp_path / "mirror" / "cache/epub/84/pg84.txt.fails"
+    fails.touch()
+    assert books_of("gutenberg:84", mirror=mirror) == {"gutenberg/pg84.txt": TEXTS[0]}
+    assert not fails.exists()
+
+
+def test_hidden_files_are_skipped_and_others_counted_by_suffix(tmp_path: Path) -> None:
     folder = write_texts(tmp_path / "books")
     for name in (".hidden.txt", "picture.PNG", "page.png", "README", ".git/config.txt", "deep/er/LAST.TXT"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -292,7 +310,7 @@ def test_hidden_files_are_passed_over_and_others_counted_by_suffix(tmp_path: Pat
     assert len(find([f"{folder}/**/*.TXT"]).files) == 1
 
 
-def test_the_inventory_is_told_by_names_and_sizes() -> None:
+def test_an_inventory_is_identified_by_names_and_sizes() -> None:
     files = [SourceFile("a.txt", "/a.txt", 3, 1), SourceFile("b.txt", "/b.txt", 4, 1)]
     told = Inventory(files).summary()
     assert (told["files"], told["bytes"]) == (2, 7)
@@ -319,7 +337,7 @@ def test_downloads_are_polite_and_known_by_number_alone(
     assert len(pauses) == 2
 
 
-def test_a_mirror_that_refuses_is_not_taken_for_one_without_the_book(
+def test_a_mirror_that_refuses_is_distinguished_from_one_without_the_book(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -1,4 +1,4 @@
-"""Workers that die, nodes that go, and storage that fails now and then: on a real Ray and a real S3 server."""
+"""Dying workers, lost nodes and unreliable storage: on a real Ray and a real S3 server."""
 
 import contextlib
 import os
@@ -71,7 +71,7 @@ def deadly_encoder(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder.parent), str(ROOT)])}
 
 
-def test_a_book_that_crashes_the_encoder_is_quarantined_and_the_rest_goes_on(
+def test_a_book_that_crashes_the_encoder_is_quarantined_and_the_rest_is_kept(
     tmp_path: Path, write_books: Callable[..., Path], deadly_encoder: dict[str, str], cluster: str, store: str
 ) -> None:
     books = write_books(tmp_path / "books", 30, words=12_000)

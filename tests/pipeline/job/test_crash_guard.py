@@ -1,4 +1,4 @@
-"""Notes of deaths outlive whatever kills, and are whole or not there."""
+"""The notes of the crash guard survive a killed worker, and are complete or absent."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from infra.errors import UserError
 from pipeline.job import crash_guard
-from pipeline.job.crash_guard import Witness
+from pipeline.job.crash_guard import CrashGuard
 
 
 @pytest.fixture
@@ -19,28 +19,28 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("book", ["book", "ein Büchlein \u2026"])
-def test_deaths_are_counted_from_one_worker_to_the_next(notes: Path, book: str) -> None:
+def test_crashes_are_counted_across_workers(notes: Path, book: str) -> None:
     for deaths in range(crash_guard.DEATHS):
-        assert Witness("run", "000000").at("a longer name than that of the next book") is True
-        assert Witness("run", "000000").at(book) is (deaths < crash_guard.DEATHS), deaths  # and dies
-    assert Witness("run", "000000").at(book) is False
+        assert CrashGuard("run", "000000").at("a longer name than that of the next book") is True
+        assert CrashGuard("run", "000000").at(book) is (deaths < crash_guard.DEATHS), deaths  # and dies
+    assert CrashGuard("run", "000000").at(book) is False
     assert [path.name for path in notes.iterdir() if path.name.startswith(".partial")] == []
 
 
 @pytest.mark.parametrize("cut", [b"", b'{"boo', b'{"book": 1, "\\xc3'])
-def test_counts_that_a_kill_cut_short_begin_again(notes: Path, cut: bytes) -> None:
-    Witness("run", "000000").at("book")
+def test_truncated_counts_start_over(notes: Path, cut: bytes) -> None:
+    CrashGuard("run", "000000").at("book")
     (notes / "000000.json").write_bytes(cut)
-    with Witness("run", "000000") as after:
+    with CrashGuard("run", "000000") as after:
         assert after.deaths == {"book": 1}
         assert json.loads((notes / "000000.json").read_bytes()) == {"book": 1}
     assert list(notes.iterdir()) == []
 
 
-def test_a_worker_that_dies_before_its_first_book_blames_none(notes: Path) -> None:
-    Witness("run", "000000").at("book")
-    Witness("run", "000000")
-    with Witness("run", "000000") as after:
+def test_a_worker_that_dies_before_its_first_book_counts_against_no_book(notes: Path) -> None:
+    CrashGuard("run", "000000").at("book")
+    CrashGuard("run", "000000")
+    with CrashGuard("run", "000000") as after:
         assert after.deaths == {"book": 1}
 
 
@@ -48,4 +48,4 @@ def test_a_folder_of_another_user_is_refused(notes: Path, monkeypatch: pytest.Mo
     owner = notes.parent.stat().st_uid
     monkeypatch.setattr(crash_guard.os, "getuid", lambda: owner + 1)
     with pytest.raises(UserError, match="belongs to another user: set TMPDIR"):
-        Witness("run", "000000")
+        CrashGuard("run", "000000")

@@ -1,4 +1,4 @@
-"""Books that are there twice, in different pieces and splits: taken out of shards, records and the disk."""
+"""Duplicates in different pieces and splits are removed from shards, records and the disk."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from pipeline.shards import Shard, checksum
 @pytest.fixture
 def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Record]:
     """Four pieces: two originals, an exact copy and an empty book, another copy alone, a near one with a third book."""
-    monkeypatch.setattr(plan, "PARTS_A_PIECE", 2)
+    monkeypatch.setattr(plan, "PARTS_PER_PIECE", 2)
     books = tmp_path / "books"
     books.mkdir()
     for name, text in {
@@ -36,7 +36,7 @@ def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.Monke
     return {name: record for name, record in reversed(found.items()) if record}  # whichever is done first
 
 
-def test_the_first_by_id_stays_and_the_others_are_taken_out_everywhere(
+def test_the_first_by_id_is_kept_and_the_others_are_removed_everywhere(
     records: dict[str, Record], tmp_path: Path
 ) -> None:
     thinned = drop_duplicates(tmp_path, records, find_duplicates(records))
@@ -62,9 +62,7 @@ def test_the_first_by_id_stays_and_the_others_are_taken_out_everywhere(
     assert find_duplicates(thinned) == {}
 
 
-def test_a_run_that_is_killed_while_it_drops_ends_with_the_same_records(
-    records: dict[str, Record], tmp_path: Path
-) -> None:
+def test_a_run_killed_while_dropping_ends_with_the_same_records(records: dict[str, Record], tmp_path: Path) -> None:
     duplicates = find_duplicates(records)
     some = {book: dropped for book, dropped in duplicates.items() if book in ("books/c.txt", "books/g.txt")}
     half = drop_duplicates(tmp_path, records, some)

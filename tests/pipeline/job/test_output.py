@@ -1,27 +1,26 @@
-"""What an output folder holds: ours is continued or replaced, and what others put there stays."""
+"""Our files in an output folder are continued or replaced, and other files are kept."""
 
 import json
 import os
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infra.errors import UserError
-from pipeline.books.clean import Dropped
-from pipeline.books.sources import find
-from pipeline.config import TokenizeConfig
+from pipeline.books.readers import Dropped
+from pipeline.config import IDENTITY, TokenizeConfig
 from pipeline.inspect import verify
 from pipeline.job import output, plan, record, task
-from pipeline.job.plan import make_plan
+from pipeline.job.plan import Job
 from pipeline.job.record import Record, read_record
 from pipeline.job.task import do_piece
 from pipeline.shards import MANIFEST, Manifest, read_manifest
-from pipeline.tokenize import _finish, main
+from pipeline.tokenize import main
 
 FOREIGN = ("train/own.arrow", "train/0001.arrow", "val/sub/000000-000.arrow", "pieces/notes.json", "readme.txt")
 
@@ -29,7 +28,7 @@ FOREIGN = ("train/own.arrow", "train/0001.arrow", "val/sub/000000-000.arrow", "p
 @pytest.fixture
 def small_pieces(tmp_path: Path, write_books: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> TokenizeConfig:
     """Settings for 24 small books in six pieces, none of them done."""
-    monkeypatch.setattr(plan, "PARTS_A_PIECE", 4)
+    monkeypatch.setattr(plan, "PARTS_PER_PIECE", 4)
     books = write_books(tmp_path / "books", 24, words=100)
     return TokenizeConfig(sources=(str(books),), out=tmp_path / "out")
 
@@ -37,10 +36,11 @@ def small_pieces(tmp_path: Path, write_books: Callable[..., Path], monkeypatch: 
 @pytest.fixture
 def config(small_pieces: TokenizeConfig, monkeypatch: pytest.MonkeyPatch) -> TokenizeConfig:
     """Settings for the same books in three pieces, of which the first is done."""
-    monkeypatch.setattr(plan, "PARTS_A_PIECE", 8)
+    monkeypatch.setattr(plan, "PARTS_PER_PIECE", 8)
     (small_pieces.out / output.PIECES).mkdir(parents=True)
-    do_piece(make_plan(find(small_pieces.sources), small_pieces)[0], small_pieces.out, "test")
-    output.begin(small_pieces.out, small_pieces, ())
+    job = Job(small_pieces)
+    do_piece(job.pieces[0], job.folder, "test")
+    output.begin(job, ())
     return small_pieces
 
 
@@ -54,7 +54,7 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_clearing_takes_our_files_and_leaves_all_others(config: TokenizeConfig) -> None:
+def test_clearing_removes_our_files_and_no_others(config: TokenizeConfig) -> None:
     out = config.out
     put(out, (*FOREIGN, "train/.partial-7-000001-000.arrow", MANIFEST, output.QUARANTINE))
     assert "train/000000-000.arrow" in files(out)
@@ -66,14 +66,14 @@ def test_clearing_takes_our_files_and_leaves_all_others(config: TokenizeConfig) 
     assert not (out / "train").exists()
 
 
-def test_strays_are_what_no_plan_names_and_what_a_killed_worker_left(config: TokenizeConfig) -> None:
-    out, plan = config.out, make_plan(find(config.sources), config)
+def test_strays_are_files_of_no_piece_and_temporary_files(config: TokenizeConfig) -> None:
+    out = config.out
     record = read_record(out, "000000")
     assert record
     before = files(out)
     half_written = ("train/.partial-7-000001-000.arrow", "pieces/.partial-7-000001.json")
     put(out, (*FOREIGN, *half_written, "train/000009-000.arrow", "pieces/000009.json"))
-    output.remove_strays(out, {"000000": record}, plan)
+    output.remove_strays(Job(config), {"000000": record})
     assert files(out) == before | set(FOREIGN)
 
 
@@ -86,7 +86,7 @@ def test_a_data_set_that_was_not_made_here_is_refused_before_anything_is_written
     assert files(out) == before
 
 
-def test_overwriting_begins_anew_once_and_continues_after_an_interruption(
+def test_overwriting_starts_over_once_and_continues_after_an_interruption(
     config: TokenizeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(**settings) -> str:
@@ -99,33 +99,34 @@ def test_overwriting_begins_anew_once_and_continues_after_an_interruption(
     assert "done: 0 pieces; to do: 3 because of --overwrite" in said()
 
 
-def test_other_sources_are_no_other_settings(config: TokenizeConfig, write_books: Callable[..., Path]) -> None:
+def test_other_sources_do_not_count_as_other_settings(config: TokenizeConfig, write_books: Callable[..., Path]) -> None:
     more = write_books(config.out.parent / "more", 1)
-    other = replace(config, sources=(*config.sources, str(more)))
-    assert output.changed_settings(config.out, other) == {}
-    plan = make_plan(find(other.sources), other)
-    assert "000000" in output.assess(config.out, plan).done
+    other = Job(replace(config, sources=(*config.sources, str(more))))
+    assert output.changed_settings(other) == {}
+    assert "000000" in output.assess(other).done
 
 
-def test_the_settings_that_folders_are_known_by_are_those_of_the_first_folders() -> None:
+def test_the_settings_in_a_data_sets_identity_have_not_changed() -> None:
     """Another name or value here would have every finished folder made again."""
     assert TokenizeConfig(languages=("fr", "en", "fr")).identity() == {
         "sources": ["sample"], "val_fraction": 0.01, "encoder": "gigatoken", "text_field": "text",
         "text_column": "text", "doc_separator": None, "languages": ["en", "fr"], "min_chars": 200, "join_lines": False,
         "duplicates": "drop", "shard_size": 16_000_000,
     }  # fmt: skip
+    assert {field.name for field in fields(TokenizeConfig)} - set(IDENTITY) == {
+        "out", "copy_to", "workers", "mirror", "dry_run", "overwrite", "tracking_uri", "address"
+    }, "a new setting either decides the bytes of shards or does not"  # fmt: skip
 
 
 def tokenize(config: TokenizeConfig, workers_out: Path | None = None, *, pieces: int = 1000) -> Manifest:
     """What the command does, without Ray: its workers write to ``workers_out``, and stop after so many ``pieces``."""
-    inventory = find(config.sources)
-    planned = make_plan(inventory, config)
-    todo = output.assess(config.out, planned).todo
-    with output.sole_writer(config.out):
-        output.begin(config.out, config, todo)
-        for each in [each for each in planned if each.name in todo][:pieces]:
-            do_piece(each, workers_out or config.out, "test")
-        return _finish(config, config.out, inventory, planned)
+    job = Job(config)
+    todo = output.assess(job).todo
+    with output.sole_writer(job.folder):
+        output.begin(job, todo)
+        for each in [each for each in job.pieces if each.name in todo][:pieces]:
+            do_piece(each, workers_out or job.folder, "test")
+        return output.finish(job)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -148,15 +149,15 @@ def test_a_record_counts_only_for_the_piece_whose_key_it_holds(
     other_disk = shutil.copytree(config.out, tmp_path / "other disk")
     for number in range(6):
         replace_book(books, number, prose(100 + number, 100))
-    planned = make_plan(find(config.sources), config)
+    job = Job(config)
     with pytest.raises(UserError, match=r"2 of 6 pieces .* did not arrive in .*pieces/000000\.json"):
-        output.collect(config.out, planned)  # the records of the earlier texts are there
+        output.collect(job)  # the records of the earlier texts are there
     with pytest.raises(UserError, match=r"2 of 6 pieces .* give an --out on a disk that all workers share"):
         tokenize(config, other_disk)
     for folder in (config.out, other_disk):
         with pytest.raises(UserError, match="so its shards are unfinished"):
             read_manifest(folder)
-    assert output.assess(config.out, planned).todo == dict.fromkeys(("000000", "000001"), "not done yet")
+    assert output.assess(job).todo == dict.fromkeys(("000000", "000001"), "not done yet")
     again = tokenize(config)
     fresh = tokenize(replace(config, out=tmp_path / "fresh"))
     assert again == fresh
@@ -174,8 +175,7 @@ def test_a_source_of_the_same_size_and_a_new_time_is_done_again(small_pieces: To
     before = tokenize(small_pieces)
     book = tmp_path / "books" / "book 0009.txt"
     replace_book(tmp_path / "books", 9, book.read_text(encoding="utf-8").replace("the", "and"))
-    planned = make_plan(find(small_pieces.sources), small_pieces)
-    assert output.assess(small_pieces.out, planned).todo == {"000002": "inputs or settings changed"}
+    assert output.assess(Job(small_pieces)).todo == {"000002": "inputs or settings changed"}
     after = tokenize(small_pieces)
     assert after.inputs == before.inputs
     assert after.fingerprint != before.fingerprint
@@ -200,7 +200,7 @@ def test_a_duplicate_comes_back_when_its_original_changes_also_after_an_interrup
 def test_a_duplicate_comes_back_when_its_original_goes_with_the_last_piece(
     small_pieces: TokenizeConfig, tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "PARTS_A_PIECE", 1)
+    monkeypatch.setattr(plan, "PARTS_PER_PIECE", 1)
     config = replace(small_pieces, sources=(f"{tmp_path}/shelf*",), val_fraction=0)
     with zipfile.ZipFile(tmp_path / "shelf.zip", "w") as archive:
         archive.writestr("copy.txt", prose(1))
@@ -211,7 +211,7 @@ def test_a_duplicate_comes_back_when_its_original_goes_with_the_last_piece(
     assert tokenize(config).report["books_dropped"] == {}
 
 
-def test_what_vouches_for_old_shards_is_gone_for_good_before_the_first_new_one(
+def test_manifest_and_record_are_durably_removed_before_the_first_new_shard(
     small_pieces: TokenizeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenize(small_pieces)
@@ -219,15 +219,14 @@ def test_what_vouches_for_old_shards_is_gone_for_good_before_the_first_new_one(
     synced, written = record.sync_folder, task.write_shard
     monkeypatch.setattr(record, "sync_folder", lambda folder: events.append(folder.name) or synced(folder))
     monkeypatch.setattr(task, "write_shard", lambda *rest: events.append("shard") or written(*rest))
-    do_piece(make_plan(find(small_pieces.sources), small_pieces)[2], small_pieces.out, "test")
+    do_piece(Job(small_pieces).pieces[2], small_pieces.out, "test")
     assert events[:3] == ["out", "pieces", "shard"]
 
 
-def test_clearing_that_is_killed_leaves_a_whole_data_set_or_nothing_that_looks_done(
+def test_killed_clearing_leaves_a_whole_data_set_or_nothing_that_looks_done(
     small_pieces: TokenizeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = tokenize(small_pieces)
-    planned = make_plan(find(small_pieces.sources), small_pieces)
     unlink = Path.unlink
     for removed in range(9):  # six record, the manifest, the quarantine, a shard
         out = shutil.copytree(small_pieces.out, tmp_path / f"cleared {removed}")
@@ -245,7 +244,7 @@ def test_clearing_that_is_killed_leaves_a_whole_data_set_or_nothing_that_looks_d
         if (out / MANIFEST).exists():
             assert list(verify(out, manifest)) == []
         else:
-            assert output.assess(out, planned).done == {}, "the next --overwrite would keep it"
+            assert output.assess(Job(replace(small_pieces, out=out))).done == {}, "the next --overwrite would keep it"
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
@@ -258,17 +257,17 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
         pass
 
 
-def test_a_setting_that_older_folders_do_not_know_is_not_changed(config: TokenizeConfig) -> None:
+def test_a_setting_unknown_to_older_folders_counts_as_unchanged(config: TokenizeConfig) -> None:
     settings = config.out / output.PIECES / output.SETTINGS
     values = json.loads(settings.read_text(encoding="utf-8"))
     assert values == config.identity() | {"sources": list(config.sources), "languages": []}
     del values["join_lines"]
     settings.write_text(json.dumps(values), encoding="utf-8")
-    assert output.changed_settings(config.out, config) == {}
-    assert output.changed_settings(config.out, replace(config, min_chars=7)) == {"min_chars": (200, 7)}
+    assert output.changed_settings(Job(config)) == {}
+    assert output.changed_settings(Job(replace(config, min_chars=7))) == {"min_chars": (200, 7)}
 
 
-def test_the_quarantine_is_one_line_a_book_in_the_order_of_their_ids(tmp_path: Path) -> None:
+def test_the_quarantine_is_one_line_per_book_sorted_by_id(tmp_path: Path) -> None:
     dropped = [Dropped("b", "empty", "a"), Dropped("é", "language", "de"), Dropped("a", "unreadable", "b")]
     written = [Record("", [], [], some, {}, {}, 0, 0, 0) for some in (dropped[:1], dropped[1:])]
     assert output.write_quarantine(tmp_path, written) == [dropped[2], dropped[0], dropped[1]]

@@ -72,10 +72,10 @@ def test_a_piece_takes_books_until_it_is_full_and_a_larger_one_alone() -> None:
 
 
 def test_a_piece_has_a_limited_number_of_files() -> None:
-    assert [len(piece) for piece in sizes([0] * (2 * plan.PARTS_A_PIECE + 1))] == [4096, 4096, 1]
+    assert [len(piece) for piece in sizes([0] * (2 * plan.PARTS_PER_PIECE + 1))] == [4096, 4096, 1]
 
 
-def test_parts_cover_a_file_and_compressed_ones_are_taken_for_three_times_their_size() -> None:
+def test_parts_cover_a_file_and_compressed_ones_count_three_times_their_size() -> None:
     config = TokenizeConfig(shard_size=1_000_000)
     lines = SourceFile("a.jsonl", "", 2_500_000, 0)
     bounds = [(part.start, part.stop, part.size) for part in split_file(lines, config)]
@@ -101,7 +101,7 @@ def test_containers_are_split_at_members_and_row_groups(tmp_path: Path) -> None:
         assert 2_500_000 <= sum(part.size for part in parts) < 3_100_000
 
 
-def test_two_books_are_one_to_train_on_and_one_to_validate_on() -> None:
+def test_of_two_books_one_is_for_training_and_one_for_validation() -> None:
     for names in (("a.txt", "b.txt"), ("c.txt", "d.txt")):
         (piece,) = make_plan(Inventory([SourceFile(name, "", 1, 0) for name in names]), TokenizeConfig())
         assert sorted(plan.split_of(name, piece.settings.val_fraction) for name in names) == ["train", "val"]

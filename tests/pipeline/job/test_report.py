@@ -1,16 +1,15 @@
-"""Counts and rates as they are told: each from its own numbers."""
+"""The counts and rates of the report."""
 
 from pathlib import Path
 
 import pytest
 
-from pipeline.books.clean import Dropped
-from pipeline.books.readers import Part
+from pipeline.books.readers import Dropped, Part
 from pipeline.books.sources import SourceFile
 from pipeline.config import TokenizeConfig
 from pipeline.job.plan import Piece
 from pipeline.job.record import Record
-from pipeline.job.report import Progress, as_markdown, estimate, totals
+from pipeline.job.report import Progress, Stopwatch, as_markdown, estimate, totals
 from pipeline.shards import ShardInfo
 
 
@@ -41,7 +40,7 @@ def test_totals_are_sums_over_all_records() -> None:
     }  # fmt: skip
 
 
-def test_an_estimate_is_of_what_is_left_to_do() -> None:
+def test_an_estimate_covers_the_remaining_work() -> None:
     file = SourceFile("a.txt", "a.txt", 800_000_000, 0)
     pieces = [Piece(number, (Part(file, 800_000_000),), TokenizeConfig()) for number in range(4)]
     assert estimate(pieces, pieces[1:], [], 2) == (
@@ -56,7 +55,7 @@ def test_rates_are_of_this_run() -> None:
     progress = Progress()
     for _ in range(2):
         progress.add({"bytes": 3_000_000, "tokens": 1_000_000, "seconds": {"read": 0.25, "encode": 0.5}})
-    progress.wall = {"plan": 1.0, "work": 4.0}
+    progress.wall = Stopwatch({"plan": 1.0, "work": 4.0})
     assert progress.slowest == "encode"
     assert progress.metrics() == pytest.approx(
         {
@@ -69,7 +68,7 @@ def test_rates_are_of_this_run() -> None:
     told = as_markdown(str(Path("tokens")), totals(RECORDS), progress, "f" * 64)
     assert "**4 books, 2,002,002 tokens** in `tokens` (fingerprint `ffffffffffff`)." in told
     assert "7 in, 4 kept; dropped: 2 empty, 1 language" in told
-    assert "8,008,008 characters, 4.00 characters a token" in told
+    assert "8,008,008 characters, 4.00 characters per token" in told
     assert "this run: 2 pieces, 6.0 MB, 2 MB/s, 500,000 tokens/s" in told
     assert told.index("| encode | 1.00 | 6 | 2.0 |") < told.index("| read | 0.50 | 12 | 4.0 |")
     assert Progress().metrics() == {}

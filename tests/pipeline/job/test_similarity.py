@@ -1,4 +1,4 @@
-"""Editions of one work are found, and each with the one that it is most like."""
+"""Editions of one work are found, each with the most similar one."""
 
 import random
 
@@ -14,7 +14,7 @@ def signed(words: list[str]) -> list[int]:
     return signature(" ".join(words).encode())
 
 
-def test_capitals_and_line_ends_make_no_other_edition() -> None:
+def test_case_and_line_ends_do_not_matter() -> None:
     words = text(1)
     assert signed(words) == signature("\n".join(words).upper().encode())
     assert signed(words) != signed(words[:1000])
@@ -27,7 +27,7 @@ def test_editions_are_compared_beyond_their_beginning() -> None:
     assert near_duplicates(books) == {}
 
 
-def test_a_book_repeats_the_one_that_it_is_most_like_and_not_one_that_is_left_out() -> None:
+def test_a_book_duplicates_the_most_similar_one_that_is_kept() -> None:
     first, other = text(1), text(2)
     books = {
         "c": signed([*first, "the", "end"]),

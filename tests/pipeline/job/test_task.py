@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from infra.errors import UserError
-from pipeline.books.clean import Dropped
+from pipeline.books.readers import Dropped
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
 from pipeline.encoding import encode
@@ -63,7 +63,7 @@ def test_a_shard_holds_every_token_of_its_books(tmp_path: Path, write_books: Cal
         assert shard.batch.column("book")[number].as_py() == f"books/{path.name}"
 
 
-def test_a_record_says_what_its_shards_hold_and_what_was_read(tmp_path: Path, prose: Prose) -> None:
+def test_a_record_describes_its_shards_and_what_was_read(tmp_path: Path, prose: Prose) -> None:
     rows = [{"text": prose(n), "title": f"Title {n}", "author": f"Author {n}", "language": "en"} for n in range(9, 20)]
     data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
     folder = tmp_path / "books"
@@ -102,7 +102,7 @@ def test_a_record_says_what_its_shards_hold_and_what_was_read(tmp_path: Path, pr
     assert other.verified_bytes == 0
 
 
-def test_what_cannot_be_read_is_quarantined_and_the_rest_goes_on(tmp_path: Path, prose: Prose) -> None:
+def test_what_cannot_be_read_is_quarantined_and_the_rest_is_kept(tmp_path: Path, prose: Prose) -> None:
     folder = tmp_path / "mixed"
     folder.mkdir()
     whole = gzip.compress(prose(1).encode())
@@ -162,7 +162,7 @@ def test_other_languages_are_left_out(tmp_path: Path, prose: Prose) -> None:
     assert reasons(record) == {"german.txt": "language", "declared.txt": "language"}
 
 
-def test_duplicates_go_and_the_first_by_id_stays(tmp_path: Path, prose: Prose) -> None:
+def test_duplicates_are_dropped_and_the_first_by_id_is_kept(tmp_path: Path, prose: Prose) -> None:
     folder = tmp_path / "books"
     folder.mkdir()
     for name in ("b.txt", "a.txt", "c.txt"):
@@ -205,7 +205,7 @@ def test_a_file_of_many_books_fills_several_shards(tmp_path: Path, prose: Prose)
     assert sum(info.rows for info in record.shards) == 200
 
 
-def test_the_book_that_kills_its_worker_is_convicted(tmp_path: Path, write_books: Callable[..., Path]) -> None:
+def test_the_book_that_kills_its_worker_is_skipped(tmp_path: Path, write_books: Callable[..., Path]) -> None:
     books = write_books(tmp_path / "books", 3)
     with (books / "book 0001.txt").open("a") as file:
         file.write("KILLER\n")
