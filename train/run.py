@@ -21,13 +21,11 @@ from infra.errors import UserError
 from infra.storage import write_json
 from infra.tracking.key import RunKey
 from infra.units import BytesOrNone, format_size
-from pipeline.shards import Manifest
 from train.checkpoint.find import find_run
-from train.checkpoint.progress import checkpoints_in, read_progress, refuse_finished, refuse_other_run
+from train.checkpoint.progress import checkpoints_in, read_progress
 from train.checkpoint.run_folder import RunFolder, make, new_folder
 from train.config import TrainConfig, load_config
-from train.data.source import absolute, manifest_of
-from train.data.text import refuse_foreign_ids
+from train.launch.run import Run
 from train.model_config import format_model
 from train.resolve import resolve
 
@@ -84,33 +82,25 @@ def train(options: RunOptions) -> int:
 
     What can be refused is refused at once. torch and MLflow are then imported while Ray starts.
     """
-    config = absolute(options.training)
-    manifest = manifest_of(config)
-    refuse_foreign_ids(config, manifest)
-    resume = None
+    config, limits = options.training, {"memory_limit": options.memory_limit, "address": options.address}
     if options.resume:
-        home = find_run(options.resume, options.out)
-        resume = home.newest()
-        progress = read_progress(resume)
-        refuse_other_run(resume, progress, config, manifest)
-        if home.is_finished():
-            refuse_finished(resume, progress, config)
+        run = Run.continued(config, options.resume, options.out, **limits)
     else:
         preset = format_model(config.model).partition(",")[0]
         name = options.name or f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-        home = RunFolder(new_folder(options.out, name))
+        run = Run.new(config, new_folder(options.out, name), **limits)
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as held:
-        if resume:
-            held.enter_context(home.driven())
-        store = options.tracking_uri or ((known := home.key()) and known.store)
+        if run.resume:
+            held.enter_context(run.home.driven())
+        store = options.tracking_uri or ((known := run.home.key()) and known.store)
         preparing = background.submit(prepare, store)
-        with connected(options.address, prestart=False):
+        with connected(run.address, prestart=False):
             preparing.result()
-            if not resume:
-                make(home.path)
-                held.enter_context(home.driven())
-                held.enter_context(home.cleared())
-            return _recorded(options, config, manifest, home, resume)
+            if not run.resume:
+                make(run.home.path)
+                held.enter_context(run.home.driven())
+                held.enter_context(run.home.cleared())
+            return recorded(run, options.tracking_uri)
 
 
 def prepare(tracking_uri: str | None) -> None:
@@ -122,28 +112,27 @@ def prepare(tracking_uri: str | None) -> None:
     open_store(tracking_uri)
 
 
-def _recorded(options: RunOptions, asked: TrainConfig, manifest: Manifest, home: RunFolder, resume: Path | None) -> int:
+def recorded(run: Run, tracking_uri: str | None) -> int:
     """Train on the connected Ray and record it in MLflow; returns the exit code."""
     from infra.tracking.tracker import Tracker
     from infra.tracking.views import ui_link
     from train import report
-    from train.launch.driver import Run, measure
+    from train.launch.driver import measure
     from train.launch.placement import worker_facts
 
-    config = resolve(asked, worker_facts(asked))
-    key, is_new = run_in_mlflow(home, options.tracking_uri, starts=resume is None)
-    write_json(home.config, asked.to_json())
-    report.print_header(config, manifest, home.path)
+    home, config = run.home, resolve(run.asked, worker_facts(run.asked))
+    key, is_new = run_in_mlflow(home, tracking_uri, starts=run.resume is None)
+    write_json(home.config, run.asked.to_json())
+    report.print_header(config, run.manifest, home.path)
     with Tracker(key) as tracker:
         if is_new:
-            report.record_start(tracker, config, manifest)
-        if resume:
-            report.record_resume(tracker, config, read_progress(resume).step)
-        if options.memory_limit:
-            tracker.tags({"memory_limit": format_size(options.memory_limit)})
-        run = Run(asked, config, manifest, home, tracker, resume, options.memory_limit, options.address)
+            report.record_start(tracker, config, run.manifest)
+        if run.resume:
+            report.record_resume(tracker, config, read_progress(run.resume).step)
+        if run.memory_limit:
+            tracker.tags({"memory_limit": format_size(run.memory_limit)})
         try:
-            result, _ = measure(run, console.print)
+            result, _ = measure(run, config, tracker, console.print)
         except KeyboardInterrupt:
             if not checkpoints_in(home.checkpoints):
                 raise

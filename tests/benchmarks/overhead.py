@@ -30,10 +30,9 @@ from pathlib import Path
 import psutil
 
 from infra.hardware import cpu_facts
-from pipeline.shards import read_manifest
-from train.checkpoint.run_folder import RunFolder
 from train.config import Cycle, TrainConfig
 from train.intervals import t_quantile
+from train.launch.run import Run
 from train.model_config import format_model, parse_model
 from train.resolve import resolve
 
@@ -202,10 +201,7 @@ def wrapped(config: TrainConfig) -> dict[str, float]:
             key = create_run("train", "overhead")
             recorded = time.time()
             with Tracker(key) as tracker:
-                run = driver.Run(
-                    config, resolve(config, cpu_facts()), read_manifest(config.data), RunFolder(folder), tracker
-                )  # fmt: skip
-                result = driver.train(run, on_cycle)
+                result = driver.train(Run.new(config, folder), resolve(config, cpu_facts()), tracker, on_cycle)
             returned = time.time()
         started, ended = ((folder / file).stat().st_mtime for file in ("starts", "cycles.jsonl"))
     first_step = ended - result.seconds

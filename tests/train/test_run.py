@@ -222,7 +222,7 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
     shutil.copytree(home.path, elsewhere, ignore=shutil.ignore_patterns("step-*"))
     trained = driver.train
     there = RunFolder(elsewhere)
-    monkeypatch.setattr(driver, "train", lambda run, say: trained(dataclasses.replace(run, home=there), say))
+    monkeypatch.setattr(driver, "train", lambda run, *how: trained(dataclasses.replace(run, home=there), *how))
     assert command(monkeypatch, "--resume", "one", "--steps", "8") == 2
     said = " ".join(capfd.readouterr().err.split())
     assert "the run continues from step 6, and" in said

@@ -35,7 +35,8 @@ from train.config import SIXTEEN_BITS, TrainConfig, config_from_json
 from train.estimate.memory import predict_peak
 from train.intervals import Estimate
 from train.ladder.suites import Rung, Suite, apply
-from train.launch.driver import ControllerDied, Run, measure
+from train.launch.driver import ControllerDied, measure
+from train.launch.run import Run
 from train.loop.memory_limit import UNMEASURED
 from train.resolve import resolve
 from train.result import RunResult
@@ -174,11 +175,9 @@ class Ladder:
         with Tracker(key) as tracker:
             resolved = resolve(config, self.facts)
             report.record_start(tracker, resolved, self.manifest)
-            run = Run(
-                config, resolved, self.manifest, home, tracker, memory_limit=self.memory_limit, address=self.address
-            )
+            run = Run(config, self.manifest, home, None, self.memory_limit, self.address)
             try:
-                result, gpu = measure(run, lambda line: self.say(f"  {line}"))
+                result, gpu = measure(run, resolved, tracker, lambda line: self.say(f"  {line}"))
                 if result.outcome == "interrupted":
                     raise KeyboardInterrupt
                 if result.outcome != "finished":

@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,15 +30,15 @@ from infra.schema import from_json, to_json
 from infra.storage import write_json
 from infra.tracking.store import last_steps
 from infra.tracking.tracker import Tracker
-from pipeline.shards import Manifest
 from train import report
 from train.checkpoint.progress import known_checksums, read_progress
-from train.checkpoint.run_folder import Follower, RunFolder
+from train.checkpoint.run_folder import Follower
 from train.config import TrainConfig
 from train.data.source import absolute
 from train.estimate.flops import with_matmul_efficiency
 from train.launch.controller import Alone, Presence
 from train.launch.placement import scaling
+from train.launch.run import Run
 from train.launch.worker import train_function
 from train.loop.execution import worker_environment
 from train.result import RunResult
@@ -59,27 +58,10 @@ class WorkerFailure(Exception):
     """The loop failed in its worker; the text is the worker's traceback."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """One training run, as its command hands it on."""
-
-    asked: TrainConfig
-    """As the user gave it; checkpoints keep it, because another machine may decide otherwise what it leaves open."""
-    config: TrainConfig
-    """Resolved for the device that trains."""
-    manifest: Manifest
-    home: RunFolder
-    """Absolute, and shared with the workers."""
-    tracker: Tracker
-    resume: Path | None = None
-    """The checkpoint to continue from, the newest in ``home``."""
-    memory_limit: int | None = None
-    """Bytes that a worker's process may use; more ends the run."""
-    address: str | None = None
-
-
-def measure(run: Run, say: Callable[[str], None]) -> tuple[RunResult, dict[str, float] | None]:
-    """Train ``run``, ``say`` each cycle's line, and record the result in its folder and in MLflow.
+def measure(
+    run: Run, config: TrainConfig, tracker: Tracker, say: Callable[[str], None]
+) -> tuple[RunResult, dict[str, float] | None]:
+    """Train ``run`` as ``config``, ``say`` each cycle's line, and record the result in its folder and in MLflow.
 
     Gives the result and what NVML said of this machine's GPU meanwhile. Raises as :func:`train` does.
     """
@@ -89,15 +71,17 @@ def measure(run: Run, say: Callable[[str], None]) -> tuple[RunResult, dict[str, 
         gpu.look()
         say(cycle["line"])
 
-    result = with_matmul_efficiency(train(run, on_cycle), run.config, run.home.path.parent)
+    result = with_matmul_efficiency(train(run, config, tracker, on_cycle), config, run.home.path.parent)
     write_json(run.home.result, to_json(result))
-    report.record_end(run.tracker, run.config, result, gpu.seen)
-    run.tracker.status = {"finished": "FINISHED", "interrupted": "KILLED"}.get(result.outcome, "FAILED")
+    report.record_end(tracker, config, result, gpu.seen)
+    tracker.status = {"finished": "FINISHED", "interrupted": "KILLED"}.get(result.outcome, "FAILED")
     return result, gpu.seen
 
 
-def train(run: Run, on_cycle: Callable[[dict[str, Any]], None] = lambda cycle: None) -> RunResult:
-    """Train ``run`` through Ray Train; ``on_cycle`` gets what each cycle reports.
+def train(
+    run: Run, config: TrainConfig, tracker: Tracker, on_cycle: Callable[[dict[str, Any]], None] = lambda cycle: None
+) -> RunResult:
+    """Train ``run`` through Ray Train as ``config``, which is resolved; ``on_cycle`` gets what each cycle reports.
 
     Without a checkpoint to continue from, what an earlier run left in the folder is removed. Ctrl-C and SIGTERM finish
     the step, save and return the outcome ``interrupted``; where that takes more than ``STOP_SECONDS``, or Ray has no
@@ -105,8 +89,7 @@ def train(run: Run, on_cycle: Callable[[dict[str, Any]], None] = lambda cycle: N
     the cluster lacks what the config asks for or the workers do not find what they continue from, ``ControllerDied``,
     and ``WorkerFailure`` for our bugs.
     """
-    config, home, tracker = run.config, run.home, run.tracker
-    folder = home.path
+    home, folder = run.home, run.home.path
     folder.mkdir(parents=True, exist_ok=True)
     home.stop.unlink(missing_ok=True)
     home.refused.unlink(missing_ok=True)  # of a run that was killed before its workers had read it

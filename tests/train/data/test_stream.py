@@ -26,12 +26,12 @@ from pipeline.job.task import do_piece
 from pipeline.shards import END_OF_TEXT, Shard
 from pipeline.stream import HELD_OUT, EncodedBook, Stream, encoded_books
 from train.checkpoint.progress import read_progress, refuse_other_run
-from train.checkpoint.run_folder import RunFolder
 from train.config import Cycle, TrainConfig
 from train.data.loader import BatchLoader
 from train.data.source import manifest_of
 from train.data.stream import Place, StreamData, StreamWindows
 from train.launch import driver
+from train.launch.run import Run
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport
@@ -291,12 +291,11 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
     with connected(cpus=2):
         tracker = Tracker(create_run("train", "stream", tracking_uri=store, tags={}))
         short, whole = (dataclasses.replace(config, schedule="constant", **end) for end in ({"steps": 7}, {}))
-        run = driver.Run(short, short, manifest_of(short), RunFolder(folder), tracker)
-        first = driver.train(run)
+        run = Run.new(short, folder)
+        first = driver.train(run, short, tracker)
         assert first.checkpoint
-        result = driver.train(
-            dataclasses.replace(run, asked=whole, config=whole, resume=Path(first.checkpoint))
-        )  # fmt: skip
+        again = dataclasses.replace(run, asked=whole, resume=Path(first.checkpoint))
+        result = driver.train(again, whole, tracker)
         gone = Stream([str(shutil.copytree(config.stream[0], tmp_path / "gone"))], 0, config.reading)
         (tmp_path / "gone" / "book 3.txt").unlink()
         with pytest.raises(UserError, match=r"book 3\.txt was there when the work was planned and is gone"):

@@ -26,6 +26,7 @@ from train.ladder.__main__ import LadderOptions, saved, with_ends
 from train.ladder.runner import refuse_short, refuse_unsuited
 from train.ladder.suites import SUITES, Rung
 from train.launch import driver, worker
+from train.launch.run import Run
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig, format_model, parse_model
 from train.result import RunResult
@@ -73,14 +74,9 @@ REFUSED = {"tensor cores", "max-autotune", "fp16"} | (set() if find_spec("torcha
 """The last by its worker."""
 
 
-def here(run: driver.Run, *_: object) -> RunResult:
+def here(run: Run, config: TrainConfig, *_: object) -> RunResult:
     """What a Ray worker does for a rung, in this process, whose memory is not the rung's alone."""
-    return within(replace(run, memory_limit=None))
-
-
-def within(run: driver.Run) -> RunResult:
-    """The same, within the limit."""
-    return worker.train(run.home, run.config, None, first=True, memory_limit=run.memory_limit)
+    return worker.train(run.home, config, None, first=True)
 
 
 def in_this_process(patch: pytest.MonkeyPatch) -> None:
@@ -181,9 +177,9 @@ def test_a_rung_over_the_limit_has_failed(
 ) -> None:
     limits = iter([10**12, 10**6, 10**12])  # of the baseline, the rung and the control again
 
-    def rung(run: driver.Run, *_: object) -> RunResult:
+    def rung(run: Run, config: TrainConfig, *_: object) -> RunResult:
         assert run.memory_limit == 4 * 10**9
-        return within(replace(run, memory_limit=next(limits)))
+        return worker.train(run.home, config, None, first=True, memory_limit=next(limits))
 
     monkeypatch.setattr(driver, "train", rung)
     monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
@@ -257,7 +253,7 @@ def test_an_interrupted_ladder_says_how_to_continue_it(
 ) -> None:  # fmt: skip
     """Whether the rung's worker saved in time, or not."""
 
-    def train(run: driver.Run, *_: object) -> RunResult:
+    def train(run: Run, *_: object) -> RunResult:
         if run.home.path.name == "control-00":
             return make_result()
         if raises:

@@ -1,0 +1,56 @@
+"""One training run as its command hands it on: what is to be trained on what, where, and from which checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.shards import Manifest
+from train.checkpoint.find import find_run
+from train.checkpoint.progress import read_progress, refuse_finished, refuse_other_run
+from train.checkpoint.run_folder import RunFolder
+from train.config import TrainConfig
+from train.data.source import absolute, manifest_of
+from train.data.text import refuse_foreign_ids
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run. Imports no torch, so that what is wrong with it is said at once."""
+
+    asked: TrainConfig
+    """As the user gave it, with whole paths. Checkpoints keep it, because another machine may decide otherwise what it
+    leaves open."""
+    manifest: Manifest
+    home: RunFolder
+    """Absolute, and shared with the workers."""
+    resume: Path | None = None
+    """The checkpoint to continue from, the newest in ``home``."""
+    memory_limit: int | None = None
+    """Bytes that a worker's process may use; more ends the run."""
+    address: str | None = None
+
+    @classmethod
+    def new(
+        cls, config: TrainConfig, folder: Path, *, memory_limit: int | None = None, address: str | None = None
+    ) -> "Run":
+        """A run that begins in ``folder``, which need not exist. Raises ``UserError`` for data that do not fit it."""
+        asked = absolute(config)
+        manifest = manifest_of(asked)
+        refuse_foreign_ids(asked, manifest)
+        return cls(asked, manifest, RunFolder(folder), None, memory_limit, address)
+
+    @classmethod
+    def continued(
+        cls, config: TrainConfig, name: str, out: Path, *, memory_limit: int | None = None, address: str | None = None
+    ) -> "Run":
+        """The run that ``--resume`` names, to be trained on as ``config``.
+
+        Raises ``UserError`` when there is none, it is another run, or it has come to its end.
+        """
+        home = find_run(name, out)
+        new = cls.new(config, home.path, memory_limit=memory_limit, address=address)
+        resume = home.newest()
+        progress = read_progress(resume)
+        refuse_other_run(resume, progress, new.asked, new.manifest)
+        if home.is_finished():
+            refuse_finished(resume, progress, new.asked)
+        return cls(new.asked, new.manifest, home, resume, memory_limit, address)
