@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tyro
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import AliasChoices, BeforeValidator, Field, PlainSerializer
 
 from infra.errors import UserError
 from infra.schema import from_json, strict, to_json
@@ -28,7 +28,7 @@ Loss = Literal["plain", "fused"]
 Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adamw-bf16", "adafactor", "muon"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Device = Literal["auto", "cuda", "cpu"]
-Naive = Literal["sync", "zero", "copy", "collect", "pages"]
+Ablation = Literal["sync", "zero", "copy", "collect", "pages"]
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,10 @@ class TrainConfig:
     """Data-parallel workers; with cuda each has one GPU."""
     shard: bool = False
     """Shard weights, gradients and optimizer state over the workers (FSDP2) in place of a copy on each (DDP)."""
-    naive: tuple[Naive, ...] = ()
-    """Textbook habits to measure against: sync reads every loss at once, zero fills gradients in place of dropping
-    them, copy reads and copies each batch when it is needed, collect leaves the garbage collector on, pages leaves
-    large tensors in a CPU's small pages."""
+    ablate: Annotated[tuple[Ablation, ...], Field(validation_alias=AliasChoices("ablate", "naive"))] = ()
+    """Optimizations of the loop to leave out, to measure what each is worth: sync reads every loss at once, zero fills
+    gradients in place of dropping them, copy reads and copies each batch when it is needed, collect leaves the garbage
+    collector on, pages leaves large tensors in a CPU's small pages."""
     loader_workers: int = 0
     """Threads that read batches ahead; 0: the loop reads the next one itself, while the device computes."""
     accelerator: str | None = None
@@ -217,8 +217,6 @@ FUSED_ATTENTION = ("flash", "cudnn", "efficient")
 
 SIXTEEN_BITS = ("fp16", "bf16", "bf16-activations")
 
-HABITS = ("sync", "zero", "copy", "collect", "pages")
-
 TORCHAO_OPTIMIZERS = ("adamw-8bit", "adamw-bf16")
 
 WHOLE_GRAPH = ("whole", "max-autotune", "reduce-overhead")
@@ -252,9 +250,9 @@ def _choices(config: TrainConfig) -> None:
         if get_origin(setting.type) is Literal and getattr(config, setting.name) not in get_args(setting.type):
             allowed = ", ".join(get_args(setting.type))
             raise UserError(f"{_flag(config, setting.name)} is not known; it can be {allowed}.")
-    for habit in config.naive:
-        if habit not in HABITS:
-            raise UserError(f"--naive {habit} is not known; it can be {', '.join(HABITS)}.")
+    for name in config.ablate:
+        if name not in get_args(Ablation):
+            raise UserError(f"--ablate {name} is not known; it can be {', '.join(get_args(Ablation))}.")
 
 
 def _sizes(config: TrainConfig) -> None:

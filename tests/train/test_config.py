@@ -124,7 +124,7 @@ def test_the_batch_arithmetic() -> None:
         ({"micro_batch": True}, "micro_batch is True; input should be a valid integer"),
         ({"mask_books": 1}, "mask_books is 1; input should be a valid boolean"),
         ({"learning_rate": "fast"}, "learning_rate is 'fast'; input should be a valid number"),
-        ({"naive": [1]}, "naive.0 is 1; input should be 'sync'"),
+        ({"ablate": [1]}, "ablate.0 is 1; input should be 'sync'"),
         ({"compile": None}, "compile is None; input should be 'off'"),
         ({"model": {"layers": "2"}}, "layers is '2'; input should be a valid integer"),
         ({"model": {"depth": 2}}, "model.depth is 2; unexpected"),
@@ -151,7 +151,7 @@ def test_a_files_values_are_of_their_fields_types(values: dict[str, object], sen
 def test_every_field_takes_back_what_it_gave() -> None:
     full = TrainConfig(
         stream=("books",), reading=Reading(doc_separator="***", languages=("en", "fr")), steps=3, within=0.01,
-        naive=("sync",), accelerator="A100", copy_to="s3://bucket/folder",
+        ablate=("sync",), accelerator="A100", copy_to="s3://bucket/folder",
     )  # fmt: skip
     for config in (TrainConfig(), full, TrainConfig(time_budget=3), TrainConfig(learning_rate=1)):
         assert config_from_json(json.loads(json.dumps(config.to_json())), "a.json") == config

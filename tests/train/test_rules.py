@@ -58,7 +58,7 @@ def test_a_pair_that_excludes_each_other_is_named(settings: dict[str, Any], firs
         ({"within": 1.0}, "--within 1.0 must be a fraction between 0 and 1"),
         ({"within": 0.0}, "--within 0.0 must be a fraction between 0 and 1"),
         ({"time_budget": 0.0}, "--time-budget 0.0s must be above 0"),
-        ({"naive": ("sink",)}, "--naive sink is not known; it can be sync, zero"),
+        ({"ablate": ("sink",)}, "--ablate sink is not known; it can be sync, zero"),
         ({"optimizer": "adam"}, "--optimizer adam is not known; it can be adamw, adamw-fused"),
         ({"copy_to": "https://bucket"}, "--copy-to https://bucket is no object storage"),
         ({"stream": ("books",)}, "--stream books has no end"),
@@ -88,7 +88,7 @@ def test_a_setting_out_of_its_range_is_named(settings: dict[str, Any], sentence:
         {"tokens": 8 * 1024, "global_batch": 8, "micro_batch": 8},
         {"copy_to": "gs://bucket/folder"},
         {"beta1": 0.0, "weight_decay": 0.0, "clip_norm": 0.0, "seed": 0},
-        {"naive": ("sync", "zero", "copy", "collect", "pages")},
+        {"ablate": ("sync", "zero", "copy", "collect", "pages")},
         {"steps": 1, "within": 0.999},
     ],
 )

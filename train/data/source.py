@@ -1,12 +1,12 @@
 """What a run is asked to train on, known before torch is imported: where it lies and what it holds.
 
-In: a config. Out: the same with whole paths, and the manifest of its data, which for a stream is an estimate.
+In: a config. Out: the same with whole paths; its stream of books, and the manifest of that, which is an estimate.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeline.shards import Manifest, read_manifest
+from pipeline.shards import Manifest
 from pipeline.stream import BYTES_PER_TOKEN, EncodedBook, Stream, whole_path
 from train.config import TrainConfig
 
@@ -16,13 +16,6 @@ def absolute(config: TrainConfig) -> TrainConfig:
     if not config.stream:
         return replace(config, data=config.data.resolve())
     return replace(config, stream=tuple(whole_path(source) for source in config.stream))
-
-
-def manifest_of(config: TrainConfig) -> Manifest:
-    """The manifest of what ``config`` trains on. Raises ``UserError`` when there is nothing."""
-    if config.stream:
-        return estimate(stream_of(config))
-    return read_manifest(config.data)
 
 
 def stream_of(config: TrainConfig) -> Stream:

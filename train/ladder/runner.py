@@ -221,7 +221,7 @@ def worker_reason(failure: Exception) -> str:
 def refuse_unsuited(before: TrainConfig, config: TrainConfig, rung: Rung, facts: DeviceFacts) -> None:
     """Raise ``UserError`` when ``config`` cannot show on this device what the rung changes of ``before``."""
     if resolve(config, facts).device == "cuda":
-        if set(config.naive) ^ set(before.naive) == {"pages"}:
+        if set(config.ablate) ^ set(before.ablate) == {"pages"}:
             raise UserError("large pages are for CPU memory; torch caches a GPU's by itself")
         return
     changed = set(rung.changes)

@@ -48,7 +48,7 @@ class Suite:
     """Steps whose time the closing table shows: as many as in the study that the suite repeats."""
 
 
-_NAIVE: Changes = {
+_PLAIN: Changes = {
     "precision": "fp32", "attention": "manual", "optimizer": "adamw", "compile": "off", "checkpointing": "none",
     "loss": "plain", "loss_chunks": 1, "loader_workers": 0, "vocabulary_multiple": 1, "schedule": "constant",
 }  # fmt: skip
@@ -56,10 +56,10 @@ _NAIVE: Changes = {
 A100 = Suite(
     "a100",
     "GPT-2 124M on one GPU, from the textbook loop upwards, each rung keeping those before it",
-    _NAIVE | {"model": "gpt2-124m", "model.tied": False, "batch": 28, "naive": ("sync", "copy", "collect")},
+    _PLAIN | {"model": "gpt2-124m", "model.tied": False, "batch": 28, "ablate": ("sync", "copy", "collect")},
     (
         Rung("tensor cores", {"precision": "tf32"}),
-        Rung("no synchronisation", {"naive": ("copy", "collect")}),
+        Rung("no synchronisation", {"ablate": ("copy", "collect")}),
         Rung("mixed precision fp16", {"precision": "fp16", "batch": 32}, changes_numerics=True),
         Rung("compile", {"compile": "whole", "batch": 48}),
         Rung("flash attention", {"attention": "sdpa", "batch": 64}),
@@ -70,8 +70,8 @@ A100 = Suite(
         Rung("bf16 activations", {"precision": "bf16-activations"}, changes_numerics=True),
         Rung("fused AdamW", {"optimizer": "adamw-fused"}),
         Rung("the GPU's attention", {"attention": "auto"}),
-        Rung("frozen collector", {"naive": ("copy",)}),
-        Rung("prefetched copies", {"naive": ()}),
+        Rung("frozen collector", {"ablate": ("copy",)}),
+        Rung("prefetched copies", {"ablate": ()}),
         Rung("max-autotune", {"compile": "max-autotune"}),
     ),
     cumulative=True,
@@ -80,22 +80,22 @@ A100 = Suite(
 LOOP = Suite(
     "loop",
     "The training loop as a black box: what each habit costs on a small model (two batches are two steps)",
-    _NAIVE | {"model": "small", "batch": 32, "naive": ("sync", "zero", "copy", "collect", "pages")},
+    _PLAIN | {"model": "small", "batch": 32, "ablate": ("sync", "zero", "copy", "collect", "pages")},
     (
         Rung("accumulation", {"micro_batch": 8}),
-        Rung("gradients set to none", {"naive": ("sync", "copy", "collect", "pages")}),
+        Rung("gradients set to none", {"ablate": ("sync", "copy", "collect", "pages")}),
         Rung("mixed precision bf16", {"precision": "bf16"}, changes_numerics=True),
         Rung("tensor cores", {"precision": "tf32"}),
         Rung("checkpointing", {"checkpointing": "full"}),
-        Rung("no synchronisation", {"naive": ("zero", "copy", "collect", "pages")}),
-        Rung("asynchronous copies", {"naive": ("sync", "zero", "collect", "pages")}),
-        Rung("large pages", {"naive": ("sync", "zero", "copy", "collect")}),
+        Rung("no synchronisation", {"ablate": ("zero", "copy", "collect", "pages")}),
+        Rung("asynchronous copies", {"ablate": ("sync", "zero", "collect", "pages")}),
+        Rung("large pages", {"ablate": ("sync", "zero", "copy", "collect")}),
         Rung("compile", {"compile": "whole"}),
         Rung("max-autotune", {"compile": "max-autotune"}),
         Rung(
             "all together",
             {
-                "naive": (), "precision": "bf16", "attention": "auto", "optimizer": "adamw-fused",
+                "ablate": (), "precision": "bf16", "attention": "auto", "optimizer": "adamw-fused",
                 "compile": "max-autotune",
             },
             changes_numerics=True,
@@ -107,7 +107,7 @@ LOOP = Suite(
 MEMORY = Suite(
     "memory",
     "What saves memory, and what it costs in speed",
-    _NAIVE | {"model": "gpt2-124m", "attention": "sdpa", "optimizer": "adamw-fused", "batch": 16},
+    _PLAIN | {"model": "gpt2-124m", "attention": "sdpa", "optimizer": "adamw-fused", "batch": 16},
     (
         Rung("accumulation", {"micro_batch": 4}),
         Rung("checkpointing", {"checkpointing": "full"}),

@@ -126,6 +126,7 @@ def train(
                 "begun": str(begun),
                 "checksums": known_checksums(),
                 "memory_limit": run.memory_limit,
+                "stream": run.stream,
             },
             torch_config=Alone() if config.workers == 1 else None,  # type: ignore[arg-type]
             scaling_config=wanted,

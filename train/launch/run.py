@@ -1,14 +1,15 @@
 """One training run as its command hands it on: what is to be trained on what, where, and from which checkpoint."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.shards import Manifest
+from pipeline.shards import Manifest, read_manifest
+from pipeline.stream import Stream
 from train.checkpoint.find import find_run
 from train.checkpoint.progress import read_progress, refuse_finished, refuse_other_run
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
-from train.data.source import absolute, manifest_of
+from train.data.source import absolute, estimate, stream_of
 from train.data.text import refuse_foreign_ids
 
 
@@ -27,6 +28,8 @@ class Run:
     memory_limit: int | None = None
     """Bytes that a worker's process may use; more ends the run."""
     address: str | None = None
+    stream: Stream | None = None
+    """Of a run straight from books: its inventory is taken once, here, and the workers get it."""
 
     @classmethod
     def new(
@@ -34,9 +37,10 @@ class Run:
     ) -> "Run":
         """A run that begins in ``folder``, which need not exist. Raises ``UserError`` for data that do not fit it."""
         asked = absolute(config)
-        manifest = manifest_of(asked)
+        stream = stream_of(asked) if asked.stream else None
+        manifest = estimate(stream) if stream else read_manifest(asked.data)
         refuse_foreign_ids(asked, manifest)
-        return cls(asked, manifest, RunFolder(folder), None, memory_limit, address)
+        return cls(asked, manifest, RunFolder(folder), None, memory_limit, address, stream)
 
     @classmethod
     def continued(
@@ -53,4 +57,4 @@ class Run:
         refuse_other_run(resume, progress, new.asked, new.manifest)
         if home.is_finished():
             refuse_finished(resume, progress, new.asked)
-        return cls(new.asked, new.manifest, home, resume, memory_limit, address)
+        return replace(new, home=home, resume=resume)

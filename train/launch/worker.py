@@ -13,11 +13,11 @@ import ray.train
 from infra.errors import UserError
 from infra.schema import to_json
 from infra.storage import write_json, write_text
+from pipeline.stream import Stream
 from train.checkpoint.progress import newest, read_progress, trust
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig, config_from_json
 from train.data.dataset import ShardData
-from train.data.source import stream_of
 from train.data.stream import StreamData
 from train.loop.memory_limit import Limit
 from train.loop.trainer import Trainer
@@ -61,7 +61,7 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
         ray.train.report({}, checkpoint=begun, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
         try:
             config, asked = (config_from_json(payload[name], "the run's config") for name in ("config", "asked"))
-            return to_json(train(home, config, resume, first, payload["memory_limit"], asked))
+            return to_json(train(home, config, resume, first, payload["memory_limit"], asked, payload["stream"]))
         except UserError as mistake:
             if alone:
                 return {"refused": str(mistake)}
@@ -140,13 +140,14 @@ def train(
     first: bool,
     memory_limit: int | None = None,
     asked: TrainConfig | None = None,
+    stream: Stream | None = None,
 ) -> RunResult:
     """Train in ``home`` from ``resume`` as one worker, of whom the ``first`` also reports.
 
     ``memory_limit`` is in bytes, for each worker's process.
     """
     limit = Limit.impose(memory_limit, config.device) if memory_limit else None
-    data = StreamData(config, stream_of(config)) if config.stream else ShardData(config)
+    data = StreamData(config, stream) if stream else ShardData(config)
     if not first:
         return Trainer(config, data=data, checkpoints=home.checkpoints, resume=resume, limit=limit, asked=asked).run()
     home.rewind(read_progress(resume).reported if resume else 0)

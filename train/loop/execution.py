@@ -123,10 +123,10 @@ def arithmetic(config: TrainConfig) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def no_collections(config: TrainConfig) -> Iterator[None]:
-    """No garbage collection while the block runs, but what it asks for itself; or as ever, by ``--naive collect``."""
+    """No garbage collection while the block runs, but what it asks for itself; or as ever, by ``--ablate collect``."""
     if config.device == "cuda":
         gc.collect()  # what an earlier run in this process left on the GPU
-    if "collect" not in config.naive:
+    if "collect" not in config.ablate:
         gc.disable()
     try:
         yield
@@ -137,11 +137,11 @@ def no_collections(config: TrainConfig) -> Iterator[None]:
 def worker_environment(config: TrainConfig) -> dict[str, str]:
     """What a process that trains a resolved ``config`` must be started with.
 
-    On the CPU it has large tensors in pages of 2 MB, or, by ``--naive pages``, of 4 KB as ever. The C library gives
+    On the CPU it has large tensors in pages of 2 MB, or, by ``--ablate pages``, of 4 KB as ever. The C library gives
     a freed block above 32 MB back to the system and the next step's logits come anew, each page zeroed on its first
     touch: ``tiny`` trains at 1,450 tokens/s so, and at 2,700 with a 512th of the pages. Keeping freed blocks in
     the process is another eighth faster and takes up to 1.9 times the memory. glibc 2.35 reads this as it starts.
     """
-    if config.device == "cuda" or "pages" in config.naive:
+    if config.device == "cuda" or "pages" in config.ablate:
         return {}
     return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

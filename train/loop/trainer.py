@@ -77,7 +77,7 @@ class Trainer:
         elif self.workers.size > 1:
             self.forward = parallel.replicate(self.forward, self.device)
         # A CUDA graph's next replay overwrites what the last one gave, so gradients need memory of their own.
-        self.keep_gradients = config.compile == "reduce-overhead" or "zero" in config.naive
+        self.keep_gradients = config.compile == "reduce-overhead" or "zero" in config.ablate
         if config.compile == "reduce-overhead":
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -128,7 +128,7 @@ class Trainer:
             device=self.device,
             rank=self.workers.rank,
             workers=self.workers.size,
-            ahead="copy" not in config.naive,
+            ahead="copy" not in config.ablate,
             threads=config.loader_workers,
         )
         pending: Cycle | None = None
@@ -186,7 +186,7 @@ class Trainer:
                     loss = self.forward(inputs, targets)
                 self.scaler.scale(loss / config.accumulation).backward()
             cycle.losses[index] += loss.detach() / config.accumulation
-            if "sync" in config.naive:
+            if "sync" in config.ablate:
                 loss.item()
         cycle.computed.append(timing.mark(self.device))
         if config.clip_norm:

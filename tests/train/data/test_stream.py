@@ -3,9 +3,10 @@
 import dataclasses
 import itertools
 import json
+import pickle
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ from infra.cluster import connected
 from infra.errors import UserError
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
-from pipeline.books.sources import find
+from pipeline import stream
+from pipeline.books.sources import Inventory, find
 from pipeline.config import Reading, TokenizeConfig
 from pipeline.job.plan import make_plan
 from pipeline.job.record import read_record
@@ -28,7 +30,7 @@ from pipeline.stream import HELD_OUT, EncodedBook, Stream, encoded_books
 from train.checkpoint.progress import read_progress, refuse_other_run
 from train.config import Cycle, TrainConfig
 from train.data.loader import BatchLoader
-from train.data.source import manifest_of
+from train.data.source import estimate, stream_of
 from train.data.stream import Place, StreamData, StreamWindows
 from train.launch import driver
 from train.launch.run import Run
@@ -311,8 +313,28 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
     progress = json.loads((folder / "checkpoints" / "step-00000012" / "progress.json").read_text())
     assert progress["position"] == 48
     assert progress["place"]["epoch"] == 0
-    refuse_other_run(Path(first.checkpoint), read_progress(Path(first.checkpoint)), whole, manifest_of(whole))
+    refuse_other_run(Path(first.checkpoint), read_progress(Path(first.checkpoint)), whole, estimate(stream_of(whole)))
     other = dataclasses.replace(whole, reading=Reading(min_chars=5))
     with pytest.raises(UserError, match="was trained with --join-lines True and not False: leave --join-lines out"):
-        refuse_other_run(Path(first.checkpoint), read_progress(Path(first.checkpoint)), other, manifest_of(other))
+        refuse_other_run(
+            Path(first.checkpoint), read_progress(Path(first.checkpoint)), other, estimate(stream_of(other))
+        )
     assert result.data_fingerprint == Stream(config.stream, 0, config.reading).fingerprint
+
+
+def test_the_sources_of_a_run_are_listed_once(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the driver: what its workers are handed knows the books already."""
+    listed: list[Sequence[str]] = []
+
+    def counted(sources: Sequence[str]) -> Inventory:
+        listed.append(sources)
+        return find(sources)
+
+    monkeypatch.setattr(stream, "find", counted)
+    run = Run.new(config, tmp_path / "run")
+    handed = pickle.loads(pickle.dumps(run.stream))  # noqa: S301 as Ray hands it to a worker
+    assert handed.order(0)
+    assert StreamData(config, handed).manifest.fingerprint == run.manifest.fingerprint
+    assert len(listed) == 1

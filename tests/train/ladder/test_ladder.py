@@ -393,10 +393,10 @@ def test_damaged_files_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
 
 def test_a_rung_that_says_nothing_here_is_named(small_shards: Path, small_model: ModelConfig) -> None:
     config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=8)
-    without, rung = replace(config, naive=()), Rung("large pages", {"naive": ()})
+    without, rung = replace(config, ablate=()), Rung("large pages", {"ablate": ()})
     with pytest.raises(UserError, match="large pages are for CPU memory"):
-        refuse_unsuited(replace(config, naive=("pages",)), without, rung, A100)
-    refuse_unsuited(replace(config, naive=("pages",)), without, rung, cpu_facts())
+        refuse_unsuited(replace(config, ablate=("pages",)), without, rung, A100)
+    refuse_unsuited(replace(config, ablate=("pages",)), without, rung, cpu_facts())
     with pytest.raises(UserError, match="--precision fp16 and --device cpu exclude each other"):  # which auto finds
         refuse_unsuited(config, replace(config, precision="fp16"), Rung("fp16", {"precision": "fp16"}), cpu_facts())
     with pytest.raises(UserError, match="--attention cudnn"):

@@ -180,10 +180,10 @@ def test_the_reason_is_the_last_line_of_what_failed() -> None:
 
 def test_what_a_machine_cannot_show_is_refused(base: TrainConfig) -> None:
     modern, old = DeviceFacts("cpu", "cpu", bf16=True), DeviceFacts("cpu", "cpu", bf16=False)
-    habits = replace(base, device="auto", naive=("pages", "sync"))
-    refuse_unsuited(habits, replace(habits, naive=()), Rung("habits", {"naive": ()}), A100)
+    habits = replace(base, device="auto", ablate=("pages", "sync"))
+    refuse_unsuited(habits, replace(habits, ablate=()), Rung("habits", {"ablate": ()}), A100)
     with pytest.raises(UserError, match="large pages are for CPU memory"):
-        refuse_unsuited(habits, replace(habits, naive=("sync",)), Rung("pages", {"naive": ("sync",)}), A100)
+        refuse_unsuited(habits, replace(habits, ablate=("sync",)), Rung("pages", {"ablate": ("sync",)}), A100)
     tf32 = replace(base, precision="tf32")
     refuse_unsuited(tf32, replace(tf32, seed=1), Rung("seed", {"seed": 1}), old)
     bf16, rung = replace(base, precision="bf16"), Rung("bf16", {"precision": "bf16"})

@@ -57,7 +57,7 @@ def test_the_study_is_repeated_as_it_was() -> None:
     assert (batches["mixed precision fp16"], batches["compile"], batches["flash attention"]) == (32, 48, 64)
     assert state.model == PRESETS["gpt2-124m"]
     assert apply(START, A100.base).model.padded_vocabulary == 50257
-    assert (state.optimizer, state.attention, state.compile, state.naive) == (
+    assert (state.optimizer, state.attention, state.compile, state.ablate) == (
         "adamw-fused", "auto", "max-autotune", (),
     )  # fmt: skip
 
@@ -164,7 +164,7 @@ def test_a_python_file_that_fails_is_refused_with_its_fault(tmp_path: Path) -> N
     ("changes", "named"),
     [
         ({"batch": "8"}, "batch is '8'"), ({"vocabulary_multiple": 0}, "at least 1"),
-        ({"naive": "sync"}, "naive is 'sync'"),
+        ({"ablate": "sync"}, "ablate is 'sync'"),
         ({"model.heads": "3"}, "heads is '3'"), ({"learning_rate": "x"}, "learning_rate is 'x'"),
     ],
 )  # fmt: skip

@@ -21,14 +21,14 @@ def test_a_cpus_large_tensors_are_in_large_pages_unless_told_otherwise() -> None
     config = replace(config, device="cpu")
     assert worker_environment(config) == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     assert worker_environment(replace(config, device="cuda")) == {}
-    assert worker_environment(replace(config, naive=("pages",))) == {}
+    assert worker_environment(replace(config, ablate=("pages",))) == {}
 
 
-@pytest.mark.parametrize("naive", [(), ("collect",)])
-def test_nothing_is_collected_in_a_step_and_all_again_behind_the_run(naive: tuple[str, ...]) -> None:
-    config = TrainConfig(naive=naive, device="cpu")  # type: ignore[arg-type]
+@pytest.mark.parametrize("ablate", [(), ("collect",)])
+def test_nothing_is_collected_in_a_step_and_all_again_behind_the_run(ablate: tuple[str, ...]) -> None:
+    config = TrainConfig(ablate=ablate, device="cpu")  # type: ignore[arg-type]
     with suppress(KeyError), no_collections(config):
-        assert gc.isenabled() is bool(naive)
+        assert gc.isenabled() is bool(ablate)
         raise KeyError
     assert gc.isenabled()
 

@@ -57,7 +57,7 @@ def golden(plain: TrainConfig) -> list[float]:
         {"loss_chunks": 8},
         {"attention": "sdpa"},
         {"optimizer": "adamw-fused"},
-        {"naive": ("sync", "zero", "copy", "collect")},
+        {"ablate": ("sync", "zero", "copy", "collect")},
         {"loader_workers": 2},
         {"loss": "fused"},
         {"micro_batch": 4, "checkpointing": "full", "loss_chunks": 4, "attention": "sdpa", "optimizer": "adamw-fused"},
