@@ -17,6 +17,9 @@ METRICS_A_BATCH = 500
 
 ITEMS_A_BATCH = 90  # MLflow refuses more than 1,000 metrics, 100 params or 100 tags in one call
 
+UNREACHABLE = (ErrorCode.Name(INTERNAL_ERROR), ErrorCode.Name(TEMPORARILY_UNAVAILABLE))
+"""Codes of a store that cannot be asked now, as against one that refuses what it is sent."""
+
 Entry = dict[str, Any]
 
 
@@ -30,10 +33,10 @@ def send(client: MlflowClient, run_id: str, entries: list[Entry]) -> None:
     params = [Param(e["key"], e["value"]) for e in entries if e["kind"] == "param"]
     tags = [RunTag(e["key"], e["value"]) for e in entries if e["kind"] == "tag"]
     for first in range(0, len(metrics), METRICS_A_BATCH):
-        _call(client.log_batch, run_id, metrics=metrics[first : first + METRICS_A_BATCH])
+        _log(client, run_id, metrics=metrics[first : first + METRICS_A_BATCH])
     for first in range(0, max(len(params), len(tags)), ITEMS_A_BATCH):
         part = slice(first, first + ITEMS_A_BATCH)
-        _call(client.log_batch, run_id, params=params[part], tags=tags[part])
+        _log(client, run_id, params=params[part], tags=tags[part])
     for entry in entries:
         match entry["kind"]:
             case "data":
@@ -52,12 +55,23 @@ def send(client: MlflowClient, run_id: str, entries: list[Entry]) -> None:
                 _call(client.set_terminated, run_id, entry["status"], entry["time"])
 
 
+def _log(client: MlflowClient, run_id: str, **items: list[Any]) -> None:
+    """Write a batch or, where the store refuses it, its items one by one: a refused one takes no other with it."""
+    try:
+        client.log_batch(run_id, **items)
+    except MlflowException as failure:
+        if failure.error_code in UNREACHABLE:
+            raise
+        for kind, values in items.items():
+            for value in values:
+                _call(client.log_batch, run_id, **{kind: [value]})
+
+
 def _call(method: Any, *arguments: Any, **named: Any) -> None:
     try:
         method(*arguments, **named)
     except MlflowException as failure:
-        unreachable = (ErrorCode.Name(INTERNAL_ERROR), ErrorCode.Name(TEMPORARILY_UNAVAILABLE))
-        if failure.error_code in unreachable:
+        if failure.error_code in UNREACHABLE:
             raise
         errors.print(f"MLflow refuses an entry: {first_line(failure)}")
 

@@ -23,6 +23,7 @@ from infra.tracking.store import create_run, reopen_run, store_uri
 from infra.tracking.tracker import Tracker
 
 MOMENTS = 200
+OURS = str(Path(open_runs.__file__).parents[1])
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def steps_of(work: Callable[[], None], at: int = -1, act: Callable[[], object] =
                 sys.settrace(None)
                 act()
             count += 1
-        return trace if Path(frame.f_code.co_filename).parent.name == "infra" else None
+        return trace if frame.f_code.co_filename.startswith(OURS) else None
 
     before = sys.gettrace()
     sys.settrace(trace)

@@ -80,11 +80,12 @@ def test_an_entry_that_mlflow_refuses_does_not_take_others_with_it(capfd: pytest
     with Tracker(key) as tracker:
         tracker.params({"rate": 1})
         tracker.flush()
-        tracker.params({"rate": 2})
-        tracker.flush()
+        tracker.params({"rate": 2, "seed": 3})
+        tracker.tags({"device": "cpu"})
         tracker.metrics({"loss": 3.0})
     run = MlflowClient(key.store).get_run(key.run_id)
-    assert run.data.params == {"rate": "1"}
+    assert run.data.params == {"rate": "1", "seed": "3"}
+    assert run.data.tags["device"] == "cpu"
     assert run.data.metrics == {"loss": 3.0}
     assert "MLflow refuses an entry" in capfd.readouterr().err
 
