@@ -5,10 +5,12 @@ Why not plain ``ray.init()``: it joins whatever cluster happens to run on the ma
 phones home, and leaves ``-m`` modules unimportable in workers started from another folder.
 """
 
+import atexit
 import logging
 import os
 import shutil
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from infra.command import errors, heed_termination, uninterrupted
+from infra.command import INTERRUPTED, errors, heed_termination, uninterrupted
 from infra.errors import UserError, first_line
 from infra.local_ray import environment_variables, on_loopback, own_process_group, refuse_exposed
 
@@ -44,6 +46,9 @@ _SETTINGS = {
 ANSWER_SECONDS = 10.0
 """How long a cluster's machine may take to answer."""
 
+
+WAITER = "waits for Ray"
+"""Name of a thread that calls Ray and cannot be told to stop."""
 
 PLACING_SECONDS = 1.0
 """How long Ray may look for room before that is said; it takes milliseconds where there is some."""
@@ -92,7 +97,21 @@ def connected(
             refuse_exposed()
         yield
     finally:
-        ray.shutdown()
+        if any(thread.name == WAITER for thread in threading.enumerate()):
+            atexit.register(_leave)  # before Ray's own handler, which was registered first
+        else:
+            ray.shutdown()
+
+
+def _leave() -> None:
+    """End this process as it is, after an interrupt that Ray did not answer in time.
+
+    A thread waits for that answer still, and where Ray is shut down under it, the command ends in a segmentation fault
+    (once in two tries on a busy machine). Ray's processes end with ours.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(INTERRUPTED)
 
 
 def _join(address: str, named: str, **settings: Any) -> None:

@@ -4,22 +4,19 @@ In: a checkpoint, or a trainer at the end of its run. Out: token ids or text. Th
 every token: a few hundred tokens are a check of a training, not a service.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from infra.errors import UserError
-from infra.hardware import device_facts
 from train.checkpoint.progress import damage, read_progress
 from train.checkpoint.save import WEIGHTS, load_weights
 from train.config import config_from_json
 from train.data.text import is_gpt2, to_text
-from train.loop.execution import plain, torch_device
+from train.loop.execution import plain
 from train.loop.trainer import Trainer
 from train.model.gpt import GPT
-from train.resolve import resolve
 from train.result import RunResult
 
 SAMPLE_TOKENS = 64
@@ -32,7 +29,7 @@ def load_model(checkpoint: Path) -> tuple[GPT, str]:
     fault = damage(checkpoint, only=WEIGHTS)
     if fault:
         raise UserError(f"{checkpoint} is damaged: {fault}; name its run to take the newest checkpoint that is whole.")
-    device = torch_device(resolve(replace(config, device="auto", fp8=False), device_facts()))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = plain(config).to(device)
     load_weights(checkpoint, model, device)
     return model, progress.vocabulary_sha256

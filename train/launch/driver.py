@@ -22,7 +22,7 @@ import ray.train
 import ray.train.torch
 from ray.exceptions import RayActorError
 
-from infra.cluster import Node, connected, placing, ray_files
+from infra.cluster import WAITER, Node, connected, placing, ray_files
 from infra.command import INTERRUPTED, errors
 from infra.errors import UserError
 from infra.gpu import GpuWatch
@@ -146,7 +146,7 @@ def train(
             except BaseException as failure:  # noqa: BLE001 carried to the main thread, which raises it
                 done.append(failure)
 
-        thread = threading.Thread(target=fit, name="ray-train", daemon=True)
+        thread = threading.Thread(target=fit, name=WAITER, daemon=True)
         bundles = [cast(Node, wanted.resources_per_worker)] * config.workers
         with stop_on_signal(home.stop) as stopped, placing("the training", bundles, begun.exists) as waits:
             thread.start()
