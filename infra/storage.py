@@ -61,8 +61,10 @@ def _refusal(path: Path, refused: OSError) -> UserError:
 def lock(path: Path, refusal: str, *, patience: float = 0.0) -> Iterator[None]:
     """Hold the lock file ``path``; the system releases it however the process ends.
 
-    Waits ``patience`` seconds for another process that holds it, then raises ``UserError`` with ``refusal``.
+    Waits ``patience`` seconds for another process that holds it, then raises ``UserError`` with ``refusal``. Raises
+    ``OSError`` when there is no folder to hold it, which the library would make.
     """
+    os.scandir(path.parent).close()
     # No soft lock where the file system has no flock: it would outlive a process that is killed.
     file_lock = FileLock(path, timeout=patience, thread_local=False, fallback_to_soft=False)
     try:
