@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow.fs as fs
 
 from infra.errors import UserError
-from infra.storage import TEMPORARY, locate, steadily, store, write_json
+from infra.storage import TEMPORARY, locate, store, with_retries, write_json
 from train.checkpoint.progress import PROGRESS, newest, read_progress
 from train.checkpoint.run_folder import RunFolder
 
@@ -41,14 +41,14 @@ def download(uri: str, out: Path) -> Path:
     folder = out / Path(root).name
     if (folder / "config.json").exists():
         return folder
-    steps = steadily(uri, lambda: _steps(system, root))
+    steps = with_retries(uri, lambda: _steps(system, root))
     if not steps:
         raise UserError(f"--resume {uri}: there is no checkpoint; name the run's folder below --copy-to.")
     name = Path(steps[-1]).name
     temporary = folder / "checkpoints" / f"{TEMPORARY}{name}"
     temporary.mkdir(parents=True, exist_ok=True)
     here = fs.LocalFileSystem()
-    steadily(
+    with_retries(
         uri,
         lambda: fs.copy_files(steps[-1], str(temporary), source_filesystem=system, destination_filesystem=here),
     )
