@@ -101,15 +101,15 @@ def train(options: RunOptions) -> int:
         home = RunFolder(new_folder(options.out, name))
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as held:
         if resume:
-            held.enter_context(home.driven())
+            held.enter_context(home.command_lock())
         store = options.tracking_uri or ((known := home.key()) and known.store)
         preparing = background.submit(prepare, store)
         with connected(options.address, prestart=False):
             preparing.result()
             if not resume:
                 make(home.path)
-                held.enter_context(home.driven())
-                held.enter_context(home.cleared())
+                held.enter_context(home.command_lock())
+                held.enter_context(home.removed_on_failure())
             return _recorded(options, config, manifest, home, resume)
 
 

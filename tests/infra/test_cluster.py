@@ -95,9 +95,7 @@ CPU, GPUS = {"CPU": 2.0}, {"CPU": 64.0, "GPU": 8.0}
         ([{"CPU": 4.0, "GPU": 8.0}], 4, True, 1),
     ],
 )
-def test_a_worker_runs_on_one_machine(
-    nodes: list[dict[str, float]], workers: int, gpu: bool, cores: int
-) -> None:
+def test_a_worker_runs_on_one_machine(nodes: list[dict[str, float]], workers: int, gpu: bool, cores: int) -> None:
     assert cores_each(nodes, workers, gpu=gpu) == cores
 
 

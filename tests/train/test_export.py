@@ -178,7 +178,7 @@ def test_a_damaged_checkpoint_is_named(small_shards: Path, small_model: ModelCon
     (saved / "state.pt").unlink()
     load_model(saved)  # needs the weights alone
     (saved / "model.safetensors").write_bytes(b"cut short")
-    with pytest.raises(UserError, match=r"step-00000005 is damaged: model\.safetensors is not what was written"):
+    with pytest.raises(UserError, match=r"step-00000005 is damaged: model\.safetensors does not match its checksum"):
         export(ExportConfig(checkpoint=str(saved), to=tmp_path / "exported"))
 
 

@@ -206,5 +206,5 @@ def test_a_copy_is_as_far_as_its_checkpoint(
     assert not (run.checkpoints / found.name / "cycles.jsonl").exists()
     assert load_config(run.config) == dataclasses.replace(config, steps=12)
     (kept / found.name / "state.pt").write_bytes(b"cut short")
-    with pytest.raises(UserError, match=r"step-00000012 is damaged there; remove it to go on from the one before"):
+    with pytest.raises(UserError, match=r"step-00000012 is damaged there; remove it to continue from the one before"):
         remote.download("s3://kept/one", tmp_path / "elsewhere")

@@ -314,6 +314,6 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
     assert progress["place"]["epoch"] == 0
     refuse_other_run(Path(first.checkpoint), read_progress(Path(first.checkpoint)), whole, manifest_of(whole))
     other = dataclasses.replace(whole, reading=Reading(min_chars=5))
-    with pytest.raises(UserError, match="was trained with --join-lines True and not False: leave --join-lines out"):
+    with pytest.raises(UserError, match="was trained with --join-lines True, not False: leave --join-lines out"):
         refuse_other_run(Path(first.checkpoint), read_progress(Path(first.checkpoint)), other, manifest_of(other))
     assert result.data_fingerprint == Stream(config.stream, 0, config.reading).fingerprint
