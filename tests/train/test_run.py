@@ -243,7 +243,7 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
         (["--config", ""], "--config is empty"),
         (["--resume="], "--resume is empty"),
         (["--resume", "never"], "--resume never"),
-        (["--resume", "one", "--name", "two"], "--name two: a run that goes on keeps its name"),
+        (["--resume", "one", "--name", "two"], "--name two: a resumed run keeps its name"),
         (["--steps", "3", "--tokens", "70000000"], "--tokens"),
         (["--time-budget", "5"], "5m"),
         (["--text-field", "content"], "--text-field is about books and this run reads none: name them with --stream"),

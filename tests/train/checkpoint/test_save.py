@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, the newest sound one is found, and a state that is no good is never kept."""
+"""Checkpoints: written whole or not at all, the newest intact one is found, and a diverged state is never kept."""
 
 import dataclasses
 import os
@@ -62,7 +62,7 @@ def test_every_checkpoint_continues_exactly(config: TrainConfig, tmp_path: Path,
     assert [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in rest] == expected
 
 
-def test_a_damaged_checkpoint_is_passed_over(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped(config: TrainConfig, tmp_path: Path) -> None:
     Trainer(config, checkpoints=tmp_path).run()
     assert steps_kept(tmp_path) == [28, 30]
     weights = tmp_path / "step-00000030" / "model.safetensors"
@@ -162,7 +162,7 @@ def test_an_interrupted_run_names_the_command_that_continues_it_if_one_can(
         assert capsys.readouterr().out.splitlines()[-1].startswith(last)
 
 
-def test_a_run_that_diverged_says_how_to_train_more_gently(
+def test_a_diverged_run_suggests_a_lower_learning_rate(
     config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wild = dataclasses.replace(config, learning_rate=1e30, warmup_steps=0)
@@ -247,7 +247,7 @@ def test_weights_that_read_back_otherwise_are_refused_and_removed(
 
 
 def test_a_snapshot_is_of_its_moment(config: TrainConfig) -> None:
-    """It is written while training goes on over the same tensors."""
+    """It is written while training continues with the same tensors."""
     trainer = Trainer(dataclasses.replace(config, steps=2))
     trainer.run()
     taken = snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0]))
