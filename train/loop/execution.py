@@ -139,11 +139,11 @@ def no_collections(config: TrainConfig) -> Iterator[None]:
 def worker_environment(config: TrainConfig) -> dict[str, str]:
     """Environment variables with which a process that trains a resolved ``config`` must be started.
 
-    On the CPU they put large tensors in pages of 2 MB, instead of the default 4 KB, which ``--naive pages`` keeps. The
-    C library returns freed blocks above 32 MB to the system, so that the next step's logits get new pages, each zeroed on
-    its first use: ``tiny`` trains at 1,450 tokens/s that way, and at 2,700 with a 512th of the pages. Keeping freed
-    blocks in the process would be another eighth faster and take up to 1.9 times the memory. glibc 2.35 reads the
-    variable when the process starts.
+    On the CPU they put large tensors in pages of 2 MB, instead of the default 4 KB, which ``--naive pages`` keeps.
+    The C library returns freed blocks above 32 MB to the system, so that the next step's logits get new pages, each
+    zeroed on its first use: ``tiny`` trains at 1,450 tokens/s that way, and at 2,700 with a 512th of the pages.
+    Keeping freed blocks in the process would be another eighth faster and take up to 1.9 times the memory. glibc 2.35
+    reads the variable when the process starts.
     """
     if config.device == "cuda" or "pages" in config.naive:
         return {}
