@@ -1,1 +1,1 @@
-"""What the three packages share: command shape, storage, tracking, devices. Imports none of them."""
+"""What the three packages share: the command line, storage, tracking, devices. Imports none of them."""

@@ -1,8 +1,8 @@
-"""One place to start or join Ray: quiet, on loopback, with the settings that every command relies on.
+"""Start or join Ray: quietly, on loopback, with the settings that every command relies on.
 
 In: an address, or none for a Ray of our own that ends with the command. Out: an initialised Ray.
-Why not plain ``ray.init()``: it joins whatever cluster happens to run on the machine, prints a page,
-phones home, and leaves ``-m`` modules unimportable in workers started from another folder.
+A plain ``ray.init()`` would join whatever cluster happens to run on the machine, print a page, send usage
+statistics, and leave ``-m`` modules unimportable in workers that are started from another folder.
 """
 
 import atexit
@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from infra.command import INTERRUPTED, errors, heed_termination, uninterrupted
+from infra.command import INTERRUPTED, errors, interrupt_on_termination, uninterrupted
 from infra.errors import UserError, first_line
 from infra.local_ray import environment_variables, on_loopback, own_process_group, refuse_exposed
 
@@ -31,12 +31,12 @@ _SETTINGS = {
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    # Ray Train's controller polls its workers at this interval, 2 s by default: so late is a run's end seen. Each
-    # poll takes time from the training of a CPU (a tenth of its tokens/s at 0.1 s on two cores).
+    # Ray Train's controller polls its workers at this interval, 2 s by default, and notices the end of a run that late.
+    # Each poll takes time from a training on the CPU (a tenth of its tokens/s at 0.1 s on two cores).
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    # An actor, which is a process, that warns of spot machines about to go; a killed run continues anyway.
+    # A process of its own that warns of spot machines about to be preempted; a killed run continues anyway.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    # A raylet that starts asks its own store for a connection, and where that is not up yet, again after a second.
+    # A raylet connects to its own store as it starts and, where that is not up yet, tries again after a second.
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",
     # Ray Tune forgets trials that finished since its last snapshot when the driver is killed.
@@ -44,14 +44,14 @@ _SETTINGS = {
 }
 
 ANSWER_SECONDS = 10.0
-"""How long a cluster's machine may take to answer."""
+"""How long a cluster may take to accept a connection."""
 
 
 WAITER = "waits for Ray"
 """Name of a thread that calls Ray and cannot be told to stop."""
 
 PLACING_SECONDS = 1.0
-"""How long Ray may look for room before that is said; it takes milliseconds where there is some."""
+"""How long Ray may look for free resources before we report it; it takes milliseconds where there are some."""
 
 
 @contextmanager
@@ -62,12 +62,12 @@ def connected(
     prestart: bool = True,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
-    """Join the Ray cluster at ``address`` or ``RAY_ADDRESS``, or start one on this machine, for the block's length.
+    """Join the Ray cluster at ``address`` or ``RAY_ADDRESS``, or start one on this machine, for the block's duration.
 
-    ``cpus`` is the number of parallel tasks a local Ray may run (default: the machine's cores), and
-    ``prestart`` starts a worker for each at once: two seconds of a core each, in vain for Ray Train, whose
-    processes have a runtime_env and are therefore started anew. ``environment`` is what all workers are started
-    with. Raises ``UserError`` when nothing answers at ``address``.
+    ``cpus`` is the number of parallel tasks that a local Ray may run (default: the machine's cores), and
+    ``prestart`` starts a worker for each in advance. That takes two seconds of a core per worker and is useless for
+    Ray Train, whose processes have a runtime_env and are therefore started separately. ``environment`` is added to
+    the environment of all workers. Raises ``UserError`` when nothing answers at ``address``.
     """
     named = "--address" if address else "RAY_ADDRESS"
     address = address or os.environ.get("RAY_ADDRESS")
@@ -85,13 +85,13 @@ def connected(
     if address and not local:
         _join(address, named, runtime_env={"env_vars": variables}, **quiet)
     else:
-        # Inherited, and not a runtime_env, for which Ray would throw away the workers it starts in advance.
+        # Inherited rather than a runtime_env, for which Ray would discard the workers that it starts in advance.
         os.environ.update(variables)
         os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
-        # What an interrupted ray.init leaves behind cannot be shut down: the command ended in a segmentation fault.
+        # A Ray whose ray.init was interrupted cannot be shut down: the command ended in a segmentation fault.
         with on_loopback(), own_process_group(), uninterrupted():
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
-    heed_termination()
+    interrupt_on_termination()
     try:
         if local:
             refuse_exposed()
@@ -115,13 +115,13 @@ def _leave() -> None:
 
 
 def _join(address: str, named: str, **settings: Any) -> None:
-    """Join the cluster at ``address``, which ``named`` named. Raises ``UserError`` when none answers there."""
+    """Join the cluster at ``address``, which the flag or variable ``named`` gave. Raises ``UserError`` without one."""
     import ray
 
     try:
         if address != "auto":  # which Ray looks up
             _connect(address)
-        # Each attempt of Ray's takes 40 seconds, and by itself it makes twenty.
+        # Each of Ray's attempts takes 40 seconds, and by default it makes twenty.
         with environment_variables({"RAY_gcs_server_port_wait_time_s": "1"}):
             ray.init(address=address, **settings)
     except (OSError, RuntimeError, ValueError) as failure:
@@ -133,14 +133,14 @@ def _join(address: str, named: str, **settings: Any) -> None:
 
 
 def _connect(address: str) -> None:
-    """Raise ``OSError`` or ``ValueError`` when nothing listens at ``address``, which Ray takes 40 seconds to find."""
+    """Raise ``OSError`` or ``ValueError`` when nothing listens at ``address``; Ray would take 40 seconds to notice."""
     import ray.util
 
     host, colon, port = address.rpartition(":")
     host = host.strip("[]")
     if not (host and colon):
         raise ValueError(f"{address} is not of the form HOST:PORT")
-    if host in ("localhost", "127.0.0.1", "::1"):  # where Ray looks for it then
+    if host in ("localhost", "127.0.0.1", "::1"):  # Ray takes these for this address
         host = ray.util.get_node_ip_address()
     socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
 
@@ -150,7 +150,7 @@ Node = Mapping[str, float]
 
 
 def eligible_nodes(*, accelerator: str | None = None) -> list[Node]:
-    """The living machines of the connected Ray, or those of them with GPUs of the kind ``accelerator``."""
+    """The live machines of the connected Ray, or only those with GPUs of the type ``accelerator``."""
     import ray
 
     nodes: list[Node] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -158,10 +158,10 @@ def eligible_nodes(*, accelerator: str | None = None) -> list[Node]:
 
 
 def cores_each(nodes: Sequence[Node], workers: int, *, gpu: bool) -> int:
-    """The most cores that each of ``workers`` can have on ``nodes`` all at once; 0 where there is no room for them.
+    """The most cores that each of ``workers`` can have on ``nodes`` at the same time; 0 where they do not fit.
 
-    A worker is on one machine, so the cores of the cluster taken together say nothing. With ``gpu`` each has a GPU, and
-    no more than that GPU's share of its machine's cores: what trains on the other GPUs needs some too.
+    A worker runs on one machine, so the sum of the cluster's cores does not matter. With ``gpu`` each worker has a GPU,
+    and no more than that GPU's share of its machine's cores: workers on the other GPUs need some too.
     """
     room = [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes]
     room = [(cores, gpus) for cores, gpus in room if cores and (gpus or not gpu)]
@@ -174,9 +174,9 @@ def cores_each(nodes: Sequence[Node], workers: int, *, gpu: bool) -> int:
 
 @contextmanager
 def placing(what: str, bundles: Sequence[Node], placed: Callable[[], bool]) -> Iterator[threading.Event]:
-    """While the block runs, say so when Ray has no room for the ``bundles`` that it was asked for, and what it has.
+    """While the block runs, report it when Ray cannot place the ``bundles`` it was asked for, and what it has.
 
-    ``placed`` tells whether they have found their place. The event that is given is set while they wait for one.
+    ``placed`` returns whether they have been placed. The event that is yielded is set while they are waiting.
     """
     ended, waits = threading.Event(), threading.Event()
 
@@ -185,7 +185,7 @@ def placing(what: str, bundles: Sequence[Node], placed: Callable[[], bool]) -> I
         told = False
         while not ended.wait(PLACING_SECONDS / 4):
             lacking = False
-            with suppress(Exception):  # Ray is ending or away, which others notice
+            with suppress(Exception):  # Ray is shutting down or unreachable, which is reported elsewhere
                 lacking = not placed() and _is_pending(bundles)
             if not lacking:
                 since, told = None, False
@@ -206,7 +206,7 @@ def placing(what: str, bundles: Sequence[Node], placed: Callable[[], bool]) -> I
 
 
 def _is_pending(bundles: Sequence[Node]) -> bool:
-    """Whether somebody waits for a placement group of these ``bundles``; Ray does not tell who."""
+    """Whether a placement group of these ``bundles`` is pending; Ray does not tell whose."""
     from ray.util import placement_group_table
 
     def amounts(asked: Iterable[Node]) -> list[tuple[float, float]]:
@@ -218,7 +218,7 @@ def _is_pending(bundles: Sequence[Node]) -> bool:
 
 
 def _lack(what: str, bundles: Sequence[Node]) -> str:
-    """What the ``bundles`` of ``what`` wait for, and what there is."""
+    """A sentence: which resources the ``bundles`` of ``what`` wait for, and what the cluster has."""
     import ray
 
     def amounts(resources: Node) -> str:
@@ -229,16 +229,16 @@ def _lack(what: str, bundles: Sequence[Node]) -> str:
     wanted = amounts(bundles[0]) if len(bundles) == 1 else f"{len(bundles)} times {amounts(bundles[0])}"
     return (
         f"Waiting for {wanted} for {what}. Ray has {machines}, of which "
-        f"{amounts(ray.available_resources()) or '0 CPU'} is free: end what else runs there, or add machines; Ctrl-C "
-        "leaves."
+        f"{amounts(ray.available_resources()) or '0 CPU'} is free: stop other work there, or add machines; Ctrl-C "
+        "exits."
     )
 
 
 @contextmanager
 def ray_files(folder: Path) -> Iterator[Path]:
-    """A place in ``folder`` for what Ray Train or Tune write themselves, removed when the block ends.
+    """A place in ``folder`` for the files that Ray Train or Tune write, removed when the block ends.
 
-    Those of drivers that were killed are removed too: what a run or search goes on from is ours.
+    Those of drivers that were killed are removed too: a run or search is continued from our own files.
     """
     for leftover in folder.glob("ray-*"):
         shutil.rmtree(leftover, ignore_errors=True)

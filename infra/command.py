@@ -1,9 +1,9 @@
-"""The shape that every command shares: flags to a config, a config to work, a result to an exit code.
+"""What every command has in common: it parses flags into a config, runs, and exits with a code.
 
-In: a config dataclass and a function that takes one. Out: 0 done, 2 the user's mistake (one sentence on
-stderr, no traceback), 1 what was asked did not succeed (or a traceback: our bug), 130 after Ctrl-C. Entry
-files stay wiring, because functions defined in a ``python -m`` file reach Ray's workers as ``__main__`` and
-are pickled by value.
+In: a config dataclass and a function that takes one. Out: an exit code: 0, done; 1, it did not succeed (or a
+traceback: a bug of ours); 2, a mistake of the user (one sentence on stderr, no traceback); 130, interrupted by
+Ctrl-C. Entry files contain wiring only, because functions that are defined in a ``python -m`` file reach Ray's
+workers as ``__main__`` and are pickled by value.
 """
 
 import atexit
@@ -29,7 +29,7 @@ Config = TypeVar("Config")
 
 
 class _Console(Console):
-    """A console whose reader may leave, and the work goes on: ``| tee log`` ends by the Ctrl-C after which we save."""
+    """A console whose reader may go away without ending the work: Ctrl-C also ends the ``tee`` of ``| tee log``."""
 
     def print(self, *objects: Any, **how: Any) -> None:
         try:
@@ -38,22 +38,22 @@ class _Console(Console):
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
-        """Print into nothing from here on, where rich would exit."""
+        """Discard all further output, where rich would exit."""
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, self.file.fileno())
         os.close(nothing)
 
 
 console = _Console(highlight=False, emoji=False, soft_wrap=True)
-"""Where commands print for people."""
+"""Where commands print their output."""
 
 errors = _Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
-"""Where commands print what went wrong."""
+"""Where commands print errors and warnings."""
 
 INTERRUPTED = 130
 
 LEAVING_SECONDS = 28.0
-"""How long a command may take to end after Ctrl-C or SIGTERM; what sends the latter often kills after 30 s."""
+"""How long a command may take to end after Ctrl-C or SIGTERM; schedulers often follow the latter by SIGKILL in 30 s."""
 
 
 def run(
@@ -67,16 +67,16 @@ def run(
     """Parse ``config`` from the command line, call ``main`` with it, and exit with its code.
 
     ``module`` is the name after ``python -m``; ``default`` supplies the values that flags override.
-    A config refuses itself by raising ``ValueError`` in ``__post_init__``.
+    A config rejects invalid values by raising ``ValueError`` in ``__post_init__``.
     """
-    collect_seldom()
-    atexit.register(gc.freeze)  # or the last look, at all that is left anyway, takes 0.7 s
-    _insist_on_interrupts()
-    heed_termination()
+    collect_rarely()
+    atexit.register(gc.freeze)  # otherwise the last collection, of objects that are about to go anyway, takes 0.7 s
+    _repeat_lost_interrupts()
+    interrupt_on_termination()
     prog = f"python -m {module}"
     for word in sys.argv[1:]:
-        if re.search("[\ud800-\udfff]", word):  # bytes that were no text
-            refuse(UserError(f"{word!r} is not UTF-8, as Ray needs it: rename it, or name the folder it is in."))
+        if re.search("[\ud800-\udfff]", word):  # bytes that are not UTF-8
+            refuse(UserError(f"{word!r} is not UTF-8, which Ray requires: rename it, or name the folder it is in."))
     try:
         if default is None:
             parsed = tyro.cli(config, prog=prog, description=description)
@@ -95,46 +95,44 @@ def run(
     except OSError as failure:
         if failure.errno != errno.ENAMETOOLONG:
             raise
-        refuse(
-            UserError(f"{str(failure.filename)[:60]}... is a longer name than this system takes: give a shorter one.")
-        )
+        refuse(UserError(f"{str(failure.filename)[:60]}... is too long a name for this system: give a shorter one."))
     except KeyboardInterrupt:
-        errors.print("Interrupted. What was finished is kept; run the same command again to continue.")
+        errors.print("Interrupted. Finished work is kept; run the same command again to continue.")
         sys.exit(INTERRUPTED)
     sys.exit(code or 0)
 
 
-def collect_seldom() -> None:
-    """Have this process look for garbage after 100,000 new objects instead of 700.
+def collect_rarely() -> None:
+    """Run this process's garbage collector after 100,000 new objects instead of 700.
 
-    Ray, MLflow and torch are a million objects that stay: looking for garbage among them takes a quarter of the time
-    of importing them.
+    Ray, MLflow and torch create a million objects that stay: looking for garbage among them takes a quarter of the
+    time of importing them.
     """
     gc.set_threshold(100_000, 50, 100)
 
 
-def heed_termination() -> None:
-    """Have SIGTERM, by which schedulers and machines end us, and SIGHUP of a closed terminal do what Ctrl-C does.
+def interrupt_on_termination() -> None:
+    """Handle SIGTERM, which schedulers send, and SIGHUP, sent when a terminal is closed, like Ctrl-C.
 
-    To be called again when Ray has started: it replaces SIGTERM's handler by one that prints a stack and aborts.
+    Call it again after Ray has started, which replaces SIGTERM's handler by one that prints a stack and aborts.
     """
 
     def interrupt(_: int, frame: FrameType | None) -> None:
-        handler = signal.getsignal(signal.SIGINT)  # none where interrupts are ignored, as in the background
+        handler = signal.getsignal(signal.SIGINT)  # not callable where interrupts are ignored, as in the background
         (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # which nohup sets
                 signal.signal(number, interrupt)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """While the block or function runs, a first Ctrl-C or SIGTERM waits for its end, and a second one does not.
+    """Delay a first Ctrl-C or SIGTERM until the block or function ends; a second one is not delayed.
 
-    It is for what must not be left half done: creating a run, or calls into SQLAlchemy, which turn the interrupt into
-    an error of their own.
+    For what must not be left half done: creating a run, or calls into SQLAlchemy, which turns an interrupt into an
+    error of its own.
     """
     before = signal.getsignal(signal.SIGINT)
     if not callable(before) or threading.current_thread() is not threading.main_thread():
@@ -156,29 +154,30 @@ def uninterrupted() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
-def _insist_on_interrupts() -> None:
-    """Send a Ctrl-C again that came while Python was in a finalizer or a weak reference's callback.
+def _repeat_lost_interrupts() -> None:
+    """Send a Ctrl-C again that arrived while Python was in a finalizer or in a weak reference's callback.
 
-    No exception leaves those: Python prints it and goes on, and one Ctrl-C in ten was lost so while Ray was imported.
+    Exceptions do not propagate from those: Python prints them and continues. One Ctrl-C in ten was lost that way while
+    Ray was being imported.
     """
     report = sys.unraisablehook
 
-    def insist(lost: Any) -> None:
+    def repeat(lost: Any) -> None:
         if issubclass(lost.exc_type, KeyboardInterrupt):  # a moment later, when this hook has been left
             main = threading.main_thread().ident
             threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT)).start()
         else:
             report(lost)
 
-    sys.unraisablehook = insist
+    sys.unraisablehook = repeat
 
 
 @contextmanager
 def _leaving_in_time() -> Iterator[None]:
-    """While the block runs, end this process ``LEAVING_SECONDS`` after the first Ctrl-C, SIGTERM or SIGHUP.
+    """End this process ``LEAVING_SECONDS`` after the first Ctrl-C, SIGTERM or SIGHUP that arrives during the block.
 
-    The descriptor is written by Python's C handler: also where the main thread does not return from a call into Ray,
-    and whichever handlers Ray Tune has put in the place of ours.
+    Python's C handler writes to the descriptor even if the main thread does not return from a call into Ray, and
+    whichever handlers Ray Tune has installed in place of ours.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -193,7 +192,7 @@ def _leaving_in_time() -> Iterator[None]:
             while (number := signals.read(1)) and number[0] not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 pass
             if number and not ended.wait(LEAVING_SECONDS):
-                errors.print("Interrupted, and left without waiting any longer. What was finished is kept.")
+                errors.print("Interrupted; exiting without waiting any longer. Finished work is kept.")
                 os._exit(INTERRUPTED)
 
     threading.Thread(target=watch, name="leaving", daemon=True).start()
@@ -206,9 +205,9 @@ def _leaving_in_time() -> Iterator[None]:
 
 
 def flag_value(flag: str) -> str | None:
-    """The value that the command line gives ``flag``, for flags that must be read before the others' defaults exist.
+    """The value of ``flag`` on the command line, for flags that must be read before the defaults of others are known.
 
-    Raises ``UserError`` when it is empty, which would be taken for a flag that was left out.
+    Raises ``UserError`` when it is empty, which would look like a flag that was left out.
     """
     words = [part for word in sys.argv for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])]
     if flag not in words[:-1]:
@@ -220,6 +219,6 @@ def flag_value(flag: str) -> str | None:
 
 
 def refuse(mistake: ValueError) -> NoReturn:
-    """Print the sentence of a user's mistake and exit with code 2."""
+    """Print a user's mistake and exit with code 2."""
     errors.print(f"[red]error:[/red] {escape(str(mistake))}")
     sys.exit(2)

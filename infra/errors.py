@@ -1,4 +1,4 @@
-"""A user's mistake as an exception of its own, and the first line of any other."""
+"""The exception for a user's mistake, and the first line of any other exception."""
 
 
 class UserError(ValueError):

@@ -1,6 +1,6 @@
-"""What NVML says of a GPU: its name, its memory by process, its clocks. The only file that imports pynvml.
+"""What NVML reports about a GPU: its name, its memory by process, its clocks. The only file that imports pynvml.
 
-Everything here works on a machine without a GPU or a driver: there is then simply nothing to read.
+Everything here also works on a machine without a GPU or a driver; there is simply nothing to read then.
 """
 
 import os
@@ -19,7 +19,7 @@ class GpuState:
     memory_total: int
     memory_used: int
     process_memory: int | None
-    """Bytes held by this process; None where the driver does not tell (many containers)."""
+    """Bytes in use by this process; None where the driver does not report it (many containers)."""
     other_processes: tuple[int, ...]
     sm_clock: int | None
     power_limit: float | None
@@ -33,7 +33,7 @@ class GpuState:
 
 
 def read_gpu(index: int = 0) -> GpuState | None:
-    """Read GPU ``index`` as NVML numbers them among those visible to this process; None without one."""
+    """Read the GPU ``index`` among those visible to this process; None when there is none."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -66,9 +66,9 @@ def read_gpu(index: int = 0) -> GpuState | None:
 
 
 class GpuWatch:
-    """The state of this machine's first visible GPU over a run, read when a cycle ends; nothing where there is none.
+    """The state of this machine's first visible GPU over a run, read when a cycle ends; None without a GPU.
 
-    What a board or a container does not tell is left out.
+    Values that a board or a container does not report are left out.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class GpuWatch:
 
 
 def _visible_handle(index: int):
-    """NVML ignores CUDA_VISIBLE_DEVICES, so the process's device ``index`` is looked up there first."""
+    """NVML ignores CUDA_VISIBLE_DEVICES, so the process's device ``index`` is looked up in it first."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return pynvml.nvmlDeviceGetHandleByIndex(index) if index < pynvml.nvmlDeviceGetCount() else None
@@ -104,7 +104,7 @@ def _visible_handle(index: int):
 
 
 def _attempt(read, *arguments):
-    """A reading that some boards and containers refuse: None then, because one blank must not hide the rest."""
+    """A value that some boards and containers refuse to report; None then, because it must not hide the rest."""
     try:
         return read(*arguments)
     except pynvml.NVMLError:
@@ -112,7 +112,7 @@ def _attempt(read, *arguments):
 
 
 def _flag(modes: list[int] | None) -> bool | None:
-    return None if modes is None else bool(modes[0])  # the current mode; the second is the one after a reboot
+    return None if modes is None else bool(modes[0])  # the current mode; the second applies after a reboot
 
 
 def _pair(version: Sequence[int] | None) -> tuple[int, int] | None:

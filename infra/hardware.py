@@ -1,9 +1,9 @@
-"""What a device can do: its facts, and its datasheet peak for MFU.
+"""What a device can do: its capabilities, and its peak rate from the datasheet, for MFU.
 
-Unknown hardware has no peak and therefore no MFU, never a guess.
+Unknown hardware has no peak and therefore no MFU; it is never guessed.
 
-Dense rates without sparsity, in FLOP/s, for bf16 tensor cores, from NVIDIA's datasheets (A100: 2020,
-H100 SXM, PCIe and NVL: 2022, H200 and its NVL: 2023, L4/L40S: 2023, V100 has no bf16; its fp16 rate stands in).
+Dense rates without sparsity, in FLOP/s, for bf16 tensor cores, from NVIDIA's datasheets (A100: 2020, H100 SXM, PCIe
+and NVL: 2022, H200 and its NVL: 2023, L4 and L40S: 2023; V100 has no bf16, so its fp16 rate is used).
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ def peak_flops(gpu_name: str | None) -> float | None:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What is decided by when a setting is left open: the kind of a device, and what it has in hardware."""
+    """The facts about a device that decide settings that are left open."""
 
     kind: Literal["cuda", "cpu"]
     name: str
@@ -52,11 +52,11 @@ class DeviceFacts:
 
 
 A100 = DeviceFacts("cuda", "NVIDIA A100", (8, 0), bf16=True)
-"""Stands in where something is planned for a GPU that is not here."""
+"""Used where something is planned for a GPU that this machine does not have."""
 
 
 def device_facts() -> DeviceFacts:
-    """The facts of this machine's first visible GPU, or of its CPU. Asks NVML, so that CUDA need not be started."""
+    """The facts about this machine's first visible GPU, or its CPU. Asks NVML, so that CUDA need not be initialised."""
     state = read_gpu()
     if state is None:
         return cpu_facts()
@@ -65,7 +65,7 @@ def device_facts() -> DeviceFacts:
 
 
 def cpu_facts() -> DeviceFacts:
-    """The facts of this machine's CPU; without Linux's list of them, one that emulates bf16."""
+    """The facts about this machine's CPU; where /proc/cpuinfo is missing, bf16 counts as emulated."""
     try:
         flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     except OSError:

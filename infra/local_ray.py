@@ -1,7 +1,7 @@
-"""What a Ray that a command starts for itself needs and Ray has no documented setting for; nothing else may use these.
+"""Settings of a local Ray that have no documented interface. No other file may use private names of Ray.
 
 In: nothing. Out: context managers to start Ray in. Each replaces one private attribute of Ray while Ray starts. A Ray
-that no longer has the attribute behaves as it does by itself, but one that would listen beyond this machine is refused.
+that no longer has the attribute shows its default behaviour, but one that other machines could reach is refused.
 """
 
 import functools
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """While the block runs, the Ray that is started listens on 127.0.0.1 only.
+    """Have a Ray that is started in this block listen on 127.0.0.1 only.
 
-    By default it listens on all addresses of the machine. Its one switch is meant for macOS and Windows, where Ray
-    forms no clusters: an environment variable, which Ray's processes read as they start and this process has read
-    already if Ray was imported before.
+    By default it listens on all addresses of the machine. The only switch is meant for macOS and Windows, where Ray
+    does not form clusters: an environment variable, which Ray's processes read when they start and this process has
+    already read if Ray was imported before.
 
-    Raises ``UserError``, before anything listens, when this Ray would not do so. ``refuse_exposed`` checks a Ray that
+    Raises ``UserError``, before anything listens, when this Ray would not obey. ``refuse_exposed`` checks a Ray that
     has started.
     """
     with (
@@ -53,10 +53,10 @@ def refuse_exposed() -> None:
 
 @contextmanager
 def own_process_group() -> Iterator[None]:
-    """While the block runs, the Ray that is started gets process groups of its own, without our signals.
+    """Start Ray in process groups of its own in this block, so that signals to ours do not reach it.
 
     A SIGTERM to our group (by ``timeout``, or a scheduler) would end Ray's object store at once, and a command that is
-    saving its state would wait a minute for it and fail. Ray's processes end with ours, also when ours is killed.
+    saving its state would wait a minute for it and fail. Ray's processes end with ours, even when ours is killed.
     """
 
     def in_own_session(popen: Any) -> Any:
@@ -70,7 +70,7 @@ def own_process_group() -> Iterator[None]:
 
 @contextmanager
 def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """While the block runs, these environment variables are set."""
+    """Set these environment variables during the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -85,7 +85,7 @@ def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _replaced(module: str, name: str, change: Any) -> Iterator[bool]:
-    """While the block runs, an attribute of a module is what ``change`` makes of it; gives whether there is such."""
+    """Replace an attribute of a module by ``change`` of it during the block; yields whether the attribute exists."""
     try:
         place = importlib.import_module(module)
         original = getattr(place, name)

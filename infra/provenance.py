@@ -1,4 +1,4 @@
-"""Where a result comes from: code, versions, machine and command line, captured once by the driver."""
+"""Where a result comes from: code, versions, machine and command line, recorded once by the driver."""
 
 import getpass
 import os
@@ -15,12 +15,12 @@ _PACKAGES = ("torch", "ray", "mlflow", "pyarrow", "gigatoken", "tiktoken")
 
 
 def collect() -> dict[str, str]:
-    """Tags that say how to reproduce this process's work; a value that cannot be had is left out."""
+    """Tags that describe how to reproduce this process's work; values that are not available are left out."""
     module = _module_name()
     started = ["-m", module] if getattr(sys.modules.get("__main__"), "__spec__", None) else ["-P", sys.argv[0]]
     tags = {
         "command": shlex.join(["python", *started, *sys.argv[1:]]),
-        "mlflow.source.name": module,  # MLflow shows what comes after the last slash of it
+        "mlflow.source.name": module,  # MLflow shows the part after the last slash
         "python": platform.python_version(),
         "host": platform.node(),
         "platform": platform.platform(),
@@ -43,12 +43,12 @@ def collect() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit that this source is at; nothing where it is not a checkout."""
+    """The commit of this source; empty when it is not a git checkout."""
     return _git("rev-parse", "HEAD")
 
 
 def user() -> str:
-    """The user's name, or number where the system knows none, as in many containers."""
+    """The user's name, or their numeric id where the system has no name, as in many containers."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -63,7 +63,7 @@ def _module_name() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """Output of a git command in the folder of this source, or nothing where it is not a checkout."""
+    """Output of a git command in the folder of this source; empty when it is not a git checkout."""
     try:
         done = subprocess.run(
             ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True

@@ -1,4 +1,4 @@
-"""Dataclasses to JSON and back, by pydantic: strict, so that a damaged file is refused and not half understood."""
+"""Dataclasses to JSON and back, by pydantic: strict, so that a damaged file is refused instead of half understood."""
 
 import json
 from dataclasses import fields
@@ -12,7 +12,7 @@ from infra.errors import UserError
 T = TypeVar("T")
 
 strict = with_config(ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants"))
-"""For a dataclass that files hold: refuse unknown fields, and values of another type than their field's."""
+"""For a dataclass that is kept in files: refuse unknown fields, and values that are not of their field's type."""
 
 
 def to_json(value: Any) -> Any:
@@ -37,7 +37,7 @@ def _adapter(kind: type[T]) -> TypeAdapter[T]:
 
 
 def _fault(kind: type, mistake: ValidationError) -> str:
-    """What is wrong, as the rest of a sentence that begins with the file's name."""
+    """What is wrong, as the end of a sentence that begins with the file's name."""
     first = mistake.errors(include_url=False)[0]
     name, message = ".".join(map(str, first["loc"])), first["msg"]
     match first["type"]:

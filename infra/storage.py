@@ -1,7 +1,7 @@
-"""Write files whole or not at all, and be the only one who does.
+"""Files on disk and in object storage: written whole or not at all, locked, and read with retries.
 
 A reader never sees half a file: data goes to a temporary name in the same folder, is fsynced, and is
-renamed over the final name.
+renamed to the final name.
 """
 
 import io
@@ -29,7 +29,7 @@ TEMPORARY = ".partial-"
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a private temporary file that becomes ``path``, durably, when the block ends without an error.
 
-    Raises ``UserError`` when the system does not take it: a full disk, a quota, a folder that may not be written to.
+    Raises ``UserError`` when it cannot be written: a full disk, a quota, a read-only folder.
     """
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
     try:
@@ -62,10 +62,10 @@ def lock(path: Path, refusal: str, *, patience: float = 0.0) -> Iterator[None]:
     """Hold the lock file ``path``; the system releases it however the process ends.
 
     Waits ``patience`` seconds for another process that holds it, then raises ``UserError`` with ``refusal``. Raises
-    ``OSError`` when there is no folder to hold it, which the library would make.
+    ``OSError`` when its folder does not exist, which the library would create.
     """
     os.scandir(path.parent).close()
-    # No soft lock where the file system has no flock: it would outlive a process that is killed.
+    # No soft lock on file systems without flock: it would outlive a process that is killed.
     file_lock = FileLock(path, timeout=patience, thread_local=False, fallback_to_soft=False)
     try:
         file_lock.acquire()
@@ -78,7 +78,7 @@ def lock(path: Path, refusal: str, *, patience: float = 0.0) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename in ``folder`` survive a power cut."""
+    """Make a rename in ``folder`` durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -98,7 +98,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def clear_temporaries(folder: Path) -> None:
-    """Remove what killed writers left in ``folder`` (call only when no writer is alive)."""
+    """Remove temporary files that killed writers left in ``folder`` (only while no writer is alive)."""
     for leftover in folder.glob(f"{TEMPORARY}*"):
         leftover.unlink(missing_ok=True)
 
@@ -110,10 +110,10 @@ REMOTE = ("s3", "gs", "gcs", "hf")
 ATTEMPTS = 5
 
 FIRST_PAUSE = 0.2
-"""Seconds before the second attempt; every further one waits twice as long."""
+"""Seconds before the second attempt; the pause doubles with each further one."""
 
 GOOGLE_PATIENCE = 10
-"""Seconds for which Google's client tries one request again; of itself it is silent for a quarter of an hour."""
+"""Seconds for which Google's client retries one request; by default it is silent for a quarter of an hour."""
 
 _BUFFER = 4 << 20
 
@@ -122,7 +122,7 @@ _BLOCK = 8 << 20
 
 @dataclass(frozen=True)
 class Entry:
-    """A file in a listing. ``path`` is what the filesystem calls it."""
+    """A file in a listing. ``path`` is its path within the filesystem."""
 
     path: str
     size: int
@@ -135,9 +135,9 @@ def is_remote(uri: str) -> bool:
 
 
 def locate(uri: str) -> tuple[Any, str]:
-    """The filesystem of a remote ``uri`` and the path in it, from its bucket on. Percent-encoding is undone.
+    """The filesystem of a remote ``uri`` and the path in it, beginning with the bucket. Percent-encoding is decoded.
 
-    Raises ``UserError`` for a URI that holds a key, which the manifest and MLflow would keep, or is malformed.
+    Raises ``UserError`` for a URI that is malformed or contains a secret key, which the manifest and MLflow would keep.
     """
     parts = urlsplit(uri)
     bucket = parts.netloc.rpartition("@")[2]
@@ -145,15 +145,15 @@ def locate(uri: str) -> tuple[Any, str]:
         raise UserError(f"{uri} names no bucket: write for example {parts.scheme}://bucket/folder.")
     if parts.password is not None:
         raise UserError(
-            f"the address of the bucket {bucket} holds a secret key, which would be kept with the results: take it out "
-            "and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or what else your storage reads from the environment."
+            f"the address of the bucket {bucket} contains a secret key, which would be kept with the results: remove "
+            "it and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the environment variables of your storage."
         )
     return _filesystem(parts.scheme, parts.netloc, parts.query), unquote(f"{bucket}{parts.path}").rstrip("/")
 
 
 @cache
 def _filesystem(scheme: str, bucket: str, query: str) -> Any:
-    """One filesystem a bucket, because connections are kept in it. ``query`` may name an endpoint, for example.
+    """One filesystem per bucket, so that connections are reused. ``query`` may name an endpoint, for example.
 
     Raises ``UserError`` when the scheme needs a package that is missing or the URI is malformed.
     """
@@ -173,30 +173,30 @@ def _filesystem(scheme: str, bucket: str, query: str) -> Any:
 
 
 def listing(uri: str) -> Iterator[Entry]:
-    """Files at a remote ``uri``: itself, or everything below it. Raises ``UserError`` where nothing answers."""
+    """Files at a remote ``uri``: itself, or everything below it. Raises ``UserError`` when it cannot be read."""
     system, path = locate(uri)
-    info = steadily(uri, lambda: system.get_file_info(path))
+    info = with_retries(uri, lambda: system.get_file_info(path))
     found = [info]
     if info.type == fs.FileType.Directory:
-        found = steadily(uri, lambda: system.get_file_info(fs.FileSelector(path, recursive=True)))
+        found = with_retries(uri, lambda: system.get_file_info(fs.FileSelector(path, recursive=True)))
     for one in found:
         if one.type == fs.FileType.File:
             yield Entry(one.path, one.size, one.mtime_ns or 0)
 
 
 def open_file(uri: str) -> BinaryIO:
-    """A seekable binary file; ``FileNotFoundError`` when it is gone."""
+    """A seekable binary file. Raises ``FileNotFoundError`` when it does not exist."""
     if not is_remote(uri):
         return open(uri, "rb")  # noqa: PTH123 the caller closes it; Path would parse each name
     system, path = locate(uri)
-    file = steadily(uri, lambda: system.open_input_file(path))
-    return io.BufferedReader(_Steady(uri, file), buffer_size=_BUFFER)
+    file = with_retries(uri, lambda: system.open_input_file(path))
+    return io.BufferedReader(_RetryingFile(uri, file), buffer_size=_BUFFER)
 
 
 def store(file: Path, system: Any, path: str, kind: str | None = None) -> None:
     """Write a local ``file`` to ``path`` of a filesystem from :func:`locate`, as the content type ``kind``.
 
-    Raises ``OSError`` when the storage does not take it.
+    Raises ``OSError`` when that fails.
     """
     system.create_dir(path.rpartition("/")[0])  # object storage has no folders, other filesystems do
     metadata = {"Content-Type": kind} if kind else None
@@ -204,8 +204,8 @@ def store(file: Path, system: Any, path: str, kind: str | None = None) -> None:
         shutil.copyfileobj(source, sink, _BLOCK)
 
 
-class _Steady(io.RawIOBase):
-    """A remote file whose reads are tried again."""
+class _RetryingFile(io.RawIOBase):
+    """A remote file whose reads are retried."""
 
     def __init__(self, uri: str, file: Any) -> None:
         self.uri = uri
@@ -228,7 +228,7 @@ class _Steady(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         size = min(len(buffer), max(0, self.file.size() - self.position))
-        data = steadily(self.uri, lambda: self.file.read_at(size, self.position)) if size else b""
+        data = with_retries(self.uri, lambda: self.file.read_at(size, self.position)) if size else b""
         buffer[: len(data)] = data
         self.position += len(data)
         return len(data)
@@ -239,8 +239,11 @@ class _Steady(io.RawIOBase):
         super().close()
 
 
-def steadily(uri: str, action: Callable[[], T], doing: str = "read") -> T:
-    """``action()``, tried ``ATTEMPTS`` times; ``FileNotFoundError`` at once, ``UserError`` after the last."""
+def with_retries(uri: str, action: Callable[[], T], doing: str = "read") -> T:
+    """The result of ``action()``, which is tried ``ATTEMPTS`` times.
+
+    Raises ``FileNotFoundError`` at once and ``UserError`` after the last attempt, which ``doing`` describes.
+    """
     pause = FIRST_PAUSE
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -259,9 +262,9 @@ def steadily(uri: str, action: Callable[[], T], doing: str = "read") -> T:
 
 
 def _failures(uri: str) -> tuple[type[Exception], ...]:
-    """What the filesystem of ``uri`` raises when its storage fails: the hub's raises also what its HTTP client does."""
+    """The exceptions of failing storage at ``uri``; the Hugging Face hub's filesystem also raises its client's own."""
     if urlsplit(uri).scheme != "hf":
         return (OSError,)
-    from huggingface_hub.errors import HTTPError  # type: ignore[reportPrivateImportUsage] of whichever client it has
+    from huggingface_hub.errors import HTTPError  # type: ignore[reportPrivateImportUsage] that of its HTTP client
 
     return (OSError, HTTPError)

@@ -1,6 +1,6 @@
 """Sizes and durations as people write them: ``40GB`` is 40 x 10^9 bytes, ``40GiB`` 40 x 2^30, ``5m`` 300 seconds.
 
-Memory limits are argued in gigabytes of two kinds, so a flag always says which.
+There are two kinds of gigabytes, so a flag always names the unit.
 """
 
 import math
@@ -22,18 +22,18 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def parse_size(text: str) -> int:
-    """Bytes in ``40GB``, ``512MiB`` or ``1000B``; a bare number is refused because its unit is a guess."""
+    """Bytes in ``40GB``, ``512MiB`` or ``1000B``. Raises ``ValueError`` for a bare number, whose unit is a guess."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
     if not match or match[2].lower() not in _SIZES:
         raise ValueError(f"{text!r} is not a size; write for example 40GB (10^9) or 40GiB (2^30)")
     size = int(Fraction(match[1]) * _SIZES[match[2].lower()])
     if not size:
-        raise ValueError(f"{text!r} is nothing; give more than 0")
+        raise ValueError(f"{text!r} is less than one byte; give more than 0")
     return size
 
 
 def format_size(size: int) -> str:
-    """``size`` in the largest unit that divides it, so that parsing gives the same number back."""
+    """``size`` in the largest unit that divides it, so that :func:`parse_size` returns the same number."""
     for unit in ("TiB", "TB", "GiB", "GB", "MiB", "MB", "KiB", "kB"):
         if size and size % _SIZES[unit.lower()] == 0:
             return f"{size // _SIZES[unit.lower()]}{unit}"
@@ -41,13 +41,13 @@ def format_size(size: int) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds in ``90s``, ``5m``, ``1.5h``, ``1h30m``; a bare number is refused."""
+    """Seconds in ``90s``, ``5m``, ``1.5h``, ``1h30m``. Raises ``ValueError`` for a bare number."""
     parts = re.findall(r"(\d+(?:\.\d+)?)([smhd])", text.strip().lower())
     if not parts or "".join(n + u for n, u in parts) != text.strip().lower():
         raise ValueError(f"{text!r} is not a duration; write for example 90s, 5m or 1h30m")
     seconds = float(sum(float(number) * _SECONDS[unit] for number, unit in parts))
     if not seconds:
-        raise ValueError(f"{text!r} is no time; give more than 0")
+        raise ValueError(f"{text!r} is zero; give more than 0")
     return seconds
 
 
@@ -78,7 +78,7 @@ def one_word(
 
 
 def or_none(spec: PrimitiveConstructorSpec[Any]) -> PrimitiveConstructorSpec[Any]:
-    """``spec`` for a flag that may be left out: of a union, tyro's refusal would show the parsers' own insides."""
+    """``spec`` for a flag that may be left out; with a union, tyro's error would show the parsers' internals."""
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar=f"{{None}}|{spec.metavar}",

@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from infra.errors import UserError
-from infra.storage import atomic_file, listing, locate, steadily, store
+from infra.storage import atomic_file, listing, locate, store, with_retries
 from pipeline.shards import MANIFEST, QUARANTINE, SPLITS, Manifest, checksum, read_manifest
 
 _BLOCK = 8 << 20
@@ -39,10 +39,10 @@ def upload(folder: Path, uri: str, on_shard: Callable[[], None] = lambda: None) 
     strays = [name for name in there if _SHARD.fullmatch(name) and name not in wanted]
     for name in (MANIFEST, *strays):
         if name in there:
-            steadily(uri, partial(system.delete_file, f"{root}/{name}"), "written")
+            with_retries(uri, partial(system.delete_file, f"{root}/{name}"), "written")
 
     def send(name: str, label: str) -> None:
-        steadily(uri, lambda: store(folder / name, system, f"{root}/{name}", label), "written")
+        with_retries(uri, lambda: store(folder / name, system, f"{root}/{name}", label), "written")
 
     sent = 0
     for shard in manifest.shards:
@@ -94,7 +94,7 @@ def download(uri: str, folder: Path, on_shard: Callable[[Manifest], None] = lamb
 
 def _label(system: Any, path: str, uri: str) -> str:
     """The type that a stored file was given, which for shards holds the checksum."""
-    with steadily(uri, lambda: system.open_input_stream(path)) as file:
+    with with_retries(uri, lambda: system.open_input_stream(path)) as file:
         return (file.metadata() or {}).get("Content-Type", b"").decode()
 
 
@@ -118,4 +118,4 @@ def _fetch(system: Any, path: str, file: Path, uri: str, expected: str | None = 
             if expected and found.hexdigest() != expected:
                 raise UserError(f"{uri}: {file.name} is damaged there; make the copy again with '--copy-to {uri}'.")
 
-    steadily(uri, fetch)
+    with_retries(uri, fetch)

@@ -184,6 +184,22 @@ COMMANDS = (
     "pipeline.tokenize", "pipeline.inspect", "pipeline.fetch", "train.run", "train.ladder", "train.plan",
     "train.profile", "train.generate", "train.export", "tune.search", "infra.doctor",
 )  # fmt: skip
+
+
+def test_the_readme_names_every_command() -> None:
+    table = set(re.findall(r"^\| `python -m (\S+)` \|", README, re.MULTILINE))
+    assert table == set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "tests/benchmarks/README.md"])
+def test_what_the_documentation_links_to_exists(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    linked = re.findall(r"\]\((?!https?://|#)([^)#]+)", text)
+    assert linked
+    assert [link for link in linked if not ((ROOT / page).parent / link).exists()] == []
+    assert not re.search(r"%[0-9A-Fa-f]{2}", text), "links are written for people, without escapes"
+
+
 HELPS = f"""
 import runpy, sys
 for module in {COMMANDS}:

@@ -1,8 +1,8 @@
-"""What a run is: the model, the mathematics of its steps, and how they are executed.
+"""The settings of a run: the model, the mathematics of its steps, and how they are executed.
 
-Every default lives here once, on the field it belongs to. A config that contradicts itself is refused
-when it is made, by a sentence that names both fields. Suites and searches vary it with
-``dataclasses.replace``; commands read it from flags or from ``--config FILE.json``.
+Every default is defined here once, on its field. A contradictory config is refused when it is created, by a sentence
+that names both fields. Suites and searches vary it with ``dataclasses.replace``; commands read it from flags or from
+``--config FILE.json``.
 """
 
 import json
@@ -33,7 +33,7 @@ Ablation = Literal["sync", "zero", "copy", "collect", "pages"]
 
 @dataclass(frozen=True)
 class Cycle:
-    """The rhythm of a run: ``train`` steps, then ``val`` validation batches of the same size, then a report."""
+    """What a run repeats: ``train`` steps, then ``val`` validation batches of the same size, then a report."""
 
     train: int = 200
     val: int = 20
@@ -61,18 +61,18 @@ CycleText = Annotated[
 @strict
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run. The first group is the mathematics, the second how it is executed, the third how long."""
+    """One training run. The first group of fields defines what is computed, the second how, the third for how long."""
 
     data: Path = Path("data/tokens")
-    """Folder of token shards, as python -m pipeline.tokenize makes it."""
+    """Folder of token shards, made by python -m pipeline.tokenize."""
     stream: tuple[str, ...] = ()
-    """Train straight from these books in place of --data, without shards: files, folders, globs, or whatever else
-    python -m pipeline.tokenize takes. Ray Data encodes them ahead of the training. The last flags, from --text-field
-    on, are that command's and say how the books are read."""
+    """Train straight from these books instead of --data, without shards: files, folders, globs, or any other source of
+    python -m pipeline.tokenize. Ray Data encodes them while the model trains. The last flags, from --text-field on, are
+    those of that command and define how the books are read."""
     reading: Annotated[Reading, tyro.conf.arg(name="")] = field(default_factory=Reading)
     """How the books of ``stream`` are read and cleaned."""
     model: Model = PRESETS["gpt2-124m"]
-    """Preset, with changes if any: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, small, tiny; tiny,layers=4."""
+    """Preset, optionally with changes: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, small, tiny; tiny,layers=4."""
     seed: int = 0
     """Seed of the weights, the order of the windows, and dropout."""
     global_batch: int = 480
@@ -83,37 +83,37 @@ class TrainConfig:
     """After warm-up: cosine down to a tenth of the peak at the run's end; wsd, which stays at the peak and falls
     to zero over the last fifth; or constant."""
     warmup_steps: int = 100
-    """Steps of linear warm-up; shortened to a tenth of a run that is short."""
+    """Steps of linear warm-up; at most a tenth of the run."""
     weight_decay: float = 0.1
-    """Decay of the matrices; biases and norms have none."""
+    """Weight decay of the matrices; biases and norms have none."""
     beta1: float = 0.9
-    """Adam's decay of the first moment."""
+    """Adam's decay rate of the first moment."""
     beta2: float = 0.95
-    """Adam's decay of the second moment."""
+    """Adam's decay rate of the second moment."""
     clip_norm: float = 1.0
-    """Gradient norm above which gradients are scaled down; 0 is off."""
+    """Gradient norm above which gradients are scaled down; 0 turns it off."""
     mask_books: bool = False
     """Keep attention within a book where a window spans several."""
     spike: float = 3.0
-    """Stop when a step's loss is this many nats above the mean of the cycle before it; 0 is off. NaN always stops."""
+    """Stop when a step's loss is this many nats above the mean of the previous cycle; 0 is off. NaN always stops."""
 
     micro_batch: int = 32
-    """Sequences per forward pass on one worker; accumulation follows from the global batch."""
+    """Sequences per forward pass on one worker; the number of accumulated ones follows from the global batch."""
     precision: Precision = "auto"
     """Arithmetic: fp32; tf32 matmuls; fp16 autocast with loss scaling; bf16 autocast; bf16 activations throughout,
     the residual stream too, over fp32 weights. auto is bf16 on GPUs that have it, else fp32 (on most CPUs bf16 is
     emulated and many times slower)."""
     attention: Attention = "auto"
-    """Attention: manual (materialises the T x T matrix); sdpa, where torch chooses the kernel; one kernel of it and
-    no other; flex (FlexAttention). auto puts the kernels in the order that suits the GPU."""
+    """Attention: manual (materialises the T x T matrix); sdpa, where torch chooses the kernel; flash, cudnn or
+    efficient, one of these kernels only; flex (FlexAttention). auto tries the kernels in the best order for the GPU."""
     compile: Compile = "off"
     """torch.compile: off, the whole model, each block and the loss on its own (faster to start), the whole model with
     kernels tuned by trial (max-autotune, without CUDA graphs), or in CUDA graphs (reduce-overhead)."""
     checkpointing: Checkpointing = "none"
-    """Activations that the backward pass computes again: none; selective, all but matmuls' and attention's; full,
-    each whole block, for about a third more arithmetic."""
+    """Activations that the backward pass recomputes: none; selective, all but those of matmuls and attention; full,
+    whole blocks, for about a third more arithmetic."""
     loss: Loss = "plain"
-    """Cross-entropy: plain, or fused with the head, which computes both piece by piece and keeps no logits."""
+    """Cross-entropy: plain, or fused with the head, which computes both piece by piece and does not keep logits."""
     loss_chunks: int = 1
     """Pieces of the fused loss; more than one implies it. By default a piece has at most 2,048 tokens."""
     fp8: bool = False
@@ -122,37 +122,37 @@ class TrainConfig:
     """AdamW, a kernel per operation or one fused kernel; with 8-bit moments; with bf16 weights rounded
     stochastically (both torchao); Adafactor; Muon for the blocks' matrices with AdamW for the rest."""
     device: Device = "auto"
-    """auto takes a CUDA GPU when there is one."""
+    """cuda, cpu, or auto, which uses a CUDA GPU if there is one."""
     workers: int = 1
     """Data-parallel workers; with cuda each has one GPU."""
     shard: bool = False
-    """Shard weights, gradients and optimizer state over the workers (FSDP2) in place of a copy on each (DDP)."""
+    """Shard weights, gradients and optimizer state over the workers (FSDP2) instead of a copy on each (DDP)."""
     ablate: Annotated[tuple[Ablation, ...], Field(validation_alias=AliasChoices("ablate", "naive"))] = ()
     """Optimizations of the loop to leave out, to measure what each is worth: sync reads every loss at once, zero fills
-    gradients in place of dropping them, copy reads and copies each batch when it is needed, collect leaves the garbage
+    gradients instead of dropping them, copy reads and copies each batch when it is needed, collect leaves the garbage
     collector on, pages leaves large tensors in a CPU's small pages."""
     loader_workers: int = 0
-    """Threads that read batches ahead; 0: the loop reads the next one itself, while the device computes."""
+    """Threads that read batches ahead; with 0 the loop itself reads the next batch while the device computes."""
     accelerator: str | None = None
-    """Kind of GPU that Ray must give the workers, as Ray names it: A100, H200. One that Ray lacks is refused."""
+    """Type of GPU that the workers need, by Ray's name for it: A100, H200. A type that Ray does not have is refused."""
 
     steps: int | None = None
-    """Optimizer steps to train for. Without this, --tokens and --time-budget, one epoch."""
+    """Optimizer steps to train for. Without --steps, --tokens and --time-budget, the run is one epoch."""
     tokens: int | None = None
     """Training tokens to train for."""
     time_budget: SecondsOrNone = None
-    """Time to train for: 90s, 5m, 1h. It begins behind the first step, which compiles."""
+    """Time to train for: 90s, 5m, 1h. It begins after the first step, which compiles."""
     within: float | None = None
-    """End early once the speed is known to this fraction: 0.005 is half a percent, by a confidence sequence."""
+    """End early once the speed is known to this fraction, by a confidence sequence: 0.005 is half a percent."""
     cycle: CycleText = Cycle()
-    """Training steps and validation batches between two reports."""
+    """Training steps, then validation batches, between two reports."""
     checkpoint_every: int = 200
-    """Steps between two checkpoints; one more is written at the end."""
+    """Steps between two checkpoints; another one is written at the end."""
     keep_checkpoints: int = 2
-    """Checkpoints kept, the newest ones; 0 writes none."""
+    """Number of newest checkpoints to keep; 0 writes none."""
     copy_to: str | None = None
-    """Object storage (s3://bucket/folder, gs://...) that keeps a copy of them; --resume s3://bucket/folder/NAME
-    continues the run on another machine."""
+    """Object storage (s3://bucket/folder, gs://...) to copy checkpoints to; --resume s3://bucket/folder/NAME continues
+    the run on another machine."""
 
     def __post_init__(self) -> None:
         refuse_contradictions(self)
@@ -164,7 +164,7 @@ class TrainConfig:
 
     @property
     def source(self) -> str:
-        """What is trained on, as a person named it."""
+        """The data, as the user named it."""
         return ", ".join(self.stream) or str(self.data)
 
     @property
@@ -183,12 +183,12 @@ class TrainConfig:
         """The config as JSON values; :func:`config_from_json` reads it back."""
         values = to_json(self)
         if not self.stream:
-            del values["reading"]  # it says nothing then, and what was saved before it existed stays equal
+            del values["reading"]  # it has no effect then, and configs stay equal to those saved before it existed
         return values
 
 
 def config_from_json(values: Any, source: str) -> TrainConfig:
-    """The config that ``values`` describe; ``source`` names where they come from in a refusal. Raises ``UserError``."""
+    """The config that ``values`` describe. Raises ``UserError``, which names ``source`` as their origin."""
     return from_json(TrainConfig, values, source)
 
 
@@ -198,17 +198,17 @@ def load_config(path: Path, flag: str = "--config") -> TrainConfig:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(
-            f"{flag} {path} does not exist; a run keeps runs/NAME/config.json, a search runs/NAME/best.json."
+            f"{flag} {path} does not exist; a run has runs/NAME/config.json, a search runs/NAME/best.json."
         ) from None
-    except (OSError, ValueError, RecursionError) as damage:  # no JSON, a number without end, brackets without end
+    except (OSError, ValueError, RecursionError) as damage:  # not JSON, or a number or nesting that is too long
         raise UserError(f"{flag} {path} cannot be read as JSON: {damage}.") from damage
     if not isinstance(values, dict):
-        raise UserError(f"{flag} {path} holds no JSON object of settings.")
+        raise UserError(f"{flag} {path} is not a JSON object of settings.")
     return config_from_json(values.get("config", values), str(path))
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of ``number``, ascending."""
+    """All divisors of ``number``, in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
@@ -220,7 +220,7 @@ SIXTEEN_BITS = ("fp16", "bf16", "bf16-activations")
 TORCHAO_OPTIMIZERS = ("adamw-8bit", "adamw-bf16")
 
 WHOLE_GRAPH = ("whole", "max-autotune", "reduce-overhead")
-"""Settings of ``--compile`` that make one graph of the model."""
+"""Values of ``--compile`` that compile the model as one graph."""
 
 
 def refuse_contradictions(config: TrainConfig) -> None:
@@ -249,10 +249,10 @@ def _choices(config: TrainConfig) -> None:
     for setting in fields(config):
         if get_origin(setting.type) is Literal and getattr(config, setting.name) not in get_args(setting.type):
             allowed = ", ".join(get_args(setting.type))
-            raise UserError(f"{_flag(config, setting.name)} is not known; it can be {allowed}.")
+            raise UserError(f"{_flag(config, setting.name)} is not known; choose one of {allowed}.")
     for name in config.ablate:
         if name not in get_args(Ablation):
-            raise UserError(f"--ablate {name} is not known; it can be {', '.join(get_args(Ablation))}.")
+            raise UserError(f"--ablate {name} is not known; choose one of {', '.join(get_args(Ablation))}.")
 
 
 def _sizes(config: TrainConfig) -> None:
@@ -262,8 +262,8 @@ def _sizes(config: TrainConfig) -> None:
     for name in ("keep_checkpoints", "loader_workers", "warmup_steps", "clip_norm", "spike", "weight_decay", "seed"):
         if not getattr(config, name) >= 0:
             raise UserError(f"{_flag(config, name)} must not be negative.")
-    if config.global_batch >= 2**31:  # one that the micro-batch does not divide would have us look for its divisors
-        raise UserError(f"{_flag(config, 'global_batch')} is more sequences than books have: give less than 2^31.")
+    if config.global_batch >= 2**31:  # searching the divisors of larger numbers would take too long
+        raise UserError(f"{_flag(config, 'global_batch')} is too many sequences: give less than 2^31.")
     if config.seed >= 2**63:
         raise UserError(f"{_flag(config, 'seed')} must be below 2^63: torch's generators take no more.")
     if config.within is not None and not 0 < config.within < 1:
@@ -278,7 +278,7 @@ def _sizes(config: TrainConfig) -> None:
 def _copies(config: TrainConfig) -> None:
     if config.copy_to is not None and not config.copy_to.startswith(("s3://", "gs://")):
         raise UserError(
-            f"{_flag(config, 'copy_to')} is no object storage: give s3://bucket/folder or gs://bucket/folder."
+            f"{_flag(config, 'copy_to')} is not object storage: give s3://bucket/folder or gs://bucket/folder."
         )
 
 
@@ -302,10 +302,10 @@ def _end(config: TrainConfig) -> None:
     ends = [name for name in ("steps", "tokens", "time_budget") if getattr(config, name) is not None]
     if len(ends) > 1:
         first, second = (f"--{name.replace('_', '-')}" for name in ends[:2])
-        raise UserError(f"{first} and {second} both end the run; give one of them.")
+        raise UserError(f"{first} and {second} both end the run; give only one of them.")
     if config.stream and not ends:
         raise UserError(
-            f"--stream {' '.join(config.stream)} has no end that is known beforehand: say when to stop with --steps, "
+            f"--stream {' '.join(config.stream)} has no end that is known in advance: say when to stop with --steps, "
             "--tokens or --time-budget."
         )
     if config.time_budget is not None and not 0 < config.time_budget < math.inf:
@@ -325,13 +325,13 @@ def _reading(config: TrainConfig) -> None:
     for setting in fields(Reading):
         if getattr(config.reading, setting.name) != setting.default:
             raise UserError(
-                f"--{setting.name.replace('_', '-')} is about books and this run reads none: name them with --stream, "
+                f"--{setting.name.replace('_', '-')} is about books, but this run reads none: name them with --stream, "
                 "or give it to 'python -m pipeline.tokenize', which makes the shards of --data."
             )
 
 
 def _pairs(config: TrainConfig):
-    """Pairs of (field, whether its value is concerned) that exclude each other, and why."""
+    """Pairs of (field, whether its value is affected) that exclude each other, and the reason."""
     model, device = config.model, config.device
     attention, precision, optimizer = config.attention, config.precision, config.optimizer
     on_cpu = ("device", device == "cpu")
@@ -344,25 +344,25 @@ def _pairs(config: TrainConfig):
     narrow = ("model.heads", model.width // model.heads < 16)
     yield ("attention", attention == "flex"), narrow, "FlexAttention's heads are at least 16 wide"
     masked = ("mask_books", config.mask_books)
-    yield ("attention", attention in FUSED_ATTENTION), masked, "these kernels know no such mask; use auto or flex"
+    yield ("attention", attention in FUSED_ATTENTION), masked, "these kernels do not support the mask; use auto or flex"
     selective = ("checkpointing", config.checkpointing == "selective")
     blocks = ("compile", config.compile == "blocks")
-    yield selective, blocks, "a compiled block hides what to keep, so all is computed again; use --compile whole"
+    yield selective, blocks, "a compiled block hides what to keep, so all of it is recomputed; use --compile whole"
     no_checkpoints = ("keep_checkpoints", config.keep_checkpoints == 0)
     yield ("copy_to", config.copy_to is not None), no_checkpoints, "there would be nothing to copy"
-    yield ("fp8", config.fp8), on_cpu, "8-bit matmuls are a GPU's"
+    yield ("fp8", config.fp8), on_cpu, "8-bit matmuls need a GPU"
     not_bf16 = ("precision", precision in ("fp32", "tf32", "fp16"))
-    yield ("fp8", config.fp8), not_bf16, "the rest of the model runs in bf16 then"
+    yield ("fp8", config.fp8), not_bf16, "with it the rest of the model runs in bf16"
     not_stream = ("precision", precision != "bf16-activations")
     yield ("optimizer", optimizer == "adamw-bf16"), not_stream, "bf16 weights need --precision bf16-activations"
     several = ("workers", config.workers > 1)
     yield ("optimizer", optimizer == "adamw-bf16"), several, "each worker would round its own copy of the weights"
     shard = ("shard", config.shard)
-    yield shard, ("workers", config.workers == 1), "there is nothing to shard over"
+    yield shard, ("workers", config.workers == 1), "sharding needs several workers"
     yield shard, ("precision", precision == "fp16"), "loss scaling would have to agree between shards"
     unsharded = ("optimizer", optimizer in (*TORCHAO_OPTIMIZERS, "adafactor", "muon"))
-    yield shard, unsharded, "only AdamW works on shards"
+    yield shard, unsharded, "only AdamW supports sharding"
     yield shard, whole, "gathering a block's weights would break the graph; use --compile blocks"
-    yield shard, ("fp8", config.fp8), "this pair is not supported"
+    yield shard, ("fp8", config.fp8), "this combination is not supported"
     readers = ("loader_workers", config.loader_workers > 1)
-    yield readers, ("stream", bool(config.stream)), "a stream has one reader, which meets its books in order"
+    yield readers, ("stream", bool(config.stream)), "a stream is read by one thread, in the order of its books"

@@ -19,12 +19,12 @@ from train.config import config_from_json
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """What to export, and where to."""
+    """What to export, and where."""
 
     checkpoint: str
-    """A run's name, its folder, or one of its checkpoints' folders."""
+    """A run's name, its folder, or the folder of one of its checkpoints."""
     to: Path
-    """Folder to make."""
+    """Folder to create."""
     register: str | None = None
     """Also register the model under this name in the MLflow store that holds the run (needs transformers)."""
     out: Path = Path("runs")
@@ -40,10 +40,10 @@ def main() -> None:
 def export(config: ExportConfig) -> int:
     """Write the folder; returns the exit code. Raises ``UserError`` when it exists.
 
-    torch and MLflow are imported only when the flags are known to be right.
+    torch and MLflow are imported only when the flags are known to be valid.
     """
     if config.to.exists():
-        raise UserError(f"--to {config.to} exists already: name a folder that does not.")
+        raise UserError(f"--to {config.to} exists already: name a new folder.")
     checkpoint = find_checkpoint(config.checkpoint, config.out)
     key = run_of(checkpoint, config.register) if config.register else None
     from train.hugging_face import write_model
@@ -60,10 +60,10 @@ def export(config: ExportConfig) -> int:
 
 
 def run_of(checkpoint: Path, name: str) -> RunKey:
-    """The MLflow run that wrote ``checkpoint``, to register its model as ``name``. Raises ``UserError``."""
+    """The MLflow run of ``checkpoint``, whose model is registered as ``name``. Raises ``UserError``."""
     key = RunFolder(checkpoint.resolve().parent.parent).key()
     if key is None:
-        raise UserError(f"--register {name}: {checkpoint} is in no run's folder, so its MLflow run is not known.")
+        raise UserError(f"--register {name}: {checkpoint} is not in a run's folder, so its MLflow run is not known.")
     if find_spec("transformers") is None:
         raise UserError(f"--register {name} needs transformers: 'pip install transformers', or leave it out.")
     return key

@@ -17,15 +17,15 @@ class GenerateConfig:
     """What to continue, and how."""
 
     checkpoint: str
-    """A run's name, its folder, or one of its checkpoints' folders."""
+    """A run's name, its folder, or the folder of one of its checkpoints."""
     prompt: str = ""
     """Text to continue; without it a new book begins."""
     tokens: int = 100
-    """Tokens to write."""
+    """Number of tokens to write."""
     temperature: float = 0.8
-    """Divides the logits before sampling; 0 takes the likeliest token each time."""
+    """Divides the logits before sampling; 0 always takes the likeliest token."""
     top_k: int = 200
-    """Sample among this many likeliest tokens; 0 is all."""
+    """Sample from this many likeliest tokens; 0 means all."""
     seed: int = 0
     """Seed of the sampling."""
     out: Path = Path("runs")
@@ -34,7 +34,7 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise UserError(f"--tokens {self.tokens} must be at least 1.")
-        if self.temperature != 0 and not 1e-6 <= self.temperature <= 1e6:  # beyond, logits divided by it are no numbers
+        if self.temperature != 0 and not 1e-6 <= self.temperature <= 1e6:  # beyond, logits divided by it overflow
             raise UserError(f"--temperature {self.temperature} must be 0, or between 0.000001 and 1000000.")
         if self.top_k < 0:
             raise UserError(f"--top-k {self.top_k} must not be negative.")
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def generate(config: GenerateConfig) -> int:
-    """Print the continuation; returns the exit code. torch is imported when the flags are known to be right."""
+    """Print the continuation; returns the exit code. torch is imported only when the flags are known to be valid."""
     checkpoint = find_checkpoint(config.checkpoint, config.out)
     from train.data.text import is_gpt2, to_ids, to_text
     from train.sampling import load_model, sample
@@ -58,9 +58,9 @@ def generate(config: GenerateConfig) -> int:
     model, vocabulary = load_model(checkpoint)
     if not is_gpt2(vocabulary):
         raise UserError(
-            f"--checkpoint {config.checkpoint} was trained on ids that are not GPT-2's, so it writes no text."
+            f"--checkpoint {config.checkpoint} was trained on token ids other than GPT-2's, so it cannot write text."
         )
-    ids = [model.config.vocabulary - 1, *to_ids(config.prompt)]  # a book begins behind the end of another
+    ids = [model.config.vocabulary - 1, *to_ids(config.prompt)]  # a book begins after the end of another
     written = sample(
         model, ids, config.tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """A trained model in the Hugging Face format, with its model card.
 
-In: a checkpoint. Out: a folder that ``transformers`` loads with ``GPT2LMHeadModel.from_pretrained`` and
-whose logits are the model's own: weights under GPT-2's published names, the padding rows of the
-vocabulary cut off, and the tokenizer's files where the ids are GPT-2's. Written without transformers.
+In: a checkpoint. Out: a folder that ``transformers`` loads with ``GPT2LMHeadModel.from_pretrained``, with the same
+logits: weights under GPT-2's published names, without the padding rows of the vocabulary, and the tokenizer's files
+if the ids are GPT-2's. Does not need transformers.
 """
 
 import json
@@ -62,7 +62,7 @@ def write_model(checkpoint: Path, folder: Path) -> None:
 
 
 def published_weights(model: GPT) -> dict[str, Tensor]:
-    """The weights in fp32 under GPT-2's published names; linear weights as (in, out), as GPT-2's were."""
+    """The weights in fp32 under GPT-2's published names; linear weights as (in, out), like GPT-2's."""
     config = model.config
     weights = {}
     for name, value in model.state_dict().items():
@@ -79,7 +79,7 @@ def published_weights(model: GPT) -> dict[str, Tensor]:
         weights[f"transformer.h.{layer}.{_BLOCK[part]}.{kind}"] = (
             value.T if is_linear and value.dim() == 2 else value
         ).contiguous()
-    if not config.bias:  # the format has biases always
+    if not config.bias:  # the format always has biases
         for name in [name for name in weights if name.endswith("weight") and (".h." in name or "ln_f" in name)]:
             weights[name.removesuffix("weight") + "bias"] = torch.zeros(weights[name].shape[-1])
     return weights
@@ -121,11 +121,11 @@ def model_card(progress: Progress, checkpoint: Path) -> str:
         ("vocabulary sha256", progress.vocabulary_sha256),
     ]
     names = {
-        "train_loss": "training loss (nats a token)",
-        "val_loss": "validation loss (nats a token)",
+        "train_loss": "training loss (nats per token)",
+        "val_loss": "validation loss (nats per token)",
         "val_perplexity": "validation perplexity",
-        "val_bits_per_byte": "validation bits a byte",
-        "val_bits_per_character": "validation bits a character",
+        "val_bits_per_byte": "validation bits per byte",
+        "val_bits_per_character": "validation bits per character",
         "device": "trained on",
     }
     rows += [(text, str(measured[name])) for name, text in names.items() if measured.get(name) is not None]
@@ -136,6 +136,6 @@ def model_card(progress: Progress, checkpoint: Path) -> str:
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
         f"# GPT-2, {format_model(config.model)}, pre-trained on books\n\n| | |\n|---|---|\n{table}\n\n"
-        "Pre-trained from random weights on the books behind the data fingerprint; not aligned, not filtered for "
-        f"what it may say.\n\n## Settings\n\n```json\n{settings}\n```\n"
+        "Pre-trained from random weights on the books with this data fingerprint; neither aligned nor filtered.\n\n"
+        f"## Settings\n\n```json\n{settings}\n```\n"
     )

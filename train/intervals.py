@@ -1,8 +1,8 @@
-"""Statistics of noisy timings: where warm-up ends, an interval of the median, when to stop measuring.
+"""Statistics of noisy timings: where warm-up ends, a confidence interval of the median, when to stop measuring.
 
 In: numbers measured one after another. Out: estimates with their uncertainty. Neighbouring steps of a run are
 correlated (clocks, temperature, other processes), so an interval that assumes independence is too narrow; the means of
-long enough batches are nearly independent.
+batches that are long enough are nearly independent.
 """
 
 import itertools
@@ -25,7 +25,7 @@ class Estimate(NamedTuple):
 
     @property
     def width(self) -> float:
-        """Of the whole interval, as a fraction of the quantity."""
+        """Width of the whole interval, as a fraction of the quantity."""
         return (self.high - self.low) / self.middle
 
 
@@ -122,7 +122,7 @@ def power_product(terms: Sequence[tuple[Estimate, float]], *, log_error: float =
 
 
 def anytime_half_width(values: Sequence[float]) -> float:
-    """Half width of a 95% confidence sequence for the mean: right at every moment, so one may stop by it.
+    """Half-width of a 95% confidence sequence for the mean: valid at every moment, so that one may stop by it.
 
     An ordinary interval that is watched until it is narrow enough is wrong far more often than 5%. This is the
     asymptotic sequence of Waudby-Smith et al. (arXiv 2103.06476, theorem 2.2), narrowest at 30 values.

@@ -57,7 +57,7 @@ def parse_model(text: str) -> ModelConfig:
     """``gpt2-124m``, or a preset with changes: ``tiny,layers=4,dropout=0.1``. Raises ``UserError``."""
     preset, *changes = [part.strip() for part in text.split(",")]
     if preset not in PRESETS:
-        raise UserError(f"--model {preset!r} is no preset; the presets are {', '.join(PRESETS)}.")
+        raise UserError(f"--model {preset!r} is not a preset; the presets are {', '.join(PRESETS)}.")
     types = {field.name: field.type for field in fields(ModelConfig)}
     values: dict[str, Any] = {}
     for change in changes:
@@ -68,7 +68,7 @@ def parse_model(text: str) -> ModelConfig:
             kind = types[name]
             values[name] = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)  # type: ignore[operator]
         except (ValueError, KeyError):
-            raise UserError(f"--model {text!r}: {value!r} is no value for {name}.") from None
+            raise UserError(f"--model {text!r}: {value!r} is not a value for {name}.") from None
     return replace(PRESETS[preset], **values)
 
 
@@ -86,6 +86,6 @@ _MODEL = one_word("PRESET[,FIELD=VALUE...]", ModelConfig, parse_model, format_mo
 _READ = BeforeValidator(lambda value: parse_model(value) if isinstance(value, str) else value)
 
 Model = Annotated[ModelConfig, _MODEL, _READ]
-"""On the command line and in a file a preset with changes, in a file also its sizes one by one."""
+"""A preset with changes, on the command line or in a file; a file may also give all sizes one by one."""
 
 ModelOrNone = Annotated[ModelConfig | None, or_none(_MODEL), _READ]

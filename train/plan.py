@@ -1,7 +1,7 @@
-"""Entry: ``python -m train.plan`` says what a run will need before anything is spent: memory, arithmetic, time, cost.
+"""Entry: ``python -m train.plan`` predicts what a run will need: memory, arithmetic, time, cost.
 
-In: the flags of ``train.run``, a memory limit, and if known a speed and a price. Out: tables. It needs
-neither the GPU nor the data that it speaks of. Wiring only.
+In: the flags of ``train.run``, a memory limit, and a speed and a price if they are known. Out: tables. Neither the GPU
+nor the data of the run are needed. Wiring only.
 """
 
 import math
@@ -27,11 +27,11 @@ class PlanOptions:
 
     training: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
     memory_limit: BytesOrNone = None
-    """Memory that the process may take, to find the largest micro-batch; default this machine's GPU, if any."""
+    """Memory that the process may use, to find the largest micro-batch; default this machine's GPU, if any."""
     tokens_per_second: float | None = None
-    """Training speed over all workers, to tell hours; python -m train.run measures it."""
+    """Training speed over all workers, to predict hours; python -m train.run measures it."""
     price: float | None = None
-    """Price of an hour of one worker's machine, in any currency."""
+    """Price per hour of one worker's machine, in any currency."""
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_second", "price"):
@@ -48,13 +48,13 @@ def main() -> None:
         plan,
         PlanOptions,
         module="train.plan",
-        description="Say what a training run needs in memory, arithmetic, time and money, before it starts.",
+        description="Predict what a training run needs in memory, arithmetic, time and money, before it starts.",
         default=PlanOptions(),
     )
 
 
 def plan(options: PlanOptions) -> None:
-    """Print every table of the plan. torch is imported only now, when the flags are known to be right."""
+    """Print every table of the plan. torch is imported only now, when the flags are known to be valid."""
     from train.estimate import forecast
 
     config = resolve_for_plan(options.training, device_facts())
@@ -62,7 +62,7 @@ def plan(options: PlanOptions) -> None:
                   f"of {config.model.context_length} on each of {config.workers}")  # fmt: skip
     for title, rows in (
         ("Parameters", forecast.parameter_rows(config)),
-        ("Memory at its peak, predicted", forecast.memory_rows(config)),
+        ("Predicted peak memory", forecast.memory_rows(config)),
         ("Largest micro-batch", forecast.limit_rows(config, options.memory_limit)),
         ("Arithmetic", forecast.arithmetic_rows(config)),
         ("Data, time and cost", forecast.time_rows(config, options.tokens_per_second, options.price)),

@@ -1,4 +1,4 @@
-"""What a person sees of a run: lines on the terminal, and the run's page in MLflow."""
+"""How a run is shown: lines on the terminal, and the run's page in MLflow."""
 
 import math
 import shlex
@@ -21,24 +21,24 @@ from train.model_config import format_model
 from train.result import RunResult
 
 PARTS = ("model", "reading")
-"""Settings that are several, each with a name of its own in MLflow."""
+"""Settings with several fields, each of which is a param of its own in MLflow."""
 
 
 def print_header(config: TrainConfig, manifest: Manifest, folder: Path) -> None:
-    """Say what is about to be trained, with the arithmetic of the batch written out."""
+    """Print what is about to be trained, with the arithmetic of the batch."""
     train = manifest.splits["train"]
     tokens = f"{'about ' if config.stream else ''}{train['tokens']:,} training tokens"
     console.print(f"[bold]{format_model(config.model)}[/bold] on {escape(config.source)}: {tokens}")
     console.print(
-        f"batch: {config.global_batch} sequences = {config.micro_batch} a micro-batch x {config.accumulation} "
+        f"batch: {config.global_batch} sequences = {config.micro_batch} per micro-batch x {config.accumulation} "
         f"accumulated x {config.workers} worker{'s' * (config.workers > 1)}; "
-        f"{config.step_tokens:,} tokens a step; precision {config.precision}"
+        f"{config.step_tokens:,} tokens per step; precision {config.precision}"
     )
     console.print(f"folder: {folder}")
 
 
 def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest) -> None:
-    """The run's page before it has numbers: settings, data, and a description."""
+    """Fill the page of a run that starts: settings, data, and a description."""
     settings = config.to_json()
     flat = {k: v for k, v in settings.items() if k not in PARTS}
     tracker.params(flat | {"accumulation": config.accumulation, "model": format_model(config.model)})
@@ -50,13 +50,13 @@ def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest) -> N
 
 
 def record_resume(tracker: Tracker, config: TrainConfig, step: int) -> None:
-    """The page of a run that goes on; its settings of the first start stay, as params cannot change."""
+    """Add to the page of a run that is resumed; its params stay those of the first start, as they cannot change."""
     tracker.tags({"resumed_at_step": step})
     tracker.json(config.to_json(), f"config-from-step-{step}.json")
 
 
 def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float | None]]]:
-    """(step, metrics under MLflow's grouped names) of a logged cycle: its steps' losses, then what it found."""
+    """(step, metrics by grouped names) of a logged cycle: the losses of its steps, then its own metrics."""
     step, losses = cycle["step"], cycle["step_losses"]
     for number, loss in enumerate(losses, step - len(losses) + 1):
         yield number, {"loss/step": loss}
@@ -82,9 +82,9 @@ def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float 
 
 
 def record_end(tracker: Tracker, config: TrainConfig, result: RunResult, gpu: Mapping[str, float] | None) -> None:
-    """The run's page with its result, and what NVML said of the ``gpu`` meanwhile.
+    """Add the result to the run's page, and NVML's readings of the ``gpu`` during the run.
 
-    At step 0, because MLflow compares runs by bars where that is the only step.
+    At step 0, because MLflow compares runs in bar charts if that is the only step.
     """
     tracker.metrics(result_metrics(result) | prediction_metrics(config, result) | formula_metrics(config, result))
     if result.device != "cpu":
@@ -97,13 +97,13 @@ def record_end(tracker: Tracker, config: TrainConfig, result: RunResult, gpu: Ma
 
 
 def prediction_metrics(config: TrainConfig, result: RunResult) -> dict[str, float | None]:
-    """The predicted peak and how far it was from the measured one, as a fraction of that."""
+    """The predicted peak, and its error as a fraction of the measured one."""
     total = predict_peak(config).total
     return {"memory/predicted_gib": total / GIB, "memory/prediction_error": total / result.memory.process - 1}
 
 
 def formula_metrics(config: TrainConfig, result: RunResult) -> dict[str, float | None]:
-    """FLOPs a token by every formula that has a name; the MFU without one is PaLM's, and here is causal attention's."""
+    """FLOPs per token by every named formula, and the MFU by causal attention; ``result/mfu`` is PaLM's."""
     counted = {formula.name: formula.flops for formula in formulas(config.model, parameter_count(config.model))}
     return {
         **{f"result/flops_per_token_{name.partition(',')[0]}": flops for name, flops in counted.items()},
@@ -112,7 +112,7 @@ def formula_metrics(config: TrainConfig, result: RunResult) -> dict[str, float |
 
 
 def memory_markdown(config: TrainConfig, result: RunResult) -> str:
-    """The anatomy of the peak as predicted, with what was measured beside its sums."""
+    """A table of the predicted peak by part, with the sums that were measured."""
     anatomy, memory = predict_peak(config), result.memory
     lines = ["", "", "| peak memory, GiB | predicted | measured |", "|---|---|---|"]
     lines += [f"| {part} | {size / GIB:.3f} | |" for part, size in anatomy.parts().items() if size]
@@ -123,7 +123,7 @@ def memory_markdown(config: TrainConfig, result: RunResult) -> str:
 
 
 def result_metrics(result: RunResult) -> dict[str, float | None]:
-    """The numbers of a result under MLflow's grouped names."""
+    """The numbers of a result by grouped names for MLflow."""
     speed, memory = result.throughput, result.memory
     return {
         "result/tokens_per_second": speed and speed.tokens_per_second,
@@ -171,7 +171,7 @@ def summary(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
         rows.append(("loss", f"training {result.train_loss:.3f}{val}"))
     if result.val_perplexity is not None:
         bits = [("byte", result.val_bits_per_byte), ("character", result.val_bits_per_character)]
-        per = "".join(f"; {value:.3f} bits a {unit}" for unit, value in bits if value is not None)
+        per = "".join(f"; {value:.3f} bits per {unit}" for unit, value in bits if value is not None)
         rows.append(("validation", f"perplexity {result.val_perplexity:,.1f}{per}"))
     seen = f"{result.train_tokens:,} training + {result.val_tokens:,} validation tokens; {result.books:,.1f} books"
     rows.append(("seen", seen))
@@ -180,18 +180,19 @@ def summary(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
     if result.data_wait_fraction is not None and result.optimizer_fraction is not None:
         wait, optimizer = result.data_wait_fraction, result.optimizer_fraction
         compute = 1 - wait - optimizer
-        rows.append(("a step", f"{compute:.1%} compute, {optimizer:.1%} optimizer, {wait:.2%} waiting for data"))
+        rows.append(("step time", f"{compute:.1%} compute, {optimizer:.1%} optimizer, {wait:.2%} waiting for data"))
     if result.checkpoint:
         rows.append(("checkpoint", result.checkpoint))
     if result.sample:
-        rows.append(("it writes", " ".join(result.sample.split())))
+        rows.append(("sample", " ".join(result.sample.split())))
     return rows
 
 
 def memory_text(result: RunResult) -> str:
     """Peak memory under each of its names."""
     memory = result.memory
-    source = {"nvml": "NVML", "reserved": "reserved; NVML does not tell", "rss": "resident set"}[memory.process_source]
+    names = {"nvml": "NVML", "reserved": "reserved; NVML does not report it", "rss": "resident set"}
+    source = names[memory.process_source]
     text = f"process {memory.process / GIB:.2f} GiB ({source})"
     for name, value in (("reserved", memory.reserved), ("allocated", memory.allocated)):
         if value is not None:
@@ -200,7 +201,7 @@ def memory_text(result: RunResult) -> str:
 
 
 def print_result(config: TrainConfig, result: RunResult, folder: Path, in_mlflow: str) -> None:
-    """The closing table, where to look in MLflow, and as the last line what to do next, if there is something."""
+    """Print the result, where to find it in MLflow, and on the last line the next step, if there is one."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in summary(config, result):
         table.add_row(f"[bold]{name}[/bold]", escape(value))
@@ -212,18 +213,18 @@ def print_result(config: TrainConfig, result: RunResult, folder: Path, in_mlflow
         console.print(f"continue with: {resume_command(folder)}", markup=False)
     elif result.outcome == "diverged" and result.checkpoint:
         console.print(
-            "the last good checkpoint is kept; go on from it more gently: "
+            "the last good checkpoint is kept; continue from it with a lower learning rate: "
             f"{resume_command(folder)} --learning-rate ...",
             markup=False,
         )
     elif result.outcome == "diverged":
         console.print(
-            "no checkpoint was kept: start again with another --name, and more gently, with --learning-rate below "
+            "no checkpoint was kept: start again with another --name, and with --learning-rate below "
             f"{config.learning_rate:g} or, in a long run, --warmup-steps above {config.warmup_steps}"
         )
     elif result.outcome == "over_limit" and result.checkpoint:
         console.print(
-            f"what was trained is kept; continue in less memory: {resume_command(folder)} --micro-batch ...",
+            f"the last checkpoint is kept; continue with less memory: {resume_command(folder)} --micro-batch ...",
             markup=False,
         )
     elif result.outcome in ("oom", "over_limit"):
@@ -231,7 +232,7 @@ def print_result(config: TrainConfig, result: RunResult, folder: Path, in_mlflow
 
 
 def resume_command(folder: Path) -> str:
-    """The command that continues the run in ``folder`` from where this one was called."""
+    """The command that continues the run in ``folder``, for the folder in which this one was called."""
     short = folder.parent == Path("runs").resolve()
     return f"python -m train.run --resume {shlex.quote(folder.name if short else str(folder))}"
 

@@ -1,8 +1,8 @@
-"""What a config leaves open is decided here, once, for the device that will train.
+"""Decide what a config leaves open, in one place, for the device that will train.
 
-In: a config, which may say ``auto``, and the facts of that device. Out: the same config with nothing left open. Whoever
-starts a run does this and hands the outcome on, so that the run, its memory estimate, a search's space and the report
-cannot disagree. Imports no torch: the device may be another machine's.
+In: a config, which may contain ``auto``, and facts about that device. Out: the same config with everything decided.
+Whatever starts a run calls this and passes the result on, so that the run, its memory estimate, the space of a search
+and the report cannot disagree. Does not import torch: the device may be another machine's.
 """
 
 from dataclasses import replace
@@ -15,13 +15,13 @@ from train.config import TrainConfig
 def resolve(config: TrainConfig, facts: DeviceFacts) -> TrainConfig:
     """``config`` with device, precision and attention decided for the device that ``facts`` describe.
 
-    On a GPU attention's ``auto`` stays: it is the list of kernels in the order that suits the GPU. A config that leaves
-    nothing open is given back as it is. Raises ``UserError`` when the device lacks what is asked for, or when what is
-    decided contradicts the rest of the config.
+    On a GPU ``attention`` stays ``auto``, which means a list of kernels in the best order for the GPU. A config that
+    leaves nothing open is returned unchanged. Raises ``UserError`` when the device lacks what is asked for, or when a
+    decision contradicts the rest of the config.
     """
     kind = facts.kind if config.device == "auto" else config.device
     if kind == "cuda" and facts.kind != "cuda":
-        raise UserError("--device cuda was asked for and there is no CUDA GPU: use --device auto or --device cpu.")
+        raise UserError("--device cuda was given, but there is no CUDA GPU: use --device auto or --device cpu.")
     cuda = kind == "cuda"
     precision, attention = config.precision, config.attention
     if precision == "auto":
@@ -37,5 +37,5 @@ def resolve(config: TrainConfig, facts: DeviceFacts) -> TrainConfig:
 
 
 def resolve_for_plan(config: TrainConfig, facts: DeviceFacts) -> TrainConfig:
-    """``config`` resolved for the device here or, where it asks for a GPU and there is none, for an A100."""
+    """``config`` resolved for this machine's device or, if it asks for a GPU and there is none, for an A100."""
     return resolve(config, A100 if config.device == "cuda" and facts.kind == "cpu" else facts)

@@ -1,4 +1,4 @@
-"""What a run found: the record that ladders and searches compare and that MLflow and ``result.json`` keep."""
+"""The result of a run: the record that ladders and searches compare, and that MLflow and ``result.json`` keep."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,13 +12,13 @@ Outcome = Literal["finished", "interrupted", "oom", "over_limit", "diverged"]
 @strict
 @dataclass(frozen=True)
 class Throughput:
-    """Training speed in the steady state: tokens per second, its 95% interval, and what it rests on."""
+    """Training speed in the steady state: tokens per second, its 95% interval, and the steps that it is based on."""
 
     tokens_per_second: float
     low: float
     high: float
     steps: int
-    """Steps in the steady state, after ``warmup_steps`` were set aside."""
+    """Steps in the steady state, without the ``warmup_steps``."""
     warmup_steps: int
 
     @property
@@ -30,18 +30,18 @@ class Throughput:
 @strict
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory in bytes, by its three names; None where the device has no such count."""
+    """Peak memory in bytes, measured in three ways; None where the device has no such measure."""
 
     allocated: int | None
-    """Tensors held by torch's CUDA allocator."""
+    """Tensors in torch's CUDA allocator."""
     reserved: int | None
     """Segments that the allocator took from the device."""
     process: int
     """The whole process: NVML's count on a GPU, peak resident set on the CPU."""
     process_source: Literal["nvml", "reserved", "rss"]
-    """Where ``process`` comes from; ``reserved`` stands in where NVML does not tell."""
+    """Where ``process`` comes from; ``reserved`` is used where NVML does not report it."""
     allocator_retries: int = 0
-    """Times the allocator had to free its cache to go on: the sign of a run slowed by too little memory."""
+    """Times the allocator had to free its cache to continue: a sign that too little memory slows the run."""
 
 
 @strict
@@ -76,7 +76,7 @@ class CycleReport:
     step_losses: list[float] = field(default_factory=list)
 
     def line(self) -> str:
-        """The cycle as one line of the log."""
+        """The cycle as one line of output."""
         val = "-" if self.val_loss is None else f"{self.val_loss:.3f}"
         return (
             f"batches:{self.batches} | loss: {self.train_loss:.3f}/{val} "
@@ -88,7 +88,7 @@ class CycleReport:
 @strict
 @dataclass(frozen=True)
 class RunResult:
-    """The outcome of a run and everything measured on the way."""
+    """The outcome of a run and everything that was measured."""
 
     outcome: Outcome
     reason: str
@@ -102,9 +102,9 @@ class RunResult:
     val_tokens: int
     books: float
     seconds: float
-    """Training time, from the first step on."""
+    """Training time, since the first step."""
     first_step_seconds: float | None
-    """From the start of the loop to the end of the first step: compilation is in here."""
+    """From the start of the loop to the end of the first step, which includes compilation."""
     data_wait_fraction: float | None
     """Share of training time spent waiting for a batch."""
     optimizer_fraction: float | None = field(default=None, kw_only=True)
@@ -115,14 +115,14 @@ class RunResult:
     mfu: float | None
     """Fraction of the datasheet peak; None on hardware without a known peak."""
     matmul_utilisation: float | None = field(default=None, kw_only=True)
-    """Fraction of the matmul rate that ``infra.doctor`` measured on this machine; None before it has."""
+    """Fraction of the matmul rate that ``infra.doctor`` measured on this machine; None if it has not."""
     device: str
     checkpoint: str | None
     data_fingerprint: str
     loss_curve: list[tuple[int, float, float | None]]
-    """(step, training loss, validation loss) by cycle, from where this process began or went on."""
+    """(step, training loss, validation loss) of the cycles of this process."""
     val_perplexity: float | None = None
-    """e to the validation loss: per token, so it compares within one vocabulary."""
+    """exp of the validation loss: per token, so it is comparable only within one vocabulary."""
     val_bits_per_byte: float | None = None
     """Validation loss per UTF-8 byte of text; None when the vocabulary is not GPT-2's."""
     val_bits_per_character: float | None = None

@@ -1,7 +1,7 @@
-"""Entry: ``python -m train.run`` trains one configuration and records what it measured.
+"""Entry: ``python -m train.run`` trains one configuration and records the measurements.
 
-In: flags, or ``--config`` with a file that flags override. Out: ``runs/NAME/`` with config.json,
-cycles.jsonl, result.json and a checkpoint, and an MLflow run. Wiring only.
+In: flags, or ``--config`` with a file that flags override. Out: ``runs/NAME/`` with config.json, cycles.jsonl,
+result.json and checkpoints, and an MLflow run. Wiring only.
 """
 
 import dataclasses
@@ -32,22 +32,22 @@ from train.resolve import resolve
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the command needs beside the training config."""
+    """What the command needs in addition to the training config."""
 
     training: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
     name: str | None = None
-    """Name of the run and of its folder; made from the model and the time when left out."""
+    """Name of the run and of its folder; by default made from the model and the time."""
     out: Path = Path("runs")
     """Folder that holds runs."""
     config: Path | None = None
-    """Read the training settings from this JSON file; flags given beside it win."""
+    """Read the training settings from this JSON file; flags override it."""
     resume: str | None = None
     """Continue an earlier run, by its name or the path of its folder or checkpoint."""
     tracking_uri: str | None = None
     """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
     memory_limit: BytesOrNone = None
-    """Most memory that a worker's process may use: the GPU's, or on a CPU the resident set. More ends the run, as its
-    outcome. 40GB is 40 x 10^9 bytes, 40GiB 40 x 2^30; a resumed run has the limit that it is given then."""
+    """Most memory that a worker's process may use: of the GPU, or on a CPU its resident set. A run that uses more ends
+    with the outcome over_limit. 40GB is 40 x 10^9 bytes, 40GiB 40 x 2^30. A resumed run must be given it again."""
     address: str | None = None
     """Ray cluster to run on; default RAY_ADDRESS, else a Ray of its own here."""
 
@@ -58,9 +58,9 @@ def main() -> None:
     try:
         path, resume = command.flag_value("--config"), command.flag_value("--resume")
         if path and resume:
-            raise UserError("--config and --resume both bring settings; give one of them.")
+            raise UserError("--config and --resume both provide settings; give one of them.")
         if resume and (name := command.flag_value("--name")):
-            raise UserError(f"--name {name}: a run that goes on keeps its name; leave --name or --resume out.")
+            raise UserError(f"--name {name}: a resumed run keeps its name; leave --name or --resume out.")
         if resume:
             out = Path(command.flag_value("--out") or defaults.out)
             path = str(find_run(resume, out).config)
@@ -80,7 +80,7 @@ def main() -> None:
 def train(options: RunOptions) -> int:
     """Run one training from its options; returns the exit code.
 
-    What can be refused is refused at once. torch and MLflow are then imported while Ray starts.
+    Invalid options are refused first. torch and MLflow are then imported while Ray starts.
     """
     config, limits = options.training, {"memory_limit": options.memory_limit, "address": options.address}
     if options.resume:
@@ -89,22 +89,22 @@ def train(options: RunOptions) -> int:
         preset = format_model(config.model).partition(",")[0]
         name = options.name or f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
         run = Run.new(config, new_folder(options.out, name), **limits)
-    with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as held:
+    with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as locks:
         if run.resume:
-            held.enter_context(run.home.driven())
+            locks.enter_context(run.home.command_lock())
         store = options.tracking_uri or ((known := run.home.key()) and known.store)
         preparing = background.submit(prepare, store)
         with connected(run.address, prestart=False):
             preparing.result()
             if not run.resume:
                 make(run.home.path)
-                held.enter_context(run.home.driven())
-                held.enter_context(run.home.cleared())
+                locks.enter_context(run.home.command_lock())
+                locks.enter_context(run.home.removed_on_failure())
             return recorded(run, options.tracking_uri)
 
 
 def prepare(tracking_uri: str | None) -> None:
-    """Import torch and MLflow, and open the store: what takes as long as Ray's start, and goes on beside it."""
+    """Import torch and MLflow, and open the store, which takes as long as starting Ray and happens in parallel."""
     import torch  # noqa: F401
 
     from infra.tracking.store import open_store
@@ -146,10 +146,10 @@ def recorded(run: Run, tracking_uri: str | None) -> int:
 
 
 def run_in_mlflow(home: RunFolder, tracking_uri: str | None, *, starts: bool) -> tuple[RunKey, bool]:
-    """The run's key in MLflow and whether it is new there, and not the one that the folder's earlier part is in.
+    """The key of the MLflow run to record to, and whether that run is new.
 
-    A resumed run that is not in the store that ``--tracking-uri`` names, or not known on this machine, is recorded
-    whole.
+    A resumed run continues its earlier MLflow run. If that is not in the store that ``--tracking-uri`` names, or not
+    known on this machine, a new one records the whole run.
     """
     from infra import provenance
     from infra.tracking.store import create_run, has_run, reopen_run, store_uri

@@ -1,7 +1,7 @@
-"""Text from a model: the model of a checkpoint, and tokens sampled one by one.
+"""Text from a model: load the model of a checkpoint, and sample tokens one by one.
 
-In: a checkpoint, or a trainer at the end of its run. Out: token ids or text. The whole context is computed again for
-every token: a few hundred tokens are a check of a training, not a service.
+In: a checkpoint, or a trainer at the end of its run. Out: token ids or text. The whole context is recomputed for every
+token, which is fast enough for the few hundred tokens that check a training, not for a service.
 """
 
 from pathlib import Path
@@ -23,12 +23,12 @@ SAMPLE_TOKENS = 64
 
 
 def load_model(checkpoint: Path) -> tuple[GPT, str]:
-    """The model of a checkpoint, ready to be asked, and its vocabulary's hash. Raises ``UserError``."""
+    """The model of a checkpoint, in evaluation mode, and its vocabulary's hash. Raises ``UserError``."""
     progress = read_progress(checkpoint)
     config = config_from_json(progress.config, str(checkpoint))
     fault = damage(checkpoint, only=WEIGHTS)
     if fault:
-        raise UserError(f"{checkpoint} is damaged: {fault}; name its run to take the newest checkpoint that is whole.")
+        raise UserError(f"{checkpoint} is damaged: {fault}; name its run to use the newest intact checkpoint.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = plain(config).to(device)
     load_weights(checkpoint, model, device)
@@ -39,7 +39,7 @@ def load_model(checkpoint: Path) -> tuple[GPT, str]:
 def sample(
     model: GPT, ids: list[int], count: int, *, temperature: float = 0.8, top_k: int = 200, seed: int = 0
 ) -> list[int]:
-    """``count`` token ids that follow ``ids``. Windows longer than the model's context lose their beginning."""
+    """``count`` token ids that follow ``ids``. A text longer than the model's context loses its beginning."""
     device = model.token_embedding.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([ids], device=device)
@@ -59,7 +59,7 @@ def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gen
 
 
 def closing_sample(trainer: Trainer, result: RunResult) -> str | None:
-    """What a model writes at the end of its run; None where it cannot (shards of a model, ids that are no text)."""
+    """Text that a model writes at the end of its run; None if it cannot: it is sharded, or its ids are not GPT-2's."""
     if result.outcome != "finished" or trainer.config.shard or not is_gpt2(trainer.data.manifest.vocabulary_sha256):
         return None
     with torch.device("meta"):

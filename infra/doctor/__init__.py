@@ -1,1 +1,1 @@
-"""Is this machine ready, and how fast is it at best: python -m infra.doctor."""
+"""Check whether this machine is ready, and measure how fast it is at best: python -m infra.doctor."""

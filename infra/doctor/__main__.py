@@ -1,8 +1,8 @@
-"""Entry: ``python -m infra.doctor`` says whether this machine is ready, and how fast it is at best.
+"""Entry: ``python -m infra.doctor`` checks whether this machine is ready, and measures how fast it is at best.
 
-In: nothing but the machine. Out: a table with a red line and its mend for each thing wrong, measured
-ceilings, ``runs/doctor.json`` (which runs and ladders read for the fraction of what this machine can do), and
-an MLflow run. Wiring and tables only.
+In: nothing but the machine. Out: a table with a red line and a fix for each problem, the best rates that were
+measured, ``runs/doctor.json`` (from which runs and ladders compute which fraction of them they reach), and an MLflow
+run. Wiring and tables only.
 """
 
 import time
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What to measure, and where to keep it."""
+    """What to measure, and where to save it."""
 
     workers: int = 1
     """With two or more, also all-reduce between as many Ray Train workers (with a GPU each where there are any)."""
     out: Path = Path("runs")
     """Folder for doctor.json; also the disk whose speed is measured."""
     quick: bool = False
-    """Only look whether the machine is ready, measure nothing."""
+    """Only check whether the machine is ready, measure nothing."""
     tracking_uri: str | None = None
     """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
     address: str | None = None
@@ -48,15 +48,15 @@ def main() -> None:
         examine,
         DoctorOptions,
         module="infra.doctor",
-        description="Say whether this machine is ready to train, and measure how fast it is at best.",
+        description="Check whether this machine is ready to train, and measure how fast it is at best.",
         default=DoctorOptions(),
     )
 
 
 def examine(options: DoctorOptions) -> int:
-    """Check and measure; returns 1 when something is wrong that stops training.
+    """Check and measure; returns 1 when a problem prevents training.
 
-    torch and MLflow are imported only now, when the flags are known to be right.
+    torch and MLflow are imported only now, when the flags are known to be valid.
     """
     import torch
 
@@ -70,7 +70,7 @@ def examine(options: DoctorOptions) -> int:
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
-        raise UserError(f"--out {options.out} cannot be made: {failure.strerror}.") from failure
+        raise UserError(f"--out {options.out} cannot be created: {failure.strerror}.") from failure
     results = checks.checks(device, options.out)
     print_checks(results)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -102,34 +102,34 @@ def examine(options: DoctorOptions) -> int:
         found["allreduce"] = asdict(reduced) | {"verdict": verdict}
         print_allreduce(reduced, verdict)
         metrics |= {f"allreduce/{size}": rate for size, rate in reduced.bus_bytes_per_second.items()}
-    kept = "nothing was measured, so an earlier doctor.json stays"
+    saved = "nothing was measured; an earlier doctor.json is left as it is"
     if not options.quick:
         write_json(options.out / "doctor.json", found)
-        kept = f"kept in {options.out / 'doctor.json'}"
+        saved = f"saved in {options.out / 'doctor.json'}"
     key = create_run("doctor", name, tracking_uri=options.tracking_uri, tags=provenance.collect() | {"kind": "doctor"})
     with Tracker(key) as tracker:
         tracker.metrics(metrics)
         tracker.json(found, "doctor.json")
         tracker.note(
-            "\n".join(f"- {'✗' if check.mend else '✓'} {check.name}: {check.value} {check.mend}" for check in results)
+            "\n".join(f"- {'✗' if check.fix else '✓'} {check.name}: {check.value} {check.fix}" for check in results)
         )
         tracker.finish()
-    console.print(f"{kept}; {time.perf_counter() - began:.0f} s")
-    return int(any(check.mend and check.fatal for check in results))
+    console.print(f"{saved}; {time.perf_counter() - began:.0f} s")
+    return int(any(check.fix and check.fatal for check in results))
 
 
 def print_checks(results: "list[checks.Check]") -> None:
-    """A line a check; red with the mend where something is wrong."""
+    """One line per check; red and with the fix where there is a problem."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for check in results:
-        sign, style = ("✗", "red") if check.mend else ("✓", "green")
-        value = command.escape(check.value) + (f"\n{command.escape(check.mend)}" if check.mend else "")
-        table.add_row(f"[{style}]{sign}[/{style}]", check.name, f"[red]{value}[/red]" if check.mend else value)
+        sign, style = ("✗", "red") if check.fix else ("✓", "green")
+        value = command.escape(check.value) + (f"\n{command.escape(check.fix)}" if check.fix else "")
+        table.add_row(f"[{style}]{sign}[/{style}]", check.name, f"[red]{value}[/red]" if check.fix else value)
     console.print(table)
 
 
 def print_rates(rates: dict[str, dict[str, float]]) -> None:
-    """The ceilings, in TFLOP/s and GB/s."""
+    """The best measured rates, in TFLOP/s and GB/s."""
     table = Table(title="Measured ceilings", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     for group, known in rates.items():
         for key, rate in known.items():
@@ -140,7 +140,7 @@ def print_rates(rates: dict[str, dict[str, float]]) -> None:
 
 
 def print_allreduce(reduced: allreduce.Reduced, verdict: str) -> None:
-    """Bus bandwidth by size, and the verdict whether the network would hold training up, if there is one."""
+    """Bus bandwidth by size, and if there is one, the verdict whether the network would slow training down."""
     table = Table(
         title=f"All-reduce, {reduced.workers} workers, {reduced.backend}", title_justify="left", show_header=False,
         box=None, padding=(0, 2, 0, 0),

@@ -14,8 +14,8 @@ from infra.errors import UserError
 
 SIZES = (2**18, 2**22, 2**26)
 """Bytes reduced at once; DDP's buckets are 25 MiB."""
-PARAMETERS, FLOPS_A_TOKEN, TOKENS = 124_475_904, 854.7e6, 32 * 1024
-"""GPT-2 124M: what is reduced each step (4 bytes a parameter) and computed a token; a micro-batch of 32."""
+PARAMETERS, FLOPS_PER_TOKEN, TOKENS = 124_475_904, 854.7e6, 32 * 1024
+"""GPT-2 124M: parameters (4 bytes of gradient each), FLOPs per token, and tokens in a micro-batch of 32."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def measure(workers: int, address: str | None = None) -> Reduced:
 
 
 def reduce_all() -> dict[str, Any]:
-    """What runs in each worker: the best of several reductions of each size."""
+    """Runs in each worker: measures the fastest of several reductions of each size."""
     import torch
     import torch.distributed as dist
 
@@ -78,11 +78,11 @@ def verdict(reduced: Reduced, flops_per_second: float) -> str:
     """Whether averaging GPT-2's gradients takes longer than the backward pass that could hide it."""
     rate = max(reduced.bus_bytes_per_second.values())
     reducing = 2 * (reduced.workers - 1) / reduced.workers * 4 * PARAMETERS / rate
-    backward = 2 / 3 * FLOPS_A_TOKEN * TOKENS / flops_per_second
+    backward = 2 / 3 * FLOPS_PER_TOKEN * TOKENS / flops_per_second
     text = (
-        f"Averaging GPT-2 124M's gradients takes {reducing:.3g} s, the backward pass of {TOKENS:,} tokens at this "
+        f"Averaging GPT-2 124M's gradients takes {reducing:.3g} s, and the backward pass of {TOKENS:,} tokens at this "
         f"machine's matmul rate {backward:.3g} s: data-parallel training would "
     )
     if reducing < backward:
         return text + "not be network-bound."
-    return text + f"be network-bound; accumulate {int(reducing / backward) + 1} micro-batches a step or more."
+    return text + f"be network-bound; accumulate {int(reducing / backward) + 1} or more micro-batches per step."

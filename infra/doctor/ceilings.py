@@ -1,8 +1,8 @@
-"""What this machine reaches at best: matrix products by precision, copies, and reading from disk.
+"""The best rates that this machine reaches: matrix products by precision, copies, and reading from disk.
 
 In: a torch device. Out: rates, in FLOP/s and bytes/s. A datasheet's peak assumes clocks and cooling that
-a machine may not have, so a run is also judged by what a bare matrix product reached here. Each rate is
-the best of several repetitions: a ceiling, not an average.
+a machine may not have, so a run is also compared with what a bare matrix product reached here. Each rate is
+that of the fastest of several repetitions: a ceiling, not an average.
 """
 
 import json
@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 SECONDS = 0.4
-"""Time for each rate; all of them together stay well under a minute."""
+"""Time for each rate; all of them together take well under a minute."""
 LAUNCHES = 8
-"""Repetitions behind each other on a GPU, so that the first one's launch does not count against all."""
+"""Repetitions in a row on a GPU, so that the launch of the first one is shared by all."""
 
 SHAPES = {
     "qkv": (768, 2304),
@@ -26,11 +26,11 @@ SHAPES = {
     "feed-forward down": (3072, 768),
     "head": (768, 50304),
 }
-"""(inner, columns) of GPT-2 124M's matrix products; the rows are tokens."""
+"""(inner, columns) of GPT-2 124M's matrix products; rows are tokens."""
 
 
 def best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The fastest of the repetitions of ``work`` that fit ``SECONDS``, after one to warm up; at least three."""
+    """Seconds of the fastest repetition of ``work`` within ``SECONDS``, of at least three, after one to warm up."""
     work()
     best = float("inf")
     until = time.perf_counter() + SECONDS
@@ -68,7 +68,7 @@ def matmul_rate(rows: int, inner: int, columns: int, precision: str, device: tor
 
 
 def matmul_rates(device: torch.device) -> dict[str, float]:
-    """FLOP/s of a large square product by precision; on a CPU fp32 alone, since the others may be emulated."""
+    """FLOP/s of a large square product by precision; on a CPU fp32 only, since the others may be emulated."""
     if device.type != "cuda":
         return {"fp32": matmul_rate(2048, 2048, 2048, "fp32", device)}
     return {precision: matmul_rate(8192, 8192, 8192, precision, device) for precision in ("bf16", "tf32", "fp32")}
@@ -83,7 +83,7 @@ def model_rates(device: torch.device) -> dict[str, float]:
 
 
 def copy_rates(device: torch.device) -> dict[str, float]:
-    """Bytes/s moved: reads and writes of a copy within the device, and onto a GPU from pinned and pageable memory."""
+    """Bytes/s read and written by a copy within the device, and copied to a GPU from pinned and pageable memory."""
     size = 2**30 if device.type == "cuda" else 2**27
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -101,9 +101,9 @@ DISK_BYTES = 2**28
 
 
 def disk_rate(folder: Path) -> float:
-    """Bytes/s of reading a fresh file in ``folder`` that the page cache was told to forget.
+    """Bytes/s of reading a new file in ``folder`` after the page cache was asked to drop it.
 
-    Where the kernel keeps it anyway (tmpfs), this is memory's speed. Raises ``OSError`` on a full disk.
+    Where the kernel keeps it anyway (tmpfs), this is the speed of memory. Raises ``OSError`` on a full disk.
     """
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".disk-") as file:
         block = os.urandom(2**22)
@@ -121,7 +121,7 @@ def disk_rate(folder: Path) -> float:
 
 
 def read_matmul_rate(path: Path, device: str, precision: str) -> float | None:
-    """Matrix-product FLOP/s of a training precision that the doctor left in ``path`` for ``device``, if it did."""
+    """FLOP/s of a matrix product in ``precision`` on ``device`` from the doctor's file ``path``; None if not known."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

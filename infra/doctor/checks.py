@@ -1,4 +1,4 @@
-"""Is this machine ready to train? One check a question, each with the mend for what is wrong.
+"""Is this machine ready to train? Checks, each with the fix for a problem that it finds.
 
 In: a torch device. Out: checks. Nothing is changed on the machine.
 """
@@ -19,18 +19,18 @@ from infra.hardware import peak_flops
 from infra.units import GIB
 
 THROTTLED = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat (hardware)", 0x80: "power brake"}
-"""NVML's bits for clocks that are lowered against one's will (nvml.h, nvmlClocksThrottleReasons)."""
+"""NVML's bits for clocks that are lowered involuntarily (nvml.h, nvmlClocksThrottleReasons)."""
 SPARE = 20 * 10**9
 """Free disk space below which checkpoints and traces are in danger."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at. ``mend`` is empty when it is right; ``fatal`` when training would not start."""
+    """The result of one check. ``fix`` is empty when there is no problem; ``fatal`` when training would not start."""
 
     name: str
     value: str
-    mend: str = ""
+    fix: str = ""
     fatal: bool = False
 
 
@@ -43,15 +43,15 @@ def checks(device: torch.device, out: Path) -> list[Check]:
 
 
 def no_gpu(state: GpuState | None) -> Check:
-    """That torch has no GPU: as it should be, or although NVML has found one."""
+    """torch has no GPU: because there is none, or although NVML has found one."""
     if state is None:
         return Check("GPU", "none: training runs on the CPU")
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
     return Check(
         "GPU",
-        f"{state.name} is there and torch does not see it: training runs on the CPU",
+        f"{state.name} exists but torch does not see it: training runs on the CPU",
         f"this torch is built for {build} and the driver is {state.driver}: install a CUDA build of torch that this "
-        "driver can run, and look at CUDA_VISIBLE_DEVICES",
+        "driver can run, and check CUDA_VISIBLE_DEVICES",
     )
 
 
@@ -66,28 +66,28 @@ def software() -> list[Check]:
     if torch.version.cuda:
         found.append(Check("CUDA of torch", f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"))
     compiler = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
-    mend = "" if compiler else "install g++: torch.compile builds its launchers (on a CPU its kernels) with it"
-    return [*found, Check("C++ compiler", compiler or "none", mend)]
+    fix = "" if compiler else "install g++: torch.compile builds its launchers (on a CPU its kernels) with it"
+    return [*found, Check("C++ compiler", compiler or "none", fix)]
 
 
 def disk(out: Path) -> list[Check]:
-    """Room for checkpoints where runs are written, and shared memory for Ray."""
+    """Disk space for checkpoints where runs are written, and shared memory for Ray."""
     free = shutil.disk_usage(out).free
     found = [
         Check(
             f"disk of {out}", f"{free / 1e9:,.0f} GB free", "" if free > SPARE else "make room, or give --out elsewhere"
         )
     ]
-    shared = Path("/dev/shm")  # noqa: S108 the folder is looked at, not written to
+    shared = Path("/dev/shm")  # noqa: S108 the folder is only inspected, not written to
     if shared.exists():
         size = shutil.disk_usage(shared).free
-        mend = "" if size > 10**9 else "start the container with --shm-size=8g: Ray keeps its objects there"
-        found.append(Check("shared memory", f"{size / GIB:,.1f} GiB free", mend))
+        fix = "" if size > 10**9 else "start the container with --shm-size=8g: Ray keeps its objects there"
+        found.append(Check("shared memory", f"{size / GIB:,.1f} GiB free", fix))
     return found
 
 
 def cpu() -> list[Check]:
-    """The CPU that trains where there is no GPU."""
+    """The CPU, on which training runs without a GPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0]
     busy = f"other work keeps {load:.1f} of {cores} cores busy: stop it before measuring" if load > 0.5 * cores else ""
@@ -98,20 +98,18 @@ def cpu() -> list[Check]:
 
 
 def gpu(state: GpuState | None, name: str) -> list[Check]:
-    """The card that torch calls ``name``, as NVML reads it, and whoever else uses it."""
-    known = (
-        "" if peak_flops(name) else "its peak is not in infra/hardware.py, so there will be no MFU: add its datasheet's"
-    )
+    """The GPU that torch calls ``name``, as NVML reports it, and other processes on it."""
+    known = "" if peak_flops(name) else "its peak is not in infra/hardware.py, so there will be no MFU: add it there"
     found = [Check("GPU", name, known)]
     if state is None:
-        return [*found, Check("NVML", "does not answer", "memory by process and clocks stay unknown: check nvidia-smi")]
+        return [*found, Check("NVML", "does not answer", "memory by process and clocks are unknown: check nvidia-smi")]
     found += [Check("driver", state.driver), Check("GPU memory", f"{state.memory_total / GIB:.1f} GiB")]
     others = ", ".join(map(str, state.other_processes))
     found.append(
         Check(
             "other processes on the card",
             others or "none",
-            "end them before measuring: kill " + others if others else "",
+            "stop them before measuring: kill " + others if others else "",
         )
     )
     if not others and state.process_memory is None and state.memory_used > 2 * GIB:
@@ -124,12 +122,12 @@ def gpu(state: GpuState | None, name: str) -> list[Check]:
     if state.ecc is not None:
         found.append(Check("ECC", "on" if state.ecc else "off"))
     reasons = [text for bit, text in THROTTLED.items() if (state.throttle_reasons or 0) & bit]
-    mend = "improve cooling or raise the limit (nvidia-smi -pl): measured speeds would be of a slowed card"
-    return [*found, Check("throttling", ", ".join(reasons) or "none", mend if reasons else "")]
+    fix = "improve cooling or raise the limit (nvidia-smi -pl): otherwise the speeds are those of a throttled card"
+    return [*found, Check("throttling", ", ".join(reasons) or "none", fix if reasons else "")]
 
 
 def attention_kernels(device: torch.device) -> list[Check]:
-    """Which of torch's fused attention kernels run here, tried forwards and backwards."""
+    """Which of torch's fused attention kernels run here, forward and backward."""
     if device.type != "cuda":
         return [
             Check("fused attention", "runs" if _runs([SDPBackend.FLASH_ATTENTION], device) else "falls back to math")
@@ -141,8 +139,8 @@ def attention_kernels(device: torch.device) -> list[Check]:
     }
     runs = {name: _runs([kernel], device) for name, kernel in kernels.items()}
     text = ", ".join(f"{name} {'runs' if able else 'does not run'}" for name, able in runs.items())
-    mend = "" if runs["flash"] or runs["cuDNN"] else "neither flash nor cuDNN runs: install torch built for this GPU"
-    return [Check("attention kernels", text, mend)]
+    fix = "" if runs["flash"] or runs["cuDNN"] else "neither flash nor cuDNN runs: install torch built for this GPU"
+    return [Check("attention kernels", text, fix)]
 
 
 def _runs(kernels: list[SDPBackend], device: torch.device) -> bool:

@@ -13,9 +13,9 @@ from mlflow.tracking import MlflowClient
 from infra.command import errors, uninterrupted
 from infra.errors import first_line
 
-METRICS_A_BATCH = 500
+METRICS_PER_BATCH = 500
 
-ITEMS_A_BATCH = 90  # MLflow refuses more than 1,000 metrics, 100 params or 100 tags in one call
+ITEMS_PER_BATCH = 90  # MLflow refuses more than 1,000 metrics, 100 params or 100 tags in one call
 
 UNREACHABLE = (ErrorCode.Name(INTERNAL_ERROR), ErrorCode.Name(TEMPORARILY_UNAVAILABLE))
 """Codes of a store that cannot be asked now, as against one that refuses what it is sent."""
@@ -26,16 +26,16 @@ Entry = dict[str, Any]
 def send(client: MlflowClient, run_id: str, entries: list[Entry]) -> None:
     """Write ``entries`` to a run in as few calls as MLflow's limits allow.
 
-    Raises when the store does not answer; an entry that the store refuses for what it says is reported
-    and dropped, since sending it again would fail for ever.
+    Raises when the store does not answer. An entry that the store rejects is reported and dropped, since sending it
+    again would fail forever.
     """
     metrics = [Metric(e["key"], e["value"], e["time"], e["step"]) for e in entries if e["kind"] == "metric"]
     params = [Param(e["key"], e["value"]) for e in entries if e["kind"] == "param"]
     tags = [RunTag(e["key"], e["value"]) for e in entries if e["kind"] == "tag"]
-    for first in range(0, len(metrics), METRICS_A_BATCH):
-        _log(client, run_id, metrics=metrics[first : first + METRICS_A_BATCH])
-    for first in range(0, max(len(params), len(tags)), ITEMS_A_BATCH):
-        part = slice(first, first + ITEMS_A_BATCH)
+    for first in range(0, len(metrics), METRICS_PER_BATCH):
+        _log(client, run_id, metrics=metrics[first : first + METRICS_PER_BATCH])
+    for first in range(0, max(len(params), len(tags)), ITEMS_PER_BATCH):
+        part = slice(first, first + ITEMS_PER_BATCH)
         _log(client, run_id, params=params[part], tags=tags[part])
     for entry in entries:
         match entry["kind"]:
@@ -50,13 +50,13 @@ def send(client: MlflowClient, run_id: str, entries: list[Entry]) -> None:
                 if Path(entry["path"]).exists():
                     _call(client.log_artifact, run_id, entry["path"], entry["folder"])
                 else:
-                    errors.print(f"{entry['path']} is gone and was not uploaded to MLflow")
+                    errors.print(f"{entry['path']} no longer exists and was not uploaded to MLflow")
             case "finish":
                 _call(client.set_terminated, run_id, entry["status"], entry["time"])
 
 
-def _log(client: MlflowClient, run_id: str, **items: list[Any]) -> None:
-    """Write a batch or, where the store refuses it, its items one by one: a refused one takes no other with it."""
+def _log(client: MlflowClient, run_id: str, **items: Any) -> None:
+    """Write a batch or, where the store rejects it, its items one by one: a rejected one takes no other with it."""
     try:
         client.log_batch(run_id, **items)
     except MlflowException as failure:
@@ -73,17 +73,17 @@ def _call(method: Any, *arguments: Any, **named: Any) -> None:
     except MlflowException as failure:
         if failure.error_code in UNREACHABLE:
             raise
-        errors.print(f"MLflow refuses an entry: {first_line(failure)}")
+        errors.print(f"MLflow rejected an entry: {first_line(failure)}")
 
 
 @uninterrupted()
 def deliver_journal(client: MlflowClient, journal: Path) -> None:
-    """Send what ``journal`` kept for its run, then remove it. Raises when the store does not answer."""
+    """Send the entries of ``journal`` to its run, then remove it. Raises when the store does not answer."""
     if not journal.exists():
         return
     entries = []
     for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(json.JSONDecodeError):  # a kill may have cut it short
+        with suppress(json.JSONDecodeError):  # the last line of a process that was killed
             entries.append(json.loads(line))
     send(client, journal.stem, entries)
     client.set_tag(journal.stem, "tracking.delivered_late", f"{len(entries)} entries")
@@ -91,7 +91,7 @@ def deliver_journal(client: MlflowClient, journal: Path) -> None:
 
 
 def deliver_journals(client: MlflowClient, folder: Path) -> None:
-    """Send every journal in ``folder`` that belongs to the client's store; those that fail stay."""
+    """Send every journal in ``folder`` that belongs to the client's store; those that fail are kept."""
     for journal in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
         try:
             with journal.open(encoding="utf-8") as file:

@@ -1,7 +1,7 @@
-"""The key to a run in MLflow, which a command keeps for the one that continues its work.
+"""The key to a run in MLflow, which a command saves for the one that continues its work.
 
-Apart from ``infra.tracking.tracker`` because importing MLflow takes two seconds that ``--help`` and mistakes need
-not wait for.
+Separate from ``infra.tracking.tracker``, because importing MLflow takes two seconds that ``--help`` and error messages
+need not wait for.
 """
 
 from dataclasses import dataclass, replace
@@ -16,26 +16,26 @@ SQLITE = "sqlite:///"
 @strict
 @dataclass(frozen=True)
 class RunKey:
-    """All that is needed to write into a run that exists."""
+    """All that is needed to write to an existing run."""
 
     store: str
     experiment_id: str
     run_id: str
     journal: str
-    """Folder for entries that could not be delivered; absolute, because work is continued from anywhere."""
+    """Folder for entries that could not be delivered; absolute, because work can be continued from any folder."""
     home: str = ""
-    """The folder that the key is kept in, absolute; empty where it is not kept, and in keys of earlier versions."""
+    """The folder that the key is saved in, absolute; empty if it is not saved, and in keys of earlier versions."""
 
     def kept_in(self, folder: Path) -> dict[str, str]:
-        """The key as JSON values for a file in ``folder``, which is absolute."""
+        """The key as JSON values for a file in ``folder``, an absolute path."""
         return to_json(replace(self, home=str(folder)))
 
     def found_in(self, folder: Path, instead: str, *, store: str | None = None) -> "RunKey":
-        """The key as it holds in ``folder``, where it was read: in a project that was copied or moved, with its store.
+        """The key as it is valid in ``folder``, where it was read; with its store, the project may have been moved.
 
-        Raises ``UserError`` when the store did not come along, and when ``folder`` is a copy that shares its
-        original's store: nothing is written into another folder's run. The sentence ends with what to do ``instead``.
-        A ``store`` that the user names is taken as it is.
+        Raises ``UserError`` when the store was not moved along, and when ``folder`` is a copy that shares the store of
+        its original: nothing is written to another folder's run. The sentence ends with what to do ``instead``. A
+        ``store`` that the user names is used as it is.
         """
         old, new = Path(self.home or folder), folder
         came = old != new
@@ -54,13 +54,13 @@ class RunKey:
             if not database.exists():
                 raise UserError(
                     f"{folder} was copied or moved from {self.home} without its MLflow store: to take the runs along, "
-                    f"copy {before} to {database} and the folder mlartifacts beside it; or {instead}."
+                    f"copy {before} to {database}, and the folder mlartifacts next to it; or {instead}."
                     if came
-                    else f"the MLflow store {database} of {folder} is gone: bring it back, or {instead}."
+                    else f"the MLflow store {database} of {folder} does not exist: restore it, or {instead}."
                 )
             found = replace(found, store=f"{SQLITE}{database}")
         if came and found.store == self.store and Path(self.home).exists():
             raise UserError(
-                f"{folder} is a copy of {self.home} and would go on in its MLflow run in {self.store}: {instead}."
+                f"{folder} is a copy of {self.home} and would continue its MLflow run in {self.store}: {instead}."
             )
         return found

@@ -1,5 +1,5 @@
-"""An exported model as MLflow serves it: token ids in, logits out. MLflow keeps a copy of this file beside the
-weights, so that loading a registered model needs transformers and torch, and not this program."""
+"""An exported model as MLflow serves it: token ids in, logits out. MLflow keeps a copy of this file with the
+weights, so that loading a registered model needs transformers and torch, but not this program."""
 
 import mlflow.models
 import numpy as np
@@ -16,7 +16,7 @@ class Logits(PythonModel):
         self.model = GPT2LMHeadModel.from_pretrained(context.artifacts["model"]).eval()
 
     @torch.no_grad()
-    def predict(self, context, model_input, params=None):  # MLflow would read type hints as a schema
+    def predict(self, context, model_input, params=None):  # MLflow would take type hints for a schema
         """Logits (batch, tokens, vocabulary), float32, of token ids (batch, tokens)."""
         return self.model(torch.as_tensor(np.asarray(model_input))).logits.numpy()
 

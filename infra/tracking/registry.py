@@ -1,4 +1,4 @@
-"""A trained model in MLflow's registry, with its signature and an example of what goes in.
+"""Register a trained model in MLflow, with its signature and an input example.
 
 In: a model in the Hugging Face format and the run that trained it. Out: a new version of a registered
 model, which ``mlflow.pyfunc.load_model`` loads and ``mlflow models serve`` serves.
@@ -26,9 +26,9 @@ SERVED = Path(__file__).with_name("logits.py")
 
 
 def register(key: RunKey, name: str, folder: Path, vocabulary: int) -> str:
-    """Log the model in ``folder`` to the run of ``key``, register it as ``name``, and give its version there.
+    """Log the model in ``folder`` to the run of ``key``, register it as ``name``, and return its version there.
 
-    Token ids reach up to ``vocabulary``. Raises ``UserError`` when the store does not take it.
+    Token ids are below ``vocabulary``. Raises ``UserError`` when the store rejects the model.
     """
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     ids, logits = np.dtype(np.int64), np.dtype(np.float32)
@@ -39,7 +39,7 @@ def register(key: RunKey, name: str, folder: Path, vocabulary: int) -> str:
     mlflow.set_tracking_uri(key.store)
     client = MlflowClient(key.store)
     try:
-        # Not within mlflow.start_run, which would set the run to RUNNING, and an interrupt leave it so.
+        # Not within mlflow.start_run, which would set the run to RUNNING, where an interrupt would leave it.
         model = client.create_logged_model(key.experiment_id, name="model", source_run_id=key.run_id)
         client.log_outputs(key.run_id, [LoggedModelOutput(model.model_id, step=0)])
         made = mlflow.pyfunc.log_model(
@@ -52,5 +52,5 @@ def register(key: RunKey, name: str, folder: Path, vocabulary: int) -> str:
             registered_model_name=name,
         )
     except MlflowException as failure:
-        raise UserError(f"--register {name}: {key.store} refuses it: {first_line(failure)}") from failure
+        raise UserError(f"--register {name}: {key.store} rejects the model: {first_line(failure)}") from failure
     return str(made.registered_model_version)

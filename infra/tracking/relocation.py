@@ -1,8 +1,8 @@
-"""A SQLite store of MLflow that was copied or moved: the files of its runs are then where it is now.
+"""Adapt a SQLite store of MLflow that was copied or moved to its new place.
 
 MLflow keeps the absolute location of every run's files in the database and has no call that changes it, so that a
-copied project would go on writing into the original's folder. Hence the only SQL on MLflow's own tables; where they
-have changed, the store is refused and nothing is written.
+copied project would continue to write to the original's folder. This is the only SQL on MLflow's own tables; where
+those have changed, the store is refused and nothing is written.
 """
 
 import sqlite3
@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 from infra.errors import UserError
 
 FILES = "mlartifacts"
-"""The folder beside the database that holds the files of all runs."""
+"""The folder next to the database that holds the files of all runs."""
 
 _LOCATIONS = (
     ("experiments", "artifact_location"),
@@ -26,9 +26,9 @@ _LOCATIONS = (
 
 
 def relocate(database: Path) -> list[Path]:
-    """Have the files of ``database`` looked for, and written, beside it; returns the folders where they were before.
+    """Have MLflow read and write the files of ``database`` next to it; returns the folders where they were before.
 
-    Raises ``UserError`` when they did not come along, and ``sqlite3.Error``.
+    Raises ``UserError`` when the files were not moved along, and ``sqlite3.Error``.
     """
     here = database.parent
     with closing(sqlite3.connect(database)) as connection, connection:
@@ -38,7 +38,7 @@ def relocate(database: Path) -> list[Path]:
         for folder in before:
             if (folder / FILES).exists() and not (here / FILES).exists():
                 raise UserError(
-                    f"the MLflow store {database} was copied or moved from {folder} and would go on writing files "
+                    f"the MLflow store {database} was copied or moved from {folder} and would continue to write files "
                     f"there: to take its runs along, copy {folder / FILES} to {here / FILES}; or give another store "
                     "with --tracking-uri."
                 )

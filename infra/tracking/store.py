@@ -1,4 +1,4 @@
-"""The MLflow store: open it, create its experiments and runs, and look up what is there."""
+"""The MLflow store: open it, create experiments and runs in it, and look them up."""
 
 import logging
 import os
@@ -24,12 +24,12 @@ from infra.tracking.open_runs import note_of
 from infra.tracking.relocation import FILES, relocate
 from infra.tracking.tracker import JOURNAL
 
-for chatter in ("mlflow.store.db.utils", "alembic.runtime.migration"):
-    logging.getLogger(chatter).setLevel(logging.WARNING)  # a page about table creation on first use
+for verbose in ("mlflow.store.db.utils", "alembic.runtime.migration"):
+    logging.getLogger(verbose).setLevel(logging.WARNING)  # they print a page about new tables on first use
 
 
 def store_uri(tracking_uri: str | None = None) -> str:
-    """The store to use: the flag, else ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in this folder, made absolute."""
+    """The store to use: the flag, else ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in this folder, as absolute path."""
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
     if uri.startswith(SQLITE):
         return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).resolve()}"
@@ -38,7 +38,7 @@ def store_uri(tracking_uri: str | None = None) -> str:
 
 @uninterrupted()
 def open_store(tracking_uri: str | None = None) -> None:
-    """Open the store and create its database when it is new: what takes seconds of the first :func:`create_run`.
+    """Open the store, and create its database if it is new, which takes seconds.
 
     Raises ``UserError`` when the store cannot be reached.
     """
@@ -47,9 +47,9 @@ def open_store(tracking_uri: str | None = None) -> None:
     if file and file.is_dir():
         raise UserError(f"the MLflow store {store} is a folder: name a file in it, such as sqlite:///mlflow.db.")
     if file and file.exists() and not all(os.access(place, os.W_OK) for place in (file, file.parent)):
-        # MLflow opens it, and answers the first run to be noted with ninety lines.
+        # MLflow opens it, and fails with ninety lines when the first run is created.
         raise UserError(
-            f"the MLflow store {store} may not be written to: allow it for the file and its folder, or give another "
+            f"the MLflow store {store} is not writable: allow writing to the file and its folder, or give another "
             "with --tracking-uri."
         )
     try:
@@ -59,21 +59,21 @@ def open_store(tracking_uri: str | None = None) -> None:
         moved_from = relocate(file) if file else []
     except UserError:
         raise
-    except Exception as failure:  # a damaged database, a missing driver: each library has a class of its own
+    except Exception as failure:  # a damaged database, a missing driver: each library raises classes of its own
         raise _unusable(store, failure) from failure
     for place in moved_from:
         errors.print(
-            f"The MLflow store {store} was copied or moved here from {place}: its runs came along, and their files are "
-            f"from now on looked for and written beside it, not in {place / FILES}."
+            f"The MLflow store {store} was copied or moved here from {place}: its runs came along, and from now on "
+            f"their files are read and written next to it, not in {place / FILES}."
         )
 
 
 def _create_database(file: Path) -> None:
-    """Create the database of a store, whole or not at all: of one that is cut short, MLflow can make nothing more."""
+    """Create the database of a store, whole or not at all: MLflow cannot repair one that is incomplete."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-") as place:
         MlflowClient(f"{SQLITE}{place}/{file.name}").get_experiment_by_name("Default")  # the first call creates it
-        with suppress(OSError):  # another command was first; or there are no links here, and MLflow makes it in place
+        with suppress(OSError):  # another command was first; or there are no links here and MLflow creates it in place
             os.link(f"{place}/{file.name}", file)
 
 
@@ -86,14 +86,13 @@ def create_run(
     tags: Mapping[str, str] | None = None,
     keep: Callable[[RunKey], None] | None = None,
 ) -> RunKey:
-    """Create a run (and the store and experiment when they are new), hand its key to ``keep``, and return it.
+    """Create a run (and the store and experiment when they are new), pass its key to ``keep``, and return it.
 
-    ``keep`` writes the key to disk for a command that continues the run. Ctrl-C and SIGTERM wait until it has, and
-    a note on disk says what became of the run where the process is killed: there is never a run RUNNING that
-    nobody knows of.
+    ``keep`` writes the key to disk for a command that continues the run. Ctrl-C and SIGTERM are delayed until it has,
+    and a note on disk lets a later command close the run if the process is killed: no run stays RUNNING unnoticed.
 
-    Raises ``UserError`` when the store cannot be reached: nothing has been computed yet, so the user
-    is told now rather than after hours.
+    Raises ``UserError`` when the store cannot be reached: nothing has been computed yet, so the user is told now
+    rather than after hours.
     """
     store = parent.store if parent else store_uri(tracking_uri)
     journal = Path(parent.journal) if parent else Path(JOURNAL).resolve()
@@ -127,31 +126,31 @@ def create_run(
 def _unusable(store: str, failure: Exception) -> UserError:
     return UserError(
         f"the MLflow store {store} cannot be used: {first_line(failure)} "
-        "Start its server, or give another with --tracking-uri (for example sqlite:///mlflow.db)."
+        "Start its server, or give another store with --tracking-uri (for example sqlite:///mlflow.db)."
     )
 
 
 @uninterrupted()
 def reopen_run(key: RunKey) -> None:
-    """Let a run that ended go on. Raises ``UserError`` when its store does not have it."""
+    """Set a run that has ended to RUNNING again. Raises ``UserError`` when its store does not have it."""
     open_store(key.store)
     try:
         client = MlflowClient(key.store)
         open_runs.close_abandoned(Path(key.journal), client)
         open_runs.announce(note_of(key), client, key.experiment_id)
         if client.get_run(key.run_id).info.lifecycle_stage == LifecycleStage.DELETED:
-            client.restore_run(key.run_id)  # of a process that was killed just when it had kept the key
+            client.restore_run(key.run_id)  # of a process that was killed just after it had saved the key
         client.update_run(key.run_id, status="RUNNING")
     except MlflowException as failure:
         raise UserError(
             f"the MLflow run {key.run_id} in {key.store} cannot be continued: {first_line(failure)} "
-            "Bring its store back, or give another with --tracking-uri."
+            "Restore its store, or give another with --tracking-uri."
         ) from failure
 
 
 @uninterrupted()
 def last_steps(key: RunKey) -> dict[str, int]:
-    """The last step of every metric of the run: what a continued run need not send again.
+    """The last step of every metric of the run, up to which a continued run need not send them again.
 
     Entries that an earlier process left in its journal are delivered first. Raises ``UserError``.
     """
@@ -166,7 +165,7 @@ def last_steps(key: RunKey) -> dict[str, int]:
 
 @uninterrupted()
 def has_run(key: RunKey) -> bool:
-    """Whether the run is in the store. Raises ``UserError`` when that cannot be used."""
+    """Whether the run is in its store. Raises ``UserError`` when the store cannot be used."""
     try:
         MlflowClient(key.store).get_run(key.run_id)
     except MlflowException as failure:
@@ -178,7 +177,10 @@ def has_run(key: RunKey) -> bool:
 
 @uninterrupted()
 def find_runs(key: RunKey, tag: str, value: str) -> list[str]:
-    """Ids of the live children of ``key`` whose ``tag`` has ``value``, oldest first. Raises ``UserError``."""
+    """Ids of the children of ``key`` (but deleted ones) with this ``value`` of ``tag``, oldest first.
+
+    Raises ``UserError`` when the store cannot be used.
+    """
     try:
         found = MlflowClient(key.store).search_runs(
             [key.experiment_id],
@@ -192,7 +194,7 @@ def find_runs(key: RunKey, tag: str, value: str) -> list[str]:
 
 
 def _experiment(client: MlflowClient, store: str, name: str) -> str:
-    """The experiment's id; a new one on SQLite keeps its files beside the database, by absolute path."""
+    """The experiment's id. A new one in SQLite keeps its files next to the database, by absolute path."""
     found = client.get_experiment_by_name(name)
     if found:
         return found.experiment_id
@@ -201,7 +203,7 @@ def _experiment(client: MlflowClient, store: str, name: str) -> str:
         files = (Path(store.removeprefix(SQLITE)).parent / FILES / name).as_uri()
     try:
         return client.create_experiment(name, artifact_location=files)
-    except MlflowException:  # another command made it between the two calls
+    except MlflowException:  # another command created it between the two calls
         found = client.get_experiment_by_name(name)
         if found is None:
             raise

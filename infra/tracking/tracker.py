@@ -1,10 +1,10 @@
-"""Runs in MLflow that never slow or kill the work they record.
+"""Write runs to MLflow without ever slowing or ending the work that they record.
 
-In: metrics, params, tags, files, from the driver. Out: an MLflow run. A fresh SQLite store does not survive
-several processes creating it at once, so workers have none to do with it. Writes pass through a queue to
-one thread that batches them (a call costs microseconds; a single ``log_metric`` costs 2 ms). When the
-store does not answer, entries go to a journal on disk, are sent as soon as it answers again or when
-any later command opens the store, and the run says so in the tag ``tracking.delivered_late``.
+In: metrics, params, tags and files, from the driver; workers do not use MLflow, because a new SQLite store does not
+survive being created by several processes at once. Out: an MLflow run. Writes pass through a queue to a thread that
+batches them (a call costs microseconds; a single ``log_metric`` costs 2 ms). While the store does not answer, entries
+go to a journal on disk. They are sent as soon as it answers again or a later command opens the store, and the tag
+``tracking.delivered_late`` records that.
 """
 
 import json
@@ -21,7 +21,7 @@ from mlflow.tracking import MlflowClient
 from infra.command import errors
 from infra.errors import first_line
 from infra.tracking import open_runs
-from infra.tracking.journal import METRICS_A_BATCH, Entry, deliver_journal, send
+from infra.tracking.journal import METRICS_PER_BATCH, Entry, deliver_journal, send
 from infra.tracking.key import RunKey
 from infra.tracking.open_runs import note_of
 
@@ -29,23 +29,23 @@ BATCH_SECONDS = 1.0
 RETRY_SECONDS = 30.0
 FLUSH_SECONDS = 60.0
 HURRY_SECONDS = 15.0
-"""How long a command that was interrupted waits for the store: it promises to be gone within 30 seconds."""
+"""How long a command that was interrupted waits for the store: it promises to exit within 30 seconds."""
 PARAM_CHARACTERS = 6000
 JOURNAL = "mlflow-journal"
 
 
 class Tracker:
-    """The writer of one run. A context manager: as its block ends, it closes the run and delivers what is queued.
+    """Writes to one run. A context manager: when its block ends, it delivers what is queued and closes the run.
 
-    The run becomes KILLED after Ctrl-C, FAILED after another exception, and otherwise what :attr:`status` says, unless
-    the block closed it by :meth:`finish`. Methods return at once. They may be called from any thread, and never raise
+    The run becomes KILLED after Ctrl-C, FAILED after another exception, and otherwise :attr:`status`, unless the block
+    has closed it with :meth:`finish`. Methods return at once. They may be called from any thread, and never raise
     because of the store.
     """
 
     def __init__(self, key: RunKey) -> None:
         self.key = key
         self.status = "FINISHED"
-        """What the run becomes when its block ends without an exception: FINISHED, FAILED or KILLED."""
+        """The run's status after a block that ends without an exception: FINISHED, FAILED or KILLED."""
         self._queue: queue.SimpleQueue[Entry | threading.Event] = queue.SimpleQueue()
         self._journal = Path(key.journal) / f"{key.run_id}.jsonl"
         self._retry_at = 0.0
@@ -79,16 +79,16 @@ class Tracker:
             self._queue.put({"kind": "param", "key": name, "value": str(value)[:PARAM_CHARACTERS]})
 
     def tags(self, values: Mapping[str, Any]) -> None:
-        """Record labels; the last value stays."""
+        """Record labels; a later value replaces an earlier one."""
         for name, value in values.items():
             self._queue.put({"kind": "tag", "key": name, "value": str(value)})
 
     def note(self, markdown: str) -> None:
-        """Set the description that a person reads first on the run's page."""
+        """Set the description at the top of the run's page."""
         self.tags({"mlflow.note.content": markdown})
 
     def data(self, name: str, fingerprint: str, source: str, profile: Mapping[str, Any], context: str) -> None:
-        """Record a data set input: ``context`` says what for (``training``, ``output``)."""
+        """Record a data set; ``context`` is its role (``training``, ``output``)."""
         self._queue.put(
             {
                 "kind": "data", "name": name, "digest": fingerprint[:36], "source": source,
@@ -105,11 +105,11 @@ class Tracker:
         self.text(json.dumps(value, indent=2, sort_keys=True, default=str), name)
 
     def file(self, path: Path, folder: str | None = None) -> None:
-        """Upload a local file, by reference: it must still be there when the queue reaches it."""
+        """Upload a local file, by reference: it must still exist when the queue reaches it."""
         self._queue.put({"kind": "file", "path": str(path.resolve()), "folder": folder})
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
-        """Wait until everything queued so far is in the store or in the journal; False if that took too long."""
+        """Wait until everything queued so far is in the store or in the journal; False if that takes too long."""
         done = threading.Event()
         self._queue.put(done)
         return done.wait(seconds)
@@ -117,8 +117,8 @@ class Tracker:
     def finish(self, status: str = "FINISHED") -> None:
         """Deliver everything and close the run as FINISHED, FAILED or KILLED.
 
-        What a KILLED one cannot deliver at once is kept for the next command: an interrupt at an unlucky moment
-        leaves a lock taken (that of Python's logging), and the writer would wait for it for ever.
+        What a KILLED run cannot deliver soon is kept for the next command: an interrupt at an unlucky moment leaves a
+        lock taken (that of Python's logging), for which the writer would wait forever.
         """
         self._queue.put({"kind": "finish", "status": status, "time": int(time.time() * 1000)})
         self._finished = True
@@ -131,13 +131,13 @@ class Tracker:
 
     def _deliver_all(self) -> None:
         while not self.flush():
-            errors.print(f"MLflow ({self.key.store}) is slow; still sending. Ctrl-C leaves without the rest.")
+            errors.print(f"MLflow ({self.key.store}) is slow; still sending. Ctrl-C exits without the rest.")
 
     def _write(self) -> None:
         while True:
             batch = [self._queue.get()]
             deadline = time.monotonic() + BATCH_SECONDS
-            while not isinstance(batch[-1], threading.Event) and len(batch) < METRICS_A_BATCH:
+            while not isinstance(batch[-1], threading.Event) and len(batch) < METRICS_PER_BATCH:
                 try:
                     batch.append(self._queue.get(timeout=max(0.0, deadline - time.monotonic())))
                 except queue.Empty:
@@ -150,21 +150,21 @@ class Tracker:
                     entry.set()
 
     def _deliver(self, entries: list[Entry]) -> None:
-        """Send ``entries`` after anything journalled before them; on failure append them to the journal."""
+        """Send ``entries`` after anything that is in the journal; on failure append them to it."""
         if self._journal.exists() and time.monotonic() < self._retry_at:
             return self._keep(entries)
         try:
             self._client = self._client or MlflowClient(self.key.store)
             deliver_journal(self._client, self._journal)
             send(self._client, self.key.run_id, entries)
-        except Exception as failure:  # noqa: BLE001 whatever the client raises must not reach the work
+        except Exception as failure:  # noqa: BLE001 nothing that the client raises may disturb the work
             if not self._journal.exists():
                 errors.print(f"MLflow does not answer ({first_line(failure)}); keeping its entries in {self._journal}")
             self._retry_at = time.monotonic() + RETRY_SECONDS
             self._keep(entries)
 
     def _keep_rest(self) -> None:
-        """Journal what is queued, and what the writer holds: a store that takes an entry twice has it once."""
+        """Journal what is queued and what the writer is sending: an entry that is delivered twice is stored once."""
         rest: list[Entry | threading.Event] = [*self._sending]
         with suppress(queue.Empty):
             while True:

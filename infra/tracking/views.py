@@ -7,10 +7,10 @@ from infra.tracking.key import SQLITE, RunKey
 
 
 def ui_link(key: RunKey, *, children_by: str | None = None) -> str:
-    """The lines to paste to see a run in MLflow; with ``children_by``, its children ranked by that metric.
+    """What to run and open to see a run in MLflow; with ``children_by``, its children ranked by that metric.
 
-    The link asks for MLflow's model-training pages, because its first page is the one for GenAI, and
-    for a comparison it names the parent, because children are collapsed in the list.
+    The link opens MLflow's model-training pages, because its first page is the one for GenAI. For a comparison it
+    filters by the parent, because children are collapsed in the list.
     """
     embedded = key.store.startswith("sqlite:")
     server = "http://127.0.0.1:5000" if embedded else key.store.rstrip("/")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from infra.command import collect_seldom
+from infra.command import collect_rarely
 from infra.errors import UserError
 from pipeline.job.plan import Piece
 from pipeline.job.task import do_piece
@@ -75,7 +75,7 @@ def warm_up(workers: int) -> None:
 
     @ray.remote(num_cpus=1)
     def load() -> None:
-        collect_seldom()
+        collect_rarely()
         import ray.data  # noqa: F401 what a map task unpickles needs it
 
         from pipeline.encoding import encode

@@ -61,7 +61,7 @@ def main() -> None:
             continue
         left = deadline - time.monotonic()
         if left < 0 or not finish(step, options.folder, left):
-            sys.exit(f"{step.name} is not finished: run the same command again to go on.")
+            sys.exit(f"{step.name} is not finished: run the same command again to continue.")
     found = collect(options.folder)
     device = "".join(c if c.isalnum() else "-" for c in found["device"].lower())
     record = options.records / f"campaign-{device}.json"

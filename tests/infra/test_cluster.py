@@ -27,14 +27,14 @@ def test_an_address_at_which_nothing_listens_is_refused_at_once(address: str) ->
             connected(place).__enter__()
 
 
-def test_a_cluster_named_by_the_environment_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_the_environment_variable_that_gave_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     with pytest.raises(UserError, match=r"at RAY_ADDRESS 127.0.0.1:9: .*, or leave RAY_ADDRESS out to use this"):
         connected().__enter__()
 
 
 @pytest.mark.parametrize("address", ["elsewhere", "127.0.0.1:port", "ray://127.0.0.1:9"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(UserError, match=f"no Ray cluster answers at --address {address}: "):
         connected(address).__enter__()
 
@@ -51,7 +51,7 @@ def test_an_address_at_which_something_else_listens_is_refused_after_one_attempt
     assert "UserError: no Ray cluster answers at --address 127.0.0.1:" in done.stderr
 
 
-def test_an_interrupt_as_ray_starts_is_an_interrupt() -> None:
+def test_an_interrupt_while_ray_starts_is_not_lost() -> None:
     """Half a Ray cannot be shut down: the command ended in a segmentation fault."""
     program = """
 import sys
@@ -95,7 +95,7 @@ CPU, GPUS = {"CPU": 2.0}, {"CPU": 64.0, "GPU": 8.0}
         ([{"CPU": 4.0, "GPU": 8.0}], 4, True, 1),
     ],
 )
-def test_a_worker_is_sized_by_a_machine(nodes: list[dict[str, float]], workers: int, gpu: bool, cores: int) -> None:
+def test_a_worker_runs_on_one_machine(nodes: list[dict[str, float]], workers: int, gpu: bool, cores: int) -> None:
     assert cores_each(nodes, workers, gpu=gpu) == cores
 
 
@@ -106,7 +106,7 @@ def test_a_worker_is_sized_by_a_machine(nodes: list[dict[str, float]], workers: 
         ["tune.search", "--trial-steps", "8", "--memory-limit", "8GB", "--name", "two"],
     ],
 )
-def test_what_finds_no_room_says_so_and_ends_when_asked(
+def test_work_that_cannot_be_placed_is_reported_and_ends_on_ctrl_c(
     cluster: str, small_shards: Path, tmp_path: Path, command: list[str]
 ) -> None:
     """It waited for ever, in silence, and SIGTERM did not end it."""
@@ -134,7 +134,7 @@ def test_what_finds_no_room_says_so_and_ends_when_asked(
     assert {run.info.status for run in runs} == {"KILLED"}
 
 
-def test_a_step_that_takes_long_ends_when_asked(cluster: str, small_shards: Path, tmp_path: Path) -> None:
+def test_a_long_step_ends_on_ctrl_c(cluster: str, small_shards: Path, tmp_path: Path) -> None:
     program = "import train.launch.driver; train.launch.driver.STOP_SECONDS = 1; from train.run import main; main()"
     flags = ["--model", "tiny", "--global-batch", "40000", "--micro-batch", "4", "--device", "cpu"]
     slow = subprocess.Popen(

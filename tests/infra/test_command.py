@@ -73,7 +73,7 @@ def test_nohup_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("flags", "code"), [(["--do", "print"], 3), (["--help"], 0)])
-def test_a_reader_that_leaves_ends_nothing(flags: list[str], code: int) -> None:
+def test_a_closed_pipe_does_not_end_the_work(flags: list[str], code: int) -> None:
     """``| tee log`` ends by the same Ctrl-C as we, and before us; ``--help | head`` once it has enough."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -82,26 +82,24 @@ def test_a_reader_that_leaves_ends_nothing(flags: list[str], code: int) -> None:
     assert done.returncode == code
 
 
-def test_a_log_on_a_full_disk_ends_nothing() -> None:
+def test_a_log_on_a_full_disk_does_not_end_the_work() -> None:
     with Path("/dev/full").open("wb") as disk:
         done = subprocess.run([sys.executable, "-c", SCRIPT, "--do", "print"], stdout=disk, stderr=disk, timeout=60)
     assert done.returncode == 3
 
 
-def test_an_interrupt_that_python_would_forget_is_not_lost() -> None:
+def test_an_interrupt_in_a_finalizer_is_not_lost() -> None:
     done = run("--do", "interrupt in a callback")
     assert done.returncode == 130
-    assert done.stderr.splitlines() == [
-        "Interrupted. What was finished is kept; run the same command again to continue."
-    ]
+    assert done.stderr.splitlines() == ["Interrupted. Finished work is kept; run the same command again to continue."]
 
 
-def test_what_is_stuck_ends_all_the_same() -> None:
+def test_a_command_that_is_stuck_still_ends() -> None:
     before = time.monotonic()
     done = run("--do", "get stuck")
     assert done.returncode == 130
     assert time.monotonic() - before < 30
-    assert "left without waiting any longer" in done.stderr
+    assert "exiting without waiting any longer" in done.stderr
 
 
 def test_a_mistake_is_one_sentence_with_its_brackets_kept() -> None:
@@ -112,16 +110,18 @@ def test_a_mistake_is_one_sentence_with_its_brackets_kept() -> None:
 def test_a_name_that_is_too_long_is_refused() -> None:
     done = run("--do", "long")
     assert done.returncode == 2
-    assert done.stderr == f"error: {'x' * 60}... is a longer name than this system takes: give a shorter one.\n"
+    assert done.stderr == f"error: {'x' * 60}... is too long a name for this system: give a shorter one.\n"
 
 
-def test_what_is_no_unicode_is_refused() -> None:
+def test_a_flag_that_is_not_unicode_is_refused() -> None:
     done = run("--do", b"caf\xe9".decode("utf-8", "surrogateescape"))
     assert done.returncode == 2
-    assert done.stderr == "error: 'caf\\udce9' is not UTF-8, as Ray needs it: rename it, or name the folder it is in.\n"
+    assert (
+        done.stderr == "error: 'caf\\udce9' is not UTF-8, which Ray requires: rename it, or name the folder it is in.\n"
+    )
 
 
-def test_a_config_that_contradicts_itself_gets_a_sentence() -> None:
+def test_a_contradictory_config_is_refused_in_one_sentence() -> None:
     done = run("--do", "contradict")
     assert "--do contradict disagrees with itself." in done.stderr + done.stdout
     assert "Traceback" not in done.stderr

@@ -26,7 +26,7 @@ def test_the_worst_of_each_reading_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     }  # fmt: skip
 
 
-def test_what_is_not_told_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_are_not_reported_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = replace(CARD, sm_clock=None, temperature=None, throttle_reasons=None, power_limit=None)
     assert seen(monkeypatch, silent) == {}
     assert seen(monkeypatch, silent, CARD, silent) == seen(monkeypatch, CARD)

@@ -56,7 +56,7 @@ def test_a_ray_without_the_switch_for_loopback_is_refused_before_it_starts(monke
     assert not hasattr(ray_constants, "ENABLE_RAY_CLUSTER")
 
 
-def test_a_ray_that_ignores_the_switch_is_refused_and_ended(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_that_ignores_the_switch_is_refused_and_stopped(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shared Ray stands for it: it was started without the switch."""
     init = ray.init
     monkeypatch.setattr(ray, "init", lambda **settings: init(address=cluster, log_to_driver=False))
@@ -82,7 +82,7 @@ def test_a_ray_that_starts_processes_otherwise_stays_in_our_group_and_that_is_lo
     assert "stays in our process group" in caplog.text
 
 
-def test_what_is_replaced_is_put_back() -> None:
+def test_replaced_attributes_are_restored() -> None:
     before: tuple[Any, ...] = ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen
     with on_loopback(), own_process_group():
         assert (ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen) != before

@@ -37,12 +37,12 @@ class Whole:
     st.lists(st.floats(allow_nan=False)),
     st.none() | st.text(st.characters(codec="utf-8"), min_size=1),
 )
-def test_what_is_kept_comes_back(parts: list[Part], losses: list[float], name: str | None) -> None:
+def test_saved_values_are_read_back(parts: list[Part], losses: list[float], name: str | None) -> None:
     whole = Whole(tuple(parts), Path("a/b"), losses, name)
     assert from_json(Whole, to_json(whole), "test") == whole
 
 
-def test_a_loss_that_is_no_number_comes_back() -> None:
+def test_a_loss_that_is_nan_is_read_back() -> None:
     assert math.isnan(from_json(Whole, to_json(Whole(losses=[math.nan])), "test").losses[0])
 
 
@@ -60,6 +60,6 @@ def test_a_loss_that_is_no_number_comes_back() -> None:
         (None, "input should be an object"),
     ],
 )
-def test_what_is_wrong_is_named(values: object, sentence: str) -> None:
+def test_the_wrong_field_is_named(values: object, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         from_json(Whole, values, "a.json")

@@ -16,7 +16,7 @@ from infra.errors import UserError
 from infra.storage import TEMPORARY, atomic_file, clear_temporaries, lock, write_json
 
 
-def test_an_error_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
+def test_an_error_leaves_the_old_file_and_no_temporary_one(tmp_path: Path) -> None:
     target = tmp_path / "manifest.json"
     write_json(target, {"old": 1})
 
@@ -54,7 +54,7 @@ def test_a_temporary_file_is_private_while_it_is_written(tmp_path: Path) -> None
         assert temporary.stat().st_mode & 0o077 == 0
 
 
-def test_a_disk_that_takes_no_more_is_a_sentence_and_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "manifest.json"
     write_json(target, {"old": 1})
     old, most = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -29,19 +29,19 @@ def test_the_two_gigabytes_differ() -> None:
 
 
 @pytest.mark.parametrize(("parse", "text"), [(parse_size, "0GB"), (parse_duration, "0s"), (parse_duration, "0h0m")])
-def test_nothing_is_refused(parse: Callable[[str], float], text: str) -> None:
+def test_zero_is_refused(parse: Callable[[str], float], text: str) -> None:
     with pytest.raises(ValueError, match="give more than 0"):
         parse(text)
 
 
 @pytest.mark.parametrize("text", ["40", "GB", "-1GB", "40 parsecs", ""])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)
 
 
 @pytest.mark.parametrize("text", ["90", "m", "5 minutes", "1m2", ""])
-def test_what_is_no_duration_is_refused(text: str) -> None:
+def test_an_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a duration"):
         parse_duration(text)
 

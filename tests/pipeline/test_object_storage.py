@@ -173,7 +173,7 @@ def test_an_address_with_a_secret_key_is_refused_and_not_repeated() -> None:
 
 def test_a_remote_file_is_read_from_any_place_like_a_local_one() -> None:
     data = random.Random(0).randbytes(1000)
-    ours, local = storage._Steady("s3://bucket/file", pa.BufferReader(data)), io.BytesIO(data)
+    ours, local = storage._RetryingFile("s3://bucket/file", pa.BufferReader(data)), io.BytesIO(data)
     chance = random.Random(1)
     for _ in range(300):
         whence = chance.choice([io.SEEK_SET, io.SEEK_CUR, io.SEEK_END])
@@ -196,11 +196,11 @@ def test_failures_are_retried_with_growing_pauses(failures: int, monkeypatch: py
         return "done"
 
     if failures < storage.ATTEMPTS:
-        assert storage.steadily("s3://bucket/file", act) == "done"
+        assert storage.with_retries("s3://bucket/file", act) == "done"
         assert pauses == [0.2, 0.4, 0.8, 1.6][:failures]
     else:
         with pytest.raises(UserError, match="cannot be read, after 5 attempts: busy"):
-            storage.steadily("s3://bucket/file", act)
+            storage.with_retries("s3://bucket/file", act)
 
 
 def test_a_missing_file_is_not_retried() -> None:
@@ -211,5 +211,5 @@ def test_a_missing_file_is_not_retried() -> None:
         raise FileNotFoundError
 
     with pytest.raises(FileNotFoundError):
-        storage.steadily("s3://bucket/file", act)
+        storage.with_retries("s3://bucket/file", act)
     assert len(asked) == 1

@@ -118,7 +118,7 @@ def test_the_card_tells_what_the_model_is_and_nothing_of_who_trained_it(
     for steps, told in ((5, True), (9, False)):
         result.write_text(json.dumps({"steps": steps, "val_loss": 4.321, "device": "cpu"}))
         card = model_card(read_progress(saved), saved)
-        assert ("| validation loss (nats a token) | 4.321 |" in card) is told, "of the step that is exported alone"
+        assert ("| validation loss (nats per token) | 4.321 |" in card) is told, "of the step that is exported alone"
         assert ("| trained on | cpu |" in card) is told
     assert "| steps | 5 |" in card
     assert f"| training tokens | {5 * 4 * 32} |" in card
@@ -178,7 +178,7 @@ def test_a_damaged_checkpoint_is_named(small_shards: Path, small_model: ModelCon
     (saved / "state.pt").unlink()
     load_model(saved)  # needs the weights alone
     (saved / "model.safetensors").write_bytes(b"cut short")
-    with pytest.raises(UserError, match=r"step-00000005 is damaged: model\.safetensors is not what was written"):
+    with pytest.raises(UserError, match=r"step-00000005 is damaged: model\.safetensors does not match its checksum"):
         export(ExportConfig(checkpoint=str(saved), to=tmp_path / "exported"))
 
 
@@ -237,5 +237,5 @@ def test_sampling(small_shards: Path, small_model: ModelConfig, tmp_path: Path) 
     assert likeliest == sample(model, [256], 40, temperature=0, seed=5)
     assert likeliest == sample(model, [256], 40, top_k=1)
     assert sample(model, [256], 40, seed=1) == sample(model, [256], 40, seed=1) != sample(model, [256], 40, seed=2)
-    with pytest.raises(UserError, match="ids that are not GPT-2's"):
+    with pytest.raises(UserError, match="ids other than GPT-2's"):
         generate(GenerateConfig(checkpoint=str(saved)))

@@ -44,7 +44,7 @@ def test_the_limit_names_a_batch_or_says_that_none_fits() -> None:
 def test_the_whole_plan_prints_every_table() -> None:
     with console.capture() as printed:
         plan(PlanOptions(TrainConfig(model=PRESETS["tiny"], micro_batch=8, global_batch=16, steps=10)))
-    for title in ("Parameters", "Memory at its peak", "Largest micro-batch", "Arithmetic", "Data, time and cost"):
+    for title in ("Parameters", "Predicted peak memory", "Largest micro-batch", "Arithmetic", "Data, time and cost"):
         assert title in printed.get()
 
 

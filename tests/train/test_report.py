@@ -33,12 +33,12 @@ def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
         "arithmetic": "0.002 TFLOP/s; no MFU: the peak of 'cpu' is not known",
         "peak memory": f"process 1.00 GiB (resident set); predicted {predicted:.2f} GiB",
         "loss": "training 3.250, validation 3.500",
-        "validation": "perplexity 33.1; 1.500 bits a byte; 1.250 bits a character",
+        "validation": "perplexity 33.1; 1.500 bits per byte; 1.250 bits per character",
         "seen": "320 training + 64 validation tokens; 0.5 books",
         "time": "2s; first step after 1.5 s",
-        "a step": "90.0% compute, 9.0% optimizer, 1.00% waiting for data",
+        "step time": "90.0% compute, 9.0% optimizer, 1.00% waiting for data",
         "checkpoint": "runs/one/checkpoints/step-00000010",
-        "it writes": "so it goes",
+        "sample": "so it goes",
     }
     on_gpu = make_result(
         device="NVIDIA H100", mfu=0.5, memory=Memory(2 * GIB, 3 * GIB, 4 * GIB, "nvml"), throughput=None, val_loss=None
@@ -100,7 +100,7 @@ def test_what_is_about_to_be_trained(
     report.print_header(replace(config, data=small_shards), manifest, Path("runs/a name"))
     printed = " ".join(capfd.readouterr().out.split())
     assert f": {manifest.splits['train']['tokens']:,} training tokens" in printed
-    assert "8 sequences = 2 a micro-batch x 2 accumulated x 2 workers; 256 tokens a step; precision fp32" in printed
+    assert "8 sequences = 2 per micro-batch x 2 accumulated x 2 workers; 256 tokens per step; precision fp32" in printed
     assert "folder: runs/a name" in printed
 
 

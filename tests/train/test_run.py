@@ -157,7 +157,7 @@ def test_what_one_worker_refused_ends_all_when_they_start_again(tmp_path: Path) 
     assert begin(tmp_path, start) == (None, "the disk is full")
     for _ in range(worker.ATTEMPTS):
         assert begin(tmp_path, start) == (None, None)
-    assert "died 3 times without getting from step 0" in (begin(tmp_path, start)[1] or "")
+    assert "died 3 times between step 0" in (begin(tmp_path, start)[1] or "")
     assert begin(tmp_path, Start("another command", 0)) == (None, None)
     assert "does not exist on" in (begin(tmp_path / "gone", start)[1] or "")
     (tmp_path / "file").touch()
@@ -189,7 +189,7 @@ def test_a_worker_begins_at_the_step_that_it_is_told_and_nowhere_else(
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "continues from step 6, and" in (begin(empty, Start("elsewhere", 6))[1] or "")
-    assert "holds no checkpoint that is whole" in (begin(empty, Start("elsewhere", 0, again=True))[1] or "")
+    assert "has no intact checkpoint" in (begin(empty, Start("elsewhere", 0, again=True))[1] or "")
 
     assert begin(home.path, Start("here", 6)) == (sixth, None)
     shutil.rmtree(sixth)
@@ -243,7 +243,7 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
         (["--config", ""], "--config is empty"),
         (["--resume="], "--resume is empty"),
         (["--resume", "never"], "--resume never"),
-        (["--resume", "one", "--name", "two"], "--name two: a run that goes on keeps its name"),
+        (["--resume", "one", "--name", "two"], "--name two: a resumed run keeps its name"),
         (["--steps", "3", "--tokens", "70000000"], "--tokens"),
         (["--time-budget", "5"], "5m"),
         (["--text-field", "content"], "--text-field is about books and this run reads none: name them with --stream"),
@@ -273,9 +273,9 @@ def test_a_damaged_checkpoint_is_named_before_the_run_goes_on_from_an_older_one(
     (home.checkpoints / "step-00000006" / "model.safetensors").write_bytes(b"")
     assert command(monkeypatch, "--resume", "one", "--seed", "1") == 2
     unreadable, emptied, refusal = capfd.readouterr().err.splitlines()
-    assert "step-00000004 is no checkpoint that can be read" in unreadable
-    assert "step-00000006 is damaged: model.safetensors is not what was written; " in emptied
-    assert all(line.endswith("; step-00000002 is taken instead.") for line in (unreadable, emptied))
+    assert "step-00000004 cannot be read as a checkpoint" in unreadable
+    assert "step-00000006 is damaged: model.safetensors does not match its checksum; " in emptied
+    assert all(line.endswith("; step-00000002 is used instead.") for line in (unreadable, emptied))
     assert ".;" not in unreadable
     assert "step-00000002 was trained with --seed 0 and not 1" in refusal
     assert find_checkpoint("one", Path("runs")).name == "step-00000002"

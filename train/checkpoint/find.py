@@ -8,14 +8,12 @@ from train.checkpoint.run_folder import RunFolder
 
 
 def find_run(text: str, out: Path, flag: str = "--resume") -> RunFolder:
-    """The run that ``flag`` names: by its name under ``out``, its folder, or its newest checkpoint's folder.
+    """The run that ``flag`` names: by its name under ``out``, its folder, or the folder of its newest checkpoint.
 
-    A run in object storage is fetched from there.
-
-    Raises ``UserError`` when there is nothing to continue.
+    A run in object storage is downloaded. Raises ``UserError`` when there is nothing to continue.
     """
     if "://" in text:
-        from train.checkpoint.remote import download  # most runs are on disk
+        from train.checkpoint.remote import download  # imported here because most runs are on disk
 
         text = str(download(text, out))
     for path in (out / text, Path(text)):
@@ -23,8 +21,8 @@ def find_run(text: str, out: Path, flag: str = "--resume") -> RunFolder:
             later = checkpoints_in(path.parent)[-1]
             if later.name != path.name:
                 raise UserError(
-                    f"{flag} {text} is not the newest checkpoint of its run: remove those behind it, up to "
-                    f"{later.name}, to continue from there."
+                    f"{flag} {text} is not the newest checkpoint of its run: to continue from there, remove those "
+                    f"after it, up to {later.name}."
                 )
             run = RunFolder(path.resolve().parent.parent)
         elif (path / "config.json").is_file():
@@ -32,13 +30,13 @@ def find_run(text: str, out: Path, flag: str = "--resume") -> RunFolder:
         else:
             continue
         if newest(run.checkpoints) is None:
-            raise UserError(f"{flag} {text}: {run.path} has no checkpoint that is whole; start a new run with --name.")
+            raise UserError(f"{flag} {text}: {run.path} has no intact checkpoint; start a new run with --name.")
         return run
     raise UserError(f"{flag} {text}: there is no run {out / text} or {text}; 'ls {out}' lists runs.")
 
 
 def find_checkpoint(text: str, out: Path) -> Path:
-    """The checkpoint that ``--checkpoint`` names: itself, or a run's newest. Raises ``UserError``."""
+    """The checkpoint that ``--checkpoint`` names, or the newest of the run that it names. Raises ``UserError``."""
     if (Path(text) / "progress.json").is_file():
         return Path(text)
     return find_run(text, out, flag="--checkpoint").newest()

@@ -1,7 +1,7 @@
-"""Where a run stands on disk: its checkpoints, which of them are sound, and the position each holds.
+"""The progress of a run on disk: its checkpoints, which of them are intact, and the position that each holds.
 
-A folder is a checkpoint when its ``progress.json``, which is written last, holds the checksums of its
-other files. Imports no torch, so that commands find what they continue before anything heavy is loaded.
+A folder is a checkpoint when its ``progress.json``, which is written last, holds the checksums of its other files.
+Imports no torch, so that commands find what they continue before anything slow is loaded.
 """
 
 import json
@@ -22,15 +22,15 @@ PROGRESS = "progress.json"
 
 @dataclass(frozen=True)
 class RunState:
-    """How far a run has got: the numbers that its loop counts up, its checkpoints keep and its result tells."""
+    """How far a run has got: the numbers that its loop counts, and its checkpoints and result contain."""
 
     step: int = 0
     position: int = 0
     """Windows consumed, over all workers."""
     reported: int = 0
-    """The last step that a cycle's report covers; losses of the steps behind it are in the checkpoint."""
+    """The last step that a cycle's report covers; the losses of later steps are in the checkpoint."""
     reference: float | None = None
-    """Mean loss of the last reported cycle, which a spike is measured against."""
+    """Mean loss of the last reported cycle, relative to which a spike is detected."""
     val_tokens: int = 0
     elapsed: float = 0.0
     """Seconds of training."""
@@ -39,19 +39,19 @@ class RunState:
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Progress(RunState):
-    """Where a run stands: everything that is not a tensor."""
+    """The part of a checkpoint that is not tensors."""
 
     data_fingerprint: str
     vocabulary_sha256: str
     config: dict[str, Any]
     place: dict[str, Any] | None = None
-    """Where in a stream of books the position is; None for shards."""
+    """The place of the position in a stream of books; None for shards."""
     files: dict[str, str] = field(default_factory=dict)
     """Checksum of each file."""
 
     @property
     def state(self) -> RunState:
-        """Its numbers alone, for a loop to continue from."""
+        """The numbers that a loop continues from."""
         return RunState(**{field.name: getattr(self, field.name) for field in fields(RunState)})
 
 
@@ -62,24 +62,24 @@ _checksums: dict[Stamp, str] = {}
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints under ``folder``, oldest first, sound or not."""
+    """The checkpoints under ``folder``, oldest first, damaged ones too."""
     return sorted(folder.glob("step-*"))
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint under ``folder`` whose files are as they were written."""
+    """The newest intact checkpoint under ``folder``; None without one."""
     return next((found for found in reversed(checkpoints_in(folder)) if damage(found) is None), None)
 
 
-def passed_over(checkpoint: Path) -> Iterator[str]:
-    """A line for each damaged checkpoint behind ``checkpoint``, the newest sound one, saying what is wrong with it."""
+def skipped(checkpoint: Path) -> Iterator[str]:
+    """A line for each damaged checkpoint that is newer than ``checkpoint``, the newest intact one, with the damage."""
     for later in checkpoints_in(checkpoint.parent):
         if later.name > checkpoint.name and (fault := damage(later)):
-            yield f"{later} is damaged: {fault}; {checkpoint.name} is taken instead."
+            yield f"{later} is damaged: {fault}; {checkpoint.name} is used instead."
 
 
 def damage(checkpoint: Path, only: str | None = None) -> str | None:
-    """What is wrong with a checkpoint, or with the ``only`` file of it that matters; None when nothing is."""
+    """How a checkpoint, or the one file ``only`` of it, is damaged; None when it is intact."""
     try:
         for file, expected in read_progress(checkpoint).files.items():
             if only and file != only:
@@ -87,14 +87,14 @@ def damage(checkpoint: Path, only: str | None = None) -> str | None:
             if not (checkpoint / file).is_file():
                 return f"{file} is missing"
             if _checksum(checkpoint / file) != expected:
-                return f"{file} is not what was written"
+                return f"{file} does not match its checksum"
     except UserError as unreadable:
-        return str(unreadable).rstrip(".")  # more of a sentence follows
+        return str(unreadable).rstrip(".")  # the callers' sentences continue
     return None
 
 
 def _checksum(file: Path) -> str:
-    """The checksum of ``file``, which is read once for as long as it does not change: GPT-2's has 1.5 GB."""
+    """The checksum of ``file``, which is read once as long as it does not change: GPT-2's checkpoint has 1.5 GB."""
     found = file.stat()
     stamp = (str(file), found.st_size, found.st_mtime_ns, found.st_ino)
     if stamp not in _checksums:
@@ -103,25 +103,25 @@ def _checksum(file: Path) -> str:
 
 
 def known_checksums() -> list[tuple[Stamp, str]]:
-    """What this process has read of checkpoints, for a worker on this machine to :func:`trust`."""
+    """The checksums that this process has computed, for a worker on this machine to :func:`trust`."""
     return list(_checksums.items())
 
 
 def trust(known: Iterable[tuple[Stamp, str]]) -> None:
-    """Take over what another process has read; on another machine, whose files have other stamps, it says nothing."""
+    """Use the checksums that another process has computed; on another machine no file has their stamps."""
     _checksums.update(known)
 
 
 def read_progress(checkpoint: Path) -> Progress:
-    """Where the run that wrote ``checkpoint`` stood. Raises ``UserError`` when it is no checkpoint."""
+    """The progress of the run that wrote ``checkpoint``. Raises ``UserError`` when it is not a checkpoint."""
     try:
         return from_json(Progress, json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8")), PROGRESS)
     except (OSError, ValueError) as fault:
-        raise UserError(f"{checkpoint} is no checkpoint that can be read ({fault}).") from fault
+        raise UserError(f"{checkpoint} cannot be read as a checkpoint ({fault}).") from fault
 
 
 _SAME = ("seed", "global_batch", "optimizer", "mask_books")
-"""Settings that give the numbers in a checkpoint their meaning."""
+"""Settings that a continued run must share with its checkpoint."""
 
 
 def refuse_other_run(path: Path, progress: Progress, config: TrainConfig, manifest: Manifest) -> None:
@@ -148,26 +148,26 @@ def refuse_other_run(path: Path, progress: Progress, config: TrainConfig, manife
 
 
 def _refuse_changes(path: Path, before: object, now: object, names: Iterable[str]) -> None:
-    """Raise ``UserError`` for the first of the settings ``names`` that is another ``now``."""
+    """Raise ``UserError`` for the first of the settings ``names`` that has changed between ``before`` and ``now``."""
     for name in names:
         ours, theirs = getattr(before, name), getattr(now, name)
         if ours != theirs:
             named = f"--{name.replace('_', '-')}"
-            raise UserError(f"{path} was trained with {named} {ours} and not {theirs}: leave {named} out to go on.")
+            raise UserError(f"{path} was trained with {named} {ours}, not {theirs}: leave {named} out to continue it.")
 
 
 def refuse_finished(path: Path, progress: Progress, config: TrainConfig) -> None:
-    """Raise ``UserError`` when the finished run behind ``path`` has nothing left to do by ``config``."""
+    """Raise ``UserError`` when ``config`` leaves nothing to do for the finished run of the checkpoint ``path``."""
     total = config.total_steps
     if total is None and config.time_budget is None:
-        raise UserError(f"{path} is at the end of its epoch: say with --steps how far to train on.")
+        raise UserError(f"{path} is at the end of its epoch: give --steps to continue training.")
     if total is not None and progress.step >= total:
-        raise UserError(f"{path} is at step {progress.step:,} of {total:,}: give a larger --steps to train on.")
+        raise UserError(f"{path} is at step {progress.step:,} of {total:,}: give a larger --steps to continue.")
     if config.time_budget is not None and progress.elapsed >= config.time_budget:
-        raise UserError(f"{path} has trained for its --time-budget already: give a longer one to train on.")
+        raise UserError(f"{path} has already trained for its --time-budget: give a longer one to continue.")
 
 
 def _with_changes(ours: ModelConfig, theirs: ModelConfig) -> str:
     changed = [name for name in vars(ours) if getattr(ours, name) != getattr(theirs, name)]
-    differences = ", ".join(f"{name}={getattr(ours, name)} and not {getattr(theirs, name)}" for name in changed)
+    differences = ", ".join(f"{name}={getattr(ours, name)}, not {getattr(theirs, name)}" for name in changed)
     return f"{format_model(ours)} ({differences})"

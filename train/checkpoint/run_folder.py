@@ -1,9 +1,9 @@
-"""A run's folder, ``runs/NAME``: what is in it, and how driver and worker share it.
+"""A run's folder, ``runs/NAME``: its contents, and how driver and worker share it.
 
-The worker appends each cycle to ``cycles.jsonl``, which the driver follows for the terminal and which,
-together with the newest checkpoint, says where a run stands after either side was killed. The driver asks
-for a clean stop by creating ``STOP``, because Ray Train runs the loop in a thread where signals do not
-arrive. Neither costs an actor or a call into Ray during training.
+The worker appends each cycle to ``cycles.jsonl``. The driver follows that file for its output, and together with the
+newest checkpoint it tells how far a run has got after either side was killed. The driver asks for a clean stop by
+creating ``STOP``, because Ray Train runs the loop in a thread, where signals do not arrive. Neither needs an actor or
+a call into Ray during training.
 """
 
 import json
@@ -21,11 +21,11 @@ from infra.errors import UserError
 from infra.schema import from_json, to_json
 from infra.storage import atomic_file, lock, write_json, write_text
 from infra.tracking.key import RunKey
-from train.checkpoint.progress import checkpoints_in, newest, passed_over
+from train.checkpoint.progress import checkpoints_in, newest, skipped
 from train.result import CycleReport
 
 HANDOVER_SECONDS = 60.0
-"""How long to wait for a predecessor that is being killed; Ray's workers outlive their driver by a few seconds."""
+"""How long to wait for an earlier worker that is being killed; Ray's workers outlive their driver by a few seconds."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """The run's settings; ``--config`` and ``--resume`` read it."""
+        """The run's settings, which ``--config`` and ``--resume`` read."""
         return self.path / "config.json"
 
     @property
     def result(self) -> Path:
-        """The ``RunResult``, once there is one."""
+        """The ``RunResult`` of a run that has ended."""
         return self.path / "result.json"
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
+        """The folder of checkpoints."""
         return self.path / "checkpoints"
 
     @property
@@ -56,21 +56,21 @@ class RunFolder:
 
     @property
     def stream(self) -> Path:
-        """What a run straight from books read, and how long it waited for it."""
+        """What a run straight from books has read."""
         return self.path / "stream.json"
 
     @property
     def stop(self) -> Path:
-        """Exists when the run shall end after the step it is at."""
+        """A file that asks the run to stop after its current step."""
         return self.path / "STOP"
 
     @property
     def refused(self) -> Path:
-        """Why one of several workers gave up, for them all to read when they are started again."""
+        """The reason why one of several workers gave up, which all of them read when they are restarted."""
         return self.path / "REFUSED"
 
     def starts_of(self, command: str) -> list[int] | None:
-        """The steps that workers of ``command`` started from; None where neither it nor they have been at this disk."""
+        """The steps that workers of ``command`` started from; None where neither it nor they have used this disk."""
         try:
             first, *steps = (self.path / "starts").read_text(encoding="utf-8").split()
             return [int(step) for step in steps] if first == command else None
@@ -78,22 +78,22 @@ class RunFolder:
             return None
 
     def keep_starts(self, command: str, steps: Sequence[int]) -> None:
-        """Remember for :meth:`starts_of`; an earlier command's are forgotten."""
+        """Save ``steps`` for :meth:`starts_of`, in place of those of an earlier command."""
         write_text(self.path / "starts", "\n".join([command, *map(str, steps)]) + "\n")
 
     def is_finished(self) -> bool:
-        """Whether it came to its end, as far as its settings of then went."""
+        """Whether the run finished, by the settings that it had then."""
         try:
             return json.loads(self.result.read_text(encoding="utf-8"))["outcome"] == "finished"
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
     def keep_key(self, key: RunKey) -> None:
-        """Remember the MLflow run, for a resumed run to go on in it."""
+        """Save the key of the MLflow run, in which a resumed run continues."""
         write_json(self.path / "tracking.json", key.kept_in(self.path))
 
     def key(self, store: str | None = None) -> RunKey | None:
-        """The MLflow run that :meth:`keep_key` remembered, in ``store`` if that is given.
+        """The key of the MLflow run that :meth:`keep_key` saved, in ``store`` if that is given; None without one.
 
         Raises ``UserError`` when the folder was copied or moved without its store.
         """
@@ -104,29 +104,29 @@ class RunFolder:
         return kept.found_in(self.path, "name a store for the run with --tracking-uri", store=store)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Be the only one that trains here; waits for a predecessor that is dying. Raises ``UserError``."""
+    def worker_lock(self) -> Iterator[None]:
+        """Lock the folder for the worker that trains; waits for an earlier one that is ending. Raises ``UserError``."""
         refusal = f"another process is training in {self.path}: stop it, or give another --name."
         with lock(self.path / "lock", refusal, patience=HANDOVER_SECONDS):
             yield
 
     @contextmanager
-    def driven(self) -> Iterator[None]:
-        """Be the only command that runs or continues this run. Raises ``UserError``."""
-        with lock(self.path / ".command", f"another command is training in {self.path}: wait for it, or end it."):
+    def command_lock(self) -> Iterator[None]:
+        """Lock the folder for the command that runs or continues this run. Raises ``UserError``."""
+        with lock(self.path / ".command", f"another command is training in {self.path}: wait for it, or stop it."):
             yield
 
     def newest(self) -> Path:
-        """The newest sound checkpoint of a run that has one, as :func:`find_run` gives it; names those passed over."""
+        """The newest intact checkpoint of a run from :func:`find_run`, which has one; prints which ones are skipped."""
         found = newest(self.checkpoints)
-        assert found is not None, "a run without a sound checkpoint is refused"
-        for line in passed_over(found):
+        assert found is not None, "find_run refuses a run without an intact checkpoint"
+        for line in skipped(found):
             errors.print(line, markup=False)
         return found
 
     @contextmanager
-    def cleared(self) -> Iterator[None]:
-        """Remove this new folder, so that its name is free again, when the block fails before a cycle or checkpoint."""
+    def removed_on_failure(self) -> Iterator[None]:
+        """Remove this new folder, which frees its name, when the block fails before the first cycle or checkpoint."""
         try:
             yield
         except BaseException:
@@ -143,7 +143,7 @@ class RunFolder:
             os.fsync(file.fileno())
 
     def rewind(self, step: int) -> None:
-        """Forget cycles behind ``step``, which are about to be done again, and a line cut short."""
+        """Remove cycles after ``step``, which are about to be repeated, and an incomplete last line."""
         if not self.cycles.exists():
             return
         lines = self.cycles.read_bytes().splitlines(keepends=True)
@@ -152,7 +152,7 @@ class RunFolder:
 
 
 class Follower:
-    """Reads a log of cycles as it grows, and hands on each step once even when the log is rewound."""
+    """Reads a log of cycles while it grows; passes each step on once, even when the log is rewound."""
 
     def __init__(self, path: Path, on_cycle: Callable[[dict[str, Any]], None]) -> None:
         self.path = path
@@ -162,7 +162,7 @@ class Follower:
         self._position = 0
 
     def poll(self) -> None:
-        """Hand on what is new."""
+        """Pass new cycles on."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -180,10 +180,10 @@ class Follower:
 
 
 def new_folder(out: Path, name: str, *, resumable: bool = True, begun: Sequence[str] = ()) -> Path:
-    """The folder of a new run, ladder, search or profile. Raises ``UserError`` when ``name`` cannot be one's.
+    """The folder of a new run, ladder, search or profile. Raises ``UserError`` when ``name`` is not a valid name.
 
-    Neither can it be where something is already, unless that is no more than ``begun``: the names of what a command
-    leaves that fails before it has properly begun.
+    It must not exist, unless it contains nothing but ``begun``: the names of files that a command leaves when it fails
+    at the beginning.
     """
     if not re.fullmatch(r"[^/\0]+", name) or name in (".", "..") or len(os.fsencode(name)) > 200:
         raise UserError(f"--name {name!r} is not the name of a folder: write for example --name first.")
@@ -195,10 +195,10 @@ def new_folder(out: Path, name: str, *, resumable: bool = True, begun: Sequence[
 
 
 def make(folder: Path) -> None:
-    """Make a new ``folder``. Raises ``UserError`` when it cannot be, or another command was faster."""
+    """Create a new ``folder``. Raises ``UserError`` when that fails, or another command was faster."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
         raise UserError(f"{folder} exists already: give another --name.") from None
     except OSError as refused:
-        raise UserError(f"{folder} cannot be made ({refused.strerror}): name another --out.") from refused
+        raise UserError(f"{folder} cannot be created ({refused.strerror}): give another --out.") from refused

@@ -1,9 +1,9 @@
 """A run's state on disk, whole or not at all: weights, optimizer, loss scaling, random state, position in the data.
 
-In: a snapshot taken on the step. Out: a folder that a thread writes under a temporary name, reads back,
-and renames, while training goes on. Weights are safetensors, so that anything can read them; the rest is
-a torch file that is only ever loaded with ``weights_only=True``. Checksums of both stand in
-``progress.json``, which is therefore what makes a folder a checkpoint.
+In: a snapshot that is taken at a step. Out: a folder that a thread writes under a temporary name, reads back and
+renames while training continues. Weights are safetensors, so that other programs can read them; the rest is a torch
+file that is only ever loaded with ``weights_only=True``. ``progress.json`` holds the checksums of both, and makes a
+folder a checkpoint.
 """
 
 import os
@@ -31,12 +31,12 @@ from train.model.parallel import share_of, whole
 WEIGHTS, _STATE = "model.safetensors", "state.pt"
 
 PAUSES = (1.0, 4.0, 10.0)
-"""Seconds between attempts to reach object storage, beside those of its own client."""
+"""Seconds between attempts to reach object storage, in addition to those of its client."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Tensors on the host; those of a GPU arrive there when ``copied`` has happened."""
+    """Tensors on the host; those from a GPU are complete once ``copied`` has happened."""
 
     weights: dict[str, Tensor]
     state: dict[str, Any]
@@ -44,7 +44,7 @@ class Snapshot:
 
 
 def snapshot(model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, losses: Tensor) -> Snapshot:
-    """Copy what changes with the next step. On a GPU the copies are queued before that step and nothing waits.
+    """Copy what the next step changes. On a GPU the copies are queued before that step and nothing waits for them.
 
     With sharded weights every worker must call it.
     """
@@ -66,7 +66,7 @@ def snapshot(model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.Gra
 
 def _to_host(tensor: Tensor) -> Tensor:
     tensor = whole(tensor.detach())
-    if hasattr(tensor, "__tensor_flatten__"):  # it wraps tensors: torchao's quantised moments, which clone() breaks
+    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper of tensors: torchao's quantised moments, which clone() breaks
         wrapper: Any = tensor
         names, context = wrapper.__tensor_flatten__()
         parts = {name: _to_host(getattr(wrapper, name)) for name in names}
@@ -86,7 +86,7 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class Checkpoints:
-    """The checkpoints of one run, ``folder/step-00000123``: written one at a time in a thread, the newest kept."""
+    """The checkpoints of one run, ``folder/step-00000123``: written one by one in a thread; the newest are kept."""
 
     def __init__(self, folder: Path, keep: int, copy_to: str | None = None) -> None:
         self.folder = folder
@@ -100,24 +100,24 @@ class Checkpoints:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def save(self, taken: Snapshot, progress: Progress, is_sound: Callable[[list[float]], bool]) -> None:
-        """Write ``taken`` in the background, after what is still being written.
+        """Write ``taken`` in the background, after a checkpoint that is still being written.
 
-        A state is not kept when its weights are not finite or ``is_sound`` refuses its losses, so that the
-        last good checkpoint stays. Raises ``UserError`` when the one before could not be written.
+        A state is discarded when its weights are not finite or ``is_sound`` rejects its losses, so that the last good
+        checkpoint is kept. Raises ``UserError`` when the previous one could not be written.
         """
         self.wait()
         self._thread = threading.Thread(target=self._write, args=(taken, progress, is_sound), name="checkpoint")
         self._thread.start()
 
     def wait(self) -> Path | None:
-        """Wait for the write in progress; the newest checkpoint that this run wrote."""
+        """Wait for the write in progress; returns the newest checkpoint that this run wrote."""
         if self._thread:
             self._thread.join()
         if self._failure:
             raise UserError(
                 f"the checkpoint under {self.folder}{f' or {self.copy_to}' if self.copy_to else ''} could not be "
-                f"written ({self._failure}): make room or mend the storage, then continue the run with --resume; the "
-                "checkpoints before are whole."
+                f"written ({self._failure}): make room or fix the storage, then continue the run with --resume; the "
+                "earlier checkpoints are intact."
             ) from self._failure
         return self.latest
 
@@ -129,19 +129,19 @@ class Checkpoints:
             if finite and is_sound(taken.state["losses"].tolist()):
                 self.latest = write(self.folder, taken, progress)
                 for later in checkpoints_in(self.folder):
-                    if later.name > self.latest.name:  # damaged, or we would have begun there
+                    if later.name > self.latest.name:  # damaged, or the run would have continued from there
                         shutil.rmtree(later, ignore_errors=True)
                 for old in checkpoints_in(self.folder)[: -self.keep]:
                     shutil.rmtree(old, ignore_errors=True)
                 if self.copy_to:
                     self._copy(self.latest, self.copy_to)
-        except Exception as failure:  # noqa: BLE001 handed to the thread that trains
+        except Exception as failure:  # noqa: BLE001 raised in the thread that trains
             self._failure = failure
             for leftover in self.folder.glob(f"{TEMPORARY}*"):  # on a disk that may be full
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def _copy(self, checkpoint: Path, uri: str) -> None:
-        """Upload ``checkpoint``; a storage that is away for a while is asked again, and training goes on meanwhile."""
+        """Upload ``checkpoint``, with retries if the storage is away for a while; training continues meanwhile."""
         for pause in PAUSES:
             try:
                 return upload(checkpoint, self.folder.parent.name, uri, self.keep)
@@ -161,7 +161,7 @@ def write(folder: Path, taken: Snapshot, progress: Progress) -> Path:
         with (temporary / file).open("rb") as opened:
             os.fsync(opened.fileno())
     if any(not torch.equal(value, taken.weights[key]) for key, value in load_file(temporary / WEIGHTS).items()):
-        raise OSError(f"{temporary / WEIGHTS} reads back otherwise than it was written")
+        raise OSError(f"{temporary / WEIGHTS} differs from what was written when it is read back")
     files = {file: checksum(temporary / file) for file in (WEIGHTS, _STATE)}
     write_json(temporary / PROGRESS, to_json(replace(progress, files=files)))
     temporary.chmod(0o755)
@@ -177,7 +177,7 @@ def write(folder: Path, taken: Snapshot, progress: Progress) -> Path:
 
 
 def load_weights(checkpoint: Path, model: GPT, device: torch.device) -> None:
-    """Put the weights of ``checkpoint`` into ``model``."""
+    """Load the weights of ``checkpoint`` into ``model``."""
     weights = load_file(checkpoint / WEIGHTS, device=str(device))
     if model.config.tied:
         weights["head.weight"] = weights["token_embedding.weight"]
@@ -191,16 +191,16 @@ def load(
     scaler: torch.amp.GradScaler,
     device: torch.device,
 ) -> list[float]:
-    """Put the state of ``checkpoint`` into its places; gives the losses of steps not yet reported.
+    """Load the state of ``checkpoint``; returns the losses of steps that have not been reported.
 
-    Raises ``UserError`` when a file is not what was written.
+    Raises ``UserError`` when it is damaged.
     """
     fault = damage(checkpoint)
     if fault:
         raise UserError(f"{checkpoint} is damaged: {fault}; remove it to continue from the checkpoint before it.")
     load_weights(checkpoint, model, device)
-    # On the host first: AdamW without a fused kernel keeps its step count there, and a copy on the GPU would be
-    # waited for at every step. The optimizer moves the rest to its parameters.
+    # To the host first: AdamW without a fused kernel keeps its step count there, and would wait for a copy on the GPU
+    # at every step. The optimizer moves the rest to its parameters.
     state = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, values in state["optimizer"].get("state", {}).items():
@@ -209,8 +209,8 @@ def load(
     settings = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state["optimizer"])
     for group, ours in zip(optimizer.param_groups, settings, strict=True):
-        group.update(ours)  # decay and betas are the config's, which may have changed them
-    if state["scaler"]:  # empty unless the run before was in fp16
+        group.update(ours)  # decay and betas come from the config, which may have changed them
+    if state["scaler"]:  # empty unless the run was in fp16 before
         scaler.load_state_dict(state["scaler"])
     restore_random_state(state["rng"])
     return state["losses"].tolist()
@@ -221,15 +221,15 @@ def _share(value: Any, like: Tensor) -> Any:
 
 
 def random_state() -> dict[str, Tensor]:
-    """torch's generators, which decide dropout."""
+    """The state of torch's generators, which decide dropout."""
     state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # asking would take memory of a GPU that a run on the CPU leaves alone
+    if torch.cuda.is_initialized():  # otherwise asking would take memory of a GPU that a run on the CPU does not use
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def restore_random_state(state: dict[str, Tensor]) -> None:
-    """Undo :func:`random_state`."""
+    """Restore what :func:`random_state` returned."""
     torch.set_rng_state(state["cpu"].cpu())
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"].cpu())

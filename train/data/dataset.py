@@ -1,7 +1,7 @@
-"""What a run trains on, as the loop sees it: windows for training and validation, and what is known of them.
+"""The data of a run as the loop sees it: windows for training and validation, and what is known about them.
 
-Two things are: token shards, here, and a stream of books (:mod:`train.data.stream`), which reads through Ray and
-is therefore made by the worker and handed to the loop.
+There are two kinds: token shards, here, and a stream of books (:mod:`train.data.stream`), which reads through Ray and
+is therefore created by the worker and passed to the loop.
 """
 
 from typing import Any, Protocol
@@ -17,12 +17,12 @@ class Data(Protocol):
 
     @property
     def windows(self) -> OrderedWindows:
-        """For training."""
+        """The windows for training."""
         ...
 
     @property
     def validation(self) -> Windows | None:
-        """For validation; None when the config asks for none."""
+        """The windows for validation; None when the config does not validate."""
         ...
 
     @property
@@ -32,20 +32,20 @@ class Data(Protocol):
 
     @property
     def epoch_windows(self) -> int | None:
-        """Windows in an epoch; None while nobody knows."""
+        """Windows in an epoch; None if that is unknown."""
         ...
 
     def place(self, position: int) -> dict[str, Any] | None:
-        """What a checkpoint keeps beside ``position``, the number of windows consumed."""
+        """What a checkpoint keeps in addition to ``position``, the number of windows consumed."""
         ...
 
     def go_to(self, place: dict[str, Any] | None) -> None:
-        """Let reading begin where :meth:`place` was."""
+        """Continue reading from a value of :meth:`place`."""
         ...
 
 
 class ShardData:
-    """Token shards: any window can be read at once, so the position says it all."""
+    """Token shards: any window can be read at once, so a position is enough to continue."""
 
     def __init__(self, config: TrainConfig) -> None:
         if config.stream:
@@ -60,7 +60,7 @@ class ShardData:
             self.validation = Windows(shards.streams("val"), length, config.seed, split="val")
 
     def place(self, position: int) -> None:
-        """Nothing: the position is enough."""
+        """Always None: the position is enough."""
 
     def go_to(self, place: dict[str, Any] | None) -> None:
-        """Nothing: every place is at hand."""
+        """Do nothing: every window can be read at any time."""

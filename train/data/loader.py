@@ -1,11 +1,10 @@
 """Shards to device batches: shuffled windows read by memory map, at an exact position.
 
 In: opened token shards, or another source of windows. Out: micro-batches (inputs, targets) on the device. A window is
-``context_length + 1`` tokens of one shard's stream, and neighbours share one token, so that every token
-is predicted once an epoch. The order is a pseudo-random permutation that is computed, not stored: a
-pure function of (seed, epoch), so the loader's whole state is one integer, the number of windows
-consumed, and any worker can compute any batch. That is also why steps see the same windows at every
-micro-batch and worker count.
+``context_length + 1`` tokens of one shard's stream, and neighbouring windows share one token, so that every token is
+predicted once per epoch. The order is a pseudo-random permutation that is computed, not stored: a pure function of
+(seed, epoch). The loader's whole state is therefore one integer, the number of windows consumed, any worker can
+compute any batch, and steps see the same windows at every micro-batch and number of workers.
 """
 
 from collections import deque
@@ -21,22 +20,22 @@ from torch import Tensor
 from train.data.windows import OrderedWindows
 
 PLANNED_WINDOWS = 1024
-"""Windows whose order is computed at once: numpy's cost a call outweighs its work on a small batch."""
+"""Windows whose order is computed at once: on small batches numpy's cost per call exceeds that of its work."""
 
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all loaders: the allocator keeps memory by stream, and each validation would leave some behind."""
+    """One stream for all loaders: the allocator keeps memory per stream, and each validation would leave some."""
     return torch.cuda.Stream(device)
 
 
 NEXT_BATCH = "throughline: next batch"
-"""What a profile calls the loop's asking for a batch."""
+"""The name in a profile of the loop's requests for a batch."""
 
 
 @cache
 def _readers(count: int) -> ThreadPoolExecutor:
-    """Threads that read batches; one set for all loaders, because each validation makes one."""
+    """Threads that read batches; one set for all loaders, because each validation creates a loader."""
     return ThreadPoolExecutor(count, thread_name_prefix="batches")
 
 
@@ -51,10 +50,10 @@ class _Prepared:
 class BatchLoader:
     """Micro-batches of one worker, read ahead.
 
-    ``next()`` gives (inputs, targets), int64 of shape (micro_batch, context_length), and prepares the
-    batch after it. On CUDA a batch is read into pinned memory and copied on a side stream while the one
-    before it is computed on. Without ``ahead`` all of that happens when the batch is asked for. With
-    ``threads`` they do the reading, and as much of the copying as is done ahead.
+    ``next()`` returns (inputs, targets), int64 of shape (micro_batch, context_length), and prepares the following
+    batch. On CUDA a batch is read into pinned memory and copied on a side stream while the model computes on the one
+    before it. Without ``ahead`` all of that happens when a batch is requested. ``threads`` is the number of threads
+    that read, and do the part of the copying that happens ahead; with 0 the calling thread does.
     """
 
     def __init__(
@@ -95,12 +94,12 @@ class BatchLoader:
 
     @property
     def position(self) -> int:
-        """Windows consumed by all workers, counted in whole steps: where a resumed run goes on."""
+        """Windows consumed by all workers, in whole steps: where a resumed run continues."""
         return self.start + self.taken // self.accumulation * self.step_windows
 
     @torch.profiler.record_function(NEXT_BATCH)
     def next(self) -> tuple[Tensor, Tensor]:
-        """The next micro-batch, its copy to the device ordered before the current stream's further work."""
+        """The next micro-batch; later work in the current stream waits for its copy to the device."""
         if not self._depth:
             self._begin()
         prepared = self._ready.popleft()()
@@ -115,13 +114,13 @@ class BatchLoader:
         return batch[:, :-1], batch[:, 1:]
 
     def _places(self, step: int) -> np.ndarray:
-        """Places of this worker's windows in the next few steps, planned together because each call costs more."""
+        """Places of this worker's windows in the next few steps; planned together because each call is expensive."""
         mine = self.micro_batch * self.accumulation
         steps = self.start + (step + np.arange(self._planned)) * self.step_windows
         return (steps[:, None] + self.rank * mine + np.arange(mine)).ravel()
 
     def _begin(self) -> None:
-        """Prepare the batch behind those that are ready, or have a thread do it."""
+        """Prepare the batch after those that are ready, or have a thread do it."""
         micro = self._prepared % (self._planned * self.accumulation)
         if micro == 0:
             self._numbers = self.windows.order(self._places(self._prepared // self.accumulation))
@@ -135,7 +134,7 @@ class BatchLoader:
         self._ready.append(lambda: prepared)
 
     def _prepare(self, numbers: np.ndarray, turn: int) -> _Prepared:
-        """Read one batch and, ahead, start its copy. The host buffers take turns, and this one's batch was taken."""
+        """Read a batch into host buffer ``turn``, whose last one has been taken, and with ``ahead`` start its copy."""
         host = self._host[turn]
         if self._stream is not None:
             self._copied[turn].synchronize()

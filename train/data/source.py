@@ -1,6 +1,6 @@
-"""What a run is asked to train on, known before torch is imported: where it lies and what it holds.
+"""What can be known about a run's data before torch is imported: where it is and what it contains.
 
-In: a config. Out: the same with whole paths; its stream of books, and the manifest of that, which is an estimate.
+In: a config. Out: the same with absolute paths; its stream of books, and an estimate of the manifest of that.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from train.config import TrainConfig
 
 
 def absolute(config: TrainConfig) -> TrainConfig:
-    """``config`` as workers need it, which run in a folder of Ray's: local sources by their whole paths."""
+    """``config`` with absolute paths of local sources, because workers run in a folder of Ray's."""
     if not config.stream:
         return replace(config, data=config.data.resolve())
     return replace(config, stream=tuple(whole_path(source) for source in config.stream))
@@ -24,9 +24,10 @@ def stream_of(config: TrainConfig) -> Stream:
 
 
 def estimate(stream: Stream, book_tokens: float | None = None, held_out: Sequence[EncodedBook] = ()) -> Manifest:
-    """What can be said of a stream: its fingerprint, and an epoch's totals as estimated by the size of its sources.
+    """The manifest of a stream: its fingerprint, and an epoch's totals as estimated from the size of its sources.
 
-    ``book_tokens`` is the mean length of a book, by which books are estimated; else there are as many as files.
+    ``book_tokens`` is the mean length of a book, from which the number of books is estimated; without it, every file
+    counts as one.
     """
     summary = stream.inventory.summary()
     tokens = max(1, summary["bytes"] // BYTES_PER_TOKEN)

@@ -1,11 +1,11 @@
-"""A stream of books as the data of a run: windows shuffled block by block, at a place that a checkpoint can hold.
+"""A stream of books as the data of a run: windows shuffled block by block, from a place that a checkpoint can hold.
 
-In: encoded books, one after the other. Out: the same interface as shards'. A block is a few million
-consecutive tokens, cut into windows and visited in a pseudo-random order, so that what must be in memory is
-bounded and the first step waits for one block only. Blocks follow from the order of the books alone, hence
-so do the windows of every step, at any micro-batch and number of workers; each worker reads the whole
-stream, because encoding is a hundred times faster than training. A checkpoint names the source, the book
-and the token where the block of its position begins; a resumed run reads from there.
+In: encoded books, one after the other. Out: the same interface as that of shards. A block is a few million consecutive
+tokens, cut into windows that are visited in a pseudo-random order, so that memory is bounded and the first step waits
+for one block only. Blocks depend on the order of the books alone, and so do the windows of every step, at any
+micro-batch and number of workers. Each worker reads the whole stream, because encoding is a hundred times faster than
+training. A checkpoint names the source, the book and the token where the block of its position begins; a resumed run
+reads from there.
 """
 
 from collections import Counter, deque
@@ -28,7 +28,7 @@ BLOCK = 1 << 22
 
 @dataclass(frozen=True)
 class Place:
-    """Where a block begins: behind ``position`` windows, at the token ``offset`` of a book of an epoch."""
+    """Where a block begins: after ``position`` windows, at the token ``offset`` of a book of an epoch."""
 
     position: int = 0
     epoch: int = 0
@@ -40,9 +40,9 @@ class Place:
 
 
 class StreamWindows:
-    """The windows of a stream; those of a worker must be asked for in ascending order.
+    """The windows of a stream; each worker must request its own in ascending order.
 
-    ``read`` gives the books of an epoch from a piece on. Raises ``UserError`` when they fill no window.
+    ``read`` returns the books of an epoch, starting at a piece. Raises ``UserError`` when they do not fill a window.
     """
 
     def __init__(
@@ -51,25 +51,25 @@ class StreamWindows:
         self.context_length = context_length
         self.seed = seed
         self.places = [Place()]
-        """Of all blocks so far, and of the next one."""
+        """The places of all blocks so far, and of the next one."""
         self._read = read
-        self._windows_a_block = max(1, block // context_length)
+        self._windows_per_block = max(1, block // context_length)
         self._books: Iterator[tuple[EncodedBook, int]] | None = None
-        self._held: deque[tuple[EncodedBook, int]] = deque()
+        self._waiting: deque[tuple[EncodedBook, int]] = deque()
         self._block = np.zeros(0, np.uint16)
         self._order = np.zeros(0, np.int64)
         self._start = 0
 
     def go_to(self, place: Place) -> None:
-        """Begin at ``place``, before anything is read."""
+        """Begin at ``place``; call it before anything is read."""
         self.places, self._start = [place], place.position
 
     def order(self, places: np.ndarray) -> np.ndarray:
-        """The places themselves: which window is at one is known when its block is read."""
+        """The places themselves: a place's window is known only when its block is read."""
         return places
 
     def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
-        """Copy the windows at the places ``numbers`` into ``out``; reads on until they are there."""
+        """Copy the windows at the places ``numbers`` into ``out``, after reading as far as them."""
         for row, number in enumerate(numbers.tolist()):
             while number >= self._start + len(self._order):
                 self._next_block()
@@ -81,44 +81,44 @@ class StreamWindows:
         if self._books is None:
             self._books = self._from(place)
         length = self.context_length
-        wanted = self._windows_a_block * length + 1
-        size = sum(len(book.tokens) - offset for book, offset in self._held)
+        wanted = self._windows_per_block * length + 1
+        size = sum(len(book.tokens) - offset for book, offset in self._waiting)
         while size < wanted and (following := next(self._books, None)):
-            self._held.append(following)
+            self._waiting.append(following)
             size += len(following[0].tokens) - following[1]
-        count = min(self._windows_a_block, (size - 1) // length)
+        count = min(self._windows_per_block, (size - 1) // length)
         if count < 1:
             self._next_epoch(place, size)
             return
-        tokens = np.concatenate([book.tokens[offset:] for book, offset in self._held])
+        tokens = np.concatenate([book.tokens[offset:] for book, offset in self._waiting])
         self._block = tokens[: count * length + 1]
         self._order = permute(np.arange(count), count, self.seed, place.position)
         self._start = place.position
         self._drop(count * length)
-        book, offset = self._held[0]
+        book, offset = self._waiting[0]
         self.places.append(Place(place.position + count, place.epoch, book.piece, book.source, book.book, offset))
 
     def _drop(self, tokens: int) -> None:
-        """Let go of what the block holds; its last token is the next block's first, so something is left."""
-        while tokens >= len(self._held[0][0].tokens) - self._held[0][1]:
-            book, offset = self._held.popleft()
+        """Release the block's books, but for its last token, which is also the first token of the next block."""
+        while tokens >= len(self._waiting[0][0].tokens) - self._waiting[0][1]:
+            book, offset = self._waiting.popleft()
             tokens -= len(book.tokens) - offset
-        book, offset = self._held[0]
-        self._held[0] = (book, offset + tokens)
+        book, offset = self._waiting[0]
+        self._waiting[0] = (book, offset + tokens)
 
     def _next_epoch(self, place: Place, size: int) -> None:
-        """Begin the books again in another order; the rest of this epoch fills no window and is left out."""
+        """Begin the books again in another order; the rest of this epoch does not fill a window and is left out."""
         if not place.book:
             raise UserError(
                 f"the books of --stream have {size:,} tokens for training and one window needs "
                 f"{self.context_length + 1:,}: name more books, or choose a shorter context length."
             )
         self.places[-1] = Place(place.position, place.epoch + 1)
-        self._held.clear()
+        self._waiting.clear()
         self._books = None
 
     def _from(self, place: Place) -> Iterator[tuple[EncodedBook, int]]:
-        """Books and the token to begin at, from ``place`` on."""
+        """Books, starting at ``place``, each with the token to begin at."""
         books = self._read(place.epoch, place.piece)
         if place.book:
             yield next(book for book in books if book.book == place.book), place.offset
@@ -144,14 +144,14 @@ class StreamData:
             if len(tokens) <= length:
                 raise UserError(
                     f"the books that --stream holds out for validation have {len(tokens):,} tokens and one window "
-                    f"needs {length + 1:,}: name more books, or do without validation (--cycle {config.cycle.train}+0)"
+                    f"needs {length + 1:,}: name more books, or turn validation off (--cycle {config.cycle.train}+0)"
                     f"{_left_out(held_out)}."
                 )
             self.validation = Windows([tokens], length, config.seed, split="val")
         self._held_out = held_out
 
     def _read(self, epoch: int, piece: int) -> Iterator[EncodedBook]:
-        """The stream's books that were not dropped, counted. Raises ``UserError`` when all were."""
+        """The stream's books that are not dropped, and count them. Raises ``UserError`` when all are dropped."""
         first: EncodedBook | None = None
         for book in self.stream.read(epoch, piece):
             if book.dropped:
@@ -164,16 +164,17 @@ class StreamData:
             yield book
         if first and not self.books:
             raise UserError(
-                f"no book of --stream can be trained on: name others, or have them read otherwise{_left_out([first])}."
+                f"no book of --stream can be used for training: name others, or change how they are read"
+                f"{_left_out([first])}."
             )
 
     @property
     def manifest(self) -> Manifest:
-        """The stream's, with the mean length of the books that were read here."""
+        """The stream's manifest, with the mean length of the books that were read so far."""
         return estimate(self.stream, self.tokens / self.books if self.books else None, self._held_out)
 
     def summary(self) -> dict[str, Any]:
-        """What was read here, of which the last block is not yet trained on."""
+        """What was read, including a last block that has not been trained on."""
         return {"books": self.books, "tokens": self.tokens, "chars": self.chars, "dropped": dict(self.dropped)}
 
     def place(self, position: int) -> dict[str, Any]:
@@ -181,11 +182,11 @@ class StreamData:
         return asdict(next(place for place in reversed(self.windows.places) if place.position <= position))
 
     def go_to(self, place: dict[str, Any] | None) -> None:
-        """Begin where :meth:`place` was."""
+        """Begin at a value of :meth:`place`."""
         if place:
             self.windows.go_to(Place(**place))
 
 
 def _left_out(books: Sequence[EncodedBook]) -> str:
-    """The first of ``books`` that was dropped and why, to end a sentence with; nothing when none was."""
+    """The end of a sentence: the first of ``books`` that was dropped, and why; empty when none was."""
     return next((f"; {book.book} was left out: {book.why}" for book in books if book.dropped), "")

@@ -1,4 +1,4 @@
-"""The one place where training meets text: token ids to characters, for samples and for losses per byte."""
+"""Token ids and text: for samples, for losses per byte, and for the tokenizer of an exported model."""
 
 import itertools
 import json
@@ -18,18 +18,18 @@ def is_gpt2(vocabulary_sha256: str) -> bool:
 
 
 def refuse_foreign_ids(config: TrainConfig, manifest: Manifest) -> None:
-    """Raise ``UserError`` when the data's token ids are GPT-2's and the model is made for other ones."""
+    """Raise ``UserError`` when the data's token ids are GPT-2's and the model's vocabulary is not."""
     ids = END_OF_TEXT + 1
     if is_gpt2(manifest.vocabulary_sha256) and config.model.vocabulary != ids:
         raise UserError(
-            f"{config.source} holds GPT-2's {ids:,} token ids and --model has vocabulary={config.model.vocabulary:,}: "
+            f"{config.source} has GPT-2's {ids:,} token ids and --model has vocabulary={config.model.vocabulary:,}: "
             "leave vocabulary out of --model (padded_vocabulary is the one that may be larger)."
         )
 
 
 @cache
 def token_bytes(vocabulary_sha256: str) -> np.ndarray | None:
-    """UTF-8 bytes of each token id, 0 for the end of a text; None for another vocabulary than GPT-2's."""
+    """UTF-8 bytes of each token id, 0 for the end of a text; None for a vocabulary other than GPT-2's."""
     if not is_gpt2(vocabulary_sha256):
         return None
     sizes = [len(reference().decode_single_token_bytes(token)) for token in range(END_OF_TEXT)]
@@ -49,8 +49,8 @@ def to_text(ids: list[int]) -> str:
 def tokenizer_files() -> dict[str, str]:
     """GPT-2's ``vocab.json`` and ``merges.txt``, which transformers' tokenizer reads, rebuilt from the rank table.
 
-    A merge is the pair of tokens that byte-pair encoding joins last to make a token, which is found by
-    encoding the token with the ranks below its own.
+    A merge is the pair of tokens that byte-pair encoding joins last to form a token. It is found by encoding the token
+    with the ranks below its own.
     """
     ranks = {reference().decode_single_token_bytes(token): token for token in range(END_OF_TEXT)}
     letters = _letters()
@@ -81,7 +81,7 @@ def _parts(token: bytes, rank: int, ranks: dict[bytes, int]) -> list[bytes]:
 
 
 def _letters() -> dict[int, str]:
-    """GPT-2's printable character for each byte: its own where it has one, else one from 256 on."""
+    """GPT-2's printable character for each byte: the byte's own if it is printable, else one from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}

@@ -16,7 +16,7 @@ _ROUNDS = 4
 
 
 class OrderedWindows(Protocol):
-    """Windows of tokens at the places of an order that goes on without end."""
+    """Windows of tokens in an endless order."""
 
     context_length: int
 
@@ -41,14 +41,16 @@ class Windows:
         self.count = int(self.first[-1])
         if not self.count:
             longest, needed = max((len(stream) for stream in streams), default=0), context_length + 1
-            validated = "raise --val-fraction of 'python -m pipeline.tokenize', do without by --cycle 200+0, "
+            validated = (
+                "raise --val-fraction of 'python -m pipeline.tokenize', turn validation off with --cycle 200+0, "
+            )
             raise UserError(
                 f"the {split} split's largest shard has {longest:,} tokens and one window needs {needed:,}: tokenize "
                 f"more books, {validated if split == 'val' else ''}or choose a shorter context length."
             )
 
     def order(self, places: np.ndarray) -> np.ndarray:
-        """Numbers of the windows at ``places`` of the shuffled order, which goes on from epoch to epoch."""
+        """Numbers of the windows at ``places`` of the shuffled order, which continues from epoch to epoch."""
         epochs, within = np.divmod(places, self.count)
         numbers = np.empty(len(places), dtype=np.int64)
         for epoch in np.unique(epochs):
@@ -65,11 +67,11 @@ class Windows:
 
 
 def permute(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Where a pseudo-random permutation of ``range(count)`` sends ``places``; needs no memory of size ``count``.
+    """A pseudo-random permutation of ``range(count)``, applied to ``places``; needs no memory of size ``count``.
 
-    A Feistel network over the smallest even number of bits that holds ``count``, walked until it lands
-    inside (Black and Rogaway 2002, "Ciphers with arbitrary finite domains", method 2). The round function
-    is splitmix64's finaliser (Steele et al. 2014).
+    A Feistel network over the smallest even number of bits that holds ``count``, repeated until the result is in range
+    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains", method 2). The round function is splitmix64's
+    finaliser (Steele et al. 2014).
     """
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)

@@ -1,7 +1,7 @@
-"""Arithmetic by named formulas, because "MFU" says nothing without the formula behind it.
+"""Arithmetic by named formulas, because "MFU" is meaningless without its formula.
 
-In: a model and whether its activations are recomputed. Out: FLOPs a token, forward and backward. A
-multiplication and an addition are two FLOPs; the backward pass is twice the forward.
+In: a model and whether its activations are recomputed. Out: FLOPs per token, forward and backward. A multiplication
+and an addition are two FLOPs; the backward pass costs twice as much as the forward pass.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from train.result import RunResult
 
 @dataclass(frozen=True)
 class Formula:
-    """A way to count FLOPs a token, with its source."""
+    """A way to count FLOPs per token, with its source."""
 
     name: str
     text: str
@@ -24,7 +24,7 @@ class Formula:
 
 
 def matmul_parameters(model: ModelConfig) -> int:
-    """Parameters that every token is multiplied with: the blocks' matrices and the head, at its padded size.
+    """Parameters that every token is multiplied by: the blocks' matrices and the head, at its padded size.
 
     Embeddings are looked up, not multiplied; a tied head is multiplied once.
     """
@@ -32,7 +32,7 @@ def matmul_parameters(model: ModelConfig) -> int:
 
 
 def palm(model: ModelConfig) -> float:
-    """Model FLOPs a token by PaLM (arXiv 2204.02311, appendix B): attention counted as if it were not causal."""
+    """Model FLOPs per token by PaLM (arXiv 2204.02311, appendix B): attention counted as if it were not causal."""
     return 6 * matmul_parameters(model) + 12 * model.layers * model.context_length * model.width
 
 
@@ -47,9 +47,9 @@ def parameters_only(model: ModelConfig, parameters: int) -> float:
 
 
 def hardware(model: ModelConfig, *, recomputed: bool) -> float:
-    """FLOPs that the device executes a token: with full checkpointing the blocks' forward pass runs twice.
+    """FLOPs per token that the device executes: with full checkpointing the blocks' forward pass runs twice.
 
-    Known as 8N against 6N (Korthikanti et al., arXiv 2205.05198, appendix A); the head is not recomputed.
+    Known as 8N instead of 6N (Korthikanti et al., arXiv 2205.05198, appendix A); the head is not recomputed.
     """
     if not recomputed:
         return palm(model)
@@ -68,7 +68,7 @@ def formulas(model: ModelConfig, parameters: int) -> list[Formula]:
 
 
 def with_matmul_efficiency(result: RunResult, config: TrainConfig, folder: Path) -> RunResult:
-    """``result`` with its FLOP/s as a fraction of the matmul rate that the doctor left in ``folder``."""
+    """``result`` with its FLOP/s as a fraction of the matmul rate that the doctor saved in ``folder``."""
     rate = read_matmul_rate(folder / "doctor.json", result.device, config.precision)
     if not rate or not result.flops_per_second:
         return result

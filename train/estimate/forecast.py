@@ -1,7 +1,7 @@
 """What a run will need: parameters, memory at its peak, the largest micro-batch, arithmetic, time and cost.
 
-In: a config, and what is known of machine and price. Out: rows of a table each, a name and its value. It needs neither
-the GPU nor the data that it speaks of.
+In: a config, and what is known about speed and price. Out: the rows of a table for each, name and value. Neither the
+GPU nor the data of the run are needed.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from train.estimate.memory import largest_micro_batch, predict_peak
 from train.model.gpt import GPT, parameter_count
 
 CHINCHILLA = 20
-"""Training tokens a parameter that use a given amount of arithmetic best (arXiv 2203.15556, table 3)."""
+"""Training tokens per parameter that make the best use of a given amount of arithmetic (arXiv 2203.15556, table 3)."""
 BAR = 40
 
 Rows = list[tuple[str, str]]
@@ -46,7 +46,7 @@ def parameter_rows(config: TrainConfig) -> Rows:
 
 
 def memory_rows(config: TrainConfig) -> Rows:
-    """The anatomy of peak memory, with a bar."""
+    """Peak memory by part, with bars."""
     anatomy = predict_peak(config)
     rows = [
         (part, f"{size / GIB:8.3f} GiB  {'█' * round(BAR * size / anatomy.total)}")
@@ -61,11 +61,11 @@ def memory_rows(config: TrainConfig) -> Rows:
 
 
 def limit_rows(config: TrainConfig, limit: int | None) -> Rows:
-    """The largest micro-batches that fit the limit, plain and with what saves memory."""
+    """The largest micro-batches that fit the limit, as configured and with settings that save memory."""
     if limit is None and torch.cuda.is_available():
         limit = torch.cuda.get_device_properties(0).total_memory
     if limit is None:
-        return [("", "give --memory-limit, for example 40GB, to learn what fits")]
+        return [("", "give --memory-limit, for example 40GB, to see what fits")]
     rows = []
     for name, variant in (("as configured", config), *savings(config)):
         size = largest_micro_batch(variant, limit)
@@ -77,7 +77,7 @@ def limit_rows(config: TrainConfig, limit: int | None) -> Rows:
 
 
 def savings(config: TrainConfig) -> list[tuple[str, TrainConfig]]:
-    """``config`` with one more thing that saves memory, each on its own, where it is not in it already."""
+    """Variants of ``config``, each with one more setting that saves memory."""
     found = []
     if config.checkpointing != "full":
         found.append(("with --checkpointing full", replace(config, checkpointing="full")))
@@ -90,7 +90,7 @@ def arithmetic_rows(config: TrainConfig) -> Rows:
     """FLOPs by every formula, and the planned run's total."""
     parameters = parameter_count(config.model)
     rows = [
-        (formula.name, f"{formula.flops / 1e6:,.1f} MFLOP a token: {formula.text}")
+        (formula.name, f"{formula.flops / 1e6:,.1f} MFLOP per token: {formula.text}")
         for formula in flops.formulas(config.model, parameters)
     ]
     steps = config.total_steps
@@ -106,7 +106,7 @@ def petaflop_days(total: float) -> float:
 
 
 def time_rows(config: TrainConfig, tokens_per_second: float | None, price: float | None) -> Rows:
-    """Tokens at hand and tokens wanted, each with its time and cost where a speed and a price are known."""
+    """Tokens of an epoch, of the run and of a compute-optimal run, with time and cost if speed and price are known."""
     amounts: list[tuple[str, int]] = []
     rows: Rows = []
     tokens = epoch_tokens(config.data)
@@ -116,7 +116,7 @@ def time_rows(config: TrainConfig, tokens_per_second: float | None, price: float
         amounts.append(("an epoch of the data", tokens))
     if config.total_steps is not None:
         amounts.append(("the planned run", config.total_steps * config.step_tokens))
-    amounts.append((f"Chinchilla, {CHINCHILLA} a parameter", CHINCHILLA * parameter_count(config.model)))
+    amounts.append((f"Chinchilla, {CHINCHILLA} per parameter", CHINCHILLA * parameter_count(config.model)))
     for name, amount in amounts:
         text = f"{amount:,} tokens, {petaflop_days(flops.palm(config.model) * amount):.3g} PF-days"
         if tokens:
@@ -128,7 +128,7 @@ def time_rows(config: TrainConfig, tokens_per_second: float | None, price: float
                 text += f", cost {seconds / 3600 * config.workers * price:,.2f}"
         rows.append((name, text))
     if not tokens_per_second:
-        rows.append(("", "give --tokens-per-second (and --price) to learn hours (and cost)"))
+        rows.append(("", "give --tokens-per-second (and --price) to see hours (and cost)"))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Peak memory before a run: what lies in memory at the worst moment, part by part, and the largest batch that fits.
+"""Predicted peak memory: what is in memory at the worst moment, part by part, and the largest batch that fits.
 
 In: a TrainConfig. Out: an :class:`Anatomy` in bytes. Eager execution is counted by what autograd saves,
 operation by operation, in the manner of Korthikanti et al. (arXiv 2205.05198, section 4), and agrees with
@@ -6,10 +6,10 @@ torch's memory tracker. Compiled execution keeps as much of a block: torch's par
 work again, but not what a matrix product of the backward pass reads, such as the outputs of norms and GELU
 (``ban_recompute_materialized_backward``; ``is_materialized_backwards`` in torch/_functorch/partitioners.py).
 What it saves is in the loss, where Inductor writes the gradient of the logits over them. The order in which Inductor
-computes gradients, which decides what lies beside what, was read from the allocator's record of each step
+computes gradients, which decides what is in memory together, was read from the allocator's record of each step
 (``torch.profiler`` with ``profile_memory``, torch 2.13, CPU). Both agree with the resident memory of a process on the
-CPU (tests/benchmarks/memory.py). What no formula knows (segment rounding, library workspaces, the context) is learned
-from probes: see :func:`correct`.
+CPU (tests/benchmarks/memory.py). What formulas cannot predict (segment rounding, library workspaces, the context) is
+learned from probes: see :func:`correct`.
 """
 
 import math
@@ -23,7 +23,7 @@ from train.model.gpt import parameter_count
 from train.model.loss import pieces
 
 WORKSPACE = {"cuda": 32 * 2**20, "cpu": 0}
-"""cuBLAS keeps this beside the tensors (torch's default on Hopper; 8 MiB before it)."""
+"""cuBLAS's workspace, in addition to tensors (torch's default on Hopper; 8 MiB on older GPUs)."""
 CONTEXT = {"cuda": 500 * 2**20, "cpu": 600 * 2**20}
 """Outside the allocator: the CUDA context and loaded kernels; on the CPU the interpreter with torch, Ray and MLflow."""
 
@@ -44,7 +44,7 @@ class Anatomy:
     logits: int
     """With their gradient and the loss's intermediate results."""
     working: int
-    """Short-lived results of the block or the optimizer at work."""
+    """Temporary results of the current block or of the optimizer."""
     workspace: int
     context: int
     moment: str
@@ -52,7 +52,7 @@ class Anatomy:
 
     @property
     def total(self) -> int:
-        """All of it: what the process takes from the device."""
+        """The sum: what the process uses of the device."""
         return sum(self.parts().values())
 
     @property
@@ -67,22 +67,22 @@ class Anatomy:
 
 @dataclass(frozen=True)
 class TokenSizes:
-    """Bytes that one token leaves in memory."""
+    """Bytes in memory per token."""
 
     block: float
     """One block's activations, all that its backward pass needs."""
     kept: float
-    """What stays of them until then: less with checkpointing."""
+    """The part of them that is kept until then: less with checkpointing."""
     working: float
-    """Gradients in flight during a block's backward pass, less what it has freed by then."""
+    """Temporary gradients during a block's backward pass, less what it has freed by then."""
     ends: float
     """The final norm's input, the head's input and in the fused loss its gradient, ids."""
     loss: float
-    """Logits, and what is made of them at a time, of a token in the piece of the loss that is computed."""
+    """Logits and the intermediate results of the loss, for a token in the piece that is being computed."""
 
 
 def predict_peak(config: TrainConfig) -> Anatomy:
-    """The anatomy of the peak of a resolved ``config`` on one worker: formulas only, no device is touched."""
+    """The anatomy of the peak of a resolved ``config`` on one worker: by formulas only, without using a device."""
     kind = config.device
     assert "auto" not in (kind, config.precision), "memory is predicted of a resolved config"
     model, layers = config.model, config.model.layers
@@ -95,7 +95,7 @@ def predict_peak(config: TrainConfig) -> Anatomy:
     shards = config.workers if config.shard else 1
     all_gradients = one * parameters // shards
     cast = 2 if _half(config) and one == 4 else 0
-    # With full checkpointing autocast's copies and the mask are made again with each block, and gone with it.
+    # With full checkpointing autocast's copies and the mask are remade for each block, and freed with it.
     remade = config.checkpointing == "full"
     casts = 0 if remade else cast * (matmul_parameters(model) - head_parameters)
     mask = model.context_length**2 * _materialises(config, kind)
@@ -108,7 +108,7 @@ def predict_peak(config: TrainConfig) -> Anatomy:
     head, head_cast = one * head_parameters, cast * head_parameters
     product = 2 if _half(config) else 4
     logits = tokens * sizes.loss / max(1, chunks)
-    # The fused loss sums the head's gradient up in fp32 while it computes, in 16 bits a piece's share beside it.
+    # The fused loss accumulates the head's gradient in fp32 while it computes, and in 16 bits also a piece's share.
     summed = 4 * head_parameters if chunks else 0
     if chunks and product == 2:
         logits = max(logits, tokens * product * model.padded_vocabulary / chunks + product * head_parameters)
@@ -173,7 +173,7 @@ def predict_peak(config: TrainConfig) -> Anatomy:
 
 
 def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
-    """Bytes a token, with D the width: the residual stream is fp32 unless activations are bf16 throughout."""
+    """Bytes per token: the residual stream is fp32 unless activations are bf16 throughout."""
     model = config.model
     width, scores = model.width, model.heads * model.context_length
     half, eager, fused = _half(config), config.compile == "off", _pieces(config) > 0
@@ -182,7 +182,7 @@ def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
     matmuls = product * width * (3 + 1 + 4)  # queries, keys, values; attention's output; the wide layer's output
     # Each norm keeps its input, a mean and a deviation; in a block compiled alone the second keeps what is added.
     norms = stream * width + (product if config.compile == "blocks" else stream) * width + 16
-    between = product * width * (1 + 1 + 4)  # what norms and GELU gave to the products behind them
+    between = product * width * (1 + 1 + 4)  # the outputs of norms and GELU, inputs of the products after them
     attention, attention_working = 4.0 * model.heads, 0.0  # flash keeps the logarithm of each row's sum
     noise = 1 if kind == "cuda" else product  # CUDA's dropout keeps a mask of bytes, the CPU's a mask of factors
     dropped = (2 * width * noise) if model.dropout else 0
@@ -199,7 +199,7 @@ def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
     }[config.checkpointing]
     if config.checkpointing == "selective" and _materialises(config, kind):
         kept -= product * width
-    # GELU's gradient comes in and goes out, where eager execution has freed the input of the product behind it and
+    # GELU's gradient comes in and goes out, where eager execution has freed the input of the product after it and
     # compiled code writes one over the other.
     block_working = stream * width + 4 * width * product
     if config.compile == "blocks":
@@ -212,7 +212,7 @@ def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
         head_input += product  # its gradient
         if eager:
             head_input += stream if stream != product else 0  # what the norm gave, before it was cast
-            # Beside a piece's logits are their logarithmic softmax, and on the CPU in fp32 what it is computed from.
+            # In addition to a piece's logits their log-softmax, and on the CPU in fp32 what it is computed from.
             logits = product + 4 + (4 if half and kind == "cpu" else 0)
     return TokenSizes(
         block=block,
@@ -238,7 +238,7 @@ def _pieces(config: TrainConfig) -> int:
 
 
 def _materialises(config: TrainConfig, kind: str) -> bool:
-    """Whether the T x T matrix goes through memory; torch's fused kernel on the CPU knows no dropout."""
+    """Whether the T x T matrix is written to memory; torch's fused kernel on the CPU does not support dropout."""
     return config.attention == "manual" or (kind == "cpu" and config.model.dropout > 0)
 
 
@@ -248,10 +248,10 @@ def _half(config: TrainConfig) -> bool:
 
 
 def correct(predicted: float, probes: Sequence[tuple[float, float]]) -> float:
-    """``predicted`` bytes corrected by ``probes``: pairs of predicted and measured bytes of runs alike but for size.
+    """``predicted`` bytes corrected by ``probes``: (predicted, measured) bytes of runs that differ only in batch size.
 
-    Two or more give a line by least squares (rounding and workspaces are affine in the batch), one
-    gives an offset, none leaves the prediction as it is.
+    Two or more determine a line by least squares (rounding and workspaces are affine in the batch), one determines an
+    offset, and none leaves the prediction unchanged.
     """
     if not probes:
         return predicted

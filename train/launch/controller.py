@@ -1,6 +1,6 @@
-"""What Ray Train's controller is given to run one of our trainings by, and unpickles: no torch is imported for it.
+"""What Ray Train's controller unpickles to run a training; it does not import torch.
 
-torch's own backend would have the controller import it, two seconds before the worker is even started.
+Ray's own backend for torch would make the controller import torch, which takes two seconds before a worker is started.
 """
 
 from pathlib import Path
@@ -10,25 +10,25 @@ from ray.train import UserCallback
 from ray.train.backend import BackendConfig
 
 
-class Alone(BackendConfig):
-    """One worker, which needs no process group."""
+class SingleWorker(BackendConfig):
+    """A single worker, which needs no process group."""
 
     backend = "none"
 
 
 class Presence(UserCallback):
-    """Keeps the file at ``path``, on the driver's machine, for as long as all workers have begun and none has failed.
+    """Keeps a file at ``path``, on the driver's machine, while all workers have started and none has failed.
 
-    The driver cannot tell from Ray Train otherwise whether its workers have been placed, at first or after a failure.
+    Ray Train has no other way to tell the driver whether its workers are placed, at the beginning or after a failure.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def after_report(self, *_: Any, **__: Any) -> None:
-        """Workers report once, when they begin."""
+        """Workers report once, when they start."""
         self.path.touch()
 
     def after_exception(self, *_: Any, **__: Any) -> None:
-        """The group is gone; Ray Train starts another one."""
+        """The group has failed; Ray Train starts another one."""
         self.path.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""The driver's side of a run on Ray Train: start the worker, follow what it reports, record it in MLflow.
+"""The driver's side of a run on Ray Train: start the worker, follow its reports, record them in MLflow.
 
-In: a config and the run's tracker. Out: a RunResult. A worker that dies is started again and goes on from
-the newest checkpoint in the run's folder. What it then does again is neither printed nor sent to MLflow
-twice, and what was lost on the way there is sent. The worker itself knows nothing of MLflow: importing it
-and opening its store took three of the seconds before the first step, and its thread ran beside the loop.
+In: a config and the run's tracker. Out: a RunResult. A worker that dies is restarted and continues from the newest
+checkpoint in the run's folder. Cycles that it repeats are not printed or sent to MLflow a second time, and those that
+MLflow lacks are sent. The worker does not use MLflow: importing it and opening its store would take three seconds
+before the first step, and its thread would compete with the loop.
 """
 
 import os
@@ -36,7 +36,7 @@ from train.checkpoint.run_folder import Follower
 from train.config import TrainConfig
 from train.data.source import absolute
 from train.estimate.flops import with_matmul_efficiency
-from train.launch.controller import Alone, Presence
+from train.launch.controller import Presence, SingleWorker
 from train.launch.placement import scaling
 from train.launch.run import Run
 from train.launch.worker import train_function
@@ -45,25 +45,24 @@ from train.result import RunResult
 
 POLL_SECONDS = 0.2
 
-
 STOP_SECONDS = 18.0
-"""How long a step and its checkpoint may take after Ctrl-C, of the 30 s in which the command ends."""
+"""How long a step and its checkpoint may take after Ctrl-C, out of the 30 s within which the command ends."""
 
 
 class ControllerDied(UserError):
-    """Ray Train's own process is gone, and what its workers held stays taken until our command ends."""
+    """Ray Train's controller process has died; its workers' resources stay taken until our command ends."""
 
 
 class WorkerFailure(Exception):
-    """The loop failed in its worker; the text is the worker's traceback."""
+    """The loop failed in its worker; the message is the worker's traceback."""
 
 
 def measure(
     run: Run, config: TrainConfig, tracker: Tracker, say: Callable[[str], None]
 ) -> tuple[RunResult, dict[str, float] | None]:
-    """Train ``run`` as ``config``, ``say`` each cycle's line, and record the result in its folder and in MLflow.
+    """Train ``run`` as ``config``, print each cycle's line with ``say``, and record the result in MLflow and its folder.
 
-    Gives the result and what NVML said of this machine's GPU meanwhile. Raises as :func:`train` does.
+    Returns the result, and NVML's readings of this machine's GPU during the run. Raises as :func:`train` does.
     """
     gpu = GpuWatch()
 
@@ -81,13 +80,13 @@ def measure(
 def train(
     run: Run, config: TrainConfig, tracker: Tracker, on_cycle: Callable[[dict[str, Any]], None] = lambda cycle: None
 ) -> RunResult:
-    """Train ``run`` through Ray Train as ``config``, which is resolved; ``on_cycle`` gets what each cycle reports.
+    """Train ``run`` on Ray Train as the resolved ``config``; ``on_cycle`` is called with the report of each cycle.
 
-    Without a checkpoint to continue from, what an earlier run left in the folder is removed. Ctrl-C and SIGTERM finish
-    the step, save and return the outcome ``interrupted``; where that takes more than ``STOP_SECONDS``, or Ray has no
-    room for the workers yet, they raise ``KeyboardInterrupt``. A second one exits at once. Raises ``UserError`` when
-    the cluster lacks what the config asks for or the workers do not find what they continue from, ``ControllerDied``,
-    and ``WorkerFailure`` for our bugs.
+    Without a checkpoint to continue from, files of an earlier run in the folder are removed. After Ctrl-C or SIGTERM
+    the step is finished and saved and the outcome is ``interrupted``; if that takes more than ``STOP_SECONDS``, or Ray
+    has not placed the workers yet, ``KeyboardInterrupt`` is raised. A second signal exits at once. Raises ``UserError``
+    when the cluster lacks what the config asks for or the workers do not find the checkpoint, ``ControllerDied``, and
+    ``WorkerFailure`` for our bugs.
     """
     home, folder = run.home, run.home.path
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,13 +104,13 @@ def train(
     command = uuid.uuid4().hex
     home.keep_starts(command, [])
 
-    def hand_on(cycle: dict[str, Any]) -> None:
+    def pass_on(cycle: dict[str, Any]) -> None:
         for step, values in report.cycle_metrics(cycle):
             tracker.metrics({name: value for name, value in values.items() if step > sent.get(name, 0)}, step)
         if cycle["step"] > reported:
             on_cycle(cycle)
 
-    follower = Follower(home.cycles, hand_on)
+    follower = Follower(home.cycles, pass_on)
     with ray_files(folder) as place, connected(run.address, prestart=False):
         wanted = scaling(config)
         begun = place / "begun"
@@ -128,13 +127,13 @@ def train(
                 "memory_limit": run.memory_limit,
                 "stream": run.stream,
             },
-            torch_config=Alone() if config.workers == 1 else None,  # type: ignore[arg-type]
+            torch_config=SingleWorker() if config.workers == 1 else None,  # type: ignore[arg-type]
             scaling_config=wanted,
             run_config=ray.train.RunConfig(
                 name=place.name,
                 storage_path=str(folder),
                 worker_runtime_env={"env_vars": worker_environment(config)},
-                failure_config=ray.train.FailureConfig(max_failures=-1),  # train_function counts what matters
+                failure_config=ray.train.FailureConfig(max_failures=-1),  # train_function counts failures itself
                 callbacks=[Presence(begun)],
             ),
         )  # fmt: skip
@@ -156,13 +155,13 @@ def train(
                 if stopped and waits.is_set():
                     raise KeyboardInterrupt
                 if stopped and time.monotonic() - stopped[0] > STOP_SECONDS:
-                    errors.print(f"No step was finished and saved within {STOP_SECONDS:.0f} s; leaving without it.")
+                    errors.print(f"No step was finished and saved within {STOP_SECONDS:.0f} s; exiting without it.")
                     raise KeyboardInterrupt
     if home.stream.exists():
         tracker.file(home.stream)
     if isinstance(done[0], RayActorError):
         raise ControllerDied(
-            f"Ray Train's controller died (is the machine out of memory?). What is finished in {folder.parent} is "
+            f"Ray Train's controller died (is the machine out of memory?). Finished work in {folder.parent} is "
             "kept: continue with --resume."
         )
     if isinstance(done[0], BaseException):
@@ -177,9 +176,9 @@ def train(
 
 @contextmanager
 def stop_on_signal(flag: Path) -> Iterator[list[float]]:
-    """While the block runs, the first SIGINT or SIGTERM creates ``flag``; a second one, then or later, ends us.
+    """Create ``flag`` on the first SIGINT or SIGTERM during the block; a second one, then or later, exits.
 
-    The list that it gives holds from then on when that was, by ``time.monotonic``.
+    The list that is yielded gets the time of the first one, by ``time.monotonic``.
     """
     asked: list[float] = []
 
@@ -188,7 +187,7 @@ def stop_on_signal(flag: Path) -> Iterator[list[float]]:
             os._exit(INTERRUPTED)
         flag.touch()
         asked.append(time.monotonic())
-        errors.print("\nStopping after this step and saving; once more to leave at once.")
+        errors.print("\nStopping after this step and saving; press again to exit at once.")
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

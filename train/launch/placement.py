@@ -1,6 +1,6 @@
-"""Where the workers of a run are placed: what Ray is asked for, and what device that is.
+"""The placement of a run's workers: the resources that Ray is asked for, and the device that they get.
 
-In: a config, and the connected Ray. Out: Ray Train's scaling, and the device's facts.
+In: a config, and the connected Ray. Out: Ray Train's scaling config, and facts about the device.
 """
 
 import socket
@@ -15,14 +15,14 @@ from infra.hardware import DeviceFacts, cpu_facts, device_facts
 from train.config import TrainConfig
 
 READERS = 2
-"""Cores that are left to Ray Data by each worker that trains on a stream."""
+"""Cores that each worker that trains on a stream leaves to Ray Data."""
 
 ANSWER_SECONDS = 60.0
-"""How long a machine of the cluster may take to say what GPU it has: a process starts there."""
+"""How long a machine of the cluster may take to report its GPU: a process must start there."""
 
 
 def worker_facts(config: TrainConfig) -> DeviceFacts:
-    """The device that the connected Ray would train ``config`` on: its GPUs' where it has enough, else its CPUs'.
+    """The device on which the connected Ray would train ``config``: a GPU if it has enough of them, else a CPU.
 
     Raises ``UserError`` when the machine with the GPU does not answer.
     """
@@ -39,14 +39,14 @@ def worker_facts(config: TrainConfig) -> DeviceFacts:
         return ray.get(there.remote(), timeout=ANSWER_SECONDS)
     except GetTimeoutError:
         raise UserError(
-            f"no GPU of the cluster was free within {ANSWER_SECONDS:.0f} s: end what runs there, or use --device cpu."
+            f"no GPU of the cluster was free within {ANSWER_SECONDS:.0f} s: stop other work there, or use --device cpu."
         ) from None
 
 
 def scaling(config: TrainConfig) -> ray.train.ScalingConfig:
     """The workers to ask Ray for, by a resolved config.
 
-    Raises ``UserError`` when the cluster lacks them, for which Ray would wait.
+    Raises ``UserError`` when the cluster lacks them; Ray would wait.
     """
     nodes = eligible_nodes(accelerator=config.accelerator)
     gpus = sum(int(node.get("GPU", 0)) for node in nodes)
@@ -60,7 +60,7 @@ def scaling(config: TrainConfig) -> ray.train.ScalingConfig:
     mine = cores_each(nodes, config.workers, gpu=use_gpu)
     if not mine:
         cores = sum(int(node.get("CPU", 0)) for node in nodes)
-        raise UserError(f"--workers {config.workers} needs a core each and Ray has {cores}.")
+        raise UserError(f"--workers {config.workers} needs a core for each worker and Ray has {cores}.")
     threads = mine
     if config.stream:
         cores = sum(int(node.get("CPU", 0)) for node in eligible_nodes())
@@ -68,13 +68,13 @@ def scaling(config: TrainConfig) -> ray.train.ScalingConfig:
             threads = max(1, mine - READERS)
         if cores - config.workers * threads < config.workers:
             raise UserError(
-                f"--stream needs a core for reading beside each of --workers {config.workers} and Ray has {cores}: "
+                f"--stream needs another core for reading with each of --workers {config.workers} and Ray has {cores}: "
                 "make token shards with 'python -m pipeline.tokenize' and give them with --data."
             )
     return ray.train.ScalingConfig(
         num_workers=config.workers,
         use_gpu=use_gpu,
-        # Ray sets a worker's OpenMP threads to its cores.
+        # Ray sets a worker's number of OpenMP threads to its cores.
         resources_per_worker={"CPU": threads} | ({"GPU": 1} if use_gpu else {}),
         accelerator_type=config.accelerator,
     )

@@ -1,4 +1,4 @@
-"""What runs in Ray's workers: the loop, from the run's folder, into the run's folder."""
+"""The worker's side of a run on Ray Train: the loop, which continues from and reports to the run's folder."""
 
 import socket
 import traceback
@@ -26,37 +26,37 @@ from train.result import RunResult
 from train.sampling import closing_sample
 
 ATTEMPTS = 3
-"""Starts from the same step after which a worker that dies is not started again."""
+"""Starts from the same step after which a worker that dies is not restarted."""
 
 SHARE = "give an --out that all machines of the cluster share, or run the command on the machine that trains."
 
 
 @dataclass(frozen=True)
 class Start:
-    """What the driver and Ray tell a worker about where it begins."""
+    """What the driver and Ray tell a worker about its start."""
 
     command: str
-    """Names the driver's command; on the disk where it is found in the run's folder, its driver or workers wrote it."""
+    """A name for the driver's command; a disk with it in the run's folder has been used by its driver or workers."""
     step: int
     """The step that the run continues from; 0 is its beginning."""
     again: bool = False
-    """Whether workers of this command have begun before, and Ray Train started these after a failure."""
+    """Whether Ray Train started this worker after a failure of earlier workers of this command."""
 
 
 def train_function(payload: dict[str, Any]) -> dict[str, Any]:
-    """What runs in Ray's workers: the loop, from the step that the driver names, or where it got to since."""
+    """Runs in Ray's workers: the loop, from the step that the driver names or a newer checkpoint of this command."""
     trust(payload["checksums"])
     home = RunFolder(Path(payload["folder"]))
     context = ray.train.get_context()
     first, alone = context.get_world_rank() == 0, context.get_world_size() == 1
     start = Start(payload["command"], payload["step"], again=ray.train.get_checkpoint() is not None)
-    with ExitStack() as held:
-        resume, refusal = begin(home, held, start) if first else (newest(home.checkpoints), None)
+    with ExitStack() as locks:
+        resume, refusal = begin(home, locks, start) if first else (newest(home.checkpoints), None)
         if not alone:
             refusal = common_refusal(exchange((refusal, step_of(resume), socket.gethostname())))
         if refusal:
             return {"refused": refusal}
-        # A pointer that no file stands behind: Ray Train gives it to the workers that it starts after these.
+        # Not a real checkpoint: Ray Train passes it to the workers that it starts after a failure of these.
         begun = ray.train.Checkpoint(payload["begun"])
         ray.train.report({}, checkpoint=begun, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
         try:
@@ -65,22 +65,22 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
         except UserError as mistake:
             if alone:
                 return {"refused": str(mistake)}
-            with suppress(OSError, UserError):  # a disk may be full, which is perhaps the mistake
+            with suppress(OSError, UserError):  # the mistake may be a full disk
                 write_text(home.refused, str(mistake))
             raise
         except Exception:
             if alone:
                 return {"failed": traceback.format_exc()}
-            raise  # the others wait in a collective until Ray stops the group, and starts it again
+            raise  # the others wait in a collective until Ray stops the group and restarts it
 
 
-def begin(home: RunFolder, held: ExitStack, start: Start) -> tuple[Path | None, str | None]:
-    """Take the run's folder for as long as ``held`` is open: the checkpoint to continue from, and why not to if so.
+def begin(home: RunFolder, locks: ExitStack, start: Start) -> tuple[Path | None, str | None]:
+    """Lock the run's folder while ``locks`` is open; returns the checkpoint to continue from, or a reason not to train.
 
-    The first worker's part, whose answer all follow: one that left alone would leave the others in a collective.
+    Called by the first worker, whose answer all follow: one that left alone would leave the others in a collective.
     """
     try:
-        held.enter_context(home.held())
+        locks.enter_context(home.worker_lock())
         if home.refused.exists():
             reason = home.refused.read_text(encoding="utf-8")
             home.refused.unlink()
@@ -93,36 +93,36 @@ def begin(home: RunFolder, held: ExitStack, start: Start) -> tuple[Path | None, 
         return None, str(mistake)
     except FileNotFoundError:
         return None, f"{home.path} does not exist on {socket.gethostname()}, where Ray placed the worker: {SHARE}"
-    except OSError as failure:  # raised, it would have Ray start us again and again
-        why = f"{home.path} cannot be used ({failure.strerror}): make room or mend it, then continue with --resume."
+    except OSError as failure:  # if it were raised, Ray would restart the worker again and again
+        why = f"{home.path} cannot be used ({failure.strerror}): make room or fix it, then continue with --resume."
         return None, why
     return resume, None
 
 
 def step_of(checkpoint: Path | None) -> int:
-    """The step that a run continues from with ``checkpoint``, or begins at without one."""
+    """The step of ``checkpoint``; 0 without one."""
     return read_progress(checkpoint).step if checkpoint else 0
 
 
 def refuse_other_step(home: RunFolder, start: Start, found: int, starts: Sequence[int] | None) -> None:
-    """Raise ``UserError`` when the newest checkpoint here, of step ``found``, is not one to continue from.
+    """Raise ``UserError`` when this run cannot continue from the newest checkpoint here, which is of step ``found``.
 
-    ``starts`` are the steps that this command's workers started from here; None on a disk that is not the driver's and
-    where none of them has been. There a checkpoint other than the one asked for belongs to another run. Elsewhere a
-    newer one is what a worker saved since, and an older one a loss.
+    ``starts`` are the steps from which this command's workers started on this disk; None on a disk that neither they
+    nor the driver have used. There a checkpoint of another step belongs to another run. Elsewhere a newer checkpoint
+    was saved by an earlier worker, and an older one means that checkpoints have been lost.
     """
     here = f"{home.checkpoints} on {socket.gethostname()}, where Ray placed the worker,"
-    there = f"ends at step {found:,}" if found else "holds no checkpoint that is whole"
+    there = f"ends at step {found:,}" if found else "has no intact checkpoint"
     if starts is None and start.again:
-        raise UserError(f"the worker failed and was started again on another machine: {here} {there}: {SHARE}")
+        raise UserError(f"the worker failed and was restarted on another machine: {here} {there}: {SHARE}")
     least = max([start.step, *(starts or ())])
     if found < least or (starts is None and found > least):
-        wanted = f"continues from step {least:,}" if least else "begins anew"
+        wanted = f"continues from step {least:,}" if least else "starts at step 0"
         raise UserError(f"the run {wanted}, and {here} {there}: {SHARE}")
 
 
 def common_refusal(found: Sequence[tuple[str | None, int, str]]) -> str | None:
-    """Why the workers do not train, from what each of them found: its refusal, its newest step and its machine."""
+    """The reason why the workers do not train, if any, from each one's refusal, newest step and machine."""
     for refusal, _, _ in found:
         if refusal:
             return refusal
@@ -142,7 +142,7 @@ def train(
     asked: TrainConfig | None = None,
     stream: Stream | None = None,
 ) -> RunResult:
-    """Train in ``home`` from ``resume`` as one worker, of whom the ``first`` also reports.
+    """Train in ``home`` from ``resume`` as one worker; the ``first`` one also reports.
 
     ``memory_limit`` is in bytes, for each worker's process.
     """
@@ -168,14 +168,14 @@ def train(
 
 
 def refuse_hopeless(home: RunFolder, command: str, starts: Sequence[int]) -> None:
-    """Keep the steps that workers of ``command`` started from, the last one now.
+    """Save the steps that workers of ``command`` started from; the last one is this worker's.
 
-    Raises ``UserError`` when they died too often without a new checkpoint.
+    Raises ``UserError`` when they have died too often without a new checkpoint.
     """
     home.keep_starts(command, starts)
     step = starts[-1]
     if list(starts[-ATTEMPTS - 1 : -1]) == [step] * ATTEMPTS:
         raise UserError(
-            f"the worker died {ATTEMPTS} times without getting from step {step} to another checkpoint: "
-            "see Ray's logs for its end, and whether the machine has enough memory."
+            f"the worker died {ATTEMPTS} times between step {step} and the next checkpoint: look for the reason in "
+            "Ray's logs, and check whether the machine has enough memory."
         )

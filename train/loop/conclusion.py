@@ -1,6 +1,6 @@
-"""What a finished loop found, put together as a RunResult: speed, arithmetic, memory, losses, what was seen.
+"""The result of a finished loop: speed, arithmetic, memory, losses, and the amount of data.
 
-In: a run's state, where its time went, and how it ended. Out: the record that every command compares and keeps.
+In: a run's state, where its time went, and how it ended. Out: the RunResult that every command compares and saves.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from train.result import CycleReport, Outcome, RunResult
 
 @dataclass
 class Spent:
-    """Where the time of the steps went that this process trained, in seconds, and what their cycles reported."""
+    """Where the time of this process's steps went, in seconds, and the reports of its cycles."""
 
     steps: list[float] = field(default_factory=list)
     data_wait: float = 0.0
@@ -39,7 +39,7 @@ def conclude(
     ended: tuple[Outcome, str],
     checkpoint: str | None,
 ) -> RunResult:
-    """The result of a run that ``ended`` with an outcome for a reason; ``checkpoint`` is its newest."""
+    """The result of a run that ``ended`` with an outcome and a reason; ``checkpoint`` is the newest one."""
     manifest = data.manifest
     speed = throughput.steady_state(spent.steps, config.step_tokens)
     flops = flops_formula.flops_per_token(config.model)

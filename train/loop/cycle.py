@@ -1,8 +1,7 @@
-"""One cycle: steps, then validation, then a report; and when its losses say that the run has gone wrong.
+"""One cycle: steps, then validation, then a report; and the check whether its losses show that the run has diverged.
 
-A cycle's numbers stay on the device until the next cycle has work queued there. Cycles end at multiples
-of the config's length, wherever the run was interrupted, so that a continued run reports what an
-uninterrupted one would have.
+A cycle's numbers stay on the device until the next cycle has work queued there. Cycles end at multiples of the config's
+length, wherever the run was interrupted, so that a continued run reports the same as an uninterrupted one.
 """
 
 import itertools
@@ -31,27 +30,27 @@ class Cycle:
     losses: Tensor
     norms: Tensor
     earlier: int = 0
-    """Steps of it that an interrupted run did, whose losses the checkpoint brought."""
+    """Steps of it that an interrupted run did, whose losses come from the checkpoint."""
     computed: list[timing.Mark] = field(default_factory=list)
-    """Where each step has its gradients and the optimizer begins."""
+    """When each step has its gradients and the optimizer begins."""
     marks: list[timing.Mark] = field(default_factory=list)
-    """Where each step ends."""
+    """When each step ends."""
     waits: list[tuple[timing.Mark, timing.Mark]] = field(default_factory=list)
-    """Around each request for a batch: on a GPU's own timeline they are apart only where it had nothing to do."""
+    """Before and after each request for a batch: on a GPU's timeline they differ only while it has nothing to do."""
     val_losses: Tensor | None = None
     end: timing.Mark = None
     on_host: tuple[Tensor, Tensor, Tensor | None] | None = None
-    """Once ``end`` is reached: the losses and their last norm, and the validation's, means over the workers."""
+    """Valid once ``end`` is reached: the losses, the last gradient norm, and the validation losses; worker means."""
     rate: float = 0.0
 
     @property
     def steps(self) -> int:
-        """Steps so far, earlier ones too."""
+        """Steps so far, including earlier ones."""
         return self.earlier + len(self.marks)
 
     @property
     def data_wait(self) -> float:
-        """Seconds without a batch to work on; the last step must have ended."""
+        """Seconds spent waiting for batches; the last step must have ended."""
         return sum(timing.seconds_between(*wait) for wait in self.waits)
 
     @property
@@ -61,7 +60,7 @@ class Cycle:
 
 
 def open_cycle(first: int, step: int, length: int, earlier: list[float], device: torch.device) -> Cycle:
-    """The cycle that goes on at ``step`` after a report at ``first``, with the losses of the steps between."""
+    """The cycle that continues at ``step`` after a report at ``first``, with the losses of the steps in between."""
     stop = (step // length + 1) * length
     losses, norms = torch.zeros(2, stop - first, device=device)
     losses[: len(earlier)] = torch.tensor(earlier)
@@ -69,7 +68,7 @@ def open_cycle(first: int, step: int, length: int, earlier: list[float], device:
 
 
 def close_cycle(cycle: Cycle, workers: Workers, device: torch.device) -> None:
-    """Queue the copy of ``cycle``'s numbers to the host, so that reading them waits for no later step."""
+    """Queue the copy of ``cycle``'s numbers to the host, so that reading them does not wait for a later step."""
     losses = _to_host(workers.mean(cycle.losses[: cycle.steps]))
     validation = None if cycle.val_losses is None else _to_host(workers.mean(cycle.val_losses))
     cycle.on_host = losses, _to_host(cycle.norms[cycle.steps - 1]), validation
@@ -83,14 +82,14 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def step_seconds(cycle: Cycle) -> list[float]:
-    """Seconds of each step done here; waits for the last of them."""
+    """Seconds of each step of this process; waits for the last of them."""
     moments = [cycle.start, *cycle.marks]
     timing.wait_for(moments[-1])
     return [timing.seconds_between(a, b) for a, b in itertools.pairwise(moments)]
 
 
 def report(cycle: Cycle, config: TrainConfig, manifest: Manifest, *, val_tokens: int, elapsed: float) -> CycleReport:
-    """The numbers of a closed cycle; ``val_tokens`` are those seen before it."""
+    """The numbers of a closed cycle; ``val_tokens`` is the number before it."""
     timing.wait_for(cycle.end)
     assert cycle.on_host is not None, "only a closed cycle is reported"
     step_losses, norm, validation = cycle.on_host
@@ -125,9 +124,9 @@ def report(cycle: Cycle, config: TrainConfig, manifest: Manifest, *, val_tokens:
 
 
 def trouble(losses: list[float], reference: float | None, spike: float, first: int) -> str | None:
-    """Why training on after these ``losses`` makes no sense, if it does not; they start behind step ``first``.
+    """Why training must not continue after these ``losses``, which start after step ``first``; None if it may.
 
-    ``reference`` is the mean loss of the cycle before; a loss more than ``spike`` nats above it is a spike.
+    ``reference`` is the mean loss of the previous cycle; a loss more than ``spike`` nats above it is a spike.
     """
     for step, loss in enumerate(losses, first + 1):
         if not math.isfinite(loss):

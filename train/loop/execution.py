@@ -1,4 +1,4 @@
-"""How a resolved config is executed: the device, the model with its kernels, compilation, the process around it."""
+"""How a resolved config is executed: the device, the model with its kernels, compilation, the process environment."""
 
 import contextlib
 import gc
@@ -19,7 +19,7 @@ from train.model.gpt import GPT
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 MODES = {"max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": "reduce-overhead"}
 INDUCTOR_CACHE = Path("~/.cache/throughline/inductor")
-"""torch's own default is in /tmp and is lost with every container and restart."""
+"""torch's default is in /tmp and is lost with every container and restart."""
 
 
 def torch_device(config: TrainConfig) -> torch.device:
@@ -53,10 +53,10 @@ def build(config: TrainConfig, device: torch.device) -> GPT:
 
 
 def plain(config: TrainConfig) -> GPT:
-    """The model as it is asked after training: eager, by torch's own choice of attention kernel, at any length.
+    """The model for use after training: eager, with torch's own choice of attention kernel, for texts of any length.
 
-    What a training was executed with may not do for that: cuDNN's kernel refuses a single token, a CPU has none of
-    a GPU's, and compiled code would be compiled anew for every length.
+    The training's own execution may not be suitable: cuDNN's kernel refuses a single token, a CPU has none of a GPU's
+    kernels, and compiled code would be recompiled for every length.
     """
     return GPT(config.model, mask=_dense(config)).eval()
 
@@ -85,12 +85,14 @@ def _to_fp8(model: GPT) -> None:
     try:
         from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]
     except ImportError:
-        raise UserError("--fp8 is torchao's, which is not installed: 'pip install torchao', or leave it out.") from None
+        raise UserError(
+            "--fp8 needs torchao, which is not installed: 'pip install torchao', or leave it out."
+        ) from None
     convert_to_float8_training(model.blocks, module_filter_fn=lambda module, name: isinstance(module, nn.Linear))
 
 
 def compiled(model: GPT, config: TrainConfig) -> Callable[..., Tensor]:
-    """What the loop calls forward: the model, compiled as the config says, for shapes that never change."""
+    """What the loop calls for a forward pass: the model, compiled as configured, for shapes that never change."""
     if config.compile == "off":
         return model
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(INDUCTOR_CACHE.expanduser()))
@@ -104,11 +106,11 @@ def compiled(model: GPT, config: TrainConfig) -> Callable[..., Tensor]:
 
 
 def keep_compiled_attention() -> None:
-    """Let torch's cache hold graphs in which attention's kernel is chosen, which it takes for unknown functions.
+    """Allow torch to cache graphs in which attention's kernel is chosen, by functions that it does not know.
 
-    Their arguments are constants of the graph and so of its key. Without this every process traces anew.
+    Their arguments are constants of the graph and therefore part of its key. Without this every process traces again.
     """
-    import torch._inductor.config as inductor  # takes a second, which uncompiled runs need not wait
+    import torch._inductor.config as inductor  # takes a second, for which uncompiled runs need not wait
 
     inductor.unsafe_marked_cacheable_functions |= {
         f"torch.nn.attention.{name}": torch.__version__ for name in ("_sdpa_kernel", "_backend_from_string")
@@ -123,7 +125,7 @@ def arithmetic(config: TrainConfig) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def no_collections(config: TrainConfig) -> Iterator[None]:
-    """No garbage collection while the block runs, but what it asks for itself; or as ever, by ``--ablate collect``."""
+    """Disable automatic garbage collection during the block, except with ``--ablate collect``."""
     if config.device == "cuda":
         gc.collect()  # what an earlier run in this process left on the GPU
     if "collect" not in config.ablate:
@@ -135,12 +137,13 @@ def no_collections(config: TrainConfig) -> Iterator[None]:
 
 
 def worker_environment(config: TrainConfig) -> dict[str, str]:
-    """What a process that trains a resolved ``config`` must be started with.
+    """Environment variables with which a process that trains a resolved ``config`` must be started.
 
-    On the CPU it has large tensors in pages of 2 MB, or, by ``--ablate pages``, of 4 KB as ever. The C library gives
-    a freed block above 32 MB back to the system and the next step's logits come anew, each page zeroed on its first
-    touch: ``tiny`` trains at 1,450 tokens/s so, and at 2,700 with a 512th of the pages. Keeping freed blocks in
-    the process is another eighth faster and takes up to 1.9 times the memory. glibc 2.35 reads this as it starts.
+    On the CPU they put large tensors in pages of 2 MB, instead of the default 4 KB, which ``--ablate pages`` keeps.
+    The C library returns freed blocks above 32 MB to the system, so that the next step's logits get new pages, each
+    zeroed on its first use: ``tiny`` trains at 1,450 tokens/s that way, and at 2,700 with a 512th of the pages.
+    Keeping freed blocks in the process would be another eighth faster and take up to 1.9 times the memory. glibc 2.35
+    reads the variable when the process starts.
     """
     if config.device == "cuda" or "pages" in config.ablate:
         return {}

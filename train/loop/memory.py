@@ -1,4 +1,4 @@
-"""Peak memory, as measured: allocated, reserved, and the whole process's."""
+"""Measured peak memory: allocated, reserved, and that of the whole process."""
 
 import resource
 import sys
@@ -10,19 +10,19 @@ from train.result import Memory
 
 
 def start_peak(device: torch.device) -> None:
-    """Forget earlier peaks, so that :func:`peak` speaks of what follows (the CPU's resident peak cannot be reset)."""
+    """Reset earlier peaks, so that :func:`peak` covers what follows (the CPU's resident peak cannot be reset)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def is_exhausted(failure: RuntimeError) -> bool:
-    """Whether ``failure`` says that memory ran out; torch's allocator on the GPU alone has a class for that."""
+    """Whether ``failure`` means that memory ran out; only torch's allocator on the GPU has an exception for that."""
     text = str(failure).lower()
     return any(words in text for words in ("out of memory", "can't allocate memory", "cublas_status_alloc_failed"))
 
 
 def peak(device: torch.device) -> Memory:
-    """Peak memory of this process on ``device``, in bytes, under its three names."""
+    """Peak memory of this process on ``device`` in bytes, measured in three ways."""
     if device.type != "cuda":
         unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts kilobytes on Linux
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -41,10 +41,11 @@ def peak(device: torch.device) -> Memory:
 
 
 def peak_process(now: int, device: torch.device) -> int:
-    """Peak bytes of a process that holds ``now`` on ``device``, as NVML says.
+    """Peak bytes of a process that uses ``now`` bytes of ``device`` according to NVML.
 
-    torch's allocator gives its segments back when its cache is emptied, as before a graph is captured or memory is
-    asked for again, and NVML knows no peak: what the process holds beside the segments is added to their peak.
+    torch's allocator returns its segments when its cache is emptied, for example before a graph is captured or when an
+    allocation is retried, and NVML does not report peaks. So what the process uses besides the segments is added to
+    the peak of the segments.
     """
     reserved = torch.cuda.max_memory_reserved(device)
     return max(now - torch.cuda.memory_reserved(device), 0) + reserved

@@ -1,9 +1,9 @@
-"""The memory limit inside a process that trains: cap what torch may take, and say what the process took.
+"""The memory limit inside a process that trains: cap torch's allocator, and check what the process used.
 
-The limit is on the memory of the process. torch's cap counts the allocator's segments alone, so what
-the process holds beside them (the CUDA context, loaded kernels, library workspaces) is measured first
-and subtracted, and room is left for what is loaded later. The verdict is on what the whole process took. On the CPU
-nothing is capped: the peak resident set is watched and compared.
+The limit is on the memory of the process. torch's cap applies to the allocator's segments only, so what the process
+uses besides them (the CUDA context, loaded kernels, library workspaces) is measured first and subtracted, and room is
+left for what is loaded later. The check is on the memory of the whole process. On the CPU nothing is capped: the peak
+resident set is compared with the limit.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from infra.gpu import read_gpu
 from train.loop import memory
 
 UNMEASURED = 256 * 2**20
-"""Bytes that a process may take beside torch's allocator after the cap is set: kernels are loaded with their first use,
-above all compiled ones, and cuDNN's and NCCL's buffers with theirs."""
+"""Bytes that a process may use outside torch's allocator after the cap is set: kernels, especially compiled ones, and
+the buffers of cuDNN and NCCL are loaded on their first use."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Limit:
     size: int
     device: torch.device
     before: int
-    """Bytes in use on the GPU before this process came: the baseline where NVML hides processes (containers)."""
+    """Bytes in use on the GPU before this process used it: the baseline where NVML hides processes (containers)."""
 
     @classmethod
     def impose(cls, size: int, device_type: str) -> "Limit":
-        """Start CUDA, cap torch's allocator to what ``size`` leaves beside the context, and return the limit."""
+        """Initialise CUDA, cap torch's allocator to what the context leaves of ``size``, and return the limit."""
         if device_type != "cuda":
             return cls(size, torch.device(device_type), 0)
         state = read_gpu()
@@ -37,14 +37,14 @@ class Limit:
         device = torch.device("cuda", torch.cuda.current_device())
         limit = cls(size, device, state.memory_used if state else 0)
         square = torch.ones(256, 256, device=device)
-        torch.mm(square, square)  # so that the libraries' own memory is there to be measured
+        torch.mm(square, square)  # loads the libraries, so that their memory is measured
         context = limit.used()[0] - torch.cuda.max_memory_reserved(device)
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(allocator_share(size, context, total), device)
         return limit
 
     def used(self) -> tuple[int, str]:
-        """Peak bytes of the process, and what says so: ``nvml``, ``device`` (its growth), ``reserved`` or ``rss``."""
+        """Peak bytes of the process, and their source: ``nvml``, ``device`` (its growth), ``reserved`` or ``rss``."""
         measured = memory.peak(self.device)
         state = read_gpu(self.device.index or 0) if measured.process_source == "reserved" else None
         if state is None:
@@ -52,7 +52,7 @@ class Limit:
         return memory.peak_process(state.memory_used - self.before, self.device), "device"
 
     def excess(self) -> str:
-        """By how much the process went over the limit, in words; empty when it did not."""
+        """A text with the memory used and the limit if the process exceeded it, else empty."""
         used, source = self.used()
         if used <= self.size:
             return ""
@@ -60,8 +60,8 @@ class Limit:
 
 
 def allocator_share(size: int, context: int, total: int) -> float:
-    """The fraction of a GPU of ``total`` bytes that torch's allocator may take for the process to stay in ``size``.
+    """The fraction of a GPU of ``total`` bytes that torch's allocator may use to keep the process within ``size``.
 
-    ``context`` is what the process holds beside the allocator already.
+    ``context`` is what the process already uses outside the allocator.
     """
     return min(1.0, max(0.0, (size - context - UNMEASURED) / total))

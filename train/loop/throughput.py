@@ -1,6 +1,6 @@
 """Tokens per second with a 95% interval: the steady state, and when measuring may stop.
 
-In: the seconds of every step. The first steps hold compilation, cache warming and clock ramps, so they never count.
+In: the seconds of every step. The first steps include compilation, cache warming and clock ramps, so they never count.
 """
 
 import statistics
@@ -10,16 +10,16 @@ from train.intervals import FEWEST_BATCHES, anytime_half_width, batch_means, med
 from train.result import Throughput
 
 FEWEST_STEPS = 3
-"""Steps after warm-up without which there is no speed to speak of."""
+"""The least number of steps after warm-up that make a measurement."""
 
 
 def steady_state(step_seconds: Sequence[float], step_tokens: int) -> Throughput | None:
     """Throughput after warm-up, or None when fewer than three steps remain.
 
-    The speed is that of the median batch of steps: one disturbance by a neighbour is not the machine's speed, a
-    stall that recurs is. The interval is the median's, from batch means. Steps last from the device's end of one to
-    its end of the next, so that whatever the host does between them counts: on a GPU by its own events, which agree
-    with the wall clock but for the distance at which the host runs ahead.
+    The speed is that of the median batch of steps: a single disturbance by another process does not count, a recurring
+    stall does. The interval is that of the median, from batch means. A step lasts from the end of one on the device to
+    the end of the next, so that whatever the host does between them counts. On a GPU its own events are used, which
+    agree with the wall clock except for how far the host runs ahead.
     """
     warmup = warmup_steps(step_seconds)
     steady = step_seconds[warmup:]
@@ -30,12 +30,12 @@ def steady_state(step_seconds: Sequence[float], step_tokens: int) -> Throughput 
     return Throughput(step_tokens / middle, step_tokens / slow, step_tokens / max(fast, fastest), len(steady), warmup)
 
 
-def settled(step_seconds: Sequence[float], within: float) -> bool:
+def is_precise(step_seconds: Sequence[float], within: float) -> bool:
     """Whether the speed is known to ``within`` (0.005 is half a percent), so that measuring may stop.
 
-    By the width of a confidence sequence over batches of steps. The batches grow with the run, so it does not hold
-    as strictly as one over steps would: looked at after each of 3,000 independent steps, it has been wrong in 7% of
-    runs and not in 5.
+    By the width of a confidence sequence over batches of steps. The batches grow with the run, so its guarantee is
+    weaker than that of one over steps: checked after each of 3,000 independent steps, it was wrong in 7% of runs
+    instead of 5%.
     """
     batches = batch_means(step_seconds[warmup_steps(step_seconds) :])
     if len(batches) < FEWEST_BATCHES:

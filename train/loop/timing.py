@@ -1,4 +1,4 @@
-"""Marks on the device's own clock, read without waiting for it."""
+"""Marks on the device's own timeline, made without waiting for it."""
 
 import time
 from typing import Any
@@ -10,7 +10,7 @@ Mark = Any
 
 
 def mark(device: torch.device) -> Mark:
-    """This moment in the device's work, without waiting for it."""
+    """Mark this point in the device's work, without waiting for it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

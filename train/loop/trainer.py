@@ -1,9 +1,8 @@
 """The step loop: plain torch, without Ray and without MLflow, reporting through callbacks.
 
-In: a config and its data. Out: a RunResult. Nothing inside a cycle waits for the device: losses
-stay there, moments are marked on its own timeline, and both are read one step into the next cycle,
-when the device already has new work. The garbage collector is off, because a collection in the
-middle of a step delays the launches behind it.
+In: a config and its data. Out: a RunResult. Nothing inside a cycle waits for the device: losses stay there, moments
+are marked on its own timeline, and both are read one step into the next cycle, when the device already has new work.
+The garbage collector is off, because a collection in the middle of a step would delay the following launches.
 """
 
 import gc
@@ -24,11 +23,12 @@ from train.config import TrainConfig
 from train.data.dataset import Data, ShardData
 from train.data.loader import BatchLoader
 from train.data.text import refuse_foreign_ids
-from train.loop import memory, throughput, timing
+from train.loop import memory, timing
 from train.loop.conclusion import Spent, conclude
 from train.loop.cycle import Cycle, close_cycle, open_cycle, report, step_seconds, trouble
 from train.loop.execution import arithmetic, build, compiled, no_collections, torch_device
 from train.loop.memory_limit import Limit
+from train.loop.throughput import is_precise
 from train.loop.validation import validate
 from train.model import parallel
 from train.model.optimizer import learning_rate, make_optimizer, set_rate
@@ -38,13 +38,13 @@ from train.result import CycleReport, Outcome, RunResult
 
 
 class Trainer:
-    """One worker's run. ``run()`` trains to the end of the config's steps, tokens or time, or until told to stop.
+    """One worker's run. ``run()`` trains to the end of the config's steps, tokens or time, or until it is stopped.
 
-    ``data`` is the config's token shards unless given; ``on_cycle`` gets every cycle's report and
-    ``should_stop`` is asked after every step, both on the first worker alone; ``checkpoints`` is the folder to
-    save to, ``resume`` the checkpoint to go on from, ``limit`` what the process may use of the device's memory.
-    A config that leaves something open is resolved for this machine; ``asked`` is what checkpoints keep of one that was
-    resolved before. Raises ``UserError`` when this machine, the data or the checkpoint do not fit the config.
+    ``data`` defaults to the config's token shards. ``on_cycle`` is called with every cycle's report and
+    ``should_stop`` after every step, both on the first worker only. ``checkpoints`` is the folder to save to,
+    ``resume`` the checkpoint to continue from, ``limit`` the limit on the memory of this process. A config that leaves
+    something open is resolved for this machine; for one that is already resolved, ``asked`` is the original, which
+    checkpoints keep. Raises ``UserError`` when this machine, the data or the checkpoint do not fit the config.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Trainer:
             parallel.shard(self.model, config)
         elif self.workers.size > 1:
             self.forward = parallel.replicate(self.forward, self.device)
-        # A CUDA graph's next replay overwrites what the last one gave, so gradients need memory of their own.
+        # The next replay of a CUDA graph overwrites the results of the last one, so gradients need their own memory.
         self.keep_gradients = config.compile == "reduce-overhead" or "zero" in config.ablate
         if config.compile == "reduce-overhead":
             for parameter in self.model.parameters():
@@ -96,12 +96,12 @@ class Trainer:
         self.saves = checkpoints is not None and config.keep_checkpoints > 0
 
     def run(self) -> RunResult:
-        """Train. Too much memory and diverging are outcomes, unless other workers wait for this one."""
+        """Train. Running out of memory and diverging are outcomes, unless other workers wait for this one."""
         memory.start_peak(self.device)
         try:
             with no_collections(self.config):
                 outcome, reason = self._steps()
-            if outcome == "finished" and (excess := self._excess()):  # by what came behind its last step
+            if outcome == "finished" and (excess := self._excess()):  # because of what followed its last step
                 outcome, reason = "over_limit", excess
         except RuntimeError as failure:
             if not memory.is_exhausted(failure) or self.workers.size > 1:  # the others wait for this one
@@ -118,7 +118,7 @@ class Trainer:
     def _steps(self) -> tuple[Outcome, str]:
         config = self.config
         total = self._total_steps()
-        if total is not None and self.state.step >= total:  # it was killed behind its last checkpoint
+        if total is not None and self.state.step >= total:  # it was killed after its last checkpoint
             return "finished", f"reached {self.state.step} steps"
         loader = BatchLoader(
             self.data.windows,
@@ -141,7 +141,7 @@ class Trainer:
             cycle.marks.append(timing.mark(self.device))
             if self.spent.first_step is None:
                 timing.wait_for(cycle.marks[-1])
-                begun = time.perf_counter()  # it compiled, which no time budget is for
+                begun = time.perf_counter()  # the time budget does not include compilation
                 self.spent.first_step = begun - self.started
             if pending and (wrong := self._report(pending)):
                 return "diverged", wrong
@@ -172,7 +172,7 @@ class Trainer:
     def _train_step(self, loader: BatchLoader, cycle: Cycle) -> None:
         """One optimizer step, its loss and gradient norm left on the device."""
         config, index = self.config, cycle.steps
-        if self.workers.rank:  # dropout must differ between workers, and be the same when the run goes on from here
+        if self.workers.rank:  # dropout must differ between workers, and be the same when the run is resumed here
             torch.manual_seed(hash((config.seed, self.state.step, self.workers.rank)))
         set_rate(self.optimizer, cycle.rate)
         for micro in range(config.accumulation):
@@ -198,7 +198,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
 
     def _end(self, total: int | None, seconds: float, whole: bool) -> tuple[Outcome | None, str]:
-        """Whether and why the run ends after this step, as the first worker sees it, or one over its memory limit."""
+        """Whether and why the run ends after this step; the first worker decides, or one over its memory limit."""
         config, step = self.config, self.state.step
         outcome: Outcome | None = None
         ended = ""
@@ -207,13 +207,13 @@ class Trainer:
             outcome, ended = "finished", f"reached {step} steps"
         elif config.time_budget is not None and elapsed >= config.time_budget:
             outcome, ended = "finished", "the time budget is used up"
-        elif config.within and step == self.state.reported + 1 and throughput.settled(self.spent.steps, config.within):
+        elif config.within and step == self.state.reported + 1 and is_precise(self.spent.steps, config.within):
             outcome, ended = "finished", f"the speed is known to {config.within:.1%}"
         elif self.workers.first and self.should_stop():
             outcome, ended = "interrupted", "was asked to stop"
         if not self.workers.first:
             outcome, elapsed = None, 0.0
-        if (whole or self.device.type == "cpu") and (excess := self._excess()):  # to ask NVML takes milliseconds
+        if (whole or self.device.type == "cpu") and (excess := self._excess()):  # NVML takes milliseconds
             outcome, ended = "over_limit", excess
         known: list[Outcome | None] = [None, "finished", "interrupted", "over_limit"]
         code, elapsed = self.workers.most(known.index(outcome), elapsed)
@@ -224,7 +224,7 @@ class Trainer:
         return self.limit.excess() if self.limit else ""
 
     def _validate(self, cycle: Cycle) -> None:
-        """Queue the validation behind ``cycle``'s steps, and close it."""
+        """Queue the validation after ``cycle``'s steps, and close the cycle."""
         if self.data.validation is not None:
             cycle.val_losses = validate(
                 self.data.validation, self.config, self.device, self.workers, self.model, self.forward,
@@ -233,7 +233,7 @@ class Trainer:
         close_cycle(cycle, self.workers, self.device)
 
     def _report(self, cycle: Cycle) -> str | None:
-        """Read a finished cycle's numbers and hand them on; gives the reason to stop if they hold one."""
+        """Read a finished cycle's numbers and report them; returns the reason to stop if they contain one."""
         state = self.state
         made = report(cycle, self.config, self.data.manifest, val_tokens=state.val_tokens, elapsed=state.elapsed)
         self._account(cycle)
@@ -245,28 +245,28 @@ class Trainer:
         return wrong
 
     def _account(self, cycle: Cycle) -> None:
-        """Add up where the time of ``cycle``'s steps went; waits for the last of them."""
+        """Add the times of ``cycle``'s steps to the totals; waits for the last of them."""
         self.spent.steps += step_seconds(cycle)
         self.spent.data_wait += cycle.data_wait
         self.spent.optimizer += cycle.optimizer_seconds
 
     def _total_steps(self) -> int | None:
-        """Steps of the whole run: as configured, else one epoch; None when time alone ends it."""
+        """Steps of the whole run: as configured, else one epoch; None when only time ends it."""
         config = self.config
         if config.total_steps is None and config.time_budget is None:
-            assert self.data.epoch_windows is not None, "a config whose data has no known end says when to stop"
+            assert self.data.epoch_windows is not None, "a config for data without a known end says when to stop"
             return max(1, self.data.epoch_windows // config.global_batch)
         return config.total_steps
 
     def _progress(self, total: int | None) -> float:
-        """How much of the run has passed, by steps or by the time budget."""
+        """The fraction of the run that has passed, by steps or by the time budget."""
         if total is not None:
             return self.state.step / total
         assert self.config.time_budget is not None
         return min(1.0, self.state.elapsed / self.config.time_budget)
 
     def _save(self, cycle: Cycle) -> None:
-        """Take a snapshot on this step and have it written while training goes on."""
+        """Take a snapshot of this step and have it written while training continues."""
         unreported = cycle.losses[: cycle.steps] if self.state.reported < self.state.step else cycle.losses[:0]
         losses = self.workers.mean(unreported)
         if not (self.workers.first or self.config.shard):

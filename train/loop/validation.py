@@ -1,7 +1,7 @@
 """Validation: the same held-out windows at every call, in whole batches spread over the workers.
 
-In: the validation windows. Out: losses by batch, still on the device; in units per byte of text they
-compare between vocabularies.
+In: the validation windows. Out: losses by batch, still on the device. Per byte of text they are comparable between
+vocabularies.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ def validate(
     forward: Callable[..., Tensor],
     arithmetic: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> Tensor:
-    """Losses of this worker's share of ``cycle.val`` global batches, or of what the split has if that is less.
+    """Losses of this worker's share of ``cycle.val`` global batches, or of the whole split if it has fewer.
 
-    Batches are of the training's shape, which compiled code relies on, so a rest smaller than one is left out.
+    Batches have the shape of the training's, which compiled code relies on, so an incomplete last one is left out.
     """
     across = config.micro_batch * config.workers
     count = min(config.cycle.val * config.global_batch, max(windows.count, across)) // across
@@ -49,17 +49,17 @@ def validate(
 
 
 def perplexity(loss: float | None) -> float | None:
-    """e to the ``loss`` of a token, in nats; None when that is no number that can be written."""
+    """exp of ``loss``, in nats per token; None when that overflows."""
     return math.exp(loss) if loss is not None and loss < 700 else None
 
 
 def bits_per(loss: float | None, tokens: int, units: int | None) -> float | None:
-    """``loss``, in nats a token, in bits a byte or character of a text that has ``tokens`` and ``units`` of these."""
+    """``loss``, in nats per token, as bits per byte or character of a text with ``tokens`` tokens and ``units``."""
     return loss / math.log(2) * tokens / units if loss is not None and units else None
 
 
 def bytes_of(windows: Windows, vocabulary_sha256: str) -> int | None:
-    """UTF-8 bytes of the text behind ``windows``, by its tokens; None when the vocabulary is not GPT-2's."""
+    """UTF-8 bytes of the text of ``windows``, from its tokens; None when the vocabulary is not GPT-2's."""
     from train.data.text import token_bytes
 
     lengths = token_bytes(vocabulary_sha256)

@@ -1,7 +1,7 @@
-"""Causal self-attention: one function per implementation, all of the same mathematics.
+"""Causal self-attention: one function per implementation, all mathematically equivalent.
 
-In: queries, keys, values of shape (batch, heads, time, head width), the dropout of the weights, and
-where attention must stay within books, a mask made once a forward pass. Out: the queries' shape.
+In: queries, keys and values of shape (batch, heads, time, head width), the dropout of the weights, and a mask if
+attention must stay within books, made once per forward pass. Out: the shape of the queries.
 """
 
 import math
@@ -16,14 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 Mask = Any
-"""None is causal; a bool tensor, True where a token may look; for FlexAttention a ``BlockMask``."""
+"""None for causal attention; a bool tensor, True where a token may attend; for FlexAttention a ``BlockMask``."""
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, float, Mask], Tensor]
 MaskFunction = Callable[[Tensor], Mask]
-"""Token ids (batch, time) to what the attention function takes as its mask."""
+"""Token ids (batch, time) to the attention function's mask."""
 
 
 def manual(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask = None) -> Tensor:
-    """Softmax attention as written in the paper (arXiv 1706.03762): the T x T matrix goes through memory."""
+    """Softmax attention as in the paper (arXiv 1706.03762): the T x T matrix is written to memory."""
     time = q.size(-2)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
     if mask is None:
@@ -38,13 +38,13 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask = None) -> 
 
 
 def by_kernels(kernels: list[SDPBackend], q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask = None) -> Tensor:
-    """torch's fused attention by the first of ``kernels`` that can; an error when none can."""
+    """torch's fused attention by the first of ``kernels`` that supports it; an error when none does."""
     with sdpa_kernel(kernels, set_priority=True):
         return sdpa(q, k, v, dropout, mask)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask = None) -> Tensor:
-    """FlexAttention (arXiv 2412.05496): skips the blocks that ``mask`` empties. It has no dropout."""
+    """FlexAttention (arXiv 2412.05496): skips blocks that ``mask`` excludes. It has no dropout."""
     return (flex_attention if torch.compiler.is_compiling() else _compiled_flex())(q, k, v, block_mask=mask)
 
 
@@ -69,11 +69,11 @@ ATTENTION: dict[str, AttentionFunction] = {
 
 
 def ordered_for(capability: tuple[int, int], time: int, *, masked: bool) -> AttentionFunction:
-    """Attention over ``time`` tokens by the fastest kernel of a GPU of this compute capability that can do it.
+    """Attention over ``time`` tokens by the fastest suitable kernel of a GPU with this compute capability.
 
     cuDNN's is 1.7 to 2.3 times as fast as FlashAttention-2 on Hopper, and 0.8 times on an A100. Before 9.15.1 it is
-    wrong where ``time`` is no multiple of 128, and under a mask it can give NaN gradients (pytorch/pytorch, issues
-    169849 and 196678). FlashAttention takes no mask.
+    wrong where ``time`` is not a multiple of 128, and with a mask it can produce NaN gradients (pytorch/pytorch, issues
+    169849 and 196678). FlashAttention does not support masks.
     """
     sound = time % 128 == 0 or (torch.backends.cudnn.version() or 0) > 91500
     order = ["cudnn", "flash", "efficient"] if capability[0] == 9 and sound else ["flash", "efficient"]
@@ -83,19 +83,19 @@ def ordered_for(capability: tuple[int, int], time: int, *, masked: bool) -> Atte
 
 
 def books_of(tokens: Tensor, end_of_text: int) -> Tensor:
-    """Number of the book, within its window, that each of ``tokens`` (B, T) belongs to; an end belongs to its book."""
+    """The number, within its window, of the book of each of ``tokens`` (B, T); the end of text belongs to its book."""
     ends = (tokens == end_of_text).int()
     return ends.cumsum(dim=1) - ends
 
 
 def dense_mask(tokens: Tensor, end_of_text: int) -> Tensor:
-    """True where a token may look: backwards within its book. (B, 1, T, T)."""
+    """True where a token may attend: backwards within its book. (B, 1, T, T)."""
     books = books_of(tokens, end_of_text)
     return (books[:, None, :, None] == books[:, None, None, :]).tril()
 
 
 def block_mask(tokens: Tensor, end_of_text: int | None) -> BlockMask:
-    """The same for FlexAttention, which skips whole blocks by it; without ``end_of_text`` causal alone."""
+    """The same for FlexAttention, which skips whole blocks; without ``end_of_text`` only causal."""
     time = tokens.size(1)
     if end_of_text is None:
         return create_block_mask(_causal, None, None, time, time, device=tokens.device)

@@ -1,8 +1,8 @@
 """GPT-2 as published (Radford et al. 2019), plain and readable: learned positions, pre-norm, tanh GELU.
 
-In: token ids (batch, time) and the ids one further on. Out: the mean cross-entropy; or logits without
-targets. What is executed differently (attention, loss, recomputation, the activations' type) is handed
-in, so that the mathematics stands here once.
+In: token ids (batch, time), and as targets the ids one position later. Out: the mean cross-entropy, or logits if there
+are no targets. What can be executed in different ways (attention, loss, recomputation, the activations' type) is passed
+in, so that the mathematics is written once.
 """
 
 import math
@@ -19,7 +19,7 @@ from train.model_config import ModelConfig
 
 
 class Linear(nn.Linear):
-    """A linear layer that computes in its input's type, whatever the type its weights are kept in."""
+    """A linear layer that computes in its input's type, whatever the type of its weights."""
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(input.dtype)
@@ -27,7 +27,7 @@ class Linear(nn.Linear):
 
 
 class LayerNorm(nn.LayerNorm):
-    """A layer norm that computes in its input's type; torch sums in fp32 inside."""
+    """A layer norm that computes in its input's type; torch accumulates in fp32 internally."""
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(input.dtype)
@@ -55,7 +55,7 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two layers, four times as wide between, tanh GELU as in GPT-2."""
+    """Two layers with a hidden width of four times the input's, and tanh GELU as in GPT-2."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2. ``forward(tokens, targets)`` gives the mean loss, ``forward(tokens)`` logits (padded vocabulary)."""
+    """GPT-2. ``forward(tokens, targets)`` returns the mean loss, ``forward(tokens)`` logits (padded vocabulary)."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class GPT(nn.Module):
         loss_chunks: int = 1,
         activations: torch.dtype | None = None,
     ) -> None:
-        """``activations`` is the type of the residual stream and all that follows from it; None is the weights'."""
+        """``activations`` is the type of the residual stream and what is computed from it; by default the weights'."""
         super().__init__()
         self.config = config
         self.mask = mask
@@ -146,16 +146,16 @@ class GPT(nn.Module):
         return self.head(self.norm(x)) if targets is None else self.mean_loss(x, targets)
 
     def mean_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Norm, head and cross-entropy of the last block's output: what ``--compile blocks`` compiles beside blocks."""
+        """Norm, head and cross-entropy of the last block's output, compiled as one unit by ``--compile blocks``."""
         hidden, head = self.norm(x), self.head.weight
         chunks = pieces(self.loss, self.loss_chunks, targets.numel())
         return fused(hidden, head, targets, chunks) if chunks else plain(hidden, head, targets)
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Parameters of the model at its padded vocabulary, a tied head counted once.
+    """Parameters of the model with its padded vocabulary; a tied head counts once.
 
-    In closed form, because making the model, even without memory, costs a second that every command would wait.
+    In closed form, because creating the model, even on the meta device, takes a second in every command.
     """
     width, norms = config.width, (1 + config.bias) * config.width * (2 * config.layers + 1)
     block = 12 * width**2 + config.bias * 9 * width

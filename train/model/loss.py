@@ -13,8 +13,8 @@ from torch import Tensor
 from train.config import Loss
 
 PIECE = 2048
-"""Tokens of a piece of the fused loss where no number of pieces is given: enough for full speed, and logits of 200 MB
-in 16 bits at GPT-2's vocabulary."""
+"""Tokens per piece of the fused loss if the number of pieces is not given: enough for full speed, and 200 MB of 16-bit
+logits with GPT-2's vocabulary."""
 
 
 def plain(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
@@ -26,13 +26,13 @@ def plain(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 def fused(hidden: Tensor, head: Tensor, targets: Tensor, chunks: int) -> Tensor:
     """The same mean, computed in ``chunks`` pieces of which only one has logits in memory at a time.
 
-    A piece's logits are overwritten with their gradient already in the forward pass, and that is multiplied at once
-    into the gradients of the hidden states and, in fp32, of the head; the backward pass only scales both. So no logits
-    are kept and none are computed twice, as in Liger Kernel (arXiv 2410.10989, section 3.2). To torch.compile it is one
-    opaque operator: Inductor would otherwise fuse the pieces and hold the logits of all at once.
+    A piece's logits are overwritten by their gradient in the forward pass already, from which the gradients of the
+    hidden states and, in fp32, of the head are computed at once; the backward pass only scales both. So logits are
+    neither kept nor computed twice, as in Liger Kernel (arXiv 2410.10989, section 3.2). For torch.compile it is one
+    opaque operator: Inductor would otherwise fuse the pieces and keep the logits of all of them.
     """
     kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):  # which does not know this operator
+    if torch.is_autocast_enabled(kind):  # autocast does not know this operator
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     training = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
     compiled = torch.compiler.is_compiling()
@@ -40,7 +40,7 @@ def fused(hidden: Tensor, head: Tensor, targets: Tensor, chunks: int) -> Tensor:
 
 
 def pieces(loss: Loss, chunks: int, tokens: int) -> int:
-    """Pieces in which the loss of ``tokens`` tokens is computed by ``--loss`` and ``--loss-chunks``; 0 is plain."""
+    """Number of pieces for the loss of ``tokens`` tokens, by ``--loss`` and ``--loss-chunks``; 0 for the plain loss."""
     if chunks > 1:
         return chunks
     return -(-tokens // PIECE) if loss == "fused" else 0
@@ -52,7 +52,7 @@ def _fused(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The mean loss of ``hidden`` (N, D) and, when ``training``, the gradients of the sum of the N losses.
 
-    The gradients are of the sum, because the mean's would underflow in fp16 before the loss is scaled.
+    They are gradients of the sum because those of the mean would underflow in fp16, before the loss is scaled.
     """
     weight = head.to(hidden.dtype)
     exact = torch.promote_types(hidden.dtype, torch.float32)
@@ -88,7 +88,7 @@ def _probabilities(logits: Tensor, targets: Tensor) -> Tensor:
 
 @cache
 def _compiled_probabilities() -> Any:
-    """Compiled code calls the operator as it is, so that what can be fused inside is compiled on its own."""
+    """Compiled separately, because compiled code calls the operator without looking inside."""
     return torch.compile(_probabilities, dynamic=False)
 
 
@@ -106,7 +106,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.tokens = len(inputs[2])
     ctx.save_for_backward(*gradients)
     ctx.mark_non_differentiable(*gradients)
-    ctx.set_materialize_grads(False)  # or zeros of their size would be made for both
+    ctx.set_materialize_grads(False)  # otherwise zeros of their size would be allocated for both
 
 
 def _backward(ctx: Any, gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:

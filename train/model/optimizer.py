@@ -1,6 +1,6 @@
-"""Optimizers, with decay where it belongs, and the learning-rate schedule.
+"""Optimizers, with weight decay for matrices only, and the learning-rate schedule.
 
-In: a model and a config. Out: one object with torch's optimizer interface, whatever is behind it.
+In: a model and a config. Out: one object with torch's optimizer interface.
 """
 
 import math
@@ -60,7 +60,7 @@ def _torchao(config: TrainConfig) -> Any:
         import torchao.optim  # type: ignore[import-not-found]
     except ImportError:
         raise UserError(
-            f"--optimizer {config.optimizer} is torchao's, which is not installed: 'pip install torchao', or choose "
+            f"--optimizer {config.optimizer} needs torchao, which is not installed: 'pip install torchao', or choose "
             "another --optimizer."
         ) from None
     return torchao.optim
@@ -83,7 +83,7 @@ class Together(torch.optim.Optimizer):
             part.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of every part."""
+        """Clear the gradients of every part."""
         for part in self.parts:
             part.zero_grad(set_to_none)
 
@@ -92,7 +92,7 @@ class Together(torch.optim.Optimizer):
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Undo :meth:`state_dict`."""
+        """Load what :meth:`state_dict` returned."""
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
 
@@ -114,7 +114,7 @@ def learning_rate(config: TrainConfig, step: int, total: int | None, progress: f
     """
     warmup = min(config.warmup_steps, max(1, total // 10)) if total else config.warmup_steps
     warm = (step + 1) / warmup if warmup else 1.0
-    if total is None:  # a tenth of the run ends it as well: a short one would never be warm
+    if total is None:  # a tenth of the time ends the warm-up too: a short run would never leave it
         warm = max(warm, 10 * progress)
     if warm < 1:
         return config.learning_rate * warm
@@ -124,6 +124,6 @@ def learning_rate(config: TrainConfig, step: int, total: int | None, progress: f
         case "wsd":
             return config.learning_rate * min(1.0, (1 - min(1.0, progress)) / 0.2)
         case "cosine":
-            behind = warmup / total if total else 0.0  # it begins where the warm-up ends
-            fallen = min(1.0, max(0.0, progress - behind) / (1 - behind)) if behind < 1 else 1.0
+            start = warmup / total if total else 0.0  # it begins where the warm-up ends
+            fallen = min(1.0, max(0.0, progress - start) / (1 - start)) if start < 1 else 1.0
             return config.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * fallen)))

@@ -1,8 +1,8 @@
-"""Several workers as one: who am I, what do we agree on, and how the model is spread over us.
+"""Data-parallel workers: this worker's rank, what the workers agree on, and how the model is distributed.
 
-In: a process group that the launcher made, or none. Out: the same interface for one worker and many.
-Decisions (stop now? how late is it?) are rank 0's, but for one over its memory limit, and travel over the CPU, so that
-no GPU waits for them.
+In: a process group that the launcher created, or none. Out: the same interface for one worker and for many. Rank 0
+decides, for example when to stop, except that any worker can report that it exceeds its memory limit. Decisions are
+exchanged over the CPU, so that no GPU waits for them.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from infra.errors import UserError
 from train.config import TrainConfig
 from train.model.gpt import GPT
 
-if TYPE_CHECKING:  # importing these takes a second, which one worker need not wait
+if TYPE_CHECKING:  # importing these takes a second, for which a single worker need not wait
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
@@ -32,7 +32,7 @@ class Workers:
         self.size = dist.get_world_size() if together else 1
         if self.size != config.workers:
             raise UserError(
-                f"--workers {config.workers} and a process group of {self.size} do not fit: start the run with "
+                f"--workers {config.workers} does not match the process group of {self.size}: start the run with "
                 f"'python -m train.run --workers {config.workers}'."
             )
         self._control: Any = dist.new_group(backend="gloo") if self.size > 1 else None
@@ -46,9 +46,9 @@ class Workers:
         """The largest of all ranks' ``values``, on every rank."""
         if self._control is None:
             return list(values)
-        told = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._control)
-        return told.tolist()
+        largest = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._control)
+        return largest.tolist()
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean of ``values`` over the workers; a new tensor."""
@@ -60,14 +60,14 @@ class Workers:
 
 
 def exchange(value: Any) -> list[Any]:
-    """Every worker's ``value``, by rank. All must ask together, before the loop; it travels over the CPU."""
+    """Every worker's ``value``, by rank. All workers must call it, before the loop; it is exchanged over the CPU."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value, group=dist.new_group(backend="gloo"))
     return found
 
 
 def shard(model: GPT, config: TrainConfig) -> None:
-    """Spread weights, gradients and optimizer state over the workers, block by block (FSDP2)."""
+    """Distribute weights, gradients and optimizer state over the workers, block by block (FSDP2)."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.device_mesh.init_device_mesh(config.device, (config.workers,))
@@ -77,7 +77,7 @@ def shard(model: GPT, config: TrainConfig) -> None:
 
 
 def replicate(forward: Any, device: torch.device) -> DistributedDataParallel:
-    """A copy of the model on each worker, gradients averaged while the backward pass still runs."""
+    """A copy of the model on each worker, whose gradients are averaged while the backward pass still runs."""
     return DistributedDataParallel(
         forward,
         device_ids=[device.index] if device.type == "cuda" else None,
@@ -86,7 +86,7 @@ def replicate(forward: Any, device: torch.device) -> DistributedDataParallel:
 
 
 def synchronised(forward: Any, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
-    """The context of one micro-batch: gradients travel with a step's ``last`` alone."""
+    """The context of one micro-batch: gradients are exchanged only in the ``last`` one of a step."""
     if _is_sharded_model(model):
         model.set_requires_gradient_sync(last)
     elif isinstance(forward, DistributedDataParallel) and not last:
@@ -95,12 +95,12 @@ def synchronised(forward: Any, model: nn.Module, last: bool) -> contextlib.Abstr
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded; every worker must ask together."""
+    """The whole of a tensor that may be sharded; all workers must call it together."""
     return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
 def share_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """This worker's share of the whole ``tensor``, placed as ``like`` is."""
+    """This worker's shard of the whole ``tensor``, distributed like ``like``."""
     if not _is_sharded(like) or tensor.shape != like.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -108,7 +108,7 @@ def share_of(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
 
 
-# A sharded thing exists only where the module of its class has been imported.
+# A sharded object can only exist where the module of its class has been imported.
 def _is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -1,7 +1,7 @@
-"""Activation checkpointing (arXiv 1604.06174): which activations of a block are kept, and which computed again.
+"""Activation checkpointing (arXiv 1604.06174): which activations of a block are kept, and which are recomputed.
 
-In: a block and its input. Out: the block's output, the same as without, also under dropout: torch
-restores the random state for the recomputation.
+In: a block and its input. Out: the block's output, the same as without checkpointing, also with dropout: torch restores
+the random state for the recomputation.
 """
 
 from functools import partial
@@ -21,19 +21,19 @@ _ATTENTION = {
 
 
 def full(block: nn.Module, *inputs: Any, dropout: float) -> Tensor:
-    """Keep the block's input alone."""
+    """Keep only the block's input."""
     return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0)
 
 
 def selective(block: nn.Module, *inputs: Any, dropout: float) -> Tensor:
-    """Keep what matmuls and attention gave, the costly part, and compute norms, GELU and casts again."""
+    """Keep the outputs of matmuls and attention, the expensive part, and recompute norms, GELU and casts."""
     contexts = partial(_contexts, dropout)
     return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=dropout > 0)
 
 
 def _contexts(dropout: float) -> Any:
-    # An operator that is kept does not run again: attention with dropout inside would leave the random numbers
-    # that it drew to the dropout behind it, so then it is computed again.
+    # An operator whose output is kept does not run again. Attention with dropout would then leave its random numbers to
+    # the dropout after it, so with dropout it is recomputed.
     kept = _MATMULS if dropout else _MATMULS | _ATTENTION
 
     def policy(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:

@@ -1,7 +1,7 @@
-"""Entry: ``python -m train.profile`` shows where a configuration's time and memory go, and says it in words.
+"""Entry: ``python -m train.profile`` shows where a configuration's time and memory go, in numbers and in words.
 
 In: the flags of ``train.run``. Out: ``runs/NAME/`` with a Chrome/Perfetto trace, the kernel table, a
-memory timeline as PNG (on a GPU the allocator's snapshot for torch's viewer too), and findings; all of it in MLflow.
+memory timeline as PNG (on a GPU also the allocator's snapshot for torch's viewer), and findings; all of it in MLflow.
 It runs the real loop in this process, without Ray, and records a few steps after warm-up.
 """
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from train.profile.trace import Profile
 
 TRACE_ROOM = 2 * 10**9
-"""Free bytes that a trace may need: GPT-2's two steps make about 100 MB of JSON, with stacks many times that."""
+"""Free bytes that a trace may need: two steps of GPT-2 are about 100 MB of JSON, and many times that with stacks."""
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """The configuration to look at."""
+    """The configuration to profile."""
 
     training: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
     name: str | None = None
-    """Name of the profile and of its folder; made from the model and the time when left out."""
+    """Name of the profile and of its folder; by default made from the model and the time."""
     out: Path = Path("runs")
     """Folder that holds runs."""
     config: Path | None = None
-    """Read the training settings from this JSON file; flags given beside it win."""
+    """Read the training settings from this JSON file; flags override it."""
     tracking_uri: str | None = None
     """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
 
@@ -56,13 +56,13 @@ def main() -> None:
         profile,
         ProfileOptions,
         module="train.profile",
-        description="Record a few training steps and say where time and memory go.",
+        description="Record a few training steps and show where time and memory go.",
         default=defaults,
     )
 
 
 def profile(options: ProfileOptions) -> None:
-    """Profile a configuration from its options; torch and MLflow are imported when the flags are known to be right."""
+    """Profile a configuration from its options; torch and MLflow are imported once the flags are known to be valid."""
     if options.training.stream:
         raise UserError(
             f"--stream {' '.join(options.training.stream)} is not profiled: make token shards with 'python -m "
@@ -91,7 +91,7 @@ def profile(options: ProfileOptions) -> None:
     tags = provenance.collect() | {"kind": "profile"}
     key = create_run("train", name, tracking_uri=options.tracking_uri, tags=tags)
     folder.mkdir()
-    report.print_header(options.training, manifest, folder)  # what is compiled can take a minute until more is said
+    report.print_header(options.training, manifest, folder)  # compiling can take a minute before there is more output
     with Tracker(key) as tracker:
         report.record_start(tracker, options.training, manifest)
         status = "FAILED"
@@ -117,21 +117,21 @@ def profile(options: ProfileOptions) -> None:
 
 
 def show(found: "Profile", words: list[str]) -> None:
-    """Time by class, the costliest kernels, and the findings."""
+    """Print time by class, the most expensive kernels, and the findings."""
     looks: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "title_justify": "left"}
-    title = f"{found.step:.2f} ms a step; forward {found.forward:.2f}, backward {found.backward:.2f}"
-    classes = Table("class", "ms a step", "share", title=title, **looks)
+    title = f"{found.step:.2f} ms per step; forward {found.forward:.2f}, backward {found.backward:.2f}"
+    classes = Table("class", "ms per step", "share", title=title, **looks)
     total = sum(found.by_class.values()) or 1.0
     for kind, spent in found.by_class.items():
         classes.add_row(kind, f"{spent:.3f}", f"{spent / total:.1%}")
     for cause, spent in found.gaps.items():
         classes.add_row(f"idle: {cause}", f"{spent:.3f}", "")
     console.print(classes)
-    kernels = Table("kernel", "class", "calls", "ms", title="Costliest, over the recorded steps", **looks)
+    kernels = Table("kernel", "class", "calls", "ms", title="Most expensive, over the recorded steps", **looks)
     for kernel in found.kernels[:12]:
         kernels.add_row(kernel.name[:70], kernel.kind, str(kernel.calls), f"{kernel.milliseconds:.3f}")
     console.print(kernels)
-    console.print(f"attention ran by: {found.attention}")
+    console.print(f"attention kernel: {found.attention}")
     for line in words:
         console.print(f"- {line}")
 

@@ -1,8 +1,8 @@
-"""FLOPs for every byte moved, by class of operator: what a faster memory or a faster multiplier would speed up.
+"""FLOPs per byte moved, by class of operator: whether faster memory or faster arithmetic would speed it up.
 
-In: a function that computes eagerly. Out: counts by class. Every operator below autograd is counted as
-dispatched, its inputs read and its outputs written once: contractions, normalisations, and the rest,
-element-wise (Ivanov et al., arXiv 2007.00072, table 1).
+In: a function that computes eagerly. Out: counts by class. Every operator below autograd is counted as dispatched, with
+its inputs read and its outputs written once: contractions, normalisations, and element-wise operators, which are the
+rest (Ivanov et al., arXiv 2007.00072, table 1).
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class Work:
 
     @property
     def intensity(self) -> float:
-        """FLOPs a byte; 0 when nothing is moved."""
+        """FLOPs per byte; 0 when nothing is moved."""
         return self.flops / self.bytes if self.bytes else 0.0
 
 
@@ -68,7 +68,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def measure(work: Any) -> dict[str, Work]:
-    """The classes' work of calling ``work`` once."""
+    """The work of one call of ``work``, by class."""
     with Intensity() as counter:
         work()
     if torch.cuda.is_available():

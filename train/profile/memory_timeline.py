@@ -14,18 +14,18 @@ import torch
 from matplotlib.figure import Figure
 
 VIEWER = "https://pytorch.org/memory_viz"
-"""Where torch shows what :func:`dump` writes; the page reads the file without sending it anywhere."""
+"""torch's viewer for the file that :func:`dump` writes; the page does not send the file anywhere."""
 
 CATEGORIES = ("parameters", "optimizer state", "inputs", "temporary", "activations", "gradients", "autograd", "other")
 COLOURS = ("#0072b2", "#009e73", "#000000", "#f0e442", "#d55e00", "#cc79a7", "#56b4e9", "#e69f00")
-"""Okabe and Ito's eight, which the colour-blind tell apart too."""
+"""The eight colours of Okabe and Ito, which colour-blind people can distinguish too."""
 
 
 def draw(recorder: torch.profiler.profile, device: str, path: Path) -> None:
     """Draw the memory of ``device`` over the steps that ``recorder`` saw, in MiB.
 
-    Raises what torch does when it cannot follow the tensors, or no longer has this method: it is deprecated in favour
-    of the allocator's history, which there is for CUDA alone.
+    Raises what torch raises when it cannot follow the tensors, or no longer has this method: it is deprecated in favour
+    of the allocator's history, which exists for CUDA only.
     """
     points = path.with_suffix(".json")
     try:
@@ -39,7 +39,7 @@ def draw(recorder: torch.profiler.profile, device: str, path: Path) -> None:
     axes = figure.subplots()
     start = min(times, default=0)
     milliseconds = [(moment - start) / 1e3 for moment in times]
-    # torch counts in microseconds, and puts a total of nothing in the first place of every row.
+    # torch counts in microseconds, and the first entry of every row is a total of 0.
     layers = [[row[number + 1] / 2**20 for row in sizes] for number in range(len(CATEGORIES))]
     axes.stackplot(milliseconds, layers, labels=CATEGORIES, colors=COLOURS)
     axes.set_xlabel("milliseconds")
@@ -51,7 +51,7 @@ def draw(recorder: torch.profiler.profile, device: str, path: Path) -> None:
 
 @contextmanager
 def history(*, cuda: bool) -> Iterator[None]:
-    """While the block runs, have the CUDA allocator keep its history, which :func:`dump` writes."""
+    """Have the CUDA allocator record its history during the block, for :func:`dump`."""
     if not cuda:
         yield
         return

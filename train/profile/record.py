@@ -1,7 +1,7 @@
 """A few steps of the real loop, recorded under torch's profiler.
 
-In: a config, and a folder. Out: the numbers and findings of a profile, and beside them in the folder the trace, the
-memory timeline and ``profile.json``.
+In: a config, and a folder. Out: the numbers and findings of a profile, and in the folder the trace, the memory timeline
+and ``profile.json``.
 """
 
 import errno
@@ -33,7 +33,7 @@ WARM, STEPS = 3, 2
 
 def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     """Run a few steps of ``config`` under torch's profiler, and write what they show to ``folder``."""
-    steps = WARM + STEPS + 1  # the loop does not ask after its last whether to stop
+    steps = WARM + STEPS + 1  # the loop does not call should_stop after its last step
     config = replace(
         resolve(config, device_facts()), steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0),
         keep_checkpoints=0, copy_to=None,
@@ -82,7 +82,7 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     length = config.model.context_length
     tokens = torch.zeros(config.micro_batch, length, dtype=torch.int64, device=trainer.device)
     work = {}
-    if trainer.config.attention != "flex":  # whose operator cannot be looked into
+    if trainer.config.attention != "flex":  # whose operator cannot be inspected
 
         def once() -> None:
             with torch.compiler.set_stance("force_eager"), arithmetic(trainer.config):
@@ -92,12 +92,12 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
         with _apart("The count of FLOPs per byte", lost):
             try:
                 work = intensity.measure(once)
-            except RuntimeError as failure:  # eager, a compiled step's batch may need twice the memory
+            except RuntimeError as failure:  # eager execution may need twice the memory of a compiled step
                 if not memory.is_exhausted(failure):
                     raise
     words = findings(found, optimizer=config.optimizer, compiled=compiled, cuda=cuda)
     before = ", before compilation fuses anything" if compiled else ""
-    words += [f"{kind}: {counted.intensity:.1f} FLOPs a byte moved{before}." for kind, counted in work.items()]
+    words += [f"{kind}: {counted.intensity:.1f} FLOPs per byte moved{before}." for kind, counted in work.items()]
     words += lost
     write_json(folder / "profile.json", asdict(found) | {"findings": words})
     return found, words
@@ -105,9 +105,9 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
 
 @contextmanager
 def _apart(what: str, lost: list[str]) -> Iterator[None]:
-    """Say in ``lost`` that ``what`` is missing when an assertion of torch's fails in the block: the rest is whole.
+    """Add to ``lost`` that ``what`` is missing when an assertion in torch fails in the block: the rest is complete.
 
-    Raises ``OSError``, of a disk that is full for the rest too.
+    Raises ``OSError``, because a disk that is full affects the rest too.
     """
     try:
         yield
@@ -118,18 +118,18 @@ def _apart(what: str, lost: list[str]) -> Iterator[None]:
 
 
 def named_kernels() -> AbstractContextManager[None]:
-    """A context in which what is compiled for the CPU tells torch's profiler of each of its kernels, by name.
+    """A context in which code compiled for the CPU reports each of its kernels, by name, to torch's profiler.
 
-    Otherwise their time is put down to the graph that calls them: the profiler sees what torch dispatches, and they
+    Otherwise their time is attributed to the graph that calls them: the profiler sees what torch dispatches, and they
     are called directly.
     """
-    import torch._inductor.config as inductor  # takes a second, which uncompiled runs need not wait
+    import torch._inductor.config as inductor  # takes a second, for which uncompiled runs need not wait
 
     return inductor.patch({"cpp.enable_kernel_profile": True})
 
 
 def _export(recorder: torch.profiler.profile, path: Path) -> None:
-    """Write the trace, compressed. Raises ``OSError`` when the disk is full, of which torch's writer only logs."""
+    """Write the trace, compressed. Raises ``OSError`` when the disk is full, which torch's writer only logs."""
     written = path.with_suffix("")
     try:
         recorder.export_chrome_trace(str(written))
@@ -144,4 +144,4 @@ def _export(recorder: torch.profiler.profile, path: Path) -> None:
                 shutil.copyfileobj(trace, packed)
     finally:
         written.unlink(missing_ok=True)
-        written.with_name(f"{written.name}.tmp").unlink(missing_ok=True)  # torch's own, which it leaves when it fails
+        written.with_name(f"{written.name}.tmp").unlink(missing_ok=True)  # torch leaves this when it fails

@@ -1,4 +1,4 @@
-"""What a profiled run did: time by class of kernel, forward against backward, idle gaps and their causes.
+"""What a profiled run did: time by class of kernel, forward and backward, idle gaps and their causes.
 
 In: the events of a torch profile over whole steps. Out: numbers, and findings in words. On a GPU the
 times are of kernels on the device, on a CPU of operators on the host.
@@ -28,7 +28,7 @@ ATTENTION_KERNELS = {
     "flex": ("flex_attention",),
 }
 GAP = 20.0
-"""Microseconds of an idle GPU from which a gap is asked for its cause; shorter ones are launch spacing."""
+"""Microseconds from which the cause of an idle gap on a GPU is looked for; shorter ones are launch spacing."""
 WAITS = ("cudastreamsynchronize", "cudadevicesynchronize", "cudaeventsynchronize", "aten::item")
 
 
@@ -44,12 +44,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Profile:
-    """The numbers of a profile, a step each unless said otherwise. Times in milliseconds."""
+    """The numbers of a profile, per step unless stated otherwise. Times in milliseconds."""
 
     steps: int
     step: float
     kernels: list[Kernel]
-    """Over all steps, the costliest first."""
+    """Over all steps, the most expensive first."""
     by_class: dict[str, float]
     idle: float
     gaps: dict[str, float]
@@ -71,9 +71,9 @@ def kind_of(name: str) -> str:
         return "norms and loss"
     kinds = [kind for kind, words in CLASSES.items() if any(word in low for word in words)]
     fused = low.startswith("triton_") or "cpp_fused_" in low
-    if fused:  # and named after all that is in it, casts too, which are no copies there
+    if fused:  # and named after all that it contains, including casts, which are not copies there
         kinds = [kind for kind in kinds if kind != "copies"]
-        if not low.startswith("triton_tem_"):  # a product's bias alone: the product is a template or the library's
+        if not low.startswith("triton_tem_"):  # only a product's bias: the product is a template or the library's
             kinds = [kind for kind in kinds if kind != "matmul"]
     return next(iter(kinds), "element-wise")
 
@@ -82,7 +82,7 @@ def analyse(events: Iterable[Any], steps: int, seconds: float, *, cuda: bool) ->
     """Read the events of a profile over ``steps`` steps that took ``seconds``."""
     events = list(events)
     work = [e for e in events if e.device_type.name == ("CUDA" if cuda else "CPU")]
-    # Ranges that were named, such as an optimizer's step, stand beside what was done in them.
+    # Named ranges, such as an optimizer's step, are listed in addition to the work inside them.
     work = [e for e in work if not (e.is_user_annotation or e.name.startswith(("autograd::engine", "cuda")))]
     work = [e for e in work if not python(e.name)]
     sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
@@ -157,24 +157,24 @@ def _cause(name: str) -> str | None:
 
 
 def findings(profile: Profile, *, optimizer: str, compiled: bool, cuda: bool) -> list[str]:
-    """What the numbers say, each in a sentence with its number; empty when nothing stands out."""
+    """What stands out in the numbers, each in a sentence; empty when nothing does."""
     total = sum(profile.by_class.values()) or 1.0
     shares = {kind: spent / total for kind, spent in profile.by_class.items()}
     where = "device" if cuda else "CPU"
     found = []
     for kind, share in list(shares.items())[:1]:
-        found.append(f"{kind} takes {share:.0%} of the {where}'s time, {profile.by_class[kind]:.2f} ms a step.")
+        found.append(f"{kind} takes {share:.0%} of the {where}'s time, {profile.by_class[kind]:.2f} ms per step.")
     lost = profile.gaps.get("a synchronisation", 0.0) if cuda else profile.waits
     if profile.wait_calls >= 1 and lost > 0.001 * profile.step:
         found.append(
-            f"`.item()` and other waits in the loop: {profile.wait_calls:.0f} a step, costing {lost:.2f} ms a step."
+            f"`.item()` and other waits in the loop: {profile.wait_calls:.0f} per step, {lost:.2f} ms per step."
         )
     waited = profile.gaps.get("the loader", 0.0) if cuda else profile.loader
     if waited > 0.01 * profile.step:
-        found.append(f"the {where} waits {waited:.2f} ms a step for batches ({waited / profile.step:.1%}).")
+        found.append(f"the {where} waits {waited:.2f} ms per step for batches ({waited / profile.step:.1%}).")
     if cuda and profile.idle > 0.02 * profile.step:
         cause = max(profile.gaps, key=lambda name: profile.gaps[name])
-        found.append(f"the GPU is idle {profile.idle:.2f} ms a step, most of it because of {cause}.")
+        found.append(f"the GPU is idle {profile.idle:.2f} ms per step, most of it because of {cause}.")
     if not compiled and shares.get("element-wise", 0) > 0.2:
         found.append(f"element-wise work is {shares['element-wise']:.0%}: --compile whole fuses it.")
     if optimizer == "adamw" and shares.get("optimizer", 0) + shares.get("element-wise", 0) > 0.1:

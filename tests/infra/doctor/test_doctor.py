@@ -1,4 +1,4 @@
-"""The doctor: it measures what is there, names what is wrong with its mend, and leaves JSON that ladders read."""
+"""The doctor: it measures the machine, reports problems with their fixes, and saves JSON that ladders read."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_the_whole_examination(
 
 
 @pytest.mark.usefixtures("working_folder")
-def test_the_exit_code_tells_what_stops_training_from_what_disturbs_it(
+def test_only_problems_that_prevent_training_change_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
@@ -84,14 +84,14 @@ def test_the_exit_code_tells_what_stops_training_from_what_disturbs_it(
         assert "pip install ray" in capfd.readouterr().out
 
 
-def test_a_machine_is_busy_when_other_work_keeps_more_than_half_of_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_is_busy_when_other_work_takes_more_than_half_of_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3}, raising=False)
     for load, busy in ((2.0, False), (2.1, True)):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         assert ("load" in wrong(checks.cpu())) is busy
 
 
-def test_a_full_disk_is_one_sentence(
+def test_a_full_disk_is_reported_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """No file may grow beyond a megabyte, as on a full disk; the disk's speed takes one of 256."""
@@ -134,21 +134,22 @@ def test_the_best_of_several_repetitions_counts(monkeypatch: pytest.MonkeyPatch)
 
 
 def wrong(checks: list[checks.Check]) -> dict[str, str]:
-    return {check.name: check.mend for check in checks if check.mend}
+    """The fixes of the checks that found a problem, by the check's name."""
+    return {check.name: check.fix for check in checks if check.fix}
 
 
-def test_a_good_card_has_nothing_wrong() -> None:
+def test_a_good_card_has_no_problem() -> None:
     assert wrong(checks.gpu(CARD, CARD.name)) == {}
 
 
-def test_a_card_that_torch_does_not_see_is_wrong() -> None:
-    assert not checks.no_gpu(None).mend
+def test_a_card_that_torch_does_not_see_is_a_problem() -> None:
+    assert not checks.no_gpu(None).fix
     unseen = checks.no_gpu(CARD)
     assert "A100" in unseen.value
-    assert "CUDA build of torch" in unseen.mend
+    assert "CUDA build of torch" in unseen.fix
 
 
-def test_each_thing_wrong_has_its_mend() -> None:
+def test_each_problem_has_a_fix() -> None:
     busy = replace(CARD, other_processes=(4711,), throttle_reasons=0x24)
     found = wrong(checks.gpu(busy, CARD.name))
     assert "kill 4711" in found["other processes on the card"]
@@ -160,7 +161,7 @@ def test_each_thing_wrong_has_its_mend() -> None:
     assert "nvidia-smi" in wrong(checks.gpu(None, CARD.name))["NVML"]
 
 
-def test_attention_that_runs_is_told_from_attention_that_does_not() -> None:
+def test_attention_that_runs_is_reported() -> None:
     (check,) = checks.attention_kernels(CPU)
     assert check.value == "runs"
 
@@ -192,7 +193,7 @@ def test_the_verdict_on_the_network() -> None:
         ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GH200 480GB", None), ("cpu", None),
     ],
 )  # fmt: skip
-def test_a_gpu_is_known_by_its_name(name: str, peak: float | None) -> None:
+def test_the_peak_of_a_gpu_is_found_by_its_name(name: str, peak: float | None) -> None:
     assert peak_flops(name) == peak
 
 

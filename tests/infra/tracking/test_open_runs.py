@@ -1,4 +1,4 @@
-"""No run stays RUNNING behind a command that has ended, and none is there twice, whenever it was interrupted."""
+"""No run stays RUNNING after its command has ended, and none exists twice, whenever the command was interrupted."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import pytest
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
-from infra.command import heed_termination
+from infra.command import interrupt_on_termination
 from infra.storage import write_json
 from infra.tracking import open_runs
 from infra.tracking.key import RunKey
@@ -32,7 +32,7 @@ def project(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) 
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     monkeypatch.chdir(tmp_path)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    heed_termination()
+    interrupt_on_termination()
     yield tmp_path
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""A project folder that was copied or moved goes on where it is now, and writes nothing where it came from."""
+"""A project folder that was copied or moved is used in its new place, and nothing is written to the old one."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ def kept(home: Path, store: str | None = None) -> RunKey:
 
 
 @pytest.mark.parametrize("how", [copy, move])
-def test_runs_go_on_in_the_new_place_and_the_command_says_so(
+def test_runs_continue_in_the_new_place_and_the_command_reports_it(
     old: Path, how: Callable[[Path, Path], None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     new = old.with_name("new")
@@ -97,7 +97,7 @@ def test_a_run_without_its_store_is_refused_until_another_is_named(old: Path, em
     assert has_run(kept(old / "runs" / "first"))
 
 
-def test_a_copied_run_does_not_write_into_its_originals(old: Path) -> None:
+def test_a_copied_run_does_not_write_to_its_original(old: Path) -> None:
     first, second, third = (old / "runs" / name for name in ("first", "second", "third"))
     shutil.copytree(first, second)
     with pytest.raises(UserError, match=f"{second} is a copy of {first} .* do something else"):
@@ -113,7 +113,9 @@ def test_a_key_of_an_earlier_version_is_read(old: Path) -> None:
     del values["home"]
     assert RunKey(**values).found_in(home, "") == RunKey(key.store, key.experiment_id, key.run_id, key.journal)
     (old / "mlflow.db").unlink()
-    with pytest.raises(UserError, match=rf"{old}/mlflow.db of {home} is gone: bring it back, or do something else\."):
+    with pytest.raises(
+        UserError, match=rf"{old}/mlflow.db of {home} does not exist: restore it, or do something else\."
+    ):
         RunKey(**values).found_in(home, "do something else")
     assert not (old / "mlflow.db").exists()
 

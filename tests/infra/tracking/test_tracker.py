@@ -64,7 +64,7 @@ def test_everything_that_was_logged_is_in_the_embedded_store(tmp_path: Path) -> 
         (None, ValueError, "FAILED"), (None, KeyboardInterrupt, "KILLED"), ("FINISHED", ValueError, "FAILED"),
     ],
 )  # fmt: skip
-def test_a_run_becomes_what_its_block_says_unless_it_raises(
+def test_a_run_gets_the_status_of_its_block_unless_it_raises(
     said: str | None, raised: type[BaseException] | None, becomes: str
 ) -> None:
     key = create_run("train", "ends")
@@ -75,7 +75,7 @@ def test_a_run_becomes_what_its_block_says_unless_it_raises(
     assert MlflowClient(key.store).get_run(key.run_id).info.status == becomes
 
 
-def test_an_entry_that_mlflow_refuses_does_not_take_others_with_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_entry_that_mlflow_rejects_does_not_affect_others(capfd: pytest.CaptureFixture[str]) -> None:
     key = create_run("train", "refused")
     with Tracker(key) as tracker:
         tracker.params({"rate": 1})
@@ -87,7 +87,7 @@ def test_an_entry_that_mlflow_refuses_does_not_take_others_with_it(capfd: pytest
     assert run.data.params == {"rate": "1", "seed": "3"}
     assert run.data.tags["device"] == "cpu"
     assert run.data.metrics == {"loss": 3.0}
-    assert "MLflow refuses an entry" in capfd.readouterr().err
+    assert "MLflow rejected an entry" in capfd.readouterr().err
 
 
 def test_a_store_whose_creation_was_killed_is_created_by_the_next_command(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_entries_survive_the_server_and_arrive_later(
         assert not journal.exists()
 
 
-def test_of_a_tag_that_is_set_during_an_outage_and_afterwards_the_later_value_stays(
+def test_a_tag_set_during_and_after_an_outage_keeps_the_later_value(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The store loses its database and gets it back; the third value comes before the next attempt is due."""
@@ -193,7 +193,7 @@ def test_a_batch_of_tags_alone_is_sent() -> None:
     assert (tags["state"], tags["tag.0"], tags["tag.149"]) == ("known", "0", "149")
 
 
-def test_an_interrupted_command_leaves_whatever_holds_its_writer_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_command_ends_even_if_its_writer_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the lock of Python's logging, as a Ctrl-C within ``Logger.setLevel`` leaves it."""
     monkeypatch.setattr(tracking, "HURRY_SECONDS", 2.0)
     key = create_run("train", "interrupted")
@@ -212,7 +212,7 @@ def test_an_interrupted_command_leaves_whatever_holds_its_writer_up(monkeypatch:
     assert run.data.metrics == {"loss": 5.0}
 
 
-def test_a_later_run_delivers_what_an_earlier_one_left_behind(tmp_path: Path) -> None:
+def test_a_later_run_delivers_the_journal_of_an_earlier_one(tmp_path: Path) -> None:
     key = create_run("train", "killed")
     journal = Path(key.journal)
     entry = {"kind": "metric", "key": "loss", "value": 4.0, "step": 1, "time": 1, "store": key.store}
@@ -224,13 +224,13 @@ def test_a_later_run_delivers_what_an_earlier_one_left_behind(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_store_that_may_not_be_written_to_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_store_that_is_not_writable_is_refused_at_once(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     open_store(f"sqlite:///{folder}/mlflow.db")
     for place in (folder / "mlflow.db", folder):
         mode = place.stat().st_mode
         place.chmod(0o555)
-        with pytest.raises(UserError, match="may not be written to"):
+        with pytest.raises(UserError, match="is not writable"):
             open_store(f"sqlite:///{folder}/mlflow.db")
         place.chmod(mode)
 

@@ -1,4 +1,4 @@
-"""Checkpoints in object storage: copied as they are written, and the run goes on from them on another machine."""
+"""Checkpoints in object storage: copied as they are written, and the run is continued from them on another machine."""
 
 import dataclasses
 import json
@@ -140,7 +140,7 @@ def test_a_storage_that_refuses_is_named(
     with pytest.raises(UserError, match=r"or s3://absent/kept.* could not be written"):
         Trainer(config, checkpoints=tmp_path / "one" / "checkpoints").run()
     assert newest(tmp_path / "one" / "checkpoints")
-    with pytest.raises(UserError, match=r"--copy-to elsewhere is no object storage"):
+    with pytest.raises(UserError, match=r"--copy-to elsewhere is not object storage"):
         dataclasses.replace(config, copy_to="elsewhere")
 
 
@@ -206,5 +206,5 @@ def test_a_copy_is_as_far_as_its_checkpoint(
     assert not (run.checkpoints / found.name / "cycles.jsonl").exists()
     assert load_config(run.config) == dataclasses.replace(config, steps=12)
     (kept / found.name / "state.pt").write_bytes(b"cut short")
-    with pytest.raises(UserError, match=r"step-00000012 is damaged there; remove it to go on from the one before"):
+    with pytest.raises(UserError, match=r"step-00000012 is damaged there; remove it to continue from the one before"):
         remote.download("s3://kept/one", tmp_path / "elsewhere")

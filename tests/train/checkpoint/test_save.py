@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, the newest sound one is found, and a state that is no good is never kept."""
+"""Checkpoints: written whole or not at all, the newest intact one is found, and a diverged state is never kept."""
 
 import dataclasses
 import os
@@ -62,14 +62,14 @@ def test_every_checkpoint_continues_exactly(config: TrainConfig, tmp_path: Path,
     assert [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in rest] == expected
 
 
-def test_a_damaged_checkpoint_is_passed_over(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped(config: TrainConfig, tmp_path: Path) -> None:
     Trainer(config, checkpoints=tmp_path).run()
     assert steps_kept(tmp_path) == [28, 30]
     weights = tmp_path / "step-00000030" / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert newest(tmp_path) == tmp_path / "step-00000028"
-    with pytest.raises(UserError, match=r"step-00000030 is damaged: model.safetensors is not what was written"):
+    with pytest.raises(UserError, match=r"step-00000030 is damaged: model.safetensors does not match its checksum"):
         Trainer(dataclasses.replace(config, steps=40), resume=tmp_path / "step-00000030")
     (tmp_path / "step-00000028" / "progress.json").unlink()
     assert newest(tmp_path) is None
@@ -116,9 +116,9 @@ def test_another_run_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     saved = Trainer(config, checkpoints=tmp_path).run().checkpoint
     assert saved
     for change, named in [
-        ({"seed": 1}, "--seed 0 and not 1"),
-        ({"optimizer": "adamw"}, "--optimizer adamw-fused and not adamw"),
-        ({"model": dataclasses.replace(config.model, layers=3)}, "layers=2 and not 3"),
+        ({"seed": 1}, "--seed 0, not 1"),
+        ({"optimizer": "adamw"}, "--optimizer adamw-fused, not adamw"),
+        ({"model": dataclasses.replace(config.model, layers=3)}, "layers=2, not 3"),
     ]:
         with pytest.raises(UserError, match=named):
             Trainer(dataclasses.replace(config, **{"steps": 40} | change), resume=Path(saved))
@@ -148,7 +148,7 @@ def test_a_run_without_a_whole_checkpoint_cannot_be_continued(config: TrainConfi
     (saved / "model.safetensors").write_bytes(b"")
     (tmp_path / "one" / "config.json").touch()
     for text in ("one", str(saved)):
-        with pytest.raises(UserError, match="has no checkpoint that is whole; start a new run with --name"):
+        with pytest.raises(UserError, match="has no intact checkpoint; start a new run with --name"):
             find_run(text, tmp_path)
 
 
@@ -162,7 +162,7 @@ def test_an_interrupted_run_names_the_command_that_continues_it_if_one_can(
         assert capsys.readouterr().out.splitlines()[-1].startswith(last)
 
 
-def test_a_run_that_diverged_says_how_to_train_more_gently(
+def test_a_diverged_run_suggests_a_lower_learning_rate(
     config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wild = dataclasses.replace(config, learning_rate=1e30, warmup_steps=0)
@@ -241,13 +241,13 @@ def test_weights_that_read_back_otherwise_are_refused_and_removed(
 
     monkeypatch.setattr(save, "save_file", losing)
     checkpoints.save(state, progress, lambda losses: True)
-    with pytest.raises(UserError, match="reads back otherwise than it was written"):
+    with pytest.raises(UserError, match="differs from what was written when it is read back"):
         checkpoints.wait()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_snapshot_is_of_its_moment(config: TrainConfig) -> None:
-    """It is written while training goes on over the same tensors."""
+    """It is written while training continues with the same tensors."""
     trainer = Trainer(dataclasses.replace(config, steps=2))
     trainer.run()
     taken = snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0]))
@@ -285,9 +285,9 @@ def test_the_loss_scale_continues(config: TrainConfig, tmp_path: Path, monkeypat
 
 def test_one_command_drives_a_run(tmp_path: Path) -> None:
     home = RunFolder(tmp_path)
-    with home.driven(), pytest.raises(UserError, match="another command is training"), home.driven():
+    with home.command_lock(), pytest.raises(UserError, match="another command is training"), home.command_lock():
         pass
-    with home.driven():
+    with home.command_lock():
         pass
 
 
@@ -297,7 +297,7 @@ def test_a_new_run_that_fails_leaves_its_folder_only_where_it_trained(tmp_path: 
     make(home.path)
     home.checkpoints.mkdir()
     (home.path / left).touch()
-    with pytest.raises(UserError, match="no GPU"), home.driven(), home.cleared():
+    with pytest.raises(UserError, match="no GPU"), home.command_lock(), home.removed_on_failure():
         raise UserError("no GPU")
     assert home.path.exists() is (left != "config.json")
 

@@ -198,13 +198,13 @@ def test_a_step_has_the_same_windows_however_it_is_executed(
 
 
 def test_what_a_stream_cannot_do_is_said(config: TrainConfig, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no end that is known beforehand: say when to stop with --steps"):
+    with pytest.raises(UserError, match="has no end that is known in advance: say when to stop with --steps"):
         dataclasses.replace(config, steps=None)
     with pytest.raises(UserError, match=r"--stream is for 'python -m train.run' alone"):
         Trainer(config)
     (tmp_path / "one.txt").write_text(" ".join(WORDS * 20), encoding="utf-8")
     alone = dataclasses.replace(config, stream=(str(tmp_path),))
-    with pytest.raises(UserError, match=r"holds out for validation have 0 tokens .* do without validation"):
+    with pytest.raises(UserError, match=r"holds out for validation have 0 tokens .* turn validation off"):
         StreamData(alone, Inline(alone.stream, 0, alone.reading))  # a single book is there to train on
     unvalidated = dataclasses.replace(alone, cycle=Cycle(5, 0))
     data = StreamData(unvalidated, Inline(alone.stream, 0, alone.reading))
@@ -315,7 +315,7 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
     assert progress["place"]["epoch"] == 0
     refuse_other_run(Path(first.checkpoint), read_progress(Path(first.checkpoint)), whole, estimate(stream_of(whole)))
     other = dataclasses.replace(whole, reading=Reading(min_chars=5))
-    with pytest.raises(UserError, match="was trained with --join-lines True and not False: leave --join-lines out"):
+    with pytest.raises(UserError, match="was trained with --join-lines True, not False: leave --join-lines out"):
         refuse_other_run(
             Path(first.checkpoint), read_progress(Path(first.checkpoint)), other, estimate(stream_of(other))
         )

@@ -41,7 +41,7 @@ def wait_for_step(run: RunFolder, step: int, process: subprocess.Popen) -> None:
             return
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.02)
-    raise AssertionError(f"no checkpoint behind step {step}")
+    raise AssertionError(f"no checkpoint after step {step}")
 
 
 def kill_worker(driver: subprocess.Popen) -> None:

@@ -17,7 +17,7 @@ CONFIG = TrainConfig(
     model=ModelConfig(layers=1, heads=1, width=16, context_length=10), global_batch=4, micro_batch=2,
     cycle=Rhythm(5, 2),
 )  # fmt: skip
-"""40 tokens a step; validation batches of 20."""
+"""40 tokens per step; validation batches of 20."""
 MANIFEST = Manifest(
     config={}, vocabulary_sha256="", shards=[], inputs={}, report={}, fingerprint="",
     splits={"train": {"books": 6, "tokens": 2400}, "val": {"books": 1, "tokens": 400}},

@@ -9,7 +9,7 @@ import pytest
 from infra.errors import UserError
 from train.config import Cycle, TrainConfig
 from train.intervals import warmup_steps
-from train.loop.throughput import settled, steady_state
+from train.loop.throughput import is_precise, steady_state
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 
@@ -60,10 +60,10 @@ def test_three_steps_after_warm_up_are_a_speed_no_faster_than_the_fastest() -> N
 
 
 def test_measuring_stops_only_when_the_speed_is_known() -> None:
-    assert settled([40.0, *series(0.1, 400, 0.01)], within=0.005), "the first step, which compiles, does not count"
-    assert not settled(series(0.1, 15, 0.01), within=0.005)
-    assert settled(series(0.1, 400, 0.01), within=0.005)
-    assert not settled(series(0.1, 400, 0.5), within=0.005)
+    assert is_precise([40.0, *series(0.1, 400, 0.01)], within=0.005), "the first step, which compiles, does not count"
+    assert not is_precise(series(0.1, 15, 0.01), within=0.005)
+    assert is_precise(series(0.1, 400, 0.01), within=0.005)
+    assert not is_precise(series(0.1, 400, 0.5), within=0.005)
 
 
 def test_a_run_ends_once_its_speed_is_known(small_shards: Path, small_model: ModelConfig) -> None:

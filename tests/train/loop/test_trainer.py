@@ -1,4 +1,4 @@
-"""The loop trains: the loss falls along a known curve, however the step is executed, and goes on where it stopped."""
+"""The loop trains: the loss falls along a known curve, however steps are executed, and continues where it stopped."""
 
 import dataclasses
 import itertools

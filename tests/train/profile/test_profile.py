@@ -113,8 +113,8 @@ def test_waits_in_the_loop_are_a_finding_with_their_cost() -> None:
         event("cudaStreamSynchronize", 3950, 6900),
     ]  # fmt: skip
     found = findings(analyse(events, 1, 0.010, cuda=True), optimizer="adamw-fused", compiled=True, cuda=True)
-    assert "`.item()` and other waits in the loop: 2 a step, costing 3.00 ms a step." in found
-    assert any("idle 3.00 ms a step, most of it because of a synchronisation" in line for line in found)
+    assert "`.item()` and other waits in the loop: 2 per step, 3.00 ms per step." in found
+    assert any("idle 3.00 ms per step, most of it because of a synchronisation" in line for line in found)
     quiet = [event("nvjet_gemm", 0, 5000, gpu), event("nvjet_gemm", 5000, 10000, gpu)]
     found = findings(analyse(quiet, 1, 0.010, cuda=True), optimizer="adamw-fused", compiled=True, cuda=True)
     assert not any("item" in line or "idle" in line for line in found)
@@ -272,7 +272,7 @@ def test_a_compiled_batch_that_does_not_fit_eagerly_is_profiled(
     config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, device="cpu")
     _, words = record.record(config, tmp_path)
     assert json.loads((tmp_path / "profile.json").read_text())["findings"] == words
-    assert not any("FLOPs a byte" in line for line in words)
+    assert not any("FLOPs per byte" in line for line in words)
 
 
 def test_what_torch_fails_to_follow_is_all_that_is_missing(
