@@ -37,12 +37,15 @@ JOURNAL = "mlflow-journal"
 class Tracker:
     """The writer of one run. A context manager: as its block ends, it closes the run and delivers what is queued.
 
-    The run becomes FINISHED, KILLED after Ctrl-C, or FAILED after another exception, unless the block closed it by
-    :meth:`finish`. Methods return at once. They may be called from any thread, and never raise because of the store.
+    The run becomes KILLED after Ctrl-C, FAILED after another exception, and otherwise what :attr:`status` says, unless
+    the block closed it by :meth:`finish`. Methods return at once. They may be called from any thread, and never raise
+    because of the store.
     """
 
     def __init__(self, key: RunKey) -> None:
         self.key = key
+        self.status = "FINISHED"
+        """What the run becomes when its block ends without an exception: FINISHED, FAILED or KILLED."""
         self._queue: queue.SimpleQueue[Entry | threading.Event] = queue.SimpleQueue()
         self._journal = Path(key.journal) / f"{key.run_id}.jsonl"
         self._retry_at = 0.0
@@ -59,7 +62,7 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if not self._finished:
             interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
-            self.finish("KILLED" if interrupted else "FAILED" if kind else "FINISHED")
+            self.finish("KILLED" if interrupted else "FAILED" if kind else self.status)
         elif not self._hurried:
             self._deliver_all()
 

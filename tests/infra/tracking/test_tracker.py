@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,24 @@ def test_everything_that_was_logged_is_in_the_embedded_store(tmp_path: Path) -> 
     assert run.inputs.dataset_inputs[0].dataset.name == "books"
     assert find_runs(key, "config_hash", "abc") == [child.run_id]
     assert (tmp_path / "mlflow.db").is_file()
+
+
+@pytest.mark.parametrize(
+    ("said", "raised", "becomes"),
+    [
+        (None, None, "FINISHED"), ("KILLED", None, "KILLED"), ("FAILED", None, "FAILED"),
+        (None, ValueError, "FAILED"), (None, KeyboardInterrupt, "KILLED"), ("FINISHED", ValueError, "FAILED"),
+    ],
+)  # fmt: skip
+def test_a_run_becomes_what_its_block_says_unless_it_raises(
+    said: str | None, raised: type[BaseException] | None, becomes: str
+) -> None:
+    key = create_run("train", "ends")
+    with pytest.raises(raised) if raised else nullcontext(), Tracker(key) as tracker:
+        tracker.status = said or tracker.status
+        if raised:
+            raise raised
+    assert MlflowClient(key.store).get_run(key.run_id).info.status == becomes
 
 
 def test_an_entry_that_mlflow_refuses_does_not_take_others_with_it(capfd: pytest.CaptureFixture[str]) -> None:
