@@ -1,4 +1,4 @@
-"""A search's folder: made once, held by one process, and continued only as the search that it was.
+"""A search's folder: made once, locked by one process, and continued only as the search that it was.
 
 ``runs/NAME/`` holds ``search.json`` (what is searched, and the parent run in MLflow), ``trials/`` (a JSON
 file a finished trial) and, at the end, the files for people.
@@ -31,8 +31,8 @@ def kept_config(folder: Path) -> SearchConfig:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Make ``folder`` and hold it; the system lets go of it however the process ends. Raises ``UserError``."""
+def locked(folder: Path) -> Iterator[None]:
+    """Make and lock ``folder``; the system unlocks it however the process ends. Raises ``UserError``."""
     try:
         (folder / TRIALS).mkdir(parents=True, exist_ok=True)
         (folder / LOCK).touch()

@@ -8,7 +8,7 @@ from infra.errors import UserError
 from infra.storage import TEMPORARY
 from infra.tracking.key import RunKey
 from tune.config import SearchConfig
-from tune.folder import TRIALS, begin, held, resumed_parent
+from tune.folder import TRIALS, begin, locked, resumed_parent
 
 IDENTITY = {"confirm": 3, "memory_limit": 10**9, "knobs": "compile"}
 
@@ -26,12 +26,12 @@ def test_another_search_is_refused_by_what_differs(tmp_path: Path) -> None:
 
 def test_one_process_at_a_time_and_no_halves_of_rows(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
-    with held(folder), pytest.raises(UserError, match="another process runs the search"), held(folder):
+    with locked(folder), pytest.raises(UserError, match="another process runs the search"), locked(folder):
         pass
     half = folder / TRIALS / f"{TEMPORARY}1-m8.json"
     half.write_text("{")
     row = folder / TRIALS / "m8.json"
     row.write_text("{}")
-    with held(folder):
+    with locked(folder):
         assert not half.exists()
         assert row.exists()

@@ -240,7 +240,7 @@ def test_dry_run_runs_nothing(folder: Path, small_shards: Path, capfd: pytest.Ca
     flags = ["--dry-run", "--global-batch", "4", "--knobs", "checkpointing", "attention"]
     assert command(search.main, "--data", str(small_shards), *flags, *FLAGS) == 0
     printed = capfd.readouterr().out
-    assert "the control checkpointing=none attention=auto: 3 of 3 sizes" in printed
+    assert "the control checkpointing=none attention=sdpa: 3 of 3 sizes" in printed
     assert "\ncheckpointing=full: 3 of 3 sizes" in printed
     assert "2 further combinations differ from the control in more than one knob" in printed
     assert re.search(

@@ -14,7 +14,7 @@ from itertools import islice
 from tune.space import Candidate, Combination, Space
 from tune.strategy.curves import Curves, Prior
 from tune.strategy.ranking import fit_to_win
-from tune.trial.row import Proposal, Row, Stage
+from tune.trial.row import Proposal, Stage, TrialRow
 
 REACH = 0.03
 """How far behind the best a size or a combination may be expected and still be tried: dips of tiles and waves."""
@@ -34,11 +34,11 @@ class MemorySearcher:
     prior: Prior
     limit: float
 
-    def curves(self, rows: Sequence[Row]) -> Curves:
+    def curves(self, rows: Sequence[TrialRow]) -> Curves:
         """What ``rows`` say of the rest of the space."""
         return Curves(self.space, self.prior, self.limit, rows)
 
-    def propose(self, rows: Sequence[Row]) -> Proposal | None:
+    def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
         """The next trial, or None when nothing unmeasured can be expected to win."""
         near = self.space.neighbours(self.space.control.knobs)
         if len(rows) > len(near) and all(row.outcome == "failed" for row in rows):
@@ -55,7 +55,7 @@ class MemorySearcher:
             bar=max(lows) if lows and candidate != self.space.control else None,
         )  # fmt: skip
 
-    def remaining(self, rows: Sequence[Row]) -> int:
+    def remaining(self, rows: Sequence[TrialRow]) -> int:
         """About how many trials are still to come."""
         curves = self.curves(rows)
         seen = {row.candidate for row in rows}
@@ -144,7 +144,7 @@ class MemorySearcher:
         speeds = [row.tokens_per_second or 0.0 for row in curves.measured(knobs)]
         return bool(speeds) and max(speeds) >= (1 - REACH) * self._best_speed(curves)
 
-    def _refined(self, rows: Sequence[Row], knobs: Combination) -> int:
+    def _refined(self, rows: Sequence[TrialRow], knobs: Combination) -> int:
         return sum(row.candidate.knobs == knobs and row.stage == "refine" for row in rows)
 
     def _best(self, curves: Curves) -> Combination | None:

@@ -26,7 +26,7 @@ from train.loop.throughput import steady_state
 from train.loop.trainer import Trainer
 from train.result import CycleReport, RunResult
 from tune.trial import early_stop
-from tune.trial.row import Outcome, Proposal, Row, write_row
+from tune.trial.row import Proposal, TrialOutcome, TrialRow, write_row
 
 THRASHING_STEPS = 2
 """Counted steps with allocator retries that make a trial one of thrashing: the allocator lives off freed cache."""
@@ -104,7 +104,7 @@ class Watch:
         return sum(a != b for a, b in itertools.pairwise(retries[SETTLING - 1 :]))
 
 
-def run(request: Request) -> Row:
+def run(request: Request) -> TrialRow:
     """Run the trial and keep its row; never raises for what the configuration does."""
     config = trial_config(request)
     watch: Watch | None = None
@@ -131,7 +131,7 @@ def trial_config(request: Request) -> TrainConfig:
     return replace(config, steps=request.most_steps, tokens=None, time_budget=None, cycle=Cycle(1, 0))
 
 
-def judge(watch: Watch, result: RunResult) -> tuple[Outcome, str]:
+def judge(watch: Watch, result: RunResult) -> tuple[TrialOutcome, str]:
     """The outcome of a run that returned, and its reason in words."""
     if result.outcome == "oom":
         return "oom", result.reason
@@ -155,14 +155,19 @@ def judge(watch: Watch, result: RunResult) -> tuple[Outcome, str]:
 
 
 def make_row(
-    request: Request, config: TrainConfig, watch: Watch | None, result: RunResult | None, outcome: Outcome, reason: str
-) -> Row:
+    request: Request,
+    config: TrainConfig,
+    watch: Watch | None,
+    result: RunResult | None,
+    outcome: TrialOutcome,
+    reason: str,
+) -> TrialRow:
     """The trial's row from whatever was measured before it ended."""
     measured = steady_state(watch.counted(), config.step_tokens) if watch else None
     used, source = watch.limit.used() if watch else (None, None)
     peak = peak_flops(result.device) if result else None
     steady = config.step_tokens / measured.tokens_per_second if measured else None
-    return Row(
+    return TrialRow(
         key=request.key,
         number=request.number,
         stage=request.proposal.stage,

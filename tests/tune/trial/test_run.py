@@ -17,7 +17,7 @@ from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import RunResult
 from tune.space import Candidate
-from tune.trial.row import Proposal, Row, read_rows
+from tune.trial.row import Proposal, TrialRow, read_rows
 from tune.trial.run import THRASHING_STEPS, Request, Watch, _counters, judge, make_row, run, trial_config
 
 
@@ -28,7 +28,7 @@ def training(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
 
 def attempt(
     training: TrainConfig, folder: Path, *, limit: float = 8e9, bar: float | None = None, steps: int = 20
-) -> Row:
+) -> TrialRow:
     """Run one trial of ``training``."""
     folder.mkdir(exist_ok=True)
     proposal = Proposal(Candidate(training.micro_batch), "probe", bar=bar)
