@@ -69,7 +69,7 @@ class TrialRow:
     reserved: int | None = None
     allocator_retries: int = 0
     rejected_steps: int = 0
-    """Steps left out of the speed: a recompilation or an allocator retry fell into them."""
+    """Steps left out of the speed, because the allocator had to free its cache in them."""
     mfu: float | None = None
     compile_seconds: float | None = None
     """The first step's time beyond a steady step: compilation, autotuning and warm-up."""
