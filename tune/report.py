@@ -209,8 +209,8 @@ def summary(search: Search, rows: Sequence[TrialRow]) -> str:
         lines += [f"**{said[0].upper()}{said[1:]}.**", *([""] if reasons else []), *(f"- {line}" for line in reasons)]
     lines += ["", f"{len(rows)} trials in {spent}, searcher {search.config.searcher}."]
     lines += [f"{note[0].upper()}{note[1:]}." for note in _legend(rows)]
-    lines += ["", *(f"| {' | '.join(cells)} |" for cells in (HEADINGS, ["---"] * len(HEADINGS)))]
-    lines += [f"| {' | '.join(cells)} |" for cells in leaderboard(search, rows)]
+    head, *body = (f"| {' | '.join(cells)} |" for cells in (HEADINGS, *leaderboard(search, rows)))
+    lines += ["", head, "|---" * len(HEADINGS) + "|", *body]
     untried = never_run(search, rows)
     if untried:
         lines += ["", "Never run:", "", *(f"- {sentence}" for sentence in untried)]
