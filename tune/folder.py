@@ -1,7 +1,7 @@
 """A search's folder: made once, locked by one process, and continued only as the search that it was.
 
 ``runs/NAME/`` holds ``search.json`` (what is searched, and the parent run in MLflow), ``trials/`` (a JSON
-file a finished trial) and, at the end, the files for people.
+file per finished trial) and, at the end, the files for people.
 """
 
 import json

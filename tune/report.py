@@ -175,7 +175,7 @@ def best_json(search: Search, rows: Sequence[TrialRow]) -> dict[str, Any] | None
 
 
 def csv_text(rows: Sequence[TrialRow]) -> str:
-    """All rows as CSV, a knob a column."""
+    """All rows as CSV, with a column per knob."""
     text = io.StringIO()
     flat = [flat_row(row) for row in rows]
     names = list(dict.fromkeys(name for values in flat for name in values))

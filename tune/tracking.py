@@ -1,4 +1,4 @@
-"""A search in MLflow: one parent, and one child a trial, both opened and closed by the driver.
+"""A search in MLflow: one parent, and one child per trial, both opened and closed by the driver.
 
 A child is found again by its trial's key, and its last entry is the tag ``closed``: whatever was killed,
 a trial has one child, and a child without that tag is completed from the trial's row. A store that goes

@@ -178,7 +178,7 @@ def test_a_trial_time_that_is_too_short_is_raised(
 
 
 def test_a_killed_search_continues(folder: Path, small_shards: Path) -> None:
-    """SIGKILL of the driver after its first trial; its Ray dies with it, and the search goes on in ours."""
+    """SIGKILL of the driver after its first trial; its Ray dies with it, and the search continues in ours."""
     flags = [
         "--data", str(small_shards), *FLAGS, "--global-batch", "2", "--searcher", "grid", "--confirm", "0",
         "--name", "killed", "--memory-limit", "8GB",
@@ -206,7 +206,7 @@ def test_a_killed_search_continues(folder: Path, small_shards: Path) -> None:
     [
         (["--data", "nowhere"], "nowhere"),
         (["--memory-limit", "1kB"], "less than the"),
-        (["--knobs", "magic"], "'magic' is no knob"),
+        (["--knobs", "magic"], "'magic' is not a knob"),
         (["--device", "cuda"], "no GPU"),
         (["--workers", "2"], "--workers 2"),
         (["--trial-steps", "2"], "--trial-steps 2"),

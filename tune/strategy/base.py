@@ -45,7 +45,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Retrying:
-    """Repeat each trial whose time was too short for a speed once, with more time, before ``explore`` hears of it.
+    """Repeat each trial whose time was too short for a speed once, with more time, before ``explore`` sees it.
 
     Otherwise a --trial-time below what a few steps take would end the search after its first trial.
     """
@@ -83,7 +83,7 @@ def enough_seconds(rows: Sequence[TrialRow], trial_time: float) -> float:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """Explore, then run the best again beside the control, interleaved, until the winner is settled.
+    """Explore, then run the best and the control again, interleaved, until the winner is clear.
 
     There are at most ``rounds`` rounds.
     """

@@ -2,7 +2,7 @@
 
 In: rows, and a prior for memory. Out: for any candidate its expected memory, whether that fits, and its
 expected speed. Memory is nearly affine in the micro-batch for each combination of knobs, so two real
-probes correct the prior. A step takes a + b / micro-batch (each micro-batch costs a fixed time beside
+probes correct the prior. A step takes a + b / micro-batch (each micro-batch costs a fixed time besides
 its tokens), so speed saturates; between two probes the form holds well, beyond them it overshoots by a
 third, hence nothing is ever extrapolated upwards.
 """

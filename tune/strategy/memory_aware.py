@@ -2,7 +2,7 @@
 
 In: all rows so far. Out: the next trial. The order is: the control; the largest size that should fit
 with the control's knobs; the same with each setting that differs from the best combination in one knob,
-until no neighbour is better (a climb: knobs help each other mostly one by one); a small size of every
+until no neighbour is better (hill climbing: knobs mostly help one by one); a small size of every
 combination that is still within reach of the best; then the sizes near the top of those. Each trial
 carries the bar below which it stops.
 """
@@ -19,7 +19,7 @@ from tune.trial.row import Proposal, Stage, TrialRow
 REACH = 0.03
 """How far behind the best a size or a combination may be expected and still be tried: dips of tiles and waves."""
 REFINEMENTS = 3
-"""Sizes tried near the top of a combination, beside its two ends."""
+"""Sizes tried near the top of a combination, in addition to its two ends."""
 HOPELESS = 1.25
 """The control is not run when it is predicted to need more than this many limits."""
 TILE = 8

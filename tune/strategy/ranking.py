@@ -1,6 +1,6 @@
 """Who won: candidates ranked by confirmed speed, ties named, the smaller memory winning among equals.
 
-In: rows. Out: standings, and the contenders that are worth confirming. Every number of a entry comes
+In: rows. Out: the ranked candidates, and the contenders that are worth confirming. Every number comes
 from runs in fresh processes, interleaved where they were confirmed, so that a drift of the machine
 falls on all alike.
 """
@@ -63,11 +63,11 @@ def fit_to_win(rows: Sequence[TrialRow]) -> dict[Candidate, list[TrialRow]]:
 
 
 def contenders(rows: Sequence[TrialRow], control: Candidate) -> list[Candidate]:
-    """Who runs in the round of confirmations after ``rows``, fastest first; empty when nothing is left to settle.
+    """Who runs in the round of confirmations after ``rows``, fastest first; empty when the winner is clear.
 
-    In the first round the best three of the exploration, without those that are clearly beaten. Later the
-    winner so far, and whom to pass over may cost more than a negligible loss. The control always runs
-    along where it fits, so that every round holds what the search is compared with.
+    In the first round these are the best three of the exploration, without those that are clearly beaten. Later
+    they are the winner so far and those whose expected lead over it is not negligible. The control runs in every
+    round, if it fits, because the search is compared with it.
     """
     ranked = rank(rows)
     again = any(entry.confirmed for entry in ranked)

@@ -1,4 +1,4 @@
-"""What a search asks for and what it gets: proposals in, rows out, one JSON file a row.
+"""What a search asks for and what it gets: proposals in, rows out, one JSON file per row.
 
 A row's file is written by the trial itself, whole or not at all, before anything else hears of it.
 The files are therefore the search's only state: whoever is killed, what is on disk is what was done.

@@ -27,7 +27,7 @@ from tune.trial import early_stop
 from tune.trial.row import Proposal, TrialOutcome, TrialRow, write_row
 
 THRASHING_STEPS = 2
-"""Counted steps with allocator retries that make a trial one of thrashing: the allocator lives off freed cache."""
+"""Counted steps with allocator retries that make the outcome ``thrash``: the allocator keeps freeing its cache."""
 
 FIRST_STEPS = 2
 """Steps that may retry: the first compiles, the second is the first with the optimizer's state."""
@@ -123,7 +123,7 @@ def run(request: Request) -> TrialRow:
 
 
 def trial_config(request: Request) -> TrainConfig:
-    """The run of one trial: the candidate's, a step a cycle, without validation."""
+    """The run of one trial: the candidate's, with cycles of one step, without validation."""
     config = config_from_json(request.config, "the trial's config")
     return replace(config, steps=request.most_steps, tokens=None, time_budget=None, cycle=Cycle(1, 0))
 

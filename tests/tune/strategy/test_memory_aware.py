@@ -180,12 +180,12 @@ def test_of_equals_no_more_than_three_are_refined() -> None:
 def test_whole_tiles_come_before_what_is_expected_to_be_a_little_faster() -> None:
     searcher = MemorySearcher(plain(batch=120).space, lambda candidate: candidate.micro_batch * 1e9, 31e9)
     rows = [
-        finished(8, "ok", tokens_per_second=90.0, memory=8 * 10**9),
+        finished(8, "ok", tokens_per_second=99.0, memory=8 * 10**9),
         finished(10, "ok", tokens_per_second=100.0, memory=10 * 10**9),
-        finished(30, "ok", tokens_per_second=98.5, memory=30 * 10**9),
+        finished(30, "ok", tokens_per_second=97.5, memory=30 * 10**9),
     ]
-    curves = searcher.curves(rows)
-    assert (curves.speed(Candidate(20)) or 0) > (curves.speed(Candidate(12)) or 0), "so that the tile is no favourite"
+    expected = {size: searcher.curves(rows).speed(Candidate(size)) or 0.0 for size in (12, 15, 20, 24)}
+    assert min(expected, key=lambda size: expected[size]) == 24, "the only whole tile is the slowest"
     proposal = searcher.propose(rows)
     assert proposal
     assert (proposal.candidate.micro_batch, proposal.stage) == (24, "refine")

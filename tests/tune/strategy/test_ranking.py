@@ -67,7 +67,7 @@ def test_who_is_clearly_beaten_does_not_run_again() -> None:
     assert [c.micro_batch for c in contenders(rows, Candidate(1))] == [4, 2, 1]
 
 
-def test_confirmation_ends_when_the_winner_is_settled() -> None:
+def test_confirmation_ends_when_the_winner_is_clear() -> None:
     explored = [row(1, 100, 1), row(2, 200, 2), row(4, 201, 4)]
     control = [confirmed(1, 100, 1)]
     apart = [*explored, confirmed(2, 190, 1), confirmed(4, 201, 1), *control]
