@@ -16,6 +16,7 @@ from train.model_config import ModelConfig
 from tune.config import SearchConfig
 from tune.plan import Search, make_search
 from tune.ray_tune import ATTEMPTS, Listener, Proposals, Running, drive, outcome
+from tune.space import Candidate
 from tune.trial.row import Proposal, TrialRow, read_rows, write_row
 from tune.trial.run import Request
 
@@ -36,6 +37,22 @@ def proposals(search: Search) -> tuple[Proposals, list[Request]]:
     """Of ``search``, and what is begun."""
     begun: list[Request] = []
     return Proposals(search, Listener(begun.append, lambda row, rows: None)), begun
+
+
+def test_a_trial_is_asked_for_as_the_search_says(search: Search, capfd: pytest.CaptureFixture[str]) -> None:
+    """With more time after one that had too little, which is said."""
+    searcher, _ = proposals(search)
+    proposal = Proposal(Candidate(2), "probe")
+    request = searcher.request(proposal, [])
+    assert (request.key, request.number, request.folder) == (proposal.key("one"), 1, str(search.trials))
+    assert (request.memory_limit, request.most_steps, request.most_seconds) == (search.limit, 8, 60.0)
+    assert request.config == search.space.config(Candidate(2)).to_json() | {"data": str(search.data)}
+    assert request.proposal.predicted_memory == search.memory.prior(Candidate(2)) > 0
+    assert capfd.readouterr().out == ""
+    row = TrialRow("m1", 1, "probe", 0, Candidate(1), 2, "failed", "", 1.0, too_short=True, step_seconds=[9.0, 10.0])
+    again = searcher.request(Proposal(Candidate(1), "probe", 1), [row])
+    assert (again.number, again.most_seconds) == (2, 140.0)
+    assert "its steps get 2m20s, because --trial-time was too short" in capfd.readouterr().out
 
 
 def test_a_row_that_never_arrives_ends_its_trial(search: Search) -> None:
