@@ -88,16 +88,11 @@ class SearchConfig:
         """What a search over the same data must share with this one to be continued as it."""
         training = self.training.to_json()
         free = ("data", "steps", "tokens", "time_budget", "cycle")
-        return {name: value for name, value in training.items() if name not in free} | {
-            "memory_limit": self.memory_limit,
-            "knobs": ",".join(parse_knobs(self.knobs)),
-            "free_global_batch": self.free_global_batch,
-            "searcher": self.searcher,
-            "trial_steps": self.trial_steps,
-            "trial_time": self.trial_time,
-            "trial_precision": self.trial_precision,
-            "confirm": self.confirm,
-        }
+        own = (
+            "memory_limit", "free_global_batch", "searcher", "trial_steps", "trial_time", "trial_precision", "confirm",
+        )  # fmt: skip
+        searched = {name: getattr(self, name) for name in own} | {"knobs": ",".join(parse_knobs(self.knobs))}
+        return {name: value for name, value in training.items() if name not in free} | searched
 
 
 def with_global_batch(training: TrainConfig, global_batch: int) -> TrainConfig:

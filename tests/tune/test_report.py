@@ -14,7 +14,18 @@ from train.config import TrainConfig
 from train.resolve import resolve
 from tune.config import SearchConfig
 from tune.plan import Search
-from tune.report import best_json, csv_text, leaderboard, never_run, no_winner, progress_text, row_text
+from tune.report import (
+    FREE,
+    best_json,
+    csv_text,
+    leaderboard,
+    never_run,
+    no_winner,
+    progress_text,
+    row_text,
+    summary,
+    write_files,
+)
 from tune.space import Candidate, Space, make_space
 from tune.strategy.base import Grid
 from tune.strategy.memory_aware import MemorySearcher
@@ -114,6 +125,25 @@ def test_the_best_so_far_is_of_complete_rounds() -> None:
     rows += [row(4, speed=200.0, stage="confirm", round=1)]
     assert progress_text(SEARCH, rows).startswith("    best: m8 150 tok/s")
     assert progress_text(SEARCH, [row(4, "failed")]).startswith("    best: none yet | spent 10s")
+
+
+def test_a_search_that_lost_its_winner_leaves_none(tmp_path: Path) -> None:
+    """As one that is resumed with a row less may."""
+    search = replace(SEARCH, folder=tmp_path)
+    won = [tmp_path / name for name in ("trials.csv", "summary.md", "best.json")]
+    assert write_files(search, [row(4, speed=100.0)]) == won
+    assert all(path.stat().st_size for path in won)
+    assert write_files(search, [row(4, "oom")]) == won[:2]
+    assert not won[2].exists()
+
+
+def test_a_search_of_a_free_global_batch_says_so() -> None:
+    free = planned(4e9, replace(SPACE, free=True))
+    assert FREE in summary(free, [row(4, speed=100.0)])
+    assert FREE not in summary(SEARCH, [row(4, speed=100.0)])
+    best = best_json(free, [row(4, speed=100.0)])
+    assert best
+    assert best["study"] == "free global batch"
 
 
 def test_each_candidate_that_never_ran_has_its_reason() -> None:

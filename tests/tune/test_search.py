@@ -88,9 +88,13 @@ def killed(folder: Path, small_shards: Path) -> dict[Path, int]:
 @pytest.fixture(scope="module")
 def searched(folder: Path, killed: dict[Path, int]) -> Path:
     """A finished search: the one that was killed, continued in our Ray. Every candidate once, then once more."""
-    assert killed
+    assert killed, "otherwise nothing was begun"
     assert command(search.main, "--resume", "one") == 0
     return folder / "runs" / "one"
+
+
+def test_a_killed_search_leaves_its_finished_trials(killed: dict[Path, int]) -> None:
+    assert 1 <= len(killed) < 4
 
 
 def test_a_killed_search_continues(folder: Path, killed: dict[Path, int], searched: Path) -> None:

@@ -73,6 +73,12 @@ def test_a_trial_is_repeated_once() -> None:
     assert strategy.remaining([short(1), short(1, round=1)]) == 3
 
 
+def test_a_trial_that_failed_for_another_reason_is_not_repeated() -> None:
+    proposal = Retrying(Grid(SPACE)).propose([replace(short(1), too_short=False)])
+    assert proposal
+    assert (proposal.candidate, proposal.round) == (Candidate(2), 0)
+
+
 def test_a_search_whose_time_stays_too_short_ends() -> None:
     strategy = Confirmed(Retrying(MemorySearcher(SPACE, lambda candidate: 1e9, 8e9)), SPACE, 1)
     assert strategy.propose([short(8), short(8, round=1)]) is None

@@ -61,6 +61,11 @@ def test_a_run_shifts_the_prediction_and_a_second_one_tilts_it() -> None:
     assert twice.memory(Candidate(32, OTHER)) == pytest.approx(38e9), "the median of both offsets"
 
 
+def test_a_run_that_stopped_because_it_cannot_win_shifts_the_prediction_of_other_knobs() -> None:
+    known = curves(row(8, memory=10e9, outcome="stopped"))
+    assert known.memory(Candidate(16, OTHER)) == pytest.approx(18e9)
+
+
 def test_what_did_not_fit_does_not_shift_the_prediction() -> None:
     """The peak of a run that was ended early is not its peak."""
     known = curves(row(8, memory=50e9, speed=None, outcome="over_limit"))
