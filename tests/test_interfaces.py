@@ -23,7 +23,6 @@ ALLOWED = {
     ("train/model/recompute.py", "torch.ops.aten._scaled_dot_product_efficient_attention.default"),
     ("train/model/recompute.py", "torch.ops.aten._scaled_dot_product_flash_attention.default"),
     ("train/model/recompute.py", "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default"),
-    ("tune/trial/run.py", "torch._dynamo.utils"),  # counts compiled graphs
 }
 
 

@@ -12,13 +12,13 @@ from matplotlib.figure import Figure
 from tune.space import Candidate, Combination
 from tune.strategy.curves import Curves
 from tune.strategy.memory_aware import MemorySearcher
-from tune.strategy.ranking import UNFIT, standings
-from tune.trial.row import Row, feasible
+from tune.strategy.ranking import UNFIT, rank
+from tune.trial.row import TrialRow, feasible
 
 GB = 1e9
 
 
-def draw(rows: Sequence[Row], memory: MemorySearcher) -> dict[str, Figure]:
+def draw(rows: Sequence[TrialRow], memory: MemorySearcher) -> dict[str, Figure]:
     """All charts of a search, by name."""
     curves = memory.curves([row for row in rows if row.stage != "confirm"])
     tried = [k for k in memory.space.combinations if any(row.candidate.knobs == k for row in rows)]
@@ -40,7 +40,7 @@ def _figure(title: str, x: str, y: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _memory(rows: Sequence[Row], curves: Curves, tried: Sequence[Combination]) -> Figure:
+def _memory(rows: Sequence[TrialRow], curves: Curves, tried: Sequence[Combination]) -> Figure:
     """Predicted line, measured points, the limit."""
     figure, axes = _figure("Peak memory of the process", "micro-batch (sequences)", "GB (10^9 bytes)")
     largest = max((row.candidate.micro_batch for row in rows), default=1)
@@ -61,7 +61,7 @@ def _memory(rows: Sequence[Row], curves: Curves, tried: Sequence[Combination]) -
     return figure
 
 
-def _speed(rows: Sequence[Row], curves: Curves, tried: Sequence[Combination]) -> Figure:
+def _speed(rows: Sequence[TrialRow], curves: Curves, tried: Sequence[Combination]) -> Figure:
     """Measured speeds with their intervals, the fitted curve, and the sizes that do not fit."""
     figure, axes = _figure("Speed", "micro-batch (sequences)", "tokens/s")
     axes.set_xscale("log", base=2)
@@ -85,25 +85,25 @@ def _speed(rows: Sequence[Row], curves: Curves, tried: Sequence[Combination]) ->
     return figure
 
 
-def _pareto(rows: Sequence[Row], memory: MemorySearcher) -> Figure:
+def _pareto(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure:
     """Speed against memory, and the candidates that nothing beats in both."""
     figure, axes = _figure("Speed against memory", "GB (10^9 bytes)", "tokens/s")
-    ranked = sorted(standings(rows), key=lambda s: s.memory)
+    ranked = sorted(rank(rows), key=lambda s: s.memory)
     axes.scatter([s.memory / GB for s in ranked], [s.tokens_per_second for s in ranked])
     front, best = [], 0.0
-    for standing in ranked:
-        place = (standing.memory / GB, standing.tokens_per_second)
-        axes.annotate(memory.space.label(standing.candidate), place, fontsize="x-small", clip_on=True)
-        if standing.tokens_per_second > best:
-            best = standing.tokens_per_second
-            front.append(standing)
+    for entry in ranked:
+        place = (entry.memory / GB, entry.tokens_per_second)
+        axes.annotate(memory.space.label(entry.candidate), place, fontsize="x-small", clip_on=True)
+        if entry.tokens_per_second > best:
+            best = entry.tokens_per_second
+            front.append(entry)
     axes.step([s.memory / GB for s in front], [s.tokens_per_second for s in front], where="post", label="Pareto front")
     axes.axvline(memory.limit / GB, color="red", linestyle="--", label="limit")
     axes.legend(fontsize="small")
     return figure
 
 
-def _progress(rows: Sequence[Row]) -> Figure:
+def _progress(rows: Sequence[TrialRow]) -> Figure:
     """The best so far against the seconds spent."""
     figure, axes = _figure("Best so far", "device seconds spent, start-up included", "tokens/s")
     spent, best, points = 0.0, 0.0, []
@@ -116,7 +116,7 @@ def _progress(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def _deltas(rows: Sequence[Row], memory: MemorySearcher) -> Figure | None:
+def _deltas(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure | None:
     """What each knob does alone: the best of the combinations one knob away, against the control's best."""
     best: dict[Combination, float] = {}
     for row in feasible(rows):

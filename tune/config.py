@@ -1,4 +1,4 @@
-"""What decides a search, with every default and its unit in one place."""
+"""The settings of a search, with every default and its unit."""
 
 import os
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ class SearchConfig:
     memory_limit: BytesOrNone = None
     """Most memory that a process may use: 40GB is 40 x 10^9 bytes, 40GiB 40 x 2^30. Default: all there is."""
     knobs: tuple[str, ...] = ()
-    """Settings searched beside the micro-batch: names such as compile checkpointing, or all."""
+    """Settings searched in addition to the micro-batch: names such as compile checkpointing, or all."""
     free_global_batch: bool = False
     """A study of its own: a step is one micro-batch of any size up to --global-batch, without accumulation. Its winner
     trains with another batch, so it does not compare with a search that holds the batch fixed."""
@@ -39,19 +39,19 @@ class SearchConfig:
     """Most time that one trial's steps may take, after the first. Where this is too short for a speed, the trial runs
     once more with enough."""
     compile_time: Seconds = 900.0
-    """Most time that a trial may take beside that, to start, to compile and to run its first step. One that takes
+    """Most time that a trial may take before that, to start, to compile and to run its first step. One that takes
     longer is killed and counts as failed."""
     trial_precision: float = 0.01
     """Half-width of a speed's 95% interval, as a fraction of it, that ends a trial."""
     confirm: int = 3
-    """Most rounds in which the best and the control run again, interleaved, until the winner is settled; 0 trusts the
+    """Most rounds in which the best and the control run again, interleaved, until the winner is clear; 0 trusts the
     first measurement."""
     name: str | None = None
     """Name of the search and of its folder; made from the model and the time when left out."""
     out: Path = Path("runs")
     """Folder that holds runs and searches."""
     config: Path | None = None
-    """Read the training settings from this JSON file; flags given beside it win."""
+    """Read the training settings from this JSON file; flags given with it win."""
     resume: str | None = None
     """Continue the search of this name; its settings are read from its folder."""
     dry_run: bool = False
@@ -85,19 +85,14 @@ class SearchConfig:
         return to_json(self) | {"training": training, "config": None, "resume": None}
 
     def identity(self) -> dict[str, Any]:
-        """What two searches over the same data must share to be one: which trials run and what they mean."""
+        """What a search over the same data must share with this one to be continued as it."""
         training = self.training.to_json()
         free = ("data", "steps", "tokens", "time_budget", "cycle")
-        return {name: value for name, value in training.items() if name not in free} | {
-            "memory_limit": self.memory_limit,
-            "knobs": ",".join(parse_knobs(self.knobs)),
-            "free_global_batch": self.free_global_batch,
-            "searcher": self.searcher,
-            "trial_steps": self.trial_steps,
-            "trial_time": self.trial_time,
-            "trial_precision": self.trial_precision,
-            "confirm": self.confirm,
-        }
+        own = (
+            "memory_limit", "free_global_batch", "searcher", "trial_steps", "trial_time", "trial_precision", "confirm",
+        )  # fmt: skip
+        searched = {name: getattr(self, name) for name in own} | {"knobs": ",".join(parse_knobs(self.knobs))}
+        return {name: value for name, value in training.items() if name not in free} | searched
 
 
 def with_global_batch(training: TrainConfig, global_batch: int) -> TrainConfig:

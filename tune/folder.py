@@ -1,7 +1,7 @@
-"""A search's folder: made once, held by one process, and continued only as the search that it was.
+"""A search's folder: made once, locked by one process, and continued only as the search that it was.
 
 ``runs/NAME/`` holds ``search.json`` (what is searched, and the parent run in MLflow), ``trials/`` (a JSON
-file a finished trial) and, at the end, the files for people.
+file per finished trial) and, at the end, the files for people.
 """
 
 import json
@@ -30,9 +30,13 @@ def kept_config(folder: Path) -> SearchConfig:
         raise UserError(f"--resume: {folder / KEPT} is damaged ({damage}); begin a new search.") from damage
 
 
+RENAMED = {"naive": "ablate"}
+"""Settings that searches of earlier versions keep under another name."""
+
+
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Make ``folder`` and hold it; the system lets go of it however the process ends. Raises ``UserError``."""
+def locked(folder: Path) -> Iterator[None]:
+    """Make and lock ``folder``; the system unlocks it however the process ends. Raises ``UserError``."""
     try:
         (folder / TRIALS).mkdir(parents=True, exist_ok=True)
         (folder / LOCK).touch()
@@ -51,7 +55,8 @@ def begin(folder: Path, config: SearchConfig, identity: dict[str, Any], parent: 
 def resumed_parent(folder: Path, identity: dict[str, Any]) -> RunKey:
     """The parent run of the search in ``folder``. Raises ``UserError`` when ``identity`` is another search's."""
     kept = json.loads((folder / KEPT).read_text(encoding="utf-8"))
-    there, now = kept["identity"], json.loads(json.dumps(identity))
+    there = {RENAMED.get(name, name): value for name, value in kept["identity"].items()}
+    now = json.loads(json.dumps(identity))
     changed = [
         f"{name} was {there.get(name)!r} and is now {now.get(name)!r}"
         for name in sorted(set(there) | set(now))

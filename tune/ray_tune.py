@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,11 +22,12 @@ import ray.tune
 from ray.tune.search import Searcher
 
 from infra.cluster import cores_each, eligible_nodes, placing, ray_files
-from infra.command import errors
+from infra.command import console, errors
 from infra.errors import UserError, first_line
 from infra.units import format_duration
-from tune.strategy.base import Strategy
-from tune.trial.row import Proposal, Row, read_rows, write_row
+from tune.plan import Search
+from tune.strategy.base import enough_seconds
+from tune.trial.row import Proposal, TrialRow, read_rows, write_row
 from tune.trial.run import Request, run
 
 ATTEMPTS = 3
@@ -38,7 +39,7 @@ class Listener:
     """What the driver tells the world: a trial is about to start, and a trial has ended."""
 
     started: Callable[[Request], None]
-    ended: Callable[[Row, Sequence[Row]], None]
+    ended: Callable[[TrialRow, Sequence[TrialRow]], None]
 
 
 class Running:
@@ -82,23 +83,14 @@ class Running:
 class Proposals(Searcher):
     """A strategy as Ray Tune's searcher: one trial at a time, decided from the rows on disk.
 
-    A trial's process is killed ``compile_seconds`` and its request's ``most_seconds`` after it has started.
+    A trial's process is killed ``--compile-time`` and its request's ``most_seconds`` after it has started.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        rows: Path,
-        listener: Listener,
-        request: Callable[[Proposal, Sequence[Row]], Request],
-        compile_seconds: float,
-    ) -> None:
+    def __init__(self, search: Search, listener: Listener) -> None:
         super().__init__(metric="tokens_per_second", mode="max")
-        self.strategy = strategy
-        self.rows = rows
+        self.search = search
+        self.rows = search.trials
         self.listener = listener
-        self.request = request
-        self.compile_seconds = compile_seconds
         self.running: dict[str, Running] = {}
         self.attempts: Counter[str] = Counter()
         """Attempts without a row, by the trial's key."""
@@ -108,13 +100,35 @@ class Proposals(Searcher):
         if self.running:
             return None
         rows = read_rows(self.rows)
-        proposal = self.strategy.propose(rows)
+        proposal = self.search.strategy.propose(rows)
         if proposal is None:
             return cast(dict[str, Any], Searcher.FINISHED)  # Ray's marker is a string, its signature is narrower
         request = self.request(proposal, rows)
-        self.running[trial_id] = Running(request, self.compile_seconds + request.most_seconds)
+        self.running[trial_id] = Running(request, self.search.config.compile_time + request.most_seconds)
         self.listener.started(request)
         return {"request": request}
+
+    def request(self, proposal: Proposal, rows: Sequence[TrialRow]) -> Request:
+        """What the trial's process is told."""
+        search, config = self.search, self.search.config
+        if proposal.predicted_memory is None:  # a grid's, Optuna's, a repetition, or a confirmation
+            predicted = search.memory.curves(rows).memory(proposal.candidate)
+            proposal = replace(proposal, predicted_memory=predicted)
+        seconds = enough_seconds(rows, config.trial_time)
+        if seconds > config.trial_time:
+            console.print(f"    its steps get {format_duration(round(seconds, 1))}, because --trial-time was too short")
+        return Request(
+            key=proposal.key(search.folder.name),
+            number=len(rows) + 1,
+            proposal=proposal,
+            config=search.space.config(proposal.candidate).to_json() | {"data": str(search.data)},
+            memory_limit=search.limit,
+            most_steps=config.trial_steps,
+            most_seconds=seconds,
+            precision=config.trial_precision,
+            folder=str(self.rows),
+            asked_at=time.time(),
+        )
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Limit the time of a trial's process, whose first result says that it has started."""
@@ -141,7 +155,7 @@ class Proposals(Searcher):
             if attempts < ATTEMPTS and not (refused or trial.overdue):
                 errors.print(f"Trial {request.number}: {reason}. It runs again.", markup=False)
                 return
-            row = Row(
+            row = TrialRow(
                 key=request.key, number=request.number, stage=request.proposal.stage, round=request.proposal.round,
                 candidate=request.proposal.candidate, outcome="failed",
                 accumulation=request.config["global_batch"] // request.config["micro_batch"],
@@ -181,12 +195,14 @@ def outcome(request: Request) -> dict[str, Any]:
     return {"tokens_per_second": row.tokens_per_second or 0.0, "outcome": row.outcome}
 
 
-def drive(proposals: Proposals, folder: Path, resources: dict[str, float]) -> None:
+def drive(proposals: Proposals) -> None:
     """Run trials until the strategy has no more, or until Ctrl-C, which Tune takes between two events."""
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # its console prints a box of its own even when silenced
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # CSV and JSON copies of the rows
     logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)  # at the end it counts also processes that ran again
-    with ray_files(folder) as place, placing("a trial", [resources], proposals.have_started):
+    search = proposals.search
+    resources = trial_resources(search.device == "cuda")
+    with ray_files(search.folder) as place, placing("a trial", [resources], proposals.have_started):
         ray.tune.Tuner(
             ray.tune.with_resources(trainable, resources),
             tune_config=ray.tune.TuneConfig(
@@ -197,7 +213,7 @@ def drive(proposals: Proposals, folder: Path, resources: dict[str, float]) -> No
             ),
             run_config=ray.tune.RunConfig(
                 name=place.name,
-                storage_path=str(folder),
+                storage_path=str(search.folder),
                 verbose=0,
             ),
         ).fit()

@@ -1,6 +1,6 @@
-"""What a person gets from a search: a line a trial while it runs, and at the end a table and three files.
+"""What a person gets from a search: a line per trial while it runs, and at the end a table and three files.
 
-In: rows. Out: the terminal, and ``trials.csv``, ``best.json`` and ``summary.md`` in the search's folder.
+In: a search and its rows. Out: the terminal, and ``trials.csv``, ``best.json`` and ``summary.md`` in its folder.
 """
 
 import csv
@@ -18,12 +18,10 @@ from infra.storage import write_json, write_text
 from infra.units import format_duration, format_size
 from train.intervals import Estimate
 from train.ladder.compare import over
-from tune.config import SearchConfig
+from tune.plan import Search
 from tune.space import Candidate, Combination, Space
-from tune.strategy.base import Strategy
-from tune.strategy.memory_aware import MemorySearcher
-from tune.strategy.ranking import UNFIT, Standing, standings
-from tune.trial.row import Row
+from tune.strategy.ranking import UNFIT, Ranked, rank
+from tune.trial.row import TrialRow
 
 GB = 1e9
 HEADINGS = ("", "candidate", "x", "tokens/s", "95%", "control", "GB", "runs", "")
@@ -41,13 +39,13 @@ MEMORY_SOURCES = {
 }
 
 
-def row_text(row: Row, space: Space, limit: int) -> str:
+def row_text(search: Search, row: TrialRow) -> str:
     """A finished trial as one line."""
     speed = "no speed"
     if row.tokens_per_second and row.low and row.high:
         speed = f"{row.tokens_per_second:,.0f} ± {(row.high - row.low) / 2 / row.tokens_per_second:.1%} tok/s"
-    memory = "-" if row.memory is None else f"{row.memory / GB:.2f} of {limit / GB:.2f} GB"
-    parts = [f"{row.number:3d} {row.stage:7s} {space.label(row.candidate)} x {row.accumulation}", speed, memory]
+    memory = "-" if row.memory is None else f"{row.memory / GB:.2f} of {search.limit / GB:.2f} GB"
+    parts = [f"{row.number:3d} {row.stage:7s} {search.space.label(row.candidate)} x {row.accumulation}", speed, memory]
     if row.mfu is not None:
         parts.append(f"MFU {row.mfu:.1%}")
     if row.compile_seconds is not None:
@@ -56,46 +54,47 @@ def row_text(row: Row, space: Space, limit: int) -> str:
     return " | ".join(parts)
 
 
-def progress_text(rows: Sequence[Row], space: Space, remaining: int) -> str:
+def progress_text(search: Search, rows: Sequence[TrialRow]) -> str:
     """The best so far, by the rounds of confirmations that are complete, what was spent, and the time left."""
-    ranked = standings([row for row in rows if row.stage != "confirm" or row.round < rows[-1].round])
-    best = f"{space.label(ranked[0].candidate)} {ranked[0].tokens_per_second:,.0f} tok/s" if ranked else "none yet"
+    ranked = rank([row for row in rows if row.stage != "confirm" or row.round < rows[-1].round])
+    best = (
+        f"{search.space.label(ranked[0].candidate)} {ranked[0].tokens_per_second:,.0f} tok/s" if ranked else "none yet"
+    )
     spent = sum(row.seconds for row in rows)
-    left = spent / len(rows) * remaining if rows else 0.0
+    left = spent / len(rows) * search.strategy.remaining(rows)
     return f"    best: {best} | spent {format_duration(round(spent))} | about {format_duration(round(left))} left"
 
 
-def table(rows: Sequence[Row], space: Space) -> Table:
+def table(search: Search, rows: Sequence[TrialRow]) -> Table:
     """The leaderboard: every candidate that was tried, the winner first."""
     result = Table(title="tokens per second under the limit", title_justify="left", box=None, padding=(0, 1, 0, 0))
     for name in HEADINGS:
         numeric = name in ("tokens/s", "95%", "control", "GB", "runs")
         result.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
-    for values in leaderboard(rows, space):
+    for values in leaderboard(search, rows):
         result.add_row(*(escape(value) for value in values))
     return result
 
 
-def leaderboard(rows: Sequence[Row], space: Space) -> list[tuple[str, ...]]:
+def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...]]:
     """The leaderboard's cells under ``HEADINGS``: x is the accumulation, control the speed against the control's."""
-    ranked = standings(rows)
-    control = next((s for s in ranked if s.candidate == space.control), None)
-    lines = []
-    for place, standing in enumerate(ranked, 1):
-        lines.append(
-            (
-                "=" if standing.tied else str(place),
-                space.label(standing.candidate),
-                str(space.config(standing.candidate).accumulation),
-                f"{standing.tokens_per_second:,.0f}",
-                f"± {(standing.high - standing.low) / 2 / standing.tokens_per_second:.1%}",
-                _over(standing, control),
-                f"{standing.memory / GB:.2f}",
-                str(standing.runs),
-                _remark(standing, place, space),
-            )
+    space, ranked = search.space, rank(rows)
+    control = next((entry for entry in ranked if entry.candidate == space.control), None)
+    lines = [
+        (
+            "=" if entry.tied else str(place),
+            space.label(entry.candidate),
+            str(space.config(entry.candidate).accumulation),
+            f"{entry.tokens_per_second:,.0f}",
+            f"± {(entry.high - entry.low) / 2 / entry.tokens_per_second:.1%}",
+            _over(entry, control),
+            f"{entry.memory / GB:.2f}",
+            str(entry.runs),
+            ", ".join(["winner"] * (place == 1) + ["tie"] * entry.tied + ["control"] * (entry is control)),
         )
-    named = {standing.candidate for standing in ranked}
+        for place, entry in enumerate(ranked, 1)
+    ]
+    named = {entry.candidate for entry in ranked}
     last = {row.candidate: row for row in rows if row.candidate not in named}
     for row in sorted(last.values(), key=lambda row: row.number):
         speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-"
@@ -105,39 +104,28 @@ def leaderboard(rows: Sequence[Row], space: Space) -> list[tuple[str, ...]]:
     return lines
 
 
-def _over(standing: Standing, control: Standing | None) -> str:
+def _over(entry: Ranked, control: Ranked | None) -> str:
     """``1.234 x`` the control's speed; ``(1.234 x)`` when that may be no difference, ``1.000 x`` for the control."""
     if control is None:
         return "-"
-    difference = over(*(Estimate(s.tokens_per_second, s.low, s.high) for s in (standing, control)))
+    difference = over(*(Estimate(s.tokens_per_second, s.low, s.high) for s in (entry, control)))
     text = f"{difference.ratio:.3f} x"
-    return text if difference.different or standing is control else f"({text})"
+    return text if difference.different or entry is control else f"({text})"
 
 
-def _remark(standing: Standing, place: int, space: Space) -> str:
-    words = []
-    if place == 1:
-        words.append("winner")
-    if standing.tied:
-        words.append("tie")
-    if standing.candidate == space.control:
-        words.append("control")
-    return ", ".join(words)
-
-
-def never_run(rows: Sequence[Row], space: Space, memory: MemorySearcher) -> list[str]:
+def never_run(search: Search, rows: Sequence[TrialRow]) -> list[str]:
     """Candidates without a row, as sentences: one for each reason and choice of sizes."""
     seen = {row.candidate for row in rows}
-    curves = memory.curves([row for row in rows if row.stage != "confirm"])
+    curves = search.memory.curves([row for row in rows if row.stage != "confirm"])
     sizes: dict[tuple[Combination, str], list[str]] = {}
-    for candidate in space.candidates():
+    for candidate in search.space.candidates():
         if candidate not in seen:
-            reason = memory.why_not(curves, candidate)
+            reason = search.memory.why_not(curves, candidate)
             sizes.setdefault((candidate.knobs, reason), []).append(f"m{candidate.micro_batch}")
     combinations: dict[tuple[str, str], list[Combination]] = {}
     for (knobs, reason), named in sizes.items():
         combinations.setdefault((", ".join(named), reason), []).append(knobs)
-    return [f"{named}{_with(knobs, space)}: {reason}" for (named, reason), knobs in combinations.items()]
+    return [f"{named}{_with(knobs, search.space)}: {reason}" for (named, reason), knobs in combinations.items()]
 
 
 def _with(combinations: Sequence[Combination], space: Space) -> str:
@@ -148,50 +136,46 @@ def _with(combinations: Sequence[Combination], space: Space) -> str:
     return f" with {label}" if label else ""
 
 
-def no_winner(rows: Sequence[Row], space: Space, limit: float) -> list[str]:
+def no_winner(search: Search, rows: Sequence[TrialRow]) -> list[str]:
     """Why a search has no winner: a sentence, and a line for each reason for which trials failed."""
+    under = f"under {format_size(search.limit)}"
     unfit = {row.candidate for row in rows if row.outcome in UNFIT}
-    failed: dict[str, list[str]] = {}
-    for row in rows:
-        if row.outcome == "failed" and row.candidate not in unfit:
-            labels = failed.setdefault(row.reason, [])
-            labels.extend({space.label(row.candidate)} - set(labels))
-    if not rows:
-        said = f"no trial was run, because nothing is predicted to fit under {format_size(int(limit))}"
-    elif not failed:
-        said = f"nothing fits under {format_size(int(limit))}"
-    else:
-        count = sum(row.outcome == "failed" for row in rows)
-        others = f", and {len(unfit)} of the candidates do not fit under {format_size(int(limit))}" if unfit else ""
-        return [
-            f"no winner: {count} of {len(rows)} trials failed{others}",
-            *(f"{', '.join(labels)}: {reason}" for reason, labels in failed.items()),
-        ]
-    return [f"{said}: raise --memory-limit, or search more --knobs"]
+    failed = [row for row in rows if row.outcome == "failed"]
+    reasons: dict[str, list[str]] = {}
+    for row in failed:
+        if row.candidate not in unfit:
+            labels = reasons.setdefault(row.reason, [])
+            labels.extend({search.space.label(row.candidate)} - set(labels))
+    if reasons:
+        others = f", and {len(unfit)} of the candidates do not fit {under}" if unfit else ""
+        lines = [f"{', '.join(labels)}: {reason}" for reason, labels in reasons.items()]
+        return [f"no winner: {len(failed)} of {len(rows)} trials failed{others}", *lines]
+    none = "nothing fits" if rows else "no trial was run, because nothing is predicted to fit"
+    return [f"{none} {under}: raise --memory-limit, or search more --knobs"]
 
 
-def best_json(rows: Sequence[Row], space: Space) -> dict[str, Any] | None:
+def best_json(search: Search, rows: Sequence[TrialRow]) -> dict[str, Any] | None:
     """The winner: its training config as ``config``, and what was measured; None when nothing fits."""
-    ranked = standings(rows)
+    ranked = rank(rows)
     if not ranked:
         return None
     best = ranked[0]
     return {
-        "study": "free global batch" if space.free else "fixed global batch",
-        "config": space.config(best.candidate).to_json(),
+        "study": search.study,
+        "config": search.space.config(best.candidate).to_json(),
         "measured": {
             "tokens_per_second": best.tokens_per_second,
             "low": best.low,
             "high": best.high,
             "memory_bytes": best.memory,
             "runs": best.runs,
-            "tied_with": [space.label(s.candidate) for s in ranked[1:] if s.tied],
+            "tied_with": [search.space.label(entry.candidate) for entry in ranked[1:] if entry.tied],
         },
     }
 
 
-def csv_text(rows: Sequence[Row]) -> str:
-    """All rows as CSV, a knob a column."""
+def csv_text(rows: Sequence[TrialRow]) -> str:
+    """All rows as CSV, with a column per knob."""
     text = io.StringIO()
     flat = [flat_row(row) for row in rows]
     names = list(dict.fromkeys(name for values in flat for name in values))
@@ -201,18 +185,17 @@ def csv_text(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def flat_row(row: Row) -> dict[str, Any]:
+def flat_row(row: TrialRow) -> dict[str, Any]:
     """A row without nesting: the candidate's parts as columns, the single steps left out."""
     values = {k: v for k, v in to_json(row).items() if k not in ("candidate", "step_seconds")}
     return {"micro_batch": row.candidate.micro_batch} | dict(row.candidate.knobs) | values
 
 
-def summary(rows: Sequence[Row], space: Space, memory: MemorySearcher, config: SearchConfig, folder: Path) -> str:
+def summary(search: Search, rows: Sequence[TrialRow]) -> str:
     """The search as Markdown: for ``summary.md`` and for the description in MLflow."""
-    ranked = standings(rows)
+    space, ranked = search.space, rank(rows)
     spent = format_duration(round(sum(row.seconds for row in rows)))
-    limit = format_size(int(memory.limit))
-    lines = [f"### The fastest way to {space.batch_label} under {limit}", ""]
+    lines = [f"### The fastest way to {space.batch_label} under {format_size(search.limit)}", ""]
     if space.free:
         lines += [FREE, ""]
     if ranked:
@@ -222,20 +205,24 @@ def summary(rows: Sequence[Row], space: Space, memory: MemorySearcher, config: S
             f"{best.tokens_per_second:,.0f} tokens/s ({best.low:,.0f} to {best.high:,.0f}), {best.memory / GB:.2f} GB."
         )
     else:
-        said, *reasons = no_winner(rows, space, memory.limit)
+        said, *reasons = no_winner(search, rows)
         lines += [f"**{said[0].upper()}{said[1:]}.**", *([""] if reasons else []), *(f"- {line}" for line in reasons)]
-    lines += ["", f"{len(rows)} trials in {spent}, searcher {config.searcher}."]
-    sources = {row.memory_source for row in rows if row.memory_source}
-    lines += [f"Memory is {MEMORY_SOURCES[source]}." for source in sorted(sources)]
-    lines += [f"{CONTROL.capitalize()}."]
-    lines += ["", f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
-    lines += ["| " + " | ".join(cells) + " |" for cells in leaderboard(rows, space)]
-    untried = never_run(rows, space, memory)
+    lines += ["", f"{len(rows)} trials in {spent}, searcher {search.config.searcher}."]
+    lines += [f"{note[0].upper()}{note[1:]}." for note in _legend(rows)]
+    head, *body = (f"| {' | '.join(cells)} |" for cells in (HEADINGS, *leaderboard(search, rows)))
+    lines += ["", head, "|---" * len(HEADINGS) + "|", *body]
+    untried = never_run(search, rows)
     if untried:
         lines += ["", "Never run:", "", *(f"- {sentence}" for sentence in untried)]
     if ranked:
-        lines += ["", f"`{train_command(folder)}`"]
+        lines += ["", f"`{train_command(search.folder)}`"]
     return "\n".join(lines) + "\n"
+
+
+def _legend(rows: Sequence[TrialRow]) -> list[str]:
+    """What the leaderboard's columns mean."""
+    sources = {row.memory_source for row in rows if row.memory_source}
+    return [*(f"memory is {MEMORY_SOURCES[source]}" for source in sorted(sources)), CONTROL]
 
 
 def train_command(folder: Path) -> str:
@@ -243,38 +230,29 @@ def train_command(folder: Path) -> str:
     return f"python -m train.run --config {shlex.quote(str(folder / 'best.json'))}"
 
 
-def write_files(
-    rows: Sequence[Row], space: Space, memory: MemorySearcher, config: SearchConfig, folder: Path
-) -> list[Path]:
+def write_files(search: Search, rows: Sequence[TrialRow]) -> list[Path]:
     """Write trials.csv, summary.md and, when something fits, best.json; returns their paths."""
-    texts = {"trials.csv": csv_text(rows), "summary.md": summary(rows, space, memory, config, folder)}
-    for name, text in texts.items():
-        write_text(folder / name, text)
-    best = best_json(rows, space)
-    if best is None:
-        (folder / "best.json").unlink(missing_ok=True)
-        return [folder / name for name in texts]
-    write_json(folder / "best.json", best)
-    return [folder / name for name in (*texts, "best.json")]
+    table, text, best = (search.folder / name for name in ("trials.csv", "summary.md", "best.json"))
+    write_text(table, csv_text(rows))
+    write_text(text, summary(search, rows))
+    winner = best_json(search, rows)
+    if winner is None:
+        best.unlink(missing_ok=True)
+        return [table, text]
+    write_json(best, winner)
+    return [table, text, best]
 
 
-def print_end(rows: Sequence[Row], space: Space, memory: MemorySearcher, folder: Path) -> None:
+def print_end(search: Search, rows: Sequence[TrialRow]) -> None:
     """The closing table and what to do next."""
-    console.print(table(rows, space))
-    if space.free:
-        console.print(FREE)
-    for source in sorted({row.memory_source for row in rows if row.memory_source}):
-        console.print(f"memory is {MEMORY_SOURCES[source]}")
-    console.print(CONTROL)
-    seen = {row.candidate for row in rows}
-    untried = len([candidate for candidate in space.candidates() if candidate not in seen])
+    console.print(table(search, rows))
+    for note in [*([FREE] if search.space.free else []), *_legend(rows)]:
+        console.print(note)
+    untried = len(set(search.space.candidates()) - {row.candidate for row in rows})
     if untried:
-        console.print(f"never run: {untried} candidates; {folder / 'summary.md'} says of each why", markup=False)
-    if standings(rows):
-        console.print(f"train with it: {train_command(folder)}", markup=False)
-    else:
-        for line in no_winner(rows, space, memory.limit):
-            console.print(line, markup=False)
+        console.print(f"never run: {untried} candidates; {search.folder / 'summary.md'} has the reasons", markup=False)
+    for line in [f"train with it: {train_command(search.folder)}"] if rank(rows) else no_winner(search, rows):
+        console.print(line, markup=False)
 
 
 START_SECONDS = 10.0
@@ -284,28 +262,23 @@ COMPILE_SECONDS = {"off": 0.0, "blocks": 20.0, "whole": 40.0, "max-autotune": 15
 """Roughly what a first step takes longer than the others, for GPT-2 124M on an idle machine with an empty cache."""
 
 
-def optuna_trials(space: Space) -> int:
-    """Optuna's budget: a quarter of the grid, at least eight trials and at most fifty, some hours on a GPU."""
-    return min(50, max(8, len(space.candidates()) // 4))
-
-
-def print_plan(config: SearchConfig, space: Space, memory: MemorySearcher, strategy: Strategy) -> None:
+def print_plan(search: Search) -> None:
     """Print the control and its neighbours with the sizes that are predicted to fit, and what the search may cost."""
-    curves = memory.curves([])
+    space, config, curves = search.space, search.config, search.memory.curves([])
     control = space.control.knobs
     near = [control, *space.neighbours(control)]
     for knobs in near:
         sizes = space.sizes_of(knobs)
         fit = [size for size in sizes if curves.fits(Candidate(size, knobs))]
         name = space.knobs_label(knobs) or " ".join(["the control", *(f"{knob}={value}" for knob, value in control)])
-        largest = f"; {memory.prior(Candidate(fit[-1], knobs)) / 1e9:.2f} GB at {fit[-1]}" if fit else ""
+        largest = f"; {curves.prior(Candidate(fit[-1], knobs)) / GB:.2f} GB at {fit[-1]}" if fit else ""
         console.print(f"{name}: {len(fit)} of {len(sizes)} sizes should fit: {', '.join(map(str, fit))}{largest}")
     if further := len(space.combinations) - len(near):
         console.print(f"{further} further combinations differ from the control in more than one knob")
-    trials = strategy.remaining([])
+    trials = search.strategy.remaining([])
     compiling = max(COMPILE_SECONDS[space.config(Candidate(space.sizes_of(k)[0], k)).compile] for k in near)
     most = trials * (START_SECONDS + compiling + config.trial_time)
-    counted = f", {format_duration(compiling)} a trial for compilation" if compiling else ""
+    counted = f", {format_duration(compiling)} per trial for compilation" if compiling else ""
     console.print(
         f"about {trials} trials of at most {config.trial_steps} steps or {format_duration(config.trial_time)} each, "
         f"at most {format_duration(round(most))} in all{counted}; nothing was run"

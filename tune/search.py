@@ -2,7 +2,7 @@
 
 In: the flags of a training run, a limit, and the knobs to search. Out: ``runs/NAME/`` with trials.csv,
 best.json (for ``python -m train.run --config``) and summary.md, and in MLflow one parent run with one
-child a trial. Wiring only.
+child per trial. Wiring only.
 """
 
 import dataclasses

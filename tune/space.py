@@ -1,6 +1,6 @@
 """What is searched: the factor pairs of the global batch, and the execution knobs around them.
 
-In: a training config, whose mathematics is held fixed, and the names of knobs. Out: candidates, each of
+In: a training config, whose mathematics is fixed, and the names of knobs. Out: candidates, each of
 which is a training config that computes the same steps in another way.
 """
 
@@ -63,7 +63,7 @@ class Space:
     @property
     def batch_label(self) -> str:
         """What a step is, in words."""
-        return "a free number of sequences a step" if self.free else f"{self.base.global_batch} sequences a step"
+        return "a free number of sequences per step" if self.free else f"{self.base.global_batch} sequences per step"
 
     def sizes_of(self, knobs: Combination) -> list[int]:
         """Micro-batches that are possible with ``knobs``, ascending."""
@@ -110,7 +110,7 @@ def parse_knobs(words: Sequence[str]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(word.replace("-", "_") for word in words))
     unknown = [name for name in names if name not in KNOBS]
     if unknown:
-        raise UserError(f"--knobs: {unknown[0]!r} is no knob; there are {', '.join(KNOBS)}, or all.")
+        raise UserError(f"--knobs: {unknown[0]!r} is not a knob; there are {', '.join(KNOBS)}, or all.")
     return names
 
 
@@ -118,7 +118,7 @@ def make_space(base: TrainConfig, knobs: Sequence[str], *, free: bool = False) -
     """The space around ``base``; its own combination comes first, so that ties of order favour the control.
 
     ``base`` is resolved: its device decides which settings exist. With ``free`` the global batch is
-    the largest size, and no longer held fixed. Raises ``UserError``.
+    the largest size, and no longer fixed. Raises ``UserError``.
     """
     if base.workers != 1:
         raise UserError(f"--workers {base.workers}: a search measures one device; leave --workers at 1.")

@@ -1,45 +1,49 @@
-"""A search in MLflow: one parent, and one child a trial, both opened and closed by the driver.
+"""A search in MLflow: one parent, and one child per trial, both opened and closed by the driver.
 
 A child is found again by its trial's key, and its last entry is the tag ``closed``: whatever was killed,
 a trial has one child, and a child without that tag is completed from the trial's row. A store that goes
 away between two trials stops neither: the rows on disk are what is complete.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
+from infra import provenance
 from infra.command import errors
 from infra.errors import UserError
 from infra.tracking.key import RunKey
 from infra.tracking.store import create_run, find_runs, reopen_run
 from infra.tracking.tracker import Tracker
 from infra.units import GIB
-from pipeline.shards import Manifest
-from tune.report import flat_row
-from tune.space import Space
-from tune.strategy.ranking import standings
-from tune.trial.row import OUTCOMES, Row
+from tune import charts, folder, report
+from tune.plan import Search
+from tune.strategy.ranking import rank
+from tune.trial.row import OUTCOMES, TrialRow
 from tune.trial.run import Request
 
 
 class Evidence:
-    """The children of one search's parent run."""
+    """The parent run of one search, and its children."""
 
-    def __init__(self, parent: RunKey, manifest: Manifest, data: Path, space: Space) -> None:
+    def __init__(self, search: Search, parent: RunKey) -> None:
+        self.search = search
         self.parent = parent
-        self.manifest = manifest
-        self.data = data
-        self.space = space
         self.closed = set(find_runs(parent, "closed", "true"))
         self.complete: set[str] = set()
         """Keys of trials whose child is known to be closed."""
         self.running: RunKey | None = None
 
+    def describe(self, tracker: Tracker) -> None:
+        """Record the parent's settings and data."""
+        identity = self.search.identity()
+        tracker.params({name: value for name, value in identity.items() if not isinstance(value, dict)})
+        tracker.json(identity, "search.json")
+        self._data(tracker)
+
     def start(self, request: Request) -> None:
         """Open the child of a trial that is about to start, unless a killed driver opened it already."""
         proposal = request.proposal
-        name = f"{request.number:03d} {self.space.label(proposal.candidate)}"
+        name = f"{request.number:03d} {self.search.space.label(proposal.candidate)}"
         self.running = None
         with self._patience():
             self.running = self._child(request.key, name, proposal.stage)
@@ -49,9 +53,9 @@ class Evidence:
         """Close the child of the trial that is running, which a resumed search will open again."""
         if self.running and self.running.run_id not in self.closed:
             with Tracker(self.running) as tracker:
-                tracker.finish("KILLED")
+                tracker.status = "KILLED"
 
-    def catch_up(self, rows: Sequence[Row]) -> None:
+    def catch_up(self, rows: Sequence[TrialRow]) -> None:
         """Complete the children of all trials that have ended, also of those that did so without driver or store."""
         with self._patience():
             for row in rows:
@@ -59,9 +63,9 @@ class Evidence:
                     self._complete(row)
                     self.complete.add(row.key)
 
-    def _complete(self, row: Row) -> None:
+    def _complete(self, row: TrialRow) -> None:
         """Complete a trial's child from its row, and close it. Raises ``UserError`` when the store is away."""
-        key = self._child(row.key, f"{row.number:03d} {self.space.label(row.candidate)}", row.stage)
+        key = self._child(row.key, f"{row.number:03d} {self.search.space.label(row.candidate)}", row.stage)
         if key.run_id in self.closed:
             return
         with Tracker(key) as tracker:
@@ -73,21 +77,25 @@ class Evidence:
             tracker.metrics(metrics(row))  # at step 0, as train.report does
             for step, seconds in enumerate(row.step_seconds, 1):
                 tracker.metrics({"time/step_seconds": seconds}, step)
-            tracker.data(self.data.name, self.manifest.fingerprint, str(self.data), self.manifest.splits, "training")
-            tracker.json(flat_row(row), "trial.json")
+            self._data(tracker)
+            tracker.json(report.flat_row(row), "trial.json")
             tracker.note(f"**{row.outcome}**: {row.reason}")
             tracker.tags({"outcome": row.outcome, "reason": row.reason})
             tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED")
             tracker.tags({"closed": "true"})  # in a batch of its own: a batch sends its tags before it ends the run
         self.closed.add(key.run_id)
 
+    def _data(self, tracker: Tracker) -> None:
+        data, manifest = self.search.data, self.search.manifest
+        tracker.data(data.name, manifest.fingerprint, str(data), manifest.splits, "training")
+
     @contextmanager
     def _patience(self) -> Iterator[None]:
-        """Go on where the store does not answer: the next trial's end, or a resumed search, makes up for it."""
+        """Continue where the store does not answer: the next trial's end, or a resumed search, makes up for it."""
         try:
             yield
         except UserError as failure:
-            errors.print(f"{failure} The search goes on; MLflow gets this trial with the next that it can be told of.")
+            errors.print(f"{failure} The search continues; MLflow gets this trial when it answers again.")
 
     def _child(self, key: str, name: str, stage: str) -> RunKey:
         found = find_runs(self.parent, "trial", key)
@@ -96,7 +104,7 @@ class Evidence:
         return create_run("tune", name, parent=self.parent, tags={"kind": "trial", "trial": key, "stage": stage})
 
 
-def metrics(row: Row) -> dict[str, float | int | None]:
+def metrics(row: TrialRow) -> dict[str, float | int | None]:
     """A row's numbers under MLflow's grouped names."""
     return {
         "result/tokens_per_second": row.tokens_per_second,
@@ -116,11 +124,11 @@ def metrics(row: Row) -> dict[str, float | int | None]:
     }
 
 
-def summary_metrics(rows: Sequence[Row], space: Space) -> dict[str, float | int | None]:
+def summary_metrics(search: Search, rows: Sequence[TrialRow]) -> dict[str, float | int | None]:
     """A finished search's numbers, by which searches compare in MLflow's list."""
-    ranked = standings(rows)
+    ranked = rank(rows)
     best = ranked[0] if ranked else None
-    control = next((s for s in ranked if s.candidate == space.control), None)
+    control = next((entry for entry in ranked if entry.candidate == search.space.control), None)
     return {
         "result/tokens_per_second": best and best.tokens_per_second,
         "result/tokens_per_second_low": best and best.low,
@@ -133,18 +141,22 @@ def summary_metrics(rows: Sequence[Row], space: Space) -> dict[str, float | int 
     }
 
 
-def open_parent(
-    name: str, tracking_uri: str | None, tags: dict[str, str], space: Space, keep: Callable[[RunKey], None]
-) -> RunKey:
-    """The parent run of a new search, whose key ``keep`` writes to disk."""
-    study = "free global batch" if space.free else "fixed global batch"
-    labels = tags | {"kind": "search", "study": study}
-    return create_run("tune", name, tracking_uri=tracking_uri, tags=labels, keep=keep)
+def publish(search: Search, rows: Sequence[TrialRow], tracker: Tracker) -> None:
+    """Write the finished search's files and charts into its folder, and record them with its numbers."""
+    tracker.metrics(summary_metrics(search, rows))
+    for file in report.write_files(search, rows):
+        tracker.file(file)
+    for name, figure in charts.draw(rows, search.memory).items():
+        chart = search.folder / f"{name}.png"
+        figure.savefig(chart, dpi=120)
+        tracker.file(chart, "charts")
+    tracker.note(report.summary(search, rows))
 
 
-def describe(tracker: Tracker, identity: dict[str, object], manifest: Manifest, data: Path) -> None:
-    """The parent's settings and data."""
-    flat = {name: value for name, value in identity.items() if not isinstance(value, dict)}
-    tracker.params(flat)
-    tracker.json(identity, "search.json")
-    tracker.data(data.name, manifest.fingerprint, str(data), manifest.splits, "training")
+def open_parent(search: Search) -> RunKey:
+    """The parent run of a new search, whose folder keeps its key."""
+    return create_run(
+        "tune", search.folder.name, tracking_uri=search.config.tracking_uri,
+        tags=provenance.collect() | {"kind": "search", "study": search.study},
+        keep=lambda parent: folder.begin(search.folder, search.config, search.identity(), parent),
+    )  # fmt: skip

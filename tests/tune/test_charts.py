@@ -17,13 +17,13 @@ from train.resolve import resolve
 from tune.charts import draw
 from tune.space import make_space
 from tune.strategy.memory_aware import MemorySearcher
-from tune.trial.row import Row, feasible
+from tune.trial.row import TrialRow, feasible
 
 BASE = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
 
 
 @pytest.fixture(scope="module")
-def search(benchmark: Callable[[str], ModuleType]) -> tuple[list[Row], MemorySearcher]:
+def search(benchmark: Callable[[str], ModuleType]) -> tuple[list[TrialRow], MemorySearcher]:
     """A finished search of one knob on a simulated GPU."""
     compare = benchmark("compare")
     machine = compare.Simulated(make_space(resolve(BASE, A100), ("checkpointing",)), 7)
@@ -32,7 +32,7 @@ def search(benchmark: Callable[[str], ModuleType]) -> tuple[list[Row], MemorySea
 
 
 @pytest.fixture(scope="module")
-def charts(search: tuple[list[Row], MemorySearcher]) -> dict[str, Figure]:
+def charts(search: tuple[list[TrialRow], MemorySearcher]) -> dict[str, Figure]:
     return draw(*search)
 
 
@@ -51,7 +51,7 @@ def labels(figure: Figure) -> set[str]:
     return set(figure.axes[0].get_legend_handles_labels()[1])
 
 
-def test_memory_and_limit(search: tuple[list[Row], MemorySearcher], charts: dict[str, Figure]) -> None:
+def test_memory_and_limit(search: tuple[list[TrialRow], MemorySearcher], charts: dict[str, Figure]) -> None:
     rows, memory = search
     figure = charts["memory_by_micro_batch"]
     expected = {(row.candidate.micro_batch, round((row.memory or 0) / 1e9, 4)) for row in rows if row.memory}
@@ -62,7 +62,7 @@ def test_memory_and_limit(search: tuple[list[Row], MemorySearcher], charts: dict
 
 
 def test_the_predicted_line_runs_through_what_was_measured(
-    search: tuple[list[Row], MemorySearcher], charts: dict[str, Figure]
+    search: tuple[list[TrialRow], MemorySearcher], charts: dict[str, Figure]
 ) -> None:
     rows, memory = search
     own = [row for row in feasible(rows) if row.candidate.knobs == memory.space.control.knobs and row.memory]
@@ -72,7 +72,7 @@ def test_the_predicted_line_runs_through_what_was_measured(
 
 
 def test_speeds_stand_with_their_intervals_and_the_zone_that_does_not_fit(
-    search: tuple[list[Row], MemorySearcher], charts: dict[str, Figure]
+    search: tuple[list[TrialRow], MemorySearcher], charts: dict[str, Figure]
 ) -> None:
     rows, _ = search
     figure = charts["speed_by_micro_batch"]
@@ -82,7 +82,7 @@ def test_speeds_stand_with_their_intervals_and_the_zone_that_does_not_fit(
 
 
 def test_nothing_left_of_the_front_is_faster(
-    search: tuple[list[Row], MemorySearcher], charts: dict[str, Figure]
+    search: tuple[list[TrialRow], MemorySearcher], charts: dict[str, Figure]
 ) -> None:
     figure = charts["pareto"]
     (front,) = [line for line in figure.axes[0].lines if line.get_label() == "Pareto front"]
@@ -92,7 +92,7 @@ def test_nothing_left_of_the_front_is_faster(
         assert any(memory <= x + 1e-3 and speed >= y - 1e-3 for memory, speed in corners)
 
 
-def test_the_best_so_far_never_falls(search: tuple[list[Row], MemorySearcher], charts: dict[str, Figure]) -> None:
+def test_the_best_so_far_never_falls(search: tuple[list[TrialRow], MemorySearcher], charts: dict[str, Figure]) -> None:
     rows, _ = search
     (line,) = charts["progress"].axes[0].lines
     best = [y for _, y in path(line)]
@@ -101,14 +101,14 @@ def test_the_best_so_far_never_falls(search: tuple[list[Row], MemorySearcher], c
     assert path(line)[-1][0] == pytest.approx(sum(row.seconds for row in rows))
 
 
-def test_a_confirmation_is_no_progress(search: tuple[list[Row], MemorySearcher]) -> None:
+def test_a_confirmation_is_no_progress(search: tuple[list[TrialRow], MemorySearcher]) -> None:
     rows, memory = search
     lucky = replace(rows[-1], stage="confirm", outcome="ok", tokens_per_second=1e9, low=1e9, high=1e9)
     (line,) = draw([*rows, lucky], memory)["progress"].axes[0].lines
     assert max(y for _, y in path(line)) < 1e9
 
 
-def test_one_knob_at_a_time(search: tuple[list[Row], MemorySearcher], charts: dict[str, Figure]) -> None:
+def test_one_knob_at_a_time(search: tuple[list[TrialRow], MemorySearcher], charts: dict[str, Figure]) -> None:
     _, memory = search
     axes = charts["knobs"].axes[0]
     names = {text.get_text() for text in axes.get_yticklabels()}

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,21 +10,23 @@ from infra.hardware import cpu_facts
 from train.config import Compile, TrainConfig
 from train.resolve import resolve
 from tune.config import SearchConfig
-from tune.report import optuna_trials, print_plan
+from tune.plan import make_search
+from tune.report import print_plan
 from tune.space import make_space
 from tune.strategy.memory_aware import MemorySearcher
+from tune.strategy.optuna_tpe import optuna_trials
 
 
 @pytest.mark.parametrize(
     ("compiled", "knobs", "seconds"), [("off", (), 0), ("whole", (), 40), ("off", ("compile",), 40)]
 )
 def test_the_time_counts_each_trials_start_compilation_and_steps(
-    capfd: pytest.CaptureFixture[str], compiled: Compile, knobs: tuple[str, ...], seconds: int
+    small_shards: Path, capfd: pytest.CaptureFixture[str], compiled: Compile, knobs: tuple[str, ...], seconds: int
 ) -> None:
-    config = SearchConfig(training=TrainConfig(global_batch=8, micro_batch=8, compile=compiled), trial_time=90.0)
-    space = make_space(resolve(config.training, cpu_facts()), knobs)
-    memory = MemorySearcher(space, lambda candidate: 1e9 * candidate.micro_batch, 5e9)
-    print_plan(config, space, memory, memory)
+    training = TrainConfig(data=small_shards, device="cpu", global_batch=8, micro_batch=8, compile=compiled)
+    search = make_search(SearchConfig(training=training, knobs=knobs, trial_time=90.0, dry_run=True))
+    memory = MemorySearcher(search.space, lambda candidate: 1e9 * candidate.micro_batch, 5e9)
+    print_plan(replace(search, memory=memory, strategy=memory))
     printed = capfd.readouterr().out
     assert "3 of 4 sizes should fit: 1, 2, 4; 4.00 GB at 4" in printed
     found = re.search(
@@ -32,7 +35,7 @@ def test_the_time_counts_each_trials_start_compilation_and_steps(
     assert found
     trials, minutes, left, said = found.groups()
     assert 60 * int(minutes) + int(left or 0) == int(trials) * (10 + seconds + 90)
-    assert said == (f", {seconds}s a trial for compilation" if seconds else "")
+    assert said == (f", {seconds}s per trial for compilation" if seconds else "")
 
 
 def test_optunas_budget_grows_with_the_grid_within_bounds() -> None:

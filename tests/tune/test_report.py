@@ -3,67 +3,89 @@
 import csv
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from infra.hardware import cpu_facts
+from infra.units import format_duration
+from pipeline.shards import Manifest
 from train.config import TrainConfig
 from train.resolve import resolve
-from tune.report import best_json, csv_text, leaderboard, never_run, no_winner, progress_text, row_text
-from tune.space import Candidate, make_space
+from tune.config import SearchConfig
+from tune.plan import Search
+from tune.report import (
+    FREE,
+    best_json,
+    csv_text,
+    leaderboard,
+    never_run,
+    no_winner,
+    progress_text,
+    row_text,
+    summary,
+    write_files,
+)
+from tune.space import Candidate, Space, make_space
+from tune.strategy.base import Grid
 from tune.strategy.memory_aware import MemorySearcher
 from tune.strategy.ranking import fit_to_win
-from tune.trial.row import Outcome, Row, Stage
+from tune.trial.row import Stage, TrialOutcome, TrialRow
 
 SPACE = make_space(resolve(TrainConfig(global_batch=16, micro_batch=4), cpu_facts()), ("checkpointing",))
 OWN = SPACE.control.knobs
 
 
 def row(
-    size: int, outcome: Outcome = "ok", reason: str = "", *, speed: float | None = None, stage: Stage = "probe",
+    size: int, outcome: TrialOutcome = "ok", reason: str = "", *, speed: float | None = None, stage: Stage = "probe",
     round: int = 0,
-) -> Row:  # fmt: skip
+) -> TrialRow:  # fmt: skip
     """A finished trial, at one percent where it has a speed."""
-    return Row(
+    return TrialRow(
         f"m{size}", size, stage, round, Candidate(size, OWN), 16 // size, outcome, reason, 10.0,
         tokens_per_second=speed, low=speed and 0.99 * speed, high=speed and 1.01 * speed, memory=size * 10**9,
     )  # fmt: skip
 
 
-def searcher(limit: float) -> MemorySearcher:
-    """One that expects a gigabyte a sequence."""
-    return MemorySearcher(SPACE, lambda candidate: candidate.micro_batch * 1e9, limit)
+def planned(limit: float, space: Space = SPACE) -> Search:
+    """A search of every candidate that expects a gigabyte per sequence."""
+    memory = MemorySearcher(space, lambda candidate: candidate.micro_batch * 1e9, limit)
+    manifest = Manifest.of([], config={}, vocabulary_sha256="", inputs={}, report={})
+    return Search(SearchConfig(), Path("runs/one"), manifest, space, memory, Grid(space))
+
+
+SEARCH = planned(4e9)
 
 
 def test_why_nothing_won() -> None:
-    assert no_winner([], SPACE, 4e9) == [
+    assert no_winner(SEARCH, []) == [
         "no trial was run, because nothing is predicted to fit under 4GB: raise --memory-limit, or search more --knobs"
     ]
     unfit = [row(4, "over_limit"), row(2, "oom"), row(1, "thrash")]
-    assert no_winner(unfit, SPACE, 4e9) == [
+    assert no_winner(SEARCH, unfit) == [
         "nothing fits under 4GB: raise --memory-limit, or search more --knobs"
     ]  # fmt: skip
     failed = [row(8, "failed", "no driver"), row(16, "failed", "no driver"), row(1, "failed", "its process died")]
-    assert no_winner(failed, SPACE, 4e9) == [
+    assert no_winner(SEARCH, failed) == [
         "no winner: 3 of 3 trials failed", "m8, m16: no driver", "m1: its process died"
     ]  # fmt: skip
-    assert no_winner([*unfit, failed[0]], SPACE, 4e9) == [
+    assert no_winner(SEARCH, [*unfit, failed[0]]) == [
         "no winner: 1 of 4 trials failed, and 3 of the candidates do not fit under 4GB", "m8: no driver"
     ]  # fmt: skip
 
 
 def test_a_trial_that_was_repeated_is_named_once() -> None:
     rows = [row(8, "failed", "only 3 steps"), row(8, "failed", "only 3 steps", round=1)]
-    assert no_winner(rows, SPACE, 4e9) == ["no winner: 2 of 2 trials failed", "m8: only 3 steps"]
+    assert no_winner(SEARCH, rows) == ["no winner: 2 of 2 trials failed", "m8: only 3 steps"]
 
 
 def test_who_won_and_by_how_much() -> None:
     rows = [row(4, speed=100.0), row(8, speed=150.0), row(16, "oom", "out of memory")]
-    first, control, last = leaderboard(rows, SPACE)
+    first, control, last = leaderboard(SEARCH, rows)
     assert first == ("1", "m8", "2", "150", "± 1.0%", "1.500 x", "8.00", "1", "winner")
     assert control == ("2", "m4", "4", "100", "± 1.0%", "1.000 x", "4.00", "1", "control")
     assert last == ("-", "m16", "1", "-", "", "", "16.00", "1", "oom: out of memory")
-    best = best_json(rows, SPACE)
+    best = best_json(SEARCH, rows)
     assert best
     assert (best["config"]["micro_batch"], best["config"]["global_batch"]) == (8, 16)
     assert best["measured"] == {
@@ -74,46 +96,68 @@ def test_who_won_and_by_how_much() -> None:
         "runs": 1,
         "tied_with": [],
     }
-    assert best_json([row(16, "oom")], SPACE) is None
+    assert best_json(SEARCH, [row(16, "oom")]) is None
 
 
 def test_a_tie_is_marked_and_named() -> None:
     rows = [row(4, speed=100.0), row(8, speed=101.0), row(1, speed=50.0)]
-    assert [line[0] for line in leaderboard(rows, SPACE)] == ["=", "=", "3"]
-    assert leaderboard(rows, SPACE)[0][-1] == "winner, tie"
-    best = best_json(rows, SPACE)
+    assert [line[0] for line in leaderboard(SEARCH, rows)] == ["=", "=", "3"]
+    assert leaderboard(SEARCH, rows)[0][-1] == "winner, tie"
+    best = best_json(SEARCH, rows)
     assert best
     assert best["measured"]["tied_with"] == ["m4"]
 
 
 def test_a_line_a_trial() -> None:
     fast = replace(row(8, speed=1500.0, reason="ran its 8 steps"), mfu=0.4123, compile_seconds=12.34)
-    assert row_text(fast, SPACE, 16 * 10**9) == (
+    assert row_text(planned(16e9), fast) == (
         "  8 probe   m8 x 2 | 1,500 ± 1.0% tok/s | 8.00 of 16.00 GB | MFU 41.2% | compile 12.3 s | ok: ran its 8 steps"
     )
-    assert "no speed | - | failed: died" in row_text(replace(row(8, "failed", "died"), memory=None), SPACE, 16 * 10**9)
+    assert "no speed | - | failed: died" in row_text(planned(16e9), replace(row(8, "failed", "died"), memory=None))
 
 
 def test_the_best_so_far_is_of_complete_rounds() -> None:
     rows = [row(4, speed=100.0), row(8, speed=150.0)]
-    assert progress_text(rows, SPACE, 3) == "    best: m8 150 tok/s | spent 20s | about 30s left"
+    left = len(SPACE.candidates()) - len(rows)
+    assert progress_text(SEARCH, rows) == (
+        f"    best: m8 150 tok/s | spent 20s | about {format_duration(10.0 * left)} left"
+    )
     rows += [row(4, speed=200.0, stage="confirm", round=1)]
-    assert progress_text(rows, SPACE, 1).startswith("    best: m8 150 tok/s")
-    assert progress_text([row(4, "failed")], SPACE, 0) == "    best: none yet | spent 10s | about 0s left"
+    assert progress_text(SEARCH, rows).startswith("    best: m8 150 tok/s")
+    assert progress_text(SEARCH, [row(4, "failed")]).startswith("    best: none yet | spent 10s")
+
+
+def test_a_search_that_lost_its_winner_leaves_none(tmp_path: Path) -> None:
+    """As one that is resumed with a row less may."""
+    search = replace(SEARCH, folder=tmp_path)
+    won = [tmp_path / name for name in ("trials.csv", "summary.md", "best.json")]
+    assert write_files(search, [row(4, speed=100.0)]) == won
+    assert all(path.stat().st_size for path in won)
+    assert write_files(search, [row(4, "oom")]) == won[:2]
+    assert not won[2].exists()
+
+
+def test_a_search_of_a_free_global_batch_says_so() -> None:
+    free = planned(4e9, replace(SPACE, free=True))
+    assert FREE in summary(free, [row(4, speed=100.0)])
+    assert FREE not in summary(SEARCH, [row(4, speed=100.0)])
+    best = best_json(free, [row(4, speed=100.0)])
+    assert best
+    assert best["study"] == "free global batch"
 
 
 def test_each_candidate_that_never_ran_has_its_reason() -> None:
-    said = never_run([row(4, "oom"), row(1, speed=100.0)], SPACE, searcher(6e9))
+    said = never_run(planned(6e9), [row(4, "oom"), row(1, speed=100.0)])
     assert "m8, m16: a smaller one did not fit" in said
     assert "m8, m16 with 2 combinations of knobs: predicted not to fit" in said
-    failed = never_run([row(4, "failed", "no driver")], SPACE, searcher(6e9))
+    failed = never_run(planned(6e9), [row(4, "failed", "no driver")])
     assert "m1, m2: the search ended, because no trial had a speed" in failed
 
 
 def test_a_combination_whose_only_trial_failed_is_not_called_slow() -> None:
     other = SPACE.combinations[1]
     rows = [row(4, speed=100.0), replace(row(16, "failed", "no kernel"), candidate=Candidate(16, other))]
-    said = never_run(rows, SPACE, searcher(32e9))
+    said = never_run(planned(32e9), rows)
     label = SPACE.knobs_label(other)
     assert f"m1, m2, m4, m8 with {label}: another size of its combination failed" in said
 
@@ -128,17 +172,17 @@ def test_all_rows_as_csv() -> None:
 
 
 def test_a_ratio_to_the_control_is_in_brackets_where_no_difference_is_shown() -> None:
-    def row(size: int, speed: float, width: float) -> Row:
-        return Row(
+    def row(size: int, speed: float, width: float) -> TrialRow:
+        return TrialRow(
             f"{size}", 1, "probe", 0, Candidate(size), 1, "ok", "", 10.0, tokens_per_second=speed,
             low=speed * (1 - width), high=speed * (1 + width), memory=1,
         )  # fmt: skip
 
     space = make_space(resolve(TrainConfig(global_batch=8, micro_batch=2), cpu_facts()), ())
 
-    def ratios(*rows: Row) -> dict[str, str]:
+    def ratios(*rows: TrialRow) -> dict[str, str]:
         assert len(fit_to_win(rows)) == len(rows)
-        return {cells[1]: cells[5] for cells in leaderboard(rows, space)}
+        return {cells[1]: cells[5] for cells in leaderboard(planned(8e9, space), rows)}
 
     fast, close = row(8, 1500, 0.02), row(4, 1020, 0.02)
     assert ratios(fast, close, row(2, 1000, 0.02)) == {"m8": "1.500 x", "m4": "(1.020 x)", "m2": "1.000 x"}

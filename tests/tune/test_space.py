@@ -69,7 +69,7 @@ def test_settings_that_a_cpu_lacks_are_a_gpus_alone() -> None:
 def test_knob_names() -> None:
     assert parse_knobs(()) == ()
     assert parse_knobs(("compile", "loss-chunks", "compile")) == ("compile", "loss_chunks")
-    with pytest.raises(UserError, match="'speed' is no knob"):
+    with pytest.raises(UserError, match="'speed' is not a knob"):
         parse_knobs(("speed",))
 
 

@@ -60,7 +60,7 @@ class WorkerFailure(Exception):
 def measure(
     run: Run, config: TrainConfig, tracker: Tracker, say: Callable[[str], None]
 ) -> tuple[RunResult, dict[str, float] | None]:
-    """Train ``run`` as ``config``, print each cycle's line with ``say``, and record the result in MLflow and its folder.
+    """Train ``run`` as ``config``, print each cycle's line with ``say``, and record the result.
 
     Returns the result, and NVML's readings of this machine's GPU during the run. Raises as :func:`train` does.
     """

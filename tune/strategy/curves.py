@@ -2,7 +2,7 @@
 
 In: rows, and a prior for memory. Out: for any candidate its expected memory, whether that fits, and its
 expected speed. Memory is nearly affine in the micro-batch for each combination of knobs, so two real
-probes correct the prior. A step takes a + b / micro-batch (each micro-batch costs a fixed time beside
+probes correct the prior. A step takes a + b / micro-batch (each micro-batch costs a fixed time besides
 its tokens), so speed saturates; between two probes the form holds well, beyond them it overshoots by a
 third, hence nothing is ever extrapolated upwards.
 """
@@ -15,7 +15,7 @@ from functools import cached_property
 from train.estimate.memory import correct
 from tune.space import Candidate, Combination, Space
 from tune.strategy.ranking import UNFIT
-from tune.trial.row import Row, feasible
+from tune.trial.row import TrialRow, feasible
 
 Prior = Callable[[Candidate], float]
 """Predicted peak memory of a candidate's process, in bytes."""
@@ -33,15 +33,15 @@ class Curves:
     space: Space
     prior: Prior
     limit: float
-    rows: Sequence[Row]
+    rows: Sequence[TrialRow]
 
-    def measured(self, knobs: Combination) -> list[Row]:
+    def measured(self, knobs: Combination) -> list[TrialRow]:
         """Rows of a combination that ran within the limit and have a speed, by size."""
         return self._measured.get(knobs, [])
 
     @cached_property
-    def _measured(self) -> dict[Combination, list[Row]]:
-        found: dict[Combination, list[Row]] = {}
+    def _measured(self) -> dict[Combination, list[TrialRow]]:
+        found: dict[Combination, list[TrialRow]] = {}
         for row in sorted(feasible(self.rows), key=lambda row: row.candidate.micro_batch):
             found.setdefault(row.candidate.knobs, []).append(row)
         return found

@@ -2,7 +2,7 @@
 
 In: all rows so far. Out: the next trial. The order is: the control; the largest size that should fit
 with the control's knobs; the same with each setting that differs from the best combination in one knob,
-until no neighbour is better (a climb: knobs help each other mostly one by one); a small size of every
+until no neighbour is better (hill climbing: knobs mostly help one by one); a small size of every
 combination that is still within reach of the best; then the sizes near the top of those. Each trial
 carries the bar below which it stops.
 """
@@ -14,12 +14,12 @@ from itertools import islice
 from tune.space import Candidate, Combination, Space
 from tune.strategy.curves import Curves, Prior
 from tune.strategy.ranking import fit_to_win
-from tune.trial.row import Proposal, Row, Stage
+from tune.trial.row import Proposal, Stage, TrialRow
 
 REACH = 0.03
 """How far behind the best a size or a combination may be expected and still be tried: dips of tiles and waves."""
 REFINEMENTS = 3
-"""Sizes tried near the top of a combination, beside its two ends."""
+"""Sizes tried near the top of a combination, in addition to its two ends."""
 HOPELESS = 1.25
 """The control is not run when it is predicted to need more than this many limits."""
 TILE = 8
@@ -34,11 +34,11 @@ class MemorySearcher:
     prior: Prior
     limit: float
 
-    def curves(self, rows: Sequence[Row]) -> Curves:
+    def curves(self, rows: Sequence[TrialRow]) -> Curves:
         """What ``rows`` say of the rest of the space."""
         return Curves(self.space, self.prior, self.limit, rows)
 
-    def propose(self, rows: Sequence[Row]) -> Proposal | None:
+    def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
         """The next trial, or None when nothing unmeasured can be expected to win."""
         near = self.space.neighbours(self.space.control.knobs)
         if len(rows) > len(near) and all(row.outcome == "failed" for row in rows):
@@ -55,7 +55,7 @@ class MemorySearcher:
             bar=max(lows) if lows and candidate != self.space.control else None,
         )  # fmt: skip
 
-    def remaining(self, rows: Sequence[Row]) -> int:
+    def remaining(self, rows: Sequence[TrialRow]) -> int:
         """About how many trials are still to come."""
         curves = self.curves(rows)
         seen = {row.candidate for row in rows}
@@ -144,7 +144,7 @@ class MemorySearcher:
         speeds = [row.tokens_per_second or 0.0 for row in curves.measured(knobs)]
         return bool(speeds) and max(speeds) >= (1 - REACH) * self._best_speed(curves)
 
-    def _refined(self, rows: Sequence[Row], knobs: Combination) -> int:
+    def _refined(self, rows: Sequence[TrialRow], knobs: Combination) -> int:
         return sum(row.candidate.knobs == knobs and row.stage == "refine" for row in rows)
 
     def _best(self, curves: Curves) -> Combination | None:

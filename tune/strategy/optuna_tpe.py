@@ -12,10 +12,15 @@ from typing import Any
 
 from infra.errors import UserError
 from tune.space import Candidate, Space
-from tune.trial.row import Proposal, Row
+from tune.trial.row import Proposal, TrialRow
 
 ASKS = 20
 """Proposals without a new candidate after which Optuna is no longer asked."""
+
+
+def optuna_trials(space: Space) -> int:
+    """Optuna's budget: a quarter of the grid, at least eight trials and at most fifty, some hours on a GPU."""
+    return min(50, max(8, len(space.candidates()) // 4))
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class OptunaSearcher:
     def __post_init__(self) -> None:
         _optuna()
 
-    def propose(self, rows: Sequence[Row]) -> Proposal | None:
+    def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
         """Optuna's next candidate that has no row yet."""
         candidates = self.space.candidates()
         seen = {row.candidate: row for row in rows}
@@ -57,7 +62,7 @@ class OptunaSearcher:
             study.tell(asked, (known.tokens_per_second or 0.0) if known else 0.0)
         return Proposal(next(c for c in candidates if c not in seen), "probe")
 
-    def remaining(self, rows: Sequence[Row]) -> int:
+    def remaining(self, rows: Sequence[TrialRow]) -> int:
         """What is left of the budget."""
         return max(0, min(self.trials, len(self.space.candidates())) - len({row.candidate for row in rows}))
 

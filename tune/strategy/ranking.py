@@ -1,6 +1,6 @@
 """Who won: candidates ranked by confirmed speed, ties named, the smaller memory winning among equals.
 
-In: rows. Out: standings, and the contenders that are worth confirming. Every number of a standing comes
+In: rows. Out: the ranked candidates, and the contenders that are worth confirming. Every number comes
 from runs in fresh processes, interleaved where they were confirmed, so that a drift of the machine
 falls on all alike.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tune.space import Candidate
-from tune.trial.row import Row
+from tune.trial.row import TrialRow
 
 CONTENDERS = 3
 NEGLIGIBLE = 0.005
@@ -24,7 +24,7 @@ UNFIT = ("over_limit", "oom", "thrash")
 
 
 @dataclass(frozen=True)
-class Standing:
+class Ranked:
     """A candidate's place. Speeds in tokens per second, memory in bytes."""
 
     candidate: Candidate
@@ -39,7 +39,7 @@ class Standing:
     tied: bool = False
     """Its interval overlaps the fastest one's: no difference has been shown."""
 
-    def loss_against(self, other: "Standing") -> float:
+    def loss_against(self, other: "Ranked") -> float:
         """Expected loss, as a fraction of speed, of choosing this one if ``other`` should be the faster.
 
         From both intervals, taken for 95% of normal distributions of the logarithm.
@@ -52,25 +52,25 @@ class Standing:
         return error * (NORMAL.pdf(z) - z * NORMAL.cdf(-z))
 
 
-def fit_to_win(rows: Sequence[Row]) -> dict[Candidate, list[Row]]:
+def fit_to_win(rows: Sequence[TrialRow]) -> dict[Candidate, list[TrialRow]]:
     """Rows with a speed by candidate, without the candidates that ever failed to stay within the limit."""
     unfit = {row.candidate for row in rows if row.outcome in UNFIT}
-    found: dict[Candidate, list[Row]] = {}
+    found: dict[Candidate, list[TrialRow]] = {}
     for row in rows:
         if row.outcome == "ok" and row.tokens_per_second and row.candidate not in unfit:
             found.setdefault(row.candidate, []).append(row)
     return found
 
 
-def contenders(rows: Sequence[Row], control: Candidate) -> list[Candidate]:
-    """Who runs in the round of confirmations after ``rows``, fastest first; empty when nothing is left to settle.
+def contenders(rows: Sequence[TrialRow], control: Candidate) -> list[Candidate]:
+    """Who runs in the round of confirmations after ``rows``, fastest first; empty when the winner is clear.
 
-    In the first round the best three of the exploration, without those that are clearly beaten. Later the
-    winner so far, and whom to pass over may cost more than a negligible loss. The control always runs
-    along where it fits, so that every round holds what the search is compared with.
+    In the first round these are the best three of the exploration, without those that are clearly beaten. Later
+    they are the winner so far and those whose expected lead over it is not negligible. The control runs in every
+    round, if it fits, because the search is compared with it.
     """
-    ranked = standings(rows)
-    again = any(standing.confirmed for standing in ranked)
+    ranked = rank(rows)
+    again = any(entry.confirmed for entry in ranked)
     final = [s for s in ranked if s.final]
     if not final:
         return []
@@ -84,13 +84,13 @@ def contenders(rows: Sequence[Row], control: Candidate) -> list[Candidate]:
     return chosen if len(chosen) > 1 else []
 
 
-def standings(rows: Sequence[Row]) -> list[Standing]:
+def rank(rows: Sequence[TrialRow]) -> list[Ranked]:
     """All candidates that can win, the winner first, then those tied with it and then the rest, by speed.
 
     Where anything was confirmed only candidates that ran in every round of it can win or tie, on their confirmed
     speeds: the fastest of many single measurements is partly luck, and rounds differ as the machine drifts.
     """
-    found = [_standing(runs) for runs in fit_to_win(rows).values()]
+    found = [_pooled(runs) for runs in fit_to_win(rows).values()]
     if not found:
         return []
     most = max(s.runs if s.confirmed else 0 for s in found)
@@ -109,18 +109,18 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
     return [winner, *by_speed, *sorted(rest, key=lambda s: (not s.confirmed, not s.final, -s.tokens_per_second))]
 
 
-def _standing(runs: list[Row]) -> Standing:
+def _pooled(runs: list[TrialRow]) -> Ranked:
     """Pool a candidate's runs: the geometric mean, as wide as their intervals or their spread."""
     confirmed = [row for row in runs if row.stage == "confirm"]
     used = confirmed or runs
     within = math.sqrt(sum(math.log(row.high / row.low) ** 2 for row in used if row.high and row.low)) / 2 / len(used)
     speeds = [row.tokens_per_second for row in used if row.tokens_per_second]
     width = math.exp(max(within, math.log(max(speeds) / min(speeds)) / 2))
-    return Standing(
+    return Ranked(
         runs[0].candidate, _speed(used), _speed(used) / width, _speed(used) * width,
         memory=max(row.memory or 0 for row in runs), runs=len(used), confirmed=bool(confirmed),
     )  # fmt: skip
 
 
-def _speed(runs: Sequence[Row]) -> float:
+def _speed(runs: Sequence[TrialRow]) -> float:
     return statistics.geometric_mean(row.tokens_per_second for row in runs if row.tokens_per_second)

@@ -17,7 +17,7 @@ ASSUMED_CORRELATION, ASSUMED_STEPS = 0.85, 40
 
 
 def verdict(step_seconds: Sequence[float], *, bar_seconds: float | None, precision: float) -> str | None:
-    """Why the trial should end now, ``cannot win`` or ``precise``; None to go on.
+    """Why the trial should end now, ``cannot win`` or ``precise``; None to continue.
 
     ``bar_seconds`` is the time of a step that a winner stays below; ``precision`` the half-width of the
     interval, as a fraction, that is good enough. A trial that stops by mistake is lost, so its steps are

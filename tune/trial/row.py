@@ -1,4 +1,4 @@
-"""What a search asks for and what it gets: proposals in, rows out, one JSON file a row.
+"""What a search asks for and what it gets: proposals in, rows out, one JSON file per row.
 
 A row's file is written by the trial itself, whole or not at all, before anything else hears of it.
 The files are therefore the search's only state: whoever is killed, what is on disk is what was done.
@@ -17,8 +17,8 @@ from infra.storage import write_json
 from tune.space import Candidate
 
 Stage = Literal["probe", "refine", "confirm"]
-Outcome = Literal["ok", "over_limit", "oom", "thrash", "stopped", "failed"]
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+TrialOutcome = Literal["ok", "over_limit", "oom", "thrash", "stopped", "failed"]
+OUTCOMES: tuple[TrialOutcome, ...] = get_args(TrialOutcome)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Proposal:
 
 @strict
 @dataclass(frozen=True)
-class Row:
+class TrialRow:
     """One finished trial. Memory in bytes, speeds in tokens per second, times in seconds."""
 
     key: str
@@ -52,7 +52,7 @@ class Row:
     round: int
     candidate: Candidate
     accumulation: int
-    outcome: Outcome
+    outcome: TrialOutcome
     reason: str
     seconds: float
     """From the request for a process to the result: what the trial cost."""
@@ -69,7 +69,7 @@ class Row:
     reserved: int | None = None
     allocator_retries: int = 0
     rejected_steps: int = 0
-    """Steps left out of the speed: a recompilation or an allocator retry fell into them."""
+    """Steps left out of the speed, because the allocator had to free its cache in them."""
     mfu: float | None = None
     compile_seconds: float | None = None
     """The first step's time beyond a steady step: compilation, autotuning and warm-up."""
@@ -81,23 +81,23 @@ class Row:
     step_seconds: list[float] = field(default_factory=list)
 
 
-def write_row(folder: Path, row: Row) -> None:
+def write_row(folder: Path, row: TrialRow) -> None:
     """Keep ``row`` in ``folder``, durably."""
     write_json(folder / f"{row.key}.json", to_json(row))
 
 
-def read_rows(folder: Path) -> list[Row]:
+def read_rows(folder: Path) -> list[TrialRow]:
     """The rows kept in ``folder``, in the order in which their trials were begun. Raises ``UserError``."""
     return sorted((_read_row(path) for path in folder.glob("m*.json")), key=lambda row: row.number)
 
 
-def _read_row(path: Path) -> Row:
+def _read_row(path: Path) -> TrialRow:
     try:
-        return from_json(Row, json.loads(path.read_text(encoding="utf-8")), "it")
+        return from_json(TrialRow, json.loads(path.read_text(encoding="utf-8")), "it")
     except ValueError as damage:
         raise UserError(f"{path} is damaged ({damage}): remove it, and its trial runs again.") from damage
 
 
-def feasible(rows: Sequence[Row]) -> list[Row]:
+def feasible(rows: Sequence[TrialRow]) -> list[TrialRow]:
     """Rows that ran within the limit and have a speed: only these can win."""
     return [row for row in rows if row.outcome in ("ok", "stopped") and row.tokens_per_second]

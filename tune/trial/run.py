@@ -6,8 +6,6 @@ workspaces) would count against the next. No MLflow here: the driver creates and
 a process that may die at any moment leaves them open.
 """
 
-import itertools
-import sys
 import time
 import traceback
 from dataclasses import dataclass, field, replace
@@ -26,13 +24,13 @@ from train.loop.throughput import steady_state
 from train.loop.trainer import Trainer
 from train.result import CycleReport, RunResult
 from tune.trial import early_stop
-from tune.trial.row import Outcome, Proposal, Row, write_row
+from tune.trial.row import Proposal, TrialOutcome, TrialRow, write_row
 
 THRASHING_STEPS = 2
-"""Counted steps with allocator retries that make a trial one of thrashing: the allocator lives off freed cache."""
+"""Counted steps with allocator retries that make the outcome ``thrash``: the allocator keeps freeing its cache."""
 
-SETTLING = 2
-"""Steps that may compile and retry: the first compiles, the second is the first with the optimizer's state."""
+FIRST_STEPS = 2
+"""Steps that may retry: the first compiles, the second is the first with the optimizer's state."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,12 @@ class Watch:
     step_tokens: int
     limit: Limit
     seconds: list[float] = field(default_factory=list)
-    counters: list[tuple[int, int]] = field(default_factory=list)
-    """(allocator retries, compiled graphs) after each step's launch; a change rejects the step."""
+    retries: list[int] = field(default_factory=list)
+    """The allocator's retries after each step's launch; a change rejects the step.
+
+    A step that compiles again, which a trial's equal batches seldom make one do, needs no such count: the speed is
+    that of the median, and a single slow step only makes the interval wider.
+    """
     began: float = 0.0
     verdict: str = ""
 
@@ -72,7 +74,7 @@ class Watch:
 
     def should_stop(self) -> bool:
         """Whether the step just launched is the last."""
-        self.counters.append(_counters(self.limit.device))
+        self.retries.append(_retries(self.limit.device))
         if self.limit.device.type == "cpu" and self.limit.used()[0] > self.limit.size:
             self.verdict = "over the limit"
         elif self.began and time.monotonic() - self.began > self.request.most_seconds:
@@ -95,16 +97,11 @@ class Watch:
         return [seconds for step, seconds in enumerate(self.seconds) if step not in rejected]
 
     def rejected(self) -> set[int]:
-        """Steps from the third on during which something was compiled or the allocator had to free its cache."""
-        return {i for i in range(SETTLING, len(self.counters)) if self.counters[i] != self.counters[i - 1]}
-
-    def retried(self) -> int:
-        """Steps from the third on with an allocator retry."""
-        retries = [retries for retries, _ in self.counters]
-        return sum(a != b for a, b in itertools.pairwise(retries[SETTLING - 1 :]))
+        """Steps from the third on during which the allocator had to free its cache."""
+        return {i for i in range(FIRST_STEPS, len(self.retries)) if self.retries[i] != self.retries[i - 1]}
 
 
-def run(request: Request) -> Row:
+def run(request: Request) -> TrialRow:
     """Run the trial and keep its row; never raises for what the configuration does."""
     config = trial_config(request)
     watch: Watch | None = None
@@ -112,7 +109,7 @@ def run(request: Request) -> Row:
     try:
         watch = Watch(request, config.step_tokens, Limit.impose(request.memory_limit, config.device))
         result = Trainer(config, on_cycle=watch.on_cycle, should_stop=watch.should_stop).run()
-        watch.counters.append(_counters(watch.limit.device))
+        watch.retries.append(_retries(watch.limit.device))
         outcome, reason = judge(watch, result)
     except Exception as failure:  # noqa: BLE001 a trial that fails is a row like any other
         if isinstance(failure, RuntimeError) and is_exhausted(failure):
@@ -126,12 +123,12 @@ def run(request: Request) -> Row:
 
 
 def trial_config(request: Request) -> TrainConfig:
-    """The run of one trial: the candidate's, a step a cycle, without validation."""
+    """The run of one trial: the candidate's, with cycles of one step, without validation."""
     config = config_from_json(request.config, "the trial's config")
     return replace(config, steps=request.most_steps, tokens=None, time_budget=None, cycle=Cycle(1, 0))
 
 
-def judge(watch: Watch, result: RunResult) -> tuple[Outcome, str]:
+def judge(watch: Watch, result: RunResult) -> tuple[TrialOutcome, str]:
     """The outcome of a run that returned, and its reason in words."""
     if result.outcome == "oom":
         return "oom", result.reason
@@ -139,8 +136,9 @@ def judge(watch: Watch, result: RunResult) -> tuple[Outcome, str]:
         return "over_limit", excess
     if result.outcome == "diverged":
         return "failed", result.reason
-    if watch.retried() >= THRASHING_STEPS:
-        return "thrash", f"the allocator had to free its cache in {watch.retried()} steps"
+    rejected = len(watch.rejected())
+    if rejected >= THRASHING_STEPS:
+        return "thrash", f"the allocator had to free its cache in {rejected} steps"
     measured = steady_state(watch.counted(), watch.step_tokens)
     if measured is None:
         counted = f"only {len(watch.counted())} steps could be counted"
@@ -150,19 +148,24 @@ def judge(watch: Watch, result: RunResult) -> tuple[Outcome, str]:
     if watch.verdict == "cannot win":
         return "stopped", f"cannot reach {watch.request.proposal.bar:,.0f} tokens/s after {measured.steps} steps"
     ended = {"precise": "the interval is narrow enough", "time": "the trial's time is used up"}
-    note = f"; {len(watch.rejected())} steps rejected" if watch.rejected() else ""
+    note = f"; {rejected} step rejected" if rejected else ""  # two are thrashing
     return "ok", ended.get(watch.verdict, f"ran its {result.steps} steps") + note
 
 
 def make_row(
-    request: Request, config: TrainConfig, watch: Watch | None, result: RunResult | None, outcome: Outcome, reason: str
-) -> Row:
+    request: Request,
+    config: TrainConfig,
+    watch: Watch | None,
+    result: RunResult | None,
+    outcome: TrialOutcome,
+    reason: str,
+) -> TrialRow:
     """The trial's row from whatever was measured before it ended."""
     measured = steady_state(watch.counted(), config.step_tokens) if watch else None
     used, source = watch.limit.used() if watch else (None, None)
     peak = peak_flops(result.device) if result else None
     steady = config.step_tokens / measured.tokens_per_second if measured else None
-    return Row(
+    return TrialRow(
         key=request.key,
         number=request.number,
         stage=request.proposal.stage,
@@ -193,7 +196,5 @@ def make_row(
     )
 
 
-def _counters(device: torch.device) -> tuple[int, int]:
-    retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0) if device.type == "cuda" else 0
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return retries, dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+def _retries(device: torch.device) -> int:
+    return torch.cuda.memory_stats(device).get("num_alloc_retries", 0) if device.type == "cuda" else 0

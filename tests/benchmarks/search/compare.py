@@ -30,13 +30,12 @@ from train.config import TrainConfig
 from train.model_config import PRESETS
 from train.resolve import resolve
 from tune.config import SearchConfig
-from tune.report import optuna_trials
 from tune.space import Candidate, Space, make_space
 from tune.strategy.base import Confirmed, Strategy
 from tune.strategy.memory_aware import MemorySearcher
-from tune.strategy.optuna_tpe import OptunaSearcher
-from tune.strategy.ranking import standings
-from tune.trial.row import Proposal, Row
+from tune.strategy.optuna_tpe import OptunaSearcher, optuna_trials
+from tune.strategy.ranking import rank
+from tune.trial.row import Proposal, TrialRow
 
 GOAL_REGRET, GOAL_SHARE = 0.005, 0.30
 RECORDS = Path(__file__).parents[1] / "records"
@@ -52,7 +51,7 @@ class Largest:
     space: Space
     bisect: bool
 
-    def propose(self, rows: Sequence[Row]) -> Proposal | None:
+    def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
         """The next size to try."""
         knobs = self.space.control.knobs
         sizes = self.space.sizes_of(knobs)
@@ -66,7 +65,7 @@ class Largest:
             size = max((s for s in left if s <= min(bad) // 2), default=left[0])
         return Proposal(Candidate(size, knobs), "probe")
 
-    def remaining(self, rows: Sequence[Row]) -> int:
+    def remaining(self, rows: Sequence[TrialRow]) -> int:
         """Not used here."""
         return 0
 
@@ -85,9 +84,9 @@ SEARCHES: dict[str, Callable[[Machine], Strategy]] = {
 }
 
 
-def drive(strategy: Strategy, machine: Machine, *, race: bool) -> list[Row]:
+def drive(strategy: Strategy, machine: Machine, *, race: bool) -> list[TrialRow]:
     """Run a strategy to its end."""
-    rows: list[Row] = []
+    rows: list[TrialRow] = []
     while (proposal := strategy.propose(rows)) is not None:
         rows.append(machine.run(proposal, len(rows) + 1, race=race))
     return rows
@@ -117,10 +116,10 @@ def score(name: str, machine: Machine) -> Score:
         rows = drive(SEARCHES[name](machine), machine, race=name == "ours")
     if name in ("doubling", "binary"):
         chosen = max((row.candidate for row in rows if row.outcome == "ok"), key=lambda c: c.micro_batch)
-    elif not standings(rows):
+    elif not rank(rows):
         return Score(1.0, machine.seconds, len(rows), fits=True)  # it found nothing
     else:
-        chosen = standings(rows)[0].candidate
+        chosen = rank(rows)[0].candidate
     best = max(machine.speed(c) for c in machine.space.candidates() if machine.fits(c))
     regret = 1 - machine.speed(chosen) / best
     return Score(regret, machine.seconds, len(rows), machine.memory(chosen) <= machine.limit)

@@ -20,7 +20,7 @@ from train.resolve import resolve
 from tune.device import make_prior
 from tune.space import Candidate, Space, make_space
 from tune.trial import early_stop
-from tune.trial.row import Outcome, Proposal, Row
+from tune.trial.row import Proposal, TrialOutcome, TrialRow
 
 STEPS = 20
 PRECISION = 0.01
@@ -68,16 +68,16 @@ class Machine(Protocol):
         """Whether the candidate truly runs within the limit."""
         ...
 
-    def run(self, proposal: Proposal, number: int, *, race: bool) -> Row:
+    def run(self, proposal: Proposal, number: int, *, race: bool) -> TrialRow:
         """One trial: its row, and its cost added to ``seconds``."""
         ...
 
 
-def measured(row: Row, times: Sequence[float], step_tokens: int, *, memory: float, bar: float | None) -> Row:
+def measured(row: TrialRow, times: Sequence[float], step_tokens: int, *, memory: float, bar: float | None) -> TrialRow:
     """``row`` completed from the steps that a trial ran, and the seconds that they took."""
     speed = steady_state(times, step_tokens)
     assert speed is not None
-    stopped: Outcome = "stopped" if _ended(times, step_tokens, bar) == "cannot win" else "ok"
+    stopped: TrialOutcome = "stopped" if _ended(times, step_tokens, bar) == "cannot win" else "ok"
     return replace(
         row, outcome=stopped, tokens_per_second=speed.tokens_per_second, low=speed.low, high=speed.high,
         memory=int(memory), step_seconds=list(times), seconds=row.seconds + sum(times),
@@ -88,9 +88,9 @@ def _ended(times: Sequence[float], step_tokens: int, bar: float | None) -> str |
     return early_stop.verdict(times, bar_seconds=step_tokens / bar if bar else None, precision=PRECISION)
 
 
-def new_row(proposal: Proposal, number: int, space: Space, outcome: Outcome, seconds: float) -> Row:
+def new_row(proposal: Proposal, number: int, space: Space, outcome: TrialOutcome, seconds: float) -> TrialRow:
     """A row before anything was measured."""
-    return Row(
+    return TrialRow(
         str(number), number, proposal.stage, proposal.round, proposal.candidate,
         space.config(proposal.candidate).accumulation, outcome, "not run here", seconds=seconds,
         predicted_memory=proposal.predicted_memory,
@@ -151,7 +151,7 @@ class Simulated:
         """Whether the candidate runs within the limit without thrashing."""
         return self.memory(candidate) <= 0.985 * self.limit
 
-    def run(self, proposal: Proposal, number: int, *, race: bool) -> Row:
+    def run(self, proposal: Proposal, number: int, *, race: bool) -> TrialRow:
         """One trial: its row, and its cost added to ``seconds``."""
         candidate = proposal.candidate
         config = self.space.config(candidate)
@@ -191,8 +191,8 @@ class Replayed:
         kept = json.loads(self.record.read_text(encoding="utf-8"))
         self.space = make_space(resolve(config_from_json(kept["base"], str(self.record)), cpu_facts()), kept["knobs"])
         self.idle = float(kept["idle_bytes"])
-        self.rows: dict[Candidate, list[Row]] = {}
-        for row in (from_json(Row, values, self.record) for values in kept["rows"]):
+        self.rows: dict[Candidate, list[TrialRow]] = {}
+        for row in (from_json(TrialRow, values, self.record) for values in kept["rows"]):
             self.rows.setdefault(row.candidate, []).append(row)
         peaks = sorted(self.memory(candidate) for candidate in self.rows)
         fit = round(self.fitting * len(peaks))
@@ -215,7 +215,7 @@ class Replayed:
         """Whether no run went over the limit."""
         return self.memory(candidate) <= self.limit
 
-    def run(self, proposal: Proposal, number: int, *, race: bool) -> Row:
+    def run(self, proposal: Proposal, number: int, *, race: bool) -> TrialRow:
         """One of the candidate's runs, cut where the stopping rule would have."""
         real = self.draw.choice(self.rows[proposal.candidate])
         start = real.seconds - sum(real.step_seconds)

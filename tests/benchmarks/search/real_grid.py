@@ -30,7 +30,7 @@ from train.config import TrainConfig
 from train.model_config import ModelConfig
 from train.resolve import resolve
 from tune.space import make_space
-from tune.trial.row import Proposal, Row, read_rows
+from tune.trial.row import Proposal, TrialRow, read_rows
 from tune.trial.run import Request, run
 
 MODEL = ModelConfig(layers=2, heads=2, width=64, context_length=64, vocabulary=512, padded_vocabulary=512)
@@ -54,7 +54,7 @@ def main() -> int:
     )  # fmt: skip
     space = make_space(resolve(base, cpu_facts()), KNOBS)
     kept = json.loads(chosen.record.read_text()) if chosen.record.exists() else {"rows": []}
-    rows = [from_json(Row, row, chosen.record) for row in kept["rows"]]
+    rows = [from_json(TrialRow, row, chosen.record) for row in kept["rows"]]
     done = {(row.candidate, row.round) for row in rows}
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         idle = pool.submit(own_peak).result()

@@ -16,21 +16,21 @@ from tune.config import FEWEST
 from tune.space import Candidate, make_space
 from tune.strategy.base import Confirmed, Grid, Retrying, enough_seconds
 from tune.strategy.memory_aware import MemorySearcher
-from tune.trial.row import Proposal, Row, Stage
+from tune.trial.row import Proposal, Stage, TrialRow
 from tune.trial.run import Request, run
 
 SPACE = make_space(resolve(TrainConfig(global_batch=8, micro_batch=8), cpu_facts()), ())
 
 
-def row(size: int, *, stage: Stage = "probe", round: int = 0, speed: float = 100.0) -> Row:
+def row(size: int, *, stage: Stage = "probe", round: int = 0, speed: float = 100.0) -> TrialRow:
     """A trial that measured ``speed`` within three percent."""
-    return Row(
+    return TrialRow(
         f"m{size}-{stage}-{round}", 1, stage, round, Candidate(size), 8 // size, "ok", "", 10.0,
         tokens_per_second=speed, low=0.97 * speed, high=1.03 * speed, memory=size * 10**9,
     )  # fmt: skip
 
 
-def short(size: int, *, round: int = 0, step: float = 2.0) -> Row:
+def short(size: int, *, round: int = 0, step: float = 2.0) -> TrialRow:
     """A trial whose time was too short for a speed."""
     bare = replace(row(size, round=round), tokens_per_second=None, low=None, high=None)
     return replace(bare, outcome="failed", too_short=True, step_seconds=[9.0, step, step])
@@ -39,11 +39,11 @@ def short(size: int, *, round: int = 0, step: float = 2.0) -> Row:
 def test_a_trial_with_too_little_time_runs_once_more_with_enough(
     small_shards: Path, small_model: ModelConfig, tmp_path: Path
 ) -> None:
-    """Real trials, the first with no time at all: the search goes on to the other sizes."""
+    """Real trials, the first with no time at all: the search continues with the other sizes."""
     config = TrainConfig(data=small_shards, model=small_model, global_batch=4, micro_batch=1, device="cpu")
     space = make_space(resolve(config, cpu_facts()), ())
     strategy = Retrying(MemorySearcher(space, lambda candidate: 1e9, 8e9))
-    rows: list[Row] = []
+    rows: list[TrialRow] = []
     while (proposal := strategy.propose(rows)) is not None:
         key, trial = proposal.key("search"), space.config(proposal.candidate).to_json()
         most = enough_seconds(rows, 0.0)
@@ -71,6 +71,12 @@ def test_a_trial_is_repeated_once() -> None:
     assert (second.candidate, second.round) == (Candidate(2), 0)
     assert strategy.remaining([short(1)]) == 1 + 3
     assert strategy.remaining([short(1), short(1, round=1)]) == 3
+
+
+def test_a_trial_that_failed_for_another_reason_is_not_repeated() -> None:
+    proposal = Retrying(Grid(SPACE)).propose([replace(short(1), too_short=False)])
+    assert proposal
+    assert (proposal.candidate, proposal.round) == (Candidate(2), 0)
 
 
 def test_a_search_whose_time_stays_too_short_ends() -> None:
@@ -108,7 +114,7 @@ def test_the_exploration_does_not_see_confirmations() -> None:
 
     @dataclass(frozen=True)
     class Watched(Grid):
-        def propose(self, rows: Sequence[Row]) -> Proposal | None:
+        def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
             assert {row.stage for row in rows} <= {"probe"}
             return super().propose(rows)
 

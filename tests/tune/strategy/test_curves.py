@@ -9,19 +9,23 @@ from train.config import TrainConfig
 from train.resolve import resolve
 from tune.space import Candidate, make_space
 from tune.strategy.curves import BACK_OFF, MARGIN, Curves
-from tune.trial.row import Outcome, Row
+from tune.trial.row import TrialOutcome, TrialRow
 
 SPACE = make_space(resolve(TrainConfig(global_batch=64, micro_batch=8), cpu_facts()), ("checkpointing",))
 OWN, OTHER = SPACE.control.knobs, SPACE.combinations[1]
 
 
-def row(size: int, *, memory: float = 0.0, speed: float | None = 100.0, outcome: Outcome = "ok", knobs=OWN) -> Row:
+def row(
+    size: int, *, memory: float = 0.0, speed: float | None = 100.0, outcome: TrialOutcome = "ok", knobs=OWN
+) -> TrialRow:
     """A finished trial."""
     candidate = Candidate(size, knobs)
-    return Row(f"m{size}", 1, "probe", 0, candidate, 1, outcome, "", 10.0, tokens_per_second=speed, memory=int(memory))
+    return TrialRow(
+        f"m{size}", 1, "probe", 0, candidate, 1, outcome, "", 10.0, tokens_per_second=speed, memory=int(memory)
+    )
 
 
-def curves(*rows: Row, limit: float = 100e9) -> Curves:
+def curves(*rows: TrialRow, limit: float = 100e9) -> Curves:
     """Of a prior that says one gigabyte a sequence."""
     return Curves(SPACE, lambda candidate: candidate.micro_batch * 1e9, limit, rows)
 
@@ -34,7 +38,9 @@ def test_what_is_predicted_at_exactly_the_margin_fits() -> None:
 
 @pytest.mark.parametrize("sizes", [(32, 16), (16, 32)])
 @pytest.mark.parametrize("outcome", ["oom", "over_limit", "thrash"])
-def test_nothing_above_four_fifths_of_the_smallest_that_did_not_fit(sizes: tuple[int, int], outcome: Outcome) -> None:
+def test_nothing_above_four_fifths_of_the_smallest_that_did_not_fit(
+    sizes: tuple[int, int], outcome: TrialOutcome
+) -> None:
     assert BACK_OFF == 0.8
     known = curves(*(row(size, speed=None, outcome=outcome) for size in sizes))
     assert known.ceiling(OWN) == 0.8 * 16
@@ -53,6 +59,11 @@ def test_a_run_shifts_the_prediction_and_a_second_one_tilts_it() -> None:
     twice = curves(row(8, memory=10e9), row(16, memory=26e9))
     assert twice.memory(Candidate(32, OWN)) == pytest.approx(58e9)
     assert twice.memory(Candidate(32, OTHER)) == pytest.approx(38e9), "the median of both offsets"
+
+
+def test_a_run_that_stopped_because_it_cannot_win_shifts_the_prediction_of_other_knobs() -> None:
+    known = curves(row(8, memory=10e9, outcome="stopped"))
+    assert known.memory(Candidate(16, OTHER)) == pytest.approx(18e9)
 
 
 def test_what_did_not_fit_does_not_shift_the_prediction() -> None:

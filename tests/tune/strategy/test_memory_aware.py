@@ -16,7 +16,7 @@ from tune.space import Candidate, Space, make_space
 from tune.strategy.base import Confirmed, Grid
 from tune.strategy.memory_aware import HOPELESS, REFINEMENTS, MemorySearcher
 from tune.strategy.ranking import UNFIT
-from tune.trial.row import Outcome, Row
+from tune.trial.row import TrialOutcome, TrialRow
 
 BASE = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
 
@@ -103,9 +103,9 @@ def test_nothing_fits(space: Space) -> None:
     assert "predicted not to fit" in searcher.why_not(searcher.curves([]), space.control)
 
 
-def finished(size: int, outcome: Outcome, **measured: Any) -> Row:
+def finished(size: int, outcome: TrialOutcome, **measured: Any) -> TrialRow:
     """A trial of one size of :func:`plain`."""
-    return Row(f"m{size}", 1, "probe", 0, Candidate(size), 1, outcome, "", 10.0, **measured)
+    return TrialRow(f"m{size}", 1, "probe", 0, Candidate(size), 1, outcome, "", 10.0, **measured)
 
 
 def plain(*knobs: str, batch: int = 64) -> MemorySearcher:
@@ -114,9 +114,9 @@ def plain(*knobs: str, batch: int = 64) -> MemorySearcher:
     return MemorySearcher(space, lambda candidate: 1e9, 40e9)
 
 
-def searched(searcher: MemorySearcher, speed: Callable[[Candidate], float]) -> list[Row]:
+def searched(searcher: MemorySearcher, speed: Callable[[Candidate], float]) -> list[TrialRow]:
     """All rows of a search in which each trial succeeds, at ``speed``."""
-    rows: list[Row] = []
+    rows: list[TrialRow] = []
     while (proposal := searcher.propose(rows)) is not None:
         fast = speed(proposal.candidate)
         row = finished(proposal.candidate.micro_batch, "ok", tokens_per_second=fast, low=fast, high=fast, memory=10**9)
@@ -153,10 +153,10 @@ def test_the_grid_runs_everything_once(compare: ModuleType) -> None:
 
 def test_what_fails_everywhere_near_the_control_ends_the_search(compare: ModuleType, space: Space) -> None:
     searcher = compare.ours(compare.Simulated(space, 3)).explore
-    rows: list[Row] = []
+    rows: list[TrialRow] = []
     while (proposal := searcher.propose(rows)) is not None:
         rows.append(
-            Row(str(len(rows)), len(rows), proposal.stage, 0, proposal.candidate, 1, "failed", "no driver", 10.0)
+            TrialRow(str(len(rows)), len(rows), proposal.stage, 0, proposal.candidate, 1, "failed", "no driver", 10.0)
         )
     assert len(rows) == 1 + len(space.neighbours(space.control.knobs)) < len(space.combinations)
 
@@ -181,12 +181,12 @@ def test_of_equals_no_more_than_three_are_refined() -> None:
 def test_whole_tiles_come_before_what_is_expected_to_be_a_little_faster() -> None:
     searcher = MemorySearcher(plain(batch=120).space, lambda candidate: candidate.micro_batch * 1e9, 31e9)
     rows = [
-        finished(8, "ok", tokens_per_second=90.0, memory=8 * 10**9),
+        finished(8, "ok", tokens_per_second=99.0, memory=8 * 10**9),
         finished(10, "ok", tokens_per_second=100.0, memory=10 * 10**9),
-        finished(30, "ok", tokens_per_second=98.5, memory=30 * 10**9),
+        finished(30, "ok", tokens_per_second=97.5, memory=30 * 10**9),
     ]
-    curves = searcher.curves(rows)
-    assert (curves.speed(Candidate(20)) or 0) > (curves.speed(Candidate(12)) or 0), "so that the tile is no favourite"
+    expected = {size: searcher.curves(rows).speed(Candidate(size)) or 0.0 for size in (12, 15, 20, 24)}
+    assert min(expected, key=lambda size: expected[size]) == 24, "the only whole tile is the slowest"
     proposal = searcher.propose(rows)
     assert proposal
     assert (proposal.candidate.micro_batch, proposal.stage) == (24, "refine")

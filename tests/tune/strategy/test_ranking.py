@@ -5,28 +5,28 @@ from dataclasses import replace
 import pytest
 
 from tune.space import Candidate
-from tune.strategy.ranking import contenders, standings
-from tune.trial.row import Outcome, Row, Stage
+from tune.strategy.ranking import contenders, rank
+from tune.trial.row import Stage, TrialOutcome, TrialRow
 
 
 def row(
-    size: int, speed: float, memory: int, *, width: float = 0.01, stage: Stage = "probe", outcome: Outcome = "ok"
-) -> Row:
+    size: int, speed: float, memory: int, *, width: float = 0.01, stage: Stage = "probe", outcome: TrialOutcome = "ok"
+) -> TrialRow:
     """A finished trial."""
-    return Row(
+    return TrialRow(
         f"{size}-{stage}-{speed}", 1, stage, 0, Candidate(size), 1, outcome, "", 10.0, tokens_per_second=speed,
         low=speed * (1 - width), high=speed * (1 + width), memory=memory,
     )  # fmt: skip
 
 
 def test_a_tie_goes_to_the_smaller_memory() -> None:
-    ranked = standings([row(8, 1000, 30), row(16, 1002, 60), row(4, 800, 20)])
+    ranked = rank([row(8, 1000, 30), row(16, 1002, 60), row(4, 800, 20)])
     assert [s.candidate.micro_batch for s in ranked] == [8, 16, 4]
     assert [s.tied for s in ranked] == [True, True, False]
 
 
 def test_a_wide_interval_does_not_let_a_slow_one_win() -> None:
-    ranked = standings([row(8, 1000, 60, width=0.3), row(4, 800, 20, width=0.3)])
+    ranked = rank([row(8, 1000, 60, width=0.3), row(4, 800, 20, width=0.3)])
     assert ranked[0].candidate.micro_batch == 8
     assert ranked[1].tied
 
@@ -34,24 +34,24 @@ def test_a_wide_interval_does_not_let_a_slow_one_win() -> None:
 def test_overlapping_intervals_tie_though_the_means_lie_outside_of_them() -> None:
     fast, slow = row(8, 1000, 60, width=0.15), row(4, 800, 20, width=0.15)
     assert (slow.tokens_per_second or 0) < (fast.low or 0) < (slow.high or 0)
-    assert [s.tied for s in standings([fast, slow])] == [True, True]
+    assert [s.tied for s in rank([fast, slow])] == [True, True]
     apart = [row(8, 1000, 60, width=0.1), row(4, 800, 20, width=0.1)]
-    assert [s.tied for s in standings(apart)] == [False, False]
+    assert [s.tied for s in rank(apart)] == [False, False]
 
 
 def test_confirmation_outweighs_a_lucky_first_measurement() -> None:
     rows = [row(8, 1100, 30), row(16, 1000, 60)]
     rows += [row(8, 950, 30, stage="confirm"), row(16, 1001, 60, stage="confirm")]
-    assert [s.candidate.micro_batch for s in standings(rows)] == [16, 8]
+    assert [s.candidate.micro_batch for s in rank(rows)] == [16, 8]
 
 
 @pytest.mark.parametrize("outcome", ["over_limit", "oom", "thrash"])
-def test_one_confirmation_that_does_not_fit_disqualifies(outcome: Outcome) -> None:
+def test_one_confirmation_that_does_not_fit_disqualifies(outcome: TrialOutcome) -> None:
     rows = [row(8, 1000, 30), row(16, 1200, 60), row(16, 1200, 90, stage="confirm", outcome=outcome)]
-    assert [s.candidate.micro_batch for s in standings(rows)] == [8]
+    assert [s.candidate.micro_batch for s in rank(rows)] == [8]
 
 
-def confirmed(size: int, speed: float, number: int, *, width: float = 0.01) -> Row:
+def confirmed(size: int, speed: float, number: int, *, width: float = 0.01) -> TrialRow:
     """A confirmation of round ``number``."""
     return replace(row(size, speed, size, width=width, stage="confirm"), key=f"{size}-{number}", round=number)
 
@@ -67,7 +67,7 @@ def test_who_is_clearly_beaten_does_not_run_again() -> None:
     assert [c.micro_batch for c in contenders(rows, Candidate(1))] == [4, 2, 1]
 
 
-def test_confirmation_ends_when_the_winner_is_settled() -> None:
+def test_confirmation_ends_when_the_winner_is_clear() -> None:
     explored = [row(1, 100, 1), row(2, 200, 2), row(4, 201, 4)]
     control = [confirmed(1, 100, 1)]
     apart = [*explored, confirmed(2, 190, 1), confirmed(4, 201, 1), *control]
@@ -81,17 +81,17 @@ def test_confirmation_ends_when_the_winner_is_settled() -> None:
 def test_who_missed_a_round_cannot_win() -> None:
     """The machine became slower between the rounds: the one that was let go after the first must not gain by that."""
     rows = [confirmed(2, 200, 1), confirmed(4, 210, 1), confirmed(4, 180, 2), confirmed(1, 90, 2), confirmed(1, 100, 1)]
-    assert standings(rows)[0].candidate == Candidate(4)
+    assert rank(rows)[0].candidate == Candidate(4)
 
 
 def test_the_memory_of_a_candidate_is_the_most_that_any_of_its_runs_took() -> None:
     rows = [row(8, 1000, 50), row(8, 1000, 90, stage="confirm"), row(8, 1000, 70, stage="confirm")]
-    assert [s.memory for s in standings(rows)] == [90]
+    assert [s.memory for s in rank(rows)] == [90]
 
 
 def test_runs_that_differ_make_the_interval_as_wide_as_they_do() -> None:
-    (standing,) = standings([confirmed(8, 1000, 1, width=0.001), confirmed(8, 1210, 2, width=0.001)])
-    assert standing.tokens_per_second == pytest.approx(1100)
-    assert (standing.low, standing.high) == pytest.approx((1000, 1210))
-    (alike,) = standings([confirmed(8, 1000, 1, width=0.02), confirmed(8, 1000, 2, width=0.02)])
+    (entry,) = rank([confirmed(8, 1000, 1, width=0.001), confirmed(8, 1210, 2, width=0.001)])
+    assert entry.tokens_per_second == pytest.approx(1100)
+    assert (entry.low, entry.high) == pytest.approx((1000, 1210))
+    (alike,) = rank([confirmed(8, 1000, 1, width=0.02), confirmed(8, 1000, 2, width=0.02)])
     assert alike.high / 1000 == pytest.approx(1 + 0.02 / 2**0.5, rel=1e-3), "two runs are more precise than one"

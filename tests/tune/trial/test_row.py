@@ -4,14 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from tune.space import Candidate
-from tune.trial.row import Proposal, Row, feasible, read_rows, write_row
+from tune.trial.row import Proposal, TrialRow, feasible, read_rows, write_row
 
 PROPOSAL = Proposal(Candidate(8, (("compile", "off"),)), "confirm", 1)
 
 
-def row(proposal: Proposal, number: int) -> Row:
+def row(proposal: Proposal, number: int) -> TrialRow:
     """A finished trial of ``proposal``."""
-    return Row(
+    return TrialRow(
         proposal.key("search"), number, proposal.stage, proposal.round, proposal.candidate, 1, "ok", "", 10.0,
         tokens_per_second=100.0, step_seconds=[1.0, 0.5],
     )  # fmt: skip

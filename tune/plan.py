@@ -1,0 +1,91 @@
+"""What a search will do, decided before anything runs.
+
+In: a search's config. Out: a :class:`Search`, which whoever runs, records or reports the search is handed whole.
+Raises ``UserError`` in one sentence for what cannot work, because a search that starts anyway wastes hours.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.shards import Manifest, read_manifest
+from train.checkpoint.run_folder import new_folder
+from train.resolve import resolve
+from tune.config import SearchConfig
+from tune.device import make_prior, memory_limit, trial_device
+from tune.folder import LOCK, TRIALS
+from tune.space import Space, make_space, parse_knobs
+from tune.strategy.base import Confirmed, Grid, Retrying, Strategy
+from tune.strategy.memory_aware import MemorySearcher
+
+
+@dataclass(frozen=True)
+class Search:
+    """One search, with everything decided that its config leaves open."""
+
+    config: SearchConfig
+    folder: Path
+    manifest: Manifest
+    space: Space
+    """The candidates, around a training that is resolved for the device of the trials."""
+    memory: MemorySearcher
+    """What is expected of candidates, whichever strategy chooses them; it has the limit."""
+    strategy: Strategy
+
+    @property
+    def trials(self) -> Path:
+        """The folder of the rows."""
+        return self.folder / TRIALS
+
+    @property
+    def data(self) -> Path:
+        """The token shards, absolute, because trials run elsewhere."""
+        return self.config.training.data.resolve()
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return self.space.base.device
+
+    @property
+    def limit(self) -> int:
+        """Most memory that a trial's process may use, in bytes."""
+        return int(self.memory.limit)
+
+    @property
+    def study(self) -> str:
+        """What the candidates have in common."""
+        return "free global batch" if self.space.free else "fixed global batch"
+
+    def identity(self) -> dict[str, Any]:
+        """What a search must share with this one to be continued as it."""
+        found = {"data": self.manifest.fingerprint, "memory_limit": self.limit, "device": self.device}
+        return self.config.identity() | found
+
+
+def make_search(config: SearchConfig) -> Search:
+    """The search that ``config`` describes; reads the data's manifest and the device, and writes nothing."""
+    manifest = read_manifest(config.training.data)
+    name = config.resume or config.name or f"search-{time.strftime('%Y%m%d-%H%M%S')}"
+    if config.resume or config.dry_run:
+        folder = (config.out / name).resolve()
+    else:
+        folder = new_folder(config.out, name, begun=(TRIALS, LOCK))
+    training = resolve(config.training, trial_device(config))
+    limit = memory_limit(config.memory_limit, training)
+    space = make_space(training, parse_knobs(config.knobs), free=config.free_global_batch)
+    memory = MemorySearcher(space, make_prior(space), limit)
+    explore = _explorer(config, space, memory)
+    return Search(config, folder, manifest, space, memory, Confirmed(Retrying(explore), space, config.confirm))
+
+
+def _explorer(config: SearchConfig, space: Space, memory: MemorySearcher) -> Strategy:
+    """The strategy that ``--searcher`` names. Raises ``UserError`` when Optuna is not installed."""
+    if config.searcher == "memory":
+        return memory
+    if config.searcher == "grid":
+        return Grid(space)
+    from tune.strategy.optuna_tpe import OptunaSearcher, optuna_trials
+
+    return OptunaSearcher(space, optuna_trials(space), config.training.seed)
