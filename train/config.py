@@ -302,7 +302,7 @@ def _end(config: TrainConfig) -> None:
     ends = [name for name in ("steps", "tokens", "time_budget") if getattr(config, name) is not None]
     if len(ends) > 1:
         first, second = (f"--{name.replace('_', '-')}" for name in ends[:2])
-        raise UserError(f"{first} and {second} both end the run; give only one of them.")
+        raise UserError(f"{first} and {second} both end the run; give one of them.")
     if config.stream and not ends:
         raise UserError(
             f"--stream {' '.join(config.stream)} has no end that is known in advance: say when to stop with --steps, "

@@ -147,4 +147,4 @@ def test_a_long_step_ends_on_ctrl_c(cluster: str, small_shards: Path, tmp_path: 
     slow.send_signal(signal.SIGTERM)
     _, said = slow.communicate(timeout=60)
     assert slow.returncode == 130
-    assert "No step was finished and saved within 1 s; leaving without it." in said
+    assert "No step was finished and saved within 1 s; exiting without it." in said

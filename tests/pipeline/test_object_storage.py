@@ -166,7 +166,7 @@ for folder in ("nothing", "refused"):
 
 
 def test_an_address_with_a_secret_key_is_refused_and_not_repeated() -> None:
-    with pytest.raises(UserError, match=r"bucket corpus holds a secret key.*AWS_SECRET_ACCESS_KEY") as refused:
+    with pytest.raises(UserError, match=r"bucket corpus contains a secret key.*AWS_SECRET_ACCESS_KEY") as refused:
         locate("s3://KEY:S3CRET@corpus/books")
     assert "S3CRET" not in str(refused.value)
 

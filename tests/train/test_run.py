@@ -175,10 +175,10 @@ def test_a_worker_begins_at_the_step_that_it_is_told_and_nowhere_else(
     third, sixth = checkpoints_in(home.checkpoints)
     (home.path / "starts").write_text("0\n0\n0\n")  # of an earlier version
     for told, again, said in (
-        (0, False, "begins anew, and .* ends at step 6"),
+        (0, False, "starts at step 0, and .* ends at step 6"),
         (3, False, "continues from step 3, and .* ends at step 6"),
         (9, False, "continues from step 9, and .* ends at step 6"),
-        (6, True, "started again on another machine: .* ends at step 6"),
+        (6, True, "restarted on another machine: .* ends at step 6"),
     ):
         before = sorted(home.path.rglob("*"))
         resume, refusal = begin(home.path, Start("elsewhere", told, again))
@@ -246,7 +246,7 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
         (["--resume", "one", "--name", "two"], "--name two: a resumed run keeps its name"),
         (["--steps", "3", "--tokens", "70000000"], "--tokens"),
         (["--time-budget", "5"], "5m"),
-        (["--text-field", "content"], "--text-field is about books and this run reads none: name them with --stream"),
+        (["--text-field", "content"], "--text-field is about books, but this run reads none: name them with --stream"),
         (["--stream", "books", "--steps", "3", "--doc-separator", ""], "--doc-separator is empty"),
     ],
 )

@@ -172,7 +172,7 @@ def test_a_run_continues_from_its_newest_checkpoint_alone(tmp_path: Path) -> Non
         )
     (tmp_path / "one" / "config.json").touch()
     older, newer = checkpoints / "step-00000010", checkpoints / "step-00000020"
-    with pytest.raises(UserError, match="is not the newest checkpoint of its run: remove those behind it, up to step-"):
+    with pytest.raises(UserError, match="to continue from there, remove those after it, up to step-"):
         find_run(str(older), tmp_path)
     for named in ("one", str(tmp_path / "one"), str(newer)):
         assert find_run(named, tmp_path).path == (tmp_path / "one").resolve()

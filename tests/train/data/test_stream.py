@@ -282,7 +282,7 @@ def test_when_no_book_can_be_read_the_first_is_named(config: TrainConfig, unusua
     with pytest.raises(UserError, match=f"holds out for validation have 0 tokens .*; {why}"):
         StreamData(config, Inline(config.stream, 0, config.reading))
     config = dataclasses.replace(config, cycle=Cycle(5, 0))
-    with pytest.raises(UserError, match=f"no book of --stream can be trained on: .*; {why}"):
+    with pytest.raises(UserError, match=f"no book of --stream can be used for training: .*; {why}"):
         Trainer(config, data=StreamData(config, Inline(config.stream, 0, config.reading))).run()
 
 

@@ -111,7 +111,7 @@ def from_file(path: Path, text: str, start: TrainConfig = START) -> Suite:
     ("text", "named"),
     [
         ("[Rung('a', {'precison': 'bf16'})]", "rung 'a' .*did you mean precision"),
-        ("Suite('s', 'S', {'model': 'tyni'}, (Rung('a'),))", "the base: .*'tyni' is no preset"),
+        ("Suite('s', 'S', {'model': 'tyni'}, (Rung('a'),))", "the base: .*'tyni' is not a preset"),
         ("Suite('s', 'S', {'steps': 'many'}, (Rung('a'),))", "steps is 'many'"),
         ("[Rung('a', {'optimizer': 'adamx'})]", "bad.py, rung 'a': optimizer is 'adamx'"),
         ("Suite('s', 'S', {'micro_batch': -1}, (Rung('a'),))", "bad.py, the base: --micro-batch -1 must be at least 1"),

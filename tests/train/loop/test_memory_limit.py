@@ -65,7 +65,7 @@ def test_the_command_imposes_its_limit(
     assert leaving.value.code == 1
     printed = " ".join(capfd.readouterr().out.split())
     assert "over_limit: the process used" in printed
-    assert "continue in less memory: python -m train.run --resume one --micro-batch" in printed
+    assert "continue with less memory: python -m train.run --resume one --micro-batch" in printed
     assert json.loads(Path("runs/one/result.json").read_text())["outcome"] == "over_limit"
     (found,) = MlflowClient(store_uri()).search_runs(["1"])
     assert found.info.status == "FAILED"
