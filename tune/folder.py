@@ -52,11 +52,16 @@ def begin(folder: Path, config: SearchConfig, identity: dict[str, Any], parent: 
     write_json(folder / KEPT, {"config": config.to_json(), "identity": identity, "parent": parent.kept_in(folder)})
 
 
+def kept_identity(folder: Path) -> dict[str, Any]:
+    """What the search in ``folder`` was, under today's names of its settings."""
+    kept = json.loads((folder / KEPT).read_text(encoding="utf-8"))["identity"]
+    return {RENAMED.get(name, name): value for name, value in kept.items()}
+
+
 def resumed_parent(folder: Path, identity: dict[str, Any]) -> RunKey:
     """The parent run of the search in ``folder``. Raises ``UserError`` when ``identity`` is another search's."""
     kept = json.loads((folder / KEPT).read_text(encoding="utf-8"))
-    there = {RENAMED.get(name, name): value for name, value in kept["identity"].items()}
-    now = json.loads(json.dumps(identity))
+    there, now = kept_identity(folder), json.loads(json.dumps(identity))
     changed = [
         f"{name} was {there.get(name)!r} and is now {now.get(name)!r}"
         for name in sorted(set(there) | set(now))

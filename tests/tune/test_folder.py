@@ -1,6 +1,5 @@
 """A search's folder: one process at a time, and only the search that it was."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from infra.errors import UserError
 from infra.storage import TEMPORARY
 from infra.tracking.key import RunKey
 from tune.config import SearchConfig
-from tune.folder import TRIALS, begin, kept_config, locked, resumed_parent
+from tune.folder import TRIALS, begin, kept_config, kept_identity, locked, resumed_parent
 from tune.plan import make_search
 from tune.report import summary
 from tune.trial.row import Proposal, read_rows
@@ -53,7 +52,7 @@ def test_a_search_of_an_earlier_version_is_read(small_shards: Path) -> None:
     ]  # fmt: skip
     assert search.strategy.propose(rows) is None, "nothing is left to run"
     assert (earlier / "leaderboard.md").read_text().strip() in summary(search, rows)
-    kept = json.loads((earlier / "search.json").read_text())["identity"]
+    kept = kept_identity(earlier)
     assert search.identity() | {"data": ""} == kept | {"data": ""}, "it is continued as the search that it was"
     assert {row.key for row in rows} == {
         Proposal(row.candidate, row.stage, row.round).key(config.name or "") for row in rows
