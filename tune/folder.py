@@ -54,7 +54,7 @@ def begin(folder: Path, config: SearchConfig, identity: dict[str, Any], parent: 
 
 def kept_identity(folder: Path) -> dict[str, Any]:
     """What the search in ``folder`` was, under today's names of its settings."""
-    kept = json.loads((folder / KEPT).read_text(encoding="utf-8"))["identity"]
+    kept: dict[str, Any] = json.loads((folder / KEPT).read_text(encoding="utf-8"))["identity"]
     return {RENAMED.get(name, name): value for name, value in kept.items()}
 
 
