@@ -87,7 +87,7 @@ def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pyt
     assert command(monkeypatch, "--resume", "one") == 2
     assert "is at step 25 of 25: give a larger --steps" in capfd.readouterr().err
     assert command(monkeypatch, "--resume", "one", "--steps", "30", "--model", "tiny") == 2
-    assert "vocabulary=257 and not 50257" in capfd.readouterr().err
+    assert "vocabulary=257, not 50257" in capfd.readouterr().err
     assert command(monkeypatch, "--resume", "one", "--steps", "30", "--global-batch", "4") == 2
     assert "was trained with --global-batch 8, not 4" in capfd.readouterr().err
     shutil.copytree(small_shards, "other")
@@ -277,7 +277,7 @@ def test_a_damaged_checkpoint_is_named_before_the_run_goes_on_from_an_older_one(
     assert "step-00000006 is damaged: model.safetensors does not match its checksum; " in emptied
     assert all(line.endswith("; step-00000002 is used instead.") for line in (unreadable, emptied))
     assert ".;" not in unreadable
-    assert "step-00000002 was trained with --seed 0 and not 1" in refusal
+    assert "step-00000002 was trained with --seed 0, not 1" in refusal
     assert find_checkpoint("one", Path("runs")).name == "step-00000002"
     assert capfd.readouterr().err.splitlines() == [unreadable, emptied]
 
