@@ -200,7 +200,7 @@ def test_torchao_resumes_exactly_or_is_asked_for_by_name(config: TrainConfig, tm
         Trainer(config, resume=tmp_path / "step-00000004", on_cycle=rest.append).run()
         assert [report.step_losses for report in rest] == [straight[1].step_losses]
         return
-    with pytest.raises(UserError, match=f"--optimizer {optimizer} is torchao's.*pip install torchao"):
+    with pytest.raises(UserError, match=f"--optimizer {optimizer} needs torchao.*pip install torchao"):
         Trainer(config)
 
 
