@@ -134,8 +134,9 @@ class Ladder:
     def _fitted(self, config: TrainConfig) -> TrainConfig:
         if not (self.fit and self.memory_limit):
             return config
-        config = resolve(config, self.facts)
-        return largest_batch(config, self.memory_limit - (UNMEASURED if config.device == "cuda" else 0))
+        resolved = resolve(config, self.facts)
+        fitted = largest_batch(resolved, self.memory_limit - (UNMEASURED if resolved.device == "cuda" else 0))
+        return replace(config, micro_batch=fitted.micro_batch, global_batch=fitted.global_batch)
 
     def _measure(self, name: str, rung: Rung, config: TrainConfig) -> Measured:
         """Run ``config`` in the folder ``name``, unless the result of exactly this config is there."""
