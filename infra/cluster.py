@@ -157,6 +157,13 @@ def eligible_nodes(*, accelerator: str | None = None) -> list[Node]:
     return [node for node in nodes if not accelerator or node.get(f"accelerator_type:{accelerator}")]
 
 
+def is_this_machine_alone() -> bool:
+    """Whether the connected Ray has no other live machine than this one."""
+    import ray
+
+    return [node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]] == [socket.gethostname()]
+
+
 def cores_each(nodes: Sequence[Node], workers: int, *, gpu: bool) -> int:
     """The most cores that each of ``workers`` can have on ``nodes`` at the same time; 0 where they do not fit.
 

@@ -4,12 +4,12 @@ In: a search's config. Out: the device's facts, and the limit in bytes. Raises `
 sentence for what cannot work, because a search that starts anyway wastes hours.
 """
 
-import socket
 from dataclasses import replace
 from functools import cache
 
 import psutil
 
+from infra.cluster import is_this_machine_alone
 from infra.errors import UserError
 from infra.gpu import read_gpu
 from infra.hardware import DeviceFacts, cpu_facts, device_facts
@@ -29,11 +29,8 @@ def trial_device(config: SearchConfig) -> DeviceFacts:
     if wanted == "cpu":
         return cpu_facts()
     if config.cluster:
-        import ray
-
         facts = worker_facts(config.training)
-        alive = [node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]]
-        state = read_gpu() if alive == [socket.gethostname()] else None
+        state = read_gpu() if is_this_machine_alone() else None
     else:
         facts, state = device_facts(), read_gpu()
     above = {process.pid for process in psutil.Process().parents()}  # a notebook or test run that waits for us

@@ -3,13 +3,11 @@
 In: a config, and the connected Ray. Out: Ray Train's scaling config, and facts about the device.
 """
 
-import socket
-
 import ray
 import ray.train
 from ray.exceptions import GetTimeoutError
 
-from infra.cluster import cores_each, eligible_nodes
+from infra.cluster import cores_each, eligible_nodes, is_this_machine_alone
 from infra.errors import UserError
 from infra.hardware import DeviceFacts, cpu_facts, device_facts
 from train.config import TrainConfig
@@ -26,11 +24,10 @@ def worker_facts(config: TrainConfig) -> DeviceFacts:
 
     Raises ``UserError`` when the machine with the GPU does not answer.
     """
-    nodes = [node for node in ray.nodes() if node["Alive"]]
     eligible = eligible_nodes(accelerator=config.accelerator)
     if config.device == "cpu" or sum(int(node.get("GPU", 0)) for node in eligible) < config.workers:
         return cpu_facts()
-    if [node["NodeManagerHostname"] for node in nodes] == [socket.gethostname()]:
+    if is_this_machine_alone():
         return device_facts()
     there = ray.remote(num_cpus=0, num_gpus=1)(device_facts)
     if config.accelerator:
