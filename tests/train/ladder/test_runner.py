@@ -12,7 +12,7 @@ from infra.schema import to_json
 from infra.storage import write_json
 from infra.tracking.key import RunKey
 from pipeline.shards import Manifest, read_manifest
-from train.config import TrainConfig
+from train.config import TrainConfig, config_from_json
 from train.estimate.memory import predict_peak
 from train.ladder import runner
 from train.ladder.runner import Ladder, Measured, largest_batch, refuse_short, refuse_unsuited, worker_reason
@@ -112,6 +112,21 @@ def test_a_cpu_runs_every_rung_but_those_for_other_hardware(
     _, rungs = made.run()
     expected = REFUSED[suite.name] | (set() if native else BF16.get(suite.name, set()))
     assert {rung.name for rung in rungs if rung.reason} == expected
+
+
+def test_fitting_a_rung_changes_its_batch_alone(
+    base: TrainConfig, make_result: Make, tmp_path: Path, manifest: Manifest
+) -> None:
+    """What it leaves open stays open, or its finished run would not count when the ladder is continued."""
+    left_open = replace(base, device="auto", precision="auto", attention="auto")
+    made = MadeUp(
+        tmp_path, RunKey("", "", "", ""), Suite("mine", "Mine", {}, (Rung("seed", {"seed": 1}),)), left_open, manifest,
+        memory_limit=10**9, fit=True, facts=DeviceFacts("cpu", "cpu"), result=make_result(),
+    )  # fmt: skip
+    controls, _ = made.run()
+    found = config_from_json(controls[0].config, "test")
+    assert found.micro_batch > left_open.micro_batch
+    assert found == replace(left_open, micro_batch=found.micro_batch, global_batch=found.global_batch)
 
 
 def test_a_ladder_ends_where_its_control_does(
