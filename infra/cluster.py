@@ -6,11 +6,13 @@ statistics, and leave ``-m`` modules unimportable in workers that are started fr
 """
 
 import atexit
+import json
 import logging
 import os
 import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,8 +23,15 @@ from typing import Any
 from infra.command import INTERRUPTED, errors, interrupt_on_termination, uninterrupted
 from infra.errors import UserError, first_line
 from infra.local_ray import environment_variables, on_loopback, own_process_group, refuse_exposed
+from infra.place import Place
+from infra.storage import TEMPORARY
 
 PROJECT = Path(__file__).resolve().parent.parent
+
+PACKAGES = ("infra", "pipeline", "train", "tune")
+
+NAMESPACE = "throughline"
+"""Names of actors hold among all drivers that join a cluster in one namespace."""
 
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -49,6 +58,9 @@ ANSWER_SECONDS = 10.0
 
 WAITER = "waits for Ray"
 """Name of a thread that calls Ray and cannot be told to stop."""
+
+ASKING_SECONDS = 20.0
+"""How long a machine of the cluster may take to answer a question: a process must start there."""
 
 PLACING_SECONDS = 1.0
 """How long Ray may look for free resources before we report it; it takes milliseconds where there are some."""
@@ -83,7 +95,7 @@ def connected(
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     local = address in (None, "", "local")
     if address and not local:
-        _join(address, named, runtime_env={"env_vars": variables}, **quiet)
+        _join(address, named, runtime_env=_travelling(variables), namespace=NAMESPACE, **quiet)
     else:
         # Inherited rather than a runtime_env, for which Ray would discard the workers that it starts in advance.
         os.environ.update(variables)
@@ -112,6 +124,18 @@ def _leave() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(INTERRUPTED)
+
+
+def _travelling(variables: Mapping[str, str]) -> dict[str, Any]:
+    """The runtime environment of workers on other machines: ``variables``, and our code, which only this machine has.
+
+    In a job of ``ray job submit`` with a working directory the code is on every machine already.
+    """
+    submitted = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env", {})
+    if "working_dir" in submitted:
+        return {"env_vars": dict(variables)}
+    modules = [str(PROJECT / package) for package in PACKAGES]
+    return {"env_vars": dict(variables), "py_modules": modules, "excludes": ["pictures", "__pycache__"]}
 
 
 def _join(address: str, named: str, **settings: Any) -> None:
@@ -177,6 +201,84 @@ def cores_each(nodes: Sequence[Node], workers: int, *, gpu: bool) -> int:
         if sum(min(cores // size, gpus) if gpu else cores // size for cores, gpus in room) >= workers:
             return size
     return 0
+
+
+@contextmanager
+def sole_user(place: Place) -> Iterator[None]:
+    """Hold ``place``, in object storage, against other drivers of the connected Ray, for the block's duration.
+
+    Storage has no locks: an actor on this machine has the place's name, and ends with this process however it ends.
+    Raises ``UserError`` when another driver holds it.
+    """
+    import ray
+
+    actor: Any = ray.remote(num_cpus=0)(_Holder)
+    actor = actor.options(name=f"writes to {place}", scheduling_strategy=here())
+    try:
+        holder = actor.remote()
+        ray.get(holder.ready.remote())
+    except ValueError:
+        raise UserError(
+            f"another command of this cluster is writing to {place}: wait for it, or give another name."
+        ) from None
+    try:
+        yield
+    finally:
+        ray.kill(holder)
+
+
+class _Holder:
+    """Holds a name."""
+
+    def ready(self) -> None:
+        """Answer."""
+
+
+def here() -> Any:
+    """The scheduling strategy of what must be on the driver's machine: a file there, or its end with the driver's."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def refuse_unshared(flag: str, folder: Path) -> None:
+    """Raise ``UserError`` when a machine of the connected Ray, where work may be placed, does not share ``folder``.
+
+    Each is asked for a file that this one has just made there, because nothing else tells a shared disk from another
+    disk at the same path. Those that do not answer in ``ASKING_SECONDS`` are not waited for: they take no work either.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    own = ray.get_runtime_context().get_node_id()
+    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own and _has_room(node)]
+    if not others:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, probe = tempfile.mkstemp(prefix=TEMPORARY, dir=folder)
+    os.close(descriptor)
+    try:
+        see = ray.remote(num_cpus=0)(os.path.exists)
+        seen = {
+            see.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(probe):
+            node["NodeManagerHostname"]
+            for node in others
+        }  # fmt: skip
+        done, _ = ray.wait(list(seen), num_returns=len(seen), timeout=ASKING_SECONDS)
+        blind = sorted(seen[answer] for answer in done if not ray.get(answer))
+    finally:
+        Path(probe).unlink()
+    if blind:
+        raise UserError(
+            f"{flag} {folder} is on this machine's disk, which {', '.join(blind)} of the cluster does not have: give "
+            f"object storage, such as {flag} s3://bucket/folder, or a folder on a disk that all machines share."
+        )
+
+
+def _has_room(node: Mapping[str, Any]) -> bool:
+    """Whether tasks can be placed on a machine."""
+    return any(node["Resources"].get(name) for name in ("CPU", "GPU"))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ is unfinished. Imports neither Ray nor torch, so that training and notebooks can
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +22,7 @@ import pyarrow.ipc
 import xxhash
 
 from infra.errors import UserError, first_line
+from infra.place import Place
 from infra.schema import from_json, strict, to_json
 from infra.storage import atomic_file, write_json
 
@@ -33,6 +35,9 @@ PIECES = "pieces"
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
+
+SHARD = re.compile(rf"({'|'.join(SPLITS)})/[0-9-]+\.arrow")
+"""What a shard is called: other files in a data set's folders are not this program's to read, write or delete."""
 
 SCHEMA = pa.schema(
     [
@@ -122,31 +127,34 @@ class Manifest:
         write_json(folder / MANIFEST, to_json(self))
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a finished data set.
+def read_manifest(where: Place | Path | str) -> Manifest:
+    """The manifest of a finished data set, in a folder or in object storage.
 
-    Raises ``UserError`` when the folder is missing or unfinished, the manifest is damaged, or its
+    Raises ``UserError`` when the data set is missing or unfinished, the manifest is damaged, or its
     format is not the one this version reads.
     """
-    path = folder / MANIFEST
-    if not folder.is_dir() or not any((folder / name).exists() for name in (MANIFEST, *SPLITS, PIECES)):
-        raise UserError(
-            f"there are no token shards at {folder}: make them with 'python -m pipeline.tokenize --out {folder}'."
-        )
-    if not path.is_file():
-        raise UserError(
-            f"{folder} has no {MANIFEST}, so its shards are unfinished: run "
-            f"'python -m pipeline.tokenize --out {folder}' again to finish them."
-        )
+    place = Place.of(where)
+    path = place / MANIFEST
     try:
-        values = json.loads(path.read_bytes())
+        content = place.read(MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        if any(name.partition("/")[0] in (*SPLITS, PIECES) for name in place.files()):
+            raise UserError(
+                f"{place} has no {MANIFEST}, so its shards are unfinished: run "
+                f"'python -m pipeline.tokenize --out {place}' again to finish them."
+            ) from None
+        raise UserError(
+            f"there are no token shards at {place}: make them with 'python -m pipeline.tokenize --out {place}'."
+        ) from None
+    try:
+        values = json.loads(content)
         if (found := values["format_version"]) == FORMAT_VERSION:
             return from_json(Manifest, values, "it")
         wrong = f"has format version {found}, and this program reads version {FORMAT_VERSION}"
     except (KeyError, TypeError, ValueError) as damage:
         wrong = f"is damaged ({first_line(damage).rstrip('.')})"
     raise UserError(
-        f"{path} {wrong}: make the shards again with 'python -m pipeline.tokenize --out {folder} --overwrite'."
+        f"{path} {wrong}: make the shards again with 'python -m pipeline.tokenize --out {place} --overwrite'."
     )
 
 

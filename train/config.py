@@ -63,8 +63,8 @@ CycleText = Annotated[
 class TrainConfig:
     """One training run. The first group of fields defines what is computed, the second how, the third for how long."""
 
-    data: Path = Path("data/tokens")
-    """Folder of token shards, made by python -m pipeline.tokenize."""
+    data: str = "data/tokens"
+    """Token shards, made by python -m pipeline.tokenize: a folder, or s3://bucket/folder, gs://bucket/folder."""
     stream: tuple[str, ...] = ()
     """Train straight from these books instead of --data, without shards: files, folders, globs, or any other source of
     python -m pipeline.tokenize. Ray Data encodes them while the model trains. The last flags, from --text-field on, are
@@ -165,7 +165,7 @@ class TrainConfig:
     @property
     def source(self) -> str:
         """The data, as the user named it."""
-        return ", ".join(self.stream) or str(self.data)
+        return ", ".join(self.stream) or self.data
 
     @property
     def step_tokens(self) -> int:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from infra.errors import UserError
+from infra.place import Place
 from infra.storage import TEMPORARY, write_json
 from train.checkpoint.progress import Progress, read_progress
 from train.config import config_from_json
@@ -132,7 +133,7 @@ def model_card(progress: Progress, checkpoint: Path) -> str:
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     private = {"stream", "copy_to"}  # paths and buckets of whoever trained it
     public = {name: value for name, value in config.to_json().items() if name not in private}
-    settings = json.dumps(public | {"data": config.data.name}, indent=2, sort_keys=True)
+    settings = json.dumps(public | {"data": Place.of(config.data).name}, indent=2, sort_keys=True)
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
         f"# GPT-2, {format_model(config.model)}, pre-trained on books\n\n| | |\n|---|---|\n{table}\n\n"

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from infra.errors import UserError
+from infra.place import Place
 from infra.schema import strict, to_json
 from infra.units import BytesOrNone, Seconds
 from train.config import TrainConfig, divisors
@@ -81,7 +82,7 @@ class SearchConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The config as JSON values; :func:`infra.schema.from_json` reads it back."""
-        training = self.training.to_json() | {"data": str(self.training.data.resolve())}
+        training = self.training.to_json() | {"data": Place.of(self.training.data).address}
         return to_json(self) | {"training": training, "config": None, "resume": None}
 
     def identity(self) -> dict[str, Any]:

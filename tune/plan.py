@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infra.place import Place
 from pipeline.shards import Manifest, read_manifest
 from train.checkpoint.run_folder import new_folder
 from train.resolve import resolve
@@ -39,9 +40,9 @@ class Search:
         return self.folder / TRIALS
 
     @property
-    def data(self) -> Path:
-        """The token shards, absolute, because trials run elsewhere."""
-        return self.config.training.data.resolve()
+    def data(self) -> Place:
+        """The token shards, by a whole path or URI, because trials run elsewhere."""
+        return Place.of(self.config.training.data)
 
     @property
     def device(self) -> str:

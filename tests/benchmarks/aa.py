@@ -91,7 +91,7 @@ def main() -> None:
     t_quantile(1)
     with tempfile.TemporaryDirectory() as folder, busy(asked.busy):
         config = TrainConfig(
-            data=shards(Path(folder)), model=ModelConfig(2, 2, 32, 32, 257, 320), micro_batch=8, global_batch=8,
+            data=str(shards(Path(folder))), model=ModelConfig(2, 2, 32, 32, 257, 320), micro_batch=8, global_batch=8,
             device="cpu", precision="fp32", steps=asked.steps, cycle=Cycle(50, 0), keep_checkpoints=0,
         )  # fmt: skip
         with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as fresh:

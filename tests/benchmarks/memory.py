@@ -106,8 +106,8 @@ def config(data: Path, *, model: str, micro_batch: int, **settings: Any) -> Any:
     from train.model_config import parse_model
 
     return TrainConfig(
-        data=data, model=parse_model(model), micro_batch=micro_batch, global_batch=micro_batch, device="cpu", steps=3,
-        cycle=Cycle(3, 0), keep_checkpoints=0, **settings,
+        data=str(data), model=parse_model(model), micro_batch=micro_batch, global_batch=micro_batch, device="cpu",
+        steps=3, cycle=Cycle(3, 0), keep_checkpoints=0, **settings,
     )  # fmt: skip
 
 

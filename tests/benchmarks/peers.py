@@ -201,7 +201,7 @@ def train_peer(
 
     torch.manual_seed(config.seed)
     peer = make(options, device)
-    windows = Windows(TokenShards(config.data).streams("train"), config.model.context_length, config.seed)
+    windows = Windows(TokenShards(Path(config.data)).streams("train"), config.model.context_length, config.seed)
     loader = BatchLoader(
         windows, micro_batch=config.micro_batch, accumulation=config.accumulation, position=0, device=device
     )

@@ -73,6 +73,7 @@ def test_a_folder_of_something_else_is_not_called_unfinished(tmp_path: Path) -> 
     with pytest.raises(UserError, match="there are no token shards at"):
         read_manifest(tmp_path)
     (tmp_path / "pieces").mkdir()
+    (tmp_path / "pieces/settings.json").touch()
     with pytest.raises(UserError, match="so its shards are unfinished"):
         read_manifest(tmp_path)
 

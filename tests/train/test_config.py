@@ -41,7 +41,10 @@ def test_a_contradiction_is_named(settings: dict, named: list[str]) -> None:
 
 def test_json_gives_the_same_config_back() -> None:
     config = TrainConfig(
-        data=Path("somewhere"), model=parse_model("tiny,layers=3,dropout=0.1,tied=false"), steps=7, cycle=Cycle(5, 1)
+        data="somewhere",
+        model=parse_model("tiny,layers=3,dropout=0.1,tied=false"),
+        steps=7,
+        cycle=Cycle(5, 1),
     )
     assert config_from_json(json.loads(json.dumps(config.to_json())), "test") == config
 
@@ -69,7 +72,7 @@ def test_a_size_that_no_model_has_is_named(changes: dict[str, float], named: str
 
 
 def test_what_is_trained_on_is_what_a_person_named() -> None:
-    assert TrainConfig(data=Path("a/b")).source == "a/b"
+    assert TrainConfig(data="a/b").source == "a/b"
     assert TrainConfig(stream=("books", "s3://more"), steps=1).source == "books, s3://more"
 
 

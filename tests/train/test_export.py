@@ -34,7 +34,7 @@ from train.sampling import load_model, sample
 
 def trained(data: Path, model: ModelConfig, folder: Path) -> Path:
     config = TrainConfig(
-        data=data, model=model, global_batch=4, micro_batch=4, steps=5, cycle=Cycle(5, 1), precision="fp32",
+        data=str(data), model=model, global_batch=4, micro_batch=4, steps=5, cycle=Cycle(5, 1), precision="fp32",
         device="cpu", learning_rate=1e-2,
     )  # fmt: skip
     saved = Trainer(config, checkpoints=folder / "checkpoints").run().checkpoint

@@ -25,9 +25,9 @@ def test_gpt2_has_its_published_parameters() -> None:
 
 
 def test_time_and_cost_follow_from_speed_and_price(small_shards: Path, small_model: ModelConfig) -> None:
-    config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=8, steps=100)
+    config = TrainConfig(data=str(small_shards), model=small_model, micro_batch=4, global_batch=8, steps=100)
     rows = dict(time_rows(config, 256, 36))
-    tokens = epoch_tokens(small_shards)
+    tokens = epoch_tokens(str(small_shards))
     assert tokens is not None
     assert rows["an epoch of the data"].startswith(f"{tokens:,} tokens")
     assert "25,600 tokens" in rows["the planned run"]

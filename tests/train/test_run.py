@@ -169,7 +169,13 @@ def test_a_worker_begins_at_the_step_that_it_is_told_and_nowhere_else(
 ) -> None:
     home = RunFolder(tmp_path / "one")
     config = TrainConfig(
-        data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=6, checkpoint_every=3, device="cpu"
+        data=str(small_shards),
+        model=small_model,
+        micro_batch=4,
+        global_batch=4,
+        steps=6,
+        checkpoint_every=3,
+        device="cpu",
     )
     Trainer(config, checkpoints=home.checkpoints).run()
     third, sixth = checkpoints_in(home.checkpoints)
@@ -216,7 +222,9 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
 ) -> None:
     """As on a machine without the driver's disk: the folder that Ray's worker is told has another run's start."""
     home, elsewhere = RunFolder(Path("runs/one").resolve()), Path("elsewhere").resolve()
-    config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=6, device="cpu")
+    config = TrainConfig(
+        data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=6, device="cpu"
+    )
     Trainer(config, checkpoints=home.checkpoints).run()
     write_json(home.config, config.to_json())
     shutil.copytree(home.path, elsewhere, ignore=shutil.ignore_patterns("step-*"))
@@ -264,8 +272,8 @@ def test_a_damaged_checkpoint_is_named_before_the_run_goes_on_from_an_older_one(
 ) -> None:
     home = RunFolder(Path("runs/one"))
     config = TrainConfig(
-        data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=6, checkpoint_every=2, device="cpu",
-        keep_checkpoints=3,
+        data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=6, checkpoint_every=2,
+        device="cpu", keep_checkpoints=3,
     )  # fmt: skip
     Trainer(config, checkpoints=home.checkpoints).run()
     write_json(home.config, config.to_json())

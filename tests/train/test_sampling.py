@@ -33,7 +33,7 @@ def gpt2_shards(small_shards: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def config(gpt2_shards: Path) -> TrainConfig:
     model = ModelConfig(layers=1, heads=1, width=16, context_length=32, dropout=0.1)
     return TrainConfig(
-        data=gpt2_shards, model=model, global_batch=2, micro_batch=2, steps=3, cycle=Cycle(3, 0), precision="fp32",
+        data=str(gpt2_shards), model=model, global_batch=2, micro_batch=2, steps=3, cycle=Cycle(3, 0), precision="fp32",
         device="cpu", learning_rate=1e-2, warmup_steps=0,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
     return TrainConfig(
-        data=small_shards, model=small_model, global_batch=4, micro_batch=4, steps=2, cycle=Cycle(2, 1),
+        data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=2, cycle=Cycle(2, 1),
         precision="fp32", device="cpu",
     )  # fmt: skip
 

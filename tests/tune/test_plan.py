@@ -23,7 +23,7 @@ from tune.strategy.optuna_tpe import optuna_trials
 def test_the_time_counts_each_trials_start_compilation_and_steps(
     small_shards: Path, capfd: pytest.CaptureFixture[str], compiled: Compile, knobs: tuple[str, ...], seconds: int
 ) -> None:
-    training = TrainConfig(data=small_shards, device="cpu", global_batch=8, micro_batch=8, compile=compiled)
+    training = TrainConfig(data=str(small_shards), device="cpu", global_batch=8, micro_batch=8, compile=compiled)
     search = make_search(SearchConfig(training=training, knobs=knobs, trial_time=90.0, dry_run=True))
     memory = MemorySearcher(search.space, lambda candidate: 1e9 * candidate.micro_batch, 5e9)
     print_plan(replace(search, memory=memory, strategy=memory))

@@ -24,7 +24,7 @@ from tune.trial.run import Request
 @pytest.fixture
 def search(small_shards: Path, small_model: ModelConfig, tmp_path: Path) -> Search:
     """A grid of two sizes."""
-    training = TrainConfig(data=small_shards, model=small_model, global_batch=2, micro_batch=1, device="cpu")
+    training = TrainConfig(data=str(small_shards), model=small_model, global_batch=2, micro_batch=1, device="cpu")
     config = SearchConfig(
         training=training, searcher="grid", confirm=0, trial_steps=8, compile_time=1.0, out=tmp_path, name="one"
     )

@@ -84,7 +84,7 @@ def test_one_device() -> None:
 
 
 def test_settings_survive_their_file() -> None:
-    config = SearchConfig(knobs=("compile",), memory_limit=10**9, training=TrainConfig(data=Path("/somewhere")))
+    config = SearchConfig(knobs=("compile",), memory_limit=10**9, training=TrainConfig(data=str(Path("/somewhere"))))
     assert from_json(SearchConfig, config.to_json(), "test") == config
 
 

@@ -7,6 +7,8 @@ is therefore created by the worker and passed to the loop.
 from typing import Any, Protocol
 
 from infra.errors import UserError
+from infra.place import Place
+from pipeline.cache import on_this_machine
 from pipeline.shards import Manifest, TokenShards
 from train.config import TrainConfig
 from train.data.windows import OrderedWindows, Windows
@@ -50,7 +52,7 @@ class ShardData:
     def __init__(self, config: TrainConfig) -> None:
         if config.stream:
             raise UserError("--stream is for 'python -m train.run' alone: here, give token shards with --data.")
-        shards = TokenShards(config.data)
+        shards = TokenShards(on_this_machine(Place.of(config.data)))
         length = config.model.context_length
         self.manifest = shards.manifest
         self.windows = Windows(shards.streams("train"), length, config.seed)

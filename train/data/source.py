@@ -6,6 +6,7 @@ In: a config. Out: the same with absolute paths; its stream of books, and an est
 from collections.abc import Sequence
 from dataclasses import replace
 
+from infra.place import Place
 from pipeline.shards import Manifest
 from pipeline.stream import BYTES_PER_TOKEN, EncodedBook, Stream, whole_path
 from train.config import TrainConfig
@@ -14,7 +15,7 @@ from train.config import TrainConfig
 def absolute(config: TrainConfig) -> TrainConfig:
     """``config`` with absolute paths of local sources, because workers run in a folder of Ray's."""
     if not config.stream:
-        return replace(config, data=config.data.resolve())
+        return replace(config, data=Place.of(config.data).address)
     return replace(config, stream=tuple(whole_path(source) for source in config.stream))
 
 

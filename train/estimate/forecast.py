@@ -5,7 +5,6 @@ GPU nor the data of the run are needed.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -132,7 +131,7 @@ def time_rows(config: TrainConfig, tokens_per_second: float | None, price: float
     return rows
 
 
-def epoch_tokens(data: Path) -> int | None:
+def epoch_tokens(data: str) -> int | None:
     """Training tokens of the shards at ``data``; None where there are none."""
     try:
         return int(read_manifest(data).splits["train"]["tokens"])

@@ -16,10 +16,12 @@ from infra import command
 from infra.command import INTERRUPTED, console, escape
 from infra.errors import UserError
 from infra.hardware import device_facts
+from infra.place import Place
 from infra.schema import from_json, strict, to_json
 from infra.storage import write_json
 from infra.tracking.key import RunKey
 from infra.units import BytesOrNone, SecondsOrNone
+from pipeline.shards import MANIFEST
 from train.checkpoint.run_folder import make, new_folder
 from train.config import Cycle, CycleText, Device, TrainConfig, load_config
 from train.ladder.suites import Suite, choose, find_suite, nearest, searched, short_form
@@ -44,7 +46,7 @@ class LadderOptions:
     a Python file with SUITE = [Rung(...), ...]."""
     rungs: tuple[str, ...] = ()
     """Only these rungs of the suite, by name; default all."""
-    data: Path = Path("data/tokens")
+    data: str = "data/tokens"
     """Folder of token shards, as python -m pipeline.tokenize makes it."""
     model: ModelOrNone = None
     """Model instead of the suite's: a preset, with changes if any."""
@@ -139,7 +141,7 @@ def run(options: LadderOptions) -> int:
     console.print(heading, escape(str(folder)))
     try:
         with Tracker(key) as tracker:
-            tracker.data(options.data.name, manifest.fingerprint, str(options.data), manifest.splits, "training")
+            tracker.data(Place.of(options.data).name, manifest.fingerprint, options.data, manifest.splits, "training")
             controls, rungs = ladder.run()
             report.publish(ladder, controls, rungs, tracker, before)
     except KeyboardInterrupt:
@@ -167,7 +169,7 @@ def with_ends(options: LadderOptions) -> LadderOptions:
 def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
     """The suite, reduced to the chosen rungs and on a CPU to its short form, and the config that it starts from."""
     config = TrainConfig(
-        data=options.data.resolve(),
+        data=Place.of(options.data).address,
         model=options.model or TrainConfig.model,
         seed=options.seed,
         device=options.device,
@@ -196,7 +198,7 @@ def saved(options: LadderOptions) -> dict[str, object]:
     whole = replace(
         options,
         suite=str(Path(options.suite).resolve()) if Path(options.suite).suffix else options.suite,
-        data=options.data.resolve(),
+        data=Place.of(options.data).address,
         best=options.best and options.best.resolve(),
     )
     own = ("name", "out", "resume", "compare", "tracking_uri", "address")
@@ -224,7 +226,7 @@ def continued(options: LadderOptions, folder: Path):
         ) from damage
     home = key.home
     key = key.found_in(folder, "begin a new ladder")
-    if not options.data.exists():
+    if not Place.of(options.data).exists(MANIFEST):
         raise UserError(
             f"the data of {folder} is not in {options.data}: bring it back, or begin a new ladder."
             if home in ("", str(folder))

@@ -49,7 +49,7 @@ def main() -> int:
     chosen = options.parse_args()
     os.environ["OMP_NUM_THREADS"] = THREADS
     base = TrainConfig(
-        data=Path("made"), model=MODEL, global_batch=24, micro_batch=4, device="cpu", attention="sdpa",
+        data="made", model=MODEL, global_batch=24, micro_batch=4, device="cpu", attention="sdpa",
         precision="fp32",
     )  # fmt: skip
     space = make_space(resolve(base, cpu_facts()), KNOBS)

@@ -25,7 +25,7 @@ from train.result import CycleReport
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
     return TrainConfig(
-        data=small_shards, model=small_model, global_batch=4, micro_batch=4, steps=30, cycle=Cycle(10, 1),
+        data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=30, cycle=Cycle(10, 1),
         precision="fp32", device="cpu", learning_rate=3e-3, warmup_steps=5, checkpoint_every=7,
     )  # fmt: skip
 

@@ -59,7 +59,13 @@ def test_a_run_stands_beside_the_matmul_that_the_doctor_measured(
     small_shards: Path, small_model: ModelConfig, tmp_path: Path
 ) -> None:
     config = TrainConfig(
-        data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=8, device="cpu", precision="fp32"
+        data=str(small_shards),
+        model=small_model,
+        micro_batch=4,
+        global_batch=4,
+        steps=8,
+        device="cpu",
+        precision="fp32",
     )
     result = Trainer(config).run()
     assert flops.with_matmul_efficiency(result, config, tmp_path).matmul_utilisation is None, "the doctor was not asked"

@@ -181,8 +181,8 @@ def test_two_probes_predict_reserved_memory_of_other_batches_within_3_percent(
 
     def measured(size: int) -> tuple[float, float]:
         config = TrainConfig(
-            data=small_shards, model=model, micro_batch=size, global_batch=size, precision="bf16", attention="flash",
-            compile=compiled, device="cuda", steps=4,
+            data=str(small_shards), model=model, micro_batch=size, global_batch=size, precision="bf16",
+            attention="flash", compile=compiled, device="cuda", steps=4,
         )  # fmt: skip
         torch._dynamo.reset()
         gc.collect()

@@ -156,8 +156,8 @@ def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
 ) -> None:
     text = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
     config = TrainConfig(
-        data=small_shards, model=parse_model(text), device="cpu", precision="fp32", attention="manual", micro_batch=64,
-        global_batch=64,
+        data=str(small_shards), model=parse_model(text), device="cpu", precision="fp32", attention="manual",
+        micro_batch=64, global_batch=64,
     )  # fmt: skip
     Path("best.json").write_text(json.dumps({"config": replace(config, micro_batch=2, global_batch=6).to_json()}))
     limit = -(-predict_peak(config).total // 10**6)
@@ -318,7 +318,7 @@ def test_a_ladder_without_its_data_says_so(
 
 
 def test_a_budget_that_leaves_no_warm_up_says_how_long_it_needs(small_shards: Path, small_model: ModelConfig) -> None:
-    config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, time_budget=0.001)
+    config = TrainConfig(data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, time_budget=0.001)
     short = Trainer(config).run()
     with pytest.raises(UserError, match=r"a rung needs 8 steps, here --time-budget \d+s or more"):
         refuse_short(short, "")
@@ -392,7 +392,7 @@ def test_damaged_files_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
 
 
 def test_a_rung_that_says_nothing_here_is_named(small_shards: Path, small_model: ModelConfig) -> None:
-    config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, steps=8)
+    config = TrainConfig(data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=8)
     without, rung = replace(config, ablate=()), Rung("large pages", {"ablate": ()})
     with pytest.raises(UserError, match="large pages are for CPU memory"):
         refuse_unsuited(replace(config, ablate=("pages",)), without, rung, A100)

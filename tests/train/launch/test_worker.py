@@ -29,7 +29,7 @@ def home(tmp_path: Path) -> RunFolder:
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
     return TrainConfig(
-        data=small_shards, model=small_model, global_batch=4, micro_batch=4, steps=12, cycle=Cycle(5, 1),
+        data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=12, cycle=Cycle(5, 1),
         precision="fp32", device="cpu", checkpoint_every=7,
     )  # fmt: skip
 

@@ -35,7 +35,7 @@ def test_nothing_is_collected_in_a_step_and_all_again_behind_the_run(ablate: tup
 
 def test_the_model_is_asked_as_it_was_trained_and_without_dropout(small_model: ModelConfig, tmp_path: Path) -> None:
     """Within books where it was trained so, also one token at a time."""
-    config = TrainConfig(data=tmp_path, model=replace(small_model, dropout=0.5), mask_books=True, micro_batch=4,
+    config = TrainConfig(data=str(tmp_path), model=replace(small_model, dropout=0.5), mask_books=True, micro_batch=4,
                     global_batch=4, precision="fp32", device="cpu", attention="sdpa")  # fmt: skip
     trained, asked = build(config, torch.device("cpu")), plain(config)
     asked.load_state_dict(trained.state_dict())

@@ -35,7 +35,7 @@ def curve(config: TrainConfig) -> list[float]:
 def plain(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
     """fp32, everything by the book."""
     return TrainConfig(
-        data=small_shards, model=small_model, micro_batch=8, global_batch=8, precision="fp32", attention="manual",
+        data=str(small_shards), model=small_model, micro_batch=8, global_batch=8, precision="fp32", attention="manual",
         optimizer="adamw", learning_rate=3e-3, device="cpu", steps=STEPS, cycle=Cycle(STEPS, 0), keep_checkpoints=0,
     )  # fmt: skip
 

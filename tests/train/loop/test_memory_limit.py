@@ -26,7 +26,8 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
     return TrainConfig(
-        data=small_shards, model=small_model, global_batch=8, micro_batch=4, steps=9, cycle=Cycle(3, 1), device="cpu",
+        data=str(small_shards), model=small_model, global_batch=8, micro_batch=4, steps=9, cycle=Cycle(3, 1),
+        device="cpu",
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ GOLDEN = [5.7706, 5.7397, 5.7076, 5.7358, 5.6804, 5.6705, 5.6786, 5.6430, 5.6498
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
     return TrainConfig(
-        data=small_shards, model=small_model, global_batch=8, micro_batch=8, steps=40, cycle=Cycle(20, 2),
+        data=str(small_shards), model=small_model, global_batch=8, micro_batch=8, steps=40, cycle=Cycle(20, 2),
         learning_rate=3e-3, warmup_steps=10, precision="fp32", device="cpu",
     )  # fmt: skip
 

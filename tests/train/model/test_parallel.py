@@ -92,7 +92,7 @@ def train_alone(config: TrainConfig) -> list[Any]:
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
     return TrainConfig(
-        data=small_shards, model=small_model, global_batch=8, micro_batch=2, steps=14, cycle=Cycle(5, 2),
+        data=str(small_shards), model=small_model, global_batch=8, micro_batch=2, steps=14, cycle=Cycle(5, 2),
         precision="fp32", device="cpu", learning_rate=3e-3, warmup_steps=5, optimizer="adamw",
     )  # fmt: skip
 

@@ -189,7 +189,9 @@ def test_the_steps_behind_the_warm_ones_are_recorded(
     tmp_path: Path, small_shards: Path, small_model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_timeline, "draw", lambda *arguments: None)
-    config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=8, device="cpu", steps=3)
+    config = TrainConfig(
+        data=str(small_shards), model=small_model, micro_batch=4, global_batch=8, device="cpu", steps=3
+    )
     found, _ = record.record(config, tmp_path)
     assert found.steps == 2
     calls = {kernel.name: kernel.calls for kernel in found.kernels}
@@ -235,7 +237,7 @@ def test_a_profile_on_the_cpu(
 
 def test_the_fused_kernels_of_a_cpu_are_named(tmp_path: Path, small_shards: Path, small_model: ModelConfig) -> None:
     config = TrainConfig(
-        data=small_shards, model=small_model, micro_batch=4, global_batch=4, device="cpu", compile="whole"
+        data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, device="cpu", compile="whole"
     )
     torch.compiler.reset()
     found, _ = record.record(config, tmp_path)
@@ -269,7 +271,7 @@ def test_a_compiled_batch_that_does_not_fit_eagerly_is_profiled(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(intensity, "measure", exhausted)
-    config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, device="cpu")
+    config = TrainConfig(data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, device="cpu")
     _, words = record.record(config, tmp_path)
     assert json.loads((tmp_path / "profile.json").read_text())["findings"] == words
     assert not any("FLOPs per byte" in line for line in words)
@@ -285,7 +287,7 @@ def test_what_torch_fails_to_follow_is_all_that_is_missing(
 
     monkeypatch.setattr(torch.profiler.profile, "export_memory_timeline", fail)
     monkeypatch.setattr(intensity, "measure", fail)
-    config = TrainConfig(data=small_shards, model=small_model, micro_batch=4, global_batch=4, device="cpu")
+    config = TrainConfig(data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, device="cpu")
     found, words = record.record(config, tmp_path)
     assert words[-2:] == [
         "memory.png is missing: AssertionError in torch, expected one storage, got two",
@@ -354,7 +356,7 @@ def test_a_profile_on_a_gpu_names_the_kernel_that_ran(
     tmp_path: Path, small_shards: Path, small_model: ModelConfig
 ) -> None:
     model = replace(small_model, width=128, heads=2, context_length=256)
-    config = TrainConfig(data=small_shards, model=model, micro_batch=8, global_batch=8, precision="bf16",
+    config = TrainConfig(data=str(small_shards), model=model, micro_batch=8, global_batch=8, precision="bf16",
                          attention="flash", device="cuda")  # fmt: skip
     found, _ = record.record(config, tmp_path)
     assert found.attention == "flash"

@@ -40,7 +40,7 @@ def test_a_trial_with_too_little_time_runs_once_more_with_enough(
     small_shards: Path, small_model: ModelConfig, tmp_path: Path
 ) -> None:
     """Real trials, the first with no time at all: the search continues with the other sizes."""
-    config = TrainConfig(data=small_shards, model=small_model, global_batch=4, micro_batch=1, device="cpu")
+    config = TrainConfig(data=str(small_shards), model=small_model, global_batch=4, micro_batch=1, device="cpu")
     space = make_space(resolve(config, cpu_facts()), ())
     strategy = Retrying(MemorySearcher(space, lambda candidate: 1e9, 8e9))
     rows: list[TrialRow] = []

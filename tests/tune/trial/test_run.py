@@ -26,7 +26,7 @@ from tune.trial.run import Request, Watch, judge, make_row, run, trial_config
 
 @pytest.fixture(scope="module")
 def training(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig(data=small_shards, model=small_model, global_batch=8, micro_batch=4, device="cpu")
+    return TrainConfig(data=str(small_shards), model=small_model, global_batch=8, micro_batch=4, device="cpu")
 
 
 def attempt(training: TrainConfig, folder: Path, *, limit: float = 8e9, steps: int = 20) -> TrialRow:

@@ -1,0 +1,236 @@
+"""Where a data set or a run lives: a folder on this machine, or one in object storage, behind one interface.
+
+In: what ``--data`` or ``--out`` was given. Out: its files, read and written whole. Machines of a cluster share
+object storage and nothing else; scratch is what each of them has for itself.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pyarrow.fs as fs
+import xxhash
+
+from infra.errors import UserError
+from infra.storage import (
+    TEMPORARY,
+    atomic_file,
+    is_remote,
+    listing,
+    locate,
+    store,
+    with_retries,
+)
+
+_BLOCK = 8 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder, by its path or its URI (``s3://bucket/folder``, ``gs://bucket/folder``).
+
+    Names of files are relative to it, with ``/`` between parts. Storage that fails is tried again; when it keeps
+    failing, every method raises ``UserError``.
+    """
+
+    address: str
+
+    @classmethod
+    def of(cls, where: "Place | Path | str") -> "Place":
+        """``where`` with a whole path, so that it means the same in every process of this machine."""
+        if isinstance(where, Place):
+            return where
+        text = str(where)
+        if not is_remote(text):
+            return cls(str(Path(text).resolve()))
+        path, mark, query = text.partition("?")
+        return cls(path.rstrip("/") + mark + query)
+
+    @property
+    def remote(self) -> bool:
+        """Whether it is in object storage."""
+        return is_remote(self.address)
+
+    @property
+    def name(self) -> str:
+        """The last part of its address."""
+        return self._path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "Place":
+        """The folder that it is in."""
+        return self._at(self._path.rpartition("/")[0])
+
+    @property
+    def folder(self) -> Path:
+        """The folder on this machine. Only for places that are not remote."""
+        assert not self.remote, f"{self.address} is not on this machine"
+        return Path(self.address)
+
+    def __truediv__(self, name: str) -> "Place":
+        return self._at(f"{self._path}/{name}")
+
+    @property
+    def _path(self) -> str:
+        """The address without the query of a URI, which may name an endpoint."""
+        return self.address.partition("?")[0] if self.remote else self.address
+
+    def _at(self, path: str) -> "Place":
+        return Place(path + self.address.removeprefix(self._path))
+
+    def __str__(self) -> str:
+        return self.address
+
+    def refuse_unusable(self, flag: str) -> None:
+        """Raise ``UserError`` when this machine cannot write here: a bucket that does not exist, or a refusal.
+
+        Writes and removes a file of a few bytes.
+        """
+        probe = f"{TEMPORARY}probe-{os.getpid()}"
+        try:
+            if not self.remote:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            self.write(probe, b"probe")
+            self.remove([probe])
+        except OSError as refused:
+            raise UserError(f"{flag} {self} cannot be written ({refused.strerror}): name another place.") from refused
+        except UserError as refused:
+            raise UserError(f"{flag}: {refused}") from refused
+
+    def exists(self, name: str) -> bool:
+        """Whether it holds a file of this name."""
+        if not self.remote:
+            return (self.folder / name).is_file()
+        system, root = locate(self.address)
+        found = with_retries(str(self / name), lambda: system.get_file_info(f"{root}/{name}"))
+        return found.type == fs.FileType.File
+
+    def files(self, below: str = "") -> dict[str, int]:
+        """Bytes of every file by its name, of those in the folder ``below`` it and deeper; none where it is missing."""
+        start = self / below if below else self
+        if self.remote:
+            _, root = locate(self.address)
+            return {entry.path.removeprefix(f"{root}/"): entry.size for entry in listing(start.address)}
+        paths = (Path(parent) / name for parent, _, names in os.walk(start.folder) for name in names)
+        return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in paths}
+
+    def read(self, name: str) -> bytes:
+        """The content of a file. Raises ``FileNotFoundError`` when there is none."""
+        if not self.remote:
+            return (self.folder / name).read_bytes()
+        system, root = locate(self.address)
+
+        def read() -> bytes:
+            with system.open_input_stream(f"{root}/{name}") as file:
+                return file.read()
+
+        return with_retries(str(self / name), read)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Replace a file, whole and durably."""
+        if not self.remote:
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(self.folder / name) as file:
+                file.write(content)
+            return
+        system, root = locate(self.address)
+
+        def write() -> None:
+            with system.open_output_stream(f"{root}/{name}") as file:
+                file.write(content)
+
+        with_retries(str(self / name), write, "written")
+
+    def put(self, file: Path, name: str) -> None:
+        """Copy a local file to here, whole; where it is here already, nothing is done."""
+        if self.remote:
+            system, root = locate(self.address)
+            with_retries(str(self / name), lambda: store(file, system, f"{root}/{name}"), "written")
+        elif file != self.folder / name:
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with file.open("rb") as source, atomic_file(self.folder / name) as sink:
+                shutil.copyfileobj(source, sink, _BLOCK)
+
+    def fetch(self, name: str, file: Path, expected: str | None = None) -> None:
+        """Copy a file from here to a local ``file``, whole.
+
+        Raises ``FileNotFoundError`` when there is none, and ``UserError`` when its checksum (xxh3-128) is not the
+        ``expected`` one.
+        """
+        source = str(self / name)
+        system, path = locate(source) if self.remote else (fs.LocalFileSystem(), str(self.folder / name))
+        file.parent.mkdir(parents=True, exist_ok=True)
+
+        def fetch() -> None:
+            found = xxhash.xxh3_128()
+            with system.open_input_stream(path) as stream, atomic_file(file) as sink:
+                while block := stream.read(_BLOCK):
+                    found.update(block)
+                    sink.write(block)
+                if expected and found.hexdigest() != expected:
+                    raise UserError(f"{source} is damaged: its checksum is not that of its manifest; make it again.")
+
+        with_retries(source, fetch)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files; those that do not exist are passed over."""
+        system, root = locate(self.address) if self.remote else (None, "")
+        for name in names:
+            if system is None:
+                (self.folder / name).unlink(missing_ok=True)
+            elif self.exists(name):
+                with_retries(str(self / name), partial(system.delete_file, f"{root}/{name}"), "written")
+
+
+def scratch(*parts: str) -> Path:
+    """A folder for this user's files on this machine's own disk, below ``TMPDIR``, which no other user can read.
+
+    Raises ``UserError`` when somebody else has made a folder of its name.
+    """
+    top = Path(tempfile.gettempdir()) / f"throughline-{os.getuid()}"
+    top.mkdir(mode=0o700, exist_ok=True)
+    if top.lstat().st_uid != os.getuid() or top.is_symlink():
+        raise UserError(f"{top} belongs to another user: set TMPDIR to a folder of your own.")
+    folder = top.joinpath(*parts)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+@dataclass(frozen=True)
+class WorkingCopy:
+    """The local folder in which a command writes what belongs to a place: the place itself unless it is remote.
+
+    What is written there is complete in the place only once it has been sent.
+    """
+
+    place: Place
+    folder: Path
+
+    @classmethod
+    def of(cls, place: Place, *, fresh: bool, wanted: Callable[[str], bool] = lambda name: True) -> "WorkingCopy":
+        """That of ``place``: empty where ``fresh``, else with the place's files whose names are ``wanted``.
+
+        Each machine's copy of a remote place is made anew, because another machine may have continued it.
+        """
+        if not place.remote:
+            return cls(place, place.folder)
+        digest = hashlib.sha256(place.address.encode()).hexdigest()[:16]
+        folder = scratch("copies", digest) / place.name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        if not fresh:
+            for name in place.files():
+                if wanted(name):
+                    place.fetch(name, folder / name)
+        return cls(place, folder)
+
+    def send(self, *names: str) -> None:
+        """Send these files to the place, in this order; those that do not exist here are passed over."""
+        for name in names:
+            if (self.folder / name).is_file():
+                self.place.put(self.folder / name, name)

@@ -1,0 +1,99 @@
+"""A place means the same files, whether it is a folder or in object storage."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow.fs
+import pytest
+
+from infra.errors import UserError
+from infra.place import Place, WorkingCopy, scratch
+
+S3 = tuple[str, Callable[[float], None]]
+
+
+@pytest.fixture(params=["folder", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    if request.param == "folder":
+        yield Place.of(tmp_path / "place")
+    else:
+        yield Place.of(f"s3://places/place/{request.getfixturevalue('bucket')}")
+
+
+@pytest.fixture
+def bucket(s3: S3) -> str:
+    """The query of a real S3 server on loopback, with the bucket ``places``."""
+    query, _ = s3
+    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://places{query}&allow_bucket_creation=true")
+    system.create_dir("places")
+    return query
+
+
+def test_files_are_written_listed_read_and_removed(place: Place, tmp_path: Path) -> None:
+    assert place.files() == {}
+    assert not place.exists("train/a")
+    with pytest.raises(FileNotFoundError):
+        place.read("train/a")
+    place.write("train/a", b"one")
+    place.write("train/a", b"three")
+    place.write("b", b"")
+    assert place.files() == {"train/a": 5, "b": 0}
+    assert place.files("train") == {"train/a": 5}
+    assert (place / "train").read("a") == b"three"
+    (tmp_path / "here").write_bytes(b"two")
+    place.put(tmp_path / "here", "deep/er/c")
+    place.fetch("deep/er/c", tmp_path / "back/c")
+    assert (tmp_path / "back/c").read_bytes() == b"two"
+    place.remove(["train/a", "never-there"])
+    assert sorted(place.files()) == ["b", "deep/er/c"]
+    assert place.exists("deep/er/c")
+    assert not place.exists("deep")
+    assert (place.name, (place / "x/y").name, (place / "x").parent) == ("place", "y", place)
+
+
+def test_what_differs_from_its_checksum_is_not_fetched(place: Place, tmp_path: Path) -> None:
+    place.write("shard", b"other bytes")
+    with pytest.raises(UserError, match=r"shard\S* is damaged: its checksum"):
+        place.fetch("shard", tmp_path / "shard", "0" * 32)
+    assert not (tmp_path / "shard").exists()
+    with pytest.raises(FileNotFoundError):
+        place.fetch("none", tmp_path / "none")
+
+
+def test_a_place_that_cannot_be_written_is_refused_by_its_flag(bucket: str, tmp_path: Path) -> None:
+    Place.of(tmp_path / "new").refuse_unusable("--out")
+    Place.of(f"s3://places/new{bucket}").refuse_unusable("--out")
+    assert Place.of(f"s3://places/new{bucket}").files() == {}
+    with pytest.raises(UserError, match=r"--out: s3://nobodys/new/.* cannot be written.*bucket"):
+        Place.of(f"s3://nobodys/new{bucket}").refuse_unusable("--out")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--out .*/file/new cannot be written"):
+        Place.of(tmp_path / "file/new").refuse_unusable("--out")
+
+
+def test_a_working_copy_begins_with_the_wanted_files_and_sends_what_it_is_told(place: Place) -> None:
+    place.write("config.json", b"{}")
+    place.write("checkpoints/step-1/model", b"x" * 10)
+    copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: not name.startswith("checkpoints/"))
+    assert (copy.folder / "config.json").read_bytes() == b"{}"
+    assert (copy.folder / "checkpoints").exists() is not place.remote
+    (copy.folder / "result.json").write_bytes(b"done")
+    copy.send("result.json", "missing.png")
+    assert place.read("result.json") == b"done"
+    if place.remote:
+        assert list(WorkingCopy.of(place, fresh=True).folder.iterdir()) == []
+
+
+def test_scratch_is_private_and_never_another_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = scratch("data", "abc")
+    assert folder.stat().st_mode & 0o077 == 0
+    assert folder.is_relative_to(tmp_path)
+    shutil.rmtree(folder.parents[1])
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / f"throughline-{os.getuid()}").symlink_to(elsewhere)
+    with pytest.raises(UserError, match="belongs to another user: set TMPDIR"):
+        scratch("data")
