@@ -91,7 +91,7 @@ def test_a_written_file_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest
     assert done == [("file", 100), ("named", 100), ("folder", tmp_path.stat().st_ino)]
 
 
-def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path) -> None:
+def test_one_process_at_a_time_has_a_lock(tmp_path: Path) -> None:
     """Also within one process, and it is free once the block has ended, by an error too."""
     path = tmp_path / "lock"
     code = (

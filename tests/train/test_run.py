@@ -267,7 +267,7 @@ def test_a_mistake_gets_one_sentence(
     assert "Traceback" not in message
 
 
-def test_a_damaged_checkpoint_is_named_before_the_run_goes_on_from_an_older_one(
+def test_a_damaged_checkpoint_is_named_before_an_older_one_is_used(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
 ) -> None:
     home = RunFolder(Path("runs/one"))

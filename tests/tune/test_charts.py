@@ -101,7 +101,7 @@ def test_the_best_so_far_never_falls(search: tuple[list[TrialRow], MemorySearche
     assert path(line)[-1][0] == pytest.approx(sum(row.seconds for row in rows))
 
 
-def test_a_confirmation_is_no_progress(search: tuple[list[TrialRow], MemorySearcher]) -> None:
+def test_a_confirmation_does_not_count_as_progress(search: tuple[list[TrialRow], MemorySearcher]) -> None:
     rows, memory = search
     lucky = replace(rows[-1], stage="confirm", outcome="ok", tokens_per_second=1e9, low=1e9, high=1e9)
     (line,) = draw([*rows, lucky], memory)["progress"].axes[0].lines

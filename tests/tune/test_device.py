@@ -54,7 +54,7 @@ def test_the_same_on_a_ray_of_this_machine(cluster: str, monkeypatch: pytest.Mon
         device.trial_device(replace(search("auto"), address=cluster))
 
 
-def test_the_process_that_waits_for_the_search_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parent_process_does_not_count_as_another_user_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, replace(IDLE, other_processes=(os.getppid(),)))
     assert device.trial_device(search("auto")).kind == "cuda"
 

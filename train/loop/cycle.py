@@ -19,7 +19,7 @@ from train.result import CycleReport
 
 
 @dataclass
-class Cycle:
+class RunningCycle:
     """A cycle whose numbers are still on the device."""
 
     first: int
@@ -59,15 +59,15 @@ class Cycle:
         return sum(map(timing.seconds_between, self.computed, self.marks))
 
 
-def open_cycle(first: int, step: int, length: int, earlier: list[float], device: torch.device) -> Cycle:
+def open_cycle(first: int, step: int, length: int, earlier: list[float], device: torch.device) -> RunningCycle:
     """The cycle that continues at ``step`` after a report at ``first``, with the losses of the steps in between."""
     stop = (step // length + 1) * length
     losses, norms = torch.zeros(2, stop - first, device=device)
     losses[: len(earlier)] = torch.tensor(earlier)
-    return Cycle(first, stop, timing.mark(device), losses, norms, earlier=len(earlier))
+    return RunningCycle(first, stop, timing.mark(device), losses, norms, earlier=len(earlier))
 
 
-def close_cycle(cycle: Cycle, workers: Workers, device: torch.device) -> None:
+def close_cycle(cycle: RunningCycle, workers: Workers, device: torch.device) -> None:
     """Queue the copy of ``cycle``'s numbers to the host, so that reading them does not wait for a later step."""
     losses = _to_host(workers.mean(cycle.losses[: cycle.steps]))
     validation = None if cycle.val_losses is None else _to_host(workers.mean(cycle.val_losses))
@@ -81,14 +81,16 @@ def _to_host(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def step_seconds(cycle: Cycle) -> list[float]:
+def step_seconds(cycle: RunningCycle) -> list[float]:
     """Seconds of each step of this process; waits for the last of them."""
     moments = [cycle.start, *cycle.marks]
     timing.wait_for(moments[-1])
     return [timing.seconds_between(a, b) for a, b in itertools.pairwise(moments)]
 
 
-def report(cycle: Cycle, config: TrainConfig, manifest: Manifest, *, val_tokens: int, elapsed: float) -> CycleReport:
+def report(
+    cycle: RunningCycle, config: TrainConfig, manifest: Manifest, *, val_tokens: int, elapsed: float
+) -> CycleReport:
     """The numbers of a closed cycle; ``val_tokens`` is the number before it."""
     timing.wait_for(cycle.end)
     assert cycle.on_host is not None, "only a closed cycle is reported"

@@ -25,7 +25,7 @@ from train.data.loader import BatchLoader
 from train.data.text import refuse_foreign_ids
 from train.loop import memory, timing
 from train.loop.conclusion import Spent, conclude
-from train.loop.cycle import Cycle, close_cycle, open_cycle, report, step_seconds, trouble
+from train.loop.cycle import RunningCycle, close_cycle, open_cycle, report, step_seconds, trouble
 from train.loop.execution import arithmetic, build, compiled, no_collections, torch_device
 from train.loop.memory_limit import Limit
 from train.loop.throughput import is_precise
@@ -131,7 +131,7 @@ class Trainer:
             ahead="copy" not in config.ablate,
             threads=config.loader_workers,
         )
-        pending: Cycle | None = None
+        pending: RunningCycle | None = None
         cycle = open_cycle(self.state.reported, self.state.step, config.cycle.train, self.earlier, self.device)
         begun = time.perf_counter()
         while True:
@@ -169,7 +169,7 @@ class Trainer:
     def _advance(self, **changes: Any) -> None:
         self.state = replace(self.state, **changes)
 
-    def _train_step(self, loader: BatchLoader, cycle: Cycle) -> None:
+    def _train_step(self, loader: BatchLoader, cycle: RunningCycle) -> None:
         """One optimizer step, its loss and gradient norm left on the device."""
         config, index = self.config, cycle.steps
         if self.workers.rank:  # dropout must differ between workers, and be the same when the run is resumed here
@@ -223,7 +223,7 @@ class Trainer:
     def _excess(self) -> str:
         return self.limit.excess() if self.limit else ""
 
-    def _validate(self, cycle: Cycle) -> None:
+    def _validate(self, cycle: RunningCycle) -> None:
         """Queue the validation after ``cycle``'s steps, and close the cycle."""
         if self.data.validation is not None:
             cycle.val_losses = validate(
@@ -232,7 +232,7 @@ class Trainer:
             )  # fmt: skip
         close_cycle(cycle, self.workers, self.device)
 
-    def _report(self, cycle: Cycle) -> str | None:
+    def _report(self, cycle: RunningCycle) -> str | None:
         """Read a finished cycle's numbers and report them; returns the reason to stop if they contain one."""
         state = self.state
         made = report(cycle, self.config, self.data.manifest, val_tokens=state.val_tokens, elapsed=state.elapsed)
@@ -244,7 +244,7 @@ class Trainer:
             self.on_cycle(made)
         return wrong
 
-    def _account(self, cycle: Cycle) -> None:
+    def _account(self, cycle: RunningCycle) -> None:
         """Add the times of ``cycle``'s steps to the totals; waits for the last of them."""
         self.spent.steps += step_seconds(cycle)
         self.spent.data_wait += cycle.data_wait
@@ -265,7 +265,7 @@ class Trainer:
         assert self.config.time_budget is not None
         return min(1.0, self.state.elapsed / self.config.time_budget)
 
-    def _save(self, cycle: Cycle) -> None:
+    def _save(self, cycle: RunningCycle) -> None:
         """Take a snapshot of this step and have it written while training continues."""
         unreported = cycle.losses[: cycle.steps] if self.state.reported < self.state.step else cycle.losses[:0]
         losses = self.workers.mean(unreported)

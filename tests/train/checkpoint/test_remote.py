@@ -47,7 +47,7 @@ def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
     )  # fmt: skip
 
 
-def test_a_run_goes_on_from_its_copy(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
+def test_a_run_continues_from_its_copy(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
     config = dataclasses.replace(config, copy_to=f"s3://runs/kept{bucket}")
     straight: list[CycleReport] = []
     Trainer(config, on_cycle=straight.append).run()
@@ -108,7 +108,7 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     assert [loss for _, loss in curve][:known] == before[:known]
 
 
-def test_a_storage_that_is_away_for_a_while_is_asked_again(
+def test_unreachable_storage_is_retried(
     config: TrainConfig, bucket: str, s3: tuple[str, Callable[[float], None]], tmp_path: Path
 ) -> None:
     _, set_rate = s3

@@ -195,7 +195,7 @@ def taken(config: TrainConfig) -> tuple[Snapshot, Progress]:
 
 
 @pytest.mark.parametrize("wrong", ["", "weights", "losses"])
-def test_a_state_that_is_no_good_is_not_written(tmp_path: Path, taken: tuple[Snapshot, Progress], wrong: str) -> None:
+def test_an_unsound_state_is_not_written(tmp_path: Path, taken: tuple[Snapshot, Progress], wrong: str) -> None:
     """The last good one stays: infinite weights whose loss is not yet known, or a loss that is a spike."""
     state, progress = taken
     good = Checkpoints(tmp_path, 1)

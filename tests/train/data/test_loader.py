@@ -104,7 +104,7 @@ def test_a_step_has_the_same_windows_however_it_is_executed(
 
 @settings(deadline=None, max_examples=30)
 @given(before=st.integers(0, 40), micro=st.sampled_from([1, 2, 4]))
-def test_a_restored_position_goes_on_with_the_next_window(small_shards: Path, before: int, micro: int) -> None:
+def test_a_restored_position_continues_with_the_next_window(small_shards: Path, before: int, micro: int) -> None:
     windows = windows_of(small_shards)
 
     def loader(position: int, micro: int) -> BatchLoader:

@@ -174,7 +174,7 @@ def test_a_checkpoint_holds_where_its_block_begins(config: TrainConfig, position
 
 
 @pytest.mark.parametrize("position", [0, 1, 39, 40, 55, 120, 400])
-def test_a_resumed_stream_goes_on_with_the_same_windows(books: Path, position: int) -> None:
+def test_a_resumed_stream_continues_with_the_same_windows(books: Path, position: int) -> None:
     straight = windows_of(books)
     expected = rows(straight, 0, 600)[position:]
     place = next(place for place in reversed(straight.places) if place.position <= position)

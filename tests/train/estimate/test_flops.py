@@ -55,7 +55,7 @@ def test_every_formula_counts_what_its_name_says() -> None:
     )
 
 
-def test_a_run_stands_beside_the_matmul_that_the_doctor_measured(
+def test_a_run_is_compared_with_the_measured_matmul_rate(
     small_shards: Path, small_model: ModelConfig, tmp_path: Path
 ) -> None:
     config = TrainConfig(

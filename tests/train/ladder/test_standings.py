@@ -41,7 +41,7 @@ def measured(tmp_path: Path, make_result: Callable[..., RunResult]) -> Callable[
     return made
 
 
-def test_each_rung_stands_beside_its_own_controls(measured: Callable[..., Measured], tmp_path: Path) -> None:
+def test_each_rung_is_compared_with_its_own_controls(measured: Callable[..., Measured], tmp_path: Path) -> None:
     controls = [measured("baseline", 1000), measured("control-1", 1000), measured("control-2", 2000)]
     rungs = [
         measured("first", 3000, step_tokens=64),

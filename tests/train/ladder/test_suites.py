@@ -129,7 +129,7 @@ def test_a_bad_file_is_refused_with_its_fault(tmp_path: Path, text: str, named: 
         from_file(tmp_path / "bad.py", text)
 
 
-def test_what_only_this_machine_cannot_run_is_no_fault_of_the_file(tmp_path: Path) -> None:
+def test_what_only_this_machine_cannot_run_is_not_an_error(tmp_path: Path) -> None:
     changes = [{"precision": "fp16"}, {"fp8": True}, {"attention": "cudnn"}, {"loss_chunks": 2}, {"loss": "fused"}]
     text = f"[Rung(str(number), changes) for number, changes in enumerate({changes})]"
     suite = from_file(tmp_path / "mine.py", text, replace(START, device="cpu"))

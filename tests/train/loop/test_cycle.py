@@ -6,16 +6,15 @@ import pytest
 import torch
 
 from pipeline.shards import Manifest
-from train.config import Cycle as Rhythm
-from train.config import TrainConfig
-from train.loop.cycle import Cycle, close_cycle, open_cycle, report, step_seconds
+from train.config import Cycle, TrainConfig
+from train.loop.cycle import RunningCycle, close_cycle, open_cycle, report, step_seconds
 from train.model.parallel import Workers
 from train.model_config import ModelConfig
 
 CPU = torch.device("cpu")
 CONFIG = TrainConfig(
     model=ModelConfig(layers=1, heads=1, width=16, context_length=10), global_batch=4, micro_batch=2,
-    cycle=Rhythm(5, 2),
+    cycle=Cycle(5, 2),
 )  # fmt: skip
 """40 tokens per step; validation batches of 20."""
 MANIFEST = Manifest(
@@ -25,12 +24,12 @@ MANIFEST = Manifest(
 
 
 @pytest.fixture
-def cycle() -> Cycle:
+def cycle() -> RunningCycle:
     """Steps 11 to 15, of which the first was done before an interruption, then six validation batches.
 
     It began at 100 s; steps ended at 101, 103, 104 and 105 s, validation at 108 s.
     """
-    made = Cycle(
+    made = RunningCycle(
         first=10, stop=15, start=100.0, losses=torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0]),
         norms=torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4]), earlier=1, marks=[101.0, 103.0, 104.0, 105.0],
         computed=[100.75, 102.5, 103.5, 104.75], rate=0.02,
@@ -42,7 +41,7 @@ def cycle() -> Cycle:
     return made
 
 
-def test_a_report_counts_what_it_names(cycle: Cycle) -> None:
+def test_a_report_counts_what_it_names(cycle: RunningCycle) -> None:
     made = report(cycle, CONFIG, MANIFEST, val_tokens=240, elapsed=77.0)
     assert made.step == 15
     assert made.train_loss == 3.0
@@ -56,7 +55,7 @@ def test_a_report_counts_what_it_names(cycle: Cycle) -> None:
     assert (made.learning_rate, made.elapsed) == (0.02, 77.0)
 
 
-def test_a_report_times_what_was_done_here(cycle: Cycle) -> None:
+def test_a_report_times_what_was_done_here(cycle: RunningCycle) -> None:
     made = report(cycle, CONFIG, MANIFEST, val_tokens=240, elapsed=77.0)
     assert made.seconds == 8.0
     assert made.train_seconds == 5.0
@@ -69,7 +68,7 @@ def test_a_report_times_what_was_done_here(cycle: Cycle) -> None:
     assert line.startswith("batches:24 | loss: 3.000/4.000 | tok-seen: 960 | time: 8.00 | tok/sec: 35.00 | epoch: 0.02")
 
 
-def test_validation_is_counted_over_all_workers(cycle: Cycle) -> None:
+def test_validation_is_counted_over_all_workers(cycle: RunningCycle) -> None:
     together = replace(CONFIG, workers=2)
     assert report(cycle, together, MANIFEST, val_tokens=0, elapsed=0.0).val_tokens == 6 * 20 * 2
 

@@ -32,7 +32,7 @@ def test_a_run_that_is_steady_from_the_start_loses_its_first_step_alone() -> Non
     assert warmup_steps([9.0, *series(0.1, 100)]) == 1
 
 
-def test_a_run_that_never_settles_gives_up_half() -> None:
+def test_a_run_without_a_steady_state_discards_half() -> None:
     assert warmup_steps([0.1 * (1 + 0.02 * n) for n in range(100)]) == 50
 
 

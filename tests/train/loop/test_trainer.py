@@ -82,7 +82,7 @@ def test_the_same_seed_gives_the_same_run(config: TrainConfig) -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_resumed_run_goes_on_bit_for_bit(config: TrainConfig, tmp_path: Path, dropout: float) -> None:
+def test_a_resumed_run_continues_bit_for_bit(config: TrainConfig, tmp_path: Path, dropout: float) -> None:
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=dropout))
     straight, expected = train(config)
     first, before = train(config, checkpoints=tmp_path, should_stop=stop_at(13))

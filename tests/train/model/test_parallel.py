@@ -111,9 +111,7 @@ def test_two_workers_compute_what_one_does(config: TrainConfig, train_together: 
     same(losses, train_alone(config))
 
 
-def test_dropout_goes_on_where_it_was_on_every_worker(
-    config: TrainConfig, train_together: Together, tmp_path: Path
-) -> None:
+def test_dropout_continues_on_every_worker(config: TrainConfig, train_together: Together, tmp_path: Path) -> None:
     together = dataclasses.replace(config, workers=2, model=dataclasses.replace(config.model, dropout=0.2))
     *_, straight = train_together(together)
     _, steps, saved, before = train_together(together, checkpoints=str(tmp_path), stop=7)

@@ -71,7 +71,7 @@ def test_the_attention_kernel_is_recognised() -> None:
     assert attention_kernel(["aten::mm"]) == "none fused"
 
 
-def test_a_range_that_the_host_named_is_no_kernel() -> None:
+def test_a_range_named_by_the_host_is_not_a_kernel() -> None:
     def event(name: str, start: float, end: float, *, annotation: bool = False) -> SimpleNamespace:
         span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
         return SimpleNamespace(
@@ -164,7 +164,7 @@ def test_a_cpus_operators_count_without_what_they_call() -> None:
     assert list(found.by_class.items()) == [("matmul", 5.0), ("copies", 2.0)]
 
 
-def test_kernels_beside_each_other_leave_no_gap() -> None:
+def test_overlapping_kernels_leave_no_gap() -> None:
     """The long one still runs where the short one has ended; a gap as short as a launch is none either."""
     kernels = [event("long", 0, 1000), event("short", 100, 200), event("next", 1010, 1100), event("last", 1130, 1200)]
     assert idle_gaps(kernels, []) == {"launching": 0.03}
