@@ -6,7 +6,6 @@ statistics, and leave ``-m`` modules unimportable in workers that are started fr
 """
 
 import atexit
-import json
 import logging
 import os
 import shutil
@@ -129,11 +128,8 @@ def _leave() -> None:
 def _travelling(variables: Mapping[str, str]) -> dict[str, Any]:
     """The runtime environment of workers on other machines: ``variables``, and our code, which only this machine has.
 
-    In a job of ``ray job submit`` with a working directory the code is on every machine already.
+    ``ray job submit`` has sent its working directory to all machines, but code that is installed would be missing.
     """
-    submitted = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env", {})
-    if "working_dir" in submitted:
-        return {"env_vars": dict(variables)}
     modules = [str(PROJECT / package) for package in PACKAGES]
     return {"env_vars": dict(variables), "py_modules": modules, "excludes": ["pictures", "__pycache__"]}
 
