@@ -28,12 +28,21 @@ from infra.errors import UserError
 Config = TypeVar("Config")
 
 
+_VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
+_VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+"""Pictures of the control characters: Unicode has them for those of ASCII."""
+
+
 class _Console(Console):
-    """A console whose reader may go away without ending the work: Ctrl-C also ends the ``tee`` of ``| tee log``."""
+    """A console whose reader may go away without ending the work: Ctrl-C also ends the ``tee`` of ``| tee log``.
+
+    Control characters are shown and not sent: the name of a file or book could move the cursor or rename the window.
+    """
 
     def print(self, *objects: Any, **how: Any) -> None:
+        shown = [thing.translate(_VISIBLE) if isinstance(thing, str) else thing for thing in objects]
         try:
-            super().print(*objects, **how)
+            super().print(*shown, **how)
         except OSError:  # a terminal that was closed, a log on a disk that is full
             self.on_broken_pipe()
 

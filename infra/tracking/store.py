@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from mlflow.entities import LifecycleStage
 from mlflow.exceptions import MlflowException
@@ -29,8 +30,17 @@ for verbose in ("mlflow.store.db.utils", "alembic.runtime.migration"):
 
 
 def store_uri(tracking_uri: str | None = None) -> str:
-    """The store to use: the flag, else ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in this folder, as absolute path."""
+    """The store to use: the flag, else ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in this folder, as absolute path.
+
+    Raises ``UserError`` when it contains a password, which would be kept with the results, printed with every link,
+    and readable in the list of processes.
+    """
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+    if urlsplit(uri).password is not None:
+        raise UserError(
+            f"the address of the MLflow store at {urlsplit(uri).hostname} contains a password: remove it, and set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (PGUSER and PGPASSWORD for PostgreSQL)."
+        )
     if uri.startswith(SQLITE):
         return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).resolve()}"
     return uri

@@ -34,6 +34,8 @@ def main(options):
         command.console.print("one")
         command.errors.print("two")
         return 3
+    if options.do == "name":
+        command.console.print("books/\\x1b]0;renamed\\x07\\x1b[2J\\x9b2Jtext\\n", markup=False)
     if options.do == "interrupt":
         raise KeyboardInterrupt
     if options.do in ("hang up", "left alone"):
@@ -105,6 +107,11 @@ def test_a_command_that_is_stuck_still_ends() -> None:
 def test_a_mistake_is_one_sentence_with_its_brackets_kept() -> None:
     done = run("--do", "mistake")
     assert done.stderr.strip() == "error: books[1].txt is missing: run something else."
+
+
+def test_a_name_cannot_control_the_terminal() -> None:
+    printed = subprocess.run([sys.executable, "-c", SCRIPT, "--do", "name"], capture_output=True, cwd=Path.cwd()).stdout
+    assert printed.decode() == "books/␛]0;renamed␇␛[2J\ufffd2Jtext\n\n"
 
 
 def test_a_name_that_is_too_long_is_refused() -> None:

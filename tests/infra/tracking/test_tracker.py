@@ -127,6 +127,16 @@ def test_a_store_that_does_not_answer_is_refused_before_any_work(free_port: int)
         create_run("train", "nowhere", tracking_uri=f"http://127.0.0.1:{free_port}")
 
 
+def test_a_password_in_the_address_is_refused_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = "http://me:canary@127.0.0.1:1"
+    with pytest.raises(UserError, match=r"contains a password.*MLFLOW_TRACKING_PASSWORD") as refused:
+        create_run("train", "secret", tracking_uri=address)
+    assert "canary" not in str(refused.value)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    with pytest.raises(UserError, match="contains a password"):
+        open_store()
+
+
 def test_entries_survive_the_server_and_arrive_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlflow_server: Callable, free_port: int
 ) -> None:
