@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from infra.errors import UserError
+from infra.markdown import table
 from infra.place import Place
 from infra.storage import TEMPORARY, write_json
 from train.checkpoint.progress import Progress, read_progress
@@ -130,13 +131,13 @@ def model_card(progress: Progress, checkpoint: Path) -> str:
         "device": "trained on",
     }
     rows += [(text, str(measured[name])) for name, text in names.items() if measured.get(name) is not None]
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    facts = "\n".join(table(("", ""), rows))
     private = {"stream", "copy_to"}  # paths and buckets of whoever trained it
     public = {name: value for name, value in config.to_json().items() if name not in private}
     settings = json.dumps(public | {"data": Place.of(config.data).name}, indent=2, sort_keys=True)
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
-        f"# GPT-2, {format_model(config.model)}, pre-trained on books\n\n| | |\n|---|---|\n{table}\n\n"
+        f"# GPT-2, {format_model(config.model)}, pre-trained on books\n\n{facts}\n\n"
         "Pre-trained from random weights on the books with this data fingerprint; neither aligned nor filtered.\n\n"
         f"## Settings\n\n```json\n{settings}\n```\n"
     )

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from infra.command import console, escape
+from infra.markdown import table
 from infra.schema import to_json
 from infra.tracking.tracker import Tracker
 from infra.units import GIB, format_duration
@@ -114,12 +115,11 @@ def formula_metrics(config: TrainConfig, result: RunResult) -> dict[str, float |
 def memory_markdown(config: TrainConfig, result: RunResult) -> str:
     """A table of the predicted peak by part, with the sums that were measured."""
     anatomy, memory = predict_peak(config), result.memory
-    lines = ["", "", "| peak memory, GiB | predicted | measured |", "|---|---|---|"]
-    lines += [f"| {part} | {size / GIB:.3f} | |" for part, size in anatomy.parts().items() if size]
+    rows = [(part, f"{size / GIB:.3f}", "") for part, size in anatomy.parts().items() if size]
     if memory.allocated is not None:
-        lines.append(f"| in torch's allocator | {anatomy.allocated / GIB:.3f} | {memory.allocated / GIB:.3f} |")
-    lines.append(f"| **process** | {anatomy.total / GIB:.3f} | {memory.process / GIB:.3f} |")
-    return "\n".join(lines)
+        rows.append(("in torch's allocator", f"{anatomy.allocated / GIB:.3f}", f"{memory.allocated / GIB:.3f}"))
+    rows.append(("**process**", f"{anatomy.total / GIB:.3f}", f"{memory.process / GIB:.3f}"))
+    return "\n".join(["", "", *table(("peak memory, GiB", "predicted", "measured"), rows)])
 
 
 def result_metrics(result: RunResult) -> dict[str, float | None]:
@@ -239,8 +239,8 @@ def resume_command(folder: Path) -> str:
 
 def markdown(config: TrainConfig, result: RunResult) -> str:
     """The result as the run's description in MLflow."""
-    lines = [f"### {format_model(config.model)}: {result.outcome}", "", "| | |", "|---|---|"]
-    lines += [f"| **{name}** | {value} |" for name, value in summary(config, result)]
+    lines = [f"### {format_model(config.model)}: {result.outcome}", ""]
+    lines += table(("", ""), ((f"**{name}**", value) for name, value in summary(config, result)))
     lines += [
         "",
         f"Batch: {config.global_batch} sequences = {config.micro_batch} x {config.accumulation} accumulated x "

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from infra.markdown import table
 from infra.units import format_duration
 from pipeline.job.plan import Piece
 from pipeline.job.record import Record
@@ -146,12 +147,12 @@ def as_markdown(name: str, counts: dict[str, Any], progress: Progress, fingerpri
             f"{metrics.get('throughput/MB_per_second', 0):,.0f} MB/s, "
             f"{metrics.get('throughput/tokens_per_second', 0):,.0f} tokens/s while working",
             "",
-            "| stage | worker seconds | MB/s per worker | million tokens/s per worker |",
-            "|---|---|---|---|",
         ]
+        rows: list[tuple[str, str, str, str]] = []
         for stage, seconds in sorted(progress.seconds.items(), key=lambda item: -item[1]):
             rates = [amount / 1e6 / seconds if seconds else 0 for amount in (progress.bytes, progress.tokens)]
-            lines.append(f"| {stage} | {seconds:.2f} | {rates[0]:,.0f} | {rates[1]:,.1f} |")
+            rows.append((stage, f"{seconds:.2f}", f"{rates[0]:,.0f}", f"{rates[1]:,.1f}"))
+        lines += table(("stage", "worker seconds", "MB/s per worker", "million tokens/s per worker"), rows)
         lines += ["", f"Slowest stage: {progress.slowest}."]
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in progress.wall.items())
     return "\n".join([*lines, "", f"Time: {phases}."])

@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--side", choices=["bare", "wrapped"])
     options = parser.parse_args()
     config = TrainConfig(
-        data=options.data.resolve(), model=parse_model(options.model), steps=options.steps, cycle=Cycle(20, 1),
+        data=str(options.data.resolve()), model=parse_model(options.model), steps=options.steps, cycle=Cycle(20, 1),
         global_batch=options.micro_batch, micro_batch=options.micro_batch, keep_checkpoints=0,
     )  # fmt: skip
     if options.side:

@@ -97,7 +97,7 @@ def test_what_is_about_to_be_trained(
     config: TrainConfig, small_shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     manifest = read_manifest(small_shards)
-    report.print_header(replace(config, data=small_shards), manifest, Path("runs/a name"))
+    report.print_header(replace(config, data=str(small_shards)), manifest, Path("runs/a name"))
     printed = " ".join(capfd.readouterr().out.split())
     assert f": {manifest.splits['train']['tokens']:,} training tokens" in printed
     assert "8 sequences = 2 per micro-batch x 2 accumulated x 2 workers; 256 tokens per step; precision fp32" in printed

@@ -76,7 +76,7 @@ def test_a_run_that_cannot_write_has_no_sample(
 ) -> None:
     stopped = Trainer(config, should_stop=lambda: True)
     assert closing_sample(stopped, stopped.run()) is None
-    foreign = Trainer(dataclasses.replace(config, data=small_shards, model=small_model))
+    foreign = Trainer(dataclasses.replace(config, data=str(small_shards), model=small_model))
     assert closing_sample(foreign, foreign.run()) is None
     sharded = Trainer(config)
     result = sharded.run()

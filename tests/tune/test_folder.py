@@ -45,7 +45,7 @@ def test_a_search_of_an_earlier_version_is_read(small_shards: Path) -> None:
     """``fixtures/earlier`` was written by commit e44792d: a grid of two sizes, each confirmed once."""
     earlier = Path(__file__).parent / "fixtures" / "earlier"
     config = kept_config(earlier)
-    search = make_search(replace(config, training=replace(config.training, data=small_shards), resume="one"))
+    search = make_search(replace(config, training=replace(config.training, data=str(small_shards)), resume="one"))
     rows = read_rows(earlier / TRIALS)
     assert [(row.candidate.micro_batch, row.stage, row.outcome) for row in rows] == [
         (1, "probe", "ok"), (2, "probe", "ok"), (1, "confirm", "ok"), (2, "confirm", "ok")

@@ -78,7 +78,7 @@ def test_a_trial_that_cannot_win_stops(eight_steps: RunResult, tmp_path: Path, b
 
 
 def test_a_failure_is_an_outcome(training: TrainConfig, tmp_path: Path) -> None:
-    row = attempt(replace(training, data=tmp_path / "nowhere"), tmp_path / "rows")
+    row = attempt(replace(training, data=str(tmp_path / "nowhere")), tmp_path / "rows")
     assert row.outcome == "failed"
     assert "nowhere" in row.reason
 
@@ -89,7 +89,7 @@ def test_running_out_of_memory_is_an_outcome(
     """T x T matrices of 140 TB, more than a process has addresses for: refused as a GPU refuses what is too large."""
     data = make_shards(tmp_path / "data", tokens=400_000)
     long = replace(training.model, context_length=2**21, heads=8, width=8)
-    config = replace(training, data=data, model=long, attention="manual", micro_batch=1, global_batch=1)
+    config = replace(training, data=str(data), model=long, attention="manual", micro_batch=1, global_batch=1)
     row = attempt(config, tmp_path / "rows")
     assert (row.outcome, row.tokens_per_second) == ("oom", None)
     assert "memory" in row.reason
