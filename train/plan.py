@@ -1,12 +1,13 @@
 """Entry: ``python -m train.plan`` predicts what a run will need: memory, arithmetic, time, cost.
 
 In: the flags of ``train.run``, a memory limit, and a speed and a price if they are known. Out: tables. Neither the GPU
-nor the data of the run are needed. Wiring only.
+nor the data of the run are needed. ``--compare study`` predicts the memory of a published study's rungs instead. Wiring
+only.
 """
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from rich.table import Table
@@ -32,6 +33,9 @@ class PlanOptions:
     """Training speed over all workers, to predict hours; python -m train.run measures it."""
     price: float | None = None
     """Price per hour of one worker's machine, in any currency."""
+    compare: Literal["study"] | None = None
+    """Predict the memory of each rung of the study that train.ladder --suite a100 repeats, beside what it published,
+    instead of this run's needs."""
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_second", "price"):
@@ -57,6 +61,9 @@ def plan(options: PlanOptions) -> None:
     """Print every table of the plan. torch is imported only now, when the flags are known to be valid."""
     from train.estimate import forecast
 
+    if options.compare:
+        print_study()
+        return
     config = resolve_for_plan(options.training, device_facts())
     console.print(f"[bold]{format_model(config.model)}[/bold], {config.micro_batch} x {config.accumulation} sequences "
                   f"of {config.model.context_length} on each of {config.workers}")  # fmt: skip
@@ -71,6 +78,19 @@ def plan(options: PlanOptions) -> None:
         for name, value in rows:
             table.add_row(f"  {name}", value)
         console.print(table, "")
+
+
+def print_study() -> None:
+    """Print the predicted memory of a published study's rungs beside what it measured."""
+    from train.ladder import published
+
+    table = Table(title="Peak memory on an A100, in GB", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for number, name in enumerate(published.HEADING):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in published.memory_rows():
+        table.add_row(*row)
+    table.width = console.measure(table, options=console.options.update(width=1000)).maximum
+    console.print(table, "", published.EXPLANATION, sep="\n")
 
 
 if __name__ == "__main__":

@@ -113,7 +113,9 @@ class RunResult:
     flops_formula: str
     flops_per_second: float | None
     mfu: float | None
-    """Fraction of the datasheet peak; None on hardware without a known peak."""
+    """Fraction of the datasheet peak at the run's precision; None on hardware without a known peak."""
+    hfu: float | None = field(default=None, kw_only=True)
+    """The same of all arithmetic, also what is done a second time; None where nothing is recomputed."""
     matmul_utilisation: float | None = field(default=None, kw_only=True)
     """Fraction of the matmul rate that ``infra.doctor`` measured on this machine; None if it has not."""
     device: str

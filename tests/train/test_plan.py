@@ -48,6 +48,23 @@ def test_the_whole_plan_prints_every_table() -> None:
         assert title in printed.get()
 
 
+def test_the_study_stands_beside_the_prediction() -> None:
+    with console.capture() as printed:
+        plan(PlanOptions(compare="study"))
+    lines = [line.rsplit(maxsplit=8) for line in printed.get().splitlines()]
+    rows = {(name, int(batch)): numbers for name, batch, *numbers in (line for line in lines[2:14] if len(line) == 9)}
+    assert len(rows) == 12, "nine rungs, three of which raised the batch"
+    assert [rows[name][0] for name in (("compile", 32), ("compile", 48), ("flash attention", 48))] == [
+        "25.4", "37.4", "29.6",
+    ]  # fmt: skip
+    for numbers in rows.values():
+        study, predicted, *habits, expected, left = map(float, numbers)
+        assert expected == pytest.approx(predicted + sum(habits), abs=0.21)
+        assert left == pytest.approx(study - expected, abs=0.11)
+        assert abs(left) < 0.16 * study, "three habits of textbook loops explain all but a sixth"
+    assert "Parameters" not in printed.get(), "which would be of another run"
+
+
 def test_a_price_without_a_speed_is_refused() -> None:
     with pytest.raises(UserError, match="--price needs --tokens-per-second"):
         PlanOptions(price=2.0)

@@ -24,7 +24,7 @@ from infra.units import BytesOrNone, SecondsOrNone
 from pipeline.shards import MANIFEST
 from train.checkpoint.run_folder import make, new_folder
 from train.config import Cycle, CycleText, Device, TrainConfig, load_config
-from train.ladder.suites import Suite, choose, find_suite, nearest, searched, short_form
+from train.ladder.suites import Suite, choose, find_suite, nearest, searched, short_form, without_model
 from train.model_config import ModelOrNone
 from train.resolve import resolve
 
@@ -76,7 +76,7 @@ class LadderOptions:
     best: Path | None = None
     """best.json of a search, whose batch and execution settings become a last rung."""
     compare: str | None = None
-    """Compare with this ladder, by name or folder."""
+    """Compare with this ladder, by name or folder; or with the published figures that the suite a100 repeats: study."""
     tracking_uri: str | None = None
     """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
     address: str | None = None
@@ -112,6 +112,7 @@ def run(options: LadderOptions) -> int:
     from infra.tracking.views import ui_link
     from pipeline.shards import read_manifest
     from train.ladder import report
+    from train.ladder.published import NAME
     from train.ladder.runner import Ladder, has_begun
     from train.launch.driver import ControllerDied
 
@@ -124,6 +125,8 @@ def run(options: LadderOptions) -> int:
         name = options.name or f"{Path(options.suite).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder, key = new_folder(options.out, name), None
     suite, start = prepare(options)
+    if before == NAME and suite.name != "a100":
+        raise UserError(f"--compare study is of the suite a100, not of {suite.name}: give --suite a100.")
     manifest = read_manifest(options.data)
     if key is None:
         tags = provenance.collect() | {"kind": "ladder", "suite": suite.name}
@@ -189,7 +192,7 @@ def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
     if options.best:
         suite = replace(suite, rungs=(*suite.rungs, searched(load_config(options.best, "--best"))))
     if options.model:
-        suite = replace(suite, base={name: value for name, value in suite.base.items() if name != "model"})
+        suite = without_model(suite)
     return suite, config
 
 

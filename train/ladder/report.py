@@ -12,15 +12,22 @@ from infra.command import console
 from infra.errors import UserError
 from infra.storage import write_json, write_text
 from infra.tracking.tracker import Tracker
+from train.config import config_from_json
+from train.ladder import study
 from train.ladder.charts import loss_chart, speed_chart
+from train.ladder.published import NAME
 from train.ladder.runner import Ladder, Measured
-from train.ladder.standings import HELPS, helps, legend, markdown, markdown_table, standings, table, terminal_table
+from train.ladder.standings import Part, legend, markdown, parts, standings, table
 
 
 def publish(
-    ladder: Ladder, controls: list[Measured], rungs: list[Measured], tracker: Tracker, before: dict[str, Any] | None
+    ladder: Ladder,
+    controls: list[Measured],
+    rungs: list[Measured],
+    tracker: Tracker,
+    before: dict[str, Any] | str | None,
 ) -> None:
-    """Print, write and record what ``ladder`` found; ``before`` is another ladder to compare it with."""
+    """Print, write and record what ``ladder`` found; ``before`` is another ladder to compare it with, or the study."""
     assert controls[0].result is not None, "a baseline without a result ends its ladder"
     suite, folder, device = ladder.suite, ladder.folder, controls[0].result.device
     rows = standings(controls, rungs, folder)
@@ -31,13 +38,18 @@ def publish(
     }  # fmt: skip
     write_json(folder / "standings.json", found)
     text = markdown(suite, rows, speeds)
-    shown = [table(suite, rows), *legend(suite, rows, speeds)]
-    if not suite.cumulative:
-        shown.append(terminal_table(HELPS, helps(rows)))
-    if before:
+    shown = [table(suite, rows), *legend(suite, rows, speeds), *(part.terminal() for part in parts(suite, rows))]
+    compared: list[Part] = []
+    said: list[str] = []
+    if before == NAME:
+        compared, said = study.compare(rows, config_from_json(controls[0].config, "the baseline"))
+    elif isinstance(before, dict):
         heading, *lines = comparison(before, found)
-        text += "\n" + "\n".join(markdown_table(heading, lines)) + "\n"
-        shown.append(terminal_table(heading, lines, "Compared with the other ladder"))
+        compared = [Part("Compared with the other ladder", heading, lines)]
+    for part in compared:
+        text += "\n" + "\n".join(part.markdown())
+    text += "".join(f"\n{sentence}\n" for sentence in said)
+    shown += [*(part.terminal() for part in compared), *said]
     write_text(folder / "summary.md", text)
     title = f"{suite.title}; {device}"
     losses = {run.name: folder / run.folder for run in (controls[0], *rungs) if run.result}
@@ -59,8 +71,10 @@ def publish(
     )
 
 
-def load(text: str, out: Path) -> dict[str, Any]:
-    """The standings of an earlier ladder, by its name or folder. Raises ``UserError``."""
+def load(text: str, out: Path) -> dict[str, Any] | str:
+    """The standings of an earlier ladder, by its name or folder, or the name of the study. Raises ``UserError``."""
+    if text == NAME:
+        return text
     for folder in (out / text, Path(text)):
         path = folder / "standings.json"
         if path.is_file():

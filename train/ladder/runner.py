@@ -41,6 +41,9 @@ from train.loop.memory_limit import UNMEASURED
 from train.resolve import resolve
 from train.result import RunResult
 
+SAME_BATCH = ", same batch"
+"""Ends the name of a rung's first run, at the batch of the rung before, when one with a larger batch follows."""
+
 SHORTEST = 8
 """Steps that a rung needs: one compiles, three warm up, four are measured."""
 
@@ -88,7 +91,7 @@ class Ladder:
     memory_limit: int | None = None
     """Bytes that the process of a rung may use: one that uses more has no result."""
     fit: bool = False
-    """Whether every rung gets the largest batch predicted to fit the limit."""
+    """Whether every rung gets the largest batch predicted to fit the limit, after a run at the batch before it."""
     say: Callable[[str], None] = print
     facts: DeviceFacts = field(default_factory=device_facts)
     _session: ExitStack = field(default_factory=ExitStack, init=False)
@@ -114,21 +117,22 @@ class Ladder:
                 if config == state and rung.changes:
                     raise UserError("here it changes nothing")
                 refuse_unsuited(state, config, rung, self.facts)
+                stages = equal_work_first(rung, state, config)
             except UserError as refused:
                 reason = str(refused).rstrip(".")  # the table ends it
                 self.say(f"[yellow]{escape(rung.name)}[/yellow]: not run, {escape(reason)}")
                 rungs.append(Measured(rung.name, "", dict(rung.changes), reason=reason))
                 continue
-            if config.global_batch != state.global_batch:
-                rung = replace(rung, changes_numerics=True)
-            slug = re.sub(r"[^a-z0-9]+", "-", rung.name.lower()).strip("-")
-            rungs.append(self._measure(f"{number:02d}-{slug}", rung, config))
-            if rungs[-1].speed is None:
-                continue
-            state = config if self.suite.cumulative else state
-            controls.append(self._measure(f"control-{number:02d}", Rung("control"), baseline))
-            if controls[-1].speed is None:
-                raise UserError(f"the control could not be run again after {rung.name!r}: {controls[-1].reason}.")
+            for stage, config in stages:
+                slug = re.sub(r"[^a-z0-9]+", "-", stage.name.lower()).strip("-")
+                rungs.append(self._measure(f"{number:02d}-{slug}", stage, config))
+                if rungs[-1].speed is None:
+                    continue
+                state = config if self.suite.cumulative else state
+                control = f"control-{number:02d}{'-same-batch' * stage.name.endswith(SAME_BATCH)}"
+                controls.append(self._measure(control, Rung("control"), baseline))
+                if controls[-1].speed is None:
+                    raise UserError(f"the control could not be run again after {stage.name!r}: {controls[-1].reason}.")
         return controls, rungs
 
     def _fitted(self, config: TrainConfig) -> TrainConfig:
@@ -236,6 +240,19 @@ def refuse_unsuited(before: TrainConfig, config: TrainConfig, rung: Rung, facts:
         raise UserError("torch.compile needs a C++ compiler on a CPU and there is none")
     if "attention" in changed and config.attention == "auto":
         raise UserError("a CPU has one fused attention kernel, which it has used already")
+
+
+def equal_work_first(rung: Rung, state: TrainConfig, config: TrainConfig) -> list[tuple[Rung, TrainConfig]]:
+    """The runs of a rung that makes ``state`` into ``config``: one, or two where it also comes with a larger batch.
+
+    The first of two keeps the batch of ``state``: it shows the memory that the change frees and the speed that it gains
+    at equal work; the second shows what the larger batch adds. A rung that sets the micro-batch or the global batch by
+    name is about just that, and is run once.
+    """
+    larger = config.global_batch > state.global_batch and not {"micro_batch", "global_batch"} & rung.changes.keys()
+    same = replace(config, micro_batch=state.micro_batch, global_batch=state.global_batch) if larger else state
+    last = replace(rung, changes_numerics=rung.changes_numerics or config.global_batch != state.global_batch)
+    return [(last, config)] if same == state else [(replace(rung, name=rung.name + SAME_BATCH), same), (last, config)]
 
 
 def largest_batch(config: TrainConfig, limit: int) -> TrainConfig:

@@ -14,7 +14,7 @@ from infra.command import escape
 from infra.units import GIB
 from train.checkpoint.run_folder import RunFolder
 from train.ladder.compare import WIDEST, Difference, Interleaved
-from train.ladder.runner import Measured
+from train.ladder.runner import SAME_BATCH, Measured
 from train.ladder.suites import Suite
 
 
@@ -36,9 +36,14 @@ class Row:
     """Over the rung before, each relative to the controls around it."""
     total: Difference | None = None
     """Over the baseline."""
+    flops_per_second: float | None = None
     mfu: float | None = None
+    hfu: float | None = None
+    """MFU with the arithmetic that is done a second time; None where nothing is recomputed."""
     ceiling: float | None = None
     """Fraction of the matmul rate that the doctor measured on this machine."""
+    matmul_rate: float | None = None
+    """That rate, in FLOP/s, at the rung's precision."""
     loss: float | None = None
     """Mean training loss over the last fifth of the tokens that every rung has seen."""
     changes_numerics: bool = False
@@ -70,6 +75,7 @@ def _row(
     assert run is not None
     assert run.throughput is not None
     accumulation = config["global_batch"] // (config["micro_batch"] * config["workers"])
+    rate = run.flops_per_second / run.matmul_utilisation if run.flops_per_second and run.matmul_utilisation else None
     return Row(
         name=measured.name,
         batch=str(config["micro_batch"]) + (f" x {accumulation}" if accumulation > 1 else ""),
@@ -81,8 +87,11 @@ def _row(
         step_seconds=run.train_tokens / run.steps / run.throughput.tokens_per_second,
         step=step,
         total=total,
+        flops_per_second=run.flops_per_second,
         mfu=run.mfu,
+        hfu=run.hfu,
         ceiling=run.matmul_utilisation,
+        matmul_rate=rate,
         loss=loss_at(folder / measured.folder, tokens),
         changes_numerics=measured.changes_numerics,
     )
@@ -110,24 +119,23 @@ def loss_at(folder: Path, tokens: int) -> float | None:
 def header(suite: Suite) -> tuple[str, ...]:
     """The headings of the closing table."""
     took = f"s for {suite.steps_timed} steps" if suite.steps_timed > 1 else "s per step"
-    return ("rung", "batch", "GiB", "tokens/s", took, "step", "total", "MFU", "of ceiling", "loss")
+    return ("rung", "batch", "GiB", "tokens/s", took, "step", "total", "loss")
 
 
 def cells(row: Row, suite: Suite) -> tuple[str, ...]:
     """A row as text, one cell per heading of :func:`header`; a rung without numbers has only its name."""
+    name = row.name.removesuffix(SAME_BATCH)  # which the batch tells apart
     if row.speed is None or row.low is None or row.high is None or row.gib is None:
-        return (row.name, *[""] * (len(header(suite)) - 1))
+        return (name, *[""] * (len(header(suite)) - 1))
     expected = f" ({row.predicted_gib:.2f})" if row.predicted_gib else ""
     return (
-        row.name + (" *" if row.changes_numerics else ""),
+        name + (" *" if row.changes_numerics else ""),
         row.batch,
         f"{row.gib:.2f}{expected}",
         f"{row.speed:,.0f} ±{max(row.speed - row.low, row.high - row.speed):,.0f}",
         f"{suite.steps_timed * row.step_seconds:.3g}" if row.step_seconds else "-",
         times(row.step) if suite.cumulative else "",
         times(row.total),
-        f"{row.mfu:.1%}" if row.mfu is not None else "-",
-        f"{row.ceiling:.1%}" if row.ceiling is not None else "-",
         f"{row.loss:.3f}" if row.loss is not None else "-",
     )
 
@@ -149,12 +157,21 @@ def legend(suite: Suite, rows: list[Row], controls: Sequence[float]) -> list[str
         f"between {min(controls):,.0f} and {max(controls):,.0f}."
     )
     lines.append(
-        "GiB is the process's peak memory, with the prediction in brackets. step is the speedup over the rung before, "
+        "GiB is the process's peak memory, with the prediction in brackets. step is the speedup over the row before, "
         "total over the baseline, both relative to the controls around each rung; a ratio in brackets may be no "
-        "difference at all. MFU is a fraction of the datasheet's peak, of ceiling one of the matmul rate that "
-        "infra.doctor measured here. * marks a rung that changes the numerics, so that its loss may differ. loss is at "
-        "equal tokens."
+        "difference at all. * marks a rung that changes the numerics, so that its loss may differ. loss is the "
+        "training loss at equal tokens."
     )
+    if any(row.name.endswith(SAME_BATCH) for row in rows):
+        lines.append(
+            "A rung with a larger batch has two rows: first the change alone, at the batch of the rung before, then "
+            "the larger batch as well."
+        )
+    if any(row.mfu or row.ceiling for row in rows):
+        lines.append(
+            "MFU is a fraction of the datasheet's peak at the rung's precision, HFU the same with the arithmetic that "
+            "is done a second time, of ceiling a fraction of the matmul rate that infra.doctor measured here."
+        )
     measured = [(row.name, row.total) for row in rows if row.total]
     unclear = [(name, total.control_width) for name, total in measured if total.unclear]
     if unclear:
@@ -192,27 +209,100 @@ def helps(rows: list[Row]) -> list[tuple[str, str, str]]:
     return found
 
 
-def columns(suite: Suite, rows: list[Row]) -> list[tuple[str, ...]]:
-    """The closing table's columns, each a heading and its cells, without empty ones (such as MFU on a CPU)."""
-    lines = [cells(row, suite) for row in rows]
-    return [column for column in zip(header(suite), *lines, strict=True) if set(column[1:]) - {"", "-"}]
+EQUAL_WORK = ("rung", "batch", "GiB", "memory", "speed", "batch", "GiB", "memory", "speed")
+"""The headings of :func:`equal_work`."""
+EQUAL_WORK_TITLE = "Each change at the batch before it, then with a larger one, each over the run before"
+
+
+def equal_work(rows: list[Row], *, cumulative: bool) -> list[tuple[str, ...]]:
+    """A line for every rung that was run twice: batch, peak memory, and the change of memory and speed, for each."""
+    lines: list[tuple[str, ...]] = []
+    before, following = rows[0], [*rows[1:], None]
+    for row, after in zip(rows, following, strict=True):
+        if after and row.name == after.name + SAME_BATCH:
+            first = _gain(row, before if cumulative else rows[0], row.step if cumulative else row.total)
+            lines.append((after.name, *first, *_gain(after, row, after.step)))
+        if row.speed:
+            before = row
+    return lines
+
+
+def _gain(row: Row, before: Row, step: Difference | None) -> tuple[str, ...]:
+    if row.gib is None:
+        return ("not run", "", "", "")
+    more = f"{row.gib / before.gib - 1:+.0%}" if before.gib else ""
+    return (row.batch, f"{row.gib:.2f}", more, times(step) if before.speed else "")
+
+
+UTILISATION = ("rung", "TFLOP/s", "MFU", "HFU", "of ceiling")
+"""The headings of :func:`utilisation`."""
+
+
+def utilisation(rows: list[Row]) -> list[tuple[str, ...]]:
+    """A line for every rung: model TFLOP/s and what fraction of the hardware they are; none on unknown hardware."""
+    if not any(row.mfu or row.ceiling for row in rows):
+        return []
+    return [
+        (row.name, f"{row.flops_per_second / 1e12:,.3g}", *map(_percent, (row.mfu, row.hfu, row.ceiling)))
+        for row in rows
+        if row.flops_per_second
+    ]
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{fraction:.1%}"
+
+
+def columns(heading: Sequence[str], lines: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """A table's columns, each a heading and its cells, without empty ones (such as MFU on a CPU)."""
+    return [column for column in zip(heading, *lines, strict=True) if set(column[1:]) - {"", "-"}]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One table of a ladder's report."""
+
+    title: str
+    heading: Sequence[str]
+    lines: Sequence[Sequence[str]]
+
+    def terminal(self) -> Table:
+        """The table for the terminal."""
+        return terminal_table(self.heading, self.lines, self.title)
+
+    def markdown(self) -> list[str]:
+        """The lines of the table in Markdown, below its title."""
+        return [f"#### {self.title}", "", *markdown_table(self.heading, self.lines), ""]
+
+
+def parts(suite: Suite, rows: list[Row]) -> list[Part]:
+    """The tables that follow the closing one, without empty ones."""
+    helpful = [] if suite.cumulative else helps(rows)
+    shown = [
+        Part("What helps", HELPS, helpful),
+        Part(EQUAL_WORK_TITLE, EQUAL_WORK, equal_work(rows, cumulative=suite.cumulative)),
+    ]
+    if used := utilisation(rows):
+        heading, *lines = zip(*columns(UTILISATION, used), strict=True)
+        shown.append(Part("Arithmetic", heading, lines))
+    return [part for part in shown if part.lines]
 
 
 def table(suite: Suite, rows: list[Row]) -> Table:
     """The closing table for the terminal."""
-    heading, *lines = zip(*columns(suite, rows), strict=True)
+    heading, *lines = zip(*columns(header(suite), [cells(row, suite) for row in rows]), strict=True)
     return terminal_table(heading, lines, suite.title)
 
 
 def markdown(suite: Suite, rows: list[Row], controls: Sequence[float]) -> str:
     """The closing table for the ladder's page in MLflow and ``summary.md``."""
     named = [replace(row, name=f"{row.name}: not run, {row.reason}") if row.reason else row for row in rows]
-    heading, *lines = zip(*columns(suite, named), strict=True)
+    heading, *lines = zip(*columns(header(suite), [cells(row, suite) for row in named]), strict=True)
     text = [f"### {suite.title}", "", *markdown_table(heading, lines), ""]
     text += [line for line in legend(suite, rows, controls) if "not run" not in line]
-    if not suite.cumulative:
-        text += ["", *markdown_table(HELPS, helps(rows))]
-    return "\n".join(text) + "\n"
+    for part in parts(suite, rows):
+        text += ["", *part.markdown()]
+    return "\n".join(text).rstrip() + "\n"
 
 
 def markdown_table(heading: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:

@@ -56,7 +56,11 @@ _PLAIN: Changes = {
 A100 = Suite(
     "a100",
     "GPT-2 124M on one GPU, from the textbook loop upwards, each rung keeping those before it",
-    _PLAIN | {"model": "gpt2-124m", "model.tied": False, "batch": 28, "ablate": ("sync", "copy", "collect")},
+    _PLAIN
+    | {
+        "model": "gpt2-124m", "model.context_length": 512, "model.tied": False, "batch": 28,
+        "ablate": ("sync", "copy", "collect"),
+    },
     (
         Rung("tensor cores", {"precision": "tf32"}),
         Rung("no synchronisation", {"ablate": ("copy", "collect")}),
@@ -75,7 +79,7 @@ A100 = Suite(
         Rung("max-autotune", {"compile": "max-autotune"}),
     ),
     cumulative=True,
-)
+)  # fmt: skip
 
 LOOP = Suite(
     "loop",
@@ -238,7 +242,13 @@ def short_form(suite: Suite) -> Suite:
 
     start = {"model": "tiny", "micro_batch": TrainConfig.micro_batch, "global_batch": TrainConfig.global_batch}
     rungs = tuple(replace(rung, changes=shorten(rung.changes)) for rung in suite.rungs)
-    return replace(suite, base=shorten(start | dict(suite.base)), rungs=rungs)
+    return replace(suite, base=shorten(start | dict(without_model(suite).base)), rungs=rungs)
+
+
+def without_model(suite: Suite) -> Suite:
+    """``suite`` for another model than its own, which brings its own context length along."""
+    own = ("model", "model.context_length") if "model" in suite.base else ()
+    return replace(suite, base={name: value for name, value in suite.base.items() if name not in own})
 
 
 def apply(config: TrainConfig, changes: Changes, source: str = "the suite") -> TrainConfig:

@@ -51,6 +51,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
         (["--steps", "10", "--time-budget", "5m"], "give one of them"),
         (["--data", "nowhere"], "pipeline.tokenize"),
         (["--compare", "nothing"], "no finished ladder"),
+        (["--compare", "study", "--suite", "loop"], "give --suite a100"),
         (["--best", "nothing.json"], "--best nothing.json does not exist"),
     ],
 )
@@ -107,6 +108,8 @@ def test_a_suite_runs_in_its_short_form(
 
     monkeypatch.setattr(report, "loss_chart", drawing)
     rungs = RUNGS[suite]
+    if suite == "a100":
+        flags += ["--compare", "study"]
     assert command(monkeypatch, *flags, "--rungs", *rungs, "--steps", "8", "--cycle", "8+1") == 0
     printed = capfd.readouterr().out
     standing = json.loads((tmp_path / "runs" / suite / "standings.json").read_text())
@@ -114,6 +117,8 @@ def test_a_suite_runs_in_its_short_form(
     assert len(standing["controls"]) == 1 + sum(row["speed"] is not None for row in rows)
     assert "…" not in printed, "a number that is cut off says nothing"
     assert f"The control ran {len(standing['controls'])} times: {standing['controls'][0]:,.0f} tokens/s" in printed
+    twice = {"compile", "flash attention"}  # whose batch is larger than that of the rung before
+    rungs = [name for rung in rungs for name in ([f"{rung}, same batch"] if rung in twice else []) + [rung]]
     assert [row["name"] for row in rows] == rungs
     refused = {row["name"]: row["reason"] for row in rows if row["speed"] is None}
     assert refused.keys() == REFUSED.intersection(rungs)
@@ -136,6 +141,9 @@ def test_a_suite_runs_in_its_short_form(
     summary = (tmp_path / "runs" / suite / "summary.md").read_text()
     assert all(name in summary for name in rungs)
     assert ("saves memory" in printed) is not SUITES[suite].cumulative
+    for said in ("112,200 / ", "the study's gpt2-124m,context_length=512", "25.4 / "):
+        assert (said in printed) is (said in summary) is (suite == "a100")
+    assert ("Each change at the batch before it" in printed) is (suite == "a100")
     client = MlflowClient(store_uri())
     (parent,) = client.search_runs(["1"], "tags.kind = 'ladder'")
     fastest = max((row for row in rows if row["speed"]), key=lambda row: row["speed"])
@@ -165,10 +173,12 @@ def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
     flags += ["--fit", "--memory-limit", f"{limit}MB", "--best", "best.json", "--device", "cpu", "--name", "fitted"]
     assert command(monkeypatch, *flags, "--steps", "8", "--cycle", "8+1") == 0
     base, *rows = json.loads(Path("runs/fitted/standings.json").read_text())["rows"]
-    assert [row["name"] for row in rows] == ["checkpointing", "searched batch"]
-    assert int(rows[0]["batch"]) > int(base["batch"]) > 8, "what saves memory makes room for more"
-    assert rows[0]["changes_numerics"], "the global batch is the mathematics"
-    assert rows[1]["batch"].endswith(" x 3")
+    assert [row["name"] for row in rows] == ["checkpointing, same batch", "checkpointing", "searched batch"]
+    assert rows[0]["batch"] == base["batch"]
+    assert not rows[0]["changes_numerics"]
+    assert int(rows[1]["batch"]) > int(base["batch"]) > 8, "what saves memory makes room for more"
+    assert rows[1]["changes_numerics"], "the global batch is the mathematics"
+    assert rows[2]["batch"].endswith(" x 3")
     assert base["predicted_gib"] * 2**30 <= limit * 10**6
 
 

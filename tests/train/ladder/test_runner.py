@@ -114,6 +114,65 @@ def test_a_cpu_runs_every_rung_but_those_for_other_hardware(
     assert {rung.name for rung in rungs if rung.reason} == expected
 
 
+LARGER = (
+    Rung("compile", {"checkpointing": "full", "batch": 6}),
+    Rung("rate", {"learning_rate": 1e-3}),
+    Rung("batch 8", {"batch": 8}),
+    Rung("both", {"seed": 1, "micro_batch": 4, "global_batch": 16}),
+    Rung("fails when larger", {"seed": 2, "batch": 24}),
+    Rung("smaller", {"seed": 3, "batch": 2}),
+)
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_a_change_with_a_larger_batch_is_first_run_at_the_batch_before_it(
+    cumulative: bool, base: TrainConfig, make_result: Make, tmp_path: Path, manifest: Manifest
+) -> None:
+    """Where the batch is all that changes, is set by name, or becomes smaller, there is one run."""
+
+    @dataclass(frozen=True)
+    class TooLarge(MadeUp):
+        def _measure(self, name: str, rung: Rung, config: TrainConfig) -> Measured:
+            measured = super()._measure(name, rung, config)
+            return replace(measured, result=None, reason="oom") if config.micro_batch == 24 else measured
+
+    suite = Suite("mine", "Mine", {"batch": 4}, LARGER, cumulative)
+    made = TooLarge(tmp_path, RunKey("", "", "", ""), suite, base, manifest, result=make_result())
+    controls, rungs = made.run()
+    batches = {rung.name: rung.config["micro_batch"] for rung in rungs}
+    before = 16 if cumulative else 4
+    assert batches == {
+        "compile, same batch": 4, "compile": 6, "rate": 6 if cumulative else 4, "batch 8": 8, "both": 4,
+        "fails when larger, same batch": 4, "fails when larger": 24, "smaller": 2,
+    }  # fmt: skip
+    configs = {rung.name: rung.config for rung in rungs}
+    same, larger = configs["compile, same batch"], configs["compile"]
+    assert {name for name in same if same[name] != larger[name]} == {"micro_batch", "global_batch"}
+    assert configs["fails when larger, same batch"]["global_batch"] == before, "the same work as the rung before"
+    labelled = {rung.name for rung in rungs if rung.changes_numerics}
+    assert labelled == {"compile", "batch 8", "both", "fails when larger", "smaller"}
+    assert len(controls) == 1 + len([rung for rung in rungs if rung.speed])
+    assert len({name for name, _ in made.ran}) == len(made.ran), "each has a folder of its own"
+    assert [name for name, _ in made.ran[1:5]] == [
+        "01-compile-same-batch", "control-01-same-batch", "01-compile", "control-01",
+    ]  # fmt: skip
+
+
+def test_a_fitted_rung_is_first_run_at_the_batch_before_it(
+    base: TrainConfig, make_result: Make, tmp_path: Path, manifest: Manifest
+) -> None:
+    limit = predict_peak(replace(base, micro_batch=64, global_batch=192)).total
+    suite = Suite("mine", "Mine", {}, (Rung("checkpointing", {"checkpointing": "full"}),))
+    made = MadeUp(
+        tmp_path, RunKey("", "", "", ""), suite, base, manifest, memory_limit=limit, fit=True,
+        facts=DeviceFacts("cpu", "cpu"), result=make_result(),
+    )  # fmt: skip
+    controls, (same, larger) = made.run()
+    assert controls[0].config["micro_batch"] == same.config["micro_batch"] == 64 < larger.config["micro_batch"]
+    assert (same.name, larger.name) == ("checkpointing, same batch", "checkpointing")
+    assert same.config["checkpointing"] == larger.config["checkpointing"] == "full"
+
+
 def test_fitting_a_rung_changes_its_batch_alone(
     base: TrainConfig, make_result: Make, tmp_path: Path, manifest: Manifest
 ) -> None:

@@ -11,7 +11,20 @@ import pytest
 from infra.units import GIB
 from train.ladder.compare import Difference
 from train.ladder.runner import Measured
-from train.ladder.standings import Row, cells, columns, header, helps, legend, loss_at, markdown, standings, times
+from train.ladder.standings import (
+    EQUAL_WORK_TITLE,
+    Row,
+    cells,
+    columns,
+    equal_work,
+    header,
+    helps,
+    legend,
+    loss_at,
+    markdown,
+    standings,
+    times,
+)
 from train.ladder.suites import AA, SUITES, Rung, Suite
 from train.result import Memory, RunResult, Throughput
 
@@ -95,7 +108,7 @@ def test_a_row_is_told_under_its_headings() -> None:
     base, first, refused, second = (dict(zip(header(CUMULATIVE), cells(row, CUMULATIVE), strict=True)) for row in ROWS)
     assert first == {
         "rung": "first *", "batch": "2", "GiB": "9.00 (8.50)", "tokens/s": "1,500 ±10", "s per step": "0.125",
-        "step": "1.50x ±7%", "total": "1.50x ±7%", "MFU": "50.0%", "of ceiling": "-", "loss": "3.250",
+        "step": "1.50x ±7%", "total": "1.50x ±7%", "loss": "3.250",
     }  # fmt: skip
     assert base["tokens/s"] == "1,000 ±10", "the wider side"
     assert base["GiB"] == "10.00"
@@ -104,9 +117,14 @@ def test_a_row_is_told_under_its_headings() -> None:
     assert dict(zip(header(FLAT), cells(ROWS[1], FLAT), strict=True))["step"] == "", "each is over the baseline"
 
 
+def shown(suite: Suite, rows: list[Row]) -> list[str]:
+    """The headings of the closing table."""
+    return [column[0] for column in columns(header(suite), [cells(row, suite) for row in rows])]
+
+
 def test_a_column_that_is_empty_here_is_left_out() -> None:
-    assert [column[0] for column in columns(CUMULATIVE, ROWS)] == [*header(CUMULATIVE)[:8], "loss"]
-    assert [column[0] for column in columns(FLAT, [replace(row, loss=None, mfu=None) for row in ROWS])] == [
+    assert shown(CUMULATIVE, ROWS) == [*header(CUMULATIVE)]
+    assert shown(FLAT, [replace(row, loss=None) for row in ROWS]) == [
         "rung", "batch", "GiB", "tokens/s", "s per step", "total",
     ]  # fmt: skip
 
@@ -114,7 +132,11 @@ def test_a_column_that_is_empty_here_is_left_out() -> None:
 def test_the_closing_table_times_as_many_steps_as_the_study() -> None:
     rows = [Row("baseline", gib=10.0, speed=1.0, low=1.0, high=1.0, step_seconds=0.25)]
     timed = {
-        suite.name: next(column for column in columns(suite, rows) if column[0].startswith("s "))
+        suite.name: next(
+            column
+            for column in columns(header(suite), [cells(row, suite) for row in rows])
+            if column[0].startswith("s ")
+        )
         for suite in SUITES.values()
     }
     assert timed.pop("loop") == ("s for 2 steps", "0.5")
@@ -122,10 +144,11 @@ def test_the_closing_table_times_as_many_steps_as_the_study() -> None:
 
 
 def test_the_legend_says_how_sure_the_table_is() -> None:
-    refused, drift, signs, unclear, total = legend(CUMULATIVE, ROWS, [100.0, 90.0, 110.0, 105.0])
+    refused, drift, signs, used, unclear, total = legend(CUMULATIVE, ROWS, [100.0, 90.0, 110.0, 105.0])
     assert refused == "refused: not run, no such GPU."
     assert drift == "The control ran 4 times: 100 tokens/s at first, 105 at the end, between 90 and 110."
     assert "a ratio in brackets may be no difference" in signs
+    assert "HFU the same with the arithmetic that is done a second time" in used
     assert unclear == (
         "unclear: the control's 95% interval is up to 40% of its speed wide around second, and above 25% no "
         "conclusion is drawn. More steps per rung (--steps or --time-budget) or a quieter machine would help."
@@ -134,9 +157,39 @@ def test_the_legend_says_how_sure_the_table_is() -> None:
     assert legend(CUMULATIVE, ROWS[:2], [100.0])[-1] == (
         "Total improvement over the baseline: 1.50 times (95%: 1.40 to 1.60)."
     )
-    assert len(legend(FLAT, ROWS[:2], [100.0])) == 2, "what changes one thing at a time has no total"
+    assert len(legend(FLAT, ROWS[:1], [100.0])) == 2, "what changes one thing at a time has no total"
     equal = [*ROWS, replace(ROWS[-1], name="third")]
     assert legend(AA, equal, [100.0])[-1] == "1 of 3 equal runs were called different; expected are at most 5%."
+
+
+TWICE = [
+    Row("baseline", batch="28", gib=40.0, speed=100.0, low=99.0, high=101.0),
+    Row("compile, same batch", batch="28", gib=20.0, speed=200.0, low=199.0, high=201.0,
+        step=Difference(2.0, 1.9, 2.1), total=Difference(2.0, 1.9, 2.1)),
+    Row("compile", batch="48", gib=38.0, speed=220.0, low=219.0, high=221.0,
+        step=Difference(1.1, 1.05, 1.2), total=Difference(2.2, 2.1, 2.3), changes_numerics=True),
+    Row("flash, same batch", batch="48", gib=19.0, speed=440.0, low=439.0, high=441.0,
+        step=Difference(2.0, 1.9, 2.1), total=Difference(4.4, 4.1, 4.6)),
+    Row("flash", "oom"),
+]  # fmt: skip
+
+
+def test_a_rung_with_a_larger_batch_shows_both() -> None:
+    """First the memory that the change frees and the speed that it gains at equal work, then what the batch adds."""
+    assert equal_work(TWICE, cumulative=True) == [
+        ("compile", "28", "20.00", "-50%", "2.00x ±5%", "48", "38.00", "+90%", "1.10x ±9%"),
+        ("flash", "48", "19.00", "-50%", "2.00x ±5%", "not run", "", "", ""),
+    ]
+    (_, *over_baseline) = equal_work(TWICE, cumulative=False)[1]
+    assert over_baseline[:4] == ["48", "19.00", "-52%", "4.40x ±5%"]
+    assert [cells(row, CUMULATIVE)[:2] for row in TWICE[1:4]] == [
+        ("compile", "28"),
+        ("compile *", "48"),
+        ("flash", "48"),
+    ]
+    assert "two rows" in " ".join(legend(CUMULATIVE, TWICE, [100.0]))
+    assert EQUAL_WORK_TITLE in markdown(CUMULATIVE, TWICE, [100.0])
+    assert EQUAL_WORK_TITLE not in markdown(CUMULATIVE, ROWS, [100.0])
 
 
 def test_what_helps_memory_and_what_helps_speed_is_said_with_its_number() -> None:

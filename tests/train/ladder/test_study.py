@@ -1,0 +1,80 @@
+"""A ladder beside the study: in pairs, scaled by the matmul rate, with the first rung that is too slow."""
+
+from dataclasses import replace
+
+import pytest
+
+from infra.units import GIB
+from train.config import TrainConfig
+from train.ladder.compare import Difference
+from train.ladder.published import A100_MATMUL, STUDY, kinds, studied
+from train.ladder.standings import Row
+from train.ladder.study import compare, verdict
+from train.ladder.suites import A100, apply
+
+BASELINE = apply(TrainConfig(device="cuda", steps=10), A100.base)
+
+
+def row(name: str, *, faster: float = 1.0, card: float = 1.0, **changes: object) -> Row:
+    """The study's rung ``name`` on a card that multiplies ``card`` times as fast, ``faster`` than that makes it."""
+    published, rate = STUDY[name], card * A100_MATMUL[kinds()[name]]
+    speed = published.speed * card * faster
+    total = speed / (STUDY["baseline"].speed * card)
+    made = Row(
+        name, batch=str(published.batch), gib=published.gb * 1e9 / GIB, speed=speed, low=0.99 * speed,
+        high=1.01 * speed, total=None if name == "baseline" else Difference(total, 0.9 * total, 1.1 * total),
+        flops_per_second=0.5 * rate, ceiling=0.5, matmul_rate=rate,
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+def test_the_studys_rungs_are_those_of_the_suite() -> None:
+    configs = dict(studied())
+    assert list(configs) == list(STUDY)
+    assert {name: config.micro_batch for name, config in configs.items()} == {
+        name: published.batch for name, published in STUDY.items()
+    }
+    assert kinds()["baseline"] == "fp32"
+    assert kinds()["no synchronisation"] == "tf32"
+    assert kinds()["mixed precision fp16"] == kinds()["data-loading workers"] == "bf16"
+
+
+def test_the_study_agrees_with_itself() -> None:
+    (memory, speed), said = compare([row(name) for name in STUDY], BASELINE)
+    assert memory.lines[4] == ("compile", "48 / 48", "25.4 / -", "37.4 / 37.4")
+    assert memory.lines[0] == ("baseline", "28 / 28", "", "37.0 / 37.0")
+    assert speed.lines[0] == ("baseline", "16,950 / 16,950", "", "1.00x / 1.00x", "5.08 / 5.08", "100%")
+    assert speed.lines[4] == ("compile", "112,200 / 112,200", "2.57x / 2.57x", "6.62x / 6.62x", "33.7 / 33.7", "100%")
+    assert "falls behind at no rung" in said[0]
+    assert said[-1] == "The study's last rung is 8.7 times its first; here 'data-loading workers' is 8.7 times."
+
+
+def test_the_first_rung_that_is_too_slow_for_the_card_is_named() -> None:
+    """A card that multiplies 2.9 times as fast should train 2.9 times as fast; faster than the study is not enough."""
+    slow = {"compile": 0.8, "flash attention": 0.5}
+    rows = [row(name, card=2.9, faster=slow.get(name, 1.0)) for name in STUDY]
+    _, speed = compare(rows, BASELINE)[0]
+    assert [line[-1] for line in speed.lines][3:7] == ["100%", "80%", "50%", "100%"]
+    assert "falls behind first at 'compile', with 80% of the expected speed" in verdict(rows)
+    assert "up to 786 TFLOP/s" in verdict(rows)
+    within = [row(name, faster=0.995) for name in STUDY]
+    assert "at no rung" in verdict(within), "its interval reaches the expected speed"
+
+
+def test_what_was_not_measured_is_left_open() -> None:
+    rows = [row("baseline"), replace(row("compile"), matmul_rate=None), Row("flash attention", "oom")]
+    rows.insert(1, replace(rows[1], name="compile, same batch", gib=20.0 * 1e9 / GIB))
+    (memory, speed), _ = compare(rows, BASELINE)
+    assert memory.lines[4] == ("compile", "48 / 48", "25.4 / 20.0", "37.4 / 37.4")
+    assert memory.lines[5] == ("flash attention", "64 / -", "29.6 / -", "38.9 / -")
+    assert speed.lines[4][2] == "2.57x / -", "the rung before was not run here"
+    assert speed.lines[4][-1] == "-"
+    assert speed.lines[1] == ("tensor cores", "40,950 / -", "2.42x / -", "2.42x / -", "12.3 / -", "-")
+    assert "run 'python -m infra.doctor' before the ladder" in verdict([replace(rows[0], matmul_rate=None)])
+
+
+@pytest.mark.parametrize("changes", [{"model.context_length": 1024}, {"batch": 16}])
+def test_another_baseline_is_pointed_out(changes: dict[str, object]) -> None:
+    said = compare([row("baseline")], apply(BASELINE, changes))[1]
+    assert "compare the ratios, not memory and speed" in said[0]
+    assert "the study's gpt2-124m,context_length=512" in said[0]

@@ -1,0 +1,114 @@
+"""A ladder beside the study that the suite ``a100`` repeats: each rung's figures, and where this machine falls behind.
+
+In: the rows of a ladder. Out: two tables of pairs, the study's figure and the one measured here, and sentences.
+"""
+
+from collections.abc import Sequence
+
+from infra.units import GIB
+from train.config import TrainConfig
+from train.ladder.published import A100_MATMUL, FIVE_MINUTES, STUDY, kinds, studied
+from train.ladder.runner import SAME_BATCH
+from train.ladder.standings import Part, Row
+from train.model_config import format_model
+
+
+def compare(rows: Sequence[Row], baseline: TrainConfig) -> tuple[list[Part], list[str]]:
+    """The tables of memory and speed, and what they show. ``baseline`` is the config of the first of ``rows``."""
+    here = {row.name: row for row in rows}
+    first = STUDY["baseline"].speed
+    memory: list[tuple[str, ...]] = []
+    speed: list[tuple[str, ...]] = []
+    study_before = row_before = None
+    scaled = dict(expected(rows))
+    for name, published in STUDY.items():
+        row, same = here.get(name, Row(name)), here.get(name + SAME_BATCH)
+        freed = _pair(published.same_batch_gb, same and _gb(same), "{:.1f}")
+        batch = _pair(str(published.batch), row.batch or None, "{}")
+        memory.append((name, batch, "" if freed == "- / -" else freed, _pair(published.gb, _gb(row), "{:.1f}")))
+        total = _ratio(row)
+        step = total / row_before if total and row_before else None
+        speed.append(
+            (
+                name,
+                _pair(published.speed, row.speed, "{:,.0f}"),
+                _pair(study_before and published.speed / study_before, step, "{:.2f}x") if study_before else "",
+                _pair(published.speed / first, total, "{:.2f}x"),
+                _pair(published.speed * FIVE_MINUTES / 1e6, row.speed and row.speed * FIVE_MINUTES / 1e6, "{:.3g}"),
+                f"{row.speed / scaled[name]:.0%}" if row.speed and name in scaled else "-",
+            )
+        )
+        study_before, row_before = published.speed, total
+    parts = [
+        Part("Memory in GB: the study / here", ("rung", "batch", "same batch", "peak"), memory),
+        Part(
+            "Speed: the study / here",
+            ("rung", "tokens/s", "step", "total", "M tokens in 5 min", "of expected"),
+            speed,
+        ),
+    ]
+    return parts, [*_caveats(baseline), verdict(rows), _last(rows)]
+
+
+def expected(rows: Sequence[Row]) -> list[tuple[str, float]]:
+    """The study's speeds scaled to this machine, by the matmul rates of both, where ours is known: (rung, tokens/s)."""
+    precision = kinds()
+    return [
+        (row.name, STUDY[row.name].speed * row.matmul_rate / A100_MATMUL[precision[row.name]])
+        for row in rows
+        if row.name in STUDY and row.matmul_rate
+    ]
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """The rung at which the machine of ``rows`` falls behind the study's, scaled by the measured matmul rate."""
+    scaled = dict(expected(rows))
+    if not scaled:
+        return (
+            "How much of the study's speed this machine should reach is not known without its matmul rate: run "
+            "'python -m infra.doctor' before the ladder."
+        )
+    fastest = max(row.matmul_rate or 0.0 for row in rows) / 1e12
+    base = (
+        "Expected is the study's speed scaled by the matmul rate that infra.doctor measured here, up to "
+        f"{fastest:,.3g} TFLOP/s, over that of an A100, {A100_MATMUL['bf16'] / 1e12:,.0f} in 16 bits."
+    )
+    behind = [row for row in rows if row.speed and row.high and row.high < scaled.get(row.name, 0.0)]
+    if not behind:
+        return f"{base} This machine falls behind at no rung."
+    first = behind[0]
+    share = (first.speed or 0.0) / scaled[first.name]
+    return f"{base} This machine falls behind first at {first.name!r}, with {share:.0%} of the expected speed."
+
+
+def _last(rows: Sequence[Row]) -> str:
+    ran = [row for row in rows if row.total]
+    published = STUDY["data-loading workers"].speed / STUDY["baseline"].speed
+    if not ran:
+        return f"The study's last rung is {published:.1f} times its first."
+    total = ran[-1].total
+    assert total is not None
+    return (
+        f"The study's last rung is {published:.1f} times its first; here {ran[-1].name!r} is {total.ratio:.1f} times."
+    )
+
+
+def _caveats(baseline: TrainConfig) -> list[str]:
+    _, first = next(studied())
+    if (baseline.model, baseline.micro_batch) == (first.model, first.micro_batch):
+        return []
+    ours, theirs = (f"{format_model(each.model)} at a batch of {each.micro_batch}" for each in (baseline, first))
+    return [f"The baseline here is {ours}, the study's {theirs}: compare the ratios, not memory and speed."]
+
+
+def _ratio(row: Row) -> float | None:
+    """Speed over the baseline's, relative to the controls around the rung."""
+    return 1.0 if row.name == "baseline" else row.total and row.total.ratio
+
+
+def _gb(row: Row) -> float | None:
+    return row.gib and row.gib * GIB / 1e9
+
+
+def _pair(study: object, here: object, template: str) -> str:
+    return " / ".join("-" if value is None else template.format(value) for value in (study, here))
