@@ -130,6 +130,7 @@ def result_metrics(result: RunResult) -> dict[str, float | None]:
         "result/tokens_per_second_low": speed and speed.low,
         "result/tokens_per_second_high": speed and speed.high,
         "result/mfu": result.mfu,
+        "result/hfu": result.hfu,
         "result/matmul_utilisation": result.matmul_utilisation,
         "result/tflops_per_second": result.flops_per_second and result.flops_per_second / 1e12,
         "result/val_loss": result.val_loss,
@@ -159,6 +160,8 @@ def summary(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
             )
         )
         mfu = f"MFU {result.mfu:.1%}" if result.mfu else f"no MFU: the peak of {result.device!r} is not known"
+        if result.hfu:
+            mfu += f", HFU {result.hfu:.1%} with what is computed again"
         if result.matmul_utilisation:
             mfu += f"; {result.matmul_utilisation:.1%} of the matmul that infra.doctor measured here"
         rows.append(("arithmetic", f"{(result.flops_per_second or 0) / 1e12:,.3f} TFLOP/s; {mfu}"))

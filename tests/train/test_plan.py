@@ -10,7 +10,8 @@ import pytest
 from infra.command import console
 from infra.errors import UserError
 from train.config import TrainConfig
-from train.estimate.forecast import epoch_tokens, limit_rows, parameter_rows, time_rows
+from train.estimate.forecast import epoch_tokens, limit_rows, memory_rows, parameter_rows, time_rows
+from train.estimate.memory import published_activations
 from train.model_config import PRESETS, ModelConfig
 from train.plan import PlanOptions, plan
 
@@ -63,6 +64,16 @@ def test_the_study_stands_beside_the_prediction() -> None:
         assert left == pytest.approx(study - expected, abs=0.11)
         assert abs(left) < 0.16 * study, "three habits of textbook loops explain all but a sixth"
     assert "Parameters" not in printed.get(), "which would be of another run"
+
+
+def test_the_published_formula_of_activations_stands_below_the_prediction() -> None:
+    """GPT-3 175B takes 2.87 GB per layer and sequence in 16 bits, and fp32 twice that."""
+    gpt3 = ModelConfig(layers=96, heads=96, width=12288, context_length=2048)
+    config = TrainConfig(model=gpt3, micro_batch=1, global_batch=1, device="cuda", precision="bf16")
+    assert published_activations(config) == 96 * 2048 * 12288 * 114
+    assert published_activations(replace(config, precision="tf32")) == 2 * 96 * 2048 * 12288 * 114
+    assert "96 x sbh(34 + 5as/h)" in dict(memory_rows(config))["by formula"]
+    assert "96 x 2sbh(34 + 5as/h)" in dict(memory_rows(replace(config, precision="fp32")))["by formula"]
 
 
 def test_a_price_without_a_speed_is_refused() -> None:

@@ -1,6 +1,6 @@
 """Arithmetic by named formulas, because "MFU" is meaningless without its formula.
 
-In: a model and whether its activations are recomputed. Out: FLOPs per token, forward and backward. A multiplication
+In: a model and how many of its blocks are recomputed. Out: FLOPs per token, forward and backward. A multiplication
 and an addition are two FLOPs; the backward pass costs twice as much as the forward pass.
 """
 
@@ -46,15 +46,19 @@ def parameters_only(model: ModelConfig, parameters: int) -> float:
     return 6.0 * parameters
 
 
-def hardware(model: ModelConfig, *, recomputed: bool) -> float:
-    """FLOPs per token that the device executes: with full checkpointing the blocks' forward pass runs twice.
+def hardware(model: ModelConfig, *, recomputed: int) -> float:
+    """FLOPs per token that the device executes, where the forward pass of ``recomputed`` blocks runs twice.
 
-    Known as 8N instead of 6N (Korthikanti et al., arXiv 2205.05198, appendix A); the head is not recomputed.
+    With all of them known as 8N instead of 6N (Korthikanti et al., arXiv 2205.05198, appendix A); the head is not
+    recomputed.
     """
-    if not recomputed:
-        return palm(model)
-    blocks = 2 * model.layers * 12 * model.width**2 + 4 * model.layers * model.context_length * model.width
-    return palm(model) + blocks
+    block = 2 * 12 * model.width**2 + 4 * model.context_length * model.width
+    return palm(model) + recomputed * block
+
+
+def recomputed_blocks(config: TrainConfig) -> int:
+    """Blocks whose matrix products and attention are computed again; selective checkpointing keeps their results."""
+    return config.model.layers if config.checkpointing == "full" else 0
 
 
 def formulas(model: ModelConfig, parameters: int) -> list[Formula]:
@@ -63,7 +67,7 @@ def formulas(model: ModelConfig, parameters: int) -> list[Formula]:
         Formula("PaLM", "6 x matmul parameters + 12 x layers x context x width", palm(model)),
         Formula("causal", "6 x matmul parameters + 6 x layers x context x width", causal(model)),
         Formula("6N", "6 x all parameters", parameters_only(model, parameters)),
-        Formula("hardware, checkpointed", "PaLM + the blocks' forward again", hardware(model, recomputed=True)),
+        Formula("hardware, checkpointed", "PaLM + the blocks' forward again", hardware(model, recomputed=model.layers)),
     ]
 
 

@@ -11,9 +11,9 @@ import torch
 from infra.errors import UserError
 from infra.units import GIB, format_duration, format_size
 from pipeline.shards import read_manifest
-from train.config import TrainConfig
+from train.config import SIXTEEN_BITS, TrainConfig
 from train.estimate import flops
-from train.estimate.memory import largest_micro_batch, predict_peak
+from train.estimate.memory import largest_micro_batch, predict_peak, published_activations
 from train.model.gpt import GPT, parameter_count
 
 CHINCHILLA = 20
@@ -56,7 +56,14 @@ def memory_rows(config: TrainConfig) -> Rows:
         *rows,
         ("total", f"[bold]{anatomy.total / GIB:8.3f} GiB[/bold]  of one worker's process on {config.device}"),
         ("", f"at {anatomy.moment}; {anatomy.allocated / GIB:.3f} GiB of it in torch's allocator"),
+        ("by formula", f"{published_activations(config) / GIB:8.3f} GiB  of activations: {activation_formula(config)}"),
     ]
+
+
+def activation_formula(config: TrainConfig) -> str:
+    """What :func:`published_activations` computes, in words."""
+    doubled = "" if config.precision in SIXTEEN_BITS else "2"
+    return f"{config.model.layers} x {doubled}sbh(34 + 5as/h), Korthikanti et al. 2022, with dropout and scores kept"
 
 
 def limit_rows(config: TrainConfig, limit: int | None) -> Rows:

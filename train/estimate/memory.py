@@ -223,6 +223,17 @@ def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
     )
 
 
+def published_activations(config: TrainConfig) -> int:
+    """Bytes of the blocks' activations by the formula of Korthikanti et al. (arXiv 2205.05198, equation 1).
+
+    sbh(34 + 5as/h) for a block in 16 bits (s: context length, b: micro-batch, h: width, a: heads), and twice that in
+    32 bits. It has dropout and the T x T matrix, and nothing is recomputed.
+    """
+    model, size = config.model, 1 if _half(config) else 2
+    length, width = model.context_length, model.width
+    return round(size * model.layers * length * config.micro_batch * width * (34 + 5 * model.heads * length / width))
+
+
 def optimizer_bytes(config: TrainConfig, parameters: int) -> int:
     """Bytes of the optimizer's state for ``parameters`` parameters."""
     matrices = config.model.layers * 12 * config.model.width**2

@@ -42,8 +42,8 @@ class LadderOptions:
     """A suite, and how long each of its rungs runs."""
 
     suite: str = "a100"
-    """a100, loop, memory, sizes, aa (the same run ten times: how often is a difference seen where there is none?), or
-    a Python file with SUITE = [Rung(...), ...]."""
+    """a100, loop, memory, precision, sizes, aa (the same run ten times: how often is a difference seen where there is
+    none?), or a Python file with SUITE = [Rung(...), ...]."""
     rungs: tuple[str, ...] = ()
     """Only these rungs of the suite, by name; default all."""
     data: str = "data/tokens"
@@ -67,6 +67,9 @@ class LadderOptions:
     """auto takes a CUDA GPU when there is one."""
     seed: int = 0
     """Seed of every rung."""
+    seeds: int | None = None
+    """Seeds with which rungs of another precision or other numerics are run, to compare their held-out losses with
+    those of the rung before at equal steps. Default: 3 in the suite precision; 1, which compares none, in others."""
     name: str | None = None
     """Name of the ladder and its folder; made from the suite and the time when left out."""
     out: Path = Path("runs")
@@ -89,6 +92,8 @@ class LadderOptions:
             raise UserError("--steps and --time-budget both end a rung; give one of them.")
         if self.steps is not None and self.steps < 8:
             raise UserError(f"--steps {self.steps} is too few to leave warm-up: a rung needs 8 or more.")
+        if self.seeds is not None and self.seeds < 1:
+            raise UserError(f"--seeds {self.seeds} must be at least 1.")
         if self.time_budget is not None and not (self.time_budget > 0 and math.isfinite(self.time_budget)):
             raise UserError(f"--time-budget {self.time_budget}s must be above 0.")
 
@@ -185,6 +190,12 @@ def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
     suite = find_suite(options.suite, config)
     if options.rungs:
         suite = choose(suite, options.rungs)
+    suite = replace(suite, seeds=options.seeds or suite.seeds)
+    if suite.seeds > 1 and (options.steps is None or not options.cycle.val):
+        raise UserError(
+            f"held-out losses over {suite.seeds} seeds are compared after equal steps: give --steps, and a --cycle "
+            "with validation batches; or --seeds 1 to compare none."
+        )
     if resolve(config, device_facts()).device == "cpu":
         suite = short_form(suite)
         console.print("[yellow]No GPU is used: the suite runs in its short form, batches an eighth the size"

@@ -67,6 +67,8 @@ class Measured:
     """Whether its loss may differ from that of the rung before."""
     predicted: int | None = None
     """Predicted peak of the process's memory, in bytes."""
+    held_out: tuple[tuple[float, float], ...] = ()
+    """Validation losses of the rung before and of this one, for each seed, where seeds are compared."""
     gpu: dict[str, float] | None = None
     """What NVML reported meanwhile: the lowest clock, the highest temperature, every throttle reason, the limit."""
 
@@ -110,6 +112,7 @@ class Ladder:
         baseline = state = self._fitted(apply(self.start, self.suite.base))
         controls = [self._measure("control-00", Rung("baseline"), baseline)]
         refuse_short(controls[0].result, controls[0].reason)
+        before = controls[0]
         rungs: list[Measured] = []
         for number, rung in enumerate(self.suite.rungs, 1):
             try:
@@ -128,12 +131,33 @@ class Ladder:
                 rungs.append(self._measure(f"{number:02d}-{slug}", stage, config))
                 if rungs[-1].speed is None:
                     continue
-                state = config if self.suite.cumulative else state
                 control = f"control-{number:02d}{'-same-batch' * stage.name.endswith(SAME_BATCH)}"
                 controls.append(self._measure(control, Rung("control"), baseline))
                 if controls[-1].speed is None:
                     raise UserError(f"the control could not be run again after {stage.name!r}: {controls[-1].reason}.")
+                other_sums = stage.changes_numerics or "precision" in stage.changes
+                if self.suite.seeds > 1 and other_sums and config.global_batch == state.global_batch:
+                    rungs[-1] = replace(rungs[-1], held_out=self._held_out((before, state), (rungs[-1], config)))
+                if self.suite.cumulative:
+                    before, state = rungs[-1], config
         return controls, rungs
+
+    def _held_out(
+        self, before: tuple[Measured, TrainConfig], rung: tuple[Measured, TrainConfig]
+    ) -> tuple[tuple[float, float], ...]:
+        """Validation losses of the rung before and of ``rung``, with each of the suite's seeds.
+
+        Runs with another seed than the ladder's have no control: only their losses count.
+        """
+        losses: list[list[float | None]] = []
+        for measured, config in (before, rung):
+            runs = [measured]
+            for number in range(1, self.suite.seeds):
+                label = Rung(f"{measured.name}, seed {config.seed + number}")
+                seeded = replace(config, seed=config.seed + number)
+                runs.append(self._measure(f"{measured.folder}-seed-{seeded.seed}", label, seeded))
+            losses.append([run.result.val_loss if run.result else None for run in runs])
+        return tuple((one, other) for one, other in zip(*losses, strict=True) if one is not None and other is not None)
 
     def _fitted(self, config: TrainConfig) -> TrainConfig:
         if not (self.fit and self.memory_limit):
@@ -161,7 +185,7 @@ class Ladder:
             self.say(f"[yellow]{escape(rung.name)}[/yellow]: {escape(reason)}")
         measured = Measured(
             rung.name, name, config.to_json(), result, reason, rung.changes_numerics,
-            predict_peak(resolve(config, self.facts)).total, gpu,
+            predict_peak(resolve(config, self.facts)).total, gpu=gpu,
         )  # fmt: skip
         write_json(kept, to_json(measured))
         return measured

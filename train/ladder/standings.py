@@ -4,6 +4,8 @@ In: the controls and rungs of a ladder. Out: rows, for the terminal's table, Mar
 """
 
 import json
+import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from rich.table import Table
 from infra.command import escape
 from infra.units import GIB
 from train.checkpoint.run_folder import RunFolder
+from train.intervals import t_quantile
 from train.ladder.compare import WIDEST, Difference, Interleaved
 from train.ladder.runner import SAME_BATCH, Measured
 from train.ladder.suites import Suite
@@ -47,6 +50,8 @@ class Row:
     loss: float | None = None
     """Mean training loss over the last fifth of the tokens that every rung has seen."""
     changes_numerics: bool = False
+    held_out: tuple[tuple[float, float], ...] = ()
+    """Validation losses of the rung before and of this one, for each seed."""
 
 
 def standings(controls: list[Measured], rungs: list[Measured], folder: Path) -> list[Row]:
@@ -94,6 +99,7 @@ def _row(
         matmul_rate=rate,
         loss=loss_at(folder / measured.folder, tokens),
         changes_numerics=measured.changes_numerics,
+        held_out=measured.held_out,
     )
 
 
@@ -162,6 +168,11 @@ def legend(suite: Suite, rows: list[Row], controls: Sequence[float]) -> list[str
         "difference at all. * marks a rung that changes the numerics, so that its loss may differ. loss is the "
         "training loss at equal tokens."
     )
+    if suite.seeds == 1 and any("precision" in rung.changes for rung in suite.rungs):
+        lines.append(
+            "The loss of one run does not judge a precision: with --steps, --seeds 3 compares held-out losses over "
+            "three seeds."
+        )
     if any(row.name.endswith(SAME_BATCH) for row in rows):
         lines.append(
             "A rung with a larger batch has two rows: first the change alone, at the batch of the rung before, then "
@@ -234,6 +245,29 @@ def _gain(row: Row, before: Row, step: Difference | None) -> tuple[str, ...]:
     return (row.batch, f"{row.gib:.2f}", more, times(step) if before.speed else "")
 
 
+HELD_OUT = ("rung", "held-out loss", "change", "verdict")
+"""The headings of :func:`held_out`."""
+
+
+def held_out(rows: list[Row]) -> list[tuple[str, ...]]:
+    """A line for every rung that was run with several seeds: its mean loss, and the change from the rung before.
+
+    The change is the mean over the seeds, each of which gives both runs the same weights and the same batches, with
+    Student's 95% interval.
+    """
+    lines: list[tuple[str, ...]] = []
+    for row in rows:
+        changes = [after - before for before, after in row.held_out]
+        if len(changes) < 2:
+            continue
+        middle = statistics.fmean(changes)
+        reach = t_quantile(len(changes) - 1) * statistics.stdev(changes) / math.sqrt(len(changes))
+        verdict = "no difference seen" if abs(middle) <= reach else "higher" if middle > 0 else "lower"
+        mean = statistics.fmean(after for _, after in row.held_out)
+        lines.append((row.name.removesuffix(SAME_BATCH), f"{mean:.4f}", f"{middle:+.4f} ±{reach:.4f}", verdict))
+    return lines
+
+
 UTILISATION = ("rung", "TFLOP/s", "MFU", "HFU", "of ceiling")
 """The headings of :func:`utilisation`."""
 
@@ -282,6 +316,9 @@ def parts(suite: Suite, rows: list[Row]) -> list[Part]:
         Part("What helps", HELPS, helpful),
         Part(EQUAL_WORK_TITLE, EQUAL_WORK, equal_work(rows, cumulative=suite.cumulative)),
     ]
+    if losses := held_out(rows):
+        compared = "the rung before" if suite.cumulative else "the baseline"
+        shown.append(Part(f"Held-out loss over {suite.seeds} seeds, against {compared}", HELD_OUT, losses))
     if used := utilisation(rows):
         heading, *lines = zip(*columns(UTILISATION, used), strict=True)
         shown.append(Part("Arithmetic", heading, lines))

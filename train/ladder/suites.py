@@ -46,6 +46,8 @@ class Suite:
     """Each rung keeps the changes of those before it."""
     steps_timed: int = 1
     """Steps whose time the closing table shows: as many as in the study that the suite repeats."""
+    seeds: int = 1
+    """Seeds with which a rung of another precision or other numerics is run, to compare held-out losses over them."""
 
 
 _PLAIN: Changes = {
@@ -136,6 +138,25 @@ MEMORY = Suite(
     ),
 )  # fmt: skip
 
+PRECISION = Suite(
+    "precision",
+    "What fewer bits cost in held-out loss, over three seeds, and what they gain",
+    _PLAIN
+    | {
+        "model": "gpt2-124m", "model.context_length": 512, "attention": "sdpa", "optimizer": "adamw-fused",
+        "vocabulary_multiple": 64, "batch": 16,
+    },
+    (
+        Rung("TF32", {"precision": "tf32"}),
+        Rung("fp16", {"precision": "fp16"}, changes_numerics=True),
+        Rung("bf16", {"precision": "bf16"}, changes_numerics=True),
+        Rung("bf16 activations", {"precision": "bf16-activations"}, changes_numerics=True),
+        Rung("8-bit AdamW", {"optimizer": "adamw-8bit"}, changes_numerics=True),
+        Rung("bf16 AdamW", {"optimizer": "adamw-bf16", "precision": "bf16-activations"}, changes_numerics=True),
+    ),
+    seeds=3,
+)  # fmt: skip
+
 SIZES = Suite(
     "sizes",
     "Sizes that fill tiles and waves, and sizes that do not",
@@ -157,7 +178,7 @@ AA = Suite(
     tuple(Rung(f"again {number}") for number in range(1, 11)),
 )
 
-SUITES = {suite.name: suite for suite in (A100, LOOP, MEMORY, SIZES, AA)}
+SUITES = {suite.name: suite for suite in (A100, LOOP, MEMORY, PRECISION, SIZES, AA)}
 
 
 def find_suite(text: str, start: TrainConfig) -> Suite:

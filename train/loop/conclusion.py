@@ -43,8 +43,10 @@ def conclude(
     manifest = data.manifest
     speed = throughput.steady_state(spent.steps, config.step_tokens)
     flops = flops_formula.flops_per_token(config.model)
+    again = flops_formula.recomputed_blocks(config)
+    executed = flops_formula.hardware(config.model, recomputed=again) if again else None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    peak = peak_flops(name)
+    peak = peak_flops(name, config.precision)
     rate = speed.tokens_per_second * flops if speed else None
     last = spent.reports[-1] if spent.reports else None
     trained = sum(spent.steps)
@@ -72,6 +74,7 @@ def conclude(
         flops_formula=flops_formula.FLOPS_FORMULA,
         flops_per_second=rate,
         mfu=utilisation(speed.tokens_per_second, flops, peak, config.workers) if speed else None,
+        hfu=utilisation(speed.tokens_per_second, executed, peak, config.workers) if speed and executed else None,
         device=name,
         checkpoint=checkpoint,
         data_fingerprint=manifest.fingerprint,

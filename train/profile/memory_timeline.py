@@ -21,8 +21,8 @@ COLOURS = ("#0072b2", "#009e73", "#000000", "#f0e442", "#d55e00", "#cc79a7", "#5
 """The eight colours of Okabe and Ito, which colour-blind people can distinguish too."""
 
 
-def draw(recorder: torch.profiler.profile, device: str, path: Path) -> None:
-    """Draw the memory of ``device`` over the steps that ``recorder`` saw, in MiB.
+def draw(recorder: torch.profiler.profile, device: str, path: Path) -> int:
+    """Draw the memory of ``device`` over the steps of ``recorder``, in MiB; returns the activations' peak in bytes.
 
     Raises what torch raises when it cannot follow the tensors, or no longer has this method: it is deprecated in favour
     of the allocator's history, which exists for CUDA only.
@@ -47,6 +47,7 @@ def draw(recorder: torch.profiler.profile, device: str, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=7, frameon=False, loc="upper right")
     figure.savefig(path, dpi=130)
+    return max((row[CATEGORIES.index("activations") + 1] for row in sizes), default=0)
 
 
 @contextmanager

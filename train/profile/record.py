@@ -20,6 +20,8 @@ from infra.errors import UserError, first_line
 from infra.hardware import device_facts
 from infra.storage import write_json
 from train.config import Cycle, TrainConfig
+from train.estimate.forecast import activation_formula
+from train.estimate.memory import published_activations
 from train.loop import memory
 from train.loop.execution import arithmetic
 from train.loop.trainer import Trainer
@@ -77,8 +79,9 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
         raise UserError(f"the run to profile ended early, {result.outcome}: {result.reason}.")
     _export(recorder, folder / "trace.json.gz")
     found = analyse(recorder.events() or [], STEPS, moments[1] - moments[0], cuda=cuda)
+    activations = 0
     with _apart("memory.png", lost):
-        memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
+        activations = memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
     length = config.model.context_length
     tokens = torch.zeros(config.micro_batch, length, dtype=torch.int64, device=trainer.device)
     work = {}
@@ -98,6 +101,11 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     words = findings(found, optimizer=config.optimizer, compiled=compiled, cuda=cuda)
     before = ", before compilation fuses anything" if compiled else ""
     words += [f"{kind}: {counted.intensity:.1f} FLOPs per byte moved{before}." for kind, counted in work.items()]
+    if activations:
+        words.append(
+            f"Activations take {activations / 2**20:,.1f} MiB at most; the blocks' by formula "
+            f"{published_activations(trainer.config) / 2**20:,.1f} MiB: {activation_formula(trainer.config)}."
+        )
     words += lost
     write_json(folder / "profile.json", asdict(found) | {"findings": words})
     return found, words

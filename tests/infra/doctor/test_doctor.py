@@ -197,6 +197,15 @@ def test_the_peak_of_a_gpu_is_found_by_its_name(name: str, peak: float | None) -
     assert peak_flops(name) == peak
 
 
+def test_a_gpu_has_another_peak_in_fp32_and_tf32() -> None:
+    peaks = {
+        precision: peak_flops("NVIDIA A100-SXM4-40GB", precision) for precision in ("fp32", "tf32", "fp16", "bf16")
+    }
+    assert peaks == {"fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12}
+    assert peak_flops("Tesla V100-SXM2-16GB", "tf32") == peak_flops("Tesla V100-SXM2-16GB", "fp32") == 15.7e12
+    assert peak_flops("cpu", "fp32") is None
+
+
 @pytest.mark.gpu
 def test_a_gpu_reaches_most_of_its_datasheet() -> None:
     device = torch.device("cuda", 0)

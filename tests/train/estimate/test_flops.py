@@ -25,8 +25,10 @@ def test_gpt2_counts_as_published() -> None:
 
 def test_hardware_flops_of_a_large_model_are_close_to_eight_thirds_of_a_forward() -> None:
     large = PRESETS["gpt2-1558m"]
-    assert flops.hardware(large, recomputed=True) / flops.palm(large) == pytest.approx(8 / 6, rel=0.03)
-    assert flops.hardware(large, recomputed=False) == flops.palm(large)
+    assert flops.hardware(large, recomputed=large.layers) / flops.palm(large) == pytest.approx(8 / 6, rel=0.03)
+    assert flops.hardware(large, recomputed=0) == flops.palm(large)
+    half = flops.hardware(large, recomputed=large.layers // 2)
+    assert 2 * half == pytest.approx(flops.palm(large) + flops.hardware(large, recomputed=large.layers))
 
 
 def test_palm_is_what_torch_counts(small_model: ModelConfig) -> None:

@@ -52,6 +52,9 @@ def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
         (["--data", "nowhere"], "pipeline.tokenize"),
         (["--compare", "nothing"], "no finished ladder"),
         (["--compare", "study", "--suite", "loop"], "give --suite a100"),
+        (["--suite", "precision"], "over 3 seeds are compared after equal steps: give --steps"),
+        (["--seeds", "2", "--steps", "8", "--cycle", "8+0"], "--cycle with validation batches"),
+        (["--seeds", "0"], "--seeds 0 must be at least 1"),
         (["--best", "nothing.json"], "--best nothing.json does not exist"),
     ],
 )

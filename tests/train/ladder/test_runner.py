@@ -88,11 +88,13 @@ BF16 = {
     "a100": {"bf16 without scaler", "bf16 activations"},
     "loop": {"mixed precision bf16"},
     "memory": {"bf16", "bf16 activations", "bf16 AdamW", "all together"},
+    "precision": {"bf16", "bf16 activations", "bf16 AdamW"},
 }
 REFUSED = {
     "a100": {"tensor cores", "mixed precision fp16", "the GPU's attention", "max-autotune"},
     "loop": {"tensor cores", "max-autotune", "all together"},
     "memory": {"fp16", "TF32"},
+    "precision": {"fp16", "TF32"},
     "sizes": {"batch 31"},
     "aa": set[str](),
 }
@@ -171,6 +173,56 @@ def test_a_fitted_rung_is_first_run_at_the_batch_before_it(
     assert controls[0].config["micro_batch"] == same.config["micro_batch"] == 64 < larger.config["micro_batch"]
     assert (same.name, larger.name) == ("checkpointing, same batch", "checkpointing")
     assert same.config["checkpointing"] == larger.config["checkpointing"] == "full"
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_other_numerics_are_run_with_several_seeds(
+    cumulative: bool, base: TrainConfig, make_result: Make, tmp_path: Path, manifest: Manifest
+) -> None:
+    """And so is the rung before, at the same batch; losses are paired by seed."""
+
+    @dataclass(frozen=True)
+    class Seeded(MadeUp):
+        def _measure(self, name: str, rung: Rung, config: TrainConfig) -> Measured:
+            loss = (
+                3.0 + config.seed / 10 + 0.5 * (config.precision == "bf16") + 0.25 * (config.optimizer == "adafactor")
+            )
+            result = make_result(val_loss=loss)
+            return replace(super()._measure(name, rung, config), result=result)
+
+    rungs = (
+        Rung("rate", {"checkpointing": "full"}),
+        Rung("bf16", {"precision": "bf16", "batch": 8}, changes_numerics=True),
+        Rung("Adafactor", {"optimizer": "adafactor"}, changes_numerics=True),
+    )
+    suite = Suite("mine", "Mine", {"batch": 4}, rungs, cumulative, seeds=3)
+    modern = DeviceFacts("cpu", "cpu", bf16=True)
+    made = Seeded(
+        tmp_path,
+        RunKey("", "", "", ""),
+        suite,
+        base,
+        manifest,
+        facts=modern,
+        result=make_result(),
+        say=lambda text: None,
+    )
+    _, measured = made.run()
+    pairs = {rung.name: rung.held_out for rung in measured}
+    assert pairs["rate"] == pairs["bf16"] == (), "equal numerics, and another batch, whose loss may differ anyway"
+    assert pairs["bf16, same batch"] == ((3.0, 3.5), (3.1, 3.6), (3.2, 3.7))
+    before = 0.5 * cumulative
+    expected = [(3.0 + before + seed / 10, 3.25 + before + seed / 10) for seed in range(3)]
+    assert [value for pair in pairs["Adafactor"] for value in pair] == pytest.approx(
+        [value for pair in expected for value in pair]
+    )
+    seeded = {name: config.seed for name, config in made.ran if "-seed-" in name}
+    assert seeded["02-bf16-same-batch-seed-1"] == 1
+    assert ("02-bf16-seed-2" if cumulative else "control-00-seed-2") in seeded, "the rung before"
+    alone = replace(suite, seeds=1)
+    once = Seeded(tmp_path, RunKey("", "", "", ""), alone, base, manifest, facts=modern, result=make_result())
+    assert all(rung.held_out == () for rung in once.run()[1])
+    assert not any("-seed-" in name for name, _ in once.ran)
 
 
 def test_fitting_a_rung_changes_its_batch_alone(

@@ -18,12 +18,14 @@ from train.ladder.standings import (
     columns,
     equal_work,
     header,
+    held_out,
     helps,
     legend,
     loss_at,
     markdown,
     standings,
     times,
+    utilisation,
 )
 from train.ladder.suites import AA, SUITES, Rung, Suite
 from train.result import Memory, RunResult, Throughput
@@ -190,6 +192,37 @@ def test_a_rung_with_a_larger_batch_shows_both() -> None:
     assert "two rows" in " ".join(legend(CUMULATIVE, TWICE, [100.0]))
     assert EQUAL_WORK_TITLE in markdown(CUMULATIVE, TWICE, [100.0])
     assert EQUAL_WORK_TITLE not in markdown(CUMULATIVE, ROWS, [100.0])
+
+
+def test_a_precision_is_judged_by_the_held_out_losses_of_all_seeds() -> None:
+    """Student's interval of three paired differences: 4.303 standard errors."""
+    rows = [
+        Row("baseline"),
+        Row("noise", held_out=((3.0, 3.01), (3.1, 3.09), (3.2, 3.21))),
+        Row("worse, same batch", held_out=((3.0, 3.1), (3.1, 3.201), (3.2, 3.299))),
+        Row("better", held_out=((3.0, 2.9), (3.1, 2.999), (3.2, 3.101))),
+        Row("one seed", held_out=((3.0, 2.0),)),
+    ]
+    assert held_out(rows) == [
+        ("noise", "3.1033", "+0.0033 ±0.0287", "no difference seen"),
+        ("worse", "3.2000", "+0.1000 ±0.0025", "higher"),
+        ("better", "3.0000", "-0.1000 ±0.0025", "lower"),
+    ]
+    page = markdown(replace(FLAT, seeds=3), [*ROWS, *rows[1:2]], [100.0])
+    assert "Held-out loss over 3 seeds, against the baseline" in page
+    assert "does not judge a precision" not in page
+    assert "does not judge a precision" in " ".join(legend(SUITES["memory"], ROWS, [100.0]))
+
+
+def test_what_is_computed_again_counts_as_arithmetic_of_the_hardware() -> None:
+    plain = Row("plain", speed=1.0, flops_per_second=100e12, mfu=0.4, ceiling=0.5)
+    again = Row("checkpointing", speed=1.0, flops_per_second=80e12, mfu=0.32, hfu=0.4)
+    assert utilisation([plain, again, Row("refused", "oom")]) == [
+        ("plain", "100", "40.0%", "-", "50.0%"),
+        ("checkpointing", "80", "32.0%", "40.0%", "-"),
+    ]
+    assert utilisation([replace(plain, mfu=None, ceiling=None)]) == [], "a CPU that the doctor has not seen"
+    assert "| plain | 100 | 40.0% | 50.0% |" in markdown(FLAT, [*ROWS, plain], [100.0]), "without an empty column"
 
 
 def test_what_helps_memory_and_what_helps_speed_is_said_with_its_number() -> None:

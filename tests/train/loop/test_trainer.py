@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from train import report
 from train.checkpoint.progress import read_progress
 from train.config import Cycle, TrainConfig
+from train.estimate.flops import hardware
 from train.loop import conclusion
 from train.loop.memory import is_exhausted
 from train.loop.trainer import Trainer
@@ -187,13 +189,24 @@ def test_a_spike_is_measured_against_the_training_loss(config: TrainConfig) -> N
 
 def test_the_result_is_of_the_hardware_and_the_text(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Utilisation counts every worker's device; bits per character are those of the validation split's text."""
-    monkeypatch.setattr(conclusion, "peak_flops", lambda name: 1e12)
+    monkeypatch.setattr(conclusion, "peak_flops", lambda name, precision: {"fp32": 1e12}[precision])
     trainer = Trainer(dataclasses.replace(config, steps=8, cycle=Cycle(8, 1)))
     alone = trainer.run()
     assert alone.throughput
     assert alone.val_loss
     expected = alone.throughput.tokens_per_second * alone.flops_per_token / 1e12
     assert alone.mfu == pytest.approx(expected)
+    assert alone.hfu is None, "nothing is computed again"
+    again = dataclasses.replace(trainer.config, checkpointing="full")
+    checkpointed = conclusion.conclude(
+        again, trainer.data, trainer.device, trainer.state, trainer.spent, ("finished", ""), None
+    )  # fmt: skip
+    assert checkpointed.mfu == alone.mfu
+    assert checkpointed.hfu is not None
+    assert checkpointed.hfu / expected == pytest.approx(
+        hardware(config.model, recomputed=config.model.layers) / alone.flops_per_token
+    )
+    assert "HFU" in dict(report.summary(again, checkpointed))["arithmetic"]
     two = dataclasses.replace(trainer.config, workers=2, micro_batch=4)
     together = conclusion.conclude(
         two, trainer.data, trainer.device, trainer.state, trainer.spent, ("finished", ""), None

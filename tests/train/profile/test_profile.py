@@ -223,6 +223,7 @@ def test_a_profile_on_the_cpu(
     assert found["loader"] > 0
     assert found["by_class"]["matmul"] > 0
     assert any("not fused" in line for line in found["findings"])
+    assert any("2sbh(34 + 5as/h), Korthikanti et al. 2022" in line for line in found["findings"])
     assert all("): " not in kernel["name"] for kernel in found["kernels"])
     trace = json.loads(gzip.decompress(Path("runs/one/trace.json.gz").read_bytes()))
     assert any(e.get("name") == "throughline: forward" for e in trace["traceEvents"])
