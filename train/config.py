@@ -22,8 +22,10 @@ from train.model_config import PRESETS, Model
 
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16", "bf16-activations"]
 Attention = Literal["auto", "manual", "sdpa", "flash", "cudnn", "efficient", "flex"]
-Compile = Literal["off", "whole", "blocks", "max-autotune", "reduce-overhead"]
-Checkpointing = Literal["none", "full", "selective"]
+Compile = Literal[
+    "off", "whole", "blocks", "coordinate-descent", "max-autotune", "max-autotune-graphs", "reduce-overhead"
+]
+Checkpointing = Literal["none", "full", "alternate", "selective"]
 Loss = Literal["plain", "fused"]
 Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adamw-bf16", "adafactor", "muon"]
 Schedule = Literal["cosine", "wsd", "constant"]
@@ -108,10 +110,11 @@ class TrainConfig:
     efficient, one of these kernels only; flex (FlexAttention). auto tries the kernels in the best order for the GPU."""
     compile: Compile = "off"
     """torch.compile: off, the whole model, each block and the loss on its own (faster to start), the whole model with
-    kernels tuned by trial (max-autotune, without CUDA graphs), or in CUDA graphs (reduce-overhead)."""
+    the sizes of its kernels tuned one by one (coordinate-descent), with kernels chosen by trial (max-autotune), with
+    these in CUDA graphs (max-autotune-graphs), or only in CUDA graphs (reduce-overhead)."""
     checkpointing: Checkpointing = "none"
     """Activations that the backward pass recomputes: none; selective, all but those of matmuls and attention; full,
-    whole blocks, for about a third more arithmetic."""
+    whole blocks, for about a third more arithmetic; alternate, every second block, for half of that."""
     loss: Loss = "plain"
     """Cross-entropy: plain, or fused with the head, which computes both piece by piece and does not keep logits."""
     loss_chunks: int = 1
@@ -219,8 +222,14 @@ SIXTEEN_BITS = ("fp16", "bf16", "bf16-activations")
 
 TORCHAO_OPTIMIZERS = ("adamw-8bit", "adamw-bf16")
 
-WHOLE_GRAPH = ("whole", "max-autotune", "reduce-overhead")
+WHOLE_GRAPH = ("whole", "coordinate-descent", "max-autotune", "max-autotune-graphs", "reduce-overhead")
 """Values of ``--compile`` that compile the model as one graph."""
+
+CUDA_GRAPHS = ("max-autotune-graphs", "reduce-overhead")
+"""Values of ``--compile`` that record the graph's kernels and replay them."""
+
+GPU_KERNELS = ("coordinate-descent", "max-autotune", "max-autotune-graphs")
+"""Values of ``--compile`` that tune kernels which only GPUs have."""
 
 
 def refuse_contradictions(config: TrainConfig) -> None:

@@ -72,6 +72,7 @@ def plan(options: PlanOptions) -> None:
         ("Predicted peak memory", forecast.memory_rows(config)),
         ("Largest micro-batch", forecast.limit_rows(config, options.memory_limit)),
         ("Arithmetic", forecast.arithmetic_rows(config)),
+        *([("Waste of tiles and waves", forecast.tile_rows(config))] if config.device == "cuda" else []),
         ("Data, time and cost", forecast.time_rows(config, options.tokens_per_second, options.price)),
     ):
         table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))

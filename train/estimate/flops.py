@@ -58,7 +58,8 @@ def hardware(model: ModelConfig, *, recomputed: int) -> float:
 
 def recomputed_blocks(config: TrainConfig) -> int:
     """Blocks whose matrix products and attention are computed again; selective checkpointing keeps their results."""
-    return config.model.layers if config.checkpointing == "full" else 0
+    layers = config.model.layers
+    return {"full": layers, "alternate": (layers + 1) // 2}.get(config.checkpointing, 0)
 
 
 def formulas(model: ModelConfig, parameters: int) -> list[Formula]:

@@ -14,6 +14,7 @@ from pipeline.shards import read_manifest
 from train.config import SIXTEEN_BITS, TrainConfig
 from train.estimate import flops
 from train.estimate.memory import largest_micro_batch, predict_peak, published_activations
+from train.estimate.tiles import A100_MULTIPROCESSORS, products, warnings
 from train.model.gpt import GPT, parameter_count
 
 CHINCHILLA = 20
@@ -104,6 +105,19 @@ def arithmetic_rows(config: TrainConfig) -> Rows:
         total = flops.palm(config.model) * steps * config.step_tokens
         rows.append((f"{steps:,} steps", f"{total:.3e} FLOP = {petaflop_days(total):.4g} PF-days (PaLM)"))
     return rows
+
+
+def tile_rows(config: TrainConfig) -> Rows:
+    """The waste of tiles and waves by matrix product, on this machine's GPU or else an A100, and warnings."""
+    count = A100_MULTIPROCESSORS
+    if torch.cuda.is_available():
+        count = torch.cuda.get_device_properties(0).multi_processor_count
+    rows = [
+        (waste.name, f"{waste.rows:,} x {waste.columns:,}: tiles {waste.tiles:.1%}, waves {waste.waves:.1%}")
+        for waste in products(config, count)
+    ]
+    warned = [("[yellow]warning[/yellow]", sentence) for sentence in warnings(config, count)]
+    return [("multiprocessors", str(count)), *rows, *warned]
 
 
 def petaflop_days(total: float) -> float:

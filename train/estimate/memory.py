@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 
 from train.config import SIXTEEN_BITS, WHOLE_GRAPH, TrainConfig, divisors
-from train.estimate.flops import matmul_parameters
+from train.estimate.flops import matmul_parameters, recomputed_blocks
 from train.model.gpt import parameter_count
 from train.model.loss import pieces
 
@@ -97,7 +97,8 @@ def predict_peak(config: TrainConfig) -> Anatomy:
     cast = 2 if _half(config) and one == 4 else 0
     # With full checkpointing autocast's copies and the mask are remade for each block, and freed with it.
     remade = config.checkpointing == "full"
-    casts = 0 if remade else cast * (matmul_parameters(model) - head_parameters)
+    block_casts = cast * (matmul_parameters(model) - head_parameters)
+    casts = block_casts * (layers - recomputed_blocks(config)) // layers
     mask = model.context_length**2 * _materialises(config, kind)
     accumulated = all_gradients if config.accumulation > 1 else 0
     whole, alone = config.compile in WHOLE_GRAPH, config.compile == "blocks"
@@ -105,6 +106,8 @@ def predict_peak(config: TrainConfig) -> Anatomy:
     positions = 4 * model.context_length * model.width * whole
     saved = positions + layers * (tokens * sizes.kept + (0 if remade else mask))
     again = tokens * (sizes.block - sizes.kept) + (mask if remade else 0)
+    if config.checkpointing == "alternate":  # whose last block is recomputed only where the number of blocks is odd
+        again *= layers / recomputed_blocks(config) * (layers % 2)
     head, head_cast = one * head_parameters, cast * head_parameters
     product = 2 if _half(config) else 4
     logits = tokens * sizes.loss / max(1, chunks)
@@ -192,8 +195,10 @@ def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
         # The scores' gradients, less what the feed-forward half has freed by then.
         attention_working = product * (2 * scores - 9 * width)
     block = matmuls + norms + between + attention + dropped
+    again = recomputed_blocks(config)
     kept = {
         "none": block,
+        "alternate": (again * stream * width + (model.layers - again) * block) / model.layers,  # on average
         "full": stream * width,
         "selective": stream * width + matmuls + 2 * product * width,  # and both projections' outputs
     }[config.checkpointing]

@@ -42,8 +42,8 @@ class LadderOptions:
     """A suite, and how long each of its rungs runs."""
 
     suite: str = "a100"
-    """a100, loop, memory, precision, sizes, aa (the same run ten times: how often is a difference seen where there is
-    none?), or a Python file with SUITE = [Rung(...), ...]."""
+    """a100, loop, memory, kernels, accumulation, loader, precision, sizes, aa (the same run ten times: how often is a
+    difference seen where there is none?), or a Python file with SUITE = [Rung(...), ...]."""
     rungs: tuple[str, ...] = ()
     """Only these rungs of the suite, by name; default all."""
     data: str = "data/tokens"

@@ -31,7 +31,7 @@ from infra.units import format_size
 from pipeline.shards import Manifest
 from train import report
 from train.checkpoint.run_folder import RunFolder
-from train.config import SIXTEEN_BITS, TrainConfig, config_from_json
+from train.config import GPU_KERNELS, SIXTEEN_BITS, TrainConfig, config_from_json
 from train.estimate.memory import predict_peak
 from train.intervals import Estimate
 from train.ladder.suites import Rung, Suite, apply
@@ -258,8 +258,8 @@ def refuse_unsuited(before: TrainConfig, config: TrainConfig, rung: Rung, facts:
         raise UserError("TF32 is for GPUs; a CPU computes the same fp32")
     if config.precision in SIXTEEN_BITS and not facts.bf16:
         raise UserError(f"this CPU emulates {config.precision}, many times slower than fp32")
-    if config.compile == "max-autotune":
-        raise UserError("max-autotune tries GPU kernels")
+    if config.compile in GPU_KERNELS:
+        raise UserError(f"{config.compile} tries GPU kernels")
     if config.compile != "off" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise UserError("torch.compile needs a C++ compiler on a CPU and there is none")
     if "attention" in changed and config.attention == "auto":

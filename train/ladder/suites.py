@@ -117,6 +117,7 @@ MEMORY = Suite(
     (
         Rung("accumulation", {"micro_batch": 4}),
         Rung("checkpointing", {"checkpointing": "full"}),
+        Rung("checkpointing every second block", {"checkpointing": "alternate"}),
         Rung("selective checkpointing", {"checkpointing": "selective"}),
         Rung("fp16", {"precision": "fp16"}, changes_numerics=True),
         Rung("bf16", {"precision": "bf16"}, changes_numerics=True),
@@ -136,6 +137,49 @@ MEMORY = Suite(
             changes_numerics=True,
         ),
     ),
+)  # fmt: skip
+
+KERNELS = Suite(
+    "kernels",
+    "How torch.compile chooses and launches kernels, against the whole graph with its defaults",
+    {
+        "model": "gpt2-124m", "model.context_length": 512, "batch": 32, "compile": "whole", "vocabulary_multiple": 64,
+        "schedule": "constant",
+    },
+    (
+        Rung("coordinate descent", {"compile": "coordinate-descent"}),
+        Rung("max-autotune", {"compile": "max-autotune"}),
+        Rung("CUDA graphs", {"compile": "reduce-overhead"}),
+        Rung("max-autotune with CUDA graphs", {"compile": "max-autotune-graphs"}),
+    ),
+)  # fmt: skip
+
+ACCUMULATION = Suite(
+    "accumulation",
+    "GPT-2 124M with four micro-batches per step, each rung keeping those before it",
+    _PLAIN
+    | {
+        "model": "gpt2-124m", "model.context_length": 512, "vocabulary_multiple": 64, "global_batch": 32,
+        "micro_batch": 32, "precision": "tf32", "attention": "sdpa", "optimizer": "adamw-fused",
+        "ablate": ("copy", "collect"),
+    },
+    (
+        Rung("4 accumulated", {"micro_batch": 8}),
+        Rung("asynchronous copies", {"ablate": ("collect",)}),
+        Rung("compile", {"compile": "whole"}),
+        Rung("max-autotune", {"compile": "max-autotune"}),
+    ),
+    cumulative=True,
+)  # fmt: skip
+
+LOADER = Suite(
+    "loader",
+    "Threads that read batches ahead, against the loop that reads them itself",
+    {
+        "model": "gpt2-124m", "model.context_length": 512, "batch": 32, "vocabulary_multiple": 64,
+        "schedule": "constant",
+    },
+    tuple(Rung(f"{count} thread{'s' * (count > 1)}", {"loader_workers": count}) for count in (1, 2, 4)),
 )  # fmt: skip
 
 PRECISION = Suite(
@@ -167,6 +211,8 @@ SIZES = Suite(
         Rung("6 heads", {"model.heads": 6}, changes_numerics=True),
         Rung("16 heads", {"model.heads": 16}, changes_numerics=True),
         Rung("24 heads", {"model.heads": 24}, changes_numerics=True),
+        Rung("width 780", {"model.width": 780}, changes_numerics=True),
+        Rung("width 832, 13 heads", {"model.width": 832, "model.heads": 13}, changes_numerics=True),
         *(Rung(f"batch {size}", {"batch": size}) for size in (7, 8, 9, 31, 33, 63, 64, 65)),
     ),
 )
@@ -178,7 +224,7 @@ AA = Suite(
     tuple(Rung(f"again {number}") for number in range(1, 11)),
 )
 
-SUITES = {suite.name: suite for suite in (A100, LOOP, MEMORY, PRECISION, SIZES, AA)}
+SUITES = {suite.name: suite for suite in (A100, LOOP, MEMORY, KERNELS, ACCUMULATION, LOADER, PRECISION, SIZES, AA)}
 
 
 def find_suite(text: str, start: TrainConfig) -> Suite:

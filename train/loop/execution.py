@@ -17,7 +17,11 @@ from train.model.attention import ATTENTION, AttentionFunction, MaskFunction, bl
 from train.model.gpt import GPT
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
-MODES = {"max-autotune": "max-autotune-no-cudagraphs", "reduce-overhead": "reduce-overhead"}
+MODES = {
+    "max-autotune": "max-autotune-no-cudagraphs", "max-autotune-graphs": "max-autotune",
+    "reduce-overhead": "reduce-overhead",
+}  # fmt: skip
+OPTIONS = {"coordinate-descent": {"coordinate_descent_tuning": True}}
 INDUCTOR_CACHE = Path("~/.cache/throughline/inductor")
 """torch's default is in /tmp and is lost with every container and restart."""
 
@@ -102,7 +106,8 @@ def compiled(model: GPT, config: TrainConfig) -> Callable[..., Tensor]:
             block.compile(dynamic=False)
         model.mean_loss = torch.compile(model.mean_loss, dynamic=False)
         return model
-    return torch.compile(model, dynamic=False, mode=MODES.get(config.compile))
+    mode, options = MODES.get(config.compile), OPTIONS.get(config.compile)
+    return torch.compile(model, dynamic=False, mode=mode, options=options)
 
 
 def keep_compiled_attention() -> None:

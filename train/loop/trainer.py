@@ -19,7 +19,7 @@ from infra.errors import first_line
 from infra.hardware import device_facts
 from train.checkpoint import save
 from train.checkpoint.progress import Progress, RunState, read_progress, refuse_other_run
-from train.config import TrainConfig
+from train.config import CUDA_GRAPHS, TrainConfig
 from train.data.dataset import Data, ShardData
 from train.data.loader import BatchLoader
 from train.data.text import refuse_foreign_ids
@@ -77,8 +77,8 @@ class Trainer:
         elif self.workers.size > 1:
             self.forward = parallel.replicate(self.forward, self.device)
         # The next replay of a CUDA graph overwrites the results of the last one, so gradients need their own memory.
-        self.keep_gradients = config.compile == "reduce-overhead" or "zero" in config.ablate
-        if config.compile == "reduce-overhead":
+        self.keep_gradients = config.compile in CUDA_GRAPHS or "zero" in config.ablate
+        if config.compile in CUDA_GRAPHS:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         self.optimizer = make_optimizer(self.model, config)
@@ -179,7 +179,7 @@ class Trainer:
             asked = timing.mark(self.device)
             inputs, targets = loader.next()
             cycle.waits.append((asked, timing.mark(self.device)))
-            if config.compile == "reduce-overhead":
+            if config.compile in CUDA_GRAPHS:
                 torch.compiler.cudagraph_mark_step_begin()
             with parallel.synchronised(self.forward, self.model, micro == config.accumulation - 1):
                 with arithmetic(config):

@@ -131,14 +131,15 @@ class GPT(nn.Module):
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         x = F.dropout(x.to(self.activations or x.dtype), self.config.dropout, self.training)
         mask = self.mask(tokens)
-        for block in self.blocks:
-            x = self._block(block, x, mask)
+        for number, block in enumerate(self.blocks):
+            x = self._block(number, block, x, mask)
         return x
 
-    def _block(self, block: nn.Module, x: Tensor, mask: Mask) -> Tensor:
-        if self.checkpointing == "none" or not self.training:
+    def _block(self, number: int, block: nn.Module, x: Tensor, mask: Mask) -> Tensor:
+        kept = self.checkpointing == "none" or (self.checkpointing == "alternate" and number % 2 == 1)
+        if kept or not self.training:
             return block(x, mask)
-        again = recompute.full if self.checkpointing == "full" else recompute.selective
+        again = recompute.selective if self.checkpointing == "selective" else recompute.full
         return again(block, x, mask, dropout=self.config.dropout)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:

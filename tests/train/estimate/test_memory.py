@@ -70,6 +70,7 @@ def tracked_peak(config: TrainConfig) -> int:
         {"precision": "bf16"},
         {"precision": "bf16-activations"},
         {"precision": "bf16", "checkpointing": "full", "global_batch": 8},
+        {"precision": "bf16", "checkpointing": "alternate"},
         {"checkpointing": "selective"},
         {"model": WIDE_HEAD, "micro_batch": 1, "global_batch": 1},
         {"model": WIDE_HEAD, "micro_batch": 1, "global_batch": 2},

@@ -95,6 +95,9 @@ REFUSED = {
     "loop": {"tensor cores", "max-autotune", "all together"},
     "memory": {"fp16", "TF32"},
     "precision": {"fp16", "TF32"},
+    "kernels": {"coordinate descent", "max-autotune", "max-autotune with CUDA graphs"},
+    "accumulation": {"max-autotune"},
+    "loader": set[str](),
     "sizes": {"batch 31"},
     "aa": set[str](),
 }

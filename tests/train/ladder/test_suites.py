@@ -28,7 +28,14 @@ def test_a_rung_with_another_loss_curve_is_labelled(suite: Suite) -> None:
     """Fewer bits, another model or another optimizer: the same numbers only come of the same arithmetic in fp32."""
     for rung in suite.rungs:
         changes = {name: value for name, value in rung.changes.items() if value not in ("fp32", "tf32", "adamw-fused")}
-        other = {"precision", "optimizer", "vocabulary_multiple", "model.tied", "model.heads"} & changes.keys()
+        other = {
+            "precision",
+            "optimizer",
+            "vocabulary_multiple",
+            "model.tied",
+            "model.heads",
+            "model.width",
+        } & changes.keys()
         assert rung.changes_numerics is bool(other), rung.name
 
 

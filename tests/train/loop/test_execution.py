@@ -4,13 +4,14 @@ import gc
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from infra.hardware import cpu_facts
 from train.config import TrainConfig
-from train.loop.execution import build, no_collections, plain, worker_environment
+from train.loop.execution import build, compiled, no_collections, plain, worker_environment
 from train.model_config import ModelConfig
 from train.resolve import resolve
 
@@ -22,6 +23,32 @@ def test_a_cpus_large_tensors_are_in_large_pages_unless_told_otherwise() -> None
     assert worker_environment(config) == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     assert worker_environment(replace(config, device="cuda")) == {}
     assert worker_environment(replace(config, ablate=("pages",))) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [
+        ("whole", {"mode": None, "options": None}),
+        ("max-autotune", {"mode": "max-autotune-no-cudagraphs", "options": None}),
+        ("max-autotune-graphs", {"mode": "max-autotune", "options": None}),
+        ("coordinate-descent", {"mode": None, "options": {"coordinate_descent_tuning": True}}),
+    ],
+)
+def test_torch_is_asked_for_the_kind_of_compilation(
+    kind: Any, asked: dict[str, object], small_model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch refuses a mode or an option that it does not know; nothing is compiled before the first call."""
+    found: list[dict[str, object]] = []
+    compile_it = torch.compile
+
+    def recording(model: Any, **options: Any) -> Any:
+        found.append(options)
+        return compile_it(model, **options)
+
+    monkeypatch.setattr(torch, "compile", recording)
+    config = resolve(TrainConfig(model=small_model, device="cpu", compile=kind), cpu_facts())
+    compiled(build(config, torch.device("cpu")), config)
+    assert found == [{"dynamic": False} | asked]
 
 
 @pytest.mark.parametrize("ablate", [(), ("collect",)])

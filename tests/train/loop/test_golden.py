@@ -53,6 +53,7 @@ def golden(plain: TrainConfig) -> list[float]:
     [
         {"micro_batch": 2},
         {"checkpointing": "full"},
+        {"checkpointing": "alternate"},
         {"checkpointing": "selective"},
         {"loss_chunks": 8},
         {"attention": "sdpa"},
@@ -129,6 +130,8 @@ SMALL: Mapping[str, Any] = {
 """What a rung is tried with: compiled code has its own test."""
 STANDS_FOR = {
     ("precision", "fp16"): "bf16",
+    ("model.width", 780): 60,
+    ("model.width", 832): 52,
     **dict.fromkeys([("attention", name) for name in ("auto", "flash", "cudnn", "efficient")], "sdpa"),
 }
 """What a CPU does in place of a GPU's settings."""
@@ -142,7 +145,8 @@ def on_a_cpu(config: TrainConfig, rung: Rung) -> TrainConfig:
     if multiple := changes.pop("vocabulary_multiple", None):
         changes["model.padded_vocabulary"] = -(-257 // multiple) * multiple
     batch = {"global_batch": 8, "micro_batch": 2 if "micro_batch" in changes else 8}
-    return apply(config, {**changes, **SMALL, **batch})
+    width = {name: changes[name] for name in ("model.width",) if name in changes}
+    return apply(config, {**changes, **SMALL, **width, **batch})
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)

@@ -44,7 +44,20 @@ def gradients(model: GPT) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_every_second_block_is_run_again(small_model: ModelConfig) -> None:
+    runs = [0] * 5
+    model = GPT(replace(small_model, layers=5), checkpointing="alternate")
+    for number, block in enumerate(model.blocks):
+
+        def count(module: object, inputs: object, number: int = number) -> None:
+            runs[number] += 1
+
+        block.register_forward_pre_hook(count)
+    gradients(model)
+    assert runs == [2, 1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["full", "alternate", "selective"])
 def test_a_kernel_that_draws_random_numbers_is_run_again_with_dropout(
     small_model: ModelConfig, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
