@@ -238,6 +238,34 @@ def here() -> Any:
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
+def ask_nodes(
+    nodes: Sequence[str], question: Callable[..., Any], *arguments: Any, seconds: float, num_gpus: int = 0, **named: Any
+) -> dict[str, Any]:
+    """The answers of ``question(*arguments, **named)`` on the machines of the connected Ray with these node ids.
+
+    It runs without cores, so also where other work has them all. An exception is an answer, too; a machine that does
+    not answer within ``seconds`` is missing.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ask: Any = ray.remote(num_cpus=0, num_gpus=num_gpus, max_retries=0)(question)
+    asked = {
+        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(*arguments, **named):
+        node for node in nodes
+    }  # fmt: skip
+    done, waiting = ray.wait(list(asked), num_returns=len(asked), timeout=seconds) if asked else ([], [])
+    answers: dict[str, Any] = {}
+    for answer in done:
+        try:
+            answers[asked[answer]] = ray.get(answer)
+        except Exception as failure:  # noqa: BLE001 whatever the machine's process fails with
+            answers[asked[answer]] = failure
+    for late in waiting:
+        ray.cancel(late, force=True)
+    return answers
+
+
 def refuse_unshared(flag: str, folder: Path) -> None:
     """Raise ``UserError`` when a machine of the connected Ray, where work may be placed, does not share ``folder``.
 
@@ -300,7 +328,7 @@ def placing(what: str, bundles: Sequence[Node], placed: Callable[[], bool]) -> I
             since = since or time.monotonic()
             if not told and time.monotonic() - since >= PLACING_SECONDS:
                 told = True
-                errors.print(_lack(what, bundles), markup=False)
+                errors.print(lack(what, bundles), markup=False)
 
     thread = threading.Thread(target=watch, name="placing", daemon=True)
     thread.start()
@@ -322,12 +350,14 @@ def _is_pending(bundles: Sequence[Node]) -> bool:
     return any(amounts(asked) == amounts(bundles) for asked in waiting)
 
 
-def _lack(what: str, bundles: Sequence[Node]) -> str:
+def lack(what: str, bundles: Sequence[Node]) -> str:
     """A sentence: which resources the ``bundles`` of ``what`` wait for, and what the cluster has."""
     import ray
 
     def amounts(resources: Node) -> str:
-        return " and ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU") if resources.get(name))
+        types = [name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")]
+        counts = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
+        return " and ".join(counts) + "".join(f" with {name}" for name in types)
 
     alive = [(node["NodeManagerHostname"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
     machines = ", ".join(f"{name} {amounts(resources) or '0 CPU'}" for name, resources in alive)

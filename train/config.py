@@ -15,6 +15,7 @@ import tyro
 from pydantic import AliasChoices, BeforeValidator, Field, PlainSerializer
 
 from infra.errors import UserError
+from infra.place import Place
 from infra.schema import from_json, strict, to_json
 from infra.units import SecondsOrNone, one_word
 from pipeline.config import Reading
@@ -195,10 +196,14 @@ def config_from_json(values: Any, source: str) -> TrainConfig:
     return from_json(TrainConfig, values, source)
 
 
-def load_config(path: Path, flag: str = "--config") -> TrainConfig:
-    """Read the file that ``flag`` names: a run's ``config.json`` or a search's ``best.json``. Raises ``UserError``."""
+def load_config(path: Path | str, flag: str = "--config") -> TrainConfig:
+    """Read the file that ``flag`` names: a run's ``config.json`` or a search's ``best.json``. Raises ``UserError``.
+
+    As a ``str`` it may also be in object storage.
+    """
+    where = Place.of(path)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(where.parent.read(where.name))
     except FileNotFoundError:
         raise UserError(
             f"{flag} {path} does not exist; a run has runs/NAME/config.json, a search runs/NAME/best.json."

@@ -65,7 +65,7 @@ def main() -> None:
             out = Path(command.flag_value("--out") or defaults.out)
             path = str(find_run(resume, out).config)
         if path:
-            defaults = dataclasses.replace(defaults, training=load_config(Path(path)))
+            defaults = dataclasses.replace(defaults, training=load_config(path))
     except UserError as mistake:
         command.refuse(mistake)
     command.run(

@@ -49,12 +49,14 @@ class SearchConfig:
     first measurement."""
     name: str | None = None
     """Name of the search and of its folder; made from the model and the time when left out."""
-    out: Path = Path("runs")
-    """Folder that holds runs and searches."""
+    out: str = "runs"
+    """Folder that holds runs and searches, or s3://bucket/folder, gs://bucket/folder."""
     config: Path | None = None
     """Read the training settings from this JSON file; flags given with it win."""
     resume: str | None = None
     """Continue the search of this name; its settings are read from its folder."""
+    parallel: int = 1
+    """Trials at a time, each on a machine of its own in the cluster, whose speeds are compared over its own control."""
     dry_run: bool = False
     """Print the plan and run nothing."""
     tracking_uri: str | None = None
@@ -70,6 +72,8 @@ class SearchConfig:
             raise UserError("--stream and a search exclude each other: trials read token shards, by --data.")
         if self.trial_steps < FEWEST + 2:
             raise UserError(f"--trial-steps {self.trial_steps} gives no speed: {FEWEST + 2} or more are needed.")
+        if self.parallel < 1:
+            raise UserError(f"--parallel {self.parallel} must be at least 1.")
         if self.confirm < 0:
             raise UserError(f"--confirm {self.confirm} must be at least 0.")
         if not 0 < self.trial_precision < 1:

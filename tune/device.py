@@ -1,48 +1,150 @@
-"""What trials will run on, and whether the limit makes sense there: asked before anything is started.
+"""The machines that trials run on, and whether the limit makes sense there: asked before anything is started.
 
-In: a search's config. Out: the device's facts, and the limit in bytes. Raises ``UserError`` in one
+In: a search's config. Out: what each machine reports about itself, and the limit in bytes. Raises ``UserError`` in one
 sentence for what cannot work, because a search that starts anyway wastes hours.
 """
 
-from dataclasses import replace
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache
 
 import psutil
 
-from infra.cluster import is_this_machine_alone
+from infra.cluster import ask_nodes, cores_each, eligible_nodes, is_this_machine_alone
 from infra.errors import UserError
 from infra.gpu import read_gpu
 from infra.hardware import DeviceFacts, cpu_facts, device_facts
+from infra.place import Place
 from infra.units import format_size
+from pipeline.shards import read_manifest
 from train.config import TrainConfig
 from train.estimate.memory import predict_peak
-from train.launch.placement import worker_facts
 from train.model_config import format_model
 from tune.config import SearchConfig
 from tune.space import Candidate, Space
 from tune.strategy.curves import Prior
 
+ANSWER_SECONDS = 60.0
+"""How long the machines of a cluster may take to describe themselves: a process must start there, with their GPU."""
 
-def trial_device(config: SearchConfig) -> DeviceFacts:
-    """What trials run on. Raises ``UserError`` when a GPU is asked for and absent, or in use by somebody else."""
-    wanted = config.training.device
-    if wanted == "cpu":
-        return cpu_facts()
-    if config.cluster:
-        facts = worker_facts(config.training)
-        state = read_gpu() if is_this_machine_alone() else None
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine for trials, as a process on it sees it."""
+
+    name: str
+    device: DeviceFacts
+    memory: int
+    """Bytes of the GPU, or of the machine where trials run on its CPU."""
+    busy: tuple[str, ...] = ()
+    """Other processes on its GPU."""
+    data: str | None = None
+    """Fingerprint of the token shards in the search's local folder, as this machine sees it; None without any."""
+
+
+def look(data: str, *, cpu: bool, own: Sequence[int] = ()) -> Machine:
+    """This machine, with ``data`` where that is a folder. The processes ``own`` do not count as others on its GPU."""
+    state = None if cpu else read_gpu()
+    fingerprint = None
+    if not Place.of(data).remote:
+        with suppress(UserError):  # a folder of another machine
+            fingerprint = read_manifest(data).fingerprint
+    return Machine(
+        socket.gethostname(),
+        cpu_facts() if state is None else device_facts(),
+        state.memory_total if state else psutil.virtual_memory().total,
+        tuple(_process(pid) for pid in state.other_processes if pid not in own) if state else (),
+        fingerprint,
+    )
+
+
+def trial_machines(config: SearchConfig) -> tuple[Machine, ...]:
+    """The machines on which trials may run: this one, or those of the connected Ray that have the most room.
+
+    Raises ``UserError`` when there is none: a GPU is asked for and absent, or in use by somebody else, or no machine
+    of the cluster has the data.
+    """
+    training = config.training
+    here = not config.cluster or is_this_machine_alone()
+    if here:
+        above = [process.pid for process in psutil.Process().parents()]  # a notebook or test run that waits for us
+        found = [look(training.data, cpu=training.device == "cpu", own=above)]
     else:
-        facts, state = device_facts(), read_gpu()
-    above = {process.pid for process in psutil.Process().parents()}  # a notebook or test run that waits for us
-    others = [process for process in state.other_processes if process not in above] if state else []
-    if state and others:
+        found = _ask(training)
+    idle = [machine for machine in found if not machine.busy]
+    if not idle:
         raise UserError(
-            f"{state.name} is in use by process {', '.join(map(_process, others))}, which would share its memory "
-            "and time with the trials: end it, or choose another GPU with CUDA_VISIBLE_DEVICES."
+            f"{found[0].device.name} is in use by process {', '.join(found[0].busy)}, which would share its memory and "
+            "time with the trials: end it, or choose another GPU with CUDA_VISIBLE_DEVICES."
         )
-    if wanted == "cuda" and facts.kind != "cuda":
+    if training.device == "cuda" and idle[0].device.kind != "cuda":
         raise UserError("--device cuda: there is no GPU here; use --device cpu, or --address of a cluster with one.")
-    return facts
+    data = Place.of(training.data)
+    if not (here or data.remote):
+        fingerprint = read_manifest(data).fingerprint
+        blind = [machine.name for machine in idle if machine.data != fingerprint]
+        if blind:
+            raise UserError(
+                f"--data {data} is not on {', '.join(blind)}, where trials would run: put it in object storage, for "
+                "example with 'python -m pipeline.tokenize --out s3://bucket/tokens', and give that as --data."
+            )
+    if config.parallel > len(idle):
+        raise UserError(
+            f"--parallel {config.parallel} needs as many machines for trials and there "
+            f"{'is' if len(idle) == 1 else 'are'} {len(idle)}: {', '.join(machine.name for machine in idle)}."
+        )
+    return tuple(idle)
+
+
+def _ask(training: TrainConfig) -> list[Machine]:
+    """What the machines for trials say about themselves. Raises ``UserError`` when none of them answers."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpu = training.device != "cpu" and any(node.get("GPU") for node in nodes)
+    there = trial_nodes(trial_resources(training, use_gpu=gpu))
+    answers = ask_nodes(
+        list(there.values()), look, Place.of(training.data).address, cpu=not gpu, seconds=ANSWER_SECONDS,
+        num_gpus=int(gpu),  # without one Ray hides it from the task
+    )  # fmt: skip
+    found = [answer for answer in answers.values() if isinstance(answer, Machine)]
+    if not found:
+        why = next((f": {answer}" for answer in answers.values()), "")
+        raise UserError(
+            f"{', '.join(there)} did not describe {'their GPUs' if gpu else 'themselves'} within "
+            f"{ANSWER_SECONDS:.0f} s{why}: stop other work there, or use --device cpu."
+        )
+    return sorted(found, key=lambda machine: machine.name)
+
+
+def trial_resources(training: TrainConfig, *, use_gpu: bool) -> dict[str, float]:
+    """What a run gets on the machine with the most room: a trial has it to itself, as the run that it stands for.
+
+    Raises ``UserError`` when the connected Ray has no machine for it.
+    """
+    nodes = eligible_nodes(accelerator=training.accelerator)
+    if training.accelerator and not nodes:
+        raise UserError(f"--accelerator {training.accelerator} is not in the cluster.")
+    cores = cores_each(nodes, 1, gpu=use_gpu)
+    if not cores:
+        raise UserError(
+            "the Ray cluster has no cores for trials: start it with 'ray start --head --num-cpus=1' or more."
+        )
+    type_of = {f"accelerator_type:{training.accelerator}": 0.001} if training.accelerator else {}
+    return {"CPU": float(cores)} | ({"GPU": 1.0} if use_gpu else {}) | type_of
+
+
+def trial_nodes(resources: dict[str, float]) -> dict[str, str]:
+    """The live machines of the connected Ray that have these ``resources``, busy or not: node ids by machine name."""
+    import ray
+
+    return {
+        node["NodeManagerHostname"]: node["NodeID"]
+        for node in sorted(ray.nodes(), key=lambda node: node["NodeManagerHostname"])
+        if node["Alive"] and all(node["Resources"].get(name, 0) >= amount for name, amount in resources.items())
+    }
 
 
 def _process(number: int) -> str:
@@ -53,15 +155,12 @@ def _process(number: int) -> str:
         return str(number)
 
 
-def memory_limit(asked: int | None, training: TrainConfig) -> int:
-    """The limit in bytes: as ``asked`` for, else all there is on the device of the resolved ``training``.
+def memory_limit(asked: int | None, training: TrainConfig, available: int) -> int:
+    """The limit in bytes: as ``asked`` for, else all that is ``available`` to the resolved ``training``.
 
     Raises ``UserError`` when the model's state alone exceeds it.
     """
-    state = read_gpu() if training.device == "cuda" else None
-    if training.device == "cuda" and state is None and not asked:
-        raise UserError("NVML does not tell this machine the GPU's memory: say what a trial may take, --memory-limit.")
-    limit = asked or (state.memory_total if state else psutil.virtual_memory().total)
+    limit = asked or available
     parts = predict_peak(replace(training, micro_batch=1))
     needed = parts.weights + parts.gradients + parts.optimizer
     if needed > limit:

@@ -1,17 +1,22 @@
-"""A search's folder: made once, locked by one process, and continued only as the search that it was.
+"""A search's folder: made once, locked by one driver, and continued only as the search that it was.
 
-``runs/NAME/`` holds ``search.json`` (what is searched, and the parent run in MLflow), ``trials/`` (a JSON
-file per finished trial) and, at the end, the files for people.
+``OUT/NAME/`` holds ``search.json`` (what is searched, and the parent run in MLflow), ``trials/`` (a JSON
+file per finished trial) and, at the end, the files for people. In object storage the driver works in a local copy and
+sends each file as it is written.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from infra import storage
+from infra.cluster import sole_user
 from infra.errors import UserError
+from infra.place import Place, WorkingCopy, scratch
 from infra.schema import from_json
 from infra.storage import clear_temporaries, write_json
 from infra.tracking.key import RunKey
@@ -20,14 +25,27 @@ from tune.config import SearchConfig
 KEPT, TRIALS, LOCK = "search.json", "trials", ".lock"
 
 
-def kept_config(folder: Path) -> SearchConfig:
-    """The settings of the search in ``folder``. Raises ``UserError`` when there is none."""
+def place_of(out: str, name: str) -> Place:
+    """Where the search ``name`` belongs."""
+    place = Place.of(out)
+    return place / name if place.remote else Place.of(place.folder / name)
+
+
+def kept_config(place: Place) -> SearchConfig:
+    """The settings of the search in ``place``. Raises ``UserError`` when there is none."""
     try:
-        return from_json(SearchConfig, json.loads((folder / KEPT).read_text(encoding="utf-8"))["config"], "it")
-    except OSError:
-        raise UserError(f"--resume: there is no {folder / KEPT}; 'ls {folder.parent}' lists what was run.") from None
+        return from_json(SearchConfig, _kept(place)["config"], "it")
     except (ValueError, KeyError) as damage:
-        raise UserError(f"--resume: {folder / KEPT} is damaged ({damage}); begin a new search.") from damage
+        raise UserError(f"--resume: {place / KEPT} is damaged ({damage}); begin a new search.") from damage
+
+
+def _kept(place: Place) -> dict[str, Any]:
+    """The content of ``search.json``. Raises ``UserError`` without one, and ``ValueError`` when it is damaged."""
+    try:
+        return json.loads(place.read(KEPT))
+    except OSError:
+        listed = f"look in {place.parent}" if place.remote else f"'ls {place.parent}' lists what was run"
+        raise UserError(f"--resume: there is no {place / KEPT}; {listed}.") from None
 
 
 RENAMED = {"naive": "ablate"}
@@ -35,33 +53,51 @@ RENAMED = {"naive": "ablate"}
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Make and lock ``folder``; the system unlocks it however the process ends. Raises ``UserError``."""
-    try:
-        (folder / TRIALS).mkdir(parents=True, exist_ok=True)
-        (folder / LOCK).touch()
-    except OSError as refused:
-        raise UserError(f"{folder} cannot be written ({refused.strerror}): name another --out.") from refused
-    with storage.lock(folder / LOCK, f"another process runs the search in {folder}: wait for it, or end it."):
+def locked(place: Place, *, on_cluster: bool = False) -> Iterator[WorkingCopy]:
+    """Make ``place``, and hold it against other drivers however this one ends. Yields where to write what it holds.
+
+    A folder is locked by the system; a place in object storage among the drivers of this machine and, ``on_cluster``,
+    of the connected Ray. Raises ``UserError``.
+    """
+    refusal = f"another process runs the search in {place}: wait for it, or end it."
+    with ExitStack() as held:
+        if place.remote:
+            place.refuse_unusable("--out")
+            name = hashlib.sha256(place.address.encode()).hexdigest()[:16]
+            held.enter_context(storage.lock(scratch("searches") / name, refusal))
+            if on_cluster:
+                held.enter_context(sole_user(place))
+            copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name == KEPT or name.startswith(f"{TRIALS}/"))
+            (copy.folder / TRIALS).mkdir(exist_ok=True)
+            yield copy
+            return
+        folder = place.folder
+        try:
+            (folder / TRIALS).mkdir(parents=True, exist_ok=True)
+            (folder / LOCK).touch()
+        except OSError as refused:
+            raise UserError(f"{folder} cannot be written ({refused.strerror}): name another --out.") from refused
+        held.enter_context(storage.lock(folder / LOCK, refusal))
         clear_temporaries(folder / TRIALS)
-        yield
+        yield WorkingCopy(place, folder)
 
 
-def begin(folder: Path, config: SearchConfig, identity: dict[str, Any], parent: RunKey) -> None:
+def begin(copy: WorkingCopy, config: SearchConfig, identity: dict[str, Any], parent: RunKey) -> None:
     """Note what a new search is."""
-    write_json(folder / KEPT, {"config": config.to_json(), "identity": identity, "parent": parent.kept_in(folder)})
+    kept = {"config": config.to_json(), "identity": identity, "parent": parent.kept_in(copy.folder)}
+    write_json(copy.folder / KEPT, kept)
+    copy.send(KEPT)
 
 
-def kept_identity(folder: Path) -> dict[str, Any]:
-    """What the search in ``folder`` was, under today's names of its settings."""
-    kept: dict[str, Any] = json.loads((folder / KEPT).read_text(encoding="utf-8"))["identity"]
+def kept_identity(place: Place) -> dict[str, Any]:
+    """What the search in ``place`` was, under today's names of its settings."""
+    kept: dict[str, Any] = _kept(place)["identity"]
     return {RENAMED.get(name, name): value for name, value in kept.items()}
 
 
-def resumed_parent(folder: Path, identity: dict[str, Any]) -> RunKey:
-    """The parent run of the search in ``folder``. Raises ``UserError`` when ``identity`` is another search's."""
-    kept = json.loads((folder / KEPT).read_text(encoding="utf-8"))
-    there, now = kept_identity(folder), json.loads(json.dumps(identity))
+def resumed_parent(place: Place, identity: dict[str, Any]) -> RunKey:
+    """The parent run of the search in ``place``. Raises ``UserError`` when ``identity`` is another search's."""
+    there, now = kept_identity(place), json.loads(json.dumps(identity))
     changed = [
         f"{name} was {there.get(name)!r} and is now {now.get(name)!r}"
         for name in sorted(set(there) | set(now))
@@ -69,11 +105,15 @@ def resumed_parent(folder: Path, identity: dict[str, Any]) -> RunKey:
     ]
     if changed:
         raise UserError(
-            f"--resume {folder.name}: that search was another one ({'; '.join(changed)}). Leave these flags out to "
+            f"--resume {place.name}: that search was another one ({'; '.join(changed)}). Leave these flags out to "
             "continue it, or begin a new search with another --name."
         )
-    parent = from_json(RunKey, kept["parent"], folder / KEPT).found_in(folder, "begin a new search")
+    parent = from_json(RunKey, _kept(place)["parent"], str(place / KEPT))
     from infra.tracking.store import reopen_run
+    from infra.tracking.tracker import JOURNAL
 
+    if place.remote:  # perhaps begun on another machine, whose folders mean nothing here
+        parent = replace(parent, journal=str(Path(JOURNAL).resolve()), home="")
+    parent = parent.found_in(Path(place.address), "begin a new search")
     reopen_run(parent)
     return parent

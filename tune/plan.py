@@ -4,18 +4,20 @@ In: a search's config. Out: a :class:`Search`, which whoever runs, records or re
 Raises ``UserError`` in one sentence for what cannot work, because a search that starts anyway wastes hours.
 """
 
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.place import Place
+from infra.errors import UserError
+from infra.place import Place, WorkingCopy
 from pipeline.shards import Manifest, read_manifest
 from train.checkpoint.run_folder import new_folder
 from train.resolve import resolve
 from tune.config import SearchConfig
-from tune.device import make_prior, memory_limit, trial_device
-from tune.folder import LOCK, TRIALS
+from tune.device import Machine, make_prior, memory_limit, trial_machines, trial_resources
+from tune.folder import KEPT, LOCK, TRIALS, kept_identity, place_of
 from tune.space import Space, make_space, parse_knobs
 from tune.strategy.base import Confirmed, Grid, Retrying, Strategy
 from tune.strategy.memory_aware import MemorySearcher
@@ -26,13 +28,28 @@ class Search:
     """One search, with everything decided that its config leaves open."""
 
     config: SearchConfig
-    folder: Path
+    place: Place
+    """Where it belongs: --out and its name."""
+    machines: tuple[Machine, ...]
+    """The machines on which its trials may run."""
     manifest: Manifest
     space: Space
     """The candidates, around a training that is resolved for the device of the trials."""
     memory: MemorySearcher
     """What is expected of candidates, whichever strategy chooses them; it has the limit."""
     strategy: Strategy
+    copy: WorkingCopy | None = None
+    """The place on this machine, once it is locked."""
+
+    @property
+    def folder(self) -> Path:
+        """The place on this machine."""
+        return self.working_copy.folder
+
+    @property
+    def working_copy(self) -> WorkingCopy:
+        """Where this driver writes what belongs to the place. Only a locked search in object storage has one."""
+        return self.copy or WorkingCopy(self.place, self.place.folder)
 
     @property
     def trials(self) -> Path:
@@ -48,6 +65,14 @@ class Search:
     def device(self) -> str:
         """``cpu`` or ``cuda``."""
         return self.space.base.device
+
+    def resources(self) -> dict[str, float]:
+        """What each trial asks the connected Ray for."""
+        return trial_resources(self.config.training, use_gpu=self.device == "cuda")
+
+    def send(self, *names: str) -> None:
+        """Send files of the folder to the place; nothing to do where that is the folder itself."""
+        self.working_copy.send(*names)
 
     @property
     def limit(self) -> int:
@@ -69,16 +94,31 @@ def make_search(config: SearchConfig) -> Search:
     """The search that ``config`` describes; reads the data's manifest and the device, and writes nothing."""
     manifest = read_manifest(config.training.data)
     name = config.resume or config.name or f"search-{time.strftime('%Y%m%d-%H%M%S')}"
-    if config.resume or config.dry_run:
-        folder = (config.out / name).resolve()
-    else:
-        folder = new_folder(config.out, name, begun=(TRIALS, LOCK))
-    training = resolve(config.training, trial_device(config))
-    limit = memory_limit(config.memory_limit, training)
+    place = place_of(config.out, name)
+    if not (config.resume or config.dry_run):
+        _refuse_taken(place, config.out, name)
+    machines = trial_machines(config)
+    training = resolve(config.training, machines[0].device)
+    asked = config.memory_limit
+    if config.resume and not asked:  # or another set of machines would make it another search
+        asked = kept_identity(place).get("memory_limit")
+    limit = memory_limit(asked, training, min(machine.memory for machine in machines))
     space = make_space(training, parse_knobs(config.knobs), free=config.free_global_batch)
     memory = MemorySearcher(space, make_prior(space), limit)
     explore = _explorer(config, space, memory)
-    return Search(config, folder, manifest, space, memory, Confirmed(Retrying(explore), space, config.confirm))
+    strategy = Confirmed(Retrying(explore), space, config.confirm)
+    return Search(config, place, machines, manifest, space, memory, strategy)
+
+
+def _refuse_taken(place: Place, out: str, name: str) -> None:
+    """Raise ``UserError`` when a new search cannot have this ``name``."""
+    if not place.remote:
+        new_folder(Path(out), name, begun=(TRIALS, LOCK))
+        return
+    if not re.fullmatch(r"[\w.-]*[\w-][\w.-]*", name, re.ASCII):
+        raise UserError(f"--name {name!r} is not a name for object storage: use letters, digits, '.', '_' and '-'.")
+    if place.exists(KEPT):
+        raise UserError(f"{place} exists already: continue it with --resume {name}, or give another --name.")
 
 
 def _explorer(config: SearchConfig, space: Space, memory: MemorySearcher) -> Strategy:

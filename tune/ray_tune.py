@@ -1,37 +1,49 @@
 """Ray Tune around a strategy: it asks for trials, runs each in a fresh process, and hands over their ends.
 
 In: a strategy and the search's folder. Out: rows in the folder. Ray Tune supplies processes and
-resources; what has been done is read from the rows alone, never from Tune's own snapshots, which are
+resources, and brings a trial's row to the driver as its result, because the trial's machine may share no disk with it;
+what has been done is read from the rows alone, never from Tune's own snapshots, which are
 up to a second old when the driver is killed. A trial that cannot win ends itself (:mod:`tune.trial.early_stop`):
 a scheduler of Tune's would stop it by an exception in the middle of its row. One that does not end is
 killed, and every trial gets a row: where it did not arrive, the driver writes one that says why.
 """
 
+import itertools
+import json
 import logging
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import ray
 import ray.tune
 from ray.tune.search import Searcher
 
-from infra.cluster import cores_each, eligible_nodes, placing, ray_files
+from infra.cluster import lack, placing, ray_files
 from infra.command import console, errors
 from infra.errors import UserError, first_line
+from infra.schema import from_json, to_json
+from infra.storage import write_text
 from infra.units import format_duration
+from tune.folder import TRIALS
 from tune.plan import Search
 from tune.strategy.base import enough_seconds
+from tune.strategy.nodes import comparable, control_of, first_row, scales
 from tune.trial.row import Proposal, TrialRow, read_rows, write_row
-from tune.trial.run import Request, run
+from tune.trial.run import Request, fetch_data, run
 
 ATTEMPTS = 3
-"""Times a trial is begun whose process dies or whose row does not arrive; what a configuration does is an outcome."""
+"""Times a trial is begun whose process dies or that does not get to run; what a configuration does is an outcome."""
+
+UNPLACED_SECONDS = 10.0
+"""How long a trial may wait for room on one machine while others could run it."""
+
+STORAGE_PAUSE, STORAGE_PATIENCE = 5.0, 600.0
+"""Seconds between attempts to send a row to storage that does not answer, and for all of them."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +57,12 @@ class Listener:
 class Running:
     """A trial that is running, and the limit on its process."""
 
-    def __init__(self, request: Request, seconds: float) -> None:
+    def __init__(self, request: Request, seconds: float, node: str = "") -> None:
         self.request = request
         self.seconds = seconds
+        self.node = node
+        """Ray's id of the machine."""
+        self.asked_at = time.monotonic()
         self.started = self.overdue = False
         self._kill: Callable[[], None] = lambda: None
         self._timer = threading.Timer(seconds, self._end)
@@ -67,67 +82,124 @@ class Running:
         self.overdue = True
         self._kill()
 
-    def why_no_row(self, error: bool, attempts: int, rows: Path) -> str:
-        """Why the trial left no row in ``rows`` after so many attempts."""
+    def why_no_row(self, attempts: int) -> str:
+        """Why the trial sent no row, after so many attempts."""
         if self.overdue:
             limit = format_duration(round(self.seconds))
             return f"it was still running after {limit}, --compile-time and its steps' time, and was killed"
         times = "once" if attempts == 1 else f"{attempts} times"
-        if not error:
-            return f"it ran {times} and its row did not arrive: can its process write to {rows}?"
         if not self.started:
             return f"its process could not be started, tried {times}: see Ray's logs"
         return f"its process died {times}: see Ray's logs, and whether the machine has enough memory"
 
 
 class Proposals(Searcher):
-    """A strategy as Ray Tune's searcher: one trial at a time, decided from the rows on disk.
+    """A strategy as Ray Tune's searcher: trials are decided from the rows on disk, each for a machine of its own.
 
     A trial's process is killed ``--compile-time`` and its request's ``most_seconds`` after it has started.
     """
 
-    def __init__(self, search: Search, listener: Listener) -> None:
+    def __init__(self, search: Search, listener: Listener, nodes: Callable[[], Mapping[str, str]]) -> None:
+        """``nodes`` returns the machines that have room for a trial, busy or not: their ids by name."""
         super().__init__(metric="tokens_per_second", mode="max")
         self.search = search
+        self.nodes = nodes
         self.rows = search.trials
         self.listener = listener
         self.running: dict[str, Running] = {}
         self.attempts: Counter[str] = Counter()
         """Attempts without a row, by the trial's key."""
+        self.failure: UserError | None = None
+        """Why the search cannot continue."""
+        self.again = False
+        """Whether Tune was ended in order to begin again: it can neither withdraw a trial nor wait for a machine."""
+        self.avoided = ""
+        """Name of the machine that had no room for the last trial."""
+        self._nothing_to_do = False
 
     def suggest(self, trial_id: str) -> dict[str, Any] | None:
-        """The next trial's parameters, None while one runs, or ``FINISHED``."""
-        if self.running:
+        """The next trial's parameters, None while there is nothing to do but wait, or ``FINISHED``."""
+        if self.failure or self.again:
+            return None if self.running else self._finished()
+        if len(self.running) >= self.search.config.parallel or self._nothing_to_do:
             return None
+        name, node = self._free_machine()
+        if not name:
+            self._nothing_to_do = bool(self.running)
+            self.again = not self.running
+            return None if self.running else self._finished()
         rows = read_rows(self.rows)
-        proposal = self.search.strategy.propose(rows)
+        proposal = self._propose(name, rows)
         if proposal is None:
-            return cast(dict[str, Any], Searcher.FINISHED)  # Ray's marker is a string, its signature is narrower
-        request = self.request(proposal, rows)
-        self.running[trial_id] = Running(request, self.search.config.compile_time + request.most_seconds)
+            self._nothing_to_do = bool(self.running)
+            return None if self.running else self._finished()
+        request = self.request(proposal, rows, name)
+        seconds = self.search.config.compile_time + request.most_seconds
+        self.running[trial_id] = Running(request, seconds, node)
         self.listener.started(request)
-        return {"request": request}
+        return {"request": request, "node": node}
 
-    def request(self, proposal: Proposal, rows: Sequence[TrialRow]) -> Request:
-        """What the trial's process is told."""
+    def _finished(self) -> dict[str, Any]:
+        return cast(dict[str, Any], Searcher.FINISHED)  # Ray's marker is a string, its signature is narrower
+
+    def machines(self) -> dict[str, str]:
+        """Node ids by name of the machines that trials may run on now, first the one that others are compared with."""
+        known = {machine.name for machine in self.search.machines}
+        rows = read_rows(self.rows)
+        first = first_row(rows)
+        lost = {row.node for row in rows if row.stage == "control" and not row.tokens_per_second}
+        there = {name: node for name, node in self.nodes().items() if name in known - lost}
+        order = sorted(there, key=lambda name: (name == self.avoided, name != (first and first.node), name))
+        if not there and lost & known:
+            self.failure = UserError(
+                f"the control failed on {', '.join(sorted(filter(None, lost & known)))}, so that no trial there can "
+                f"be compared with those of {first.node if first else 'the others'}: continue when that is back."
+            )
+        return {name: there[name] for name in order}
+
+    def _free_machine(self) -> tuple[str, str]:
+        """Name and node id of a machine for the next trial; empty without one."""
+        taken = {trial.request.node for trial in self.running.values()}
+        return next(((name, node) for name, node in self.machines().items() if name not in taken), ("", ""))
+
+    def _propose(self, machine: str, rows: Sequence[TrialRow]) -> Proposal | None:
+        """What to run on ``machine`` while other trials are running; None where nothing can be decided without them."""
+        pending = [_pending(trial.request) for trial in self.running.values()]
+        if pending and first_row(rows) is None:
+            return None  # it has nothing to be compared with
+        if control := control_of(machine, rows):
+            return control
+        proposal = self.search.strategy.propose(comparable([*rows, *pending]))
+        if proposal and proposal.stage == "confirm" and pending:
+            return None  # rounds of confirmations are measured on one machine, one after another
+        return proposal
+
+    def request(self, proposal: Proposal, rows: Sequence[TrialRow], machine: str) -> Request:
+        """What the trial's process on ``machine`` is told."""
         search, config = self.search, self.search.config
         if proposal.predicted_memory is None:  # a grid's, Optuna's, a repetition, or a confirmation
-            predicted = search.memory.curves(rows).memory(proposal.candidate)
+            predicted = search.memory.curves(comparable(rows)).memory(proposal.candidate)
             proposal = replace(proposal, predicted_memory=predicted)
+        if scale := scales(rows).get(machine):
+            proposal = replace(
+                proposal,
+                predicted_speed=proposal.predicted_speed and proposal.predicted_speed / scale.factor,
+                bar=proposal.bar and proposal.bar / scale.factor,
+            )
         seconds = enough_seconds(rows, config.trial_time)
         if seconds > config.trial_time:
             console.print(f"    its steps get {format_duration(round(seconds, 1))}, because --trial-time was too short")
+        numbers = [row.number for row in rows] + [trial.request.number for trial in self.running.values()]
         return Request(
-            key=proposal.key(search.folder.name),
-            number=len(rows) + 1,
+            key=proposal.key(search.place.name),
+            number=max(numbers, default=0) + 1,
             proposal=proposal,
             config=search.space.config(proposal.candidate).to_json() | {"data": str(search.data)},
             memory_limit=search.limit,
             most_steps=config.trial_steps,
             most_seconds=seconds,
             precision=config.trial_precision,
-            folder=str(self.rows),
-            asked_at=time.time(),
+            node=machine,
         )
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
@@ -137,7 +209,7 @@ class Proposals(Searcher):
             trial.limit(lambda: ray.kill(result["actor"]))
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Take a trial's row; where there is none, have the trial run again, or write one that says why.
+        """Keep a trial's row; where there is none, have the trial run again, or write one that says why.
 
         What has no row is proposed again.
         """
@@ -145,29 +217,59 @@ class Proposals(Searcher):
         if trial is None:
             return
         trial.ended()
-        request = trial.request
-        rows = {row.key: row for row in read_rows(self.rows)}
-        if request.key not in rows:
+        self._nothing_to_do = False
+        request, result = trial.request, result or {}
+        seconds = time.monotonic() - trial.asked_at
+        if sent := result.get("row"):
+            row = replace(from_json(TrialRow, json.loads(sent), "the trial's row"), seconds=seconds)
+        elif self.again or self.failure:
+            return  # it was withdrawn
+        elif error and not trial.overdue and trial.node not in self.nodes().values():
+            errors.print(f"Trial {request.number}: {request.node} was lost. It runs again.", markup=False)
+            return
+        else:
             self.attempts[request.key] += 1
             attempts = self.attempts[request.key]
-            refused = (result or {}).get("refused")
-            reason = refused or trial.why_no_row(error, attempts, self.rows)
-            if attempts < ATTEMPTS and not (refused or trial.overdue):
+            reason = result.get("refused") or trial.why_no_row(attempts)
+            if attempts < ATTEMPTS and not trial.overdue:
                 errors.print(f"Trial {request.number}: {reason}. It runs again.", markup=False)
                 return
             row = TrialRow(
                 key=request.key, number=request.number, stage=request.proposal.stage, round=request.proposal.round,
                 candidate=request.proposal.candidate, outcome="failed",
                 accumulation=request.config["global_batch"] // request.config["micro_batch"],
-                reason=reason, seconds=time.time() - request.asked_at,
+                reason=reason, seconds=seconds, node=request.node,
             )  # fmt: skip
-            write_row(self.rows, row)
-            rows[row.key] = row
-        self.listener.ended(rows[request.key], list(rows.values()))
+        try:
+            self._keep(row, result.get("traceback"))
+        except UserError as failure:
+            self.failure = failure
+            return
+        self.listener.ended(row, read_rows(self.rows))
+
+    def _keep(self, row: TrialRow, traceback: str | None) -> None:
+        """Write ``row`` where the search belongs. Raises ``UserError`` when that cannot be written."""
+        if traceback:
+            write_text(self.rows / f"{row.key}.txt", traceback)
+        write_row(self.rows, row)
+        since = time.monotonic()
+        while True:
+            try:
+                return self.search.send(f"{TRIALS}/{row.key}.txt", f"{TRIALS}/{row.key}.json")
+            except UserError as failure:
+                if time.monotonic() - since > STORAGE_PATIENCE:
+                    raise
+                errors.print(f"Waiting for storage: {failure}", markup=False)
+                time.sleep(STORAGE_PAUSE)
 
     def have_started(self) -> bool:
         """Whether every trial that was asked for has its process."""
         return all(trial.started for trial in list(self.running.values()))
+
+    def withdraw(self) -> None:
+        """Forget the trials that were asked for and have not started, and have Tune begin again on other machines."""
+        self.avoided = next((trial.request.node for trial in self.running.values()), "")
+        self.again = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing for Tune's snapshots, which pickle their searcher: the rows are the state."""
@@ -180,50 +282,121 @@ class Proposals(Searcher):
         """Nothing to restore."""
 
 
+def _pending(request: Request) -> TrialRow:
+    """A row for a trial that is running, so that strategies count it as tried: it has neither speed nor memory."""
+    proposal = request.proposal
+    return TrialRow(
+        request.key, request.number, proposal.stage, proposal.round, proposal.candidate,
+        request.config["global_batch"] // request.config["micro_batch"], "ok", "is running", 0.0, node=request.node,
+    )  # fmt: skip
+
+
+class Placing(ray.tune.Stopper):
+    """Ends Tune when its only trial finds no room on its machine while another machine could run it."""
+
+    def __init__(self, proposals: Proposals, waits: threading.Event) -> None:
+        self.proposals = proposals
+        self.waits = waits
+        self.since: float | None = None
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        """Never stops a single trial."""
+        return False
+
+    def stop_all(self) -> bool:
+        """Whether to end Tune; asked several times a second."""
+        proposals = self.proposals
+        if proposals.failure:
+            return True
+        if not self.waits.is_set() or any(trial.started for trial in list(proposals.running.values())):
+            self.since = None
+            return False
+        self.since = self.since or time.monotonic()
+        if time.monotonic() - self.since < UNPLACED_SECONDS:
+            return False
+        self.since = None
+        if set(proposals.machines().values()) - {trial.node for trial in proposals.running.values()}:
+            proposals.withdraw()
+        return proposals.again
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing for Tune's snapshots."""
+        return {}
+
+
 def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
     """What Ray Tune runs in a process of its own: it says that it has started, and then what became of it."""
+    try:
+        fetch_data(parameters["request"])  # its time is not the trial's
+    except UserError as failure:
+        return {"tokens_per_second": 0.0, "refused": str(failure)}
     ray.tune.report({"tokens_per_second": 0.0, "actor": ray.get_runtime_context().current_actor})
     return outcome(parameters["request"])
 
 
 def outcome(request: Request) -> dict[str, Any]:
-    """Run a trial: its result for Tune, with its row on disk, or with the reason why it is not as ``refused``."""
+    """Run a trial: its result for Tune, with its row as JSON, or with the reason why there is none as ``refused``.
+
+    Tune flattens dictionaries, so the row is a string.
+    """
     try:
-        row = run(request)
+        row, traceback = run(request)
     except Exception as failure:  # noqa: BLE001 the driver needs the reason, and Tune would hand on none
-        return {"tokens_per_second": 0.0, "refused": f"it could not leave its row: {first_line(failure)}"}
-    return {"tokens_per_second": row.tokens_per_second or 0.0, "outcome": row.outcome}
+        return {"tokens_per_second": 0.0, "refused": f"it could not be run: {first_line(failure)}"}
+    return {
+        "tokens_per_second": row.tokens_per_second or 0.0,
+        "row": json.dumps(to_json(row)),
+        "traceback": traceback,
+    }
 
 
-def drive(proposals: Proposals) -> None:
-    """Run trials until the strategy has no more, or until Ctrl-C, which Tune takes between two events."""
+def drive(proposals: Proposals, resources: dict[str, float]) -> None:
+    """Run trials with ``resources`` each, until the strategy has no more or Ctrl-C, which Tune takes between events.
+
+    Raises ``UserError`` when rows cannot be kept.
+    """
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # its console prints a box of its own even when silenced
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # CSV and JSON copies of the rows
     logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)  # at the end it counts also processes that ran again
-    search = proposals.search
-    resources = trial_resources(search.device == "cuda")
-    with ray_files(search.folder) as place, placing("a trial", [resources], proposals.have_started):
-        ray.tune.Tuner(
-            ray.tune.with_resources(trainable, resources),
-            tune_config=ray.tune.TuneConfig(
-                search_alg=proposals,
-                num_samples=-1,
-                reuse_actors=False,
-                trial_dirname_creator=lambda trial: trial.trial_id,
-            ),
-            run_config=ray.tune.RunConfig(
-                name=place.name,
-                storage_path=str(search.folder),
-                verbose=0,
-            ),
-        ).fit()
+    folder = proposals.search.folder
+
+    def placed_on(parameters: dict[str, Any]) -> ray.tune.PlacementGroupFactory:
+        label = {"ray.io/node-id": parameters["node"]}
+        return ray.tune.PlacementGroupFactory([resources], bundle_label_selector=[label])
+
+    with ray_files(folder) as place, placing("a trial", [resources], proposals.have_started) as waits:
+        for number in itertools.count():
+            _await_machine(proposals, resources)
+            ray.tune.Tuner(
+                ray.tune.with_resources(trainable, placed_on),
+                tune_config=ray.tune.TuneConfig(
+                    search_alg=proposals,
+                    num_samples=-1,
+                    reuse_actors=False,
+                    trial_dirname_creator=lambda trial: trial.trial_id,
+                ),
+                run_config=ray.tune.RunConfig(
+                    name=f"{place.name}-{number}" if number else place.name,
+                    storage_path=str(folder),
+                    stop=Placing(proposals, waits),
+                    verbose=0,
+                ),
+            ).fit()
+            if proposals.failure:
+                raise proposals.failure
+            if not proposals.again:
+                return
 
 
-def trial_resources(use_gpu: bool) -> dict[str, float]:
-    """What a run gets on the machine with the most room: a trial has it to itself, as the run that it stands for."""
-    cores = cores_each(eligible_nodes(), 1, gpu=use_gpu)
-    if not cores:
-        raise UserError(
-            "the Ray cluster has no cores for trials: start it with 'ray start --head --num-cpus=1' or more."
-        )
-    return {"CPU": float(cores)} | ({"GPU": 1.0} if use_gpu else {})
+def _await_machine(proposals: Proposals, resources: dict[str, float]) -> None:
+    """Wait until there is a machine for trials, and say so; Tune would wait without taking Ctrl-C."""
+    proposals.running.clear()
+    proposals.again = False
+    told = False
+    while not proposals.machines():
+        if proposals.failure:
+            raise proposals.failure
+        if not told:
+            errors.print(lack("a trial", [resources]), markup=False)
+            told = True
+        time.sleep(1)

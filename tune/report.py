@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from infra.command import console, escape
+from infra.place import Place
 from infra.schema import to_json
 from infra.storage import write_json, write_text
 from infra.units import format_duration, format_size
@@ -20,6 +21,7 @@ from train.intervals import Estimate
 from train.ladder.compare import over
 from tune.plan import Search
 from tune.space import Candidate, Combination, Space
+from tune.strategy.nodes import comparable
 from tune.strategy.ranking import UNFIT, Ranked, rank
 from tune.trial.row import TrialRow
 
@@ -50,18 +52,21 @@ def row_text(search: Search, row: TrialRow) -> str:
         parts.append(f"MFU {row.mfu:.1%}")
     if row.compile_seconds is not None:
         parts.append(f"compile {row.compile_seconds:.1f} s")
+    if row.node and search.config.cluster:
+        parts.append(f"on {row.node}")
     parts.append(f"{row.outcome}: {row.reason}")
     return " | ".join(parts)
 
 
 def progress_text(search: Search, rows: Sequence[TrialRow]) -> str:
     """The best so far, by the rounds of confirmations that are complete, what was spent, and the time left."""
-    ranked = rank([row for row in rows if row.stage != "confirm" or row.round < rows[-1].round])
+    compared = comparable(rows)
+    ranked = rank([row for row in compared if row.stage != "confirm" or row.round < compared[-1].round])
     best = (
         f"{search.space.label(ranked[0].candidate)} {ranked[0].tokens_per_second:,.0f} tok/s" if ranked else "none yet"
     )
     spent = sum(row.seconds for row in rows)
-    left = spent / len(rows) * search.strategy.remaining(rows)
+    left = spent / len(rows) * search.strategy.remaining(compared) / search.config.parallel
     return f"    best: {best} | spent {format_duration(round(spent))} | about {format_duration(round(left))} left"
 
 
@@ -215,7 +220,7 @@ def summary(search: Search, rows: Sequence[TrialRow]) -> str:
     if untried:
         lines += ["", "Never run:", "", *(f"- {sentence}" for sentence in untried)]
     if ranked:
-        lines += ["", f"`{train_command(search.folder)}`"]
+        lines += ["", f"`{train_command(search.place)}`"]
     return "\n".join(lines) + "\n"
 
 
@@ -225,17 +230,21 @@ def _legend(rows: Sequence[TrialRow]) -> list[str]:
     return [*(f"memory is {MEMORY_SOURCES[source]}" for source in sorted(sources)), CONTROL]
 
 
-def train_command(folder: Path) -> str:
+def train_command(place: Place) -> str:
     """The line to paste."""
-    return f"python -m train.run --config {shlex.quote(str(folder / 'best.json'))}"
+    return f"python -m train.run --config {shlex.quote(str(place / 'best.json'))}"
 
 
 def write_files(search: Search, rows: Sequence[TrialRow]) -> list[Path]:
-    """Write trials.csv, summary.md and, when something fits, best.json; returns their paths."""
+    """Write trials.csv, summary.md and, when something fits, best.json; returns their paths.
+
+    ``rows`` are as they were measured, on whichever machine; the summary and the winner compare them.
+    """
     table, text, best = (search.folder / name for name in ("trials.csv", "summary.md", "best.json"))
+    compared = comparable(rows)
     write_text(table, csv_text(rows))
-    write_text(text, summary(search, rows))
-    winner = best_json(search, rows)
+    write_text(text, summary(search, compared))
+    winner = best_json(search, compared)
     if winner is None:
         best.unlink(missing_ok=True)
         return [table, text]
@@ -245,13 +254,14 @@ def write_files(search: Search, rows: Sequence[TrialRow]) -> list[Path]:
 
 def print_end(search: Search, rows: Sequence[TrialRow]) -> None:
     """The closing table and what to do next."""
+    rows = comparable(rows)
     console.print(table(search, rows))
     for note in [*([FREE] if search.space.free else []), *_legend(rows)]:
         console.print(note)
     untried = len(set(search.space.candidates()) - {row.candidate for row in rows})
     if untried:
-        console.print(f"never run: {untried} candidates; {search.folder / 'summary.md'} has the reasons", markup=False)
-    for line in [f"train with it: {train_command(search.folder)}"] if rank(rows) else no_winner(search, rows):
+        console.print(f"never run: {untried} candidates; {search.place / 'summary.md'} has the reasons", markup=False)
+    for line in [f"train with it: {train_command(search.place)}"] if rank(rows) else no_winner(search, rows):
         console.print(line, markup=False)
 
 

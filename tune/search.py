@@ -1,18 +1,17 @@
 """Entry: ``python -m tune.search`` finds the fastest way to execute a global batch under a memory limit.
 
-In: the flags of a training run, a limit, and the knobs to search. Out: ``runs/NAME/`` with trials.csv,
-best.json (for ``python -m train.run --config``) and summary.md, and in MLflow one parent run with one
+In: the flags of a training run, a limit, and the knobs to search. Out: ``OUT/NAME/``, a folder or in object storage,
+with trials.csv, best.json (for ``python -m train.run --config``) and summary.md, and in MLflow one parent run with one
 child per trial. Wiring only.
 """
 
 import dataclasses
-from pathlib import Path
 
 from infra import command
 from infra.errors import UserError
 from train.config import load_config
 from tune.config import SearchConfig, with_global_batch
-from tune.folder import kept_config
+from tune.folder import kept_config, place_of
 
 
 def main() -> None:
@@ -21,10 +20,10 @@ def main() -> None:
     try:
         resume = command.flag_value("--resume")
         if resume:
-            out = Path(command.flag_value("--out") or defaults.out)
-            defaults = dataclasses.replace(kept_config((out / resume).resolve()), out=out)
+            out = command.flag_value("--out") or defaults.out
+            defaults = dataclasses.replace(kept_config(place_of(out, resume)), out=out)
         path, batch = command.flag_value("--config"), command.flag_value("--global-batch")
-        training = load_config(Path(path)) if path else defaults.training
+        training = load_config(path) if path else defaults.training
         if batch and batch.isdecimal():
             training = with_global_batch(training, int(batch))
         defaults = dataclasses.replace(defaults, training=training)

@@ -3,11 +3,12 @@
 import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 
 from infra.cluster import connected
 from infra.command import INTERRUPTED, console
+from infra.place import Place
 from infra.tracking.store import open_store
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import ui_link
@@ -17,8 +18,10 @@ from train.model_config import format_model
 from tune import folder as folders
 from tune import report
 from tune.config import SearchConfig
+from tune.device import trial_nodes
 from tune.plan import Search, make_search
-from tune.ray_tune import Listener, Proposals, drive, trial_resources
+from tune.ray_tune import Listener, Proposals, drive
+from tune.strategy.nodes import comparable
 from tune.strategy.ranking import rank
 from tune.tracking import Evidence, open_parent, publish
 from tune.trial.row import TrialRow, read_rows
@@ -29,18 +32,23 @@ def search(config: SearchConfig) -> int:
     with connected(config.address) if config.cluster else nullcontext():
         planned = make_search(config)
         if config.cluster:
-            trial_resources(planned.device == "cuda")  # of a cluster without any, before anything is made
+            planned.resources()  # of a cluster without any, before anything is made
         limit = format_size(planned.limit) if config.memory_limit else f"{planned.limit / 1e9:.1f} GB (all there is)"
         console.print(
             f"[bold]{format_model(config.training.model)}[/bold]: {len(planned.space.candidates())} candidates for "
-            f"{planned.space.batch_label}, limit {limit} per process, on {planned.device}"
+            f"{planned.space.batch_label}, limit {limit} per process, on {planned.device}{_where(planned)}"
         )
         if config.dry_run:
             report.print_plan(planned)
             return 0
         open_store(config.tracking_uri)  # one that cannot be used is refused before anything is made
-        with folders.locked(planned.folder):
-            return Session(planned).run()
+        with folders.locked(planned.place, on_cluster=bool(config.cluster)) as copy:
+            return Session(replace(planned, copy=copy)).run()
+
+
+def _where(planned: Search) -> str:
+    """`` of w1, w2``: the machines of a cluster on which trials may run."""
+    return f" of {', '.join(machine.name for machine in planned.machines)}" if planned.config.cluster else ""
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Session:
         search = self.search
         kept = read_rows(search.trials)  # damaged ones are refused before MLflow hears of the search
         resumed = search.config.resume
-        parent = folders.resumed_parent(search.folder, search.identity()) if resumed else open_parent(search)
+        parent = folders.resumed_parent(search.place, search.identity()) if resumed else open_parent(search)
         evidence = Evidence(search, parent)
         with Tracker(parent) as tracker:
             evidence.describe(tracker)
@@ -62,13 +70,13 @@ class Session:
             self._drive(evidence)
             rows = read_rows(search.trials)
             evidence.catch_up(rows)
-            if search.strategy.propose(rows) is not None:
-                console.print(f"stopped; continue with: {resume_command(search.folder)}", markup=False)
+            if search.strategy.propose(comparable(rows)) is not None:
+                console.print(f"stopped; continue with: {resume_command(search.place)}", markup=False)
                 evidence.abandon()
                 tracker.status = "KILLED"
                 return INTERRUPTED
             publish(search, rows, tracker)
-            won = bool(rank(rows))
+            won = bool(rank(comparable(rows)))
             tracker.status = "FINISHED" if won else "FAILED"
         report.print_end(search, rows)
         console.print(ui_link(parent, children_by="result/tokens_per_second"), markup=False)
@@ -86,10 +94,11 @@ class Session:
         environment = worker_environment(search.space.base)
         # Where Ctrl-C falls elsewhere, the rows say as well where to continue.
         with suppress(KeyboardInterrupt), connected(search.config.address, environment=environment):
-            drive(Proposals(search, Listener(evidence.start, ended)))
+            resources = search.resources()
+            drive(Proposals(search, Listener(evidence.start, ended), partial(trial_nodes, resources)), resources)
 
 
-def resume_command(folder: Path) -> str:
-    """The line that continues the search in ``folder``."""
-    place = [] if folder.parent == Path("runs").resolve() else ["--out", str(folder.parent)]
-    return shlex.join(["python", "-m", "tune.search", "--resume", folder.name, *place])
+def resume_command(place: Place) -> str:
+    """The line that continues the search in ``place``."""
+    out = [] if place.parent == Place.of(SearchConfig().out) else ["--out", str(place.parent)]
+    return shlex.join(["python", "-m", "tune.search", "--resume", place.name, *out])

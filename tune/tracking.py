@@ -17,6 +17,7 @@ from infra.tracking.tracker import Tracker
 from infra.units import GIB
 from tune import charts, folder, report
 from tune.plan import Search
+from tune.strategy.nodes import comparable
 from tune.strategy.ranking import rank
 from tune.trial.row import OUTCOMES, TrialRow
 from tune.trial.run import Request
@@ -31,7 +32,8 @@ class Evidence:
         self.closed = set(find_runs(parent, "closed", "true"))
         self.complete: set[str] = set()
         """Keys of trials whose child is known to be closed."""
-        self.running: RunKey | None = None
+        self.running: dict[str, RunKey] = {}
+        """Open children by their trial's key."""
 
     def describe(self, tracker: Tracker) -> None:
         """Record the parent's settings and data."""
@@ -44,16 +46,17 @@ class Evidence:
         """Open the child of a trial that is about to start, unless a killed driver opened it already."""
         proposal = request.proposal
         name = f"{request.number:03d} {self.search.space.label(proposal.candidate)}"
-        self.running = None
         with self._patience():
-            self.running = self._child(request.key, name, proposal.stage)
-            reopen_run(self.running)
+            child = self._child(request.key, name, proposal.stage)
+            reopen_run(child)
+            self.running[request.key] = child
 
     def abandon(self) -> None:
-        """Close the child of the trial that is running, which a resumed search will open again."""
-        if self.running and self.running.run_id not in self.closed:
-            with Tracker(self.running) as tracker:
-                tracker.status = "KILLED"
+        """Close the children of trials that are running, which a resumed search will open again."""
+        for child in self.running.values():
+            if child.run_id not in self.closed:
+                with Tracker(child) as tracker:
+                    tracker.status = "KILLED"
 
     def catch_up(self, rows: Sequence[TrialRow]) -> None:
         """Complete the children of all trials that have ended, also of those that did so without driver or store."""
@@ -80,7 +83,7 @@ class Evidence:
             self._data(tracker)
             tracker.json(report.flat_row(row), "trial.json")
             tracker.note(f"**{row.outcome}**: {row.reason}")
-            tracker.tags({"outcome": row.outcome, "reason": row.reason})
+            tracker.tags({"outcome": row.outcome, "reason": row.reason} | ({"node": row.node} if row.node else {}))
             tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED")
             tracker.tags({"closed": "true"})  # in a batch of its own: a batch sends its tags before it ends the run
         self.closed.add(key.run_id)
@@ -126,7 +129,7 @@ def metrics(row: TrialRow) -> dict[str, float | int | None]:
 
 def summary_metrics(search: Search, rows: Sequence[TrialRow]) -> dict[str, float | int | None]:
     """A finished search's numbers, by which searches compare in MLflow's list."""
-    ranked = rank(rows)
+    ranked = rank(comparable(rows))
     best = ranked[0] if ranked else None
     control = next((entry for entry in ranked if entry.candidate == search.space.control), None)
     return {
@@ -144,19 +147,23 @@ def summary_metrics(search: Search, rows: Sequence[TrialRow]) -> dict[str, float
 def publish(search: Search, rows: Sequence[TrialRow], tracker: Tracker) -> None:
     """Write the finished search's files and charts into its folder, and record them with its numbers."""
     tracker.metrics(summary_metrics(search, rows))
-    for file in report.write_files(search, rows):
+    files = report.write_files(search, rows)
+    for file in files:
         tracker.file(file)
-    for name, figure in charts.draw(rows, search.memory).items():
+    compared = comparable(rows)
+    for name, figure in charts.draw(compared, search.memory).items():
         chart = search.folder / f"{name}.png"
         figure.savefig(chart, dpi=120)
         tracker.file(chart, "charts")
-    tracker.note(report.summary(search, rows))
+        files.append(chart)
+    tracker.note(report.summary(search, compared))
+    search.send(*(file.name for file in files))
 
 
 def open_parent(search: Search) -> RunKey:
     """The parent run of a new search, whose folder keeps its key."""
     return create_run(
-        "tune", search.folder.name, tracking_uri=search.config.tracking_uri,
+        "tune", search.place.name, tracking_uri=search.config.tracking_uri,
         tags=provenance.collect() | {"kind": "search", "study": search.study},
-        keep=lambda parent: folder.begin(search.folder, search.config, search.identity(), parent),
+        keep=lambda parent: folder.begin(search.working_copy, search.config, search.identity(), parent),
     )  # fmt: skip

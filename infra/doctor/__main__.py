@@ -1,8 +1,8 @@
 """Entry: ``python -m infra.doctor`` checks whether this machine is ready, and measures how fast it is at best.
 
-In: nothing but the machine. Out: a table with a red line and a fix for each problem, the best rates that were
-measured, ``runs/doctor.json`` (from which runs and ladders compute which fraction of them they reach), and an MLflow
-run. Wiring and tables only.
+With ``--address`` it also checks the machines of a Ray cluster. In: nothing but the machine. Out: a table with a red
+line and a fix for each problem, the best rates that were measured, ``runs/doctor.json`` (from which runs and ladders
+compute which fraction of them they reach), and an MLflow run. Wiring and tables only.
 """
 
 import time
@@ -16,10 +16,11 @@ from infra import command
 from infra.command import console
 from infra.doctor import allreduce
 from infra.errors import UserError
-from infra.storage import write_json
+from infra.storage import is_remote, write_json
 
 if TYPE_CHECKING:
     from infra.doctor import checks
+    from infra.doctor.nodes import Report
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,18 @@ class DoctorOptions:
     tracking_uri: str | None = None
     """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
     address: str | None = None
-    """Ray cluster for the all-reduce; default RAY_ADDRESS, else a Ray of its own here."""
+    """Ray cluster whose machines to check, too. The all-reduce runs there; without it on RAY_ADDRESS, else on a Ray of
+    its own here."""
+    storage: str | None = None
+    """With --address: a place in object storage, s3://bucket/folder, that each machine writes to and reads from."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise UserError(f"--workers {self.workers} must be at least 1.")
+        if self.storage and not self.address:
+            raise UserError("--storage is what the machines of a cluster are asked about: give its --address, too.")
+        if self.storage and not is_remote(self.storage):
+            raise UserError(f"--storage {self.storage} is not object storage: write for example s3://bucket/folder.")
 
 
 def main() -> None:
@@ -61,7 +69,7 @@ def examine(options: DoctorOptions) -> int:
     import torch
 
     from infra import provenance
-    from infra.doctor import ceilings, checks
+    from infra.doctor import ceilings, checks, nodes
     from infra.tracking.store import create_run
     from infra.tracking.tracker import Tracker
 
@@ -76,6 +84,11 @@ def examine(options: DoctorOptions) -> int:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     found: dict[str, object] = {"device": name, "checks": [asdict(check) for check in results]}
     metrics: dict[str, float] = {}
+    machines: list[nodes.Report] = []
+    if options.address:
+        machines = nodes.examine(options.address, options.storage)
+        found["nodes"] = [machine.to_json() for machine in machines]
+        print_nodes(machines)
     rates: dict[str, dict[str, float]] = {}
     if not options.quick:
         rates = {
@@ -112,10 +125,12 @@ def examine(options: DoctorOptions) -> int:
         tracker.json(found, "doctor.json")
         tracker.note(
             "\n".join(f"- {'✗' if check.fix else '✓'} {check.name}: {check.value} {check.fix}" for check in results)
+            + "".join(f"\n- ✗ {machine.name}: {problem}" for machine in machines for problem in machine.problems)
         )
         tracker.finish()
     console.print(f"{saved}; {time.perf_counter() - began:.0f} s")
-    return int(any(check.fix and check.fatal for check in results))
+    failing = any(fatal for machine in machines for fatal in machine.problems.values())
+    return int(failing or any(check.fix and check.fatal for check in results))
 
 
 def print_checks(results: "list[checks.Check]") -> None:
@@ -126,6 +141,42 @@ def print_checks(results: "list[checks.Check]") -> None:
         value = command.escape(check.value) + (f"\n{command.escape(check.fix)}" if check.fix else "")
         table.add_row(f"[{style}]{sign}[/{style}]", check.name, f"[red]{value}[/red]" if check.fix else value)
     console.print(table)
+
+
+def print_nodes(machines: "list[Report]") -> None:
+    """A line per machine of the cluster, and below it each of its problems."""
+    table = Table(title="Machines of the cluster", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in (
+        "",
+        "cores",
+        "load",
+        "GPU",
+        "memory",
+        "Python",
+        "Ray",
+        "torch",
+        "clock",
+        "scratch",
+        "storage up, down",
+    ):
+        table.add_column(name)
+    for report in machines:
+        machine = report.machine
+        cells = ["?"] * 7
+        if machine:
+            cells = [
+                f"{machine.load:.1f}", ", ".join(machine.gpus) or "none", f"{machine.memory / 1e9:,.0f} GB",
+                machine.python, machine.versions["ray"], machine.versions["torch"],
+                "?" if report.clock is None else f"{report.clock:+.3f} s",
+            ]  # fmt: skip
+        speeds = ", ".join(f"{rate / 1e6:,.0f} MB/s" for rate in report.storage.values())
+        scratch = f"{machine.scratch_free / 1e9:,.0f} GB" if machine else "?"
+        style = "red" if any(report.problems.values()) else None
+        table.add_row(report.name, str(report.cores), *cells, scratch, speeds, style=style)
+    console.print(table, width=max(console.width, 160))  # a terminal wraps lines, a file keeps them
+    for report in machines:
+        for problem in report.problems:
+            console.print(f"[red]✗ {command.escape(report.name)}: {command.escape(problem)}[/red]")
 
 
 def print_rates(rates: dict[str, dict[str, float]]) -> None:

@@ -12,11 +12,11 @@ from infra import gpu, hardware
 from infra.cluster import connected
 from infra.errors import UserError
 from infra.gpu import GpuState
-from infra.hardware import A100, cpu_facts
+from infra.hardware import cpu_facts
 from train.resolve import resolve
 from tune import device
 from tune.config import SearchConfig
-from tune.ray_tune import trial_resources
+from tune.device import trial_resources
 
 IDLE = GpuState("H200", "570", 140 * 10**9, 10**9, None, (), 1980, 700.0, 40, 0)
 
@@ -40,10 +40,16 @@ def search(kind: str) -> SearchConfig:
     return replace(SearchConfig(), training=replace(SearchConfig().training, device=kind))
 
 
+def kind(config: SearchConfig) -> str:
+    """The device of the only machine for trials."""
+    (machine,) = device.trial_machines(config)
+    return machine.device.kind
+
+
 def test_a_gpu_in_use_is_refused_with_its_process(monkeypatch: pytest.MonkeyPatch, neighbour: int) -> None:
     on(monkeypatch, replace(IDLE, other_processes=(neighbour,)))
     with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES") as refusal:
-        device.trial_device(search("auto"))
+        device.trial_machines(search("auto"))
     assert f"H200 is in use by process {neighbour} (" in str(refusal.value)
     assert "their training" in str(refusal.value)
 
@@ -51,28 +57,21 @@ def test_a_gpu_in_use_is_refused_with_its_process(monkeypatch: pytest.MonkeyPatc
 def test_the_same_on_a_ray_of_this_machine(cluster: str, monkeypatch: pytest.MonkeyPatch, neighbour: int) -> None:
     on(monkeypatch, replace(IDLE, other_processes=(neighbour,)))
     with connected(cluster), pytest.raises(UserError, match=f"in use by process {neighbour}"):
-        device.trial_device(replace(search("auto"), address=cluster))
+        device.trial_machines(replace(search("auto"), address=cluster))
 
 
 def test_a_parent_process_does_not_count_as_another_user_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, replace(IDLE, other_processes=(os.getppid(),)))
-    assert device.trial_device(search("auto")).kind == "cuda"
-
-
-def test_a_limit_is_asked_for_where_nvml_tells_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    on(monkeypatch, None)
-    training = resolve(search("cuda").training, A100)
-    with pytest.raises(UserError, match="--memory-limit"):
-        device.memory_limit(None, training)
-    assert device.memory_limit(40 * 10**9, training) == 40 * 10**9
+    assert kind(search("auto")) == "cuda"
 
 
 def test_weights_gradients_and_optimizer_must_fit() -> None:
     """GPT-2 124M has 16 bytes a parameter of them: 2 GB."""
     training = resolve(search("cpu").training, cpu_facts())
     with pytest.raises(UserError, match=r"less than the 1\.99 GB"):
-        device.memory_limit(19 * 10**8, training)
-    assert device.memory_limit(2 * 10**9, training) == 2 * 10**9
+        device.memory_limit(19 * 10**8, training, 10**12)
+    assert device.memory_limit(2 * 10**9, training, 10**12) == 2 * 10**9
+    assert device.memory_limit(None, training, 3 * 10**9) == 3 * 10**9
 
 
 def test_a_trial_gets_what_the_largest_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +79,11 @@ def test_a_trial_gets_what_the_largest_node_has(monkeypatch: pytest.MonkeyPatch)
     nodes = [{"Alive": True, "Resources": kind} for kind in kinds]
     nodes.append({"Alive": False, "Resources": {"CPU": 1.0, "GPU": 1.0}})
     monkeypatch.setattr("ray.nodes", lambda: nodes)
-    assert trial_resources(use_gpu=False) == {"CPU": 16.0}
-    assert trial_resources(use_gpu=True) == {"CPU": 4.0, "GPU": 1}, "a GPU's share of its machine"
+    training = search("auto").training
+    assert trial_resources(training, use_gpu=False) == {"CPU": 16.0}
+    assert trial_resources(training, use_gpu=True) == {"CPU": 4.0, "GPU": 1}, "a GPU's share of its machine"
+    with pytest.raises(UserError, match="--accelerator A100 is not in the cluster"):
+        trial_resources(replace(training, accelerator="A100"), use_gpu=True)
 
 
 def test_a_variable_set_to_nothing_hides_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,20 +94,22 @@ def test_a_variable_set_to_nothing_hides_every_gpu(monkeypatch: pytest.MonkeyPat
 def test_a_process_that_cannot_be_seen_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, replace(IDLE, other_processes=(2**22 + 1,)))
     with pytest.raises(UserError, match="in use by process 4194305, which"):
-        device.trial_device(search("cuda"))
+        device.trial_machines(search("cuda"))
 
 
 def test_what_trials_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, IDLE)
-    assert device.trial_device(search("auto")).kind == "cuda"
-    assert device.trial_device(search("cpu")).kind == "cpu"
+    assert kind(search("auto")) == "cuda"
+    assert kind(search("cpu")) == "cpu"
     on(monkeypatch, None)
-    assert device.trial_device(search("auto")).kind == "cpu"
+    assert kind(search("auto")) == "cpu"
     with pytest.raises(UserError, match="there is no GPU here; use --device cpu"):
-        device.trial_device(search("cuda"))
+        device.trial_machines(search("cuda"))
+    with pytest.raises(UserError, match="--parallel 2 needs as many machines for trials and there is 1: "):
+        device.trial_machines(replace(search("cpu"), parallel=2))
 
 
 def test_a_cluster_without_a_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"memory": 1.0}}])
     with pytest.raises(UserError, match="no cores for trials"):
-        trial_resources(use_gpu=False)
+        trial_resources(search("cpu").training, use_gpu=False)

@@ -1,15 +1,18 @@
 """A search's folder: one process at a time, and only the search that it was."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.fs
 import pytest
 
 from infra.errors import UserError
+from infra.place import Place, WorkingCopy
 from infra.storage import TEMPORARY
 from infra.tracking.key import RunKey
 from tune.config import SearchConfig
-from tune.folder import TRIALS, begin, kept_config, kept_identity, locked, resumed_parent
+from tune.folder import TRIALS, begin, kept_config, kept_identity, locked, place_of, resumed_parent
 from tune.plan import make_search
 from tune.report import summary
 from tune.trial.row import Proposal, read_rows
@@ -18,25 +21,28 @@ IDENTITY = {"confirm": 3, "memory_limit": 10**9, "knobs": "compile"}
 
 
 def test_another_search_is_refused_by_what_differs(tmp_path: Path) -> None:
-    begin(tmp_path, SearchConfig(name="one"), IDENTITY, RunKey("sqlite:///none.db", "1", "a", "journal"))
+    place = Place.of(tmp_path)
+    key = RunKey("sqlite:///none.db", "1", "a", "journal")
+    begin(WorkingCopy.of(place, fresh=True), SearchConfig(name="one"), IDENTITY, key)
     for now, said in (
         (IDENTITY | {"confirm": 2}, "confirm was 3 and is now 2"),
         (IDENTITY | {"searcher": "grid"}, "searcher was None and is now 'grid'"),
         ({"confirm": 3, "knobs": "compile"}, "memory_limit was 1000000000 and is now None"),
     ):
         with pytest.raises(UserError, match=said):
-            resumed_parent(tmp_path, now)
+            resumed_parent(place, now)
 
 
 def test_one_process_at_a_time_and_no_halves_of_rows(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
-    with locked(folder), pytest.raises(UserError, match="another process runs the search"), locked(folder):
+    place = Place.of(folder)
+    with locked(place), pytest.raises(UserError, match="another process runs the search"), locked(place):
         pass
     half = folder / TRIALS / f"{TEMPORARY}1-m8.json"
     half.write_text("{")
     row = folder / TRIALS / "m8.json"
     row.write_text("{}")
-    with locked(folder):
+    with locked(place):
         assert not half.exists()
         assert row.exists()
 
@@ -44,16 +50,42 @@ def test_one_process_at_a_time_and_no_halves_of_rows(tmp_path: Path) -> None:
 def test_a_search_of_an_earlier_version_is_read(small_shards: Path) -> None:
     """``fixtures/earlier`` was written by commit e44792d: a grid of two sizes, each confirmed once."""
     earlier = Path(__file__).parent / "fixtures" / "earlier"
-    config = kept_config(earlier)
-    search = make_search(replace(config, training=replace(config.training, data=str(small_shards)), resume="one"))
+    place = Place.of(earlier)
+    config = kept_config(place)
+    training = replace(config.training, data=str(small_shards))
+    search = make_search(replace(config, training=training, out=str(earlier.parent), resume=earlier.name))
     rows = read_rows(earlier / TRIALS)
     assert [(row.candidate.micro_batch, row.stage, row.outcome) for row in rows] == [
         (1, "probe", "ok"), (2, "probe", "ok"), (1, "confirm", "ok"), (2, "confirm", "ok")
     ]  # fmt: skip
     assert search.strategy.propose(rows) is None, "nothing is left to run"
     assert (earlier / "leaderboard.md").read_text().strip() in summary(search, rows)
-    kept = kept_identity(earlier)
+    kept = kept_identity(place)
     assert search.identity() | {"data": ""} == kept | {"data": ""}, "it is continued as the search that it was"
     assert {row.key for row in rows} == {
         Proposal(row.candidate, row.stage, row.round).key(config.name or "") for row in rows
     }
+
+
+def test_a_search_in_object_storage_is_continued_from_what_was_sent(
+    s3: tuple[str, Callable[[float], None]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By a machine that has nothing of it, and while no other driver here holds it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    query, _ = s3
+    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://runs{query}&allow_bucket_creation=true")
+    system.create_dir("runs")
+    place = place_of(f"s3://runs/deep{query}", "one")
+    key = RunKey("http://tracker", "1", "a", "/of/another/machine")
+    with locked(place) as copy:
+        begin(copy, SearchConfig(name="one"), IDENTITY, key)
+        (copy.folder / TRIALS / "m8.json").write_text("{}")
+        (copy.folder / TRIALS / "m4.json").write_text("{}")
+        copy.send(f"{TRIALS}/m8.json")
+        with pytest.raises(UserError, match="another process runs the search"), locked(place):
+            pass
+    with locked(place) as copy:
+        assert [path.name for path in (copy.folder / TRIALS).iterdir()] == ["m8.json"]
+    assert kept_config(place).name == "one"
+    with pytest.raises(UserError, match=r"there is no s3://runs/deep/two/search\.json"):
+        kept_config(place_of(f"s3://runs/deep{query}", "two"))

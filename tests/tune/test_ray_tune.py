@@ -1,23 +1,27 @@
-"""Every trial gets a row: its own, or the driver's where it died, did not end, or its row did not arrive."""
+"""Every trial gets a row: its own, or the driver's where it died, did not end, or could not be run."""
 
+import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infra.cluster import connected
+from infra.schema import to_json
 from train.config import TrainConfig
 from train.model_config import ModelConfig
 from tune.config import SearchConfig
+from tune.device import trial_nodes
 from tune.plan import Search, make_search
 from tune.ray_tune import ATTEMPTS, Listener, Proposals, Running, drive, outcome
 from tune.space import Candidate
-from tune.trial.row import Proposal, TrialRow, read_rows, write_row
+from tune.trial.row import Proposal, TrialRow, read_rows
 from tune.trial.run import Request
 
 
@@ -26,47 +30,67 @@ def search(small_shards: Path, small_model: ModelConfig, tmp_path: Path) -> Sear
     """A grid of two sizes."""
     training = TrainConfig(data=str(small_shards), model=small_model, global_batch=2, micro_batch=1, device="cpu")
     config = SearchConfig(
-        training=training, searcher="grid", confirm=0, trial_steps=8, compile_time=1.0, out=tmp_path, name="one"
+        training=training, searcher="grid", confirm=0, trial_steps=8, compile_time=1.0, out=str(tmp_path), name="one"
     )
     made = make_search(config)
     made.trials.mkdir(parents=True)
     return made
 
 
-def proposals(search: Search) -> tuple[Proposals, list[Request]]:
-    """Of ``search``, and what is begun."""
+HERE = "here"
+
+
+def proposals(search: Search, nodes: Mapping[str, str] | None = None) -> tuple[Proposals, list[Request]]:
+    """Of ``search`` on the machine ``HERE`` or on ``nodes``, and what is begun."""
     begun: list[Request] = []
-    return Proposals(search, Listener(begun.append, lambda row, rows: None)), begun
+    there = {HERE: "its id"} if nodes is None else nodes
+    machines = tuple(replace(search.machines[0], name=name) for name in there)
+    on = replace(search, machines=machines, config=replace(search.config, parallel=len(there)))
+    return Proposals(on, Listener(begun.append, lambda row, rows: None), lambda: there), begun
+
+
+def row_of(request: Request, speed: float | None = None) -> TrialRow:
+    """What the trial of ``request`` sends when it ran, at ``speed`` tokens per second."""
+    proposal = request.proposal
+    return TrialRow(
+        request.key, request.number, proposal.stage, proposal.round, proposal.candidate, 1, "ok", "ran 8 steps", 1.0,
+        tokens_per_second=speed, low=speed and 0.99 * speed, high=speed and 1.01 * speed, node=request.node,
+    )  # fmt: skip
+
+
+def sent(row: TrialRow) -> dict[str, Any]:
+    """The result by which ``row`` reaches the driver."""
+    return {"row": json.dumps(to_json(row)), "traceback": None}
 
 
 def test_a_trial_is_asked_for_as_the_search_says(search: Search, capfd: pytest.CaptureFixture[str]) -> None:
     """With more time after one that had too little, which is said."""
     searcher, _ = proposals(search)
     proposal = Proposal(Candidate(2), "probe")
-    request = searcher.request(proposal, [])
-    assert (request.key, request.number, request.folder) == (proposal.key("one"), 1, str(search.trials))
+    request = searcher.request(proposal, [], HERE)
+    assert (request.key, request.number, request.node) == (proposal.key("one"), 1, HERE)
     assert (request.memory_limit, request.most_steps, request.most_seconds) == (search.limit, 8, 60.0)
     assert request.config == search.space.config(Candidate(2)).to_json() | {"data": str(search.data)}
     assert request.proposal.predicted_memory == search.memory.prior(Candidate(2)) > 0
     assert capfd.readouterr().out == ""
     row = TrialRow("m1", 1, "probe", 0, Candidate(1), 2, "failed", "", 1.0, too_short=True, step_seconds=[9.0, 10.0])
-    again = searcher.request(Proposal(Candidate(1), "probe", 1), [row])
+    again = searcher.request(Proposal(Candidate(1), "probe", 1), [row], HERE)
     assert (again.number, again.most_seconds) == (2, 140.0)
     assert "its steps get 2m20s, because --trial-time was too short" in capfd.readouterr().out
 
 
-def test_a_row_that_never_arrives_ends_its_trial(search: Search) -> None:
-    """As from a machine that writes into a folder of its own."""
+def test_a_trial_that_cannot_be_run_ends_after_three_attempts(search: Search) -> None:
+    """As on a machine that does not reach the data's storage."""
     searcher, begun = proposals(search)
     for attempt in range(ATTEMPTS):
         assert read_rows(search.trials) == []
-        assert searcher.suggest(f"trial-{attempt}") == {"request": begun[-1]}
+        assert searcher.suggest(f"trial-{attempt}") == {"request": begun[-1], "node": "its id"}
         assert searcher.suggest("another") is None
-        searcher.on_trial_complete(f"trial-{attempt}", {"outcome": "ok"})
+        searcher.on_trial_complete(f"trial-{attempt}", {"refused": "s3://away cannot be read"})
     assert len({request.key for request in begun}) == 1
     (row,) = read_rows(search.trials)
-    assert (row.key, row.outcome) == (begun[0].key, "failed")
-    assert row.reason == f"it ran 3 times and its row did not arrive: can its process write to {search.trials}?"
+    assert (row.key, row.outcome, row.node) == (begun[0].key, "failed", HERE)
+    assert row.reason == "s3://away cannot be read"
     searcher.suggest("next")
     assert begun[-1].proposal.candidate != begun[0].proposal.candidate
 
@@ -92,23 +116,64 @@ def test_a_trial_that_died_once_has_the_row_of_its_second_attempt(search: Search
     searcher.suggest("first")
     searcher.on_trial_complete("first", error=True)
     searcher.suggest("second")
-    candidate = begun[1].proposal.candidate
-    row = TrialRow(begun[1].key, 1, "probe", 0, candidate, 1, "ok", "ran its 8 steps", 1.0, tokens_per_second=100.0)
-    write_row(search.trials, row)
-    searcher.on_trial_complete("second", {"outcome": "ok"})
-    assert read_rows(search.trials) == [row]
+    searcher.on_trial_complete("second", sent(row_of(begun[1], 100.0)))
+    (row,) = read_rows(search.trials)
+    assert replace(row, seconds=1.0) == row_of(begun[1], 100.0)
 
 
-def test_a_row_that_cannot_be_written_says_so_at_once(search: Search) -> None:
-    """As on a machine without the search's folder."""
+def test_the_driver_writes_a_trials_row_and_traceback(search: Search) -> None:
+    """The trial itself writes nothing: it may run on a machine without the search's folder."""
     searcher, begun = proposals(search)
     searcher.suggest("trial")
-    elsewhere = replace(begun[0], folder=str(search.folder / "elsewhere"))
-    searcher.on_trial_complete("trial", outcome(elsewhere))
+    broken = replace(begun[0], config=begun[0].config | {"data": str(search.folder / "elsewhere")})
+    result = outcome(broken)
+    assert list(search.trials.iterdir()) == []
+    searcher.on_trial_complete("trial", result)
     (row,) = read_rows(search.trials)
-    assert row.outcome == "failed"
+    assert (row.outcome, row.node) == ("failed", HERE)
     assert "elsewhere" in row.reason
-    assert "No such file or directory" in row.reason
+    assert "Traceback" in (search.trials / f"{row.key}.txt").read_text()
+
+
+def test_a_trial_whose_machine_is_lost_runs_again_without_counting(
+    search: Search, capfd: pytest.CaptureFixture[str]
+) -> None:
+    there = {"w1": "1", "w2": "2"}
+    searcher, begun = proposals(search, there)
+    for attempt in range(ATTEMPTS + 1):
+        searcher.suggest(f"trial-{attempt}")
+        (lost,) = {"w1", "w2"} & {begun[-1].node}
+        back = there.pop(lost)
+        searcher.on_trial_complete(f"trial-{attempt}", error=True)
+        there[lost] = back + "'"
+    assert read_rows(search.trials) == []
+    assert "Trial 1: w1 was lost. It runs again." in capfd.readouterr().err
+    there.clear()
+    assert searcher.suggest("nowhere") == "FINISHED", "the driver waits for a machine, where Tune would not take Ctrl-C"
+    assert searcher.again
+
+
+def test_no_trial_is_proposed_twice_and_each_machine_has_its_own_control(search: Search) -> None:
+    """w2 is half as fast as w1, and what ran there counts as much."""
+    searcher, begun = proposals(search, {"w1": "1", "w2": "2"})
+    searcher.suggest("a")
+    assert searcher.suggest("b") is None, "there is nothing yet that another machine could be compared with"
+    searcher.on_trial_complete("a", sent(row_of(begun[0], 1000.0)))
+    searcher.suggest("c")
+    searcher.suggest("d")
+    first, second, control = begun
+    assert [(r.node, r.proposal.stage, r.number) for r in begun] == [
+        ("w1", "probe", 1), ("w1", "probe", 2), ("w2", "control", 3)
+    ]  # fmt: skip
+    assert control.proposal.candidate == first.proposal.candidate != second.proposal.candidate
+    assert len({request.key for request in begun}) == 3
+    assert searcher.suggest("e") is None
+    searcher.on_trial_complete("d", sent(row_of(control, 500.0)))
+    assert searcher.suggest("e") is None, "the only other candidate is running"
+    searcher.on_trial_complete("c", sent(row_of(second, 1100.0)))
+    assert searcher.suggest("f") == "FINISHED"
+    assert not searcher.again
+    assert [row.number for row in read_rows(search.trials)] == [1, 2, 3]
 
 
 def test_a_process_is_killed_when_its_time_is_up_and_never_after_its_end() -> None:
@@ -130,8 +195,8 @@ def test_a_trial_that_does_not_end_is_killed_and_one_that_was_killed_runs_again(
     begun: list[Request] = []
 
     class Disturbed(Proposals):
-        def request(self, proposal: Proposal, rows: Sequence[TrialRow]) -> Request:
-            request = super().request(proposal, rows)
+        def request(self, proposal: Proposal, rows: Sequence[TrialRow], machine: str) -> Request:
+            request = super().request(proposal, rows, machine)
             if proposal.candidate.micro_batch == 1:
                 return replace(request, config=request.config | {"global_batch": 10**6}, most_seconds=1.0)
             return replace(request, most_seconds=200.0)
@@ -142,7 +207,9 @@ def test_a_trial_that_does_not_end_is_killed_and_one_that_was_killed_runs_again(
                 os.kill(result["pid"], signal.SIGKILL)
 
     with connected(cluster):
-        drive(Disturbed(search, Listener(begun.append, lambda row, rows: None)))
+        resources = search.resources()
+        nodes = partial(trial_nodes, resources)
+        drive(Disturbed(search, Listener(begun.append, lambda row, rows: None), nodes), resources)
     slow, other = read_rows(search.trials)
     assert (slow.key, slow.outcome) == (begun[0].key, "failed")
     assert slow.reason == "it was still running after 2s, --compile-time and its steps' time, and was killed"

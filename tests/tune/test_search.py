@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
 from infra.cluster import connected
+from infra.place import Place
 from train.config import Cycle, load_config
 from train.loop.trainer import Trainer
 from tune import search
@@ -111,6 +113,7 @@ def test_a_search_leaves_rows_files_and_runs(folder: Path, searched: Path) -> No
     assert Counter(row["stage"] for row in rows) == {"probe": 2, "confirm": 2}
     assert {row["outcome"] for row in rows} == {"ok"}
     assert {int(row["micro_batch"]) * int(row["accumulation"]) for row in rows} == {2}
+    assert {row["node"] for row in rows} == {socket.gethostname()}
     assert "stands in for GPU memory" in (searched / "summary.md").read_text()
     parent, children = runs(folder, "one")
     assert parent.info.status == "FINISHED"
@@ -132,8 +135,9 @@ def test_a_search_leaves_rows_files_and_runs(folder: Path, searched: Path) -> No
 
 def test_what_is_to_be_pasted_names_odd_folders_as_a_shell_reads_them(tmp_path: Path) -> None:
     folder = tmp_path / "all of my [runs]" / "it's one"
-    assert shlex.split(resume_command(folder))[-3:] == ["it's one", "--out", str(folder.parent)]
-    assert shlex.split(train_command(folder))[-1] == str(folder / "best.json")
+    assert shlex.split(resume_command(Place.of(folder)))[-3:] == ["it's one", "--out", str(folder.parent)]
+    assert shlex.split(train_command(Place.of(folder)))[-1] == str(folder / "best.json")
+    assert shlex.split(resume_command(Place.of("s3://lab/runs/one")))[-3:] == ["one", "--out", "s3://lab/runs"]
 
 
 def test_the_winner_trains(searched: Path) -> None:
@@ -205,6 +209,7 @@ def test_over_the_limit_is_an_outcome(folder: Path, small_shards: Path, capfd: p
         (["--trial-steps", "2"], "--trial-steps 2"),
         (["--tracking-uri", "sqlite:///."], "is a folder"),
         (["--micro-batch", "3"], "--micro-batch 3"),
+        (["--parallel", "0"], "--parallel 0"),
         (["--global-batch", "0"], "--global-batch 0"),
         (["--global-batch", "²"], "'²'"),
         (["--config", ""], "--config is empty"),

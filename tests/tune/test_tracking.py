@@ -24,7 +24,7 @@ from tune.trial.run import Request
 def search(small_shards: Path, small_model: ModelConfig, tmp_path: Path) -> Search:
     """Sizes from 1 to 8, two the control, and two settings of a knob."""
     training = TrainConfig(data=str(small_shards), model=small_model, global_batch=8, micro_batch=2, device="cpu")
-    return make_search(SearchConfig(training=training, name="one", knobs=("checkpointing",), out=tmp_path))
+    return make_search(SearchConfig(training=training, name="one", knobs=("checkpointing",), out=str(tmp_path)))
 
 
 def finished(size: int, speed: float, **more: Any) -> TrialRow:

@@ -1,7 +1,7 @@
 """What a search asks for and what it gets: proposals in, rows out, one JSON file per row.
 
-A row's file is written by the trial itself, whole or not at all, before anything else hears of it.
-The files are therefore the search's only state: whoever is killed, what is on disk is what was done.
+A trial's row reaches the driver as its result, and the driver writes the file, whole or not at all, before anything
+else hears of it. The files are therefore the search's only state: whoever is killed, what is on disk is what was done.
 """
 
 import hashlib
@@ -16,7 +16,8 @@ from infra.schema import from_json, strict, to_json
 from infra.storage import write_json
 from tune.space import Candidate
 
-Stage = Literal["probe", "refine", "confirm"]
+Stage = Literal["probe", "refine", "confirm", "control"]
+"""``control`` is the control of one more node, with which the speeds measured there are compared."""
 TrialOutcome = Literal["ok", "over_limit", "oom", "thrash", "stopped", "failed"]
 OUTCOMES: tuple[TrialOutcome, ...] = get_args(TrialOutcome)
 
@@ -33,10 +34,13 @@ class Proposal:
     predicted_speed: float | None = None
     bar: float | None = None
     """Speed below which the trial cannot win and stops; None lets it run to its end."""
+    node: str | None = None
+    """The node that must run it: that of a ``control``; None leaves it to the driver."""
 
     def key(self, space_key: str) -> str:
         """Identity of this trial in the search over the space that ``space_key`` names."""
-        text = json.dumps([space_key, self.candidate.micro_batch, self.candidate.knobs, self.stage, self.round])
+        parts = [space_key, self.candidate.micro_batch, self.candidate.knobs, self.stage, self.round]
+        text = json.dumps(parts if self.node is None else [*parts, self.node])
         return f"m{self.candidate.micro_batch}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -55,7 +59,7 @@ class TrialRow:
     outcome: TrialOutcome
     reason: str
     seconds: float
-    """From the request for a process to the result: what the trial cost."""
+    """From the request for a process to the result, by the driver's clock: what the trial cost."""
     predicted_memory: float | None = None
     predicted_speed: float | None = None
     tokens_per_second: float | None = None
@@ -76,6 +80,8 @@ class TrialRow:
     data_wait_fraction: float | None = None
     train_loss: float | None = None
     device: str | None = None
+    node: str | None = None
+    """Name of the machine that ran it; None in rows of earlier versions."""
     too_short: bool = False
     """It failed because its time ended before enough steps were counted for a speed."""
     step_seconds: list[float] = field(default_factory=list)

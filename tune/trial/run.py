@@ -1,21 +1,22 @@
-"""One trial, in a process of its own: the bare training loop under a memory limit, and a row on disk.
+"""One trial, in a process of its own: the bare training loop under a memory limit, and a row.
 
-In: a request. Out: a row, on disk before Ray hears of it. A
-fresh process, because memory that one configuration leaves behind (segments, graphs, library
-workspaces) would count against the next. No MLflow here: the driver creates and closes the runs, since
-a process that may die at any moment leaves them open.
+In: a request. Out: a row, returned to the driver, which keeps it: the trial may run on a machine that shares no disk
+with the driver. A fresh process, because memory that one configuration leaves behind (segments, graphs, library
+workspaces) would count against the next. No MLflow here: the driver creates and closes the runs, since a process that
+may die at any moment leaves them open.
 """
 
 import time
 import traceback
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from infra.errors import first_line
 from infra.hardware import peak_flops
+from infra.place import Place
+from pipeline.cache import on_this_machine
 from train.config import Cycle, TrainConfig, config_from_json
 from train.estimate.flops import flops_per_token, utilisation
 from train.loop.memory import is_exhausted
@@ -24,7 +25,7 @@ from train.loop.throughput import steady_state
 from train.loop.trainer import Trainer
 from train.result import CycleReport, RunResult
 from tune.trial import early_stop
-from tune.trial.row import Proposal, TrialOutcome, TrialRow, write_row
+from tune.trial.row import Proposal, TrialOutcome, TrialRow
 
 THRASHING_STEPS = 2
 """Counted steps with allocator retries that make the outcome ``thrash``: the allocator keeps freeing its cache."""
@@ -46,8 +47,8 @@ class Request:
     most_seconds: float
     precision: float
     """Half-width of the speed's interval, as a fraction, that ends the trial."""
-    folder: str
-    asked_at: float
+    node: str
+    """Name of the machine that runs it, for its row."""
 
 
 @dataclass
@@ -101,9 +102,16 @@ class Watch:
         return {i for i in range(FIRST_STEPS, len(self.retries)) if self.retries[i] != self.retries[i - 1]}
 
 
-def run(request: Request) -> TrialRow:
-    """Run the trial and keep its row; never raises for what the configuration does."""
+def fetch_data(request: Request) -> None:
+    """Have the trial's data on this machine. Raises ``UserError`` when its storage fails: not an outcome."""
+    on_this_machine(Place.of(trial_config(request).data))
+
+
+def run(request: Request) -> tuple[TrialRow, str | None]:
+    """Run the trial: its row, and the traceback of one that failed; never raises for what the configuration does."""
+    began = time.monotonic()
     config = trial_config(request)
+    trace: str | None = None
     watch: Watch | None = None
     result: RunResult | None = None
     try:
@@ -116,10 +124,9 @@ def run(request: Request) -> TrialRow:
             outcome, reason = "oom", first_line(failure)
         else:
             outcome, reason = "failed", f"{type(failure).__name__}: {first_line(failure)}"
-            (Path(request.folder) / f"{request.key}.txt").write_text(traceback.format_exc(), encoding="utf-8")
+            trace = traceback.format_exc()
     row = make_row(request, config, watch, result, outcome, reason)
-    write_row(Path(request.folder), row)
-    return row
+    return replace(row, seconds=time.monotonic() - began), trace
 
 
 def trial_config(request: Request) -> TrainConfig:
@@ -174,7 +181,7 @@ def make_row(
         accumulation=config.accumulation,
         outcome=outcome,
         reason=reason,
-        seconds=time.time() - request.asked_at,
+        seconds=0.0,
         predicted_memory=request.proposal.predicted_memory,
         predicted_speed=request.proposal.predicted_speed,
         tokens_per_second=measured.tokens_per_second if measured else None,
@@ -191,6 +198,7 @@ def make_row(
         data_wait_fraction=result.data_wait_fraction if result else None,
         train_loss=result.train_loss if result else None,
         device=result.device if result else None,
+        node=request.node,
         too_short=outcome == "failed" and measured is None and watch is not None and watch.verdict == "time",
         step_seconds=watch.seconds if watch else [],
     )

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import random
 import resource
+import socket
 import sys
 import tempfile
 import time
@@ -30,7 +31,7 @@ from train.config import TrainConfig
 from train.model_config import ModelConfig
 from train.resolve import resolve
 from tune.space import make_space
-from tune.trial.row import Proposal, TrialRow, read_rows
+from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import Request, run
 
 MODEL = ModelConfig(layers=2, heads=2, width=64, context_length=64, vocabulary=512, padded_vocabulary=512)
@@ -69,12 +70,10 @@ def main() -> int:
             request = Request(
                 "m", len(rows) + 1, Proposal(candidate, "probe", repeat),
                 space.config(candidate).to_json() | {"data": f"{folder}/made"}, 2**60,
-                STEPS, 600.0, 1e-9, folder, time.time(),
+                STEPS, 600.0, 1e-9, socket.gethostname(),
             )  # fmt: skip
-            process = multiprocessing.get_context("spawn").Process(target=run, args=(request,))
-            process.start()
-            process.join()
-            (row,) = read_rows(Path(folder))
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                row, _ = process.submit(run, request).result()
         rows.append(row)
         done.add((candidate, repeat))
         speed = f"{row.tokens_per_second or 0:,.0f} tok/s"

@@ -2,7 +2,10 @@
 
 import json
 import os
+import platform
+import re
 import resource
+import socket
 import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -14,7 +17,7 @@ import torch
 from mlflow.tracking import MlflowClient
 
 from infra.doctor import __main__ as doctor
-from infra.doctor import allreduce, ceilings, checks
+from infra.doctor import allreduce, ceilings, checks, nodes
 from infra.gpu import GpuState
 from infra.hardware import peak_flops
 from infra.tracking.store import store_uri
@@ -166,7 +169,10 @@ def test_attention_that_runs_is_reported() -> None:
     assert check.value == "runs"
 
 
-@pytest.mark.parametrize("flags", [["--workers", "0"], ["--workers", "two"]])
+@pytest.mark.parametrize(
+    "flags",
+    [["--workers", "0"], ["--workers", "two"], ["--storage", "s3://lab"], ["--storage", "here", "--address", "a:1"]],
+)
 def test_a_mistake_is_refused(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
     assert command(monkeypatch, *flags) == 2
 
@@ -214,3 +220,20 @@ def test_a_gpu_reaches_most_of_its_datasheet() -> None:
     assert rates["bf16"] > rates["tf32"] > rates["fp32"]
     assert peak is None or 0.4 < rates["bf16"] / peak < 1.05
     assert ceilings.copy_rates(device)["host to device, pinned"] > 1e9
+
+
+def test_the_machines_of_a_cluster_are_reported(
+    cluster: str, working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command(monkeypatch, "--quick", "--address", cluster) == 0
+    assert re.search(rf"(?m)^{socket.gethostname()} +\d+ .*{platform.python_version()} ", capfd.readouterr().out)
+
+
+def test_another_version_is_a_problem_and_fatal_where_ray_fails() -> None:
+    own = nodes.describe()
+    assert not nodes.compare(replace(own, scratch_free=10**12), own)
+    other = replace(own, python="3.1.0", versions={"ray": "1.0", "torch": f"{own.versions['torch']}.1"})
+    found = nodes.compare(replace(other, scratch_free=10**9), own)
+    assert list(found.values()) == [True, True, False, False]
+    assert f"Python is 3.1.0 and here {platform.python_version()}: install the same version" in found
+    assert next(reversed(found)) == f"{own.scratch} has 1.0 GB free: make room for data and checkpoints, or set TMPDIR"

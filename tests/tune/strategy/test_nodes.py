@@ -1,0 +1,47 @@
+"""What ran on several machines is compared over each machine's own control."""
+
+import math
+
+from tune.space import Candidate
+from tune.strategy.nodes import comparable, control_of, scales
+from tune.trial.row import Proposal, Stage, TrialRow
+
+
+def row(number: int, node: str | None, size: int, speed: float | None, stage: Stage = "probe") -> TrialRow:
+    """A trial's, with an interval of one percent to either side."""
+    low, high = (speed / 1.01, speed * 1.01) if speed else (None, None)
+    return TrialRow(
+        f"m{number}", number, stage, 0, Candidate(size), 1, "ok" if speed else "oom", "", 1.0,
+        tokens_per_second=speed, low=low, high=high, node=node,
+    )  # fmt: skip
+
+
+def test_a_machine_that_is_slower_throughout_ranks_no_candidate_lower() -> None:
+    rows = [row(1, "w1", 1, 1000.0), row(2, "w2", 1, 500.0, "control"), row(3, "w2", 2, 600.0), row(4, "w2", 4, None)]
+    first, scaled, failed = comparable(rows)
+    assert first == rows[0]
+    assert failed == rows[3]
+    assert scaled.tokens_per_second == 1200.0
+    assert scaled.low
+    assert scaled.high
+    width = math.log(scaled.high / scaled.low) / 2
+    assert math.isclose(width, math.sqrt(3) * math.log(1.01)), "the controls are as uncertain as the trial"
+
+
+def test_one_machine_needs_no_other_control_and_its_rows_stay_as_they_are() -> None:
+    for name in (None, "w1"):
+        rows = [row(1, name, 1, None), row(2, name, 2, 900.0)]
+        assert comparable(rows) == rows
+        assert control_of("w1", rows) is None
+    old = [row(1, None, 1, 900.0), row(2, "w1", 2, 900.0)]
+    assert control_of("w1", old) is None, "begun by an earlier version, which ran on one machine"
+    assert control_of("w2", old) == Proposal(Candidate(1), "control", node="w2")
+
+
+def test_another_machine_first_runs_what_the_first_one_ran() -> None:
+    rows = [row(1, "w1", 8, None), row(2, "w1", 4, 900.0)]
+    control = control_of("w2", rows)
+    assert control == Proposal(Candidate(4), "control", node="w2")
+    assert control.key("one") != Proposal(Candidate(4), "control", node="w3").key("one")
+    assert control_of("w2", rows[:1]) is None, "nothing to compare with"
+    assert "w2" not in scales([*rows, row(3, "w2", 4, None, "control")])
