@@ -358,6 +358,8 @@ def drive(proposals: Proposals, resources: dict[str, float]) -> None:
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # its console prints a box of its own even when silenced
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # CSV and JSON copies of the rows
     logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)  # at the end it counts also processes that ran again
+    # It prints a traceback of Ray's own for each process that dies, of which we report what is done about it.
+    logging.getLogger("ray.tune.execution.tune_controller").setLevel(logging.CRITICAL)
     folder = proposals.search.folder
 
     def placed_on(parameters: dict[str, Any]) -> ray.tune.PlacementGroupFactory:

@@ -144,10 +144,9 @@ def print_checks(results: "list[checks.Check]") -> None:
 
 
 def print_nodes(machines: "list[Report]") -> None:
-    """A line per machine of the cluster, and below it each of its problems."""
-    table = Table(title="Machines of the cluster", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in (
-        "",
+    """A line per machine of the cluster, as long as it needs to be, and below them their problems."""
+    heads = (
+        "machine",
         "cores",
         "load",
         "GPU",
@@ -158,22 +157,23 @@ def print_nodes(machines: "list[Report]") -> None:
         "clock",
         "scratch",
         "storage up, down",
-    ):
-        table.add_column(name)
+    )
+    lines = [heads]
     for report in machines:
         machine = report.machine
-        cells = ["?"] * 7
+        cells = ("?",) * 8
         if machine:
-            cells = [
+            cells = (
                 f"{machine.load:.1f}", ", ".join(machine.gpus) or "none", f"{machine.memory / 1e9:,.0f} GB",
                 machine.python, machine.versions["ray"], machine.versions["torch"],
-                "?" if report.clock is None else f"{report.clock:+.3f} s",
-            ]  # fmt: skip
+                "?" if report.clock is None else f"{report.clock:+.3f} s", f"{machine.scratch_free / 1e9:,.0f} GB",
+            )  # fmt: skip
         speeds = ", ".join(f"{rate / 1e6:,.0f} MB/s" for rate in report.storage.values())
-        scratch = f"{machine.scratch_free / 1e9:,.0f} GB" if machine else "?"
-        style = "red" if any(report.problems.values()) else None
-        table.add_row(report.name, str(report.cores), *cells, scratch, speeds, style=style)
-    console.print(table, width=max(console.width, 160))  # a terminal wraps lines, a file keeps them
+        lines.append((report.name, str(report.cores), *cells, speeds))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        console.print(text.rstrip(), markup=False)
     for report in machines:
         for problem in report.problems:
             console.print(f"[red]✗ {command.escape(report.name)}: {command.escape(problem)}[/red]")

@@ -135,12 +135,12 @@ def examine(address: str, storage: str | None = None) -> list[Report]:
                 report.machine = answer
                 report.problems |= compare(answer, own)
             else:
-                report.problems[f"{report.name} does not answer: {answer}"] = True
+                report.problems[f"does not answer: {answer}"] = True
         there = [(report, probe) for report, probe in zip(reports, probes, strict=True) if report.machine]
         for report, probe in there:
             report.clock = _clock_difference(probe)
             if report.clock is not None and abs(report.clock) > CLOCK_SECONDS:
-                problem = f"the clock of {report.name} is {report.clock:+.1f} s off this machine's: set it by NTP"
+                problem = f"its clock is {report.clock:+.1f} s off this machine's: set it by NTP"
                 report.problems[problem] = False
         if storage:
             asked = [probe.storage.remote(Place.of(storage).address) for _, probe in there]
@@ -148,7 +148,7 @@ def examine(address: str, storage: str | None = None) -> list[Report]:
                 if isinstance(answer, dict):
                     report.storage = answer
                 else:
-                    report.problems[f"{report.name} cannot use {storage}: {answer}"] = True
+                    report.problems[f"cannot use {storage}: {answer}"] = True
         return reports
 
 

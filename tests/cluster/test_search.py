@@ -80,4 +80,4 @@ def test_the_doctor_names_every_machine(lab: Lab) -> None:
     for name, cores in {"head": 0, "w1": 2, "w2": 2}.items():
         assert re.search(rf"(?m)^{name} +{cores} .* s +[\d,]+ GB +[\d,]+ MB/s, [\d,]+ MB/s", said), said
     said = lab.run("head", "infra.doctor --quick --address auto --storage s3://nowhere/doctor", code=1)
-    assert "w1 cannot use s3://nowhere/doctor" in said
+    assert "w1: cannot use s3://nowhere/doctor" in said

@@ -237,3 +237,12 @@ def test_another_version_is_a_problem_and_fatal_where_ray_fails() -> None:
     assert list(found.values()) == [True, True, False, False]
     assert f"Python is 3.1.0 and here {platform.python_version()}: install the same version" in found
     assert next(reversed(found)) == f"{own.scratch} has 1.0 GB free: make room for data and checkpoints, or set TMPDIR"
+
+
+def test_a_machine_that_does_not_answer_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    silent = nodes.Report("w2", 2, problems={"does not answer: nothing within 45 s": True})
+    doctor.print_nodes([nodes.Report("w1", 2, nodes.describe(), 0.0012, {"up": 5e7, "down": 9e7}), silent])
+    output = capfd.readouterr().out
+    assert re.search(r"(?m)^w1 +2 .* \+0\.001 s +[\d,]+ GB +50 MB/s, 90 MB/s$", output)
+    assert re.search(r"(?m)^w2 +2 +\?", output)
+    assert "w2: does not answer: nothing within 45 s" in output
