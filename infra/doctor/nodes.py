@@ -194,7 +194,7 @@ def _clock_difference(probe: Any) -> float | None:
     for _ in range(3):
         asked = time.time()
         try:
-            there = ray.get(probe.clock.remote(), timeout=5)
+            there: Any = ray.get(probe.clock.remote(), timeout=5)
         except RayError:
             break
         answered = time.time()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import LAB, Lab
+from tests.cluster.conftest import LAB, Lab  # type: ignore[reportMissingImports] pytest finds it
 
 FLAGS = (
     "--model tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320 --device cpu "
