@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from infra.command import INTERRUPTED, errors, interrupt_on_termination, uninterrupted
 from infra.errors import UserError, first_line
@@ -165,6 +165,8 @@ def _connect(address: str) -> None:
     socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
 
 
+T = TypeVar("T")
+
 Node = Mapping[str, float]
 """A machine's resources by Ray's names for them."""
 
@@ -272,25 +274,13 @@ def refuse_unshared(flag: str, folder: Path) -> None:
     Each is asked for a file that this one has just made there, because nothing else tells a shared disk from another
     disk at the same path. Those that do not answer in ``ASKING_SECONDS`` are not waited for: they take no work either.
     """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    own = ray.get_runtime_context().get_node_id()
-    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own and _has_room(node)]
-    if not others:
+    if is_this_machine_alone():
         return
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, probe = tempfile.mkstemp(prefix=TEMPORARY, dir=folder)
     os.close(descriptor)
     try:
-        see = ray.remote(num_cpus=0)(os.path.exists)
-        seen = {
-            see.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(probe):
-            node["NodeManagerHostname"]
-            for node in others
-        }  # fmt: skip
-        done, _ = ray.wait(list(seen), num_returns=len(seen), timeout=ASKING_SECONDS)
-        blind = sorted(seen[answer] for answer in done if not ray.get(answer))
+        blind = sorted(name for name, sees in ask_others(os.path.exists, probe) if not sees)
     finally:
         Path(probe).unlink()
     if blind:
@@ -298,6 +288,28 @@ def refuse_unshared(flag: str, folder: Path) -> None:
             f"{flag} {folder} is on this machine's disk, which {', '.join(blind)} of the cluster does not have: give "
             f"object storage, such as {flag} s3://bucket/folder, or a folder on a disk that all machines share."
         )
+
+
+def ask_others(question: Callable[..., T], *arguments: Any) -> list[tuple[str, T]]:
+    """What ``question(*arguments)`` returns on each other machine of the connected Ray where work may be placed.
+
+    With each answer comes its machine's name. Those that do not answer in ``ASKING_SECONDS`` are left out.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    own = ray.get_runtime_context().get_node_id()
+    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own and _has_room(node)]
+    if not others:
+        return []
+    ask: Any = ray.remote(num_cpus=0)(question)
+    asked = {
+        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(*arguments):
+        node["NodeManagerHostname"]
+        for node in others
+    }  # fmt: skip
+    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ASKING_SECONDS)
+    return [(asked[answer], ray.get(answer)) for answer in done]
 
 
 def _has_room(node: Mapping[str, Any]) -> bool:

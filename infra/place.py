@@ -8,10 +8,12 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow.fs as fs
 import xxhash
@@ -21,13 +23,19 @@ from infra.storage import (
     TEMPORARY,
     atomic_file,
     is_remote,
+    json_text,
     listing,
     locate,
+    reason,
     store,
+    sync_folder,
     with_retries,
 )
 
 _BLOCK = 8 << 20
+
+REQUESTS = 32
+"""Requests to object storage at a time, each of which takes tens of milliseconds and no CPU."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,8 @@ class Place:
         except OSError as refused:
             raise UserError(f"{flag} {self} cannot be written ({refused.strerror}): name another place.") from refused
         except UserError as refused:
-            raise UserError(f"{flag}: {refused}") from refused
+            why = reason(refused.__cause__ or refused)
+            raise UserError(f"{flag} {self} cannot be written ({why}): name another place.") from refused
 
     def exists(self, name: str) -> bool:
         """Whether it holds a file of this name."""
@@ -116,8 +125,12 @@ class Place:
         if self.remote:
             _, root = locate(self.address)
             return {entry.path.removeprefix(f"{root}/"): entry.size for entry in listing(start.address)}
-        paths = (Path(parent) / name for parent, _, names in os.walk(start.folder) for name in names)
-        return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in paths}
+        found: dict[str, int] = {}
+        for parent, _, names in os.walk(start.folder):
+            for path in (Path(parent) / name for name in names):
+                with suppress(FileNotFoundError):  # removed meanwhile, as temporary files are
+                    found[path.relative_to(self.folder).as_posix()] = path.stat().st_size
+        return found
 
     def read(self, name: str) -> bytes:
         """The content of a file. Raises ``FileNotFoundError`` when there is none."""
@@ -126,12 +139,12 @@ class Place:
         system, root = locate(self.address)
 
         def read() -> bytes:
-            with system.open_input_stream(f"{root}/{name}") as file:
+            with system.open_input_file(f"{root}/{name}") as file:  # a stream would ask for 256 KiB at a time
                 return file.read()
 
         return with_retries(str(self / name), read)
 
-    def write(self, name: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes | memoryview) -> None:
         """Replace a file, whole and durably."""
         if not self.remote:
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -145,6 +158,10 @@ class Place:
                 file.write(content)
 
         with_retries(str(self / name), write, "written")
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Replace a file by ``value`` as JSON, of which equal values give equal bytes."""
+        self.write(name, json_text(value).encode())
 
     def put(self, file: Path, name: str) -> None:
         """Copy a local file to here, whole; where it is here already, nothing is done."""
@@ -162,29 +179,57 @@ class Place:
         Raises ``FileNotFoundError`` when there is none, and ``UserError`` when its checksum (xxh3-128) is not the
         ``expected`` one.
         """
-        source = str(self / name)
-        system, path = locate(source) if self.remote else (fs.LocalFileSystem(), str(self.folder / name))
         file.parent.mkdir(parents=True, exist_ok=True)
 
         def fetch() -> None:
             found = xxhash.xxh3_128()
-            with system.open_input_stream(path) as stream, atomic_file(file) as sink:
-                while block := stream.read(_BLOCK):
+            with self._blocks(name) as blocks, atomic_file(file) as sink:
+                for block in blocks:
                     found.update(block)
                     sink.write(block)
                 if expected and found.hexdigest() != expected:
-                    raise UserError(f"{source} is damaged: its checksum is not that of its manifest; make it again.")
+                    raise UserError(
+                        f"{self / name} is damaged: its checksum is not that of its manifest; make it again."
+                    )
 
-        with_retries(source, fetch)
+        with_retries(str(self / name), fetch)
+
+    def checksum(self, name: str) -> str:
+        """xxh3-128 of a file's bytes, in hexadecimal. Raises ``FileNotFoundError`` when there is none."""
+
+        def add_up() -> str:
+            found = xxhash.xxh3_128()
+            with self._blocks(name) as blocks:
+                for block in blocks:
+                    found.update(block)
+            return found.hexdigest()
+
+        return with_retries(str(self / name), add_up)
+
+    @contextmanager
+    def _blocks(self, name: str) -> Iterator[Iterator[bytes]]:
+        """The bytes of a file in blocks."""
+        system, path = locate(str(self / name)) if self.remote else (fs.LocalFileSystem(), str(self.folder / name))
+        with system.open_input_stream(path) as stream:
+            yield iter(lambda: stream.read(_BLOCK), b"")
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files; those that do not exist are passed over."""
-        system, root = locate(self.address) if self.remote else (None, "")
-        for name in names:
-            if system is None:
-                (self.folder / name).unlink(missing_ok=True)
-            elif self.exists(name):
-                with_retries(str(self / name), partial(system.delete_file, f"{root}/{name}"), "written")
+        """Remove files, durably; those that do not exist are passed over. Those of a folder go in the given order."""
+        if not self.remote:
+            paths = [path for name in names if (path := self.folder / name).exists()]
+            for path in paths:
+                path.unlink(missing_ok=True)
+            for parent in dict.fromkeys(path.parent for path in paths):
+                sync_folder(parent)
+            return
+        system, root = locate(self.address)
+
+        def remove(name: str) -> None:
+            with suppress(FileNotFoundError):
+                with_retries(str(self / name), lambda: system.delete_file(f"{root}/{name}"), "written")
+
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            list(pool.map(remove, names))
 
 
 def scratch(*parts: str) -> Path:

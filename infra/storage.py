@@ -7,6 +7,7 @@ renamed to the final name.
 import io
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -92,9 +93,14 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def json_text(value: Any) -> str:
+    """``value`` as indented JSON with sorted keys, so that equal values give equal bytes."""
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as indented JSON with sorted keys, atomically, so that equal values give equal bytes."""
-    write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    """Write ``value`` as :func:`json_text`, atomically."""
+    write_text(path, json_text(value))
 
 
 def clear_temporaries(folder: Path) -> None:
@@ -114,6 +120,9 @@ FIRST_PAUSE = 0.2
 
 GOOGLE_PATIENCE = 10
 """Seconds for which Google's client retries one request; by default it is silent for a quarter of an hour."""
+
+_LASTING = re.compile("NO_SUCH_BUCKET|ACCESS_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH")
+"""S3's errors that do not go away by themselves, as Arrow names them."""
 
 _BUFFER = 4 << 20
 
@@ -160,6 +169,8 @@ def _filesystem(scheme: str, bucket: str, query: str) -> Any:
     uri = f"{scheme}://{bucket}" + (f"?{query}" if query else "")
     if scheme in ("gs", "gcs") and "retry_limit_seconds" not in query:
         uri += f"{'&' if query else '?'}retry_limit_seconds={GOOGLE_PATIENCE}"
+    if scheme == "s3":  # one request for a small file instead of three
+        uri += f"{'&' if query else '?'}allow_delayed_open=true"
     try:
         if scheme == "hf":
             from huggingface_hub import HfFileSystem  # an extra: pip install 'throughline[hf]'
@@ -240,7 +251,7 @@ class _RetryingFile(io.RawIOBase):
 
 
 def with_retries(uri: str, action: Callable[[], T], doing: str = "read") -> T:
-    """The result of ``action()``, which is tried ``ATTEMPTS`` times.
+    """The result of ``action()``, which is tried ``ATTEMPTS`` times unless the storage refuses it.
 
     Raises ``FileNotFoundError`` at once and ``UserError`` after the last attempt, which ``doing`` describes.
     """
@@ -251,14 +262,24 @@ def with_retries(uri: str, action: Callable[[], T], doing: str = "read") -> T:
         except FileNotFoundError:
             raise
         except _failures(uri) as failure:
+            if _LASTING.search(str(failure)):
+                raise UserError(
+                    f"{uri} cannot be {doing} ({reason(failure)}): check the address and your credentials."
+                ) from failure
             if attempt == ATTEMPTS:
                 raise UserError(
-                    f"{uri} cannot be {doing}, after {ATTEMPTS} attempts: {first_line(failure).rstrip('.')}. Run the "
-                    "same command again to continue from here."
+                    f"{uri} cannot be {doing}, after {ATTEMPTS} attempts: {reason(failure)}. Run the same command "
+                    "again to continue from here."
                 ) from failure
             time.sleep(pause)
             pause *= 2
     raise AssertionError("the last attempt returns or raises")
+
+
+def reason(failure: BaseException) -> str:
+    """What the storage said, without the names of requests that Arrow's S3 client puts around it."""
+    said = re.search(r"AWS Error .*? during \w+ operation: (.+?)(?: \(Request ID|$)", first_line(failure))
+    return (said[1] if said else first_line(failure)).rstrip(".")
 
 
 def _failures(uri: str) -> tuple[type[Exception], ...]:

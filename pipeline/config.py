@@ -6,14 +6,12 @@ How sources are read and cleaned is a class of its own, because a training run t
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from infra.errors import UserError
 from infra.schema import strict
-from infra.storage import is_remote
 from infra.units import Bytes
 
 MIRROR = "https://gutenberg.pglaf.org"
@@ -68,11 +66,8 @@ class TokenizeConfig(Reading):
     gutenberg:1342,84 (downloads those numbers); or 'sample' (the King James Bible, installed with this program).
     Their order does not matter."""
 
-    out: Path = Path("data/tokens")
-    """Folder for the token shards, on a disk that all workers share; training memory-maps them."""
-
-    copy_to: str | None = None
-    """Copy the finished folder there as well: s3://bucket/folder or gs://bucket/folder."""
+    out: str = "data/tokens"
+    """Where the token shards go: a folder on a disk that all workers share, or s3://bucket/folder, gs://bucket/folder."""
 
     workers: int | None = None
     """Tasks at a time. Default: every CPU of this machine, or of the cluster at --address."""
@@ -110,10 +105,8 @@ class TokenizeConfig(Reading):
             raise ValueError("no sources: name a file or a folder of books, or leave sources out for the sample")
         if "" in self.sources:
             raise ValueError("a source is empty: name a file or a folder of books in its place, or leave it out")
-        if is_remote(str(self.out).replace(":/", "://", 1)):
-            raise ValueError(f"--out {self.out} is not a folder: shards are memory-mapped; add --copy-to for a copy")
-        if self.copy_to and not is_remote(self.copy_to):
-            raise ValueError(f"--copy-to {self.copy_to} is not object storage: write for example s3://bucket/folder")
+        if not self.out:
+            raise ValueError("--out is empty: name a folder or s3://bucket/folder for the shards, or leave it out")
         if not 0 <= self.val_fraction < 1:
             raise ValueError(f"--val-fraction {self.val_fraction} is not a share: give at least 0 and less than 1")
         if self.workers is not None and self.workers < 1:

@@ -1,4 +1,4 @@
-"""Show a finished data set: ``python -m pipeline.inspect data/tokens --verify``.
+"""Show a finished data set: ``python -m pipeline.inspect data/tokens --verify``, or one at ``s3://bucket/tokens``.
 
 Prints its manifest as a table and a few decoded passages. With ``--verify``, every checksum is computed
 again; exit code 1 if one differs.
@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -17,16 +16,17 @@ from rich.table import Table
 
 from infra import command
 from infra.command import console, errors, escape
+from infra.place import Place
 from pipeline.encoding import decode
-from pipeline.shards import MANIFEST, SPLITS, Manifest, Shard, ShardInfo, checksum, read_manifest
+from pipeline.shards import MANIFEST, SPLITS, Manifest, Shard, ShardInfo, read_manifest
 
 
 @dataclass(frozen=True)
 class InspectConfig:
     """What to show of a data set."""
 
-    folder: Annotated[Path, tyro.conf.Positional] = Path("data/tokens")
-    """The folder of token shards."""
+    data: Annotated[str, tyro.conf.Positional] = "data/tokens"
+    """The token shards: a folder, or s3://bucket/folder, gs://bucket/folder."""
 
     verify: bool = False
     """Compute every checksum again, in parallel."""
@@ -44,50 +44,51 @@ class InspectConfig:
 
 def main(config: InspectConfig) -> int:
     """Run the command; returns its exit code."""
-    manifest = read_manifest(config.folder)
-    _show(config.folder, manifest)
-    damaged = list(verify(config.folder, manifest)) if config.verify else []
+    place = Place.of(config.data)
+    manifest = read_manifest(place)
+    _show(place, manifest)
+    damaged = list(verify(place, manifest)) if config.verify else []
     for sentence in damaged:
         errors.print(escape(sentence), style="red")
     if damaged:
         errors.print(
             f"{len(damaged)} of {len(manifest.shards)} shards are damaged: delete them, and run "
-            f"'python -m pipeline.tokenize' with --out {config.folder} as before to make them again.",
+            f"'python -m pipeline.tokenize' with --out {place} as before to make them again.",
             markup=False,
         )
         return 1
     if config.verify:
         console.print(f"All {len(manifest.shards):,} shards have the bytes that {MANIFEST} says.")
-    for title, text in passages(config.folder, manifest, config.passages, config.length):
+    for title, text in passages(place, manifest, config.passages, config.length):
         console.print(f"\n[bold]{escape(title)}[/bold]\n{escape(text)}")
     return 0
 
 
-def verify(folder: Path, manifest: Manifest) -> Iterator[str]:
+def verify(place: Place, manifest: Manifest) -> Iterator[str]:
     """A sentence for every shard that is missing or differs from the manifest."""
+    sizes = {name: size for split in SPLITS for name, size in place.files(split).items()}
 
     def check(info: ShardInfo) -> str | None:
-        path = folder / info.path
-        if not path.is_file():
+        path, size = place / info.path, sizes.get(info.path)
+        if size is None:
             return f"{path} is missing"
-        size = path.stat().st_size
         if size != info.bytes:
             return f"{path} has {size:,} bytes instead of {info.bytes:,}"
-        found = checksum(path)
+        found = place.checksum(info.path)
         return None if found == info.checksum else f"{path} has checksum {found} instead of {info.checksum}"
 
     with ThreadPoolExecutor(max_workers=2 * (os.cpu_count() or 1)) as pool:
         yield from (sentence for sentence in pool.map(check, manifest.shards) if sentence)
 
 
-def passages(folder: Path, manifest: Manifest, count: int, length: int) -> Iterator[tuple[str, str]]:
+def passages(place: Place, manifest: Manifest, count: int, length: int) -> Iterator[tuple[str, str]]:
     """``count`` passages of ``length`` tokens, from the middle of evenly spaced books: title and text."""
     books = sum(info.rows for info in manifest.shards)
     wanted = {int(place) for place in np.linspace(0, books - 1, count)} if books else set()
     first = 0
     for info in manifest.shards:
         for row in sorted(place - first for place in wanted if first <= place < first + info.rows):
-            shard = Shard(folder / info.path)  # a memory map
+            shard = Shard(place / info.path)
             begin, end = int(shard.offsets[row]), int(shard.offsets[row + 1]) - 1
             middle = max(begin, (begin + end - length) // 2)
             book = shard.batch.column("book")[row].as_py()
@@ -95,8 +96,8 @@ def passages(folder: Path, manifest: Manifest, count: int, length: int) -> Itera
         first += info.rows
 
 
-def _show(folder: Path, manifest: Manifest) -> None:
-    table = Table(title=f"{folder}, fingerprint {manifest.fingerprint[:12]}", title_justify="left")
+def _show(place: Place, manifest: Manifest) -> None:
+    table = Table(title=f"{place}, fingerprint {manifest.fingerprint[:12]}", title_justify="left")
     for name in ("split", "shards", "books", "tokens", "characters", "size"):
         table.add_column(name, justify="left" if name == "split" else "right")
     for split in SPLITS:

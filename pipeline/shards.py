@@ -24,7 +24,6 @@ import xxhash
 from infra.errors import UserError, first_line
 from infra.place import Place
 from infra.schema import from_json, strict, to_json
-from infra.storage import atomic_file, write_json
 
 FORMAT_VERSION = 1
 END_OF_TEXT = 50256
@@ -122,9 +121,9 @@ class Manifest:
         fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         return cls(config, vocabulary_sha256, ordered, inputs, report, fingerprint, splits=splits)
 
-    def write(self, folder: Path) -> None:
-        """Finish the data set in ``folder``."""
-        write_json(folder / MANIFEST, to_json(self))
+    def write(self, where: Place | Path) -> None:
+        """Finish the data set at ``where``."""
+        Place.of(where).write_json(MANIFEST, to_json(self))
 
 
 def read_manifest(where: Place | Path | str) -> Manifest:
@@ -158,8 +157,8 @@ def read_manifest(where: Place | Path | str) -> Manifest:
     )
 
 
-def write_shard(folder: Path, path: str, split: Split, rows: list[ShardRow]) -> ShardInfo:
-    """Write ``rows``, in the given order, as the shard ``folder/path``, atomically and durably."""
+def write_shard(where: Place | Path, path: str, split: Split, rows: list[ShardRow]) -> ShardInfo:
+    """Write ``rows``, in the given order, as the shard ``path`` at ``where``, atomically and durably."""
     lengths = np.fromiter((len(row.tokens) for row in rows), dtype=np.int64, count=len(rows))
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
     tokens = np.concatenate([row.tokens for row in rows]) if rows else np.zeros(0, dtype=np.uint16)
@@ -171,22 +170,27 @@ def write_shard(folder: Path, path: str, split: Split, rows: list[ShardRow]) -> 
         for field in SCHEMA
         if field.name != "tokens"
     ]
-    return write_batch(folder, path, split, pa.record_batch([*columns, streams], schema=SCHEMA))
+    return write_batch(where, path, split, pa.record_batch([*columns, streams], schema=SCHEMA))
 
 
-def write_batch(folder: Path, path: str, split: Split, batch: pa.RecordBatch) -> ShardInfo:
-    """Write one record batch of ``SCHEMA`` as the shard ``folder/path``, atomically and durably."""
-    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(folder / path) as file, pa.ipc.new_file(file, SCHEMA) as writer:
+def write_batch(where: Place | Path, path: str, split: Split, batch: pa.RecordBatch) -> ShardInfo:
+    """Write one record batch of ``SCHEMA`` as the shard ``path`` at ``where``, atomically and durably.
+
+    The file is made in memory, because storage may have to be written again, and a checksum would read it back.
+    """
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_batch(batch)
+    content = memoryview(sink.getvalue())
+    Place.of(where).write(path, content)
     return ShardInfo(
         path=path,
         split=split,
-        bytes=(folder / path).stat().st_size,
+        bytes=len(content),
         rows=batch.num_rows,
         tokens=len(batch.column("tokens").flatten()),
         chars=int(batch.column("chars").to_numpy().sum()),
-        checksum=checksum(folder / path),
+        checksum=xxhash.xxh3_128_hexdigest(content),
     )
 
 
@@ -197,11 +201,15 @@ def checksum(path: Path) -> str:
 
 
 class Shard:
-    """A memory-mapped shard: its token stream and its books, without reading the file."""
+    """A shard: its token stream and its books. A local one is memory-mapped, without reading the file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place | Path) -> None:
         try:
-            self.batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+            if isinstance(path, Place) and path.remote:
+                file = pa.BufferReader(path.parent.read(path.name))
+            else:
+                file = pa.memory_map(str(path))
+            self.batch = pa.ipc.open_file(file).get_batch(0)
         except (OSError, pa.ArrowInvalid) as damage:
             raise UserError(
                 f"{path} cannot be read as a token shard ({damage}): 'python -m pipeline.inspect "

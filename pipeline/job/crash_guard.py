@@ -9,6 +9,8 @@ machine that lost power is not counted against any book.
 
 import json
 import os
+import shutil
+import socket
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -22,10 +24,18 @@ _LENGTH = 8
 
 
 class CrashGuard:
-    """The notes of one piece in one run. A context manager: they are removed when the piece ends, also by an error."""
+    """The notes of one piece in one run. A context manager: they are removed when the piece ends, also by an error.
+
+    Raises ``UserError`` when this machine's temporary folder cannot be written.
+    """
 
     def __init__(self, run: str, piece: str) -> None:
-        folder = notes_folder(run)
+        try:
+            self._open(notes_folder(run), piece)
+        except OSError as refused:
+            raise _refusal(refused) from refused
+
+    def _open(self, folder: Path, piece: str) -> None:
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         if folder.parent.lstat().st_uid != os.getuid():
             raise UserError(f"{folder.parent} belongs to another user: set TMPDIR to a folder of your own.")
@@ -43,7 +53,10 @@ class CrashGuard:
     def at(self, place: str) -> bool:
         """Note that ``place`` comes next; False when it has crashed too many workers and must be skipped."""
         name = place.encode("utf-8", "replace")
-        os.pwrite(self._file, len(name).to_bytes(_LENGTH, "little") + name, 0)
+        try:
+            os.pwrite(self._file, len(name).to_bytes(_LENGTH, "little") + name, 0)
+        except OSError as refused:
+            raise _refusal(refused) from refused
         return self.deaths.get(place, 0) < DEATHS
 
     def __enter__(self) -> Self:
@@ -58,6 +71,18 @@ class CrashGuard:
 def notes_folder(run: str) -> Path:
     """Where the notes of a run lie on this machine."""
     return Path(tempfile.gettempdir()) / f"throughline-{os.getuid()}" / run
+
+
+def forget(run: str) -> None:
+    """Remove the notes of a run from this machine: those of the workers that died."""
+    shutil.rmtree(notes_folder(run), ignore_errors=True)
+
+
+def _refusal(refused: OSError) -> UserError:
+    return UserError(
+        f"{tempfile.gettempdir()} of {socket.gethostname()} cannot be written ({refused.strerror}): make room there, "
+        "or set TMPDIR to another folder; then run the same command again."
+    )
 
 
 def _read(note: Path) -> str:

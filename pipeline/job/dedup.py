@@ -5,10 +5,10 @@ Of several, the first by id is kept. Nothing is encoded again: a shard is writte
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow as pa
 
+from infra.place import Place
 from pipeline.books.readers import Dropped
 from pipeline.job.record import Record
 from pipeline.shards import Shard, ShardInfo, write_batch
@@ -35,31 +35,30 @@ def find_duplicates(records: dict[str, Record]) -> dict[str, Dropped]:
     return found
 
 
-def drop_duplicates(folder: Path, records: dict[str, Record], duplicates: dict[str, Dropped]) -> dict[str, Record]:
+def drop_duplicates(place: Place, records: dict[str, Record], duplicates: dict[str, Dropped]) -> dict[str, Record]:
     """Remove ``duplicates`` from shards and records; returns the updated records, by piece name."""
     hits = {name: {book for book, *_ in record.books if book in duplicates} for name, record in records.items()}
     affected = {name: {book: duplicates[book] for book in hit} for name, hit in hits.items() if hit}
     with ThreadPoolExecutor() as pool:
         changed = dict(
-            zip(affected, pool.map(lambda name: _thin(folder, records[name], affected[name]), affected), strict=True)
+            zip(affected, pool.map(lambda name: _thin(place, records[name], affected[name]), affected), strict=True)
         )
-    for name, record in changed.items():
-        record.write(folder, name)
+        list(pool.map(lambda name: changed[name].write(place, name), changed))
     return records | changed
 
 
-def _thin(folder: Path, record: Record, out: dict[str, Dropped]) -> Record:
+def _thin(place: Place, record: Record, out: dict[str, Dropped]) -> Record:
     """``record`` and its shards without the books in ``out``. A shard without books is deleted."""
     shards: list[ShardInfo] = []
     for info in record.shards:
-        batch = Shard(folder / info.path).batch
+        batch = Shard(place / info.path).batch
         left = batch.filter(pa.array([book not in out for book in batch.column("book").to_pylist()]))
         if left.num_rows == batch.num_rows:
             shards.append(info)
         elif left.num_rows:
-            shards.append(write_batch(folder, info.path, info.split, left))
+            shards.append(write_batch(place, info.path, info.split, left))
         else:
-            (folder / info.path).unlink()
+            place.remove([info.path])
     return replace(
         record,
         shards=shards,

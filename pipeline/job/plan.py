@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import pyarrow.parquet as pq
 import xxhash
 
-from infra.storage import open_file
+from infra.place import Place
 from pipeline.books.readers import DAMAGE, Part, members
 from pipeline.books.sources import Inventory, SourceFile, find
 from pipeline.config import TokenizeConfig
@@ -55,14 +55,14 @@ class Piece:
 
 
 class Job:
-    """One run of the command: its settings, its output folder, its inputs, and the pieces that they are split into.
+    """One run of the command: its settings, where its output goes, its inputs, and the pieces they are split into.
 
     Raises ``UserError`` for a source that is missing or holds no books.
     """
 
     def __init__(self, config: TokenizeConfig) -> None:
         self.config = config
-        self.folder = config.out.absolute()
+        self.place = Place.of(config.out)
         self.inventory = find(config.sources, config.mirror)
         self.pieces = make_plan(self.inventory, config)
 
@@ -108,7 +108,7 @@ def _found_anywhere(separator: str | None) -> bool:
 def _split_container(file: SourceFile, step: int) -> list[Part]:
     """Ranges of row groups or archive members; the whole file if it cannot be opened, so that its task says why."""
     try:
-        with open_file(file.uri) as opened:
+        with file.open() as opened:
             if file.form == "zip":
                 sizes = [info.file_size for info in members(zipfile.ZipFile(opened))]
             else:

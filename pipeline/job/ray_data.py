@@ -7,11 +7,11 @@ writers use random names. Ray is imported in the functions: planning and dry run
 import logging
 import pickle
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from infra.command import collect_rarely
 from infra.errors import UserError
+from infra.place import Place
 from pipeline.job.plan import Piece
 from pipeline.job.task import do_piece
 
@@ -24,7 +24,7 @@ longer at the end."""
 
 
 def do_pieces(
-    pieces: list[Piece], folder: Path, run: str, *, workers: int | None, ours: bool
+    pieces: list[Piece], place: Place, run: str, *, workers: int | None, ours: bool
 ) -> Iterator[dict[str, Any]]:
     """Do ``pieces`` on the connected Ray and yield each one's summary when it is done.
 
@@ -44,7 +44,7 @@ def do_pieces(
     context.print_on_execution_start = False
     size = max(1, len(pieces) // (TASKS * workers)) if workers else 1
     groups = [pieces[first : first + size] for first in range(0, len(pieces), size)]
-    items = [{"pieces": pickle.dumps(group), "folder": str(folder), "run": run} for group in groups]
+    items = [{"pieces": pickle.dumps(group), "place": place.address, "run": run} for group in groups]
     limit = workers and min(len(items), IN_FLIGHT * workers if ours else workers)
     work = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         _task, batch_size=1, compute=ray.data.TaskPoolStrategy(size=limit), num_cpus=1
@@ -59,11 +59,11 @@ def do_pieces(
 
 def _task(batch: Any) -> dict[str, list[bytes]]:
     pieces: list[Piece] = pickle.loads(batch["pieces"][0])  # noqa: S301 our own bytes
-    folder, run = Path(str(batch["folder"][0])), str(batch["run"][0])
+    place, run = Place(str(batch["place"][0])), str(batch["run"][0])
     done: list[Any] = []
     try:
         for piece in pieces:
-            done.append(do_piece(piece, folder, run))
+            done.append(do_piece(piece, place, run))
     except UserError as expected:  # as a value, because Ray Data wraps exceptions of tasks
         done.append(expected)
     return {"summary": [pickle.dumps(summary) for summary in done]}

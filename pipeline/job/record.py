@@ -1,12 +1,12 @@
-"""What one piece became, on disk beside the shards: written last, it marks the piece as done."""
+"""What one piece became, stored beside the shards: written last, it marks the piece as done."""
 
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.place import Place
 from infra.schema import from_json, strict, to_json
-from infra.storage import sync_folder, write_json
 from pipeline.books.readers import Dropped
 from pipeline.shards import MANIFEST, PIECES, ShardInfo
 
@@ -30,30 +30,32 @@ class Record:
     """Undecodable bytes in the kept books."""
     verified_bytes: int
 
-    def write(self, folder: Path, name: str) -> None:
+    def write(self, place: Place, name: str) -> None:
         """Mark the piece as done."""
-        (folder / PIECES).mkdir(parents=True, exist_ok=True)
-        write_json(folder / PIECES / f"{name}.json", to_json(self))
+        place.write_json(record_file(name), to_json(self))
 
 
-def read_record(folder: Path, name: str) -> Record | None:
-    """The record of a piece, or None where there is none that can be read."""
-    path = folder / PIECES / f"{name}.json"
+def record_file(name: str) -> str:
+    """Where the record of a piece is in its data set."""
+    return f"{PIECES}/{name}.json"
+
+
+def read_record(where: Place | Path, name: str) -> Record | None:
+    """The record of a piece, or None where there is none that is whole. Raises ``UserError`` when storage fails."""
     try:
-        return from_json(Record, json.loads(path.read_bytes()), path)
-    except (OSError, ValueError):
+        content = Place.of(where).read(record_file(name))
+    except OSError:
+        return None
+    try:
+        return from_json(Record, json.loads(content), name)
+    except ValueError:
         return None
 
 
-def reopen(folder: Path, names: Iterable[str]) -> None:
-    """Mark the data set in ``folder`` as unfinished and its pieces ``names`` as not done, durably.
+def reopen(place: Place, names: Iterable[str]) -> None:
+    """Mark the data set at ``place`` as unfinished and its pieces ``names`` as not done, durably.
 
     Call it before any shard of these pieces is written: a manifest or record that outlived the shards it describes
     would vouch for those that replace them.
     """
-    for parent, files in ((folder, [MANIFEST]), (folder / PIECES, [f"{name}.json" for name in names])):
-        existing = [parent / name for name in files if (parent / name).exists()]
-        for path in existing:
-            path.unlink(missing_ok=True)
-        if existing:
-            sync_folder(parent)
+    place.remove([MANIFEST, *(record_file(name) for name in names)])

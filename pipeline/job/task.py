@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from infra.place import Place
 from pipeline.books.clean import Book, clean
 from pipeline.books.filters import refuse
 from pipeline.books.readers import Dropped, RawBook, read_books
@@ -40,9 +40,9 @@ def tokenize(raw: RawBook | Dropped, settings: TokenizeConfig, stages: Stopwatch
 class Work:
     """One piece being done. Books go in one by one; shards are written when they are full, and at the end."""
 
-    def __init__(self, piece: Piece, folder: Path, guard: CrashGuard) -> None:
+    def __init__(self, piece: Piece, place: Place, guard: CrashGuard) -> None:
         self.piece = piece
-        self.folder = folder
+        self.place = place
         self.guard = guard
         self.stages = Stopwatch()
         self.rows: dict[Split, list[ShardRow]] = {split: [] for split in SPLITS}
@@ -69,7 +69,7 @@ class Work:
         self._write()
         record.books.sort()
         with self.stages.time("write"):
-            record.write(self.folder, self.piece.name)
+            record.write(self.place, self.piece.name)
         return record
 
     def _reading(self) -> Iterator[RawBook | Dropped]:
@@ -119,21 +119,21 @@ class Work:
                 if self.rows[split]:
                     number = sum(shard.split == split for shard in self.record.shards)
                     path = f"{split}/{self.piece.name}-{number:03d}.arrow"
-                    self.record.shards.append(write_shard(self.folder, path, split, self.rows[split]))
+                    self.record.shards.append(write_shard(self.place, path, split, self.rows[split]))
                     self.rows[split] = []
         self.waiting = 0
 
 
-def do_piece(piece: Piece, folder: Path, run: str) -> dict[str, Any]:
+def do_piece(piece: Piece, place: Place, run: str) -> dict[str, Any]:
     """Do the work of ``piece`` and return a small summary: its number, seconds by stage, bytes, tokens, books.
 
     ``run`` names the command's run, for the notes of :mod:`pipeline.job.crash_guard`. Raises ``UserError`` when a
-    source is gone or the folder cannot be written, ``EncodingMismatch`` when tiktoken disagrees; the piece is
+    source is gone or ``place`` cannot be written, ``EncodingMismatch`` when tiktoken disagrees; the piece is
     then done again from its beginning.
     """
-    reopen(folder, [piece.name])  # here too: a worker's --out may be on another disk than the command's
+    reopen(place, [piece.name])  # here too: an earlier attempt may have recorded it before its worker died
     with CrashGuard(run, piece.name) as guard:
-        work = Work(piece, folder, guard)
+        work = Work(piece, place, guard)
         record = work.run()
     return {
         "piece": piece.index,

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
 from infra import provenance
+from infra.place import Place
 from infra.storage import write_json
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
@@ -49,9 +50,9 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     tmp_path: Path, write_books: Callable[..., Path], store: str
 ) -> None:
     books = write_books(tmp_path / "books", 120, words=60_000)
-    config = TokenizeConfig((str(books),), tmp_path / "whole", shard_size=1_000_000, tracking_uri=store)
+    config = TokenizeConfig((str(books),), out=str(tmp_path / "whole"), shard_size=1_000_000, tracking_uri=store)
     main(config)
-    whole, total = contents(config.out), pieces(config.out)
+    whole, total = contents(tmp_path / "whole"), pieces(tmp_path / "whole")
     chance = random.Random(0)
     out = tmp_path / "killed"
     command = [
@@ -117,11 +118,15 @@ def test_a_lost_node_costs_nothing_but_time(tmp_path: Path, write_books: Callabl
     try:
         node = cluster.add_node(num_cpus=1)
         config = TokenizeConfig(
-            (str(books),), tmp_path / "lost", shard_size=1_000_000, tracking_uri=store, address=str(cluster.address)
+            (str(books),),
+            out=str(tmp_path / "lost"),
+            shard_size=1_000_000,
+            tracking_uri=store,
+            address=str(cluster.address),
         )
 
         def lose() -> None:
-            while not list(config.out.glob("pieces/0*.json")):
+            while not list((tmp_path / "lost").glob("pieces/0*.json")):
                 time.sleep(0.005)
             cluster.remove_node(node, allow_graceful=False)
 
@@ -129,8 +134,8 @@ def test_a_lost_node_costs_nothing_but_time(tmp_path: Path, write_books: Callabl
         loser.start()
         main(config)
         loser.join()
-        lost = read_manifest(config.out)
-        main(replace(config, out=tmp_path / "one", workers=1))
+        lost = read_manifest(tmp_path / "lost")
+        main(replace(config, out=str(tmp_path / "one"), workers=1))
         assert read_manifest(tmp_path / "one") == lost
     finally:
         cluster.shutdown()
@@ -152,7 +157,9 @@ def test_a_hundred_thousand_tiny_files(tmp_path: Path) -> None:
         line = "It was a quiet morning on the harbour road, and nobody said a word. "
         (folder / f"{number}.txt").write_text(f"Book {number}. {line * 4}")
     config = TokenizeConfig((str(folder),))
-    summaries = [do_piece(piece, tmp_path / "out", "tiny") for piece in make_plan(find(config.sources), config)]
+    summaries = [
+        do_piece(piece, Place.of(tmp_path / "out"), "tiny") for piece in make_plan(find(config.sources), config)
+    ]
     assert sum(summary["books"] for summary in summaries) == 100_000
 
 
@@ -163,4 +170,4 @@ def test_a_book_of_two_gigabytes_in_one_line(tmp_path: Path, prose: Callable[...
             file.write(line)
     config = TokenizeConfig((str(tmp_path / "line.txt"),), duplicates="keep")
     (piece,) = make_plan(find(config.sources), config)
-    assert do_piece(piece, tmp_path / "out", "line")["books"] == 1
+    assert do_piece(piece, Place.of(tmp_path / "out"), "line")["books"] == 1

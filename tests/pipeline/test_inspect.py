@@ -9,6 +9,7 @@ import pytest
 
 from infra.command import refuse
 from infra.errors import UserError
+from infra.place import Place
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
 from pipeline.inspect import InspectConfig, main, passages, verify
@@ -25,7 +26,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory, write_books: Callable[..., 
     books = write_books(folder / "books", 8, 500)
     config = TokenizeConfig(sources=(str(books),), val_fraction=0.3)
     for piece in make_plan(find(config.sources), config):
-        do_piece(piece, folder / "tokens", "test")
+        do_piece(piece, Place.of(folder / "tokens"), "test")
     record = read_record(folder / "tokens", "000000")
     assert record
     assert len(record.shards) == 2
@@ -36,7 +37,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory, write_books: Callable[..., 
 
 def test_every_flipped_byte_is_found(tokens: Path) -> None:
     manifest = read_manifest(tokens)
-    assert not list(verify(tokens, manifest))
+    assert not list(verify(Place.of(tokens), manifest))
     chance = random.Random(0)
     for _ in range(1000):
         path = tokens / chance.choice(manifest.shards).path
@@ -46,7 +47,7 @@ def test_every_flipped_byte_is_found(tokens: Path) -> None:
             (byte,) = file.read(1)
             file.seek(place)
             file.write(bytes([byte ^ bit]))
-        (sentence,) = verify(tokens, manifest)
+        (sentence,) = verify(Place.of(tokens), manifest)
         assert str(path) in sentence
         with path.open("r+b") as file:
             file.seek(place)
@@ -59,13 +60,13 @@ def test_a_missing_and_a_short_shard_are_found(tokens: Path, capsys: pytest.Capt
     content, other = one.read_bytes(), two.read_bytes()
     one.write_bytes(content[:-8])
     two.unlink()
-    assert main(InspectConfig(tokens, verify=True, passages=0)) == 1
+    assert main(InspectConfig(str(tokens), verify=True, passages=0)) == 1
     said = capsys.readouterr().err
     assert f"{one} has" in said
     assert f"{two} is missing" in said
     one.write_bytes(content)
     two.write_bytes(other)
-    assert main(InspectConfig(tokens, verify=True)) == 0
+    assert main(InspectConfig(str(tokens), verify=True)) == 0
 
 
 def test_a_folder_of_something_else_is_not_called_unfinished(tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_a_folder_of_something_else_is_not_called_unfinished(tmp_path: Path) -> 
 
 
 def test_passages_are_the_text_of_books(tokens: Path) -> None:
-    found = list(passages(tokens, read_manifest(tokens), 3, 40))
+    found = list(passages(Place.of(tokens), read_manifest(tokens), 3, 40))
     assert len(found) == 3
     for title, text in found:
         book = tokens.parent / title.split(", from token")[0]
@@ -92,11 +93,11 @@ def test_brackets_and_names_between_colons_are_printed_as_they_are(
     (tmp_path / "[b] [a=b].txt").write_text(prose(1).replace(" the ", " [/foo] [a=b] [1] :abc: "), encoding="utf-8")
     config = TokenizeConfig(sources=(f"{glob.escape(str(tmp_path))}/*.txt",))
     (piece,) = make_plan(find(config.sources), config)
-    do_piece(piece, tmp_path / "tokens", "test")
+    do_piece(piece, Place.of(tmp_path / "tokens"), "test")
     record = read_record(tmp_path / "tokens", piece.name)
     assert record
     Manifest.of(record.shards, config={}, vocabulary_sha256="", inputs={}, report={}).write(tmp_path / "tokens")
-    assert main(InspectConfig(tmp_path / "tokens", length=400)) == 0
+    assert main(InspectConfig(str(tmp_path / "tokens"), length=400)) == 0
     said = capsys.readouterr().out
     assert "[b] [a=b].txt, from token" in said
     assert " [/foo] [a=b] [1] :abc: " in said
@@ -108,7 +109,7 @@ def test_brackets_and_names_between_colons_are_printed_as_they_are(
 def test_a_passage_ends_with_its_book(tokens: Path) -> None:
     manifest = read_manifest(tokens)
     books = sum(info.rows for info in manifest.shards)
-    found = list(passages(tokens, manifest, books, 5000))  # longer than a book
+    found = list(passages(Place.of(tokens), manifest, books, 5000))  # longer than a book
     assert len(found) == books
     for title, text in found:
         book = tokens.parent / title.split(", from token")[0]

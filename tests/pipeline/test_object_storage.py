@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pyarrow as pa
 import pyarrow.fs
 import pytest
+from pipeline.copies import download, upload
 
 from infra import storage
 from infra.errors import UserError
@@ -25,7 +26,6 @@ from infra.storage import locate
 from pipeline.books.readers import RawBook, read_books
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
-from pipeline.copies import download, upload
 from pipeline.job.plan import make_plan
 
 

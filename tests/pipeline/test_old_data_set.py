@@ -31,7 +31,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenizeConfig:
     monkeypatch.chdir(tmp_path)
     for path in shutil.copytree(FIXTURE / "books", tmp_path / "books").iterdir():
         os.utime(path, (1_700_000_000, 1_700_000_000))
-    return TokenizeConfig(("/proc/self/cwd/books",), out=tmp_path / "tokens", val_fraction=0.2)
+    return TokenizeConfig(("/proc/self/cwd/books",), out=str(tmp_path / "tokens"), val_fraction=0.2)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -45,11 +45,11 @@ def test_it_is_read_verified_and_known_to_be_finished(
     shutil.copytree(FIXTURE / "tokens", config.out)
     assert inspect.main(InspectConfig(config.out, verify=True)) == 0
     assert "All 3 shards have the bytes" in capsys.readouterr().out
-    assert sum(map(len, TokenShards(config.out).streams("train"))) == 247
+    assert sum(map(len, TokenShards(Path(config.out)).streams("train"))) == 247
     assert main(config) == 0
     assert "is finished; nothing to do" in capsys.readouterr().out
-    assert contents(config.out) == contents(FIXTURE / "tokens")
-    (config.out / output.QUARANTINE).unlink()
+    assert contents(Path(config.out)) == contents(FIXTURE / "tokens")
+    (Path(config.out) / output.QUARANTINE).unlink()
     assert not output.is_finished(Job(config)), "the same command writes it again"
 
 
@@ -61,11 +61,11 @@ def test_it_is_continued_to_the_same_bytes(config: TokenizeConfig) -> None:
     assert output.changed_settings(job) == {}
     todo = output.assess(job).todo
     assert todo == {"000002": "not done yet"}
-    with output.sole_writer(job.folder):
+    with output.sole_writer(job.place):
         output.begin(job, todo)
-        do_piece(job.pieces[2], job.folder, "test")
+        do_piece(job.pieces[2], job.place, "test")
         output.finish(job)
-    assert contents(config.out) == contents(FIXTURE / "tokens")
+    assert contents(Path(config.out)) == contents(FIXTURE / "tokens")
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_it_is_continued_to_the_same_bytes(config: TokenizeConfig) -> None:
 def test_a_damaged_copy_of_it_is_refused(config: TokenizeConfig, old: str, new: str) -> None:
     shutil.copytree(FIXTURE / "tokens", config.out)
     for name in (MANIFEST, "pieces/000000.json"):
-        path = config.out / name
+        path = Path(config.out) / name
         path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
-    assert read_record(config.out, "000000") is None
+    assert read_record(Path(config.out), "000000") is None
     with pytest.raises(UserError, match=r"manifest\.json is damaged \(it.*shards\.0\..*--overwrite"):
-        TokenShards(config.out)
+        TokenShards(Path(config.out))

@@ -14,6 +14,7 @@ from mlflow.tracking import MlflowClient
 
 from infra.command import run
 from infra.errors import UserError
+from infra.place import Place
 from pipeline import tokenize
 from pipeline.config import TokenizeConfig
 from pipeline.job.ray_data import do_pieces
@@ -44,7 +45,7 @@ def make(books: Path, joined: str, store: str, tmp_path: Path) -> Callable[..., 
 
     def run(name: str, **settings) -> Path:
         config = {"sources": (str(books),), "shard_size": 1_000_000, "tracking_uri": store, "address": joined}
-        main(TokenizeConfig(out=tmp_path / name, **config | settings))
+        main(TokenizeConfig(out=str(tmp_path / name), **config | settings))
         return tmp_path / name
 
     return run
@@ -89,7 +90,9 @@ def test_a_finished_folder_is_untouched_and_a_missing_shard_is_made_again(
     assert "nothing to do" in capsys.readouterr().out
     (folder / "train" / "000001-000.arrow").unlink()
     with monkeypatch.context() as patch:  # workers on another machine, whose --out is another disk
-        patch.setattr(tokenize, "do_pieces", lambda todo, _, *rest, **how: do_pieces(todo, tmp_path, *rest, **how))
+        patch.setattr(
+            tokenize, "do_pieces", lambda todo, _, *rest, **how: do_pieces(todo, Place.of(tmp_path), *rest, **how)
+        )
         with pytest.raises(UserError, match=r"2 of 3 pieces .*pieces/000001\.json.* give an --out on a disk"):
             make("tokens")
     undone = {"train/000001-000.arrow", "pieces/000001.json", "pieces/000002.json"}  # the last held a duplicate

@@ -138,7 +138,7 @@ def test_odd_names_are_read(tmp_path: Path) -> None:
 def test_the_plan_is_a_function_of_inputs_and_settings(tmp_path: Path) -> None:
     inventory = Inventory([SourceFile(f"b{n:03d}.txt", f"/b{n:03d}.txt", 300_000, 0) for n in range(40)])
     one = make_plan(inventory, TokenizeConfig(workers=1, shard_size=1_000_000))
-    two = make_plan(inventory, TokenizeConfig(workers=9, shard_size=1_000_000, out=tmp_path))
+    two = make_plan(inventory, TokenizeConfig(workers=9, shard_size=1_000_000, out=str(tmp_path)))
     assert [piece.key() for piece in one] == [piece.key() for piece in two]
     assert [part.file.id for piece in one for part in piece.parts] == [file.id for file in inventory.files]
     assert max(piece.size for piece in one) <= 1_000_000

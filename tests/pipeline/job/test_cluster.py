@@ -104,7 +104,8 @@ def test_a_killed_worker_costs_nothing_but_time(
     tmp_path: Path, write_books: Callable[..., Path], joined: str, store: str
 ) -> None:
     books = write_books(tmp_path / "books", 60, words=12_000)
-    config = TokenizeConfig((str(books),), tmp_path / "whole", shard_size=1_000_000, tracking_uri=store, address=joined)
+    out = str(tmp_path / "whole")
+    config = TokenizeConfig((str(books),), out=out, shard_size=1_000_000, tracking_uri=store, address=joined)
     main(config)
     whole = read_manifest(config.out)
     killed: list[int] = []
@@ -120,7 +121,7 @@ def test_a_killed_worker_costs_nothing_but_time(
 
     killer = threading.Thread(target=kill)
     killer.start()
-    main(replace(config, out=tmp_path / "killed"))
+    main(replace(config, out=str(tmp_path / "killed")))
     stop.set()
     killer.join()
     assert killed

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.place import Place
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
 from pipeline.job import plan
@@ -31,7 +32,7 @@ def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.Monke
     config = TokenizeConfig((str(books),), duplicates="near", val_fraction=0)
     planned = make_plan(find(config.sources), config)
     for piece in planned:
-        do_piece(piece, tmp_path, "test")
+        do_piece(piece, Place.of(tmp_path), "test")
     found = {piece.name: read_record(tmp_path, piece.name) for piece in planned}
     return {name: record for name, record in reversed(found.items()) if record}  # whichever is done first
 
@@ -39,7 +40,7 @@ def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.Monke
 def test_the_first_by_id_is_kept_and_the_others_are_removed_everywhere(
     records: dict[str, Record], tmp_path: Path
 ) -> None:
-    thinned = drop_duplicates(tmp_path, records, find_duplicates(records))
+    thinned = drop_duplicates(Place.of(tmp_path), records, find_duplicates(records))
     kept = {name: [book for book, *_ in record.books] for name, record in sorted(thinned.items())}
     assert list(kept.values()) == [["books/a.txt", "books/b.txt"], [], [], ["books/h.txt"]]
     reasons = {d.book: (d.reason, d.detail) for record in thinned.values() for d in record.dropped}
@@ -65,8 +66,8 @@ def test_the_first_by_id_is_kept_and_the_others_are_removed_everywhere(
 def test_a_run_killed_while_dropping_ends_with_the_same_records(records: dict[str, Record], tmp_path: Path) -> None:
     duplicates = find_duplicates(records)
     some = {book: dropped for book, dropped in duplicates.items() if book in ("books/c.txt", "books/g.txt")}
-    half = drop_duplicates(tmp_path, records, some)
-    whole = drop_duplicates(tmp_path, half, find_duplicates(half))
+    half = drop_duplicates(Place.of(tmp_path), records, some)
+    whole = drop_duplicates(Place.of(tmp_path), half, find_duplicates(half))
     assert {d.book for record in whole.values() for d in record.dropped} >= duplicates.keys()
     values = json.dumps([dataclasses.asdict(whole[name]) for name in sorted(whole)])
     assert all(f'"{book}"' in values for book in duplicates)

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from infra import place
 from infra.errors import UserError
+from infra.place import Place
 from pipeline.books.readers import Dropped
 from pipeline.config import IDENTITY, TokenizeConfig
 from pipeline.inspect import verify
-from pipeline.job import output, plan, record, task
+from pipeline.job import output, plan, task
 from pipeline.job.plan import Job
 from pipeline.job.record import Record, read_record
 from pipeline.job.task import do_piece
@@ -30,16 +32,15 @@ def small_pieces(tmp_path: Path, write_books: Callable[..., Path], monkeypatch: 
     """Settings for 24 small books in six pieces, none of them done."""
     monkeypatch.setattr(plan, "PARTS_PER_PIECE", 4)
     books = write_books(tmp_path / "books", 24, words=100)
-    return TokenizeConfig(sources=(str(books),), out=tmp_path / "out")
+    return TokenizeConfig(sources=(str(books),), out=str(tmp_path / "out"))
 
 
 @pytest.fixture
 def config(small_pieces: TokenizeConfig, monkeypatch: pytest.MonkeyPatch) -> TokenizeConfig:
     """Settings for the same books in three pieces, of which the first is done."""
     monkeypatch.setattr(plan, "PARTS_PER_PIECE", 8)
-    (small_pieces.out / output.PIECES).mkdir(parents=True)
     job = Job(small_pieces)
-    do_piece(job.pieces[0], job.folder, "test")
+    do_piece(job.pieces[0], job.place, "test")
     output.begin(job, ())
     return small_pieces
 
@@ -55,19 +56,19 @@ def files(folder: Path) -> set[str]:
 
 
 def test_clearing_removes_our_files_and_no_others(config: TokenizeConfig) -> None:
-    out = config.out
+    out = Path(config.out)
     put(out, (*FOREIGN, "train/.partial-7-000001-000.arrow", MANIFEST, output.QUARANTINE))
     assert "train/000000-000.arrow" in files(out)
-    output.clear(out)
+    output.clear(Place.of(out))
     assert files(out) == {*FOREIGN, "pieces/settings.json"}
     for name in FOREIGN:
         (out / name).unlink()
-    output.clear(out)
+    output.clear(Place.of(out))
     assert not (out / "train").exists()
 
 
 def test_strays_are_files_of_no_piece_and_temporary_files(config: TokenizeConfig) -> None:
-    out = config.out
+    out = Path(config.out)
     record = read_record(out, "000000")
     assert record
     before = files(out)
@@ -82,7 +83,7 @@ def test_a_data_set_that_was_not_made_here_is_refused_before_anything_is_written
     put(out, (MANIFEST, "train/000000-000.arrow"))
     before = files(out)
     with pytest.raises(UserError, match=r"was not made here.*name another --out"):
-        main(TokenizeConfig(out=out))
+        main(TokenizeConfig(out=str(out)))
     assert files(out) == before
 
 
@@ -95,12 +96,12 @@ def test_overwriting_starts_over_once_and_continues_after_an_interruption(
 
     assert "done: 1 pieces; to do: 2 not done yet" in said()
     assert "done: 0 pieces; to do: 3 because settings changed" in said(min_chars=100)
-    put(config.out, (MANIFEST,))
+    put(Path(config.out), (MANIFEST,))
     assert "done: 0 pieces; to do: 3 because of --overwrite" in said()
 
 
 def test_other_sources_do_not_count_as_other_settings(config: TokenizeConfig, write_books: Callable[..., Path]) -> None:
-    more = write_books(config.out.parent / "more", 1)
+    more = write_books(Path(config.out).parent / "more", 1)
     other = Job(replace(config, sources=(*config.sources, str(more))))
     assert output.changed_settings(other) == {}
     assert "000000" in output.assess(other).done
@@ -114,7 +115,7 @@ def test_the_settings_in_a_data_sets_identity_have_not_changed() -> None:
         "duplicates": "drop", "shard_size": 16_000_000,
     }  # fmt: skip
     assert {field.name for field in fields(TokenizeConfig)} - set(IDENTITY) == {
-        "out", "copy_to", "workers", "mirror", "dry_run", "overwrite", "tracking_uri", "address"
+        "out", "workers", "mirror", "dry_run", "overwrite", "tracking_uri", "address"
     }, "a new setting either decides the bytes of shards or does not"  # fmt: skip
 
 
@@ -122,10 +123,10 @@ def tokenize(config: TokenizeConfig, workers_out: Path | None = None, *, pieces:
     """What the command does, without Ray: its workers write to ``workers_out``, and stop after so many ``pieces``."""
     job = Job(config)
     todo = output.assess(job).todo
-    with output.sole_writer(job.folder):
+    with output.sole_writer(job.place):
         output.begin(job, todo)
         for each in [each for each in job.pieces if each.name in todo][:pieces]:
-            do_piece(each, workers_out or job.folder, "test")
+            do_piece(each, Place.of(workers_out) if workers_out else job.place, "test")
         return output.finish(job)
 
 
@@ -154,19 +155,19 @@ def test_a_record_counts_only_for_the_piece_whose_key_it_holds(
         output.collect(job)  # the records of the earlier texts are there
     with pytest.raises(UserError, match=r"2 of 6 pieces .* give an --out on a disk that all workers share"):
         tokenize(config, other_disk)
-    for folder in (config.out, other_disk):
+    for folder in (Path(config.out), other_disk):
         with pytest.raises(UserError, match="so its shards are unfinished"):
             read_manifest(folder)
     assert output.assess(job).todo == dict.fromkeys(("000000", "000001"), "not done yet")
     again = tokenize(config)
-    fresh = tokenize(replace(config, out=tmp_path / "fresh"))
+    fresh = tokenize(replace(config, out=str(tmp_path / "fresh")))
     assert again == fresh
-    assert contents(config.out) == contents(tmp_path / "fresh")
+    assert contents(Path(config.out)) == contents(tmp_path / "fresh")
 
 
 def test_a_piece_whose_shard_did_not_arrive_is_not_published(small_pieces: TokenizeConfig) -> None:
     tokenize(small_pieces)
-    (small_pieces.out / "train/000003-000.arrow").unlink()
+    (Path(small_pieces.out) / "train/000003-000.arrow").unlink()
     with pytest.raises(UserError, match=r"1 of 6 pieces .*pieces/000003\.json"):
         tokenize(small_pieces, pieces=0)
 
@@ -193,8 +194,8 @@ def test_a_duplicate_comes_back_when_its_original_changes_also_after_an_interrup
     with pytest.raises(UserError, match=r"1 of 6 pieces .*pieces/000005\.json"):
         tokenize(small_pieces, pieces=1)  # the piece with the changed original, and not the one with its duplicate
     assert tokenize(small_pieces).report["books_dropped"] == {}
-    tokenize(replace(small_pieces, out=tmp_path / "fresh"))
-    assert contents(small_pieces.out) == contents(tmp_path / "fresh")
+    tokenize(replace(small_pieces, out=str(tmp_path / "fresh")))
+    assert contents(Path(small_pieces.out)) == contents(tmp_path / "fresh")
 
 
 def test_a_duplicate_comes_back_when_its_original_goes_with_the_last_piece(
@@ -206,7 +207,7 @@ def test_a_duplicate_comes_back_when_its_original_goes_with_the_last_piece(
         archive.writestr("copy.txt", prose(1))
     (tmp_path / "shelf.zip-1.txt").write_text(prose(1), encoding="utf-8")  # its file comes later, its book before
     assert tokenize(config).report["books_dropped"] == {"duplicate": 1}
-    assert "shelf.zip/copy.txt" in (config.out / output.QUARANTINE).read_text(encoding="utf-8")
+    assert "shelf.zip/copy.txt" in (Path(config.out) / output.QUARANTINE).read_text(encoding="utf-8")
     (tmp_path / "shelf.zip-1.txt").unlink()
     assert tokenize(config).report["books_dropped"] == {}
 
@@ -216,10 +217,10 @@ def test_manifest_and_record_are_durably_removed_before_the_first_new_shard(
 ) -> None:
     tokenize(small_pieces)
     events: list[str] = []
-    synced, written = record.sync_folder, task.write_shard
-    monkeypatch.setattr(record, "sync_folder", lambda folder: events.append(folder.name) or synced(folder))
+    synced, written = place.sync_folder, task.write_shard
+    monkeypatch.setattr(place, "sync_folder", lambda folder: events.append(folder.name) or synced(folder))
     monkeypatch.setattr(task, "write_shard", lambda *rest: events.append("shard") or written(*rest))
-    do_piece(Job(small_pieces).pieces[2], small_pieces.out, "test")
+    do_piece(Job(small_pieces).pieces[2], Place.of(small_pieces.out), "test")
     assert events[:3] == ["out", "pieces", "shard"]
 
 
@@ -240,25 +241,27 @@ def test_killed_clearing_leaves_a_whole_data_set_or_nothing_that_looks_done(
         with monkeypatch.context() as patch:
             patch.setattr(Path, "unlink", limited)
             with pytest.raises(KeyboardInterrupt):
-                output.clear(out)
+                output.clear(Place.of(out))
         if (out / MANIFEST).exists():
-            assert list(verify(out, manifest)) == []
+            assert list(verify(Place.of(out), manifest)) == []
         else:
-            assert output.assess(Job(replace(small_pieces, out=out))).done == {}, "the next --overwrite would keep it"
+            assert output.assess(Job(replace(small_pieces, out=str(out)))).done == {}, (
+                "the next --overwrite would keep it"
+            )
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
-    with output.sole_writer(tmp_path):
-        with pytest.raises(UserError, match="another run is writing to"), output.sole_writer(tmp_path):
+    with output.sole_writer(Place.of(tmp_path)):
+        with pytest.raises(UserError, match="another run is writing to"), output.sole_writer(Place.of(tmp_path)):
             raise AssertionError
-        with output.sole_writer(tmp_path / "other"):
+        with output.sole_writer(Place.of(tmp_path / "other")):
             pass
-    with output.sole_writer(tmp_path):
+    with output.sole_writer(Place.of(tmp_path)):
         pass
 
 
 def test_a_setting_unknown_to_older_folders_counts_as_unchanged(config: TokenizeConfig) -> None:
-    settings = config.out / output.PIECES / output.SETTINGS
+    settings = Path(config.out) / output.SETTINGS
     values = json.loads(settings.read_text(encoding="utf-8"))
     assert values == config.identity() | {"sources": list(config.sources), "languages": []}
     del values["join_lines"]
@@ -270,6 +273,6 @@ def test_a_setting_unknown_to_older_folders_counts_as_unchanged(config: Tokenize
 def test_the_quarantine_is_one_line_per_book_sorted_by_id(tmp_path: Path) -> None:
     dropped = [Dropped("b", "empty", "a"), Dropped("é", "language", "de"), Dropped("a", "unreadable", "b")]
     written = [Record("", [], [], some, {}, {}, 0, 0, 0) for some in (dropped[:1], dropped[1:])]
-    assert output.write_quarantine(tmp_path, written) == [dropped[2], dropped[0], dropped[1]]
+    assert output.write_quarantine(Place.of(tmp_path), written) == [dropped[2], dropped[0], dropped[1]]
     lines = (tmp_path / output.QUARANTINE).read_text(encoding="utf-8").splitlines()
     assert [Dropped(**json.loads(line)) for line in lines] == [dropped[2], dropped[0], dropped[1]]

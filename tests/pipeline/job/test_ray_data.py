@@ -10,12 +10,13 @@ import json, sys, threading
 from pathlib import Path
 from infra.cluster import connected
 from infra.errors import UserError
+from infra.place import Place
 from pipeline.config import TokenizeConfig
 from pipeline.job.plan import make_plan
 from pipeline.books.sources import find
 from pipeline.job.ray_data import do_pieces
 
-out, books = Path(sys.argv[1]), Path(sys.argv[2])
+out, books = Place.of(sys.argv[1]), Path(sys.argv[2])
 config = TokenizeConfig(sources=(str(books),), shard_size=1_000_000)
 plan = make_plan(find(config.sources), config)
 with connected(cpus=1):

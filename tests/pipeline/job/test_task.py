@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from infra.errors import UserError
+from infra.place import Place
 from pipeline.books.readers import Dropped
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
@@ -39,7 +40,7 @@ def plan_of(folder: Path, **settings) -> list[Piece]:
 def do(folder: Path, out: Path, **settings) -> Record:
     """Do the only piece of ``folder``."""
     (piece,) = plan_of(folder, **settings)
-    do_piece(piece, out, "test")
+    do_piece(piece, Place.of(out), "test")
     record = read_record(out, piece.name)
     assert record
     return record
@@ -96,7 +97,7 @@ def test_a_record_describes_its_shards_and_what_was_read(tmp_path: Path, prose: 
     assert record.replaced == 2
     assert record.traits == {"encoding: utf-8, damaged": 1, "line ends: CRLF": 1}
     plan = plan_of(folder, val_fraction=0.5)
-    do_piece(replace(plan[0], index=1), tmp_path / "out", "test")
+    do_piece(replace(plan[0], index=1), Place.of(tmp_path / "out"), "test")
     other = read_record(tmp_path / "out", "000001")
     assert other
     assert other.verified_bytes == 0
@@ -146,7 +147,7 @@ def test_a_source_that_vanishes_stops_the_work(tmp_path: Path, write_books: Call
     (piece,) = plan_of(books)
     (books / "book 0001.txt").unlink()
     with pytest.raises(UserError, match=r"book 0001\.txt was there"):
-        do_piece(piece, tmp_path / "out", "test")
+        do_piece(piece, Place.of(tmp_path / "out"), "test")
     assert not list((tmp_path / "out").rglob("*.arrow"))
 
 
@@ -171,7 +172,7 @@ def test_duplicates_are_dropped_and_the_first_by_id_is_kept(tmp_path: Path, pros
     record = do(folder, tmp_path / "out", val_fraction=0)
     duplicates = find_duplicates({"000000": record})
     assert set(duplicates) == {"books/b.txt", "books/c.txt"}
-    thinned = drop_duplicates(tmp_path / "out", {"000000": record}, duplicates)["000000"]
+    thinned = drop_duplicates(Place.of(tmp_path / "out"), {"000000": record}, duplicates)["000000"]
     assert [book for book, *_ in thinned.books] == ["books/a.txt", "books/other.txt"]
     assert reasons(thinned) == {"b.txt": "duplicate", "c.txt": "duplicate"}
     (info,) = thinned.shards
@@ -211,8 +212,8 @@ def test_the_book_that_kills_its_worker_is_skipped(tmp_path: Path, write_books: 
         file.write("KILLER\n")
     program = f"""
         import os, sys
-        from pathlib import Path
         import pipeline.job.task
+        from infra.place import Place
         from pipeline.config import TokenizeConfig
         from pipeline.job.plan import make_plan
         from pipeline.books.sources import find
@@ -225,7 +226,7 @@ def test_the_book_that_kills_its_worker_is_skipped(tmp_path: Path, write_books: 
         pipeline.job.task.encode = deadly
         config = TokenizeConfig(sources=({str(books)!r},))
         (piece,) = make_plan(find(config.sources), config)
-        pipeline.job.task.do_piece(piece, Path({str(tmp_path / "out")!r}), "deadly-{os.getpid()}")
+        pipeline.job.task.do_piece(piece, Place.of({str(tmp_path / "out")!r}), "deadly-{os.getpid()}")
     """
     codes = []
     while not codes or codes[-1]:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import infra.place
 from infra.cluster import connected
 from infra.errors import UserError
 from infra.tracking.store import create_run
@@ -247,7 +248,7 @@ def test_a_stream_reads_what_shards_hold(
     sources = (str(unusual / name),)
     config = TokenizeConfig(sources, val_fraction=HELD_OUT, **dataclasses.asdict(reading))
     (piece,) = make_plan(find(sources), config)
-    do_piece(piece, tmp_path, "test")
+    do_piece(piece, infra.place.Place.of(tmp_path), "test")
     record = read_record(tmp_path, piece.name)
     assert record
     shards = {

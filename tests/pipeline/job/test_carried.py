@@ -1,0 +1,63 @@
+"""Local books for machines that do not have this machine's disk: carried while they are few, else refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.errors import UserError
+from infra.place import Place
+from pipeline.books.sources import SourceFile, find
+from pipeline.config import SAMPLE, TokenizeConfig
+from pipeline.job import carried
+from pipeline.job.carried import carried_or_refused, lacks_one
+from pipeline.job.plan import make_plan
+from pipeline.job.task import do_piece
+
+
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster with one other machine, which sees none of the files; tests/cluster has a real one."""
+    monkeypatch.setattr(carried, "ask_others", lambda question, files: [("w1", question([("/of/the/driver", 1)]))])
+
+
+@pytest.mark.usefixtures("blind")
+def test_carried_books_make_the_same_shards_on_a_machine_without_them(
+    tmp_path: Path, write_books: Callable[..., Path]
+) -> None:
+    books = write_books(tmp_path / "books", 3)
+    config = TokenizeConfig((str(books), SAMPLE))
+    plan = make_plan(find(config.sources), config)
+    here, there = Place.of(tmp_path / "here"), Place.of(tmp_path / "there")
+    for piece in plan:
+        do_piece(piece, here, "test")
+    pieces = carried_or_refused(plan)
+    assert [piece.key() for piece in pieces] == [piece.key() for piece in plan]
+    for book in books.iterdir():
+        book.unlink()
+    for piece in pieces:
+        do_piece(piece, there, "test")
+    assert {name: there.read(name) for name in there.files()} == {name: here.read(name) for name in here.files()}
+
+
+@pytest.mark.usefixtures("blind")
+def test_many_local_books_are_refused(
+    tmp_path: Path, write_books: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(carried, "CARRIED", 10_000)
+    config = TokenizeConfig((str(write_books(tmp_path / "books", 3)),))
+    with pytest.raises(UserError, match=r"which w1 of the cluster does not have: copy them to object storage and name"):
+        carried_or_refused(make_plan(find(config.sources), config))
+
+
+def test_a_file_of_another_size_is_another_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"12345")
+    assert not lacks_one([(str(tmp_path / "a.txt"), 5)])
+    assert lacks_one([(str(tmp_path / "a.txt"), 6)])
+    assert lacks_one([(str(tmp_path / "b.txt"), 5)])
+
+
+def test_each_machine_reads_its_own_sample() -> None:
+    (own,) = find([SAMPLE]).files
+    with own.open() as mine, SourceFile(SAMPLE, "/another/python/kjv.jsonl", own.size, 0).open() as theirs:
+        assert mine.read() == theirs.read()

@@ -1,0 +1,142 @@
+"""The output in object storage: the same bytes as in a folder, continued, redone and cleaned up in the same way."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.fs
+import pytest
+
+from infra import storage
+from infra.errors import UserError
+from infra.place import Place
+from pipeline import inspect
+from pipeline.config import TokenizeConfig
+from pipeline.inspect import InspectConfig
+from pipeline.job import output, plan
+from pipeline.job.plan import Job
+from pipeline.job.task import do_piece
+from pipeline.shards import MANIFEST, Manifest, read_manifest
+from pipeline.tokenize import main
+
+S3 = tuple[str, Callable[[float], None]]
+
+
+@pytest.fixture
+def config(
+    tmp_path: Path, write_books: Callable[..., Path], prose: Callable[..., str], s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> TokenizeConfig:
+    """Settings for twelve small books in six pieces, two of which are copies, with an output in object storage."""
+    monkeypatch.setattr(plan, "PARTS_PER_PIECE", 2)
+    books = write_books(tmp_path / "books", 12, words=100)
+    for number in (7, 11):  # one leaves its shard another book, one an empty shard
+        (books / f"book {number:04d}.txt").write_text(prose(1, 100), encoding="utf-8")
+    (books / "book 0010.txt").write_text(prose(2, 100), encoding="utf-8")
+    query, _ = s3
+    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://corpus{query}&allow_bucket_creation=true")
+    system.create_dir("corpus")
+    return TokenizeConfig((str(books),), out=f"s3://corpus/{tmp_path.name}{query}", val_fraction=0.2)
+
+
+def tokenize(config: TokenizeConfig) -> list[str]:
+    """What the command does, without Ray; returns the pieces that it did."""
+    job = Job(config)
+    todo = output.assess(job).todo
+    with output.sole_writer(job.place):
+        output.begin(job, todo)
+        for piece in job.pieces:
+            if piece.name in todo:
+                do_piece(piece, job.place, "test")
+        output.finish(job)
+    return list(todo)
+
+
+def contents(where: str) -> dict[str, bytes]:
+    place = Place.of(where)
+    return {name: place.read(name) for name in place.files() if not name.endswith(output.LOCK)}
+
+
+def test_every_file_is_the_same_as_in_a_folder_also_through_failing_storage(
+    config: TokenizeConfig, tmp_path: Path, s3: S3, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, set_rate = s3
+    local = replace(config, out=str(tmp_path / "local"))
+    set_rate(0.2)
+    assert len(tokenize(config)) == len(tokenize(local)) == 6
+    set_rate(0)
+    here, there = contents(local.out), contents(config.out)
+    assert here.keys() == there.keys()
+    assert here == there
+    assert read_manifest(config.out).report["books_dropped"] == {"duplicate": 3}
+    assert main(config) == 0
+    assert "is finished; nothing to do" in capsys.readouterr().out
+    assert inspect.main(InspectConfig(config.out, verify=True, passages=1)) == 0
+    assert "All" in capsys.readouterr().out
+    name = next(name for name in there if name.endswith(".arrow"))
+    Place.of(config.out).write(name, there[name][:-1] + b"?")
+    assert inspect.main(InspectConfig(config.out, verify=True)) == 1
+    assert "has checksum" in capsys.readouterr().err
+
+
+def test_what_is_missing_or_changed_is_redone_and_what_is_left_over_is_removed(
+    config: TokenizeConfig, prose: Callable[..., str], tmp_path: Path
+) -> None:
+    tokenize(config)
+    whole, place = contents(config.out), Place.of(config.out)
+    held = {"000003", "000005"}  # the pieces that gave up duplicates are done with any other
+    shard = next(name for name in whole if "000001-" in name)
+    foreign = {"train/own.arrow": b"not ours", "notes/pieces.txt": b"neither"}
+    for name, content in {**foreign, "train/000009-000.arrow": b"?", "pieces/000009.json": b"{}"}.items():
+        place.write(name, content)
+    place.remove([shard, "pieces/000002.json"])
+    place.write("pieces/000004.json", whole["pieces/000004.json"][:-9])
+    assert set(tokenize(config)) == {"000001", "000002", "000004"} | held
+    assert contents(config.out) == whole | foreign
+    books = Path(config.sources[0])
+    (books / "book 0000.txt").write_text(prose(50, 100), encoding="utf-8")
+    assert set(tokenize(config)) == {"000000"} | held
+    tokenize(replace(config, out=str(tmp_path / "fresh")))
+    assert contents(config.out) == contents(str(tmp_path / "fresh")) | foreign
+    output.clear(place)
+    assert contents(config.out).keys() == foreign.keys() | {output.SETTINGS}
+
+
+def test_an_unfinished_output_has_no_manifest_and_a_lost_shard_is_never_published(config: TokenizeConfig) -> None:
+    tokenize(config)
+    job = Job(config)
+    output.begin(job, ["000003"])
+    with pytest.raises(UserError, match="so its shards are unfinished"):
+        read_manifest(job.place)
+    with pytest.raises(UserError, match=r"1 of 6 pieces .*pieces/000003\.json\), so it is unfinished: run the same"):
+        output.finish(job)
+    with output.sole_writer(job.place), pytest.raises(UserError, match="another run is writing to s3://corpus"):
+        main(config)
+
+
+def test_storage_that_does_not_answer_is_never_taken_for_an_empty_output(
+    config: TokenizeConfig, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenize(config)
+    job, names = Job(replace(config, min_chars=7)), contents(config.out).keys()
+    _, set_rate = s3
+    set_rate(1.0)
+    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    with ThreadPoolExecutor() as pool:  # Arrow itself tries for six seconds
+        answers = [pool.submit(question, job) for question in (output.changed_settings, output.assess, output.collect)]
+    for answer in answers:
+        with pytest.raises(UserError, match="cannot be read, after 1 attempts"):
+            answer.result()
+    set_rate(0)
+    assert output.changed_settings(job) == {"min_chars": (200, 7)}
+    assert contents(config.out).keys() == names
+
+
+def test_a_data_set_that_was_not_made_here_and_a_missing_bucket_are_refused(config: TokenizeConfig) -> None:
+    Manifest.of([], config={}, vocabulary_sha256="", inputs={}, report={}).write(Place.of(config.out))
+    with pytest.raises(UserError, match=r"was not made here.*name another --out"):
+        main(config)
+    assert contents(config.out).keys() == {MANIFEST}
+    missing = replace(config, out=config.out.replace("corpus", "nobodys"))
+    with pytest.raises(UserError, match=r"^--out s3://nobodys/\S* cannot be written \(The specified bucket"):
+        main(missing)

@@ -1,0 +1,130 @@
+"""A data set in object storage comes to this machine's disk whole and checked, or not at all."""
+
+import json
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.fs
+import pytest
+
+from infra import place, storage
+from infra.errors import UserError
+from infra.place import Place
+from pipeline.cache import on_this_machine
+from pipeline.shards import MANIFEST, Manifest, TokenShards, read_manifest
+
+S3 = tuple[str, Callable[[float], None]]
+
+
+@pytest.fixture
+def data(s3: S3, small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A finished data set of three shards in object storage, for a machine that has none yet."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    query, _ = s3
+    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://corpus{query}&allow_bucket_creation=true")
+    system.create_dir("corpus")
+    data = Place.of(f"s3://corpus/{tmp_path.name}/tokens{query}")  # the server keeps what other tests wrote
+    for path in small_shards.rglob("*.*"):
+        data.put(path, path.relative_to(small_shards).as_posix())
+    return data
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def test_the_same_bytes_arrive_through_a_storage_that_fails_now_and_then_and_are_fetched_once(
+    data: Place, s3: S3, small_shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, "_BLOCK", 10_000)  # a third of a shard
+    _, set_rate = s3
+    set_rate(0.2)
+    fetched: list[Manifest] = []
+    folder = on_this_machine(data, fetched.append)
+    assert contents(folder) == contents(small_shards)
+    assert len(TokenShards(folder).open("train")) == 2
+    assert len(fetched) == 3
+    assert on_this_machine(data, fetched.append) == folder
+    assert len(fetched) == 3
+    assert on_this_machine(Place.of(small_shards)) == small_shards
+
+
+def test_what_was_interrupted_is_continued(data: Place, small_shards: Path) -> None:
+    class Killed(Exception):
+        pass
+
+    def die(_: Manifest) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        on_this_machine(data, die)
+    fetched: list[Manifest] = []
+    folder = on_this_machine(data, fetched.append)
+    assert len(fetched) == 2
+    assert contents(folder) == contents(small_shards)
+
+
+def test_another_data_set_at_the_same_address_is_another_folder(
+    data: Place, make_shards: Callable[..., Path], tmp_path: Path
+) -> None:
+    before = on_this_machine(data)
+    kept = contents(before)
+    other = make_shards(tmp_path / "other", seed=1)
+    for path in other.rglob("*.*"):
+        data.put(path, path.relative_to(other).as_posix())
+    after = on_this_machine(data)
+    assert after != before
+    assert (contents(before), contents(after)) == (kept, contents(other))
+
+
+def test_a_damaged_data_set_is_refused_and_described(
+    data: Place, s3: S3, small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = (small_shards / "train/00000.arrow").read_bytes()
+    data.write("train/00000.arrow", whole[:-1] + b"?")
+    with pytest.raises(UserError, match=r"train/00000\.arrow\S* is damaged: its checksum"):
+        on_this_machine(data)
+    data.remove(["train/00000.arrow"])
+    with pytest.raises(UserError, match=r"has lost train/00000\.arrow: run 'python -m pipeline\.tokenize"):
+        on_this_machine(data)
+    assert not list(tmp_path.rglob("*.arrow")), "nothing of it is kept"
+    data.write("train/00000.arrow", whole)
+    values = json.loads(data.read(MANIFEST))
+    for path in ("../../escaped", "train/00000.arrow/../../../../escaped"):
+        values["shards"][0]["path"] = path
+        data.write_json(MANIFEST, values)
+        with pytest.raises(UserError, match=rf"names '{path}', which no shard is called"):
+            on_this_machine(data)
+    data.write(MANIFEST, b"<html>Please log in.</html>")
+    with pytest.raises(UserError, match=r"manifest\.json\S* is damaged"):
+        on_this_machine(data)
+    data.remove([MANIFEST])
+    with pytest.raises(UserError, match=r"has no manifest\.json, so its shards are unfinished"):
+        on_this_machine(data)
+    _, set_rate = s3
+    set_rate(1.0)
+    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    with pytest.raises(UserError, match="cannot be read, after 1 attempts"):
+        on_this_machine(data)
+
+
+def test_a_full_disk_leaves_no_half_shard(
+    data: Place, small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read_manifest(data).shards
+    scratch = tmp_path / "full"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most))
+    try:
+        with pytest.raises(UserError, match=r"00000\.arrow cannot be written"):
+            on_this_machine(data)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
+    assert not list(scratch.rglob("*.arrow"))
+    assert contents(on_this_machine(data)) == contents(small_shards)
+    shutil.rmtree(scratch)
