@@ -285,7 +285,7 @@ def refuse_unshared(flag: str, folder: Path) -> None:
         Path(probe).unlink()
     if blind:
         raise UserError(
-            f"{flag} {folder} is on this machine's disk, which {', '.join(blind)} of the cluster does not have: give "
+            f"{flag} {folder} is on this machine's disk, which {', '.join(blind)} of the cluster cannot see: give "
             f"object storage, such as {flag} s3://bucket/folder, or a folder on a disk that all machines share."
         )
 

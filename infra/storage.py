@@ -128,6 +128,9 @@ _BUFFER = 4 << 20
 
 _BLOCK = 8 << 20
 
+_WHOLE = 64 << 20
+"""Most bytes of a request for the rest of a file."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -243,6 +246,10 @@ class _RetryingFile(io.RawIOBase):
         buffer[: len(data)] = data
         self.position += len(data)
         return len(data)
+
+    def readall(self) -> bytes:
+        """The rest of the file. Python's own would make a request for every 8 KiB."""
+        return b"".join(iter(lambda: self.read(_WHOLE), b""))
 
     def close(self) -> None:
         if not self.closed:

@@ -35,7 +35,7 @@ def carried_or_refused(pieces: list[Piece]) -> list[Piece]:
     if (size := sum(file.size for file in local)) > CARRIED:
         raise UserError(
             f"{sizes[0][0]} and other sources ({size / 1e6:,.0f} MB) are on this machine's disk, which "
-            f"{', '.join(blind)} of the cluster does not have: copy them to object storage and name them there, such "
+            f"{', '.join(blind)} of the cluster cannot see: copy them to object storage and name them there, such "
             f"as s3://bucket/books (up to {CARRIED / 1e6:,.0f} MB are sent along)."
         )
     return [replace(piece, parts=tuple(map(_carried, piece.parts))) for piece in pieces]

@@ -3,7 +3,6 @@
 import io
 import json
 import random
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,15 +17,18 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pyarrow as pa
 import pyarrow.fs
 import pytest
-from pipeline.copies import download, upload
 
 from infra import storage
 from infra.errors import UserError
+from infra.place import Place
 from infra.storage import locate
 from pipeline.books.readers import RawBook, read_books
 from pipeline.books.sources import find
+from pipeline.cache import on_this_machine
 from pipeline.config import TokenizeConfig
+from pipeline.inspect import verify
 from pipeline.job.plan import make_plan
+from pipeline.shards import read_manifest
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ def books_of(*sources: str) -> dict[str, bytes]:
 
 
 def test_google_cloud_storage_is_read_and_written(
-    gs: str, tmp_path: Path, write_books: Callable[..., Path], small_shards: Path
+    gs: str, tmp_path: Path, write_books: Callable[..., Path], small_shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = write_books(tmp_path / "books", 3)
     system, _ = pyarrow.fs.FileSystem.from_uri(f"gs://anonymous@corpus{gs}")
@@ -130,11 +132,15 @@ def test_google_cloud_storage_is_read_and_written(
     expected = {f"books/{path.name}": path.read_bytes() for path in local.iterdir()}
     assert books_of(f"gs://anonymous@corpus/books{gs}") == expected
     assert len(books_of(f"gs://anonymous@corpus/*/*2.txt{gs}")) == 1
-    tokens, copy = shutil.copytree(small_shards, tmp_path / "tokens"), f"gs://anonymous@corpus/tokens{gs}"
-    (tokens / "quarantine.jsonl").touch()
-    assert upload(tokens, copy) == 3
-    assert upload(tokens, copy) == 0
-    assert download(copy, tmp_path / "back") == 3
+    tokens = Place.of(f"gs://anonymous@corpus/tokens{gs}")
+    for name in Place.of(small_shards).files():
+        tokens.put(small_shards / name, name)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    copy = Place.of(on_this_machine(tokens))
+    assert len(read_manifest(copy).shards) == 3
+    assert list(verify(copy, read_manifest(tokens))) == list(verify(tokens, read_manifest(copy))) == []
+    tokens.remove([*tokens.files(), "never-there"])
+    assert tokens.files() == {}
 
 
 def test_the_hugging_face_hub_is_read(hub: str, tmp_path: Path, write_books: Callable[..., Path]) -> None:
@@ -182,6 +188,21 @@ def test_a_remote_file_is_read_from_any_place_like_a_local_one() -> None:
         size = chance.randrange(200)
         assert ours.read(size) == local.read(size)
         assert ours.tell() == local.tell()
+    assert (ours.seek(300), ours.readall()) == (300, data[300:])
+
+
+def test_a_whole_book_is_one_request() -> None:
+    """It was one for every 8 KiB."""
+    data, asked = random.Random(0).randbytes(1_000_000), list[int]()
+
+    class Storage(pa.BufferReader):
+        def read_at(self, size: int, offset: int) -> bytes:
+            asked.append(size)
+            return super().read_at(size, offset)
+
+    with io.BufferedReader(storage._RetryingFile("s3://bucket/file", Storage(data))) as file:
+        assert file.read() == data
+    assert asked == [1_000_000]
 
 
 @pytest.mark.parametrize("failures", range(storage.ATTEMPTS + 1))

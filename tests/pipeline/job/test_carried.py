@@ -46,7 +46,7 @@ def test_many_local_books_are_refused(
 ) -> None:
     monkeypatch.setattr(carried, "CARRIED", 10_000)
     config = TokenizeConfig((str(write_books(tmp_path / "books", 3)),))
-    with pytest.raises(UserError, match=r"which w1 of the cluster does not have: copy them to object storage and name"):
+    with pytest.raises(UserError, match=r"which w1 of the cluster cannot see: copy them to object storage and name"):
         carried_or_refused(make_plan(find(config.sources), config))
 
 
