@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow.fs
 import pytest
+import xxhash
 
 from infra.errors import UserError
 from infra.place import Place, WorkingCopy, scratch
@@ -42,6 +43,9 @@ def test_files_are_written_listed_read_and_removed(place: Place, tmp_path: Path)
     assert place.files() == {"train/a": 5, "b": 0}
     assert place.files("train") == {"train/a": 5}
     assert (place / "train").read("a") == b"three"
+    assert place.checksum("train/a") == xxhash.xxh3_128_hexdigest(b"three")
+    place.write_json("b", {"ö": 1})
+    assert place.read("b") == b'{\n  "\xc3\xb6": 1\n}\n'
     (tmp_path / "here").write_bytes(b"two")
     place.put(tmp_path / "here", "deep/er/c")
     place.fetch("deep/er/c", tmp_path / "back/c")

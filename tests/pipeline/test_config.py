@@ -1,5 +1,7 @@
 """Invalid settings are refused, each with its own sentence."""
 
+import runpy
+import sys
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from pipeline.config import TokenizeConfig
         ("val_fraction", 1.0, "--val-fraction 1.0"), ("val_fraction", -0.1, "--val-fraction -0.1"),
         ("workers", 0, "--workers 0"), ("shard_size", 999_999, "--shard-size"), ("languages", ("eng",), "'eng'"),
         ("languages", ("en", "EN"), "'EN'"), ("doc_separator", "", "--doc-separator is empty"),
-        ("sources", (), "no sources"),
+        ("sources", (), "no sources"), ("out", "", "--out is empty"),
     ],
 )  # fmt: skip
 def test_invalid_settings_are_refused(name: str, value: Any, said: str) -> None:
@@ -26,3 +28,21 @@ def test_invalid_settings_are_refused(name: str, value: Any, said: str) -> None:
 )
 def test_the_limits_themselves_are_accepted(name: str, value: Any) -> None:
     assert getattr(TokenizeConfig(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "said"),
+    [
+        ("pipeline.tokenize", ["--copy-to", "s3://bucket/tokens"], "--copy-to is gone: give --out s3://bucket/folder"),
+        ("pipeline.tokenize", ["--copy-to=s3://bucket/tokens"], "--copy-to is gone: give --out s3://bucket/folder"),
+        ("pipeline.fetch", ["s3://bucket/tokens", "--out", "here"], "pipeline.fetch is gone: train.run --data s3://"),
+    ],
+)
+def test_what_is_gone_names_what_to_use_instead(
+    module: str, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    with pytest.raises(SystemExit) as leaving:
+        runpy.run_module(module, run_name="__main__")
+    assert leaving.value.code == 2
+    assert said in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The notes of the crash guard survive a killed worker, and are complete or absent."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,17 @@ def test_a_folder_of_another_user_is_refused(notes: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(crash_guard.os, "getuid", lambda: owner + 1)
     with pytest.raises(UserError, match="belongs to another user: set TMPDIR"):
         CrashGuard("run", "000000")
+
+
+def test_a_full_temporary_folder_is_named(notes: Path) -> None:
+    old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with CrashGuard("run", "000000") as guard:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
+        try:
+            with pytest.raises(UserError, match=r"^/\S* of \S+ cannot be written \(.*\): make room there"):
+                guard.at("book")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
+    notes.parent.joinpath("file").write_text("")
+    with pytest.raises(UserError, match="make room there, or set TMPDIR"):
+        CrashGuard("file/run", "000000")
