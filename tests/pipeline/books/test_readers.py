@@ -14,7 +14,7 @@ import pytest
 
 from infra.errors import UserError
 from infra.place import Place
-from pipeline.books import readers
+from pipeline.books import sources
 from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import SourceFile, find
 from pipeline.config import TokenizeConfig
@@ -61,7 +61,7 @@ def test_a_part_reads_no_further_than_it_must_where_separators_are_rare(
 ) -> None:
     data = b"<|end|>".join([b"a line of the book\n" * (24 * MEGABYTE // 19 // (separators + 1))] * (separators + 1))
     opened: list[Counted] = []
-    monkeypatch.setattr(readers, "open_file", lambda _: opened.append(Counted(data)) or opened[-1])
+    monkeypatch.setattr(sources, "open_file", lambda _: opened.append(Counted(data)) or opened[-1])
     config = TokenizeConfig(doc_separator="<|end|>")
     file = SourceFile("many.txt", "many.txt", len(data), 0)
     books = [
@@ -129,7 +129,7 @@ def test_an_unreadable_file_is_left_out_and_a_failing_disk_ends_the_work(
     def fail(_: str) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(readers, "open_file", fail)  # root may read everything, and disks fail seldom
+    monkeypatch.setattr(sources, "open_file", fail)  # root may read everything, and disks fail seldom
     books = read_books(Part(SourceFile("a.txt", "a.txt", 1, 0), 1), TokenizeConfig())
     if ends:
         with pytest.raises(UserError, match=r"a\.txt cannot be read"):
