@@ -158,7 +158,7 @@ def print_nodes(machines: "list[Report]") -> None:
         "scratch",
         "storage up, down",
     )
-    lines = [heads]
+    lines: list[tuple[str, ...]] = [heads]
     for report in machines:
         machine = report.machine
         cells = ("?",) * 8

@@ -8,6 +8,7 @@ import pytest
 
 from infra.errors import UserError
 from infra.hardware import A100, cpu_facts
+from infra.place import Place
 from infra.schema import from_json
 from train.config import TrainConfig
 from train.resolve import resolve
@@ -92,6 +93,6 @@ def test_a_damaged_search_is_named(tmp_path: Path) -> None:
     for damage in ({"memory_limit": "4GB"}, {"knobs": [["compile"]]}, {"out": 3}):
         (tmp_path / "search.json").write_text(json.dumps({"config": SearchConfig().to_json() | damage}))
         with pytest.raises(UserError, match=r"search\.json is damaged"):
-            kept_config(tmp_path)
+            kept_config(Place.of(tmp_path))
     with pytest.raises(UserError, match="there is no"):
-        kept_config(tmp_path / "search.json")
+        kept_config(Place.of(tmp_path / "search.json"))

@@ -73,7 +73,7 @@ def test_a_store_that_goes_away_between_trials_gets_them_later(
     first, second = (replace(finished(size, 100.0 * size, step_seconds=[0.1] * 3), number=size) for size in (1, 2))
 
     def request(row: TrialRow) -> Request:
-        return Request(row.key, row.number, Proposal(row.candidate, "probe"), {}, 10**9, 5, 1.0, 0.1, "", 0.0)
+        return Request(row.key, row.number, Proposal(row.candidate, "probe"), {}, 10**9, 5, 1.0, 0.1, "here")
 
     parent = open_parent(replace(search, config=replace(search.config, tracking_uri=database)))
     evidence = Evidence(search, parent)

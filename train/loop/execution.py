@@ -21,7 +21,7 @@ MODES = {
     "max-autotune": "max-autotune-no-cudagraphs", "max-autotune-graphs": "max-autotune",
     "reduce-overhead": "reduce-overhead",
 }  # fmt: skip
-OPTIONS = {"coordinate-descent": {"coordinate_descent_tuning": True}}
+OPTIONS: dict[str, dict[str, Any]] = {"coordinate-descent": {"coordinate_descent_tuning": True}}
 INDUCTOR_CACHE = Path("~/.cache/throughline/inductor")
 """torch's default is in /tmp and is lost with every container and restart."""
 

@@ -1,7 +1,6 @@
 """What is repeated: a trial with too little time once, and the best in rounds of alternating order."""
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,9 +46,8 @@ def test_a_trial_with_too_little_time_runs_once_more_with_enough(
     while (proposal := strategy.propose(rows)) is not None:
         key, trial = proposal.key("search"), space.config(proposal.candidate).to_json()
         most = enough_seconds(rows, 0.0)
-        rows.append(
-            run(Request(key, len(rows) + 1, proposal, trial, 8 * 10**9, 20, most, 0.01, str(tmp_path), time.time()))
-        )
+        row, _ = run(Request(key, len(rows) + 1, proposal, trial, 8 * 10**9, 20, most, 0.01, "here"))
+        rows.append(row)
         assert most == (0.0 if len(rows) == 1 else 2 * (FEWEST + 2) * statistics.median(rows[0].step_seconds[1:]))
     first, second, *others = rows
     assert (first.outcome, first.too_short, first.round) == ("failed", True, 0)

@@ -42,6 +42,7 @@ def test_another_machine_first_runs_what_the_first_one_ran() -> None:
     rows = [row(1, "w1", 8, None), row(2, "w1", 4, 900.0)]
     control = control_of("w2", rows)
     assert control == Proposal(Candidate(4), "control", node="w2")
+    assert control is not None
     assert control.key("one") != Proposal(Candidate(4), "control", node="w3").key("one")
     assert control_of("w2", rows[:1]) is None, "nothing to compare with"
     assert "w2" not in scales([*rows, row(3, "w2", 4, None, "control")])

@@ -1,6 +1,5 @@
 """One trial in this process: its row is on disk, whatever became of it, and its speed counts tokens rightly."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from train.model_config import ModelConfig
 from train.result import CycleReport, RunResult
 from tune.space import Candidate
 from tune.trial import early_stop
-from tune.trial.row import Proposal, TrialRow, read_rows
+from tune.trial.row import Proposal, TrialRow, read_rows, write_row
 from tune.trial.run import Request, Watch, judge, make_row, run, trial_config
 
 
@@ -33,10 +32,9 @@ def attempt(training: TrainConfig, folder: Path, *, limit: float = 8e9, steps: i
     """Run one trial of ``training``."""
     folder.mkdir(exist_ok=True)
     proposal = Proposal(Candidate(training.micro_batch), "probe")
-    request = Request(
-        "m1", 1, proposal, training.to_json(), int(limit), steps, 60.0, 0.001, str(folder), time.time()
-    )  # fmt: skip
-    row = run(request)
+    row, trace = run(Request("m1", 1, proposal, training.to_json(), int(limit), steps, 60.0, 0.001, "here"))
+    assert (trace is None) == (row.outcome != "failed")
+    write_row(folder, row)
     assert read_rows(folder) == [row]
     return row
 
@@ -190,7 +188,7 @@ def watched(steps: Sequence[float], *, retries: Sequence[int], folder: Path, bar
     """A trial of these steps, with the allocator's retries after the launch of each and at the end."""
     proposal = Proposal(Candidate(1), "probe", bar=bar)
     watch = Watch(
-        Request("m1", 1, proposal, {}, 10**12, 20, 60.0, 0.001, str(folder), 0.0),
+        Request("m1", 1, proposal, {}, 10**12, 20, 60.0, 0.001, "here"),
         step_tokens=100,
         limit=Limit(10**12, torch.device("cpu"), 0),
     )
