@@ -80,6 +80,11 @@ class Place:
         assert not self.remote, f"{self.address} is not on this machine"
         return Path(self.address)
 
+    @property
+    def digest(self) -> str:
+        """A name for scratch that belongs to it."""
+        return hashlib.sha256(self.address.encode()).hexdigest()[:16]
+
     def __truediv__(self, name: str) -> "Place":
         return self._at(f"{self._path}/{name}")
 
@@ -264,8 +269,7 @@ class WorkingCopy:
         """
         if not place.remote:
             return cls(place, place.folder)
-        digest = hashlib.sha256(place.address.encode()).hexdigest()[:16]
-        folder = scratch("copies", digest) / place.name
+        folder = cls.folder_of(place)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
         if not fresh:
@@ -273,6 +277,11 @@ class WorkingCopy:
                 if wanted(name):
                     place.fetch(name, folder / name)
         return cls(place, folder)
+
+    @staticmethod
+    def folder_of(place: Place) -> Path:
+        """The folder of a remote place's copy, alone in one that exists."""
+        return scratch("copies", place.digest) / place.name
 
     def send(self, *names: str) -> None:
         """Send these files to the place, in this order; those that do not exist here are passed over."""

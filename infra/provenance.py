@@ -22,8 +22,6 @@ def collect() -> dict[str, str]:
         "command": shlex.join(["python", *started, *sys.argv[1:]]),
         "mlflow.source.name": module,  # MLflow shows the part after the last slash
         "python": platform.python_version(),
-        "host": platform.node(),
-        "platform": platform.platform(),
         "user": user(),
     }
     if here := commit():
@@ -34,6 +32,12 @@ def collect() -> dict[str, str]:
             tags[f"version.{package}"] = version(package)
         except PackageNotFoundError:
             continue
+    return tags | machine()
+
+
+def machine() -> dict[str, str]:
+    """Tags that describe this machine, which for a training is that of its worker."""
+    tags = {"host": platform.node(), "platform": platform.platform()}
     gpu = read_gpu()
     if gpu:
         tags |= {"gpu": gpu.name, "driver": gpu.driver}

@@ -16,29 +16,29 @@ PATIENCE = 24 * 3600.0
 """Seconds to wait for another process of this machine that is fetching the same data set."""
 
 
-def on_this_machine(data: Place, on_shard: Callable[[Manifest], None] = lambda manifest: None) -> Path:
+def on_this_machine(data: Place, on_shard: Callable[[Manifest, int], None] = lambda manifest, number: None) -> Path:
     """The folder of ``data`` here, in which every shard is there and has been checked.
 
-    Calls ``on_shard`` after each shard that is fetched. Raises ``UserError`` when the data set is unfinished or
-    damaged, the storage fails, or the disk is full.
+    Calls ``on_shard`` before each shard that is fetched, with the number of those that are here. Raises ``UserError``
+    when the data set is unfinished or damaged, the storage fails, or the disk is full.
     """
     if not data.remote:
         return data.folder
     manifest = read_manifest(data)
     folder = scratch("data", manifest.fingerprint)
     with lock(folder / ".lock", f"another process has been fetching {data} for a day: end it.", patience=PATIENCE):
-        for shard in manifest.shards:
+        for number, shard in enumerate(manifest.shards):
             if not SHARD.fullmatch(shard.path):  # the manifest came over the network, and names where to write
                 raise UserError(f"{data / MANIFEST} names {shard.path!r}, which no shard is called: make it again.")
             path = folder / shard.path
             if not (path.is_file() and path.stat().st_size == shard.bytes):
+                on_shard(manifest, number)
                 try:
                     data.fetch(shard.path, path, shard.checksum)
                 except FileNotFoundError:
                     raise UserError(
                         f"{data} has lost {shard.path}: run 'python -m pipeline.tokenize --out {data}' again."
                     ) from None
-                on_shard(manifest)
         if not (folder / MANIFEST).exists():
             manifest.write(folder)
     return folder

@@ -154,9 +154,6 @@ class TrainConfig:
     """Steps between two checkpoints; another one is written at the end."""
     keep_checkpoints: int = 2
     """Number of newest checkpoints to keep; 0 writes none."""
-    copy_to: str | None = None
-    """Object storage (s3://bucket/folder, gs://...) to copy checkpoints to; --resume s3://bucket/folder/NAME continues
-    the run on another machine."""
 
     def __post_init__(self) -> None:
         refuse_contradictions(self)
@@ -193,7 +190,12 @@ class TrainConfig:
 
 def config_from_json(values: Any, source: str) -> TrainConfig:
     """The config that ``values`` describe. Raises ``UserError``, which names ``source`` as their origin."""
-    return from_json(TrainConfig, values, source)
+    return from_json(TrainConfig, as_of_now(values) if isinstance(values, dict) else values, source)
+
+
+def as_of_now(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings that an earlier version saved, without those that are gone: ``copy_to``, which ``--out`` replaced."""
+    return {name: value for name, value in values.items() if name != "copy_to"}
 
 
 def load_config(path: Path | str, flag: str = "--config") -> TrainConfig:
@@ -241,7 +243,6 @@ def refuse_contradictions(config: TrainConfig) -> None:
     """Raise ``UserError`` for the first rule that ``config`` breaks."""
     _choices(config)
     _sizes(config)
-    _copies(config)
     _batch(config)
     _end(config)
     _reading(config)
@@ -287,13 +288,6 @@ def _sizes(config: TrainConfig) -> None:
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
             raise UserError(f"{_flag(config, name)} must be at least 0 and below 1.")
-
-
-def _copies(config: TrainConfig) -> None:
-    if config.copy_to is not None and not config.copy_to.startswith(("s3://", "gs://")):
-        raise UserError(
-            f"{_flag(config, 'copy_to')} is not object storage: give s3://bucket/folder or gs://bucket/folder."
-        )
 
 
 def _batch(config: TrainConfig) -> None:
@@ -362,8 +356,6 @@ def _pairs(config: TrainConfig):
     selective = ("checkpointing", config.checkpointing == "selective")
     blocks = ("compile", config.compile == "blocks")
     yield selective, blocks, "a compiled block hides what to keep, so all of it is recomputed; use --compile whole"
-    no_checkpoints = ("keep_checkpoints", config.keep_checkpoints == 0)
-    yield ("copy_to", config.copy_to is not None), no_checkpoints, "there would be nothing to copy"
     yield ("fp8", config.fp8), on_cpu, "8-bit matmuls need a GPU"
     not_bf16 = ("precision", precision in ("fp32", "tf32", "fp16"))
     yield ("fp8", config.fp8), not_bf16, "with it the rest of the model runs in bf16"

@@ -22,13 +22,13 @@ class ExportConfig:
     """What to export, and where."""
 
     checkpoint: str
-    """A run's name, its folder, or the folder of one of its checkpoints."""
+    """A run's name, its folder, or that of one of its checkpoints; also in object storage (s3://bucket/runs/NAME)."""
     to: Path
     """Folder to create."""
     register: str | None = None
     """Also register the model under this name in the MLflow store that holds the run (needs transformers)."""
-    out: Path = Path("runs")
-    """Folder that holds runs."""
+    out: str = "runs"
+    """Folder that holds runs, or one in object storage."""
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ In: a checkpoint and a prompt. Out: text. Wiring only.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from infra import command
 from infra.command import console
@@ -17,7 +16,7 @@ class GenerateConfig:
     """What to continue, and how."""
 
     checkpoint: str
-    """A run's name, its folder, or the folder of one of its checkpoints."""
+    """A run's name, its folder, or that of one of its checkpoints; also in object storage (s3://bucket/runs/NAME)."""
     prompt: str = ""
     """Text to continue; without it a new book begins."""
     tokens: int = 100
@@ -28,8 +27,8 @@ class GenerateConfig:
     """Sample from this many likeliest tokens; 0 means all."""
     seed: int = 0
     """Seed of the sampling."""
-    out: Path = Path("runs")
-    """Folder that holds runs."""
+    out: str = "runs"
+    """Folder that holds runs, or one in object storage."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1:

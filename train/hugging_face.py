@@ -132,8 +132,7 @@ def model_card(progress: Progress, checkpoint: Path) -> str:
     }
     rows += [(text, str(measured[name])) for name, text in names.items() if measured.get(name) is not None]
     facts = "\n".join(table(("", ""), rows))
-    private = {"stream", "copy_to"}  # paths and buckets of whoever trained it
-    public = {name: value for name, value in config.to_json().items() if name not in private}
+    public = {name: value for name, value in config.to_json().items() if name != "stream"}  # paths of who trained it
     settings = json.dumps(public | {"data": Place.of(config.data).name}, indent=2, sort_keys=True)
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"

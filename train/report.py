@@ -10,6 +10,7 @@ from rich.table import Table
 
 from infra.command import console, escape
 from infra.markdown import table
+from infra.place import Place
 from infra.schema import to_json
 from infra.tracking.tracker import Tracker
 from infra.units import GIB, format_duration
@@ -25,7 +26,7 @@ PARTS = ("model", "reading")
 """Settings with several fields, each of which is a param of its own in MLflow."""
 
 
-def print_header(config: TrainConfig, manifest: Manifest, folder: Path) -> None:
+def print_header(config: TrainConfig, manifest: Manifest, place: Place) -> None:
     """Print what is about to be trained, with the arithmetic of the batch."""
     train = manifest.splits["train"]
     tokens = f"{'about ' if config.stream else ''}{train['tokens']:,} training tokens"
@@ -35,7 +36,7 @@ def print_header(config: TrainConfig, manifest: Manifest, folder: Path) -> None:
         f"accumulated x {config.workers} worker{'s' * (config.workers > 1)}; "
         f"{config.step_tokens:,} tokens per step; precision {config.precision}"
     )
-    console.print(f"folder: {folder}")
+    console.print(f"folder: {place}", markup=False)
 
 
 def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest) -> None:
@@ -203,7 +204,7 @@ def memory_text(result: RunResult) -> str:
     return text
 
 
-def print_result(config: TrainConfig, result: RunResult, folder: Path, in_mlflow: str) -> None:
+def print_result(config: TrainConfig, result: RunResult, place: Place, in_mlflow: str) -> None:
     """Print the result, where to find it in MLflow, and on the last line the next step, if there is one."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in summary(config, result):
@@ -213,11 +214,11 @@ def print_result(config: TrainConfig, result: RunResult, folder: Path, in_mlflow
     if result.outcome == "interrupted" and not result.checkpoint:
         console.print("no checkpoint was kept: start again with another --name, and with --keep-checkpoints above 0")
     elif result.outcome == "interrupted":
-        console.print(f"continue with: {resume_command(folder)}", markup=False)
+        console.print(f"continue with: {resume_command(place)}", markup=False)
     elif result.outcome == "diverged" and result.checkpoint:
         console.print(
             "the last good checkpoint is kept; continue from it with a lower learning rate: "
-            f"{resume_command(folder)} --learning-rate ...",
+            f"{resume_command(place)} --learning-rate ...",
             markup=False,
         )
     elif result.outcome == "diverged":
@@ -227,17 +228,20 @@ def print_result(config: TrainConfig, result: RunResult, folder: Path, in_mlflow
         )
     elif result.outcome == "over_limit" and result.checkpoint:
         console.print(
-            f"the last checkpoint is kept; continue with less memory: {resume_command(folder)} --micro-batch ...",
+            f"the last checkpoint is kept; continue with less memory: {resume_command(place)} --micro-batch ...",
             markup=False,
         )
     elif result.outcome in ("oom", "over_limit"):
         console.print("try again with a smaller --micro-batch: accumulation keeps the global batch as it is")
 
 
-def resume_command(folder: Path) -> str:
-    """The command that continues the run in ``folder``, for the folder in which this one was called."""
-    short = folder.parent == Path("runs").resolve()
-    return f"python -m train.run --resume {shlex.quote(folder.name if short else str(folder))}"
+def resume_command(place: Place) -> str:
+    """The command that continues the run at ``place``, for the folder in which this one was called.
+
+    Of a run in object storage it works on every machine.
+    """
+    short = place.parent == Place.of("runs")
+    return f"python -m train.run --resume {shlex.quote(place.name if short else str(place))}"
 
 
 def markdown(config: TrainConfig, result: RunResult) -> str:

@@ -15,15 +15,15 @@ from typing import Annotated
 import tyro
 
 from infra import command
-from infra.cluster import connected
+from infra.cluster import connected, refuse_unshared, sole_user
 from infra.command import INTERRUPTED, console
 from infra.errors import UserError
 from infra.storage import write_json
 from infra.tracking.key import RunKey
 from infra.units import BytesOrNone, format_size
-from train.checkpoint.find import find_run
-from train.checkpoint.progress import checkpoints_in, read_progress
-from train.checkpoint.run_folder import RunFolder, make, new_folder
+from train.checkpoint.find import saved_config
+from train.checkpoint.progress import read_progress
+from train.checkpoint.run_folder import RunFolder, make, new_run
 from train.config import TrainConfig, load_config
 from train.launch.run import Run
 from train.model_config import format_model
@@ -37,12 +37,13 @@ class RunOptions:
     training: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
     name: str | None = None
     """Name of the run and of its folder; by default made from the model and the time."""
-    out: Path = Path("runs")
-    """Folder that holds runs."""
+    out: str = "runs"
+    """Folder that holds runs, or one in object storage (s3://bucket/runs, gs://...), to which checkpoints are copied
+    while training continues, and from which every machine can continue a run."""
     config: Path | None = None
     """Read the training settings from this JSON file; flags override it."""
     resume: str | None = None
-    """Continue an earlier run, by its name or the path of its folder or checkpoint."""
+    """Continue an earlier run, by its name or the path or address of its folder or newest checkpoint."""
     tracking_uri: str | None = None
     """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
     memory_limit: BytesOrNone = None
@@ -61,9 +62,11 @@ def main() -> None:
             raise UserError("--config and --resume both provide settings; give one of them.")
         if resume and (name := command.flag_value("--name")):
             raise UserError(f"--name {name}: a resumed run keeps its name; leave --name or --resume out.")
+        if target := command.flag_value("--copy-to"):
+            raise UserError(f"--copy-to is gone: --out {target} keeps the whole run there, its checkpoints included.")
         if resume:
-            out = Path(command.flag_value("--out") or defaults.out)
-            path = str(find_run(resume, out).config)
+            settings = saved_config(resume, command.flag_value("--out") or defaults.out)
+            defaults = dataclasses.replace(defaults, training=settings)
         if path:
             defaults = dataclasses.replace(defaults, training=load_config(path))
     except UserError as mistake:
@@ -88,7 +91,7 @@ def train(options: RunOptions) -> int:
     else:
         preset = format_model(config.model).partition(",")[0]
         name = options.name or f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-        run = Run.new(config, new_folder(options.out, name), **limits)
+        run = Run.new(config, new_run(options.out, name), **limits)
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as locks:
         if run.resume:
             locks.enter_context(run.home.command_lock())
@@ -96,8 +99,13 @@ def train(options: RunOptions) -> int:
         preparing = background.submit(prepare, store)
         with connected(run.address, prestart=False):
             preparing.result()
+            if run.home.kept_at:
+                locks.enter_context(sole_user(run.home.kept_at))
+            else:
+                refuse_unshared("--out", run.home.path.parent)
             if not run.resume:
-                make(run.home.path)
+                if not run.home.kept_at:
+                    make(run.home.path)
                 locks.enter_context(run.home.command_lock())
                 locks.enter_context(run.home.removed_on_failure())
             return recorded(run, options.tracking_uri)
@@ -123,7 +131,8 @@ def recorded(run: Run, tracking_uri: str | None) -> int:
     home, config = run.home, resolve(run.asked, worker_facts(run.asked))
     key, is_new = run_in_mlflow(home, tracking_uri, starts=run.resume is None)
     write_json(home.config, run.asked.to_json())
-    report.print_header(config, run.manifest, home.path)
+    home.send(home.config)
+    report.print_header(config, run.manifest, home.place)
     with Tracker(key) as tracker:
         if is_new:
             report.record_start(tracker, config, run.manifest)
@@ -134,12 +143,12 @@ def recorded(run: Run, tracking_uri: str | None) -> int:
         try:
             result, _ = measure(run, config, tracker, console.print)
         except KeyboardInterrupt:
-            if not checkpoints_in(home.checkpoints):
+            if not home.has_checkpoint():
                 raise
             tracker.status = "KILLED"
-            console.print(f"continue with: {report.resume_command(home.path)}", markup=False)
+            console.print(f"continue with: {report.resume_command(home.place)}", markup=False)
             return INTERRUPTED
-    report.print_result(config, result, home.path, ui_link(key))
+    report.print_result(config, result, home.place, ui_link(key))
     if result.outcome == "interrupted":
         return INTERRUPTED
     return 0 if result.outcome == "finished" else 1

@@ -20,6 +20,7 @@ from infra.place import Place, WorkingCopy, scratch
 from infra.schema import from_json
 from infra.storage import clear_temporaries, write_json
 from infra.tracking.key import RunKey
+from train.config import as_of_now
 from tune.config import SearchConfig
 
 KEPT, TRIALS, LOCK = "search.json", "trials", ".lock"
@@ -34,7 +35,8 @@ def place_of(out: str, name: str) -> Place:
 def kept_config(place: Place) -> SearchConfig:
     """The settings of the search in ``place``. Raises ``UserError`` when there is none."""
     try:
-        return from_json(SearchConfig, _kept(place)["config"], "it")
+        kept = _kept(place)["config"]
+        return from_json(SearchConfig, kept | {"training": as_of_now(kept["training"])}, "it")
     except (ValueError, KeyError) as damage:
         raise UserError(f"--resume: {place / KEPT} is damaged ({damage}); begin a new search.") from damage
 

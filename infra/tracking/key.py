@@ -26,9 +26,19 @@ class RunKey:
     home: str = ""
     """The folder that the key is saved in, absolute; empty if it is not saved, and in keys of earlier versions."""
 
-    def kept_in(self, folder: Path) -> dict[str, str]:
-        """The key as JSON values for a file in ``folder``, an absolute path."""
+    def kept_in(self, folder: Path | str) -> dict[str, str]:
+        """The key as JSON values for a file in ``folder``, an absolute path or a URI."""
         return to_json(replace(self, home=str(folder)))
+
+    def on_this_machine(self, store: str | None = None) -> "RunKey | None":
+        """The key of a run in object storage, as it is valid on this machine: with ``store`` if that is given.
+
+        None where the store is a database on the disk of another machine.
+        """
+        store = store or self.store
+        if store.startswith(SQLITE) and not Path(store.removeprefix(SQLITE)).exists():
+            return None
+        return replace(self, store=store, journal=str(Path(Path(self.journal).name).resolve()))
 
     def found_in(self, folder: Path, instead: str, *, store: str | None = None) -> "RunKey":
         """The key as it is valid in ``folder``, where it was read; with its store, the project may have been moved.

@@ -30,6 +30,7 @@ from pathlib import Path
 import psutil
 
 from infra.hardware import cpu_facts
+from train.checkpoint.run_folder import RunFolder
 from train.config import Cycle, TrainConfig
 from train.intervals import t_quantile
 from train.launch.run import Run
@@ -201,9 +202,11 @@ def wrapped(config: TrainConfig) -> dict[str, float]:
             key = create_run("train", "overhead")
             recorded = time.time()
             with Tracker(key) as tracker:
-                result = driver.train(Run.new(config, folder), resolve(config, cpu_facts()), tracker, on_cycle)
+                result, _ = driver.train(
+                    Run.new(config, RunFolder(folder)), resolve(config, cpu_facts()), tracker, on_cycle
+                )
             returned = time.time()
-        started, ended = ((folder / file).stat().st_mtime for file in ("starts", "cycles.jsonl"))
+        started, ended = ((folder / file).stat().st_mtime for file in ("lock", "cycles.jsonl"))
     first_step = ended - result.seconds
     (since, before), (until, after) = busy[0], busy[-1]
     seconds = sum(cycle["train_seconds"] for cycle in cycles[1:])

@@ -26,7 +26,6 @@ from train.run import RunOptions
         ({"steps": 0}, ["--steps 0"]),
         ({"micro_batch": 0}, ["--micro-batch 0"]),
         ({"seed": 2**63}, ["--seed 9223372036854775808"]),
-        ({"copy_to": "s3://bucket/folder", "keep_checkpoints": 0}, ["--copy-to", "--keep-checkpoints 0"]),
         ({"loss_chunks": 7}, ["--loss-chunks 7", "--micro-batch"]),
         ({"precision": "fp16", "device": "cpu"}, ["--precision fp16", "--device"]),
         ({"reading": Reading(text_field="content")}, ["--text-field", "--stream", "python -m pipeline.tokenize"]),
@@ -154,10 +153,15 @@ def test_a_files_values_are_of_their_fields_types(values: dict[str, object], sen
 def test_every_field_takes_back_what_it_gave() -> None:
     full = TrainConfig(
         stream=("books",), reading=Reading(doc_separator="***", languages=("en", "fr")), steps=3, within=0.01,
-        ablate=("sync",), accelerator="A100", copy_to="s3://bucket/folder",
+        ablate=("sync",), accelerator="A100",
     )  # fmt: skip
     for config in (TrainConfig(), full, TrainConfig(time_budget=3), TrainConfig(learning_rate=1)):
         assert config_from_json(json.loads(json.dumps(config.to_json())), "a.json") == config
+
+
+def test_a_file_of_a_version_that_copied_checkpoints_is_read() -> None:
+    earlier = TrainConfig().to_json() | {"copy_to": "s3://bucket/folder"}
+    assert config_from_json(earlier, "a.json") == TrainConfig()
 
 
 def test_how_a_stream_is_read_is_in_a_file_and_under_the_pipelines_flags(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from train.checkpoint.progress import checkpoints_in
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig, config_from_json
 from train.launch import driver, worker
+from train.launch.channel import Past
 from train.launch.worker import Start
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
@@ -120,28 +121,23 @@ def test_two_workers(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd:
     assert command(monkeypatch, *flags) == 0, capfd.readouterr().err
 
 
-def test_the_first_signal_asks_and_the_second_leaves(tmp_path: Path) -> None:
-    flag = tmp_path / "STOP"
+def test_the_first_signal_asks_and_the_second_leaves() -> None:
     signalled = """
-import os, signal, sys, time
-from pathlib import Path
+import os, signal, time
 from train.launch.driver import stop_on_signal
-flag = Path(sys.argv[1])
-with stop_on_signal(flag):
+with stop_on_signal() as asked:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.1)
-    if flag.exists():
+    if asked:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(10)
 """
     reader, writer = os.pipe()
     os.close(reader)  # as of `2>&1 | tee log`, which ends by the same Ctrl-C
     for stderr in (None, writer):
-        flag.unlink(missing_ok=True)
-        command = [sys.executable, "-c", signalled, str(flag)]
+        command = [sys.executable, "-c", signalled]
         left = subprocess.run(command, timeout=60, cwd=ROOT, check=False, stderr=stderr)
         assert left.returncode == 130
-        assert flag.exists()
     os.close(writer)
 
 
@@ -151,20 +147,16 @@ def begin(folder: Path, start: Start) -> tuple[Path | None, str | None]:
         return worker.begin(RunFolder(folder), held, start)
 
 
-def test_what_one_worker_refused_ends_all_when_they_start_again(tmp_path: Path) -> None:
-    (tmp_path / "REFUSED").write_text("the disk is full")
-    start = Start("command", 0)
-    assert begin(tmp_path, start) == (None, "the disk is full")
-    for _ in range(worker.ATTEMPTS):
-        assert begin(tmp_path, start) == (None, None)
-    assert "died 3 times between step 0" in (begin(tmp_path, start)[1] or "")
-    assert begin(tmp_path, Start("another command", 0)) == (None, None)
-    assert "does not exist on" in (begin(tmp_path / "gone", start)[1] or "")
+def test_a_worker_that_is_told_why_another_gave_up_or_has_died_too_often_does_not_train(tmp_path: Path) -> None:
+    assert begin(tmp_path, Start(past=Past(refusal="the disk is full"))) == (None, "the disk is full")
+    assert begin(tmp_path, Start(past=Past((0,) * (worker.ATTEMPTS - 1)))) == (None, None)
+    assert "died 3 times between step 0" in (begin(tmp_path, Start(past=Past((0,) * worker.ATTEMPTS)))[1] or "")
+    assert "cannot be used" in (begin(tmp_path / "gone", Start())[1] or "")
     (tmp_path / "file").touch()
-    assert "cannot be used (Not a directory)" in (begin(tmp_path / "file", start)[1] or "")
+    assert "cannot be used (Not a directory)" in (begin(tmp_path / "file", Start())[1] or "")
 
 
-def test_a_worker_begins_at_the_step_that_it_is_told_and_nowhere_else(
+def test_a_worker_begins_at_the_step_that_it_is_told_or_a_later_one(
     small_shards: Path, small_model: ModelConfig, tmp_path: Path
 ) -> None:
     home = RunFolder(tmp_path / "one")
@@ -179,33 +171,21 @@ def test_a_worker_begins_at_the_step_that_it_is_told_and_nowhere_else(
     )
     Trainer(config, checkpoints=home.checkpoints).run()
     third, sixth = checkpoints_in(home.checkpoints)
-    (home.path / "starts").write_text("0\n0\n0\n")  # of an earlier version
-    for told, again, said in (
-        (0, False, "starts at step 0, and .* ends at step 6"),
-        (3, False, "continues from step 3, and .* ends at step 6"),
-        (9, False, "continues from step 9, and .* ends at step 6"),
-        (6, True, "restarted on another machine: .* ends at step 6"),
-    ):
-        before = sorted(home.path.rglob("*"))
-        resume, refusal = begin(home.path, Start("elsewhere", told, again))
+    before = sorted(home.path.rglob("*"))
+    resume, refusal = begin(home.path, Start(6, marker=home.path / "made-by-the-driver"))
+    assert resume is None
+    assert "is another disk: give object storage, such as --out s3://bucket/runs" in (refusal or "")
+    assert before == sorted(home.path.rglob("*")), "nothing is overwritten"
+    assert begin(home.path, Start(6)) == (sixth, None)
+    assert begin(home.path, Start(3)) == (sixth, None), "a predecessor that was dying saved it"
+    shutil.rmtree(sixth)
+    for start in (Start(6), Start(0, past=Past((0, 6)))):
+        resume, refusal = begin(home.path, start)
         assert resume is None
-        assert re.search(said, refusal or "")
-        assert "give an --out that all machines of the cluster share" in (refusal or "")
-        assert sorted({*before, home.path / "lock"}) == sorted(home.path.rglob("*")), "nothing is overwritten"
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert "continues from step 6, and" in (begin(empty, Start("elsewhere", 6))[1] or "")
-    assert "has no intact checkpoint" in (begin(empty, Start("elsewhere", 0, again=True))[1] or "")
-
-    assert begin(home.path, Start("here", 6)) == (sixth, None)
-    shutil.rmtree(sixth)
-    assert "continues from step 6, and" in (begin(home.path, Start("here", 6, again=True))[1] or "")
-    home.keep_starts("driver", [])  # as the driver does on its own disk
-    assert begin(home.path, Start("driver", 0)) == (third, None), "a predecessor that was dying saved it"
-    Trainer(config, checkpoints=home.checkpoints, resume=third).run()
-    assert begin(home.path, Start("driver", 0, again=True)) == (sixth, None), "a worker saved it since"
-    shutil.rmtree(sixth)
-    assert begin(home.path, Start("driver", 0, again=True))[1], "one has started from it"
+        assert re.search("the run continues from step 6, and .* finds it ends at step 3", refusal or "")
+    assert begin(home.path, Start(0, past=Past((0,)))) == (third, None), "a worker saved it since"
+    shutil.rmtree(third)
+    assert "finds it has no intact checkpoint" in (begin(home.path, Start(3))[1] or "")
 
 
 def test_workers_that_find_different_checkpoints_train_nothing() -> None:
@@ -213,7 +193,7 @@ def test_workers_that_find_different_checkpoints_train_nothing() -> None:
     assert worker.common_refusal([(None, 6, "a"), ("why", 6, "b")]) == "why"
     differ = worker.common_refusal([(None, 6, "a"), (None, 6, "b"), (None, 0, "c")])
     assert differ
-    assert differ.startswith("the run continues from step 6 on a and from step 0 on c: give an --out")
+    assert differ.startswith("the run continues from step 6 on a and from step 0 on c: give object storage")
 
 
 @pytest.mark.usefixtures("shared_ray")
@@ -252,6 +232,7 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
         (["--resume="], "--resume is empty"),
         (["--resume", "never"], "--resume never"),
         (["--resume", "one", "--name", "two"], "--name two: a resumed run keeps its name"),
+        (["--copy-to", "s3://bucket/folder"], "--copy-to is gone: --out s3://bucket/folder keeps the whole run there"),
         (["--steps", "3", "--tokens", "70000000"], "--tokens"),
         (["--time-budget", "5"], "5m"),
         (["--text-field", "content"], "--text-field is about books, but this run reads none: name them with --stream"),
@@ -301,6 +282,6 @@ def test_damaged_shards_are_named(
 
 
 def test_what_ray_trains_controller_unpickles_imports_no_torch() -> None:
-    """Two seconds before the worker would even be started."""
-    program = "import sys, train.launch.controller; sys.exit('torch' in sys.modules)"
+    """Two seconds before the worker would even be started; nor does the channel's actor, which starts meanwhile."""
+    program = "import sys, train.launch.controller, train.launch.channel; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -3,27 +3,34 @@
 from pathlib import Path
 
 from infra.errors import UserError
-from train.checkpoint.progress import checkpoints_in, newest
-from train.checkpoint.run_folder import RunFolder
+from infra.place import Place, scratch
+from infra.storage import is_remote, write_json
+from train.checkpoint.progress import checkpoints_in, newest, read_progress
+from train.checkpoint.remote import fetch_newest, fetch_progress, newest_copy, step_name
+from train.checkpoint.run_folder import KEY, RunFolder, working_copy
+from train.config import TrainConfig, config_from_json, load_config
 
 
-def find_run(text: str, out: Path, flag: str = "--resume") -> RunFolder:
+def find_run(text: str, out: Path | str, flag: str = "--resume") -> RunFolder:
     """The run that ``flag`` names: by its name under ``out``, its folder, or the folder of its newest checkpoint.
 
-    A run in object storage is downloaded. Raises ``UserError`` when there is nothing to continue.
+    Of a run in object storage its small files are copied to this machine. Raises ``UserError`` when there is nothing to
+    continue.
     """
-    if "://" in text:
-        from train.checkpoint.remote import download  # imported here because most runs are on disk
-
-        text = str(download(text, out))
+    if place := _remote_run(text, out):
+        copy = _newest(place, text, flag)
+        run = working_copy(place, fresh=False)
+        progress = read_progress(fetch_progress(place, copy, run.checkpoints))
+        run.rewind(progress.reported)  # training continued while it was copied
+        if not run.config.exists():
+            write_json(run.config, progress.config)
+        return run
+    out = Path(out)
     for path in (out / text, Path(text)):
         if (path / "progress.json").is_file():
             later = checkpoints_in(path.parent)[-1]
             if later.name != path.name:
-                raise UserError(
-                    f"{flag} {text} is not the newest checkpoint of its run: to continue from there, remove those "
-                    f"after it, up to {later.name}."
-                )
+                raise _not_newest(flag, text, later.name)
             run = RunFolder(path.resolve().parent.parent)
         elif (path / "config.json").is_file():
             run = RunFolder(path.resolve())
@@ -35,8 +42,61 @@ def find_run(text: str, out: Path, flag: str = "--resume") -> RunFolder:
     raise UserError(f"{flag} {text}: there is no run {out / text} or {text}; 'ls {out}' lists runs.")
 
 
-def find_checkpoint(text: str, out: Path) -> Path:
-    """The checkpoint that ``--checkpoint`` names, or the newest of the run that it names. Raises ``UserError``."""
+def saved_config(text: str, out: Path | str) -> TrainConfig:
+    """The settings of the run that ``--resume`` names. Raises ``UserError``."""
+    place = _remote_run(text, out)
+    if place is None:
+        return load_config(find_run(text, out).config)
+    copy = _newest(place, text, "--resume")
+    folder = scratch("fetched", place.digest)
+    if place.exists("config.json"):
+        place.fetch("config.json", folder / "config.json")
+        return load_config(folder / "config.json")
+    return config_from_json(read_progress(fetch_progress(place, copy, folder / "checkpoints")).config, str(place))
+
+
+def find_checkpoint(text: str, out: Path | str) -> Path:
+    """The checkpoint that ``--checkpoint`` names, or the newest of the run that it names. Raises ``UserError``.
+
+    One in object storage is copied to this machine, unless it is here already.
+    """
+    if place := _remote_run(text, out):
+        newest_copy(place, "--checkpoint")
+        folder = scratch("fetched", place.digest)
+        named = Place.of(text).name if is_remote(text) else place.name
+        wanted = None if named == place.name else named
+        found, damaged = fetch_newest(place, folder / "checkpoints", only=wanted)
+        if found is None:
+            raise UserError(f"--checkpoint {text}: " + (damaged[-1] if damaged else "there is no such checkpoint."))
+        for name in (KEY, "result.json"):
+            if place.exists(name):
+                place.fetch(name, folder / name)
+        return found
     if (Path(text) / "progress.json").is_file():
         return Path(text)
     return find_run(text, out, flag="--checkpoint").newest()
+
+
+def _remote_run(text: str, out: Path | str) -> Place | None:
+    """The place of the run in object storage that ``text`` or, as a name in ``out``, names; None for one on disk."""
+    if not is_remote(text):
+        return Place.of(out) / text if is_remote(str(out)) else None
+    place = Place.of(text)
+    if not place.name.startswith("step-"):
+        return place
+    return place.parent.parent if place.parent.name == "checkpoints" else place.parent
+
+
+def _newest(place: Place, text: str, flag: str) -> str:
+    """The newest copy of a checkpoint, which is also the one that ``text`` names if it names one."""
+    copy = newest_copy(place, flag)
+    if is_remote(text) and (named := Place.of(text).name) != place.name and named != step_name(copy):
+        raise _not_newest(flag, text, step_name(copy))
+    return copy
+
+
+def _not_newest(flag: str, text: str, later: str) -> UserError:
+    return UserError(
+        f"{flag} {text} is not the newest checkpoint of its run: to continue from there, remove those after it, up to "
+        f"{later}."
+    )

@@ -124,7 +124,7 @@ _SAME = ("seed", "global_batch", "optimizer", "mask_books")
 """Settings that a continued run must share with its checkpoint."""
 
 
-def refuse_other_run(path: Path, progress: Progress, config: TrainConfig, manifest: Manifest) -> None:
+def refuse_other_run(path: Path | str, progress: Progress, config: TrainConfig, manifest: Manifest) -> None:
     """Raise ``UserError`` when ``config`` on this data is not the run that wrote the checkpoint at ``path``."""
     flag = "--stream" if config.stream else "--data"
     if progress.vocabulary_sha256 != manifest.vocabulary_sha256:
@@ -147,7 +147,7 @@ def refuse_other_run(path: Path, progress: Progress, config: TrainConfig, manife
     _refuse_changes(path, before, config, _SAME)
 
 
-def _refuse_changes(path: Path, before: object, now: object, names: Iterable[str]) -> None:
+def _refuse_changes(path: Path | str, before: object, now: object, names: Iterable[str]) -> None:
     """Raise ``UserError`` for the first of the settings ``names`` that has changed between ``before`` and ``now``."""
     for name in names:
         ours, theirs = getattr(before, name), getattr(now, name)
@@ -156,7 +156,7 @@ def _refuse_changes(path: Path, before: object, now: object, names: Iterable[str
             raise UserError(f"{path} was trained with {named} {ours}, not {theirs}: leave {named} out to continue it.")
 
 
-def refuse_finished(path: Path, progress: Progress, config: TrainConfig) -> None:
+def refuse_finished(path: Path | str, progress: Progress, config: TrainConfig) -> None:
     """Raise ``UserError`` when ``config`` leaves nothing to do for the finished run of the checkpoint ``path``."""
     total = config.total_steps
     if total is None and config.time_budget is None:

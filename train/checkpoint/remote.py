@@ -1,72 +1,115 @@
-"""Copies of a run's checkpoints in object storage, from which another machine can continue the run.
+"""The checkpoints of a run in object storage, from which every machine can continue it.
 
-In: a checkpoint on disk and a URI (``s3://``, ``gs://``). Out: ``URI/NAME/step-00000123/``, in which ``progress.json``
-is written last and removed first, so that a copy that has one is complete; and the way back. Each copy includes the
-cycles that the run has reported, so that its curves in MLflow are complete on a machine that does not have the run.
+In: a checkpoint in a worker's scratch and the run's place. Out: ``PLACE/checkpoints/step-00000123/``, in which
+``progress.json`` is written last and removed first, so that a copy that has one is complete; and the way back. Each
+copy includes the cycles that the run has reported, so that its curves in MLflow are complete on a machine that has
+nothing else of the run.
 """
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow.fs as fs
-
 from infra.errors import UserError
-from infra.storage import TEMPORARY, locate, store, with_retries, write_json
-from train.checkpoint.progress import PROGRESS, newest, read_progress
-from train.checkpoint.run_folder import RunFolder
+from infra.place import Place
+from infra.storage import TEMPORARY
+from train.checkpoint.progress import PROGRESS, checkpoints_in, damage
+
+CYCLES = "cycles.jsonl"
 
 
-def upload(checkpoint: Path, run: str, uri: str, keep: int) -> None:
-    """Copy ``checkpoint`` of the run named ``run``, and its cycles, to ``uri``; keep the newest ``keep`` copies there.
+def upload(checkpoint: Path, cycles: Path, place: Place, keep: int) -> None:
+    """Copy ``checkpoint`` of the run at ``place``, and its cycles, there; keep the newest ``keep`` copies.
 
-    Raises ``OSError`` when that fails.
+    Copies of later steps go too: they are damaged, or the run would have continued from there. Raises ``UserError``
+    when storage keeps failing.
     """
-    system, root = locate(uri)
-    target = f"{root}/{run}/{checkpoint.name}"
-    cycles = RunFolder(checkpoint.parents[1]).cycles
+    target = f"checkpoints/{checkpoint.name}"
     files = sorted(checkpoint.iterdir(), key=lambda file: file.name == PROGRESS)
     for file in [cycles, *files] if cycles.exists() else files:
-        store(file, system, f"{target}/{file.name}")
-    for old in _steps(system, f"{root}/{run}")[:-keep]:
-        system.delete_file(f"{old}/{PROGRESS}")
-        system.delete_dir(old)
+        place.put(file, f"{target}/{file.name}")
+    earlier = [copy for copy in copies(place) if step_name(copy) <= checkpoint.name]
+    for copy in copies(place):
+        if copy not in earlier[-keep:]:
+            place.remove([f"{copy}/{PROGRESS}"])
+            place.remove(place.files(copy))
 
 
-def download(uri: str, out: Path) -> Path:
-    """The folder below ``out`` of the run at ``uri``: the one that exists, else made from the newest copy.
+def copies(place: Place) -> list[str]:
+    """The complete checkpoints of the run at ``place``, oldest first, as names of folders in it.
 
-    Raises ``UserError`` when ``uri`` has no intact checkpoint or cannot be read.
+    Earlier versions kept them in the run's folder itself.
     """
-    system, root = locate(uri)
-    folder = out / Path(root).name
-    if (folder / "config.json").exists():
-        return folder
-    steps = with_retries(uri, lambda: _steps(system, root))
-    if not steps:
-        raise UserError(f"--resume {uri}: there is no checkpoint; give the run's folder below --copy-to.")
-    name = Path(steps[-1]).name
-    temporary = folder / "checkpoints" / f"{TEMPORARY}{name}"
-    temporary.mkdir(parents=True, exist_ok=True)
-    here = fs.LocalFileSystem()
-    with_retries(
-        uri,
-        lambda: fs.copy_files(steps[-1], str(temporary), source_filesystem=system, destination_filesystem=here),
-    )
-    shutil.rmtree(folder / "checkpoints" / name, ignore_errors=True)  # of a download that was interrupted
-    temporary.rename(folder / "checkpoints" / name)
-    if newest(folder / "checkpoints") is None:
-        raise UserError(f"--resume {uri}: {name} is damaged there; remove it to continue from the one before it.")
-    progress = read_progress(folder / "checkpoints" / name)
-    run = RunFolder(folder)
-    copied = folder / "checkpoints" / name / run.cycles.name
-    if copied.exists():
-        copied.replace(run.cycles)
-        run.rewind(progress.reported)  # training continued while it was copied
-    write_json(run.config, progress.config)
-    return folder
+    found = (name.rpartition("/")[0] for name in place.files() if name.endswith(f"/{PROGRESS}"))
+    return sorted(found, key=step_name)
 
 
-def _steps(system: fs.FileSystem, folder: str) -> list[str]:
-    """Complete checkpoints in ``folder``, oldest first."""
-    found = system.get_file_info(fs.FileSelector(folder, recursive=True, allow_not_found=True))
-    return sorted(str(Path(info.path).parent) for info in found if info.base_name == PROGRESS)
+def step_name(copy: str) -> str:
+    """``step-00000123`` of a name from :func:`copies`."""
+    return copy.rpartition("/")[2]
+
+
+def fetch_newest(place: Place, checkpoints: Path, only: str | None = None) -> tuple[Path | None, list[str]]:
+    """The newest intact checkpoint of the run at ``place``, alone below the folder ``checkpoints`` of this machine.
+
+    With ``only`` a name, the checkpoint of that name. None without one. What is here already is not fetched again. The
+    second value has a line for each copy that is damaged. The cycles of the run are beside the folder. Raises
+    ``UserError`` when storage keeps failing.
+    """
+    lines: list[str] = []
+    for copy in reversed(copies(place)):
+        if only and step_name(copy) != only:
+            continue
+        found = fetch(place, copy, checkpoints)
+        if fault := damage(found):
+            lines.append(f"{place / copy} is damaged: {fault}; the one before it is used instead.")
+            continue
+        break
+    else:
+        found = None
+    for other in checkpoints_in(checkpoints):
+        if other != found:
+            shutil.rmtree(other)
+    cycles = checkpoints.parent / CYCLES
+    cycles.unlink(missing_ok=True)
+    if found and (found / CYCLES).exists():
+        (found / CYCLES).replace(cycles)
+    return found, lines
+
+
+def fetch(place: Place, copy: str, checkpoints: Path) -> Path:
+    """The checkpoint ``copy`` of ``place``, below ``checkpoints``; only its cycles where the rest is here, intact."""
+    here = checkpoints / step_name(copy)
+    progress = place.read(f"{copy}/{PROGRESS}")
+    known = here / PROGRESS
+    intact = known.exists() and known.read_bytes() == progress and damage(here) is None
+    target = here if intact else checkpoints / f"{TEMPORARY}{here.name}"
+    target.mkdir(parents=True, exist_ok=True)
+    for name in _names(place, copy):
+        if not intact or name == CYCLES:
+            place.fetch(f"{copy}/{name}", target / name)
+    if not intact:
+        shutil.rmtree(here, ignore_errors=True)
+        target.rename(here)
+    return here
+
+
+def fetch_progress(place: Place, copy: str, checkpoints: Path) -> Path:
+    """What a driver needs of the checkpoint ``copy``: how far it got, below ``checkpoints``, and the cycles."""
+    here = checkpoints / step_name(copy)
+    place.fetch(f"{copy}/{PROGRESS}", here / PROGRESS)
+    if CYCLES in _names(place, copy):
+        place.fetch(f"{copy}/{CYCLES}", checkpoints.parent / CYCLES)
+    return here
+
+
+def _names(place: Place, copy: str) -> Iterator[str]:
+    return (name.rpartition("/")[2] for name in place.files(copy))
+
+
+def newest_copy(place: Place, flag: str) -> str:
+    """The newest of the :func:`copies` of ``place``, which ``flag`` names. Raises ``UserError`` when there is none."""
+    found = copies(place)
+    if not found:
+        raise UserError(f"{flag} {place}: there is no run with a checkpoint; give the address of a run's folder.")
+    return found[-1]

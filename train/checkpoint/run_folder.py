@@ -1,16 +1,15 @@
-"""A run's folder, ``runs/NAME``: its contents, and how driver and worker share it.
+"""A run's folder, ``runs/NAME``, on disk or in object storage: its contents.
 
-The worker appends each cycle to ``cycles.jsonl``. The driver follows that file for its output, and together with the
-newest checkpoint it tells how far a run has got after either side was killed. The driver asks for a clean stop by
-creating ``STOP``, because Ray Train runs the loop in a thread, where signals do not arrive. Neither needs an actor or
-a call into Ray during training.
+The worker appends each cycle to ``cycles.jsonl``, which together with the newest checkpoint tells how far a run has got
+after the driver or the worker was killed. A run in object storage has a working copy of its small files on the driver's
+machine and its checkpoints, while they are made, in scratch on the worker's.
 """
 
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,14 @@ from typing import Any
 
 from infra.command import errors
 from infra.errors import UserError
+from infra.place import Place, WorkingCopy
 from infra.schema import from_json, to_json
-from infra.storage import atomic_file, lock, write_json, write_text
+from infra.storage import atomic_file, is_remote, lock, write_json
 from infra.tracking.key import RunKey
-from train.checkpoint.progress import checkpoints_in, newest, skipped
+from train.checkpoint.progress import PROGRESS, checkpoints_in, newest, skipped
 from train.result import CycleReport
+
+KEY = "tracking.json"
 
 HANDOVER_SECONDS = 60.0
 """How long to wait for an earlier worker that is being killed; Ray's workers outlive their driver by a few seconds."""
@@ -33,6 +35,17 @@ class RunFolder:
     """The paths of one run."""
 
     path: Path
+    kept_at: Place | None = None
+    """The run's place in object storage, of which ``path`` is this machine's copy; None where ``path`` is its place."""
+
+    @property
+    def place(self) -> Place:
+        """Where the run is."""
+        return self.kept_at or Place.of(self.path)
+
+    def send(self, *files: Path) -> None:
+        """Send these files of ``path`` to the run's place. Raises ``UserError`` when storage keeps failing."""
+        WorkingCopy(self.place, self.path).send(*(file.relative_to(self.path).as_posix() for file in files))
 
     @property
     def config(self) -> Path:
@@ -59,28 +72,6 @@ class RunFolder:
         """What a run straight from books has read."""
         return self.path / "stream.json"
 
-    @property
-    def stop(self) -> Path:
-        """A file that asks the run to stop after its current step."""
-        return self.path / "STOP"
-
-    @property
-    def refused(self) -> Path:
-        """The reason why one of several workers gave up, which all of them read when they are restarted."""
-        return self.path / "REFUSED"
-
-    def starts_of(self, command: str) -> list[int] | None:
-        """The steps that workers of ``command`` started from; None where neither it nor they have used this disk."""
-        try:
-            first, *steps = (self.path / "starts").read_text(encoding="utf-8").split()
-            return [int(step) for step in steps] if first == command else None
-        except (FileNotFoundError, ValueError):
-            return None
-
-    def keep_starts(self, command: str, steps: Sequence[int]) -> None:
-        """Save ``steps`` for :meth:`starts_of`, in place of those of an earlier command."""
-        write_text(self.path / "starts", "\n".join([command, *map(str, steps)]) + "\n")
-
     def is_finished(self) -> bool:
         """Whether the run finished, by the settings that it had then."""
         try:
@@ -90,7 +81,9 @@ class RunFolder:
 
     def keep_key(self, key: RunKey) -> None:
         """Save the key of the MLflow run, in which a resumed run continues."""
-        write_json(self.path / "tracking.json", key.kept_in(self.path))
+        write_json(self.path / KEY, key.kept_in(self.place.address))
+        if self.kept_at:
+            self.send(self.path / KEY)
 
     def key(self, store: str | None = None) -> RunKey | None:
         """The key of the MLflow run that :meth:`keep_key` saved, in ``store`` if that is given; None without one.
@@ -98,9 +91,11 @@ class RunFolder:
         Raises ``UserError`` when the folder was copied or moved without its store.
         """
         try:
-            kept = from_json(RunKey, json.loads((self.path / "tracking.json").read_text(encoding="utf-8")), self.path)
+            kept = from_json(RunKey, json.loads((self.path / KEY).read_text(encoding="utf-8")), self.path)
         except (OSError, ValueError):
             return None
+        if is_remote(kept.home):
+            return kept.on_this_machine(store)
         return kept.found_in(self.path, "name a store for the run with --tracking-uri", store=store)
 
     @contextmanager
@@ -113,16 +108,31 @@ class RunFolder:
     @contextmanager
     def command_lock(self) -> Iterator[None]:
         """Lock the folder for the command that runs or continues this run. Raises ``UserError``."""
-        with lock(self.path / ".command", f"another command is training in {self.path}: wait for it, or stop it."):
+        # The copy of a run in object storage is made anew by the next command, this file beside it is not.
+        file = self.path.parent / ".command" if self.kept_at else self.path / ".command"
+        with lock(file, f"another command is training in {self.place}: wait for it, or stop it."):
             yield
 
     def newest(self) -> Path:
-        """The newest intact checkpoint of a run from :func:`find_run`, which has one; prints which ones are skipped."""
+        """The newest intact checkpoint of a run from :func:`find_run`, which has one; prints which ones are skipped.
+
+        Of a run in object storage only its progress is here.
+        """
+        if self.kept_at:
+            return checkpoints_in(self.checkpoints)[-1]
         found = newest(self.checkpoints)
         assert found is not None, "find_run refuses a run without an intact checkpoint"
         for line in skipped(found):
             errors.print(line, markup=False)
         return found
+
+    def named(self, checkpoint: Path) -> str:
+        """The address of ``checkpoint`` for a sentence."""
+        return str(self.place / f"checkpoints/{checkpoint.name}")
+
+    def has_checkpoint(self) -> bool:
+        """Whether the run can be continued."""
+        return any(name.endswith(PROGRESS) for name in self.place.files())
 
     @contextmanager
     def removed_on_failure(self) -> Iterator[None]:
@@ -130,53 +140,41 @@ class RunFolder:
         try:
             yield
         except BaseException:
-            if not (self.cycles.exists() or self.result.exists() or checkpoints_in(self.checkpoints)):
+            if not (self.cycles.exists() or self.result.exists() or self.has_checkpoint()):
                 shutil.rmtree(self.path, ignore_errors=True)
+                if self.kept_at:
+                    self.kept_at.remove(self.kept_at.files())
             raise
 
-    def append(self, report: CycleReport) -> None:
-        """Add a cycle to the log, durably."""
+    def append(self, report: CycleReport) -> dict[str, Any]:
+        """Add a cycle to the log, durably; returns what was added."""
         cycle = to_json(report) | {"line": report.line()}
+        self.log(cycle)
+        return cycle
+
+    def log(self, cycle: dict[str, Any]) -> None:
+        """Add a cycle that :meth:`append` returned to the log, durably."""
         with self.cycles.open("a", encoding="utf-8") as file:
             file.write(json.dumps(cycle) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
+    def cycles_until(self, step: int) -> Iterator[dict[str, Any]]:
+        """The logged cycles up to ``step``; later ones are about to be repeated."""
+        return (json.loads(line) for line in self._lines_until(step))
+
     def rewind(self, step: int) -> None:
         """Remove cycles after ``step``, which are about to be repeated, and an incomplete last line."""
+        if self.cycles.exists():
+            lines = self._lines_until(step)
+            with atomic_file(self.cycles) as file:
+                file.writelines(lines)
+
+    def _lines_until(self, step: int) -> list[bytes]:
         if not self.cycles.exists():
-            return
+            return []
         lines = self.cycles.read_bytes().splitlines(keepends=True)
-        with atomic_file(self.cycles) as file:
-            file.writelines(line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step)
-
-
-class Follower:
-    """Reads a log of cycles while it grows; passes each step on once, even when the log is rewound."""
-
-    def __init__(self, path: Path, on_cycle: Callable[[dict[str, Any]], None]) -> None:
-        self.path = path
-        self.on_cycle = on_cycle
-        self.last = 0
-        self._file = 0
-        self._position = 0
-
-    def poll(self) -> None:
-        """Pass new cycles on."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            if self._file != os.fstat(file.fileno()).st_ino:  # rewinding replaces the file
-                self._file, self._position = os.fstat(file.fileno()).st_ino, 0
-            file.seek(self._position)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._position += len(line)
-                cycle = json.loads(line)
-                if cycle["step"] > self.last:
-                    self.last = cycle["step"]
-                    self.on_cycle(cycle)
+        return [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
 
 
 def new_folder(out: Path, name: str, *, resumable: bool = True, begun: Sequence[str] = ()) -> Path:
@@ -185,13 +183,39 @@ def new_folder(out: Path, name: str, *, resumable: bool = True, begun: Sequence[
     It must not exist, unless it contains nothing but ``begun``: the names of files that a command leaves when it fails
     at the beginning.
     """
-    if not re.fullmatch(r"[^/\0]+", name) or name in (".", "..") or len(os.fsencode(name)) > 200:
-        raise UserError(f"--name {name!r} is not the name of a folder: write for example --name first.")
+    _refuse_name(name)
     folder = (out / name).resolve()
     if folder.exists() and not (begun and folder.is_dir() and {path.name for path in folder.iterdir()} <= set(begun)):
         resume = f"continue it with --resume {name}, or " if resumable else ""
         raise UserError(f"{folder} exists already: {resume}give another --name.")
     return folder
+
+
+def new_run(out: str, name: str) -> RunFolder:
+    """The folder of a new run in ``out``, a path or a URI. Raises ``UserError`` as :func:`new_folder` does."""
+    if not is_remote(out):
+        return RunFolder(new_folder(Path(out), name))
+    _refuse_name(name)
+    place = Place.of(out) / name
+    place.refuse_unusable("--out")
+    if place.files():
+        raise UserError(f"{place} exists already: continue it with --resume {place}, or give another --name.")
+    return working_copy(place, fresh=True)
+
+
+def working_copy(place: Place, *, fresh: bool) -> RunFolder:
+    """This machine's copy of the small files of the run in object storage at ``place``; empty where ``fresh``.
+
+    Raises ``UserError`` when another command of this machine is using it.
+    """
+    there = {name for name in place.files() if "/" not in name} if not fresh else set[str]()
+    with RunFolder(WorkingCopy.folder_of(place), place).command_lock():
+        return RunFolder(WorkingCopy.of(place, fresh=fresh, wanted=there.__contains__).folder, place)
+
+
+def _refuse_name(name: str) -> None:
+    if not re.fullmatch(r"[^/\0]+", name) or name in (".", "..") or len(os.fsencode(name)) > 200:
+        raise UserError(f"--name {name!r} is not the name of a folder: write for example --name first.")
 
 
 def make(folder: Path) -> None:

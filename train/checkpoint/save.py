@@ -20,11 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from infra.errors import UserError
+from infra.place import Place
 from infra.schema import to_json
 from infra.storage import TEMPORARY, sync_folder, write_json
 from pipeline.shards import checksum
 from train.checkpoint.progress import PROGRESS, Progress, checkpoints_in, damage
-from train.checkpoint.remote import upload
+from train.checkpoint.remote import CYCLES, upload
 from train.model.gpt import GPT
 from train.model.parallel import share_of, whole
 
@@ -88,7 +89,7 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 class Checkpoints:
     """The checkpoints of one run, ``folder/step-00000123``: written one by one in a thread; the newest are kept."""
 
-    def __init__(self, folder: Path, keep: int, copy_to: str | None = None) -> None:
+    def __init__(self, folder: Path, keep: int, copy_to: Place | None = None) -> None:
         self.folder = folder
         self.keep = keep
         self.copy_to = copy_to
@@ -121,6 +122,10 @@ class Checkpoints:
             ) from self._failure
         return self.latest
 
+    def address(self, checkpoint: Path) -> str:
+        """Where a user finds ``checkpoint``: in object storage if it is copied there."""
+        return str(self.copy_to / f"checkpoints/{checkpoint.name}") if self.copy_to else str(checkpoint)
+
     def _write(self, taken: Snapshot, progress: Progress, is_sound: Callable[[list[float]], bool]) -> None:
         try:
             if taken.copied is not None:
@@ -140,14 +145,15 @@ class Checkpoints:
             for leftover in self.folder.glob(f"{TEMPORARY}*"):  # on a disk that may be full
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def _copy(self, checkpoint: Path, uri: str) -> None:
+    def _copy(self, checkpoint: Path, place: Place) -> None:
         """Upload ``checkpoint``, with retries if the storage is away for a while; training continues meanwhile."""
+        cycles = self.folder.parent / CYCLES
         for pause in PAUSES:
             try:
-                return upload(checkpoint, self.folder.parent.name, uri, self.keep)
-            except OSError:
+                return upload(checkpoint, cycles, place, self.keep)
+            except (OSError, UserError):
                 time.sleep(pause)
-        upload(checkpoint, self.folder.parent.name, uri, self.keep)
+        upload(checkpoint, cycles, place, self.keep)
 
 
 def write(folder: Path, taken: Snapshot, progress: Progress) -> Path:

@@ -4,6 +4,7 @@ There are two kinds: token shards, here, and a stream of books (:mod:`train.data
 is therefore created by the worker and passed to the loop.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from infra.errors import UserError
@@ -47,12 +48,17 @@ class Data(Protocol):
 
 
 class ShardData:
-    """Token shards: any window can be read at once, so a position is enough to continue."""
+    """Token shards: any window can be read at once, so a position is enough to continue.
 
-    def __init__(self, config: TrainConfig) -> None:
+    ``on_shard`` is called as :func:`on_this_machine` calls it.
+    """
+
+    def __init__(
+        self, config: TrainConfig, on_shard: Callable[[Manifest, int], None] = lambda manifest, number: None
+    ) -> None:
         if config.stream:
             raise UserError("--stream is for 'python -m train.run' alone: here, give token shards with --data.")
-        shards = TokenShards(on_this_machine(Place.of(config.data)))
+        shards = TokenShards(on_this_machine(Place.of(config.data), on_shard))
         length = config.model.context_length
         self.manifest = shards.manifest
         self.windows = Windows(shards.streams("train"), length, config.seed)

@@ -1,9 +1,9 @@
-"""The driver's side of a run on Ray Train: start the worker, follow its reports, record them in MLflow.
+"""The driver's side of a run on Ray Train: start the worker, hear its reports, record them in MLflow.
 
-In: a config and the run's tracker. Out: a RunResult. A worker that dies is restarted and continues from the newest
-checkpoint in the run's folder. Cycles that it repeats are not printed or sent to MLflow a second time, and those that
-MLflow lacks are sent. The worker does not use MLflow: importing it and opening its store would take three seconds
-before the first step, and its thread would compete with the loop.
+In: a config and the run's tracker. Out: a RunResult. A worker that dies is restarted and continues from the run's
+newest checkpoint. Cycles that it repeats are not printed or sent to MLflow a second time, and those that MLflow lacks
+are sent. The worker does not use MLflow: importing it and opening its store would take three seconds before the first
+step, and its thread would compete with the loop.
 """
 
 import os
@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import ray
@@ -23,20 +22,21 @@ import ray.train.torch
 from ray.exceptions import RayActorError
 
 from infra.cluster import WAITER, Node, connected, placing, ray_files
-from infra.command import INTERRUPTED, errors
+from infra.command import INTERRUPTED, console, errors
 from infra.errors import UserError
-from infra.gpu import GpuWatch
 from infra.schema import from_json, to_json
 from infra.storage import write_json
 from infra.tracking.store import last_steps
 from infra.tracking.tracker import Tracker
 from train import report
 from train.checkpoint.progress import known_checksums, read_progress
-from train.checkpoint.run_folder import Follower
+from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
 from train.data.source import absolute
 from train.estimate.flops import with_matmul_efficiency
-from train.launch.controller import Presence, SingleWorker
+from train.launch.channel import Inbox, News, opened
+from train.launch.controller import SingleWorker
+from train.launch.group import WorkerGroup
 from train.launch.placement import scaling
 from train.launch.run import Run
 from train.launch.worker import train_function
@@ -47,6 +47,9 @@ POLL_SECONDS = 0.2
 
 STOP_SECONDS = 18.0
 """How long a step and its checkpoint may take after Ctrl-C, out of the 30 s within which the command ends."""
+
+SEND_SECONDS = 5.0
+"""Between two copies of a run's cycles to object storage."""
 
 
 class ControllerDied(UserError):
@@ -62,67 +65,62 @@ def measure(
 ) -> tuple[RunResult, dict[str, float] | None]:
     """Train ``run`` as ``config``, print each cycle's line with ``say``, and record the result.
 
-    Returns the result, and NVML's readings of this machine's GPU during the run. Raises as :func:`train` does.
+    Returns the result, and NVML's readings of the worker's GPU during the run. Raises as :func:`train` does.
     """
-    gpu = GpuWatch()
-
-    def on_cycle(cycle: dict[str, Any]) -> None:
-        gpu.look()
-        say(cycle["line"])
-
-    result = with_matmul_efficiency(train(run, config, tracker, on_cycle), config, run.home.path.parent)
+    result, gpu = train(run, config, tracker, lambda cycle: say(cycle["line"]))
+    result = with_matmul_efficiency(result, config, run.home.path.parent)
     write_json(run.home.result, to_json(result))
-    report.record_end(tracker, config, result, gpu.seen)
+    run.home.send(run.home.cycles, run.home.stream, run.home.result)
+    report.record_end(tracker, config, result, gpu)
     tracker.status = {"finished": "FINISHED", "interrupted": "KILLED"}.get(result.outcome, "FAILED")
-    return result, gpu.seen
+    return result, gpu
 
 
 def train(
     run: Run, config: TrainConfig, tracker: Tracker, on_cycle: Callable[[dict[str, Any]], None] = lambda cycle: None
-) -> RunResult:
+) -> tuple[RunResult, dict[str, float] | None]:
     """Train ``run`` on Ray Train as the resolved ``config``; ``on_cycle`` is called with the report of each cycle.
 
-    Without a checkpoint to continue from, files of an earlier run in the folder are removed. After Ctrl-C or SIGTERM
-    the step is finished and saved and the outcome is ``interrupted``; if that takes more than ``STOP_SECONDS``, or Ray
-    has not placed the workers yet, ``KeyboardInterrupt`` is raised. A second signal exits at once. Raises ``UserError``
-    when the cluster lacks what the config asks for or the workers do not find the checkpoint, ``ControllerDied``, and
-    ``WorkerFailure`` for our bugs.
+    Returns the result, and NVML's readings of the worker's GPU. Without a checkpoint to continue from, files of an
+    earlier run in the folder are removed. After Ctrl-C or SIGTERM the step is finished and saved and the outcome is
+    ``interrupted``; if that takes more than ``STOP_SECONDS``, or Ray has not placed the workers yet,
+    ``KeyboardInterrupt`` is raised. A second signal exits at once. Raises ``UserError`` when the cluster lacks what the
+    config asks for or the workers do not find the checkpoint or the data, ``ControllerDied``, and ``WorkerFailure`` for
+    our bugs.
     """
     home, folder = run.home, run.home.path
     folder.mkdir(parents=True, exist_ok=True)
-    home.stop.unlink(missing_ok=True)
-    home.refused.unlink(missing_ok=True)  # of a run that was killed before its workers had read it
     reported, sent, step = 0, dict[str, int](), 0
     if run.resume:
         progress = read_progress(run.resume)
         reported, step = progress.reported, progress.step
         tracker.flush()
         sent = last_steps(tracker.key)
-    else:
+    elif not home.kept_at:
         shutil.rmtree(home.checkpoints, ignore_errors=True)
         home.cycles.unlink(missing_ok=True)
-    command = uuid.uuid4().hex
-    home.keep_starts(command, [])
 
-    def pass_on(cycle: dict[str, Any]) -> None:
+    def record(cycle: dict[str, Any]) -> None:
         for step, values in report.cycle_metrics(cycle):
             tracker.metrics({name: value for name, value in values.items() if step > sent.get(name, 0)}, step)
-        if cycle["step"] > reported:
-            on_cycle(cycle)
 
-    follower = Follower(home.cycles, pass_on)
-    with ray_files(folder) as place, connected(run.address, prestart=False):
+    for cycle in home.cycles_until(reported):
+        record(cycle)
+    with ray_files(folder) as files, connected(run.address, prestart=False), opened(reported) as channel:
         wanted = scaling(config)
-        begun = place / "begun"
+        files.mkdir()
+        marker = files / f"driver-{uuid.uuid4().hex}"
+        marker.touch()
         trainer = ray.train.torch.TorchTrainer(
             train_function,
             train_loop_config={
                 "config": absolute(config).to_json(),
                 "asked": absolute(run.asked).to_json(),
-                "folder": str(folder),
-                "command": command,
+                "place": home.place.address,
+                "marker": None if home.kept_at else str(marker),
+                "channel": channel,
                 "step": step,
-                "begun": str(begun),
+                "fingerprint": run.manifest.fingerprint,
                 "checksums": known_checksums(),
                 "memory_limit": run.memory_limit,
                 "stream": run.stream,
@@ -130,11 +128,10 @@ def train(
             torch_config=SingleWorker() if config.workers == 1 else None,  # type: ignore[arg-type]
             scaling_config=wanted,
             run_config=ray.train.RunConfig(
-                name=place.name,
+                name=files.name,
                 storage_path=str(folder),
                 worker_runtime_env={"env_vars": worker_environment(config)},
                 failure_config=ray.train.FailureConfig(max_failures=-1),  # train_function counts failures itself
-                callbacks=[Presence(begun)],
             ),
         )  # fmt: skip
         done: list[Any] = []
@@ -147,21 +144,47 @@ def train(
 
         thread = threading.Thread(target=fit, name=WAITER, daemon=True)
         bundles = [cast(Node, wanted.resources_per_worker)] * config.workers
-        with stop_on_signal(home.stop) as stopped, placing("the training", bundles, begun.exists) as waits:
+        group = WorkerGroup(tracker)
+        inbox = Inbox(channel)
+        with (
+            stop_on_signal() as stopped,
+            placing("the training", bundles, group.is_heard) as waits,
+            sent_meanwhile(home) as changed,
+        ):
+
+            def take(news: News) -> None:
+                for kind, content in news.messages:
+                    if kind == "cycle":
+                        record(content)
+                        if home.kept_at:
+                            home.log(content)
+                            changed.set()
+                        on_cycle(content)
+                    elif kind == "begun":
+                        group.begun(content)
+                    else:
+                        console.print(content, markup=False)
+                group.look(news.silence)
+
+            told = False
             thread.start()
             while thread.is_alive():
                 thread.join(POLL_SECONDS)
-                follower.poll()
-                if stopped and waits.is_set():
+                if news := inbox.poll():
+                    take(news)
+                if stopped and not told:
+                    told = True
+                    channel.stop.remote()
+                if stopped and (waits.is_set() or group.is_lost):
                     raise KeyboardInterrupt
                 if stopped and time.monotonic() - stopped[0] > STOP_SECONDS:
                     errors.print(f"No step was finished and saved within {STOP_SECONDS:.0f} s; exiting without it.")
                     raise KeyboardInterrupt
-    if home.stream.exists():
-        tracker.file(home.stream)
+            for news in inbox.rest():
+                take(news)
     if isinstance(done[0], RayActorError):
         raise ControllerDied(
-            f"Ray Train's controller died (is the machine out of memory?). Finished work in {folder.parent} is "
+            f"Ray Train's controller died (is the machine out of memory?). Finished work in {home.place.parent} is "
             "kept: continue with --resume."
         )
     if isinstance(done[0], BaseException):
@@ -171,21 +194,51 @@ def train(
         raise UserError(returned["refused"])
     if "failed" in returned:
         raise WorkerFailure(returned["failed"])
-    return from_json(RunResult, returned, "the worker's result")
+    if returned["stream"]:
+        write_json(home.stream, returned["stream"])
+        tracker.file(home.stream)
+    return from_json(RunResult, returned["result"], "the worker's result"), returned["gpu"]
 
 
 @contextmanager
-def stop_on_signal(flag: Path) -> Iterator[list[float]]:
-    """Create ``flag`` on the first SIGINT or SIGTERM during the block; a second one, then or later, exits.
+def sent_meanwhile(home: RunFolder) -> Iterator[threading.Event]:
+    """While the block runs, send the cycles of a run in object storage there whenever the event has been set.
+
+    Storage that is away is tried again later; what matters is in each checkpoint, and sent again at the end.
+    """
+    changed, ended = threading.Event(), threading.Event()
+
+    def send() -> None:
+        while not ended.wait(SEND_SECONDS):
+            if changed.is_set():
+                changed.clear()
+                try:
+                    home.send(home.cycles)
+                except UserError:
+                    changed.set()
+
+    if not home.kept_at:
+        yield changed
+        return
+    thread = threading.Thread(target=send, name="sending", daemon=True)
+    thread.start()
+    try:
+        yield changed
+    finally:
+        ended.set()
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[list[float]]:
+    """Note the first SIGINT or SIGTERM during the block; a second one, then or later, exits.
 
     The list that is yielded gets the time of the first one, by ``time.monotonic``.
     """
     asked: list[float] = []
 
     def handle(signum: int, frame: object) -> None:
-        if flag.exists():
+        if asked:
             os._exit(INTERRUPTED)
-        flag.touch()
         asked.append(time.monotonic())
         errors.print("\nStopping after this step and saving; press again to exit at once.")
 
@@ -193,6 +246,6 @@ def stop_on_signal(flag: Path) -> Iterator[list[float]]:
     try:
         yield asked
     finally:
-        if not flag.exists():
+        if not asked:
             for number, handler in previous.items():
                 signal.signal(number, handler)

@@ -22,9 +22,9 @@ class Run:
     leaves open."""
     manifest: Manifest
     home: RunFolder
-    """Absolute, and shared with the workers."""
+    """With a whole path."""
     resume: Path | None = None
-    """The checkpoint to continue from, the newest in ``home``."""
+    """The checkpoint to continue from, the newest in ``home``; of a run in object storage its progress alone."""
     memory_limit: int | None = None
     """Bytes that a worker's process may use; more ends the run."""
     address: str | None = None
@@ -33,28 +33,28 @@ class Run:
 
     @classmethod
     def new(
-        cls, config: TrainConfig, folder: Path, *, memory_limit: int | None = None, address: str | None = None
+        cls, config: TrainConfig, home: RunFolder, *, memory_limit: int | None = None, address: str | None = None
     ) -> "Run":
-        """A run that begins in ``folder``, which need not exist. Raises ``UserError`` for data that do not fit it."""
+        """A run that begins in ``home``, which need not exist. Raises ``UserError`` for data that do not fit it."""
         asked = absolute(config)
         stream = stream_of(asked) if asked.stream else None
         manifest = estimate(stream) if stream else read_manifest(asked.data)
         refuse_foreign_ids(asked, manifest)
-        return cls(asked, manifest, RunFolder(folder), None, memory_limit, address, stream)
+        return cls(asked, manifest, home, None, memory_limit, address, stream)
 
     @classmethod
     def continued(
-        cls, config: TrainConfig, name: str, out: Path, *, memory_limit: int | None = None, address: str | None = None
+        cls, config: TrainConfig, name: str, out: str, *, memory_limit: int | None = None, address: str | None = None
     ) -> "Run":
         """The run that ``--resume`` names, to be trained on as ``config``.
 
         Raises ``UserError`` when there is none, it is another run, or it has come to its end.
         """
         home = find_run(name, out)
-        new = cls.new(config, home.path, memory_limit=memory_limit, address=address)
+        new = cls.new(config, home, memory_limit=memory_limit, address=address)
         resume = home.newest()
-        progress = read_progress(resume)
-        refuse_other_run(resume, progress, new.asked, new.manifest)
+        progress, named = read_progress(resume), home.named(resume)
+        refuse_other_run(named, progress, new.asked, new.manifest)
         if home.is_finished():
-            refuse_finished(resume, progress, new.asked)
-        return replace(new, home=home, resume=resume)
+            refuse_finished(named, progress, new.asked)
+        return replace(new, resume=resume)

@@ -1,77 +1,102 @@
-"""The worker's side of a run on Ray Train: the loop, which continues from and reports to the run's folder."""
+"""The worker's side of a run on Ray Train: the loop, which continues from the run's newest checkpoint."""
 
+import shutil
 import socket
+import time
 import traceback
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import ray
 import ray.train
 
 from infra.errors import UserError
+from infra.gpu import GpuWatch
+from infra.place import Place, scratch
+from infra.provenance import machine
 from infra.schema import to_json
-from infra.storage import write_json, write_text
+from pipeline.shards import MANIFEST, Manifest
 from pipeline.stream import Stream
 from train.checkpoint.progress import newest, read_progress, trust
+from train.checkpoint.remote import fetch_newest
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig, config_from_json
 from train.data.dataset import ShardData
 from train.data.stream import StreamData
+from train.launch.channel import Line, Past
 from train.loop.memory_limit import Limit
 from train.loop.trainer import Trainer
 from train.model.parallel import exchange
-from train.result import RunResult
+from train.result import CycleReport, RunResult
 from train.sampling import closing_sample
 
 ATTEMPTS = 3
 """Starts from the same step after which a worker that dies is not restarted."""
 
-SHARE = "give an --out that all machines of the cluster share, or run the command on the machine that trains."
+FETCHING_SECONDS = 10.0
+"""Between two lines about the data that a worker fetches."""
+
+SHARE = "give object storage, such as --out s3://bucket/runs, or a folder on a disk that all machines share."
 
 
 @dataclass(frozen=True)
 class Start:
-    """What the driver and Ray tell a worker about its start."""
+    """What a worker is told about its start."""
 
-    command: str
-    """A name for the driver's command; a disk with it in the run's folder has been used by its driver or workers."""
-    step: int
+    step: int = 0
     """The step that the run continues from; 0 is its beginning."""
-    again: bool = False
-    """Whether Ray Train started this worker after a failure of earlier workers of this command."""
+    marker: Path | None = None
+    """A file that the driver has made in the run's folder; None for a run in object storage."""
+    past: Past = field(default_factory=Past)
 
 
 def train_function(payload: dict[str, Any]) -> dict[str, Any]:
     """Runs in Ray's workers: the loop, from the step that the driver names or a newer checkpoint of this command."""
     trust(payload["checksums"])
-    home = RunFolder(Path(payload["folder"]))
+    place, channel = Place(payload["place"]), payload["channel"]
     context = ray.train.get_context()
-    first, alone = context.get_world_rank() == 0, context.get_world_size() == 1
-    start = Start(payload["command"], payload["step"], again=ray.train.get_checkpoint() is not None)
+    rank, alone = context.get_world_rank(), context.get_world_size() == 1
+    first = rank == 0
+    # Workers on one machine do not share what they fetch and remove.
+    home = RunFolder(scratch("runs", place.digest, str(rank)), place) if place.remote else RunFolder(place.folder)
+    past: Any = ray.get(channel.past.remote()) if first else Past()
+    marker = payload["marker"]
+    start = Start(payload["step"], Path(marker) if marker else None, past)
+    hosts = [socket.gethostname()]
     with ExitStack() as locks:
-        resume, refusal = begin(home, locks, start) if first else (newest(home.checkpoints), None)
+        resume, refusal = begin(home, locks, start) if first else follow(home)
         if not alone:
-            refusal = common_refusal(exchange((refusal, step_of(resume), socket.gethostname())))
+            found = exchange((refusal, step_of(resume), hosts[0]))
+            refusal, hosts = common_refusal(found), [host for _, _, host in found]
         if refusal:
             return {"refused": refusal}
-        # Not a real checkpoint: Ray Train passes it to the workers that it starts after a failure of these.
-        begun = ray.train.Checkpoint(payload["begun"])
-        ray.train.report({}, checkpoint=begun, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
         try:
             config, asked = (config_from_json(payload[name], "the run's config") for name in ("config", "asked"))
-            return to_json(train(home, config, resume, first, payload["memory_limit"], asked, payload["stream"]))
+            limit, stream, fingerprint = (payload[name] for name in ("memory_limit", "stream", "fingerprint"))
+            gpu, line = GpuWatch(), None
+            if first:
+                node = ray.get_runtime_context().get_node_id()
+                about = {"hosts": hosts, "node": node, "machine": machine()}
+                line = locks.enter_context(Line(channel, step_of(resume), about, gpu.look))
+            data = data_of(config, stream, fingerprint, channel.say.remote if first else lambda text: None)
+            result = train(home, config, resume, line, limit, asked, data)
+            summary = data.summary() if isinstance(data, StreamData) else None
+            ended = {"result": to_json(result), "gpu": gpu.seen, "stream": summary}
         except UserError as mistake:
             if alone:
                 return {"refused": str(mistake)}
-            with suppress(OSError, UserError):  # the mistake may be a full disk
-                write_text(home.refused, str(mistake))
+            ray.get(channel.refuse.remote(str(mistake)))
             raise
         except Exception:
             if alone:
                 return {"failed": traceback.format_exc()}
             raise  # the others wait in a collective until Ray stops the group and restarts it
+        if home.kept_at:
+            shutil.rmtree(home.path, ignore_errors=True)  # all of it is in the run's place
+        return ended
 
 
 def begin(home: RunFolder, locks: ExitStack, start: Start) -> tuple[Path | None, str | None]:
@@ -80,23 +105,35 @@ def begin(home: RunFolder, locks: ExitStack, start: Start) -> tuple[Path | None,
     Called by the first worker, whose answer all follow: one that left alone would leave the others in a collective.
     """
     try:
+        if start.past.refusal:
+            return None, start.past.refusal
+        if start.marker and not start.marker.exists():
+            return None, f"{home.path} on {socket.gethostname()}, where Ray placed the worker, is another disk: {SHARE}"
         locks.enter_context(home.worker_lock())
-        if home.refused.exists():
-            reason = home.refused.read_text(encoding="utf-8")
-            home.refused.unlink()
-            return None, reason
-        resume = newest(home.checkpoints)
-        starts = home.starts_of(start.command)
-        refuse_other_step(home, start, step_of(resume), starts)
-        refuse_hopeless(home, start.command, [*(starts or ()), step_of(resume)])
+        resume = stands(home)
+        refuse_other_step(home, start, step_of(resume))
+        refuse_hopeless([*start.past.starts, step_of(resume)])
     except UserError as mistake:
         return None, str(mistake)
-    except FileNotFoundError:
-        return None, f"{home.path} does not exist on {socket.gethostname()}, where Ray placed the worker: {SHARE}"
     except OSError as failure:  # if it were raised, Ray would restart the worker again and again
         why = f"{home.path} cannot be used ({failure.strerror}): make room or fix it, then continue with --resume."
         return None, why
     return resume, None
+
+
+def follow(home: RunFolder) -> tuple[Path | None, str | None]:
+    """The checkpoint from which another worker than the first continues, or a reason not to train."""
+    try:
+        return stands(home), None
+    except UserError as mistake:
+        return None, str(mistake)
+
+
+def stands(home: RunFolder) -> Path | None:
+    """The newest intact checkpoint of the run, on this machine; None at its beginning."""
+    if home.kept_at is None:
+        return newest(home.checkpoints)
+    return fetch_newest(home.kept_at, home.checkpoints)[0]
 
 
 def step_of(checkpoint: Path | None) -> int:
@@ -104,21 +141,18 @@ def step_of(checkpoint: Path | None) -> int:
     return read_progress(checkpoint).step if checkpoint else 0
 
 
-def refuse_other_step(home: RunFolder, start: Start, found: int, starts: Sequence[int] | None) -> None:
-    """Raise ``UserError`` when this run cannot continue from the newest checkpoint here, which is of step ``found``.
+def refuse_other_step(home: RunFolder, start: Start, found: int) -> None:
+    """Raise ``UserError`` when the newest checkpoint, of step ``found``, is older than one that was there before.
 
-    ``starts`` are the steps from which this command's workers started on this disk; None on a disk that neither they
-    nor the driver have used. There a checkpoint of another step belongs to another run. Elsewhere a newer checkpoint
-    was saved by an earlier worker, and an older one means that checkpoints have been lost.
+    A newer one was saved by an earlier worker; an older one means that checkpoints have been lost or damaged.
     """
-    here = f"{home.checkpoints} on {socket.gethostname()}, where Ray placed the worker,"
-    there = f"ends at step {found:,}" if found else "has no intact checkpoint"
-    if starts is None and start.again:
-        raise UserError(f"the worker failed and was restarted on another machine: {here} {there}: {SHARE}")
-    least = max([start.step, *(starts or ())])
-    if found < least or (starts is None and found > least):
-        wanted = f"continues from step {least:,}" if least else "starts at step 0"
-        raise UserError(f"the run {wanted}, and {here} {there}: {SHARE}")
+    least = max(start.step, *start.past.starts, 0)
+    if found < least:
+        there = f"ends at step {found:,}" if found else "has no intact checkpoint"
+        raise UserError(
+            f"the run continues from step {least:,}, and {home.place / 'checkpoints'} as {socket.gethostname()} finds "
+            f"it {there}: bring the checkpoint back, or remove its rest to continue from the one before it."
+        )
 
 
 def common_refusal(found: Sequence[tuple[str | None, int, str]]) -> str | None:
@@ -133,46 +167,80 @@ def common_refusal(found: Sequence[tuple[str | None, int, str]]) -> str | None:
     return None
 
 
+def data_of(
+    config: TrainConfig, stream: Stream | None, fingerprint: str, say: Callable[[str], Any] = lambda text: None
+) -> ShardData | StreamData:
+    """The data of a run, which must be those that the driver saw; ``say`` gets lines about what is fetched.
+
+    Raises ``UserError``.
+    """
+    if stream:
+        return StreamData(config, stream)
+    host, place, told = socket.gethostname(), Place.of(config.data), [0.0]
+    if not place.remote and not place.exists(MANIFEST):
+        raise UserError(
+            f"--data {place} is not on {host}, where Ray placed the worker: give object storage, such as --data "
+            "s3://bucket/tokens, or a folder on a disk that all machines share."
+        )
+
+    def on_shard(manifest: Manifest, number: int) -> None:
+        if number == 0 or time.monotonic() - told[0] > FETCHING_SECONDS:
+            told[0] = time.monotonic()
+            size = sum(shard.bytes for shard in manifest.shards)
+            say(f"{host} fetches {place}: {number} of {len(manifest.shards)} shards, {size / 1e6:,.1f} MB in all")
+
+    data = ShardData(config, on_shard)
+    if data.manifest.fingerprint != fingerprint:
+        raise UserError(
+            f"--data {place} on {host}, where Ray placed the worker, has the fingerprint "
+            f"{data.manifest.fingerprint[:12]} and on the driver's machine {fingerprint[:12]}: they are other data."
+        )
+    return data
+
+
 def train(
     home: RunFolder,
     config: TrainConfig,
     resume: Path | None,
-    first: bool,
+    line: Line | None,
     memory_limit: int | None = None,
     asked: TrainConfig | None = None,
-    stream: Stream | None = None,
+    data: ShardData | StreamData | None = None,
 ) -> RunResult:
-    """Train in ``home`` from ``resume`` as one worker; the ``first`` one also reports.
+    """Train in ``home`` from ``resume`` as one worker; the first one has a ``line`` to the driver.
 
     ``memory_limit`` is in bytes, for each worker's process.
     """
     limit = Limit.impose(memory_limit, config.device) if memory_limit else None
-    data = StreamData(config, stream) if stream else ShardData(config)
-    if not first:
+    if line is None:
         return Trainer(config, data=data, checkpoints=home.checkpoints, resume=resume, limit=limit, asked=asked).run()
-    home.rewind(read_progress(resume).reported if resume else 0)
+    reported = read_progress(resume).reported if resume else 0
+    home.rewind(reported)
+    line.catch_up(home.cycles_until(reported))
+
+    def on_cycle(report: CycleReport) -> None:
+        line.cycle(home.append(report))
+
     trainer = Trainer(
         config,
         data=data,
-        on_cycle=home.append,
-        should_stop=home.stop.exists,
+        on_cycle=on_cycle,
+        should_stop=line.stopping,
         checkpoints=home.checkpoints,
+        copies=home.kept_at,
         resume=resume,
         limit=limit,
         asked=asked,
     )
     result = trainer.run()
-    if isinstance(data, StreamData):
-        write_json(home.stream, data.summary())
     return replace(result, sample=closing_sample(trainer, result))
 
 
-def refuse_hopeless(home: RunFolder, command: str, starts: Sequence[int]) -> None:
-    """Save the steps that workers of ``command`` started from; the last one is this worker's.
+def refuse_hopeless(starts: Sequence[int]) -> None:
+    """Raise ``UserError`` when workers have died too often without a new checkpoint.
 
-    Raises ``UserError`` when they have died too often without a new checkpoint.
+    ``starts`` are the steps that they started from; the last one is this worker's.
     """
-    home.keep_starts(command, starts)
     step = starts[-1]
     if list(starts[-ATTEMPTS - 1 : -1]) == [step] * ATTEMPTS:
         raise UserError(

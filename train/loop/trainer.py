@@ -17,6 +17,7 @@ from torch import nn
 
 from infra.errors import first_line
 from infra.hardware import device_facts
+from infra.place import Place
 from train.checkpoint import save
 from train.checkpoint.progress import Progress, RunState, read_progress, refuse_other_run
 from train.config import CUDA_GRAPHS, TrainConfig
@@ -42,9 +43,10 @@ class Trainer:
 
     ``data`` defaults to the config's token shards. ``on_cycle`` is called with every cycle's report and
     ``should_stop`` after every step, both on the first worker only. ``checkpoints`` is the folder to save to,
-    ``resume`` the checkpoint to continue from, ``limit`` the limit on the memory of this process. A config that leaves
-    something open is resolved for this machine; for one that is already resolved, ``asked`` is the original, which
-    checkpoints keep. Raises ``UserError`` when this machine, the data or the checkpoint do not fit the config.
+    ``copies`` the run's place in object storage, to which they are copied, ``resume`` the checkpoint to continue from,
+    ``limit`` the limit on the memory of this process. A config that leaves something open is resolved for this machine;
+    for one that is already resolved, ``asked`` is the original, which checkpoints keep. Raises ``UserError`` when this
+    machine, the data or the checkpoint do not fit the config.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Trainer:
         on_cycle: Callable[[CycleReport], None] = lambda report: None,
         should_stop: Callable[[], bool] = lambda: False,
         checkpoints: Path | None = None,
+        copies: Place | None = None,
         resume: Path | None = None,
         limit: Limit | None = None,
         asked: TrainConfig | None = None,
@@ -92,7 +95,7 @@ class Trainer:
             self._restore(resume)
         self.checkpoints = None
         if checkpoints and config.keep_checkpoints and self.workers.first:
-            self.checkpoints = save.Checkpoints(checkpoints, config.keep_checkpoints, config.copy_to)
+            self.checkpoints = save.Checkpoints(checkpoints, config.keep_checkpoints, copies)
         self.saves = checkpoints is not None and config.keep_checkpoints > 0
 
     def run(self) -> RunResult:
@@ -110,7 +113,7 @@ class Trainer:
             if self.limit:
                 reason += f" (the limit is {self.limit.size / 1e9:.2f} GB)"
         saved = self.checkpoints.wait() or self.resumed if self.checkpoints else None
-        checkpoint = str(saved) if saved else None
+        checkpoint = self.checkpoints.address(saved) if self.checkpoints and saved else None
         return conclude(
             self.config, self.data, self.device, self.state, self.spent, (outcome, reason), checkpoint
         )  # fmt: skip

@@ -17,6 +17,7 @@ from rich.table import Table
 from infra import command
 from infra.command import console
 from infra.errors import UserError
+from infra.place import Place
 from train.checkpoint.run_folder import new_folder
 from train.config import TrainConfig, load_config
 from train.model_config import format_model
@@ -91,7 +92,9 @@ def profile(options: ProfileOptions) -> None:
     tags = provenance.collect() | {"kind": "profile"}
     key = create_run("train", name, tracking_uri=options.tracking_uri, tags=tags)
     folder.mkdir()
-    report.print_header(options.training, manifest, folder)  # compiling can take a minute before there is more output
+    report.print_header(
+        options.training, manifest, Place.of(folder)
+    )  # compiling can take a minute before there is more output
     with Tracker(key) as tracker:
         report.record_start(tracker, options.training, manifest)
         status = "FAILED"

@@ -38,7 +38,7 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     steps = WARM + STEPS + 1  # the loop does not call should_stop after its last step
     config = replace(
         resolve(config, device_facts()), steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0),
-        keep_checkpoints=0, copy_to=None,
+        keep_checkpoints=0,
     )  # fmt: skip
     moments: list[float] = []
 

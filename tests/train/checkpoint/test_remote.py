@@ -1,16 +1,17 @@
-"""Checkpoints in object storage: copied as they are written, and the run is continued from them on another machine."""
+"""Runs in object storage: checkpoints are copied as they are written, and every machine continues from them."""
 
-import dataclasses
 import json
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pyarrow.fs
@@ -19,12 +20,15 @@ from mlflow.tracking import MlflowClient
 
 from infra import storage
 from infra.errors import UserError
+from infra.place import Place
 from infra.storage import write_json
+from infra.tracking.key import RunKey
 from train.checkpoint import remote, save
-from train.checkpoint.find import find_run
-from train.checkpoint.progress import newest, read_progress
-from train.checkpoint.run_folder import RunFolder
+from train.checkpoint.find import find_checkpoint, find_run, saved_config
+from train.checkpoint.progress import checkpoints_in, damage, newest, read_progress
+from train.checkpoint.run_folder import RunFolder, new_run, working_copy
 from train.config import Cycle, TrainConfig, load_config
+from train.launch import worker
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport
@@ -47,25 +51,75 @@ def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
     )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def own_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine's scratch, for each test."""
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+
+
 def test_a_run_continues_from_its_copy(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
-    config = dataclasses.replace(config, copy_to=f"s3://runs/kept{bucket}")
+    place = Place.of(f"s3://runs/kept/run1{bucket}")
     straight: list[CycleReport] = []
     Trainer(config, on_cycle=straight.append).run()
-    Trainer(
-        config, checkpoints=tmp_path / "here" / "one" / "checkpoints", should_stop=iter([False] * 16 + [True]).__next__
-    ).run()
-    with pytest.raises(UserError, match="there is no checkpoint"):
-        find_run(f"s3://runs/kept/other{bucket}", tmp_path / "there")
-    run = find_run(f"s3://runs/kept/one{bucket}", tmp_path / "there")
-    assert run.path == (tmp_path / "there" / "one").resolve()
-    found = newest(run.checkpoints)
-    assert found == run.checkpoints / "step-00000017"
-    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://runs/kept{bucket}")
-    kept = system.get_file_info(pyarrow.fs.FileSelector("runs/kept/one"))
-    assert sorted(info.base_name for info in kept) == ["step-00000015", "step-00000017"]
+    checkpoints = tmp_path / "here" / "checkpoints"
+    stopping = iter([False] * 16 + [True]).__next__
+    result = Trainer(config, checkpoints=checkpoints, copies=place, should_stop=stopping).run()
+    assert result.checkpoint == f"s3://runs/kept/run1/checkpoints/step-00000017{bucket}"
+    assert remote.copies(place) == ["checkpoints/step-00000015", "checkpoints/step-00000017"]
+    with pytest.raises(UserError, match="there is no run with a checkpoint"):
+        find_run(f"s3://runs/kept/other{bucket}", "runs")
+    for text, out in ((place.address, "runs"), (result.checkpoint, "runs"), ("run1", f"s3://runs/kept{bucket}")):
+        run = find_run(text, out)
+        assert run.place == place
+        assert read_progress(run.newest()).step == 17
+        assert saved_config(text, out) == config
+        found = find_checkpoint(text, out)
+        assert (found.name, damage(found)) == ("step-00000017", None)
+    assert find_checkpoint(f"s3://runs/kept/run1/checkpoints/step-00000015{bucket}", "runs").name == "step-00000015"
+    with pytest.raises(UserError, match="is not the newest checkpoint of its run"):
+        find_run(f"s3://runs/kept/run1/checkpoints/step-00000015{bucket}", "runs")
     rest: list[CycleReport] = []
-    Trainer(config, on_cycle=rest.append, resume=found).run()
+    Trainer(config, on_cycle=rest.append, resume=worker.stands(RunFolder(tmp_path / "there", place))).run()
     assert [(r.step, r.step_losses) for r in rest] == [(r.step, r.step_losses) for r in straight[1:]]
+
+
+def test_a_worker_takes_from_storage_what_it_lacks_and_nothing_else(
+    config: TrainConfig, bucket: str, tmp_path: Path
+) -> None:
+    """What its scratch has of another run or a later step is removed; a damaged copy is passed over and named."""
+    place = Place.of(f"s3://runs/kept/run2{bucket}")
+    home = RunFolder(tmp_path / "one", place)
+    Trainer(replace(config, steps=10), checkpoints=home.checkpoints, copies=place).run()
+    fifth, tenth = checkpoints_in(home.checkpoints)
+    before = (tenth / "state.pt").stat().st_mtime_ns
+    shutil.copytree(tenth, home.checkpoints / "step-00000099")
+    assert remote.fetch_newest(place, home.checkpoints) == (tenth, [])
+    assert checkpoints_in(home.checkpoints) == [tenth]
+    assert (tenth / "state.pt").stat().st_mtime_ns == before
+    place.write("checkpoints/step-00000010/state.pt", b"cut short")
+    shutil.rmtree(tenth)
+    found, damaged = remote.fetch_newest(place, home.checkpoints)
+    assert found == fifth
+    assert "step-00000010" in damaged[0]
+    assert "state.pt does not match its checksum; the one before it is used" in damaged[0]
+    place.remove(place.files())
+    assert remote.fetch_newest(place, home.checkpoints) == (None, [])
+    assert checkpoints_in(home.checkpoints) == [], "a new run of that name"
+
+
+def test_a_new_run_takes_no_name_that_is_taken(bucket: str) -> None:
+    home = new_run(f"s3://runs/kept{bucket}", "run3")
+    home.config.write_text("{}")
+    home.send(home.config, home.result)
+    assert home.place.files() == {"config.json": 2}
+    with pytest.raises(UserError, match=r"s3://runs/kept/\w+.* exists already: continue it with --resume s3://runs"):
+        new_run(f"s3://runs/kept{bucket}", "run3")
+    with home.command_lock(), pytest.raises(UserError, match="another command is training in s3://runs/kept/run3"):
+        working_copy(home.place, fresh=False)
+    with pytest.raises(UserError, match=r"--out: s3://absent/.* cannot be written"):
+        new_run(f"s3://absent{bucket}", "run3")
 
 
 def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
@@ -74,12 +128,12 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
-    write_json(here / "config.json", dataclasses.replace(config, checkpoint_every=7, steps=40_000).to_json())
-    flags = ["--config", "config.json", "--copy-to", f"s3://runs/kept{bucket}", "--name", "one"]
+    write_json(here / "config.json", replace(config, checkpoint_every=7, steps=40_000).to_json())
+    flags = ["--config", "config.json", "--out", f"s3://runs/kept{bucket}", "--name", "run4"]
     lost = subprocess.Popen([sys.executable, "-m", "train.run", *flags], cwd=here)
-    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://runs{bucket}")
+    place = Place.of(f"s3://runs/kept/run4{bucket}")
     deadline = time.monotonic() + 240
-    while not system.get_file_info("runs/kept/one/step-00000056/progress.json").is_file:
+    while "checkpoints/step-00000056" not in remote.copies(place):
         assert lost.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -87,12 +141,13 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
         with suppress(psutil.NoSuchProcess):
             process.kill()
     lost.wait()
+    shutil.rmtree(tmp_path / "scratch")
+    (tmp_path / "scratch").mkdir()
+    (here / "mlflow.db").unlink()
 
-    uri = f"s3://runs/kept/one{bucket}"
-    copied = newest(find_run(uri, there / "runs").checkpoints)
-    assert copied
-    known, end = read_progress(copied).reported, read_progress(copied).step + 30
-    resumed = [sys.executable, "-m", "train.run", "--resume", uri, "--steps", str(end)]
+    progress = read_progress(find_run(place.address, "runs").newest())
+    known, end = progress.reported, progress.step + 30
+    resumed = [sys.executable, "-m", "train.run", "--resume", place.address, "--steps", str(end)]
     printed = subprocess.run(resumed, cwd=there, capture_output=True, text=True, timeout=240, check=True).stdout
     assert printed.count("tok/sec") == -((known - end) // 10), "of the cycles, those that are new"
     client = MlflowClient(f"sqlite:///{there}/mlflow.db")
@@ -101,11 +156,14 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     assert run.inputs is not None
     assert run.inputs.dataset_inputs
     assert run.data.tags["resumed_at_step"] == str(end - 30)
-    curve = [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "loss/step")]
-    assert [step for step, _ in curve] == list(range(1, end + 1))
-    cycles = [json.loads(line) for line in RunFolder(here / "runs" / "one").cycles.read_text().splitlines()]
-    before = [loss for cycle in cycles for loss in cycle["step_losses"]]
-    assert [loss for _, loss in curve][:known] == before[:known]
+    assert run.data.tags["worker"] == socket.gethostname()
+    curve = [point.step for point in client.get_metric_history(run.info.run_id, "loss/step")]
+    assert curve == list(range(1, end + 1))
+    logged = [json.loads(line) for line in place.read("cycles.jsonl").splitlines()]
+    assert sum(len(cycle["step_losses"]) for cycle in logged) == end
+    result = json.loads(place.read("result.json"))
+    assert result["checkpoint"] == str(place / f"checkpoints/step-{end:08d}")
+    assert not list((tmp_path / "scratch").glob("*/runs/*/*/checkpoints")), "nothing is left on the worker"
 
 
 def test_unreachable_storage_is_retried(
@@ -116,95 +174,90 @@ def test_unreachable_storage_is_retried(
     back = threading.Timer(3.0, set_rate, [0.0])
     back.start()
     away = time.monotonic()
-    config = dataclasses.replace(config, copy_to=f"s3://runs/kept{bucket}", steps=6)
-    assert Trainer(config, checkpoints=tmp_path / "here" / "one" / "checkpoints").run().outcome == "finished"
+    place = Place.of(f"s3://runs/kept/run5{bucket}")
+    done = Trainer(replace(config, steps=6), checkpoints=tmp_path / "here" / "checkpoints", copies=place).run()
+    assert done.outcome == "finished"
     assert time.monotonic() - away > 3.0
-    assert newest(find_run(f"s3://runs/kept/one{bucket}", tmp_path / "there").checkpoints)
+    assert remote.copies(place)[-1] == "checkpoints/step-00000006"
 
 
 def test_a_run_whose_storage_does_not_answer_is_named(
-    bucket: str, s3: tuple[str, Callable[[float], None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: str, s3: tuple[str, Callable[[float], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "ATTEMPTS", 1)
     _, set_rate = s3
     set_rate(1.0)
-    with pytest.raises(UserError, match=r"s3://runs/kept/one.* cannot be read, after 1 attempts"):
-        find_run(f"s3://runs/kept/one{bucket}", tmp_path / "there")
+    with pytest.raises(UserError, match=r"s3://runs/kept/run6.* cannot be read, after 1 attempts"):
+        find_run(f"s3://runs/kept/run6{bucket}", "runs")
 
 
 def test_a_storage_that_refuses_is_named(
     config: TrainConfig, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(save, "PAUSES", (0.1,))
-    config = dataclasses.replace(config, copy_to=f"s3://absent/kept{bucket}")
+    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    place = Place.of(f"s3://absent/kept{bucket}")
     with pytest.raises(UserError, match=r"or s3://absent/kept.* could not be written"):
-        Trainer(config, checkpoints=tmp_path / "one" / "checkpoints").run()
+        Trainer(config, checkpoints=tmp_path / "one" / "checkpoints", copies=place).run()
     assert newest(tmp_path / "one" / "checkpoints")
-    with pytest.raises(UserError, match=r"--copy-to elsewhere is not object storage"):
-        dataclasses.replace(config, copy_to="elsewhere")
-
-
-class Watched:
-    """A storage that is used in an order."""
-
-    def __init__(self, system: pyarrow.fs.FileSystem) -> None:
-        self.system = system
-        self.did: list[tuple[str, str]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any, **named: Any) -> Any:
-            self.did.append((name, str(arguments[0])))
-            return getattr(self.system, name)(*arguments, **named)
-
-        return call
 
 
 def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every moment: it comes last and goes first. A folder on the disk stands for the storage."""
-    storage = Watched(pyarrow.fs.LocalFileSystem())
-    monkeypatch.setattr(remote, "locate", lambda uri: (storage, str(tmp_path / "kept")))
-    monkeypatch.setattr(remote, "store", lambda file, system, target: _copy(file, storage, target))
-    run = RunFolder(tmp_path / "one")
-    for step in (5, 10):
-        made = run.checkpoints / f"step-{step:08d}"
-        made.mkdir(parents=True)
-        for name in ("model.safetensors", "progress.json", "state.pt"):
-            (made / name).write_text(f"{name} of {step}")
-        run.cycles.write_text("a cycle")
-        remote.upload(made, "one", "s3://kept", keep=1)
-    stored = [Path(path).name for did, path in storage.did if did == "store"]
-    assert [stored[:4], stored[4:]] == [["cycles.jsonl", "model.safetensors", "state.pt", "progress.json"]] * 2
-    old = f"{tmp_path}/kept/one/step-00000005"
-    removed = [(did, path) for did, path in storage.did if did.startswith("delete")]
-    assert removed == [("delete_file", f"{old}/progress.json"), ("delete_dir", old)]
-    assert [path.name for path in (tmp_path / "kept" / "one").iterdir()] == ["step-00000010"]
+    """At every moment: it comes last and goes first. Copies that an earlier version made are kept as they are."""
+    did: list[str] = []
+    put, remove = Place.put, Place.remove
+
+    def watched_put(self: Place, file: Path, name: str) -> None:
+        did.append(f"+{name}")
+        put(self, file, name)
+
+    def watched_remove(self: Place, names: Iterable[str]) -> None:
+        names = list(names)
+        did.extend(f"-{name}" for name in names)
+        remove(self, names)
+
+    monkeypatch.setattr(Place, "put", watched_put)
+    monkeypatch.setattr(Place, "remove", watched_remove)
+    place = Place.of(tmp_path / "kept")
+    for old in ("step-00000005", "checkpoints/step-00000020"):  # of an earlier version, and damaged
+        place.write(f"{old}/progress.json", b"")
+        place.write(f"{old}/state.pt", b"")
+    made = tmp_path / "one" / "checkpoints" / "step-00000010"
+    made.mkdir(parents=True)
+    for name in ("model.safetensors", "progress.json", "state.pt"):
+        (made / name).write_text(name)
+    (tmp_path / "one" / "cycles.jsonl").write_text("a cycle")
+    assert remote.copies(place)[0] == "step-00000005"
+    remote.upload(made, tmp_path / "one" / "cycles.jsonl", place, keep=1)
+    new = [f"+checkpoints/step-00000010/{name}" for name in ("cycles.jsonl", "model.safetensors", "state.pt")]
+    assert sorted(did[:3]) == new
+    assert did[3] == "+checkpoints/step-00000010/progress.json"
+    gone = [[f"-{old}/progress.json", f"-{old}/state.pt"] for old in ("step-00000005", "checkpoints/step-00000020")]
+    assert did[4:] == [name for names in gone for name in names]
+    assert remote.copies(place) == ["checkpoints/step-00000010"]
 
 
-def _copy(file: Path, storage: Watched, target: str) -> None:
-    storage.did.append(("store", target))
-    Path(target).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(file, target)
-
-
-def test_a_copy_is_as_far_as_its_checkpoint(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cycles that were reported while it was copied are left out, and a damaged copy is named."""
-    kept, here = tmp_path / "kept" / "one", tmp_path / "there"
-    monkeypatch.setattr(remote, "locate", lambda uri: (pyarrow.fs.LocalFileSystem(), str(kept)))
-    home = RunFolder(kept.parent / "made")
-    Trainer(dataclasses.replace(config, steps=12), checkpoints=home.checkpoints).run()
-    found = newest(home.checkpoints)
-    assert found
-    assert read_progress(found).reported == 12
-    shutil.copytree(found, kept / found.name)
+def test_a_copy_is_as_far_as_its_checkpoint(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
+    """Cycles that were reported while it was copied are left out."""
+    place = Place.of(f"s3://runs/kept/run9{bucket}")
+    checkpoints = tmp_path / "one" / "checkpoints"
     lines = [json.dumps({"step": step}) + "\n" for step in (10, 12, 20)]
-    (kept / found.name / "cycles.jsonl").write_text("".join(lines))
-    run = RunFolder(remote.download("s3://kept/one", here))
+    checkpoints.mkdir(parents=True)
+    (tmp_path / "one" / "cycles.jsonl").write_text("".join(lines))
+    Trainer(replace(config, steps=12), checkpoints=checkpoints, copies=place).run()
+    run = find_run(place.address, "runs")
+    assert read_progress(run.newest()).reported == 12
     assert run.cycles.read_text() == "".join(lines[:2])
-    assert newest(run.checkpoints) == run.checkpoints / found.name
-    assert not (run.checkpoints / found.name / "cycles.jsonl").exists()
-    assert load_config(run.config) == dataclasses.replace(config, steps=12)
-    (kept / found.name / "state.pt").write_bytes(b"cut short")
-    with pytest.raises(UserError, match=r"step-00000012 is damaged there; remove it to continue from the one before"):
-        remote.download("s3://kept/one", tmp_path / "elsewhere")
+    assert load_config(run.config) == replace(config, steps=12)
+
+
+def test_the_mlflow_run_of_a_run_in_storage_is_known_where_its_store_is(bucket: str, tmp_path: Path) -> None:
+    home = new_run(f"s3://runs/kept{bucket}", "run10")
+    key = RunKey("http://127.0.0.1:5000", "1", "abc", "/elsewhere/mlflow-journal")
+    home.keep_key(key)
+    known = working_copy(home.place, fresh=False).key()
+    assert known
+    assert (known.store, known.run_id) == (key.store, "abc")
+    assert known.journal == str(Path("mlflow-journal").resolve())
+    home.keep_key(replace(key, store=f"sqlite:///{tmp_path}/gone.db"))
+    assert home.key() is None

@@ -1,4 +1,4 @@
-"""A run's log of cycles: what the driver follows while the worker appends, is killed, and begins again further back."""
+"""A run's folder: its log of cycles while the worker is killed and begins again further back, its key, its name."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from infra.storage import write_json
 from infra.tracking.key import RunKey
 from train.checkpoint.find import find_checkpoint, find_run
 from train.checkpoint.progress import Progress
-from train.checkpoint.run_folder import Follower, RunFolder, new_folder
+from train.checkpoint.run_folder import RunFolder, new_folder
 from train.result import CycleReport
 
 
@@ -31,90 +31,8 @@ def home(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path)
 
 
-@pytest.fixture
-def told() -> list[dict[str, Any]]:
-    """The cycles that were handed on."""
-    return []
-
-
-@pytest.fixture
-def follower(home: RunFolder, told: list[dict[str, Any]]) -> Follower:
-    return Follower(home.cycles, told.append)
-
-
 def steps(told: list[dict[str, Any]]) -> list[int]:
     return [cycle["step"] for cycle in told]
-
-
-def test_cycles_are_followed_as_they_come(home: RunFolder, follower: Follower, told: list[dict[str, Any]]) -> None:
-    follower.poll()  # before there is a log
-    assert told == []
-    home.append(report(10))
-    follower.poll()
-    follower.poll()
-    assert steps(told) == [10]
-    home.append(report(20))
-    home.append(report(30))
-    follower.poll()
-    assert steps(told) == [10, 20, 30]
-    assert told[0]["step_losses"] == [3.0] * 10
-    assert told[0]["line"] == report(10).line()
-
-
-def test_half_a_line_is_read_when_it_is_whole(home: RunFolder, follower: Follower, told: list[dict[str, Any]]) -> None:
-    home.append(report(10))
-    home.append(report(20))
-    whole = home.cycles.read_bytes()
-    for end in range(0, len(whole) + 1, 7):
-        home.cycles.write_bytes(whole[:end])  # the same file, a little longer
-        follower.poll()
-        assert steps(told) == [10, 20][: whole[:end].count(b"\n")]
-    home.cycles.write_bytes(whole)
-    follower.poll()
-    assert steps(told) == [10, 20]
-
-
-def test_what_is_done_again_is_not_handed_on_again(
-    home: RunFolder, follower: Follower, told: list[dict[str, Any]]
-) -> None:
-    """The worker was killed behind step 30 and begins at its checkpoint of step 15."""
-    for step in (10, 20, 30):
-        home.append(report(step))
-    follower.poll()
-    home.rewind(15)
-    follower.poll()
-    assert steps(told) == [10, 20, 30]
-    for step in (20, 30, 40):
-        home.append(report(step, loss=2.0))
-        follower.poll()
-    assert steps(told) == [10, 20, 30, 40]
-    assert [cycle["train_loss"] for cycle in told] == [3.0, 3.0, 3.0, 2.0]
-
-
-def test_what_was_never_seen_before_the_worker_began_again_is_handed_on(
-    home: RunFolder, follower: Follower, told: list[dict[str, Any]]
-) -> None:
-    home.append(report(10))
-    follower.poll()
-    home.append(report(20))
-    home.rewind(10)
-    home.append(report(20, loss=2.0))
-    follower.poll()
-    assert [(cycle["step"], cycle["train_loss"]) for cycle in told] == [(10, 3.0), (20, 2.0)]
-
-
-def test_a_rewound_log_is_read_from_its_beginning(
-    home: RunFolder, follower: Follower, told: list[dict[str, Any]]
-) -> None:
-    """Its new lines are longer than the old ones, so that where these ended is in the middle of a line."""
-    for step in (10, 20, 30):
-        home.append(report(step))
-    follower.poll()
-    home.rewind(10)
-    for step in (20, 30, 40):
-        home.append(report(step, loss=2.0625))
-    follower.poll()
-    assert [(cycle["step"], cycle["train_loss"]) for cycle in told] == [(10, 3.0), (20, 3.0), (30, 3.0), (40, 2.0625)]
 
 
 def test_rewinding_forgets_later_cycles_and_a_line_cut_short(home: RunFolder) -> None:
@@ -124,6 +42,7 @@ def test_rewinding_forgets_later_cycles_and_a_line_cut_short(home: RunFolder) ->
         home.append(report(step))
     with home.cycles.open("a") as log:
         log.write('{"step": 3')
+    assert steps(list(home.cycles_until(25))) == [10, 20]
     home.rewind(30)
     assert steps([json.loads(line) for line in home.cycles.read_text().splitlines()]) == [10, 20, 30]
     home.rewind(20)

@@ -29,6 +29,7 @@ from pipeline.job.task import do_piece
 from pipeline.shards import END_OF_TEXT, Shard
 from pipeline.stream import HELD_OUT, EncodedBook, Stream, encoded_books
 from train.checkpoint.progress import read_progress, refuse_other_run
+from train.checkpoint.run_folder import RunFolder
 from train.config import Cycle, TrainConfig
 from train.data.loader import BatchLoader
 from train.data.source import estimate, stream_of
@@ -294,11 +295,11 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
     with connected(cpus=2):
         tracker = Tracker(create_run("train", "stream", tracking_uri=store, tags={}))
         short, whole = (dataclasses.replace(config, schedule="constant", **end) for end in ({"steps": 7}, {}))
-        run = Run.new(short, folder)
-        first = driver.train(run, short, tracker)
+        run = Run.new(short, RunFolder(folder))
+        first, _ = driver.train(run, short, tracker)
         assert first.checkpoint
         again = dataclasses.replace(run, asked=whole, resume=Path(first.checkpoint))
-        result = driver.train(again, whole, tracker)
+        result, _ = driver.train(again, whole, tracker)
         gone = Stream([str(shutil.copytree(config.stream[0], tmp_path / "gone"))], 0, config.reading)
         (tmp_path / "gone" / "book 3.txt").unlink()
         with pytest.raises(UserError, match=r"book 3\.txt was there when the work was planned and is gone"):
@@ -334,7 +335,7 @@ def test_the_sources_of_a_run_are_listed_once(
         return find(sources)
 
     monkeypatch.setattr(stream, "find", counted)
-    run = Run.new(config, tmp_path / "run")
+    run = Run.new(config, RunFolder(tmp_path / "run"))
     handed = pickle.loads(pickle.dumps(run.stream))  # noqa: S301 as Ray hands it to a worker
     assert handed.order(0)
     assert StreamData(config, handed).manifest.fingerprint == run.manifest.fingerprint

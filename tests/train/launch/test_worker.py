@@ -2,23 +2,27 @@
 
 import json
 import os
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from infra.errors import UserError
 from infra.storage import write_json
-from pipeline.shards import checksum
+from pipeline.shards import checksum, read_manifest
 from train.checkpoint import progress
 from train.checkpoint.find import find_run
 from train.checkpoint.progress import newest
 from train.checkpoint.run_folder import RunFolder
 from train.config import Cycle, TrainConfig
 from train.launch import worker
+from train.launch.channel import Line
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
+from train.result import RunResult
 
 
 @pytest.fixture
@@ -34,13 +38,37 @@ def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
     )  # fmt: skip
 
 
+class Told:
+    """A line to a driver that wants the run to stop after ``steps``."""
+
+    def __init__(self, steps: int | None = None, last: int = 0) -> None:
+        self.sent: list[int] = []
+        self.steps = steps
+        self.last = last
+
+    def catch_up(self, cycles: Iterable[dict[str, Any]]) -> None:
+        self.sent += [cycle["step"] for cycle in cycles if cycle["step"] > self.last]
+
+    def cycle(self, cycle: dict[str, Any]) -> None:
+        self.sent.append(cycle["step"])
+
+    def stopping(self) -> bool:
+        self.steps = self.steps and self.steps - 1
+        return self.steps == 0
+
+
+def train(home: RunFolder, config: TrainConfig, resume: Path | None, told: Told | None = None) -> RunResult:
+    """What the first worker makes of its config."""
+    return worker.train(home, config, resume, cast(Line, told or Told()))
+
+
 def cycles(home: RunFolder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in home.cycles.read_text().splitlines()]
 
 
 def test_a_worker_trains_into_its_folder(home: RunFolder, config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "closing_sample", lambda trainer, result: f"a text after {trainer.state.step} steps")
-    result = worker.train(home, config, None, True)
+    result = train(home, config, None)
     assert (result.outcome, result.steps, result.sample) == ("finished", 12, "a text after 12 steps")
     assert [cycle["step"] for cycle in cycles(home)] == [5, 10, 12]
     assert result.checkpoint == str(home.checkpoints / "step-00000012")
@@ -50,7 +78,7 @@ def test_a_resumed_run_reads_its_checkpoint_once_to_check_it(
     home: RunFolder, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver does; the worker takes that over for files that are still the same, and looks at others itself."""
-    worker.train(home, replace(config, steps=7, schedule="constant"), None, True)
+    train(home, replace(config, steps=7, schedule="constant"), None)
     write_json(home.config, config.to_json())
     progress._checksums.clear()
     checked: list[str] = []
@@ -65,8 +93,8 @@ def test_a_resumed_run_reads_its_checkpoint_once_to_check_it(
     progress._checksums.clear()  # the worker is another process
     progress.trust(known)
     with ExitStack() as held:
-        assert worker.begin(home, held, worker.Start("again", 7)) == (found, None)
-        assert worker.train(home, replace(config, schedule="constant"), found, True).steps == 12
+        assert worker.begin(home, held, worker.Start(7)) == (found, None)
+        assert train(home, replace(config, schedule="constant"), found).steps == 12
     assert sorted(checked) == ["model.safetensors", "state.pt"]
     os.utime(found / "state.pt", ns=(1, 1))
     assert progress.damage(found) is None
@@ -75,13 +103,15 @@ def test_a_resumed_run_reads_its_checkpoint_once_to_check_it(
 
 def test_a_worker_that_begins_again_repeats_no_cycle(home: RunFolder, config: TrainConfig) -> None:
     """It was killed behind a report that its checkpoint does not know, and behind half of another."""
-    worker.train(home, replace(config, steps=7, schedule="constant"), None, True)
+    train(home, replace(config, steps=7, schedule="constant"), None)
     config = replace(config, schedule="constant")
     before = home.cycles.read_text()
     assert [cycle["step"] for cycle in cycles(home)] == [5, 7]
     with home.cycles.open("a") as log:
         log.write(before.splitlines()[-1].replace('"step": 7', '"step": 10') + '\n{"step": 1')
-    worker.train(home, config, newest(home.checkpoints), True)
+    told = Told(last=5)
+    train(home, config, newest(home.checkpoints), told)
+    assert told.sent == [7, 10, 12], "the cycle that did not arrive is sent again"
     straight = Trainer(config)
     straight.run()
     assert [(c["step"], c["step_losses"]) for c in cycles(home) if c["step"] > 7] == [
@@ -90,8 +120,16 @@ def test_a_worker_that_begins_again_repeats_no_cycle(home: RunFolder, config: Tr
     assert [c["step"] for c in cycles(home)] == [5, 7, 10, 12]
 
 
-def test_a_worker_ends_when_its_folder_says_so(home: RunFolder, config: TrainConfig) -> None:
-    home.stop.touch()
-    result = worker.train(home, config, None, True)
+def test_a_worker_ends_when_its_driver_says_so(home: RunFolder, config: TrainConfig) -> None:
+    result = train(home, config, None, Told(steps=1))
     assert (result.outcome, result.steps) == ("interrupted", 1)
     assert newest(home.checkpoints) == home.checkpoints / "step-00000001"
+
+
+def test_a_worker_refuses_data_that_its_driver_did_not_see(config: TrainConfig, tmp_path: Path) -> None:
+    fingerprint = read_manifest(config.data).fingerprint
+    assert worker.data_of(config, None, fingerprint).manifest.fingerprint == fingerprint
+    with pytest.raises(UserError, match="and on the driver's machine 0000"):
+        worker.data_of(config, None, "0" * 64)
+    with pytest.raises(UserError, match=r"absent is not on .*, where Ray placed the worker: give object storage"):
+        worker.data_of(replace(config, data=str(tmp_path / "absent")), None, fingerprint)

@@ -1,0 +1,66 @@
+"""What driver and workers tell each other, without Ray: the actor's methods are called one by one there, too."""
+
+from train.launch.channel import Channel, Past
+
+
+def cycle(step: int, loss: float = 1.0) -> dict[str, float]:
+    return {"step": step, "train_loss": loss}
+
+
+def cycles(channel: Channel) -> list[tuple[int, float]]:
+    return [(content["step"], content["train_loss"]) for kind, content in channel.news().messages if kind == "cycle"]
+
+
+def test_the_driver_is_told_everything_once_and_in_order() -> None:
+    channel = Channel(0)
+    assert channel.news().silence is None
+    assert channel.begun(0, {"hosts": ["w2"]}) == (1, 0)
+    channel.say("w2 fetches s3://lab/tokens")
+    channel.cycle(cycle(10))
+    news = channel.news()
+    assert [kind for kind, _ in news.messages] == ["begun", "say", "cycle"]
+    assert news.silence is not None
+    assert channel.news().messages == []
+
+
+def test_what_a_restarted_worker_repeats_is_not_passed_on_again() -> None:
+    """The worker was killed behind step 30 and begins at its checkpoint of step 15."""
+    channel = Channel(10)  # known from before the command
+    channel.begun(10, {})
+    for step in (20, 30):
+        channel.cycle(cycle(step))
+    assert cycles(channel) == [(20, 1.0), (30, 1.0)]
+    assert channel.begun(15, {}) == (2, 30)
+    for step in (20, 30, 40):
+        channel.cycle(cycle(step, loss=2.0))
+    assert cycles(channel) == [(40, 2.0)]
+
+
+def test_what_was_lost_with_a_worker_is_asked_for() -> None:
+    channel = Channel(0)
+    channel.begun(0, {})
+    channel.cycle(cycle(10))  # the one of step 20 was on its way
+    assert channel.begun(20, {}) == (2, 10), "cycles after step 10 are sent again from the log"
+    channel.cycle(cycle(20))
+    assert cycles(channel) == [(10, 1.0), (20, 1.0)]
+
+
+def test_a_worker_is_told_to_stop_and_a_replaced_one_to_end() -> None:
+    channel = Channel(0)
+    first, _ = channel.begun(0, {})
+    assert channel.listen(first) == ""
+    second, _ = channel.begun(0, {})
+    assert channel.listen(first) == "replaced"
+    assert channel.listen(second) == ""
+    channel.stop()
+    assert channel.listen(second) == "stop"
+
+
+def test_workers_learn_where_earlier_ones_started_and_why_one_gave_up() -> None:
+    channel = Channel(0)
+    assert channel.past() == Past()
+    channel.begun(0, {})
+    channel.begun(15, {})
+    channel.refuse("the disk is full")
+    assert channel.past() == Past((0, 15), "the disk is full")
+    assert channel.past() == Past((0, 15)), "it is told once: the cause may be gone when the user tries again"

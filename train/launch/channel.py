@@ -1,0 +1,184 @@
+"""What the driver of a run and its workers tell each other: one actor on the driver's machine, which ends with it.
+
+In: from the workers, where they started, their cycles, refusals; from the driver, the wish to stop. Driver and worker
+share no file and no clock. The loop never waits for an answer: it hands cycles over and looks at a flag, which a thread
+sets. Imports no torch, because the actor's process starts while the trainer does.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from infra.cluster import here
+
+LISTEN_SECONDS = 0.5
+"""How often a worker asks whether to stop, and the driver what is new."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a worker that starts must know of the earlier ones of the same command."""
+
+    starts: tuple[int, ...] = ()
+    """The steps that they started from."""
+    refusal: str | None = None
+    """Why one of several workers gave up, which all of them must do."""
+
+
+@dataclass(frozen=True)
+class News:
+    """What has happened since the driver asked last."""
+
+    messages: list[tuple[str, Any]] = field(default_factory=list)
+    """(kind, content): ``begun`` with facts about the worker, ``say`` with a line for the terminal, ``cycle``."""
+    silence: float | None = None
+    """Seconds since the worker that trains was heard from; None while there is none."""
+
+
+class Channel:
+    """The actor. Each method takes microseconds; Ray runs them one by one, those of one caller in their order."""
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+        self._starts: list[int] = []
+        self._refusal: str | None = None
+        self._stopping = False
+        self._messages: list[tuple[str, Any]] = []
+        self._heard: float | None = None
+
+    def past(self) -> Past:
+        """What the worker that asks must know of earlier ones; a refusal is told once."""
+        refusal, self._refusal = self._refusal, None
+        return Past(tuple(self._starts), refusal)
+
+    def begun(self, step: int, about: dict[str, Any]) -> tuple[int, int]:
+        """A worker starts from ``step``; ``about`` it the driver is told. Returns its number and the last known cycle.
+
+        It must send the cycles after that step again: an earlier worker may have been killed before its message left.
+        """
+        self._starts.append(step)
+        self._heard = time.monotonic()
+        self._messages.append(("begun", about))
+        return len(self._starts), self._last
+
+    def listen(self, number: int) -> str:
+        """``stop`` or nothing; ``replaced`` for a worker in whose place another one has started."""
+        if number != len(self._starts):
+            return "replaced"
+        self._heard = time.monotonic()
+        return "stop" if self._stopping else ""
+
+    def cycle(self, cycle: dict[str, Any]) -> None:
+        """A cycle's report; one that is repeated after a failure is passed on once."""
+        if cycle["step"] > self._last:
+            self._last = cycle["step"]
+            self._messages.append(("cycle", cycle))
+
+    def say(self, line: str) -> None:
+        """A line for the driver's terminal."""
+        self._messages.append(("say", line))
+
+    def flush(self) -> None:
+        """Answer: what the caller has sent before has arrived."""
+
+    def refuse(self, why: str) -> None:
+        """One of several workers gives up; Ray starts all of them again, and they are told."""
+        self._refusal = why
+
+    def stop(self) -> None:
+        """The driver wants the run to stop after the current step."""
+        self._stopping = True
+
+    def news(self) -> News:
+        """What the driver has not been told yet."""
+        messages, self._messages = self._messages, []
+        return News(messages, None if self._heard is None else time.monotonic() - self._heard)
+
+
+@contextmanager
+def opened(last: int) -> Iterator[Any]:
+    """A handle of the actor of a run whose cycles are known up to step ``last``; it starts in the background."""
+    actor: Any = ray.remote(num_cpus=0)(Channel)
+    channel = actor.options(scheduling_strategy=here()).remote(last)
+    try:
+        yield channel
+    finally:
+        ray.kill(channel)
+
+
+class Inbox:
+    """The driver's end. Asks again only when it has been answered, and never waits."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+        self._asked = channel.news.remote()
+        self._next = 0.0
+
+    def poll(self) -> News | None:
+        """What is new; None while there is no answer. Raises ``RayActorError`` when the actor has died."""
+        if time.monotonic() < self._next or not ray.wait([self._asked], timeout=0)[0]:
+            return None
+        news: Any = ray.get(self._asked)
+        self._asked = self._channel.news.remote()
+        self._next = time.monotonic() + LISTEN_SECONDS
+        return news
+
+    def rest(self) -> Iterator[News]:
+        """What is left when the workers have ended."""
+        yield ray.get(self._asked)
+        yield ray.get(self._channel.news.remote())
+
+
+class Line:
+    """The first worker's end: tells the driver about cycles, and listens while the block runs."""
+
+    def __init__(self, channel: Any, step: int, about: dict[str, Any], watch: Callable[[], None]) -> None:
+        self._channel = channel
+        self._number, self._last = ray.get(channel.begun.remote(step, about))
+        self._watch = watch
+        self._stop = threading.Event()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="channel", daemon=True)
+
+    def __enter__(self) -> "Line":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        with suppress(RayError):  # the driver has died
+            ray.get(self._channel.flush.remote())
+
+    def catch_up(self, cycles: Iterable[dict[str, Any]]) -> None:
+        """Send those of the earlier ``cycles`` that did not arrive."""
+        for cycle in cycles:
+            if cycle["step"] > self._last:
+                self.cycle(cycle)
+
+    def cycle(self, cycle: dict[str, Any]) -> None:
+        """Hand a cycle over."""
+        self._channel.cycle.remote(cycle)
+
+    def stopping(self) -> bool:
+        """Whether the driver wants the run to stop."""
+        return self._stop.is_set()
+
+    def _listen(self) -> None:
+        while not self._ended.wait(LISTEN_SECONDS):
+            try:
+                answer = ray.get(self._channel.listen.remote(self._number))
+            except RayError:  # the driver has died; Ray ends its workers
+                return
+            if answer == "replaced":  # it was cut off, and its checkpoints would mix with those of the other
+                os._exit(1)
+            if answer == "stop":
+                self._stop.set()
+            self._watch()
