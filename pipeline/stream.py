@@ -8,6 +8,7 @@ without a quarantine file: both need shards.
 import hashlib
 import json
 import pickle
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,7 +47,7 @@ BYTES_PER_TOKEN = 4
 
 _SCHEMA = pa.schema(
     {"piece": pa.int64(), "source": pa.string(), "book": pa.string(), "chars": pa.int64(), "dropped": pa.string(),
-     "why": pa.string(), "mistake": pa.string(),
+     "why": pa.string(), "node": pa.string(), "mistake": pa.string(),
      "tokens": pa.large_list(pa.field("item", pa.uint16(), nullable=False))}
 )  # fmt: skip
 
@@ -65,6 +66,8 @@ class EncodedBook:
     """Why it was left out, as a label to count."""
     why: str | None = None
     """The reason in full."""
+    node: str = ""
+    """The machine that encoded it ahead of training; empty for one that was encoded where it is used."""
 
 
 class Stream:
@@ -194,7 +197,7 @@ def _table(book: EncodedBook, mistake: str | None = None) -> pa.Table:
     """One row; the tokens are not copied."""
     offsets = pa.array([0, len(book.tokens)], pa.int64())
     tokens = pa.LargeListArray.from_arrays(offsets, pa.array(book.tokens), type=_SCHEMA.field("tokens").type)
-    values = [book.piece, book.source, book.book, book.chars, book.dropped, book.why, mistake]
+    values = [book.piece, book.source, book.book, book.chars, book.dropped, book.why, socket.gethostname(), mistake]
     columns = [pa.array([value], type=field.type) for value, field in zip(values, _SCHEMA, strict=False)]
     return pa.table([*columns, tokens], schema=_SCHEMA)
 

@@ -184,7 +184,12 @@ def summary(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
     if result.data_wait_fraction is not None and result.optimizer_fraction is not None:
         wait, optimizer = result.data_wait_fraction, result.optimizer_fraction
         compute = 1 - wait - optimizer
-        rows.append(("step time", f"{compute:.1%} compute, {optimizer:.1%} optimizer, {wait:.2%} waiting for data"))
+        step = f"{compute:.1%} compute, {optimizer:.1%} optimizer, {wait:.2%} waiting for data"
+        if result.encoded_on:
+            total = sum(result.encoded_on.values())
+            shares = [f"{node} ({tokens / total:.0%})" for node, tokens in sorted(result.encoded_on.items())]
+            step += f": {result.machine} waited for books encoded on {', '.join(shares)}"
+        rows.append(("step time", step))
     if result.checkpoint:
         rows.append(("checkpoint", result.checkpoint))
     if result.sample:

@@ -119,6 +119,10 @@ class RunResult:
     matmul_utilisation: float | None = field(default=None, kw_only=True)
     """Fraction of the matmul rate that ``infra.doctor`` measured on this machine; None if it has not."""
     device: str
+    machine: str | None = field(default=None, kw_only=True)
+    """Name of the machine of the first worker; None in results of earlier versions."""
+    encoded_on: dict[str, int] = field(default_factory=dict, kw_only=True)
+    """Tokens of a stream of books by the machine that encoded them ahead of training; empty for shards."""
     checkpoint: str | None
     data_fingerprint: str
     loss_curve: list[tuple[int, float, float | None]]

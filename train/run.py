@@ -97,10 +97,10 @@ def train(options: RunOptions) -> int:
             locks.enter_context(run.home.command_lock())
         store = options.tracking_uri or ((known := run.home.key()) and known.store)
         preparing = background.submit(prepare, store)
-        with connected(run.address, prestart=False):
+        with connected(run.address, prestart=False), ExitStack() as held:
             preparing.result()
             if run.home.kept_at:
-                locks.enter_context(sole_user(run.home.kept_at))
+                held.enter_context(sole_user(run.home.kept_at))
             else:
                 refuse_unshared("--out", run.home.path.parent)
             if not run.resume:

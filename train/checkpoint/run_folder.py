@@ -45,6 +45,8 @@ class RunFolder:
 
     def send(self, *files: Path) -> None:
         """Send these files of ``path`` to the run's place. Raises ``UserError`` when storage keeps failing."""
+        if self.kept_at is None:
+            return
         WorkingCopy(self.place, self.path).send(*(file.relative_to(self.path).as_posix() for file in files))
 
     @property
@@ -82,8 +84,7 @@ class RunFolder:
     def keep_key(self, key: RunKey) -> None:
         """Save the key of the MLflow run, in which a resumed run continues."""
         write_json(self.path / KEY, key.kept_in(self.place.address))
-        if self.kept_at:
-            self.send(self.path / KEY)
+        self.send(self.path / KEY)
 
     def key(self, store: str | None = None) -> RunKey | None:
         """The key of the MLflow run that :meth:`keep_key` saved, in ``store`` if that is given; None without one.

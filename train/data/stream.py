@@ -137,6 +137,8 @@ class StreamData:
         self.epoch_windows = None
         self.books = self.tokens = self.chars = 0
         self.dropped: Counter[str] = Counter()
+        self.encoded_on: Counter[str] = Counter()
+        """Tokens by the machine that encoded them."""
         held_out = []
         if config.cycle.val:
             held_out = self.stream.held_out(config.cycle.val * config.step_tokens + 1)
@@ -160,6 +162,7 @@ class StreamData:
                 continue
             self.books += 1
             self.tokens += len(book.tokens)
+            self.encoded_on[book.node] += len(book.tokens)
             self.chars += book.chars
             yield book
         if first and not self.books:
@@ -175,7 +178,8 @@ class StreamData:
 
     def summary(self) -> dict[str, Any]:
         """What was read, including a last block that has not been trained on."""
-        return {"books": self.books, "tokens": self.tokens, "chars": self.chars, "dropped": dict(self.dropped)}
+        counts = {"books": self.books, "tokens": self.tokens, "chars": self.chars}
+        return counts | {"dropped": dict(self.dropped), "encoded_on": dict(self.encoded_on)}
 
     def place(self, position: int) -> dict[str, Any]:
         """Where the block that holds the window at ``position`` begins."""

@@ -233,7 +233,8 @@ def train(
         asked=asked,
     )
     result = trainer.run()
-    return replace(result, sample=closing_sample(trainer, result))
+    encoded_on = dict(data.encoded_on) if isinstance(data, StreamData) else {}
+    return replace(result, sample=closing_sample(trainer, result), machine=socket.gethostname(), encoded_on=encoded_on)
 
 
 def refuse_hopeless(starts: Sequence[int]) -> None:

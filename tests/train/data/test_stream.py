@@ -321,6 +321,7 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
         refuse_other_run(
             Path(first.checkpoint), read_progress(Path(first.checkpoint)), other, estimate(stream_of(other))
         )
+    assert set(result.encoded_on) == {result.machine}, "this machine has encoded what it trained on"
     assert result.data_fingerprint == Stream(config.stream, 0, config.reading).fingerprint
 
 
