@@ -17,8 +17,6 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from infra.cluster import here
-
 LISTEN_SECONDS = 0.5
 """How often a worker asks whether to stop, and the driver what is new."""
 
@@ -109,6 +107,8 @@ class Channel:
 @contextmanager
 def opened(last: int) -> Iterator[Any]:
     """A handle of the actor of a run whose cycles are known up to step ``last``; it starts in the background."""
+    from infra.cluster import here  # imported here because the actor's process would import flags and storage with it
+
     actor: Any = ray.remote(num_cpus=0)(Channel)
     channel = actor.options(scheduling_strategy=here()).remote(last)
     try:
