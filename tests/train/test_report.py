@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from infra.place import Place
 from infra.units import GIB
 from pipeline.shards import read_manifest
 from train import report
@@ -97,7 +98,7 @@ def test_what_is_about_to_be_trained(
     config: TrainConfig, small_shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     manifest = read_manifest(small_shards)
-    report.print_header(replace(config, data=str(small_shards)), manifest, Path("runs/a name"))
+    report.print_header(replace(config, data=str(small_shards)), manifest, Place("runs/a name"))
     printed = " ".join(capfd.readouterr().out.split())
     assert f": {manifest.splits['train']['tokens']:,} training tokens" in printed
     assert "8 sequences = 2 per micro-batch x 2 accumulated x 2 workers; 256 tokens per step; precision fp32" in printed
@@ -119,11 +120,12 @@ def test_the_last_line_says_what_to_do_next(
     config: TrainConfig, make_result: Make, capfd: pytest.CaptureFixture[str], outcome: str, checkpoint: str, said: str
 ) -> None:
     folder = Path("runs/one").resolve()
-    report.print_result(config, make_result(outcome=outcome, checkpoint=checkpoint), folder, "the link")
+    report.print_result(config, make_result(outcome=outcome, checkpoint=checkpoint), Place.of(folder), "the link")
     printed = " ".join(capfd.readouterr().out.split())
     assert said in printed.partition("the link")[1 if said == "the link" else 2]
 
 
 def test_a_run_elsewhere_is_continued_by_its_whole_path(tmp_path: Path) -> None:
-    assert report.resume_command(Path("runs/my run").resolve()) == "python -m train.run --resume 'my run'"
-    assert report.resume_command(tmp_path / "one") == f"python -m train.run --resume {tmp_path / 'one'}"
+    assert report.resume_command(Place.of("runs/my run")) == "python -m train.run --resume 'my run'"
+    assert report.resume_command(Place("s3://bucket/runs/one")) == "python -m train.run --resume s3://bucket/runs/one"
+    assert report.resume_command(Place.of(tmp_path / "one")) == f"python -m train.run --resume {tmp_path / 'one'}"
