@@ -94,7 +94,7 @@ def begin(copy: WorkingCopy, config: SearchConfig, identity: dict[str, Any], par
 def kept_identity(place: Place) -> dict[str, Any]:
     """What the search in ``place`` was, under today's names of its settings."""
     kept: dict[str, Any] = _kept(place)["identity"]
-    return {RENAMED.get(name, name): value for name, value in kept.items()}
+    return {RENAMED.get(name, name): value for name, value in as_of_now(kept).items()}
 
 
 def resumed_parent(place: Place, identity: dict[str, Any]) -> RunKey:

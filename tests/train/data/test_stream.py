@@ -146,7 +146,7 @@ def test_what_was_read_is_counted(config: TrainConfig) -> None:
     kept = [book for book in books if not book.dropped]
     assert data.summary() == {
         "books": len(kept), "tokens": sum(len(book.tokens) for book in kept), "chars": sum(b.chars for b in kept),
-        "dropped": {"too short": 1},
+        "dropped": {"too short": 1}, "encoded_on": {"": sum(len(book.tokens) for book in kept)},
     }  # fmt: skip
     assert len(kept) == len(books) > 5
     assert data.manifest.splits["train"]["books"] == round(data.manifest.splits["train"]["tokens"] / (
