@@ -118,6 +118,7 @@ def _make(job: Job, todo: list[Piece], progress: report.Progress, *, fresh: bool
     note = report.as_markdown(str(config.out), manifest.report, progress, manifest.fingerprint)
     tracker.note(note)
     tracker.metrics(progress.metrics() | _counts(manifest))
+    tracker.tags({"dropped": report.dropped(manifest.report)})
     copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name in (MANIFEST, QUARANTINE))
     tracker.file(copy.folder / MANIFEST)
     tracker.file(copy.folder / QUARANTINE)

@@ -91,11 +91,20 @@ def record_end(tracker: Tracker, config: TrainConfig, result: RunResult, gpu: Ma
     tracker.metrics(result_metrics(result) | prediction_metrics(config, result) | formula_metrics(config, result))
     if result.device != "cpu":
         tracker.metrics({f"gpu/{name}": value for name, value in (gpu or {}).items()})
-    tracker.tags({"outcome": result.outcome, "device": result.device})
+    tracker.tags({"outcome": result.outcome, "device": result.device} | columns(config, result))
     tracker.json(to_json(result), "result.json")
     if result.sample:
         tracker.text(result.sample, "sample.txt")
     tracker.note(markdown(config, result) + memory_markdown(config, result))
+
+
+def columns(config: TrainConfig, result: RunResult) -> dict[str, str]:
+    """The speed with its interval and the memory with its prediction, as tags that are columns of MLflow's list."""
+    memory, predicted = result.memory.process / GIB, predict_peak(config).total / GIB
+    words = {"memory": f"{memory:.2f} GiB (predicted {predicted:.2f})"}
+    if speed := result.throughput:
+        words["tokens/s"] = f"{speed.tokens_per_second:,.0f} ({speed.low:,.0f} to {speed.high:,.0f})"
+    return words
 
 
 def prediction_metrics(config: TrainConfig, result: RunResult) -> dict[str, float | None]:

@@ -79,7 +79,7 @@ class Session:
             won = bool(rank(comparable(rows)))
             tracker.status = "FINISHED" if won else "FAILED"
         report.print_end(search, rows)
-        console.print(ui_link(parent, children_by="result/tokens_per_second"), markup=False)
+        console.print(ui_link(parent, children=True), markup=False)
         return 0 if won else 1
 
     def _drive(self, evidence: Evidence) -> None:

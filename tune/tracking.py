@@ -83,10 +83,20 @@ class Evidence:
             self._data(tracker)
             tracker.json(report.flat_row(row), "trial.json")
             tracker.note(f"**{row.outcome}**: {row.reason}")
-            tracker.tags({"outcome": row.outcome, "reason": row.reason} | ({"node": row.node} if row.node else {}))
+            words = self._words(row) | ({"node": row.node} if row.node else {})
+            tracker.tags({"outcome": row.outcome, "reason": row.reason} | words)
             tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED")
             tracker.tags({"closed": "true"})  # in a batch of its own: a batch sends its tags before it ends the run
         self.closed.add(key.run_id)
+
+    def _words(self, row: TrialRow) -> dict[str, str]:
+        """The speed with its interval and the memory with its limit, as tags that are columns of MLflow's list."""
+        words = {}
+        if row.tokens_per_second and row.low and row.high:
+            words["tokens/s"] = f"{row.tokens_per_second:,.0f} ({row.low:,.0f} to {row.high:,.0f})"
+        if row.memory is not None:
+            words["memory"] = f"{row.memory / report.GB:.2f} of {self.search.limit / report.GB:.2f} GB"
+        return words
 
     def _data(self, tracker: Tracker) -> None:
         data, manifest = self.search.data, self.search.manifest

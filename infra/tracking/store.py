@@ -18,7 +18,7 @@ from mlflow.tracking import MlflowClient
 from infra.command import errors, uninterrupted
 from infra.errors import UserError, first_line
 from infra.provenance import user
-from infra.tracking import open_runs
+from infra.tracking import open_runs, saved_views
 from infra.tracking.journal import deliver_journal, deliver_journals
 from infra.tracking.key import SQLITE, RunKey
 from infra.tracking.open_runs import note_of
@@ -128,6 +128,7 @@ def create_run(
             keep(key)
         open_runs.rename(note, key.run_id)
     if not parent:
+        saved_views.offer(client, experiment, experiment_id, key.run_id)
         deliver_journals(client, journal)
         open_runs.close_abandoned(journal, client)
     return key

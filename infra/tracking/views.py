@@ -1,29 +1,28 @@
 """Links to what is in MLflow."""
 
 from pathlib import Path
-from urllib.parse import quote
 
 from infra.tracking.key import SQLITE, RunKey
 
 
-def ui_link(key: RunKey, *, children_by: str | None = None) -> str:
-    """What to run and open to see a run in MLflow; with ``children_by``, its children ranked by that metric.
+def children_view(run_id: str) -> str:
+    """The key of the view that shows the children of a run."""
+    return f"of-{run_id[:10]}"
 
-    The link opens MLflow's model-training pages, because its first page is the one for GenAI. For a comparison it
-    filters by the parent, because children are collapsed in the list.
+
+def ui_link(key: RunKey, *, children: bool = False) -> str:
+    """What to run and open to see a run in MLflow, or its ``children`` as a table, such as the trials of a search.
+
+    The link opens MLflow's model-training pages, because its first page is the one for GenAI. The children have a view
+    of their own (see ``infra.tracking.saved_views``), because in the list of runs they are collapsed.
     """
     embedded = key.store.startswith("sqlite:")
     server = "http://127.0.0.1:5000" if embedded else key.store.rstrip("/")
-    page = f"{server}/#/experiments/{key.experiment_id}/runs"
-    if children_by is None:
-        link = f"{page}/{key.run_id}?workflowType=machine_learning"
+    link = f"{server}/#/experiments/{key.experiment_id}/runs"
+    if children:
+        link += f"?workflowType=machine_learning&viewStateShareKey={children_view(key.run_id)}"
     else:
-        parent = quote(f"tags.`mlflow.parentRunId` = '{key.run_id}'")
-        order = quote(f"metrics.`{children_by}`")
-        link = (
-            f"{page}?workflowType=machine_learning&searchFilter={parent}"
-            f"&orderByKey={order}&orderByAsc=false&compareRunsMode=CHART"
-        )
+        link += f"/{key.run_id}?workflowType=machine_learning"
     if not embedded:
         return link
     local = Path(key.store.removeprefix(SQLITE))

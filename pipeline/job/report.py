@@ -44,6 +44,11 @@ def totals(records: Iterable[Record]) -> dict[str, Any]:
     }
 
 
+def dropped(counts: dict[str, Any]) -> str:
+    """How many books were dropped for which reason."""
+    return _list(counts["books_dropped"]) or "none"
+
+
 def _list(counts: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in counts.items())
 
@@ -127,13 +132,12 @@ class Progress:
 
 def as_markdown(name: str, counts: dict[str, Any], progress: Progress, fingerprint: str) -> str:
     """The report for people, on the terminal and in MLflow."""
-    why = _list(counts["books_dropped"]) or "none"
     ratio = counts["chars"] / counts["tokens"] if counts["tokens"] else 0.0
     lines = [
         f"**{counts['books_kept']:,} books, {counts['tokens']:,} tokens** in `{name}` "
         f"(fingerprint `{fingerprint[:12]}`).",
         "",
-        f"- books: {counts['books_in']:,} in, {counts['books_kept']:,} kept; dropped: {why}",
+        f"- books: {counts['books_in']:,} in, {counts['books_kept']:,} kept; dropped: {dropped(counts)}",
         f"- text: {counts['chars']:,} characters, {ratio:.2f} characters per token",
         f"- normalized: {_list(counts['traits']) or 'nothing'}; {counts['replaced_bytes']:,} undecodable bytes",
         f"- checked against tiktoken: {counts['verified_bytes'] / 1e6:.1f} MB, equal",

@@ -160,7 +160,7 @@ def run(options: LadderOptions) -> int:
         if not (options.resume or has_begun(folder) or isinstance(refused, ControllerDied)):
             shutil.rmtree(folder, ignore_errors=True)  # its name is free for the corrected command
         raise
-    console.print(ui_link(key, children_by="result/tokens_per_second"), markup=False)
+    console.print(ui_link(key, children=True), markup=False)
     return 0
 
 

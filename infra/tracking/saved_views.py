@@ -1,0 +1,164 @@
+"""Views of an experiment's runs that MLflow offers in its menu "Views": which columns, which runs, in which order.
+
+MLflow 3.15 and later keeps a view that a user saves as a tag of the experiment, ``mlflow.sharedViewState.KEY``, and
+opens it by ``?viewStateShareKey=KEY``. The format is that of a view saved in a browser with MLflow 3.17: a JSON object
+with a name and the page's state, which is JSON compressed by zlib, in base64. A tag with the state alone opens in the
+same way and is not in the menu. A later MLflow that ignores the key opens the plain list of runs.
+"""
+
+import base64
+import json
+import time
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlflow.tracking import MlflowClient
+
+from infra.command import uninterrupted
+from infra.tracking.views import children_view
+
+VERSION = 1
+"""Of the views below: an experiment with views of an older version gets them anew."""
+
+PREFIX = "mlflow.sharedViewState."
+
+MARK = "throughline"
+"""Field of a view's JSON object that tells ours, with its version, from those of users."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Some of an experiment's runs, as a table. Columns are metrics, params and tags, with their widths in pixels."""
+
+    name: str
+    runs: str
+    """MLflow's search filter."""
+    columns: dict[str, int]
+    order: str
+    ascending: bool = False
+
+    def state(self) -> str:
+        """The view as MLflow keeps the state of its page."""
+        page = {
+            "searchFilter": self.runs,
+            "orderByKey": self.order,
+            "orderByAsc": self.ascending,
+            "startTime": "ALL",
+            "lifecycleFilter": "Active",
+            "selectedColumns": list(self.columns),
+            "columnOrder": [*FIRST, *self.columns],
+            "columnWidths": FIRST | self.columns,
+        }
+        return "deflate;" + base64.b64encode(zlib.compress(json.dumps(page).encode())).decode()
+
+    def saved(self) -> str:
+        """The view as a tag's value, with its name in the menu."""
+        now = int(time.time() * 1000)
+        return json.dumps({"name": self.name, "createdAt": now, "updatedAt": now, "state": self.state(), MARK: VERSION})
+
+
+FIRST = {"attributes.`Run Name`": 200, "runDateAndNestInfo": 150}
+"""Columns that every table of runs begins with, under MLflow's names: the run's name, and when it was created."""
+
+CREATED = "attributes.start_time"
+
+NAMED = "tags.`mlflow.runName`"
+"""The order of a ladder's rungs; in the order of :data:`CREATED` MLflow would fold them under their parent."""
+
+SPEED = "metrics.`result/tokens_per_second`"
+
+MEASURED = {"tags.`tokens/s`": 210, "tags.`memory`": 220}
+"""Speed with its interval and memory with its limit or prediction, as text: MLflow shows metrics with all decimals."""
+
+BATCH = {"params.`micro_batch`": 110, "params.`accumulation`": 115}
+
+VIEWS = {
+    "pipeline": View(
+        "Data",
+        "",
+        {
+            "metrics.`books/kept`": 110,
+            "tags.`dropped`": 260,
+            "metrics.`tokens/train`": 125,
+            "metrics.`tokens/val`": 110,
+            "metrics.`throughput/MB_per_second`": 210,
+            "params.`out`": 300,
+        },
+        CREATED,
+    ),
+    "train": View(
+        "Runs",
+        "tags.kind = 'run'",
+        {
+            "tags.`outcome`": 100,
+            **MEASURED,
+            "metrics.`result/val_loss`": 130,
+            "metrics.`result/mfu`": 100,
+            "params.`model`": 140,
+            **BATCH,
+            "params.`data`": 220,
+        },
+        CREATED,
+    ),
+    "ladder": View(
+        "Ladder",
+        "tags.kind != 'ladder'",
+        {
+            "tags.`rung`": 160,
+            **MEASURED,
+            "metrics.`loss/train`": 130,
+            "metrics.`result/mfu`": 100,
+            **BATCH,
+            "tags.`reason`": 300,
+        },
+        NAMED,
+        ascending=True,
+    ),
+    "tune": View(
+        "Leaderboard",
+        "tags.kind = 'trial'",
+        {
+            **MEASURED,
+            "tags.`outcome`": 100,
+            **BATCH,
+            "params.`stage`": 80,
+            "tags.`reason`": 300,
+        },
+        SPEED,
+    ),
+}
+"""The view of each experiment's runs; of ``ladder`` and ``tune``, the view of each run's children too."""
+
+PARENTS = ("ladder", "tune")
+
+
+@uninterrupted()
+def offer(client: MlflowClient, experiment: str, experiment_id: str, run_id: str) -> None:
+    """Save the view of ``experiment`` where it is missing or of an older version, and one of the new run's children.
+
+    A user's view stays as it is, and the only one of its name. Never raises, because a view is a convenience: where
+    the store does not answer, what needs it reports that.
+    """
+    view = VIEWS.get(experiment)
+    if view is None:
+        return
+    with suppress(Exception):
+        tags = client.get_experiment(experiment_id).tags
+        tag = f"{PREFIX}{MARK}-{view.name.lower()}"
+        others = [_read(value) for key, value in tags.items() if key.startswith(PREFIX) and key != tag]
+        ours = _read(tags[tag]).get(MARK) if tag in tags else 0
+        if isinstance(ours, int) and ours < VERSION and view.name not in [other.get("name") for other in others]:
+            client.set_experiment_tag(experiment_id, tag, view.saved())
+        if experiment in PARENTS:
+            own = replace(view, runs=f"tags.`mlflow.parentRunId` = '{run_id}'")
+            client.set_experiment_tag(experiment_id, f"{PREFIX}{children_view(run_id)}", own.state())
+
+
+def _read(tag: str) -> dict[str, Any]:
+    """A saved view's JSON object; empty for a tag that is none."""
+    with suppress(ValueError):
+        found = json.loads(tag)
+        return found if isinstance(found, dict) else {}
+    return {}

@@ -1,0 +1,109 @@
+"""Views of an experiment are written once, open by a short link, and leave a user's own alone."""
+
+import base64
+import json
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from infra.tracking import saved_views
+from infra.tracking.key import RunKey
+from infra.tracking.saved_views import MARK, PREFIX, VERSION, VIEWS
+from infra.tracking.store import create_run
+from infra.tracking.views import ui_link
+
+LEADERBOARD = f"{PREFIX}throughline-leaderboard"
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def tags_of(key: RunKey) -> dict[str, str]:
+    return MlflowClient(key.store).get_experiment(key.experiment_id).tags
+
+
+def page(state: str) -> dict[str, Any]:
+    """The state of MLflow's page, as its browser code unpacks it."""
+    kind, _, packed = state.partition(";")
+    assert kind == "deflate"
+    return json.loads(zlib.decompress(base64.b64decode(packed)))
+
+
+def test_the_first_command_saves_the_view_that_later_ones_leave_as_it_is() -> None:
+    key = create_run("tune", "first", tags={"kind": "search"})
+    saved = tags_of(key)[LEADERBOARD]
+    view = json.loads(saved)
+    assert view["name"] == "Leaderboard"
+    shown = page(view["state"])
+    assert shown["orderByKey"] == "metrics.`result/tokens_per_second`"
+    assert {"tags.`tokens/s`", "tags.`memory`", "tags.`outcome`"} <= set(shown["selectedColumns"])
+    assert set(shown["columnWidths"]) == set(shown["columnOrder"])
+    assert tags_of(create_run("tune", "second"))[LEADERBOARD] == saved
+
+
+@pytest.mark.parametrize(
+    ("before", "replaced"),
+    [
+        ({"name": "Leaderboard", "createdAt": 1, "state": "{}", MARK: VERSION - 1}, True),
+        ({"name": "Leaderboard", "createdAt": 1, "state": "{}", MARK: VERSION + 1}, False),
+        ({"name": "Leaderboard", "createdAt": 1, "state": "{}"}, False),
+        ("not a view", False),
+    ],
+    ids=["an older version", "a newer version", "a user's", "something else"],
+)
+def test_only_an_older_version_of_our_view_is_replaced(before: Any, replaced: bool) -> None:
+    key = create_run("tune", "first")
+    MlflowClient(key.store).set_experiment_tag(key.experiment_id, LEADERBOARD, json.dumps(before))
+    create_run("tune", "second")
+    assert (tags_of(key)[LEADERBOARD] != json.dumps(before)) == replaced
+
+
+def test_a_users_view_remains_the_only_one_of_its_name() -> None:
+    key = create_run("tune", "first")
+    client = MlflowClient(key.store)
+    client.delete_experiment_tag(key.experiment_id, LEADERBOARD)
+    own = json.dumps({"name": "Leaderboard", "createdAt": 1, "state": "{}"})
+    client.set_experiment_tag(key.experiment_id, f"{PREFIX}17954", own)
+    create_run("tune", "second")
+    assert LEADERBOARD not in tags_of(key)
+    assert tags_of(key)[f"{PREFIX}17954"] == own
+
+
+def test_the_link_of_a_search_is_short_and_opens_its_trials_alone() -> None:
+    key, other = (create_run("tune", name, tags={"kind": "search"}) for name in ("first", "second"))
+    trial = create_run("tune", "001 m4", parent=key, tags={"kind": "trial"})
+    create_run("tune", "001 m8", parent=other, tags={"kind": "trial"})
+    link = ui_link(key, children=True).splitlines()[-1]
+    assert len(link) < 110
+    shown = page(tags_of(key)[f"{PREFIX}{link.partition('viewStateShareKey=')[2]}"])
+    found = MlflowClient(key.store).search_runs([key.experiment_id], shown["searchFilter"])
+    assert [run.info.run_id for run in found] == [trial.run_id]
+
+
+@pytest.mark.parametrize(("experiment", "shown"), [("pipeline", 2), ("train", 1), ("ladder", 1), ("tune", 1)])
+def test_mlflow_takes_the_filter_and_the_order_of_each_view(experiment: str, shown: int) -> None:
+    kinds = {
+        "pipeline": ("", ""),
+        "train": ("run", "profile"),
+        "ladder": ("rung", "ladder"),
+        "tune": ("trial", "search"),
+    }
+    keys = [create_run(experiment, "a run", tags={"kind": kind}) for kind in kinds[experiment]]
+    view = VIEWS[experiment]
+    order = f"{view.order} {'ASC' if view.ascending else 'DESC'}"
+    found = MlflowClient(keys[0].store).search_runs([keys[0].experiment_id], view.runs, order_by=[order])
+    assert len(found) == shown
+    assert keys[0].run_id in [run.info.run_id for run in found]
+
+
+def test_a_store_without_the_experiment_does_not_stop_a_command() -> None:
+    key = create_run("tune", "first")
+    saved_views.offer(MlflowClient(key.store), "tune", "4711", key.run_id)
