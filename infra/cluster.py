@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,7 +100,7 @@ def connected(
         os.environ.update(variables)
         os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
         # A Ray whose ray.init was interrupted cannot be shut down: the command ended in a segmentation fault.
-        with on_loopback(), own_process_group(), uninterrupted():
+        with on_loopback(), own_process_group(), uninterrupted(), _unshadowed():
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
     interrupt_on_termination()
     try:
@@ -112,6 +112,18 @@ def connected(
             atexit.register(_leave)  # before Ray's own handler, which was registered first
         else:
             ray.shutdown()
+
+
+def _unshadowed() -> AbstractContextManager[None]:
+    """Start Ray elsewhere when the current folder has a module or package with the name of one of ours.
+
+    Ray puts the folder in which it starts first on its workers' search path, where a ``train.py`` would hide ours.
+    """
+    here = Path.cwd()
+    hides = here != PROJECT and any(
+        (here / f"{name}{end}").exists() for name in PACKAGES for end in (".py", "/__init__.py")
+    )
+    return chdir(PROJECT) if hides else nullcontext()
 
 
 def _leave() -> None:

@@ -61,6 +61,9 @@ errors = _Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
 INTERRUPTED = 130
 
+program = ""
+"""How the command was called, as ``throughline run``; empty for ``python -m``. The console script sets it."""
+
 LEAVING_SECONDS = 28.0
 """How long a command may take to end after Ctrl-C or SIGTERM; schedulers often follow the latter by SIGKILL in 30 s."""
 
@@ -82,7 +85,7 @@ def run(
     atexit.register(gc.freeze)  # otherwise the last collection, of objects that are about to go anyway, takes 0.7 s
     _repeat_lost_interrupts()
     interrupt_on_termination()
-    prog = f"python -m {module}"
+    prog = program or f"python -m {module}"
     for word in sys.argv[1:]:
         if re.search("[\ud800-\udfff]", word):  # bytes that are not UTF-8
             refuse(UserError(f"{word!r} is not UTF-8, which Ray requires: rename it, or name the folder it is in."))

@@ -9,6 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from infra import command
 from infra.gpu import read_gpu
 
 _PACKAGES = ("torch", "ray", "mlflow", "pyarrow", "gigatoken", "tiktoken")
@@ -19,7 +20,7 @@ def collect() -> dict[str, str]:
     module = _module_name()
     started = ["-m", module] if getattr(sys.modules.get("__main__"), "__spec__", None) else ["-P", sys.argv[0]]
     tags = {
-        "command": shlex.join(["python", *started, *sys.argv[1:]]),
+        "command": shlex.join([*(command.program.split() or ["python", *started]), *sys.argv[1:]]),
         "mlflow.source.name": module,  # MLflow shows the part after the last slash
         "python": platform.python_version(),
         "user": user(),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from typing import Any
@@ -20,27 +21,50 @@ PROGRAM = """
 import json, os, psutil
 from infra.cluster import connected
 
+def train_of_worker():
+    import train
+    return train.__file__
+
 with connected(cpus=1):
     import ray
-    ray.get(ray.remote(lambda: None).remote())  # in a worker, which listens too
+    imported = ray.get(ray.remote(train_of_worker).remote())  # in a worker, which listens too
     found = {}
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         listening = [at.laddr.ip for at in process.net_connections("inet") if at.status == psutil.CONN_LISTEN]
         found[process.pid] = process.name(), os.getpgid(process.pid) == os.getpgid(0), listening
-print(json.dumps(list(found.values())))
+print(json.dumps([list(found.values()), imported]))
 """
 
 
-def test_a_local_ray_listens_on_loopback_and_is_out_of_our_process_group() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=PROJECT, capture_output=True, text=True, timeout=120)
+@pytest.fixture(scope="module")
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str]:
+    """What PROGRAM finds, run as a console script is, from a folder that holds a ``train.py``."""
+    folder, script = tmp_path_factory.mktemp("folder"), tmp_path_factory.mktemp("bin") / "program"
+    (folder / "train.py").write_text("")
+    script.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=folder, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (_, _, ours), *rays = json.loads(done.stdout)
+    processes, imported = json.loads(done.stdout)
+    return processes, imported
+
+
+def test_a_local_ray_listens_on_loopback_and_is_out_of_our_process_group(local_ray: tuple[list[Any], str]) -> None:
+    (_, _, ours), *rays = local_ray[0]
     assert {"gcs_server", "raylet"} <= {name for name, _, _ in rays}
     assert not any(in_our_group for _, in_our_group, _ in rays)
     addresses = {
         address.removeprefix("::ffff:") for listening in (ours, *(at for _, _, at in rays)) for address in listening
     }
     assert addresses == {"127.0.0.1"}
+
+
+def test_workers_import_our_packages_where_the_current_folder_has_one_of_the_same_name(
+    local_ray: tuple[list[Any], str],
+) -> None:
+    assert local_ray[1] == str(PROJECT / "train" / "__init__.py")
 
 
 def test_a_ray_without_the_switch_for_loopback_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
