@@ -1,0 +1,393 @@
+"""What each kind of folder says in a report, from the files that are in it.
+
+In: a folder. Out: a :class:`Page`. The files are read as plain JSON and CSV, because this package may not import those
+that write them; a file that does not have what a report needs is refused as damaged.
+"""
+
+import csv
+import io
+import json
+import shlex
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from infra.errors import UserError
+from infra.report import charts
+from infra.report.charts import Bar
+from infra.report.page import Page
+from infra.units import GIB
+
+GB = 1e9
+
+WIDEST_CONTROL = 0.25
+"""Widest 95% interval of a ladder's control, as a fraction of its speed, from which a conclusion is drawn."""
+
+UNITS = {"memory_limit": "B", "shard_size": "B", "time_budget": "s", "compile_time": "s", "trial_time": "s"}
+"""Of settings that are numbers in files and need a unit on the command line."""
+
+NOT_SETTINGS = ("name", "resume", "config", "dry_run", "out", "tracking_uri", "address")
+"""Flags that say where a command ran and under which name, not what it did."""
+
+MOST_ROWS = 200
+"""Of a long table, such as that of dropped books; the file itself has them all."""
+
+
+def page_of(folder: Path) -> Page:
+    """The report on ``folder``, by the kind of which it is. Raises ``UserError`` for a folder of no known kind."""
+    for file, (_, write) in KINDS.items():
+        if (folder / file).is_file():
+            return write(folder)
+    kinds = "; ".join(f"{kind}: {file}" for file, (kind, _) in KINDS.items())
+    raise UserError(
+        f"{folder} has nothing to report, because the file that a finished command leaves is missing ({kinds}): give "
+        "another folder, or finish what was begun there."
+    )
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Refuse ``path`` with a sentence where the block finds that it is missing or not as this program writes it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except FileNotFoundError as missing:
+        raise UserError(f"{path.parent} has no {path.name}, without which there is no report.") from missing
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as damage:
+        raise UserError(
+            f"{path} is damaged ({type(damage).__name__}: {damage}): restore it, or run its command again."
+        ) from damage
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _run(folder: Path) -> Page:
+    page, path = Page("Training run", folder.name), folder / "result.json"
+    with _reading(path):
+        result = _json(path)
+        speed, memory = result["throughput"], result["memory"]
+        if speed:
+            page.figures.append((f"{speed['tokens_per_second']:,.0f} tokens/s", _interval(speed)))
+        page.figures.append((f"{memory['process'] / GIB:.2f} GiB", "peak memory of the process"))
+        if result["val_loss"] is not None:
+            page.figures.append((f"{result['val_loss']:.3f}", "validation loss"))
+        if result["mfu"] is not None:
+            page.figures.append((f"{result['mfu']:.1%}", "MFU"))
+        page.figures.append((f"{result['train_tokens']:,}", f"training tokens in {result['steps']:,} steps"))
+        page.figures.append((str(result["outcome"]), str(result["reason"])))
+    if (folder / "cycles.jsonl").is_file():
+        with _reading(folder / "cycles.jsonl"):
+            _curves(page, folder / "cycles.jsonl")
+    if result.get("sample"):
+        page.section("What the model writes")
+        page.code(str(result["sample"]))
+    config = folder / "config.json"
+    with _reading(config):
+        settings = _json(config)
+        command = (
+            f"python -m train.run --config {shlex.quote(str(config))} --name {shlex.quote(folder.name + '-again')}"
+        )
+        data = {"data": settings["data"], "fingerprint of the data": result["data_fingerprint"]}
+        _provenance(page, path, command, data | {"device": result["device"]})
+        _settings(page, settings)
+    return page
+
+
+def _curves(page: Page, path: Path) -> None:
+    """The losses and the speed of a run's cycles."""
+    cycles = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    if not cycles:
+        return
+    page.section("Curves")
+    losses = {"training": [(cycle["train_tokens"], cycle["train_loss"]) for cycle in cycles]}
+    losses["validation"] = [(c["train_tokens"], c["val_loss"]) for c in cycles if c["val_loss"] is not None]
+    shown = {name: line for name, line in losses.items() if line}
+    page.parts.append(charts.lines("Loss", shown, "training tokens", "nats per token"))
+    speeds = [(cycle["train_tokens"], cycle["cycle_tokens"] / cycle["seconds"]) for cycle in cycles]
+    page.parts.append(charts.lines("Speed of each cycle", {"": speeds}, "training tokens", "tokens/s"))
+
+
+def _ladder(folder: Path) -> Page:
+    page, path = Page("Ladder", folder.name), folder / "standings.json"
+    with _reading(path):
+        found = _json(path)
+        rows = found["rows"]
+        page.kind = f"Ladder, suite {found['suite']}"
+        ran = [row for row in rows if row["speed"] is not None]
+        best = max(ran, key=lambda row: row["speed"])
+        over = f", {_ratio(best['total'])} the baseline" if best["total"] else ""
+        page.figures = [
+            (f"{rows[0]['speed']:,.0f} tokens/s", "baseline"),
+            (f"{best['speed']:,.0f} tokens/s", f"fastest: {best['name']}{over}"),
+            (f"{len(ran) - 1} of {len(rows) - 1}", "rungs with a speed"),
+        ]
+        page.section("Speed of each rung")
+        bars = [Bar(row["name"], row["speed"], row["low"], row["high"], f"{row['speed']:,.0f}") for row in ran]
+        page.parts.append(charts.bars("Training tokens/s, with 95% interval", bars))
+        cells = [
+            (
+                row["name"] + " *" * bool(row["changes_numerics"]),
+                row["batch"],
+                f"{row['gib']:.2f}",
+                _number(row["predicted_gib"], ".2f"),
+                f"{row['speed']:,.0f}",
+                f"{row['low']:,.0f} to {row['high']:,.0f}",
+                _ratio(row["total"]),
+                _number(row["mfu"], ".1%"),
+                _number(row["loss"], ".3f"),
+            )
+            for row in ran
+        ]
+        page.table(
+            ("rung", "batch", "GiB", "predicted", "tokens/s", "95% interval", "over baseline", "MFU", "loss"), cells
+        )
+        page.text(
+            "GiB is the peak memory of the process. A ratio in brackets may be no difference. * marks a rung that "
+            "changes the numerics, so that its loss may differ. The loss is at equal tokens."
+        )
+        page.points([f"{row['name']}: not run, {row['reason']}" for row in rows if row["reason"]])
+        given = {"device": found["device"], "commit": found["commit"]}
+    _pictures(page, folder, skip=("speed",))
+    options = folder / "ladder.json"
+    with _reading(options):
+        kept = _json(options)
+        _provenance(page, path, _command("train.ladder", kept["options"], folder.name), given, kept["key"])
+        _settings(page, kept["options"])
+    return page
+
+
+def _ratio(difference: Mapping[str, float] | None) -> str:
+    """``1.23x``, in brackets where it may be no difference: the interval includes 1, or the control varied too much."""
+    if not difference:
+        return "-"
+    text = f"{difference['ratio']:.2f}x"
+    unclear = difference["low"] <= 1 <= difference["high"] or difference["control_width"] > WIDEST_CONTROL
+    return f"({text})" if unclear else text
+
+
+def _search(folder: Path) -> Page:
+    page, path = Page("Search for the fastest configuration", folder.name), folder / "trials.csv"
+    with _reading(path):
+        table = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8").strip()))
+        rows = list(table)
+        if "tokens_per_second" not in (table.fieldnames or ["tokens_per_second"]):
+            raise ValueError("no column tokens_per_second")
+        rows.sort(key=lambda row: float(row["tokens_per_second"] or 0), reverse=True)
+        names = list(rows[0]) if rows else ["micro_batch", "key"]
+        knobs = names[1 : names.index("key")]
+    with _reading(folder / "search.json"):
+        kept = _json(folder / "search.json")
+        limit, config = kept["identity"]["memory_limit"], dict(kept["config"])
+        training = config.pop("training")
+    if (folder / "best.json").is_file():
+        with _reading(folder / "best.json"):
+            best = _json(folder / "best.json")
+            winner, measured = best["config"], best["measured"]
+            batch = winner["micro_batch"] * winner["workers"]
+            page.figures = [
+                (f"{measured['tokens_per_second']:,.0f} tokens/s", _interval(measured)),
+                (f"{winner['micro_batch']} x {winner['global_batch'] // batch}", "micro-batch x accumulation"),
+                (f"{measured['memory_bytes'] / GB:.2f} GB", f"peak memory, of {limit / GB:.2f} GB"),
+            ]
+    else:
+        page.figures = [("no winner", "no candidate ran within the limit")]
+    with _reading(path):
+        page.figures.append((f"{len(rows)}", "trials"))
+        page.section("Trials")
+        bars = [
+            Bar(
+                _label(row, knobs), float(row["tokens_per_second"]), _float(row["low"]), _float(row["high"]),
+                f"{float(row['tokens_per_second']):,.0f}",
+            )
+            for row in rows[:40] if row["tokens_per_second"]
+        ]  # fmt: skip
+        if bars:
+            page.parts.append(charts.bars("Tokens/s of each trial, with 95% interval", bars))
+        page.table(
+            ("trial", "micro-batch", "accumulation", *knobs, "tokens/s", "95% interval", "GB", "stage", "outcome", ""),
+            [
+                (
+                    row["number"], row["micro_batch"], row["accumulation"], *(row[knob] for knob in knobs),
+                    f"{float(row['tokens_per_second']):,.0f}" if row["tokens_per_second"] else "-",
+                    f"{float(row['low']):,.0f} to {float(row['high']):,.0f}" if row["low"] else "-",
+                    f"{float(row['memory']) / GB:.2f}" if row["memory"] else "-",
+                    row["stage"], row["outcome"], row["reason"],
+                )
+                for row in rows
+            ],
+        )  # fmt: skip
+        devices = sorted({row["device"] for row in rows if row["device"]})
+    _pictures(page, folder)
+    with _reading(folder / "search.json"):
+        command = _command("tune.search", training | config, folder.name)
+        given = {"device": ", ".join(devices), "fingerprint of the data": kept["identity"]["data"]}
+        _provenance(page, path, command, given, kept["parent"])
+        _settings(page, training | config)
+    return page
+
+
+def _label(row: Mapping[str, str], knobs: list[str]) -> str:
+    """A trial's micro-batch, accumulation and knobs."""
+    return " ".join([f"trial {row['number']}: {row['micro_batch']} x {row['accumulation']}", *(row[k] for k in knobs)])
+
+
+def _data(folder: Path) -> Page:
+    page, path = Page("Data set of token shards", folder.name), folder / "manifest.json"
+    with _reading(path):
+        manifest = _json(path)
+        counts, splits = manifest["report"], manifest["splits"]
+        page.figures = [
+            (f"{counts['tokens']:,}", "tokens"),
+            (f"{counts['books_kept']:,} of {counts['books_in']:,}", "books kept"),
+            (f"{counts['chars'] / max(counts['tokens'], 1):.2f}", "characters per token"),
+            (f"{sum(shard['bytes'] for shard in manifest['shards']) / 1e6:,.1f} MB", "of shards"),
+        ]
+        page.section("Splits")
+        page.table(
+            ("split", "books", "tokens", "characters", "shards"),
+            [
+                (name, *(f"{sums[of]:,}" for of in ("books", "tokens", "chars", "shards")))
+                for name, sums in splits.items()
+            ],
+        )
+        lengths = sorted(counts["tokens_a_book"].items(), key=lambda bin: (bin[0].startswith("over"), _bound(bin[0])))
+        bars = [Bar(label, number, None, None, f"{number:,}") for label, number in lengths]
+        page.section("Books")
+        page.parts.append(charts.bars("Books by their number of tokens", bars))
+        dropped = counts["books_dropped"]
+        page.text("Dropped: " + (", ".join(f"{number:,} {reason}" for reason, number in dropped.items()) or "none"))
+        config = dict(manifest["config"])
+        given = {"fingerprint": manifest["fingerprint"], "files read": f"{manifest['inputs']['files']:,}"}
+    quarantine = folder / "quarantine.jsonl"
+    if quarantine.is_file():
+        with _reading(quarantine):
+            lines = quarantine.read_text(encoding="utf-8").splitlines()
+            rows = [json.loads(line) for line in lines[:MOST_ROWS]]
+            if rows:
+                page.table(("dropped book", "reason", ""), [(r["book"], r["reason"], r["detail"]) for r in rows])
+            if len(lines) > MOST_ROWS:
+                page.text(f"The first {MOST_ROWS} of {len(lines):,}; {quarantine.name} lists all.")
+    with _reading(path):
+        sources = [str(source) for source in config.pop("sources")]
+        command = _command("pipeline.tokenize", config, None, [*sources, "--out", f"{folder}-again"])
+        _provenance(page, path, command, given)
+        _settings(page, config)
+    return page
+
+
+def _bound(label: str) -> int:
+    """The number of a label such as ``up to 1,000``."""
+    return int(label.rsplit(" ", 1)[1].replace(",", ""))
+
+
+def _profile(folder: Path) -> Page:
+    page, path = Page("Profile of a training step", folder.name), folder / "profile.json"
+    with _reading(path):
+        found = _json(path)
+        page.figures = [
+            (f"{found['step']:.2f} ms", "per step"),
+            (f"{found['forward']:.2f} ms", "forward"),
+            (f"{found['backward']:.2f} ms", "backward"),
+            (str(found["attention"]), "attention kernel"),
+        ]
+        page.section("Findings")
+        page.points([str(line) for line in found["findings"]])
+        page.section("Time by class")
+        spent = {**found["by_class"], **{f"idle: {cause}": ms for cause, ms in found["gaps"].items()}}
+        ranked = sorted(spent.items(), key=lambda item: -item[1])
+        bars = [Bar(kind, ms, None, None, f"{ms:.2f} ms") for kind, ms in ranked]
+        page.parts.append(charts.bars("Milliseconds per step", bars))
+        page.section("Kernels")
+        page.table(
+            ("kernel", "class", "calls", "ms"),
+            [(k["name"], k["kind"], f"{k['calls']:,}", f"{k['milliseconds']:.3f}") for k in found["kernels"][:30]],
+        )
+    _pictures(page, folder)
+    _provenance(page, path, None, {})
+    return page
+
+
+def _pictures(page: Page, folder: Path, skip: tuple[str, ...] = ()) -> None:
+    """Add the folder's pictures, but those that a chart replaces."""
+    pictures = [path for path in sorted(folder.glob("*.png")) if path.stem not in skip]
+    if pictures:
+        page.section("Pictures")
+    for path in pictures:
+        page.picture(path, path.stem.replace("_", " "))
+
+
+def _provenance(
+    page: Page, path: Path, command: str | None, given: Mapping[str, Any], key: Mapping[str, Any] | None = None
+) -> None:
+    """Where the figures come from: what is ``given``, when ``path`` was written, the run in MLflow, the command."""
+    page.section("Provenance")
+    finished = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
+    rows = {"folder": str(path.parent.resolve()), "finished": finished} | dict(given)
+    kept = path.parent / "tracking.json"
+    if key or kept.is_file():
+        with _reading(kept):
+            key = key or _json(kept)
+            rows |= {"MLflow store": key["store"], "MLflow run": key["run_id"]}
+    page.table((), [(name, str(value)) for name, value in rows.items() if value])
+    if command:
+        page.text("The command that repeats it:")
+        page.code(command)
+
+
+def _settings(page: Page, settings: Mapping[str, Any]) -> None:
+    """Add all settings as a table."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= {f"{name}.{part}": v for part, v in value.items()} if isinstance(value, dict) else {name: value}
+    page.section("Settings")
+    page.table((), [(name, json.dumps(value, ensure_ascii=False)) for name, value in flat.items() if value is not None])
+
+
+def _command(module: str, settings: Mapping[str, Any], name: str | None, words: list[str] | None = None) -> str:
+    """The command line of ``module`` with these settings as flags, under a ``name`` that is free."""
+    words = list(words or [])
+    for setting, value in settings.items():
+        flag = "--" + setting.replace("_", "-")
+        if setting in NOT_SETTINGS or value is None:
+            continue
+        if setting == "model" and isinstance(value, dict):
+            words += [flag, ",".join(["gpt2-124m", *(f"{part}={str(v).lower()}" for part, v in value.items())])]
+        elif isinstance(value, dict):  # of settings that are flags of their own
+            words += shlex.split(_command("", value, None))[3:]
+        elif isinstance(value, bool):
+            words += [flag] * value
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)] * bool(value)
+        elif setting in UNITS:
+            words += [flag, f"{value:.15g}{UNITS[setting]}"]
+        else:
+            words += [flag, str(value)]
+    words += ["--name", f"{name}-again"] if name else []
+    return shlex.join(["python", "-m", module, *words])
+
+
+def _interval(speed: Mapping[str, float]) -> str:
+    return f"95%: {speed['low']:,.0f} to {speed['high']:,.0f}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _float(text: str) -> float | None:
+    return float(text) if text else None
+
+
+KINDS = {
+    "standings.json": ("a ladder", _ladder),
+    "trials.csv": ("a search", _search),
+    "profile.json": ("a profile", _profile),
+    "manifest.json": ("a data set", _data),
+    "result.json": ("a run", _run),
+}
+"""By the file that a finished command leaves: what it is called, and how its folder is reported."""

@@ -1,0 +1,212 @@
+"""A report shows the figures of a folder's files, and runs no text of theirs; damage is refused in a sentence."""
+
+import base64
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.errors import UserError
+from infra.report.__main__ import ReportOptions, report
+from infra.report.folders import page_of
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTILE = '<script>alert(1)</script> & "Sons"'
+PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII=")
+
+MODEL = {"layers": 1, "heads": 2, "width": 64, "bias": True}
+KEY = {"store": "sqlite:////home/mlflow.db", "experiment_id": "3", "run_id": "ee9478f222a7", "journal": ""}
+THROUGHPUT = {"tokens_per_second": 4526.4, "low": 4423.0, "high": 4564.0, "steps": 29, "warmup_steps": 1}
+
+
+def written(folder: Path, files: dict[str, Any]) -> Path:
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    (folder / "picture.png").write_bytes(PIXEL)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    cycle = {"train_tokens": 5000, "train_loss": 9.9, "val_loss": 8.7, "cycle_tokens": 5500, "seconds": 2.0}
+    result = {
+        "outcome": "finished", "reason": "reached 30 steps", "steps": 30, "throughput": THROUGHPUT,
+        "memory": {"process": 1245540515}, "val_loss": 6.868, "mfu": 0.4213, "train_tokens": 33792,
+        "data_fingerprint": "39b00d4e7344", "device": "cpu", "sample": HOSTILE,
+    }  # fmt: skip
+    second = cycle | {"train_tokens": 10000, "train_loss": 7.0, "val_loss": None}
+    cycles = json.dumps(cycle) + "\n" + json.dumps(second) + "\n" + '{"killed'
+    config = {"data": "/data/books", "model": MODEL, "steps": 30}
+    return written(
+        tmp_path / "first", {"result.json": result, "cycles.jsonl": cycles, "config.json": config, "tracking.json": KEY}
+    )
+
+
+@pytest.fixture
+def ladder(tmp_path: Path) -> Path:
+    row = {
+        "name": "baseline", "reason": "", "batch": "4", "gib": 0.8287, "predicted_gib": 0.9128, "speed": 2138.2,
+        "low": 2122.0, "high": 2189.0, "total": None, "mfu": None, "loss": 10.6133, "changes_numerics": False,
+    }  # fmt: skip
+    rung = row | {
+        "name": HOSTILE,
+        "speed": 2673.8,
+        "total": {"ratio": 1.25, "low": 1.2, "high": 1.3, "control_width": 0.1},
+        "mfu": 0.31,
+    }
+    missing = dict.fromkeys(row) | {"name": "tensor cores", "reason": "TF32 is for GPUs", "changes_numerics": True}
+    standings = {"suite": "loop", "device": "cpu", "commit": "eee7f4a", "rows": [row, rung, missing]}
+    options = {
+        "suite": "loop", "rungs": ["one thing"], "steps": 8, "model": MODEL, "fit": True, "best": None,
+        "memory_limit": 4000, "time_budget": 20.0,
+    }  # fmt: skip
+    return written(tmp_path / "ladder", {"standings.json": standings, "ladder.json": {"options": options, "key": KEY}})
+
+
+@pytest.fixture
+def search(tmp_path: Path) -> Path:
+    trials = (
+        "micro_batch,compile,key,number,stage,accumulation,outcome,reason,tokens_per_second,low,high,memory,device\n"
+        "4,off,m4-5b,1,probe,1,ok,ran its 8 steps,1510.2,1470.0,1540.0,920678400,cpu\n"
+        f'8,whole,m8-ff,2,probe,1,oom,"{HOSTILE.replace(chr(34), chr(34) * 2)}",,,,,cpu\n'
+    )
+    winner = {"micro_batch": 4, "workers": 1, "global_batch": 16}
+    measured = {"tokens_per_second": 1510.2, "low": 1470.0, "high": 1540.0, "memory_bytes": 920678400}
+    kept = {
+        "config": {"training": {"model": MODEL, "global_batch": 16}, "memory_limit": 4000000000, "trial_time": 60.0,
+                   "name": "search", "dry_run": False, "knobs": []},
+        "identity": {"memory_limit": 4000000000, "data": "39b00d4e7344"}, "parent": KEY,
+    }  # fmt: skip
+    best = {"config": winner, "measured": measured}
+    return written(tmp_path / "search", {"trials.csv": trials, "best.json": best, "search.json": kept})
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    manifest = {
+        "report": {
+            "tokens": 1030419, "books_in": 68, "books_kept": 66, "chars": 4153147, "books_dropped": {"empty": 2},
+            "tokens_a_book": {"over 1,000,000": 1, "up to 1,000": 5, "up to 30,000": 60},
+        },
+        "splits": {"train": {"books": 65, "tokens": 975165, "chars": 3928773, "shards": 1}},
+        "shards": [{"bytes": 2062442}], "fingerprint": "39b00d4e7344", "inputs": {"files": 3},
+        "config": {"sources": ["my books", "sample"], "join_lines": True, "languages": []},
+    }  # fmt: skip
+    dropped = {"book": HOSTILE, "reason": "empty", "detail": "nothing is left"}
+    return written(tmp_path / "tokens", {"manifest.json": manifest, "quarantine.jsonl": json.dumps(dropped) + "\n"})
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    found = {
+        "step": 2235.46, "forward": 690.7, "backward": 1414.98, "attention": "flash", "findings": [HOSTILE],
+        "by_class": {"matmul": 715.9, "copies": 27.6}, "gaps": {"loader": 3.0},
+        "kernels": [{"name": "aten::mm", "kind": "matmul", "calls": 22, "milliseconds": 1401.179}],
+    }  # fmt: skip
+    return written(tmp_path / "profile", {"profile.json": found})
+
+
+FACTS = {
+    "run": (
+        "4,526 tokens/s", "95%: 4,423 to 4,564", "1.16 GiB", "6.868", "42.1%", "39b00d4e7344", "sqlite:////home/mlflow.db",
+        "python -m train.run --config", "--name first-again",
+    ),
+    "ladder": (
+        "2,138 tokens/s", "1.25x", "0.83", "2,122 to 2,189", "tensor cores: not run, TF32 is for GPUs", "eee7f4a",
+        "python -m train.ladder --suite loop --rungs 'one thing' --steps 8 --model "
+        "gpt2-124m,layers=1,heads=2,width=64,bias=true --fit --memory-limit 4000B --time-budget 20s "
+        "--name ladder-again",
+    ),
+    "search": (
+        "1,510 tokens/s", "4 x 4", "0.92 GB", "of 4.00 GB", "oom", "whole",
+        "--global-batch 16 --memory-limit 4000000000B --trial-time 60s --name search-again",
+    ),
+    "data": (
+        "1,030,419", "66 of 68", "4.03", "2.1 MB", "975,165", "Dropped: 2 empty", "up to 30,000",
+        "python -m pipeline.tokenize 'my books' sample --out", "--join-lines",
+    ),
+    "profile": ("2235.46 ms", "flash", "715.90 ms", "aten::mm", "1401.179", "idle: loader"),
+}  # fmt: skip
+
+
+class Reader(HTMLParser):
+    """What a browser would show, and the elements that it would make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.tags, self.loaded = "", set[str](), list[str]()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize("kind", FACTS)
+def test_a_report_shows_the_facts_and_runs_nothing(kind: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(kind)
+    assert report(ReportOptions(folder.name, out=folder.parent)) == 0
+    html = (folder / "report.html").read_text()
+    page = Reader()
+    page.feed(html)
+    assert [fact for fact in FACTS[kind] if fact not in page.text] == []
+    assert HOSTILE in page.text  # as text
+    assert "script" not in page.tags
+    assert "<script" not in html
+    assert [address[:22] for address in page.loaded] == ["data:image/png;base64,"] * (kind != "run" and kind != "data")
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [
+        ("run", "result.json"), ("run", "config.json"), ("run", "tracking.json"),
+        ("ladder", "standings.json"), ("ladder", "ladder.json"), ("search", "trials.csv"), ("search", "search.json"),
+        ("search", "best.json"), ("data", "manifest.json"), ("data", "quarantine.jsonl"), ("profile", "profile.json"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("content", ['{"a": 1}', "[]", '{"tokens": '])
+def test_a_damaged_file_is_named_in_one_sentence(
+    kind: str, file: str, content: str, request: pytest.FixtureRequest
+) -> None:
+    folder: Path = request.getfixturevalue(kind)
+    (folder / file).write_text(content)
+    with pytest.raises(UserError) as refused:
+        page_of(folder)
+    assert str(refused.value).startswith(f"{folder / file} is damaged")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"), [("run", "config.json"), ("ladder", "ladder.json"), ("search", "search.json")]
+)
+def test_a_missing_file_is_named(kind: str, file: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(kind)
+    (folder / file).unlink()
+    with pytest.raises(UserError, match=f"has no {file}"):
+        page_of(folder)
+
+
+def test_the_command_refuses_what_it_cannot_report_with_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, sentence in (("empty", "has nothing to report"), ("nowhere", "there is no folder")):
+        command = [sys.executable, "-m", "infra.report", name, "--out", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert sentence in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_search_without_a_winner_and_a_run_without_a_speed_are_reported(run: Path, search: Path) -> None:
+    (search / "best.json").unlink()
+    assert "no winner" in page_of(search).html()
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps(result | {"throughput": None, "val_loss": None, "mfu": None}))
+    (run / "cycles.jsonl").unlink()
+    assert "reached 30 steps" in page_of(run).html()
