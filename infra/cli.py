@@ -92,5 +92,11 @@ def write_completion(words: list[str]) -> int:
         line.replace("\\n", " ") if line.startswith("COMPLETION_SPEC") else line
         for line in script.getvalue().splitlines()
     ]
-    Path(words[2]).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    file = Path(words[2]).expanduser()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as refused:
+        print(f"error: {file} cannot be written ({refused.strerror}): name another file.", file=sys.stderr)
+        return 2
     return 0

@@ -68,7 +68,7 @@ def test_an_unknown_command_is_refused_in_one_sentence(script: Path, tmp_path: P
 
 
 def test_bash_completes_commands_flags_and_values(script: Path, tmp_path: Path) -> None:
-    completion = tmp_path / "completion"
+    completion = tmp_path / "new folder" / "completion"
     assert cli.write_completion([cli.COMPLETION, "bash", str(completion)]) == 0
     ask = """
         source "$1"; shift
@@ -98,3 +98,5 @@ def test_zsh_gets_a_completion_too_and_an_unknown_shell_a_sentence(
         subprocess.run([zsh, "-n", str(tmp_path / "_throughline")], check=True)
     assert cli.write_completion([cli.COMPLETION, "tash", "-"]) == 2
     assert "bash, zsh" in capsys.readouterr().err
+    assert cli.write_completion([cli.COMPLETION, "zsh", str(tmp_path)]) == 2
+    assert "cannot be written (Is a directory)" in capsys.readouterr().err
