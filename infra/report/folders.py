@@ -331,7 +331,7 @@ def _provenance(
     kept = path.parent / "tracking.json"
     if key or kept.is_file():
         with _reading(kept):
-            key = key or _json(kept)
+            key = key or dict(_json(kept))
             rows |= {"MLflow store": key["store"], "MLflow run": key["run_id"]}
     page.table((), [(name, str(value)) for name, value in rows.items() if value])
     if command:
