@@ -33,7 +33,6 @@ class Command(NamedTuple):
 COMMANDS = {
     "tokenize": Command("pipeline.tokenize", "pipeline.config:TokenizeConfig", "turn books into token shards"),
     "inspect": Command("pipeline.inspect", "pipeline.inspect:InspectConfig", "show and verify a folder of shards"),
-    "fetch": Command("pipeline.fetch", "pipeline.fetch:FetchConfig", "copy shards from object storage, verified"),
     "run": Command("train.run", "train.run:RunOptions", "train one configuration and measure it"),
     "ladder": Command("train.ladder", "train.ladder.__main__:LadderOptions", "measure what each optimisation gains"),
     "plan": Command("train.plan", "train.plan:PlanOptions", "predict memory, arithmetic, time and cost of a run"),

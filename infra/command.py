@@ -6,6 +6,7 @@ Ctrl-C. Entry files contain wiring only, because functions that are defined in a
 workers as ``__main__`` and are pickled by value.
 """
 
+import argparse
 import atexit
 import errno
 import gc
@@ -221,11 +222,10 @@ def flag_value(flag: str) -> str | None:
 
     Raises ``UserError`` when it is empty, which would look like a flag that was left out.
     """
-    words = [part for word in sys.argv for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])]
-    if flag not in words[:-1]:
-        return None
-    value = words[words.index(flag) + 1]
-    if not value:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, nargs="?", dest="value")  # where the value is missing, parsing all flags says so
+    value: str | None = parser.parse_known_args()[0].value
+    if value == "":
         raise UserError(f"{flag} is empty: give it a value, or leave it out.")
     return value
 

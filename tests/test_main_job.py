@@ -181,8 +181,8 @@ def test_every_gpu_command_of_the_readme_works(demo: Path) -> None:
 
 
 COMMANDS = (
-    "pipeline.tokenize", "pipeline.inspect", "pipeline.fetch", "train.run", "train.ladder", "train.plan",
-    "train.profile", "train.generate", "train.export", "tune.search", "infra.doctor",
+    "pipeline.tokenize", "pipeline.inspect", "train.run", "train.ladder", "train.plan",
+    "train.profile", "train.generate", "train.export", "tune.search", "infra.doctor", "infra.report",
 )  # fmt: skip
 
 

@@ -37,6 +37,8 @@ def kept_config(place: Place) -> SearchConfig:
     try:
         kept = _kept(place)["config"]
         return from_json(SearchConfig, kept | {"training": as_of_now(kept["training"])}, "it")
+    except UserError:
+        raise
     except (ValueError, KeyError) as damage:
         raise UserError(f"--resume: {place / KEPT} is damaged ({damage}); begin a new search.") from damage
 
