@@ -1,0 +1,58 @@
+"""The notebook for a hosted GPU runs from top to bottom, here on the CPU with a tiny model."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+
+ROOT = Path(__file__).parents[3]
+NOTEBOOK = ROOT / "infra" / "deploy" / "notebook" / "a100.ipynb"
+
+TINY = {
+    "INSTALL": "",
+    "BOOKS": "sample",
+    "MODEL": "tiny,layers=1,width=32,context_length=64",
+    "LADDER": "--suite loop --steps 8 --cycle 8+1",
+    "RUNGS": "accumulation",
+    "SEARCH": "--global-batch 2 --memory-limit 4GB --trial-steps 8 --confirm 0",
+}
+
+
+def test_the_notebook_is_valid_and_a_mistake_is_found() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    del notebook.cells[1]["source"]
+    with pytest.raises(nbformat.ValidationError, match="source"):
+        nbformat.validate(notebook)
+
+
+@pytest.mark.timeout(1800)  # five whole commands
+def test_the_notebook_runs(
+    tmp_path: Path, empty_store: Path, cluster: str, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    named = set(TINY) | {"DATA", "OUT"}
+    assert all(f"{name}=" in parameters.source for name in named)
+    parameters.source += f"\nos.environ.update({TINY!r})"
+    (served,) = [cell for cell in notebook.cells if "PORT = 5000" in cell.source]
+    served.source = served.source.replace("PORT = 5000", f"PORT = {free_port}")
+    shutil.copy(empty_store, tmp_path)  # creating one takes seconds
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    client = nbclient.NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    said = "\n".join(str(output) for cell in notebook.cells for output in cell.get("outputs", []))
+    assert "tokens in data/tokens" in said
+    assert "image/png" in said
+    assert "train with it: python -m train.run --config runs/search/best.json" in said
+    assert "metrics.throughput/" in said
+    assert "<iframe" in said
