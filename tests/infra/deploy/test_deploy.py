@@ -299,6 +299,9 @@ def test_a_lost_machine_is_noticed_in_seconds_and_joining_needs_a_token(name: st
     assert re.search(r"RAY_AUTH_MODE(=|: )token|mode: token", text)
 
 
+FLAG = re.compile(r"--[a-z][a-z-]+")
+
+
 def commands() -> dict[str, set[str]]:
     """The commands of the jobs, the notebook and the README, by module, with all the flags they are given."""
     texts = [(KUBERAY / "jobs" / job / "kustomization.yaml").read_text() for job in JOBS]
@@ -309,7 +312,10 @@ def commands() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for line in "\n".join(texts).splitlines():
         for module, flags in re.findall(r"python -m ((?:pipeline|train|tune|infra)\.\w+)([^\"`]*)", line):
-            found.setdefault(module, set()).update(re.findall(r"(--[a-z][a-z-]+)", flags))
+            found.setdefault(module, set()).update(FLAG.findall(flags))
+    for module, parameter in {"train.ladder": "LADDER", "tune.search": "SEARCH"}.items():
+        for flags in re.findall(rf'{parameter}="(.*?)"', "\n".join(texts)):
+            found[module].update(FLAG.findall(flags))
     return found
 
 
