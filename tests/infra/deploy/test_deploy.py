@@ -106,7 +106,7 @@ MISTAKES = [
     ("cluster/raycluster.yaml", "maxReplicas: 8", "maxReplica: 8", "'maxReplica' was unexpected"),
     ("cluster/raycluster.yaml", 'num-cpus: "0"', "num-cpus: 0", "0 is not of type 'string'"),
     ("cluster/raycluster.yaml", "serviceAccountName", "serviceAcountName", "'serviceAcountName' was unexpected"),
-    ("platform/disruption.yaml", "maxUnavailable", "maxUnavailble", "'maxUnavailble' was unexpected"),
+    ("platform/disruption.yaml", "minAvailable", "minAvailble", "'minAvailble' was unexpected"),
     ("platform/mlflow.yaml", "readinessProbe", "readynessProbe", "'readynessProbe' was unexpected"),
     ("platform/namespace.yaml", "automountService", "automount", "'automountAccountToken' was unexpected"),
     ("platform/network.yaml", "policyTypes", "policyType", "'policyType' was unexpected"),
