@@ -308,20 +308,15 @@ def ask_others(question: Callable[..., T], *arguments: Any) -> list[tuple[str, T
     With each answer comes its machine's name. Those that do not answer in ``ASKING_SECONDS`` are left out.
     """
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     own = ray.get_runtime_context().get_node_id()
-    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own and _has_room(node)]
-    if not others:
-        return []
-    ask: Any = ray.remote(num_cpus=0)(question)
-    asked = {
-        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(*arguments):
-        node["NodeManagerHostname"]
-        for node in others
-    }  # fmt: skip
-    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ASKING_SECONDS)
-    return [(asked[answer], ray.get(answer)) for answer in done]
+    others = {
+        node["NodeID"]: node["NodeManagerHostname"]
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] != own and _has_room(node)
+    }
+    answers = ask_nodes(list(others), question, *arguments, seconds=ASKING_SECONDS)
+    return [(others[node], answer) for node, answer in answers.items() if not isinstance(answer, Exception)]
 
 
 def _has_room(node: Mapping[str, Any]) -> bool:
