@@ -38,6 +38,14 @@ class Lab:
         assert done.returncode == 0, f"lab {' '.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout
 
+    def execute(self, program: str, argument: str = "") -> str:
+        """The output of a Python program in the project's folder of ``head``."""
+        return self("on", "head", f"cd ~/project && {self.python} - {argument} <<'END'\n{program}\nEND")
+
+    def receive(self, command: str, content: bytes) -> None:
+        """Run ``command`` on ``head`` with ``content`` as its input."""
+        subprocess.run([LAB, "on", "head", command], input=content, env=self.environment, check=True, timeout=60)
+
     def start(self, machine: str, command: str) -> subprocess.Popen[str]:
         """Start ``python -m COMMAND`` in the project's folder of ``machine``; signals to it reach the command."""
         line = f"cd ~/project && exec {self.python} -m {command}"

@@ -141,9 +141,10 @@ def test_a_long_step_ends_on_ctrl_c(cluster: str, small_shards: Path, tmp_path: 
         [sys.executable, "-c", program, "--data", str(small_shards), "--name", "one", "--address", cluster, *flags],
         cwd=tmp_path, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    starts = tmp_path / "runs/one/starts"
-    while slow.poll() is None and not (starts.exists() and len(starts.read_text().splitlines()) > 1):
+    locked = tmp_path / "runs/one/lock"  # by the worker, once it has begun
+    while slow.poll() is None and not locked.exists():
         time.sleep(0.05)
+    time.sleep(5)  # its first step takes minutes
     slow.send_signal(signal.SIGTERM)
     _, said = slow.communicate(timeout=60)
     assert slow.returncode == 130

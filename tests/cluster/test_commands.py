@@ -1,0 +1,196 @@
+"""Every command with its driver on a head without cores and its workers on other machines, which share a store alone.
+
+In one file, so that one process runs them: two clusters at once would be too much for a small machine.
+"""
+
+import json
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BOOKS = """
+import random
+from pathlib import Path
+from infra.place import Place
+chance = random.Random(0)
+words = ["".join(chance.choices("aeioulnrst", k=chance.randint(2, 7))) for _ in range(3000)]
+for number in range(6):
+    text = ". ".join(f"Number {number} " + " ".join(chance.choices(words, k=100)) for _ in range(1500))
+    for books in ("s3://lab/books", Path.home() / "books"):
+        Place.of(books).write(f"book {number}.txt", text.encode())
+"""
+ON_ONE_MACHINE = """
+from pipeline.config import TokenizeConfig
+from pipeline.job import output
+from pipeline.job.plan import Job
+from pipeline.job.task import do_piece
+job = Job(TokenizeConfig(("s3://lab/books",), out="alone", shard_size=1_000_000))
+output.begin(job, ())
+for piece in job.pieces:
+    do_piece(piece, job.place, "alone")
+output.finish(job)
+"""
+CONTENTS = """
+import json, sys
+from infra.place import Place
+place = Place.of(sys.argv[1])
+print(json.dumps({name: place.checksum(name) for name in place.files() if not name.endswith(".lock")}))
+"""
+LOSE = """
+from infra.place import Place
+Place.of("s3://lab/tokens").remove(["train/000001-000.arrow"])
+"""
+
+MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
+FLAGS = (
+    f"--data s3://lab/small --out s3://lab/runs --accelerator A100 --model {MODEL} --global-batch 8 --micro-batch 4 "
+    "--cycle 10+1 --checkpoint-every 15 --schedule constant"
+)
+READ = """
+import json
+from infra.place import Place
+from infra.tracking.key import RunKey
+from mlflow.tracking import MlflowClient
+place = Place.of("s3://lab/runs/one")
+key = json.loads(place.read("tracking.json"))
+client = MlflowClient(key["store"])
+steps = [point.step for point in client.get_metric_history(key["run_id"], "loss/step")]
+run = client.get_run(key["run_id"])
+print(json.dumps({"files": sorted(place.files()), "steps": steps, "tags": run.data.tags, "status": run.info.status,
+                  "result": json.loads(place.read("result.json"))}))
+"""
+
+SEARCH = (
+    f"--model {MODEL} --device cpu "
+    "--data s3://lab/small --out s3://lab/searches --global-batch 2 --micro-batch 1 --trial-steps 8 --searcher grid "
+    "--confirm 0 --memory-limit 8GB"
+)
+
+COPY = """
+import sys
+from pathlib import Path
+from infra.place import Place
+there = Place.of("s3://lab/small")
+for name in Place.of(sys.argv[1]).files():
+    there.put(Path(sys.argv[1]) / name, name)
+"""
+
+
+STORED = """
+import json, sys
+from infra.place import Place
+place = Place.of(sys.argv[1])
+print(json.dumps({n: place.read(n).decode() for n in place.files() if n.endswith(("json", "csv"))}))
+"""
+
+
+@pytest.fixture(scope="module")
+def data(lab: Any, small_shards: Path) -> None:
+    """The small shards in the lab's storage."""
+    packed = subprocess.run(["tar", "-C", small_shards, "-cf", "-", "."], capture_output=True, check=True).stdout
+    lab.receive("mkdir ~/small && tar -C ~/small -xf -", packed)
+    lab.execute(COPY, "~/small")
+
+
+def test_shards_are_written_where_they_are_made_and_are_those_of_one_machine(lab: Any) -> None:
+    def contents(where: str) -> dict[str, str]:
+        return json.loads(lab.execute(CONTENTS, where))
+
+    lab.execute(BOOKS)
+    lab.execute(ON_ONE_MACHINE)
+    alone = contents("alone")
+    assert sum(name.endswith(".arrow") for name in alone) == 6
+    command = "pipeline.tokenize s3://lab/books --shard-size 1MB --out"
+    lab.run("head", f"{command} s3://lab/tokens")
+    assert contents("s3://lab/tokens") == alone
+    assert "is finished; nothing to do" in lab.run("head", f"{command} s3://lab/tokens")
+    lab.execute(LOSE)
+    assert "done: 5 pieces; to do: 1 shards missing" in lab.run("head", f"{command} s3://lab/tokens")
+    assert contents("s3://lab/tokens") == alone
+    said = lab.run("head", f"{command} tokens", code=2)
+    assert re.search("on this machine's disk, which w[12]\\S* .*of the cluster cannot see: give object storage", said)
+    lab.run("head", "pipeline.tokenize ~/books --shard-size 1MB --out s3://lab/carried")  # which only the head has
+    shards = {name: there for name, there in alone.items() if name.endswith(".arrow")}
+    assert shards.items() <= contents("s3://lab/carried").items()
+
+
+def interrupted(process: subprocess.Popen[str], after: str) -> tuple[str, float]:
+    """The output of a command that gets SIGTERM at its first line that holds ``after``, and how long it took to end."""
+    assert process.stdout
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if after in line:
+            break
+    asked = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    rest, _ = process.communicate(timeout=60)
+    return "".join([*lines, rest]), time.monotonic() - asked
+
+
+@pytest.mark.usefixtures("data")
+def test_a_run_is_interrupted_and_continued_where_machines_share_a_store_alone(lab: Any) -> None:
+    assert "is on this machine's disk" in lab.run("head", f"train.run {FLAGS} --out runs --steps 5", code=2)
+    running = lab.start("head", f"train.run {FLAGS} --name one --steps 100000")
+    printed, seconds = interrupted(running, "tok/sec")
+    assert running.returncode == 130, printed
+    assert seconds < 30
+    assert "w2 fetches s3://lab/small: 0 of 3 shards" in printed
+    assert printed.splitlines()[-1] == "continue with: python -m train.run --resume s3://lab/runs/one"
+    (checkpoint,) = re.findall(r"s3://lab/runs/one/checkpoints/step-(\d+)", printed)
+    end = int(checkpoint) + 12
+
+    printed = lab.run("head", f"train.run --resume s3://lab/runs/one --steps {end}")
+    assert "fetches" not in printed, "the worker's machine has the data"
+    found = json.loads(lab.execute(READ))
+    assert found["steps"] == list(range(1, end + 1)), "every step once"
+    assert found["status"] == "FINISHED"
+    assert found["tags"]["worker"] == "w2"
+    assert found["result"]["checkpoint"] == f"s3://lab/runs/one/checkpoints/step-{end:08d}"
+    assert f"checkpoints/step-{end:08d}/progress.json" in found["files"]
+    assert {"config.json", "cycles.jsonl", "result.json", "tracking.json"} <= set(found["files"])
+
+
+def stored(lab: Any, name: str) -> dict[str, str]:
+    """The JSON and CSV files of the search ``name`` in the storage."""
+    return json.loads(lab.execute(STORED, f"s3://lab/searches/{name}"))
+
+
+@pytest.mark.usefixtures("data")
+def test_a_search_that_was_stopped_continues_on_two_machines(lab: Any) -> None:
+    """Ctrl-C after the first trial, then the printed command, with each machine's own control."""
+    search = lab.start("head", f"tune.search {SEARCH} --name one")
+    assert search.stdout
+    line = next(line for line in search.stdout if re.match(r" +1 probe", line))
+    assert "on w1 | ok" in line
+    search.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    said = search.stdout.read()
+    assert search.wait(60) == 130, said
+    assert time.monotonic() - asked < 30
+    (again,) = re.findall(r"continue with: python -m (tune\.search .*)", said)
+    assert again == "tune.search --resume one --out s3://lab/searches"
+    kept = stored(lab, "one")
+    said = lab.run("head", f"{again} --parallel 2")
+    found = stored(lab, "one")
+    rows = {name: json.loads(text) for name, text in found.items() if name.startswith("trials/")}
+    assert {name: text for name, text in kept.items() if name.startswith("trials/")}.items() <= found.items()
+    assert sorted((row["stage"], row["outcome"], row["candidate"]["micro_batch"]) for row in rows.values()) == [
+        ("control", "ok", 1), ("probe", "ok", 1), ("probe", "ok", 2)
+    ]  # fmt: skip
+    assert {row["node"] for row in rows.values() if row["stage"] == "control"} == {"w2"}
+    assert json.loads(found["best.json"])["measured"]["tokens_per_second"] > 0
+    assert "train with it: python -m train.run --config s3://lab/searches/one/best.json" in said
+
+
+def test_the_doctor_names_every_machine(lab: Any) -> None:
+    said = lab.run("head", "infra.doctor --quick --address auto --storage s3://lab/doctor")
+    for name, cores in {"head": 0, "w1": 2, "w2": 2}.items():
+        assert re.search(rf"(?m)^{name} +{cores} .* s +[\d,]+ GB +[\d,]+ MB/s, [\d,]+ MB/s", said), said
+    said = lab.run("head", "infra.doctor --quick --address auto --storage s3://nowhere/doctor", code=1)
+    assert "w1: cannot use s3://nowhere/doctor" in said
