@@ -141,7 +141,8 @@ class RunFolder:
         try:
             yield
         except BaseException:
-            if not (self.cycles.exists() or self.result.exists() or self.has_checkpoint()):
+            begun = self.cycles.exists() or self.result.exists() or checkpoints_in(self.checkpoints)
+            if not (begun or self.has_checkpoint()):
                 shutil.rmtree(self.path, ignore_errors=True)
                 if self.kept_at:
                     self.kept_at.remove(self.kept_at.files())

@@ -118,7 +118,7 @@ def test_a_new_run_takes_no_name_that_is_taken(bucket: str) -> None:
         new_run(f"s3://runs/kept{bucket}", "run3")
     with home.command_lock(), pytest.raises(UserError, match="another command is training in s3://runs/kept/run3"):
         working_copy(home.place, fresh=False)
-    with pytest.raises(UserError, match=r"--out: s3://absent/.* cannot be written"):
+    with pytest.raises(UserError, match=r"--out s3://absent/.* cannot be written"):
         new_run(f"s3://absent{bucket}", "run3")
 
 
