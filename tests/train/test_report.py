@@ -79,7 +79,8 @@ def test_a_result_in_mlflow(config: TrainConfig, make_result: Make) -> None:
     result = make_result(memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=palm(config.model))
     assert report.result_metrics(result) == {
         "result/tokens_per_second": 1000.0, "result/tokens_per_second_low": 990.0,
-        "result/tokens_per_second_high": 1020.0, "result/mfu": 0.4, "result/matmul_utilisation": 0.5,
+        "result/tokens_per_second_high": 1020.0, "result/mfu": 0.4, "result/hfu": None,
+        "result/matmul_utilisation": 0.5,
         "result/tflops_per_second": 0.002, "result/val_loss": 3.5, "result/val_perplexity": 33.1,
         "result/val_bits_per_byte": 1.5, "result/val_bits_per_character": None, "memory/process_gib": 4.0,
         "memory/allocated_gib": 2.0, "memory/reserved_gib": 3.0, "memory/allocator_retries": 5,

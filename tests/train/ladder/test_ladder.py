@@ -25,11 +25,12 @@ from train.ladder import charts, report, runner
 from train.ladder.__main__ import LadderOptions, saved, with_ends
 from train.ladder.runner import refuse_short, refuse_unsuited
 from train.ladder.suites import SUITES, Rung
-from train.launch import driver, worker
+from train.launch import driver
 from train.launch.run import Run
+from train.loop.memory_limit import Limit
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig, format_model, parse_model
-from train.result import RunResult
+from train.result import CycleReport, RunResult
 
 pytestmark = pytest.mark.usefixtures("working_folder")
 
@@ -78,9 +79,15 @@ REFUSED = {"tensor cores", "max-autotune", "fp16"} | (set() if find_spec("torcha
 """The last by its worker."""
 
 
-def here(run: Run, config: TrainConfig, *_: object) -> RunResult:
+def here(run: Run, config: TrainConfig, *_: object, memory_limit: int | None = None) -> tuple[RunResult, None]:
     """What a Ray worker does for a rung, in this process, whose memory is not the rung's alone."""
-    return worker.train(run.home, config, None, first=True)
+
+    def on_cycle(report: CycleReport) -> None:
+        run.home.append(report)
+
+    run.home.path.mkdir(parents=True, exist_ok=True)
+    limit = Limit.impose(memory_limit, config.device) if memory_limit else None
+    return Trainer(config, on_cycle=on_cycle, checkpoints=run.home.checkpoints, limit=limit).run(), None
 
 
 def in_this_process(patch: pytest.MonkeyPatch) -> None:
@@ -190,9 +197,9 @@ def test_a_rung_over_the_limit_has_failed(
 ) -> None:
     limits = iter([10**12, 10**6, 10**12])  # of the baseline, the rung and the control again
 
-    def rung(run: Run, config: TrainConfig, *_: object) -> RunResult:
+    def rung(run: Run, config: TrainConfig, *_: object) -> tuple[RunResult, None]:
         assert run.memory_limit == 4 * 10**9
-        return worker.train(run.home, config, None, first=True, memory_limit=next(limits))
+        return here(run, config, memory_limit=next(limits))
 
     monkeypatch.setattr(driver, "train", rung)
     monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
@@ -266,12 +273,12 @@ def test_an_interrupted_ladder_says_how_to_continue_it(
 ) -> None:  # fmt: skip
     """Whether the rung's worker saved in time, or not."""
 
-    def train(run: Run, *_: object) -> RunResult:
+    def train(run: Run, *_: object) -> tuple[RunResult, None]:
         if run.home.path.name == "control-00":
-            return make_result()
+            return make_result(), None
         if raises:
             raise KeyboardInterrupt
-        return make_result(outcome="interrupted")
+        return make_result(outcome="interrupted"), None
 
     monkeypatch.setattr(driver, "train", train)
     monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
