@@ -34,19 +34,18 @@ def place_of(out: str, name: str) -> Place:
 
 def kept_config(place: Place) -> SearchConfig:
     """The settings of the search in ``place``. Raises ``UserError`` when there is none."""
+    content = _content(place)
     try:
-        kept = _kept(place)["config"]
+        kept = json.loads(content)["config"]
         return from_json(SearchConfig, kept | {"training": as_of_now(kept["training"])}, "it")
-    except UserError:
-        raise
     except (ValueError, KeyError) as damage:
         raise UserError(f"--resume: {place / KEPT} is damaged ({damage}); begin a new search.") from damage
 
 
-def _kept(place: Place) -> dict[str, Any]:
-    """The content of ``search.json``. Raises ``UserError`` without one, and ``ValueError`` when it is damaged."""
+def _content(place: Place) -> bytes:
+    """The content of ``search.json``. Raises ``UserError`` without one."""
     try:
-        return json.loads(place.read(KEPT))
+        return place.read(KEPT)
     except OSError:
         listed = f"look in {place.parent}" if place.remote else f"'ls {place.parent}' lists what was run"
         raise UserError(f"--resume: there is no {place / KEPT}; {listed}.") from None
@@ -95,7 +94,7 @@ def begin(copy: WorkingCopy, config: SearchConfig, identity: dict[str, Any], par
 
 def kept_identity(place: Place) -> dict[str, Any]:
     """What the search in ``place`` was, under today's names of its settings."""
-    kept: dict[str, Any] = _kept(place)["identity"]
+    kept: dict[str, Any] = json.loads(_content(place))["identity"]
     return {RENAMED.get(name, name): value for name, value in as_of_now(kept).items()}
 
 
@@ -112,7 +111,7 @@ def resumed_parent(place: Place, identity: dict[str, Any]) -> RunKey:
             f"--resume {place.name}: that search was another one ({'; '.join(changed)}). Leave these flags out to "
             "continue it, or begin a new search with another --name."
         )
-    parent = from_json(RunKey, _kept(place)["parent"], str(place / KEPT))
+    parent = from_json(RunKey, json.loads(_content(place))["parent"], str(place / KEPT))
     from infra.tracking.store import reopen_run
     from infra.tracking.tracker import JOURNAL
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 PROGRAM = """
-import json, sys, threading
+import json, sys, threading, uuid
 from pathlib import Path
 from infra.cluster import connected
 from infra.errors import UserError
@@ -16,17 +16,18 @@ from pipeline.job.plan import make_plan
 from pipeline.books.sources import find
 from pipeline.job.ray_data import do_pieces
 
+run = uuid.uuid4().hex  # this machine may hold notes of a killed test
 out, books = Place.of(sys.argv[1]), Path(sys.argv[2])
 config = TokenizeConfig(sources=(str(books),), shard_size=1_000_000)
 plan = make_plan(find(config.sources), config)
 with connected(cpus=1):
-    done = [summary["piece"] for summary in do_pieces(plan, out, "run", workers=1, ours=True)]
+    done = [summary["piece"] for summary in do_pieces(plan, out, run, workers=1, ours=True)]
     print(json.dumps([len(plan), done]))
     (books / "17.txt").unlink()
     threads = []
     for _ in range(4):
         try:
-            list(do_pieces(plan, out, "run", workers=1, ours=True))
+            list(do_pieces(plan, out, run, workers=1, ours=True))
         except UserError as gone:
             threads += [thread.name for thread in threading.enumerate()]
             sentence = str(gone)

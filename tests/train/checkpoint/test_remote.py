@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -52,11 +52,12 @@ def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
 
 
 @pytest.fixture(autouse=True)
-def own_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine's scratch, for each test."""
-    (tmp_path / "scratch").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+def own_scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine's scratch, for each test. Its path is short, because Ray names sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as scratch:
+        monkeypatch.setattr(tempfile, "tempdir", scratch)
+        monkeypatch.setenv("TMPDIR", scratch)
+        yield
 
 
 def test_a_run_continues_from_its_copy(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
