@@ -68,6 +68,7 @@ def test_a_run_continues_from_its_copy(config: TrainConfig, bucket: str, tmp_pat
     stopping = iter([False] * 16 + [True]).__next__
     result = Trainer(config, checkpoints=checkpoints, copies=place, should_stop=stopping).run()
     assert result.checkpoint == f"s3://runs/kept/run1/checkpoints/step-00000017{bucket}"
+    assert result.checkpoint is not None
     assert remote.copies(place) == ["checkpoints/step-00000015", "checkpoints/step-00000017"]
     with pytest.raises(UserError, match="there is no run with a checkpoint"):
         find_run(f"s3://runs/kept/other{bucket}", "runs")

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infra.errors import UserError
+from infra.place import Place
 from train.checkpoint import save
 from train.checkpoint.find import find_run
 from train.checkpoint.progress import Progress, checkpoints_in, damage, newest
@@ -158,7 +159,7 @@ def test_an_interrupted_run_names_the_command_that_continues_it_if_one_can(
     for keep, last in ((1, "continue with: python -m train.run --resume"), (0, "no checkpoint was kept: start again")):
         told = dataclasses.replace(config, keep_checkpoints=keep)
         result = Trainer(told, checkpoints=tmp_path / str(keep), should_stop=lambda: True).run()
-        print_result(told, result, tmp_path, "in MLflow")
+        print_result(told, result, Place.of(tmp_path), "in MLflow")
         assert capsys.readouterr().out.splitlines()[-1].startswith(last)
 
 
@@ -169,7 +170,7 @@ def test_a_diverged_run_suggests_a_lower_learning_rate(
     result = Trainer(wild, checkpoints=tmp_path).run()
     assert (result.outcome, result.checkpoint) == ("diverged", None)
     for saved, last in ((None, "--learning-rate below 1e+30 or, "), ("step-7", "the last good checkpoint is kept")):
-        print_result(wild, dataclasses.replace(result, checkpoint=saved), tmp_path, "in MLflow")
+        print_result(wild, dataclasses.replace(result, checkpoint=saved), Place.of(tmp_path), "in MLflow")
         assert last in capsys.readouterr().out.splitlines()[-1]
 
 
