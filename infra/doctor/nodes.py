@@ -159,7 +159,7 @@ def compare(machine: Machine, own: Machine) -> dict[str, bool]:
         ("Python", machine.python, own.python),
         *((name, machine.versions[name], own.versions[name]) for name in own.versions),
     ]:
-        if theirs != ours:
+        if theirs.partition("+")[0] != ours.partition("+")[0]:  # a build for CUDA and one for the CPU work together
             fatal = name == "ray" or theirs == "missing" or theirs.split(".")[:2] != ours.split(".")[:2]
             found[f"{name} is {theirs} and here {ours}: install the same version"] = fatal
     if machine.scratch_free < SPARE:

@@ -232,7 +232,9 @@ def test_the_machines_of_a_cluster_are_reported(
 def test_another_version_is_a_problem_and_fatal_where_ray_fails() -> None:
     own = nodes.describe()
     assert not nodes.compare(replace(own, scratch_free=10**12), own)
-    other = replace(own, python="3.1.0", versions={"ray": "1.0", "torch": f"{own.versions['torch']}.1"})
+    public = own.versions["torch"].partition("+")[0]
+    assert not nodes.compare(replace(own, scratch_free=10**12, versions=own.versions | {"torch": f"{public}+cu1"}), own)
+    other = replace(own, python="3.1.0", versions={"ray": "1.0", "torch": f"{public}.1"})
     found = nodes.compare(replace(other, scratch_free=10**9), own)
     assert list(found.values()) == [True, True, False, False]
     assert f"Python is 3.1.0 and here {platform.python_version()}: install the same version" in found
