@@ -52,12 +52,12 @@ def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
 
 
 @pytest.fixture(autouse=True)
-def own_scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A machine's scratch, for each test. Its path is short, because Ray names sockets in it."""
-    with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as scratch:
-        monkeypatch.setattr(tempfile, "tempdir", scratch)
-        monkeypatch.setenv("TMPDIR", scratch)
-        yield
+    with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
 
 
 def test_a_run_continues_from_its_copy(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_new_run_takes_no_name_that_is_taken(bucket: str) -> None:
 
 
 def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
-    config: TrainConfig, bucket: str, tmp_path: Path
+    config: TrainConfig, bucket: str, tmp_path: Path, scratch: Path
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
@@ -138,13 +138,13 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     while "checkpoints/step-00000056" not in remote.copies(place):
         assert lost.poll() is None
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.3)  # each look is a request to the storage that the run writes to
     for process in (psutil.Process(lost.pid), *psutil.Process(lost.pid).children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
             process.kill()
     lost.wait()
-    shutil.rmtree(tmp_path / "scratch")
-    (tmp_path / "scratch").mkdir()
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(exist_ok=True)
     (here / "mlflow.db").unlink()
 
     progress = read_progress(find_run(place.address, "runs").newest())
@@ -165,7 +165,7 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     assert sum(len(cycle["step_losses"]) for cycle in logged) == end
     result = json.loads(place.read("result.json"))
     assert result["checkpoint"] == str(place / f"checkpoints/step-{end:08d}")
-    assert not list((tmp_path / "scratch").glob("*/runs/*/*/checkpoints")), "nothing is left on the worker"
+    assert not list(scratch.glob("*/runs/*/*/checkpoints")), "nothing is left on the worker"
 
 
 def test_unreachable_storage_is_retried(
