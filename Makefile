@@ -39,10 +39,12 @@ endif
 	cd $(DEMO) && $(PYTHON_HERE) -m tune.search --data data/tokens --name demo-search $(DEMO_SEARCH)
 	@echo "Everything is in MLflow; look with: cd $(DEMO) && $(abspath $(BIN))/mlflow ui --backend-store-uri sqlite:///mlflow.db"
 
-# Two processes, because a test that starts Ray waits more than it computes; a file's tests stay together and share what
-# it sets up. One where there is a GPU, which tests measure and want for themselves.
+# First those that make a cluster of machines, which needs this one for itself. Then two processes, because a test that
+# starts Ray waits more than it computes; a file's tests stay together and share what it sets up. One where there is a
+# GPU, which tests measure and want for themselves.
 test: install
-	$(BIN)/pytest --numprocesses $(if $(GPU),0,2) --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest tests/cluster
+	$(BIN)/pytest --ignore tests/cluster --numprocesses $(if $(GPU),0,2) --dist loadfile --no-loadscope-reorder
 
 lint: install
 	$(BIN)/ruff check .

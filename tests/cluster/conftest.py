@@ -15,9 +15,6 @@ import pytest
 LAB = Path(__file__).parent / "lab" / "lab"
 PROJECT = Path(__file__).parents[2]
 
-QUICK = "RAY_health_check_period_ms=500 RAY_health_check_timeout_ms=1000 RAY_health_check_failure_threshold=3"
-"""A machine that loses power is dead to Ray after 5 s instead of 65 s."""
-
 
 class Lab:
     """Machines ``head`` (no cores; the driver's), ``w1`` (2 cores), ``w2`` (2 cores, an A100 by name), ``store``,
@@ -70,7 +67,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         made("up")
         made("store")
         made("tracker")
-        made("ray", LAB_ENV=QUICK)
+        made("ray")
         yield made
     finally:
         subprocess.run([LAB, "down"], env=made.environment, capture_output=True, timeout=120)
