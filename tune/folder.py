@@ -5,7 +5,6 @@ file per finished trial) and, at the end, the files for people. In object storag
 sends each file as it is written.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -66,8 +65,7 @@ def locked(place: Place, *, on_cluster: bool = False) -> Iterator[WorkingCopy]:
     with ExitStack() as held:
         if place.remote:
             place.refuse_unusable("--out")
-            name = hashlib.sha256(place.address.encode()).hexdigest()[:16]
-            held.enter_context(storage.lock(scratch("searches") / name, refusal))
+            held.enter_context(storage.lock(scratch("searches") / place.digest, refusal))
             if on_cluster:
                 held.enter_context(sole_user(place))
             copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name == KEPT or name.startswith(f"{TRIALS}/"))

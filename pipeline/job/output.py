@@ -3,7 +3,6 @@
 Object storage is listed once, and its files are read by many threads, because each request takes time and no CPU.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -37,7 +36,7 @@ def sole_writer(place: Place) -> Iterator[None]:
     """
     if place.remote:
         place.refuse_unusable("--out")
-        file = scratch("locks") / hashlib.sha256(place.address.encode()).hexdigest()[:16]
+        file = scratch("locks") / place.digest
     else:
         file = place.folder / PIECES / LOCK
         try:
