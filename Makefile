@@ -39,12 +39,13 @@ endif
 	cd $(DEMO) && $(PYTHON_HERE) -m tune.search --data data/tokens --name demo-search $(DEMO_SEARCH)
 	@echo "Everything is in MLflow; look with: cd $(DEMO) && $(abspath $(BIN))/mlflow ui --backend-store-uri sqlite:///mlflow.db"
 
-# First those that make a cluster of machines, which needs this one for itself. Then two processes, because a test that
-# starts Ray waits more than it computes; a file's tests stay together and share what it sets up. One where there is a
-# GPU, which tests measure and want for themselves.
+# Two processes, because a test that starts Ray waits more than it computes; a file's tests stay together and share what
+# it sets up. One where there is a GPU, which tests measure and want for themselves. Last those that make a cluster of
+# machines, which needs this one for itself, and whose machines import what has been compiled by then: they see the
+# installation, and cannot write to it.
 test: install
-	$(BIN)/pytest tests/cluster
 	$(BIN)/pytest --ignore tests/cluster --numprocesses $(if $(GPU),0,2) --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest tests/cluster
 
 lint: install
 	$(BIN)/ruff check .

@@ -47,6 +47,10 @@ _SETTINGS = {
     # A raylet connects to its own store as it starts and, where that is not up yet, tries again after a second.
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",
+    # A call to a machine that has lost its power is given up when the connection is found dead, by default after 5 + 2
+    # minutes: a task there was repeated elsewhere that late. Servers take a ping every 10 s.
+    "RAY_grpc_client_keepalive_time_ms": "10000",
+    "RAY_grpc_client_keepalive_timeout_ms": "5000",
     # Ray Tune forgets trials that finished since its last snapshot when the driver is killed.
     "TUNE_GLOBAL_CHECKPOINT_S": "1",
 }
@@ -60,6 +64,9 @@ WAITER = "waits for Ray"
 
 ASKING_SECONDS = 20.0
 """How long a machine of the cluster may take to answer a question: a process must start there."""
+
+LOSS_SECONDS = 2.0
+"""Between two looks at which machines there are."""
 
 PLACING_SECONDS = 1.0
 """How long Ray may look for free resources before we report it; it takes milliseconds where there are some."""
@@ -386,6 +393,41 @@ def lack(what: str, bundles: Sequence[Node]) -> str:
         f"{amounts(ray.available_resources()) or '0 CPU'} is free: stop other work there, or add machines; Ctrl-C "
         "exits."
     )
+
+
+@contextmanager
+def losses_reported(consequence: str) -> Iterator[None]:
+    """While the block runs, say which machine has left the connected Ray, and what follows from that.
+
+    Ray repeats a lost machine's tasks by itself and says nothing; where no machine is left it waits for one.
+    """
+    import ray
+
+    def machines() -> dict[str, str]:
+        return {
+            node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"] and _has_room(node)
+        }
+
+    ended = threading.Event()
+
+    def watch() -> None:
+        known = machines()
+        while not ended.wait(LOSS_SECONDS):
+            with suppress(Exception):  # Ray is shutting down or unreachable, which is reported elsewhere
+                now = machines()
+                for gone in known.keys() - now.keys():
+                    errors.print(f"{known[gone]} has left the cluster: {consequence}.", markup=False)
+                if known and not now:
+                    errors.print("No machine is left for the work: it continues when one joins; Ctrl-C exits.")
+                known = now
+
+    thread = threading.Thread(target=watch, name="losses", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager

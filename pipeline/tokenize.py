@@ -8,14 +8,14 @@ functions of a ``-m`` file reach Ray's workers as ``__main__``, pickled by value
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING
 
 from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from infra import command, provenance
-from infra.cluster import ask_others, connected, refuse_unshared, sole_user
+from infra.cluster import ask_others, connected, losses_reported, refuse_unshared, sole_user
 from infra.command import console
 from infra.errors import UserError
 from infra.place import Place, WorkingCopy
@@ -152,10 +152,12 @@ def _work(job: Job, todo: list[Piece], progress: report.Progress, run: str) -> N
         task = bar.add_task("tokenizing", total=total, completed=total - len(todo), rate="starting")
         start = time.perf_counter()
         workers = config.workers if config.cluster else config.parallelism
-        for summary in do_pieces(todo, job.place, run, workers=workers, ours=not config.cluster):
-            progress.add(summary)
-            rate = f"{progress.bytes / 1e6 / (time.perf_counter() - start):,.0f} MB/s"
-            bar.update(task, advance=1, rate=rate)
+        watched = losses_reported("the others do its pieces") if config.cluster else nullcontext()
+        with watched:
+            for summary in do_pieces(todo, job.place, run, workers=workers, ours=not config.cluster):
+                progress.add(summary)
+                rate = f"{progress.bytes / 1e6 / (time.perf_counter() - start):,.0f} MB/s"
+                bar.update(task, advance=1, rate=rate)
     if config.cluster:
         ask_others(forget, run)
 

@@ -15,6 +15,13 @@ import pytest
 LAB = Path(__file__).parent / "lab" / "lab"
 PROJECT = Path(__file__).parents[2]
 
+NOTICED = (
+    "RAY_health_check_period_ms=1000",
+    "RAY_health_check_timeout_ms=4000",
+    "RAY_health_check_failure_threshold=3",
+)
+"""Ray's head takes a machine for lost after 15 s: by default after 65, and in 5 a busy one may not answer."""
+
 
 class Lab:
     """Machines ``head`` (no cores; the driver's), ``w1`` (2 cores), ``w2`` (2 cores, an A100 by name), ``store``,
@@ -67,7 +74,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         made("up")
         made("store")
         made("tracker")
-        made("ray")
+        made("ray", LAB_ENV=" ".join(NOTICED))
         yield made
     finally:
         subprocess.run([LAB, "down"], env=made.environment, capture_output=True, timeout=120)

@@ -97,26 +97,34 @@ def data(lab: Any, small_shards: Path) -> None:
     lab.execute(COPY, "~/small")
 
 
-def test_shards_are_written_where_they_are_made_and_are_those_of_one_machine(lab: Any) -> None:
-    def contents(where: str) -> dict[str, str]:
-        return json.loads(lab.execute(CONTENTS, where))
-
+@pytest.fixture(scope="module")
+def alone(lab: Any) -> dict[str, str]:
+    """Checksums of what one machine makes of the books that this puts into the lab's storage and on ``head``."""
     lab.execute(BOOKS)
     lab.execute(ON_ONE_MACHINE)
-    alone = contents("alone")
-    assert sum(name.endswith(".arrow") for name in alone) == 6
+    made = contents(lab, "alone")
+    assert sum(name.endswith(".arrow") for name in made) == 6
+    return made
+
+
+def contents(lab: Any, where: str) -> dict[str, str]:
+    """The checksum of every file there."""
+    return json.loads(lab.execute(CONTENTS, where))
+
+
+def test_shards_are_written_where_they_are_made_and_are_those_of_one_machine(lab: Any, alone: dict[str, str]) -> None:
     command = "pipeline.tokenize s3://lab/books --shard-size 1MB --out"
     lab.run("head", f"{command} s3://lab/tokens")
-    assert contents("s3://lab/tokens") == alone
+    assert contents(lab, "s3://lab/tokens") == alone
     assert "is finished; nothing to do" in lab.run("head", f"{command} s3://lab/tokens")
     lab.execute(LOSE)
     assert "done: 5 pieces; to do: 1 shards missing" in lab.run("head", f"{command} s3://lab/tokens")
-    assert contents("s3://lab/tokens") == alone
+    assert contents(lab, "s3://lab/tokens") == alone
     said = lab.run("head", f"{command} tokens", code=2)
     assert re.search("on this machine's disk, which w[12]\\S* .*of the cluster cannot see: give object storage", said)
     lab.run("head", "pipeline.tokenize ~/books --shard-size 1MB --out s3://lab/carried")  # which only the head has
     shards = {name: there for name, there in alone.items() if name.endswith(".arrow")}
-    assert shards.items() <= contents("s3://lab/carried").items()
+    assert shards.items() <= contents(lab, "s3://lab/carried").items()
 
 
 def interrupted(process: subprocess.Popen[str], after: str) -> tuple[str, float]:
@@ -194,3 +202,15 @@ def test_the_doctor_names_every_machine(lab: Any) -> None:
         assert re.search(rf"(?m)^{name} +{cores} .* s +[\d,]+ GB +[\d,]+ MB/s, [\d,]+ MB/s", said), said
     said = lab.run("head", "infra.doctor --quick --address auto --storage s3://nowhere/doctor", code=1)
     assert "w1: cannot use s3://nowhere/doctor" in said
+
+
+def test_shards_are_finished_though_a_machine_loses_its_power(lab: Any, alone: dict[str, str]) -> None:
+    """The last test, because that machine stays away."""
+    working = lab.start("head", "pipeline.tokenize s3://lab/books --shard-size 1MB --out s3://lab/lost")
+    while not any(name.endswith(".arrow") for name in contents(lab, "s3://lab/lost")):
+        assert working.poll() is None, "it has ended before anything was cut"
+    lab("cut", "w1")
+    said, _ = working.communicate(timeout=150)
+    assert working.returncode == 0, said
+    assert "w1 has left the cluster: the others do its pieces" in said
+    assert contents(lab, "s3://lab/lost") == alone
