@@ -6,6 +6,7 @@ statistics, and leave ``-m`` modules unimportable in workers that are started fr
 """
 
 import atexit
+import ipaddress
 import logging
 import os
 import shutil
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -190,12 +191,40 @@ Node = Mapping[str, float]
 """A machine's resources by Ray's names for them."""
 
 
-def eligible_nodes(*, accelerator: str | None = None) -> list[Node]:
-    """The live machines of the connected Ray, or only those with GPUs of the type ``accelerator``."""
+def eligible_nodes(*, accelerator: str | None = None) -> dict[str, Node]:
+    """The live machines of the connected Ray by their node ids, or only those with GPUs of the type ``accelerator``."""
     import ray
 
-    nodes: list[Node] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return [node for node in nodes if not accelerator or node.get(f"accelerator_type:{accelerator}")]
+    nodes: dict[str, Node] = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    return {
+        name: node for name, node in nodes.items() if not accelerator or node.get(f"accelerator_type:{accelerator}")
+    }
+
+
+def await_accelerator(accelerator: str) -> None:
+    """Wait until the connected Ray has a machine with an accelerator of this type.
+
+    A task that needs one is pending meanwhile, for which an autoscaler adds a machine. Raises ``UserError`` on a Ray of
+    our own, which no machine joins.
+    """
+    import ray
+    import ray.util
+
+    if eligible_nodes(accelerator=accelerator):
+        return
+    resources = (name for node in eligible_nodes().values() for name in node)
+    names = {name.partition(":")[2] for name in resources if "accelerator_type:" in name}
+    lack = f"--accelerator {accelerator} is not in the cluster, which has {', '.join(sorted(names)) or 'none'}"
+    if ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback:
+        raise UserError(f"{lack}.")
+    errors.print(f"{lack}: waiting until a machine with one joins, which an autoscaler is asked for; Ctrl-C exits.")
+    asked = [ray.remote(num_cpus=0, accelerator_type=accelerator)(_nothing).remote()]
+    while not ray.wait(asked, timeout=1)[0]:
+        pass
+
+
+def _nothing() -> None:
+    """Need a machine."""
 
 
 def is_this_machine_alone() -> bool:
@@ -205,7 +234,7 @@ def is_this_machine_alone() -> bool:
     return [node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]] == [socket.gethostname()]
 
 
-def cores_each(nodes: Sequence[Node], workers: int, *, gpu: bool) -> int:
+def cores_each(nodes: Collection[Node], workers: int, *, gpu: bool) -> int:
     """The most cores that each of ``workers`` can have on ``nodes`` at the same time; 0 where they do not fit.
 
     A worker runs on one machine, so the sum of the cluster's cores does not matter. With ``gpu`` each worker has a GPU,
@@ -411,14 +440,14 @@ def losses_reported(consequence: str) -> Iterator[None]:
     ended = threading.Event()
 
     def watch() -> None:
-        known = machines()
+        known: dict[str, str] | None = None
         while not ended.wait(LOSS_SECONDS):
             with suppress(Exception):  # Ray is shutting down or unreachable, which is reported elsewhere
                 now = machines()
-                for gone in known.keys() - now.keys():
-                    errors.print(f"{known[gone]} has left the cluster: {consequence}.", markup=False)
-                if known and not now:
-                    errors.print("No machine is left for the work: it continues when one joins; Ctrl-C exits.")
+                for gone in (known or {}).keys() - now.keys():
+                    errors.print(f"{(known or {})[gone]} has left the cluster: {consequence}.", markup=False)
+                if not now and known != now:
+                    errors.print("The cluster has no machine for the work: waiting until one joins; Ctrl-C exits.")
                 known = now
 
     thread = threading.Thread(target=watch, name="losses", daemon=True)

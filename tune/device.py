@@ -12,7 +12,7 @@ from functools import cache
 
 import psutil
 
-from infra.cluster import ask_nodes, cores_each, eligible_nodes, is_this_machine_alone
+from infra.cluster import ask_nodes, await_accelerator, cores_each, eligible_nodes, is_this_machine_alone
 from infra.errors import UserError
 from infra.gpu import read_gpu
 from infra.hardware import DeviceFacts, cpu_facts, device_facts
@@ -67,6 +67,8 @@ def trial_machines(config: SearchConfig) -> tuple[Machine, ...]:
     of the cluster has the data.
     """
     training = config.training
+    if config.cluster and training.accelerator:
+        await_accelerator(training.accelerator)
     here = not config.cluster or is_this_machine_alone()
     if here:
         above = [process.pid for process in psutil.Process().parents()]  # a notebook or test run that waits for us
@@ -100,10 +102,8 @@ def trial_machines(config: SearchConfig) -> tuple[Machine, ...]:
 
 def _ask(training: TrainConfig) -> list[Machine]:
     """What the machines for trials say about themselves. Raises ``UserError`` when none of them answers."""
-    import ray
-
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    gpu = training.device != "cpu" and any(node.get("GPU") for node in nodes)
+    nodes = eligible_nodes(accelerator=training.accelerator)
+    gpu = training.device != "cpu" and any(node.get("GPU") for node in nodes.values())
     there = trial_nodes(trial_resources(training, use_gpu=gpu))
     answers = ask_nodes(
         list(there.values()), look, Place.of(training.data).address, cpu=not gpu, seconds=ANSWER_SECONDS,
@@ -124,10 +124,10 @@ def trial_resources(training: TrainConfig, *, use_gpu: bool) -> dict[str, float]
 
     Raises ``UserError`` when the connected Ray has no machine for it.
     """
+    if training.accelerator:
+        await_accelerator(training.accelerator)
     nodes = eligible_nodes(accelerator=training.accelerator)
-    if training.accelerator and not nodes:
-        raise UserError(f"--accelerator {training.accelerator} is not in the cluster.")
-    cores = cores_each(nodes, 1, gpu=use_gpu)
+    cores = cores_each(nodes.values(), 1, gpu=use_gpu)
     if not cores:
         raise UserError(
             "the Ray cluster has no cores for trials: start it with 'ray start --head --num-cpus=1' or more."

@@ -134,6 +134,23 @@ def test_work_that_cannot_be_placed_is_reported_and_ends_on_ctrl_c(
     assert {run.info.status for run in runs} == {"KILLED"}
 
 
+@pytest.mark.parametrize("command", ["train.run", "tune.search"])
+def test_a_machine_that_an_autoscaler_may_bring_is_waited_for(
+    cluster: str, small_shards: Path, tmp_path: Path, command: str
+) -> None:
+    waiting = subprocess.Popen(
+        [sys.executable, "-m", command, "--data", str(small_shards), "--address", cluster, "--accelerator", "A100"],
+        cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert waiting.stderr
+    said = waiting.stderr.readline()
+    assert said.startswith("--accelerator A100 is not in the cluster, which has none: waiting until a machine with one")
+    waiting.send_signal(signal.SIGTERM)
+    waiting.communicate(timeout=30)
+    assert waiting.returncode == 130
+    assert list(tmp_path.glob("runs/*")) == [], "nothing was made"
+
+
 def test_a_long_step_ends_on_ctrl_c(cluster: str, small_shards: Path, tmp_path: Path) -> None:
     program = "import train.launch.driver; train.launch.driver.STOP_SECONDS = 1; from train.run import main; main()"
     flags = ["--model", "tiny", "--global-batch", "40000", "--micro-batch", "4", "--device", "cpu"]

@@ -19,7 +19,8 @@ from infra.local_ray import on_loopback, own_process_group
 
 PROGRAM = """
 import json, os, psutil
-from infra.cluster import connected
+from infra.cluster import await_accelerator, connected
+from infra.errors import UserError
 
 def train_of_worker():
     import train
@@ -32,12 +33,16 @@ with connected(cpus=1):
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         listening = [at.laddr.ip for at in process.net_connections("inet") if at.status == psutil.CONN_LISTEN]
         found[process.pid] = process.name(), os.getpgid(process.pid) == os.getpgid(0), listening
-print(json.dumps([list(found.values()), imported]))
+    try:
+        await_accelerator("A100")
+    except UserError as lack:
+        refused = str(lack)
+print(json.dumps([list(found.values()), imported, refused]))
 """
 
 
 @pytest.fixture(scope="module")
-def local_ray(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str]:
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str, str]:
     """What PROGRAM finds, run as a console script is, from a folder that holds a ``train.py``."""
     folder, script = tmp_path_factory.mktemp("folder"), tmp_path_factory.mktemp("bin") / "program"
     (folder / "train.py").write_text("")
@@ -47,11 +52,13 @@ def local_ray(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str]
         env=os.environ | {"PYTHONPATH": str(PROJECT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    processes, imported = json.loads(done.stdout)
-    return processes, imported
+    processes, imported, refused = json.loads(done.stdout)
+    return processes, imported, refused
 
 
-def test_a_local_ray_listens_on_loopback_and_is_out_of_our_process_group(local_ray: tuple[list[Any], str]) -> None:
+def test_a_local_ray_listens_on_loopback_and_is_out_of_our_process_group(
+    local_ray: tuple[list[Any], str, str],
+) -> None:
     (_, _, ours), *rays = local_ray[0]
     assert {"gcs_server", "raylet"} <= {name for name, _, _ in rays}
     assert not any(in_our_group for _, in_our_group, _ in rays)
@@ -62,9 +69,13 @@ def test_a_local_ray_listens_on_loopback_and_is_out_of_our_process_group(local_r
 
 
 def test_workers_import_our_packages_where_the_current_folder_has_one_of_the_same_name(
-    local_ray: tuple[list[Any], str],
+    local_ray: tuple[list[Any], str, str],
 ) -> None:
     assert local_ray[1] == str(PROJECT / "train" / "__init__.py")
+
+
+def test_an_accelerator_is_not_waited_for_where_no_machine_joins(local_ray: tuple[list[Any], str, str]) -> None:
+    assert local_ray[2] == "--accelerator A100 is not in the cluster, which has none."
 
 
 def test_a_ray_without_the_switch_for_loopback_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:

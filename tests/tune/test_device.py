@@ -76,14 +76,12 @@ def test_weights_gradients_and_optimizer_must_fit() -> None:
 
 def test_a_trial_gets_what_the_largest_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = [{"CPU": 16.0, "GPU": 4.0}, {"CPU": 6.0, "GPU": 2.0}, {"CPU": 8.0}, {"CPU": 0.0, "memory": 1.0}]
-    nodes = [{"Alive": True, "Resources": kind} for kind in kinds]
-    nodes.append({"Alive": False, "Resources": {"CPU": 1.0, "GPU": 1.0}})
+    nodes = [{"NodeID": str(number), "Alive": True, "Resources": kind} for number, kind in enumerate(kinds)]
+    nodes.append({"NodeID": "gone", "Alive": False, "Resources": {"CPU": 1.0, "GPU": 1.0}})
     monkeypatch.setattr("ray.nodes", lambda: nodes)
     training = search("auto").training
     assert trial_resources(training, use_gpu=False) == {"CPU": 16.0}
     assert trial_resources(training, use_gpu=True) == {"CPU": 4.0, "GPU": 1}, "a GPU's share of its machine"
-    with pytest.raises(UserError, match="--accelerator A100 is not in the cluster"):
-        trial_resources(replace(training, accelerator="A100"), use_gpu=True)
 
 
 def test_a_variable_set_to_nothing_hides_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +108,6 @@ def test_what_trials_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cluster_without_a_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"memory": 1.0}}])
+    monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": "one", "Alive": True, "Resources": {"memory": 1.0}}])
     with pytest.raises(UserError, match="no cores for trials"):
         trial_resources(search("cpu").training, use_gpu=False)

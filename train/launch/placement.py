@@ -7,7 +7,7 @@ import ray
 import ray.train
 from ray.exceptions import GetTimeoutError
 
-from infra.cluster import cores_each, eligible_nodes, is_this_machine_alone
+from infra.cluster import ask_nodes, await_accelerator, cores_each, eligible_nodes, is_this_machine_alone
 from infra.errors import UserError
 from infra.hardware import DeviceFacts, cpu_facts, device_facts
 from train.config import TrainConfig
@@ -16,19 +16,24 @@ READERS = 2
 """Cores that each worker that trains on a stream leaves to Ray Data."""
 
 ANSWER_SECONDS = 60.0
-"""How long a machine of the cluster may take to report its GPU: a process must start there."""
+"""How long a machine of the cluster may take to describe its device: a process must start there."""
 
 
 def worker_facts(config: TrainConfig) -> DeviceFacts:
     """The device on which the connected Ray would train ``config``: a GPU if it has enough of them, else a CPU.
 
-    Raises ``UserError`` when the machine with the GPU does not answer.
+    Waits for a machine with the accelerator that is asked for. Raises ``UserError`` when its GPU is not free in time.
     """
+    if config.accelerator:
+        await_accelerator(config.accelerator)
     eligible = eligible_nodes(accelerator=config.accelerator)
-    if config.device == "cpu" or sum(int(node.get("GPU", 0)) for node in eligible) < config.workers:
-        return cpu_facts()
+    use_gpu = config.device != "cpu" and sum(int(node.get("GPU", 0)) for node in eligible.values()) >= config.workers
     if is_this_machine_alone():
-        return device_facts()
+        return device_facts() if use_gpu else cpu_facts()
+    if not use_gpu:
+        largest = sorted(eligible, key=lambda node: eligible[node].get("CPU", 0))[-1:]
+        answers = ask_nodes(largest, cpu_facts, seconds=ANSWER_SECONDS).values()
+        return next((facts for facts in answers if isinstance(facts, DeviceFacts)), cpu_facts())
     there = ray.remote(num_cpus=0, num_gpus=1)(device_facts)
     if config.accelerator:
         there = there.options(accelerator_type=config.accelerator)
@@ -46,21 +51,17 @@ def scaling(config: TrainConfig) -> ray.train.ScalingConfig:
     Raises ``UserError`` when the cluster lacks them; Ray would wait.
     """
     nodes = eligible_nodes(accelerator=config.accelerator)
-    gpus = sum(int(node.get("GPU", 0)) for node in nodes)
+    gpus = sum(int(node.get("GPU", 0)) for node in nodes.values())
     use_gpu = config.device == "cuda"
-    if config.accelerator and not nodes:
-        names = {name.partition(":")[2] for node in eligible_nodes() for name in node if "accelerator_type:" in name}
-        known = ", ".join(sorted(names)) or "none"
-        raise UserError(f"--accelerator {config.accelerator} is not in the cluster, which has {known}.")
     if use_gpu and gpus < config.workers:
         raise UserError(f"--device cuda needs a GPU for each of --workers {config.workers}; Ray has {gpus}.")
-    mine = cores_each(nodes, config.workers, gpu=use_gpu)
+    mine = cores_each(nodes.values(), config.workers, gpu=use_gpu)
     if not mine:
-        cores = sum(int(node.get("CPU", 0)) for node in nodes)
+        cores = sum(int(node.get("CPU", 0)) for node in nodes.values())
         raise UserError(f"--workers {config.workers} needs a core for each worker and Ray has {cores}.")
     threads = mine
     if config.stream:
-        cores = sum(int(node.get("CPU", 0)) for node in eligible_nodes())
+        cores = sum(int(node.get("CPU", 0)) for node in eligible_nodes().values())
         if cores - config.workers * mine < READERS * config.workers:
             threads = max(1, mine - READERS)
         if cores - config.workers * threads < config.workers:
