@@ -1,1 +1,19 @@
-"""Books in, token shards out."""
+"""Books in, token shards out. From Python: ``make_shards(TokenizeConfig(("books",), out="data/books"))``."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.config import TokenizeConfig
+    from pipeline.shards import Manifest
+
+
+def make_shards(config: "TokenizeConfig") -> "Manifest":
+    """Turn books into token shards, as ``python -m pipeline.tokenize`` does, and return what they contain.
+
+    What an interrupted call has left is finished. Raises ``infra.errors.UserError`` for what a user can correct.
+    """
+    from pipeline.shards import read_manifest
+    from pipeline.tokenize import main
+
+    main(config)
+    return read_manifest(config.out)

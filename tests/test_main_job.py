@@ -126,6 +126,25 @@ def test_every_command_of_the_readme_works(used: Path) -> None:
     assert (used / "exported/model.safetensors").is_file()
 
 
+def test_the_python_of_the_readme_works(used: Path, cluster: str) -> None:
+    """All blocks in one program: later ones use what earlier ones have made."""
+    blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)],
+        cwd=used, env=environment(RAY_ADDRESS=cluster, **NO_GPU), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    manifest = read_manifest(used / "data/notebook")
+    assert f"{manifest.splits['train']['tokens']} {manifest.fingerprint}" in done.stdout
+    result = json.loads((used / "runs/notebook/result.json").read_text())
+    assert f"\n{result['train_loss']} Throughput(" in done.stdout
+    best = json.loads((used / "runs/from-python/best.json").read_text())["config"]
+    micro, accumulation = best["micro_batch"], best["global_batch"] // best["micro_batch"]
+    assert f"\n{micro} {accumulation}\n" in done.stdout
+    assert done.stdout.endswith("torch.Size([4, 128]) torch.int64\n"), "four windows of the model tiny"
+
+
 def test_the_readmes_ladder_is_interrupted_and_continued(used: Path, cluster: str) -> None:
     (line,) = [command for command in commands("sh") if command.startswith(LADDER)]
     ladder = used / "runs/ladder"

@@ -1,1 +1,36 @@
-"""Token shards in, one measured run out."""
+"""Token shards in, one measured run out. From Python: ``train(TrainConfig(...), name="first")`` and ``open_shards``."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.shards import Split
+    from train.config import TrainConfig
+    from train.data.torch_dataset import TokenDataset
+    from train.result import RunResult
+
+
+def train(config: "TrainConfig", name: str | None = None, out: str = "runs") -> "RunResult":
+    """Train and measure one configuration, as ``python -m train.run`` does, and return what was measured.
+
+    The run is in ``out/name`` and in MLflow. Raises ``infra.errors.UserError`` for what a user can correct.
+    """
+    import json
+
+    from infra.place import Place
+    from infra.schema import from_json
+    from train import run
+    from train.result import RunResult
+
+    name = name or run.default_name(config)
+    run.train(run.RunOptions(config, name, out))
+    place = Place.of(out) / name
+    if not place.exists("result.json"):
+        raise KeyboardInterrupt
+    return from_json(RunResult, json.loads(place.read("result.json")), f"{place}/result.json")
+
+
+def open_shards(data: str, context_length: int = 1024, split: "Split" = "train") -> "TokenDataset":
+    """Token shards as a map-style dataset of torch: pairs of inputs and targets, int64 of shape (context_length,)."""
+    from train.data.torch_dataset import TokenDataset
+
+    return TokenDataset(data, context_length, split)

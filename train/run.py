@@ -89,9 +89,7 @@ def train(options: RunOptions) -> int:
     if options.resume:
         run = Run.continued(config, options.resume, options.out, **limits)
     else:
-        preset = format_model(config.model).partition(",")[0]
-        name = options.name or f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-        run = Run.new(config, new_run(options.out, name), **limits)
+        run = Run.new(config, new_run(options.out, options.name or default_name(config)), **limits)
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as locks:
         if run.resume:
             locks.enter_context(run.home.command_lock())
@@ -109,6 +107,12 @@ def train(options: RunOptions) -> int:
                 locks.enter_context(run.home.command_lock())
                 locks.enter_context(run.home.removed_on_failure())
             return recorded(run, options.tracking_uri)
+
+
+def default_name(config: TrainConfig) -> str:
+    """The name of a run that is given none."""
+    preset = format_model(config.model).partition(",")[0]
+    return f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def prepare(tracking_uri: str | None) -> None:

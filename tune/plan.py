@@ -90,10 +90,15 @@ class Search:
         return self.config.identity() | found
 
 
+def search_name(config: SearchConfig) -> str:
+    """The name of the search and of its folder."""
+    return config.resume or config.name or f"search-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
 def make_search(config: SearchConfig) -> Search:
     """The search that ``config`` describes; reads the data's manifest and the device, and writes nothing."""
     manifest = read_manifest(config.training.data)
-    name = config.resume or config.name or f"search-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = search_name(config)
     place = place_of(config.out, name)
     if not (config.resume or config.dry_run):
         _refuse_taken(place, config.out, name)
