@@ -170,7 +170,7 @@ def make_row(
     """The trial's row from whatever was measured before it ended."""
     measured = steady_state(watch.counted(), config.step_tokens) if watch else None
     used, source = watch.limit.used() if watch else (None, None)
-    peak = peak_flops(result.device) if result else None
+    peak = peak_flops(result.device, config.precision) if result else None
     steady = config.step_tokens / measured.tokens_per_second if measured else None
     return TrialRow(
         key=request.key,

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from infra.errors import UserError
-from infra.hardware import peak_flops
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, Precision, TrainConfig
 from train.estimate.flops import flops_per_token
 from train.loop.memory_limit import Limit
 from train.loop.throughput import steady_state
@@ -162,12 +161,14 @@ def test_the_first_step_which_compiles_does_not_count_against_the_trials_time(tm
     assert watch.verdict == "time"
 
 
-def test_utilisation_is_of_one_device(training: TrainConfig, eight_steps: RunResult, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_utilisation_is_of_one_device_at_the_trials_precision(
+    training: TrainConfig, eight_steps: RunResult, tmp_path: Path, precision: Precision
+) -> None:
     on_gpu = replace(eight_steps, device="NVIDIA A100-SXM4-80GB")
     watch = watched([1.0] * 8, retries=[0] * 9, folder=tmp_path)
-    row = make_row(watch.request, training, watch, on_gpu, "ok", "")
-    peak = peak_flops(on_gpu.device)
-    assert peak
+    row = make_row(watch.request, replace(training, precision=precision), watch, on_gpu, "ok", "")
+    peak = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}[precision]
     assert row.mfu == pytest.approx((row.tokens_per_second or 0.0) * flops_per_token(training.model) / peak)
 
 
