@@ -24,7 +24,17 @@ from infra.units import BytesOrNone, SecondsOrNone
 from pipeline.shards import MANIFEST
 from train.checkpoint.run_folder import make, new_folder
 from train.config import Cycle, CycleText, Device, TrainConfig, load_config
-from train.ladder.suites import Suite, choose, find_suite, nearest, searched, short_form, without_model
+from train.ladder.suites import (
+    STREAMING,
+    Suite,
+    choose,
+    find_suite,
+    nearest,
+    searched,
+    short_form,
+    streamed,
+    without_model,
+)
 from train.model_config import ModelOrNone
 from train.resolve import resolve
 
@@ -78,6 +88,9 @@ class LadderOptions:
     """Continue an earlier ladder, by name, with its settings: finished rungs are kept."""
     best: Path | None = None
     """best.json of a search, whose batch and execution settings become a last rung."""
+    stream: tuple[str, ...] = ()
+    """Books, as any source of python -m pipeline.tokenize: a last rung, called streaming, trains straight from them
+    instead of from --data."""
     compare: str | None = None
     """Compare with this ladder, by name or folder; or with the published figures that the suite a100 repeats: study."""
     tracking_uri: str | None = None
@@ -116,6 +129,9 @@ def run(options: LadderOptions) -> int:
     from infra.tracking.tracker import Tracker
     from infra.tracking.views import ui_link
     from pipeline.shards import read_manifest
+    from pipeline.stream import Stream, whole_path
+    from train.data.source import estimate
+    from train.data.text import refuse_foreign_ids
     from train.ladder import report
     from train.ladder.published import NAME
     from train.ladder.runner import Ladder, has_begun
@@ -129,10 +145,14 @@ def run(options: LadderOptions) -> int:
         options = with_ends(options)
         name = options.name or f"{Path(options.suite).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder, key = new_folder(options.out, name), None
+    options = replace(options, stream=tuple(map(whole_path, options.stream)))
     suite, start = prepare(options)
     if before == NAME and suite.name != "a100":
         raise UserError(f"--compare study is of the suite a100, not of {suite.name}: give --suite a100.")
     manifest = read_manifest(options.data)
+    if options.stream:
+        books = estimate(Stream(options.stream, start.seed, start.reading))
+        refuse_foreign_ids(start, books)  # now, and not after the other rungs
     if key is None:
         tags = provenance.collect() | {"kind": "ladder", "suite": suite.name}
         open_store(options.tracking_uri)
@@ -188,8 +208,10 @@ def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
         time_budget=None if options.steps is not None else options.time_budget or TIME_BUDGET,
     )
     suite = find_suite(options.suite, config)
+    if STREAMING in options.rungs and not options.stream:
+        raise UserError(f"--rungs {STREAMING} needs books: name them with --stream.")
     if options.rungs:
-        suite = choose(suite, options.rungs)
+        suite = choose(suite, [name for name in options.rungs if name != STREAMING])
     suite = replace(suite, seeds=options.seeds or suite.seeds)
     if suite.seeds > 1 and (options.steps is None or not options.cycle.val):
         raise UserError(
@@ -202,6 +224,8 @@ def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
                       + ("" if options.model else " and the model tiny") + ".[/yellow]")  # fmt: skip
     if options.best:
         suite = replace(suite, rungs=(*suite.rungs, searched(load_config(options.best, "--best"))))
+    if options.stream:
+        suite = replace(suite, rungs=(*suite.rungs, streamed(options.stream)))
     if options.model:
         suite = without_model(suite)
     return suite, config

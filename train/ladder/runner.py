@@ -32,6 +32,7 @@ from pipeline.shards import Manifest
 from train import report
 from train.checkpoint.run_folder import RunFolder
 from train.config import GPU_KERNELS, SIXTEEN_BITS, TrainConfig, config_from_json
+from train.data.source import estimate, stream_of
 from train.estimate.memory import predict_peak
 from train.intervals import Estimate
 from train.ladder.suites import Rung, Suite, apply
@@ -43,6 +44,12 @@ from train.result import RunResult
 
 SAME_BATCH = ", same batch"
 """Ends the name of a rung's first run, at the batch of the rung before, when one with a larger batch follows."""
+
+TOO_LARGE = ("oom", "over_limit")
+"""Outcomes of a run whose batch did not fit."""
+
+RETRIES = 3
+"""Smaller batches that are tried after one that was predicted to fit has not."""
 
 SHORTEST = 8
 """Steps that a rung needs: one compiles, three warm up, four are measured."""
@@ -67,6 +74,8 @@ class Measured:
     """Whether its loss may differ from that of the rung before."""
     predicted: int | None = None
     """Predicted peak of the process's memory, in bytes."""
+    too_large: tuple[int, ...] = ()
+    """Larger micro-batches that were predicted to fit the memory limit, and did not."""
     held_out: tuple[tuple[float, float], ...] = ()
     """Validation losses of the rung before and of this one, for each seed, where seeds are compared."""
     gpu: dict[str, float] | None = None
@@ -109,14 +118,15 @@ class Ladder:
             return self._run()
 
     def _run(self) -> tuple[list[Measured], list[Measured]]:
-        baseline = state = self._fitted(apply(self.start, self.suite.base))
-        controls = [self._measure("control-00", Rung("baseline"), baseline)]
-        refuse_short(controls[0].result, controls[0].reason)
-        before = controls[0]
+        room = self._room()
+        baseline = self._fitted(apply(self.start, self.suite.base), room)
+        first, baseline, room = self._fitting("control-00", Rung("baseline"), baseline, room)
+        refuse_short(first.result, first.reason, fitted=bool(room))
+        controls, before, state = [first], first, baseline
         rungs: list[Measured] = []
         for number, rung in enumerate(self.suite.rungs, 1):
             try:
-                config = self._fitted(apply(state, rung.changes))
+                config = self._fitted(apply(state, rung.changes), room)
                 if config == state and rung.changes:
                     raise UserError("here it changes nothing")
                 refuse_unsuited(state, config, rung, self.facts)
@@ -128,18 +138,27 @@ class Ladder:
                 continue
             for stage, config in stages:
                 slug = re.sub(r"[^a-z0-9]+", "-", stage.name.lower()).strip("-")
-                rungs.append(self._measure(f"{number:02d}-{slug}", stage, config))
-                if rungs[-1].speed is None:
+                folder = f"{number:02d}-{slug}"
+                if stage.name.endswith(SAME_BATCH):
+                    measured, left = self._measure(folder, stage, config), room
+                else:
+                    above = stages[0][1].micro_batch if len(stages) > 1 else 0
+                    measured, config, left = self._fitting(folder, stage, config, room, above)
+                    if measured.too_large:  # so that its batch is another than that of the rung before
+                        measured = replace(measured, changes_numerics=True)
+                rungs.append(measured)
+                if measured.speed is None:
                     continue
                 control = f"control-{number:02d}{'-same-batch' * stage.name.endswith(SAME_BATCH)}"
                 controls.append(self._measure(control, Rung("control"), baseline))
                 if controls[-1].speed is None:
                     raise UserError(f"the control could not be run again after {stage.name!r}: {controls[-1].reason}.")
-                other_sums = stage.changes_numerics or "precision" in stage.changes
-                if self.suite.seeds > 1 and other_sums and config.global_batch == state.global_batch:
+                other_sums = measured.changes_numerics or "precision" in stage.changes
+                equal_work = config.global_batch == state.global_batch and config.stream == state.stream
+                if self.suite.seeds > 1 and other_sums and equal_work:
                     rungs[-1] = replace(rungs[-1], held_out=self._held_out((before, state), (rungs[-1], config)))
                 if self.suite.cumulative:
-                    before, state = rungs[-1], config
+                    before, state, room = rungs[-1], config, left
         return controls, rungs
 
     def _held_out(
@@ -159,12 +178,41 @@ class Ladder:
             losses.append([run.result.val_loss if run.result else None for run in runs])
         return tuple((one, other) for one, other in zip(*losses, strict=True) if one is not None and other is not None)
 
-    def _fitted(self, config: TrainConfig) -> TrainConfig:
+    def _room(self) -> int | None:
+        """Bytes that a rung's predicted peak may take; None when batches are the suite's."""
         if not (self.fit and self.memory_limit):
+            return None
+        return self.memory_limit - (UNMEASURED if resolve(self.start, self.facts).device == "cuda" else 0)
+
+    def _fitted(self, config: TrainConfig, room: int | None) -> TrainConfig:
+        if room is None:
             return config
-        resolved = resolve(config, self.facts)
-        fitted = largest_batch(resolved, self.memory_limit - (UNMEASURED if resolved.device == "cuda" else 0))
+        fitted = largest_batch(resolve(config, self.facts), room)
         return replace(config, micro_batch=fitted.micro_batch, global_batch=fitted.global_batch)
+
+    def _fitting(
+        self, name: str, rung: Rung, config: TrainConfig, room: int | None, above: int = 0
+    ) -> tuple[Measured, TrainConfig, int | None]:
+        """Run ``config`` and, where it was given the batch that was predicted to fit ``room`` and does not, a smaller
+        one ``above`` a batch that has been run.
+
+        Returns the last run, its config, and the room for what is based on it: predictions below the one that failed.
+        """
+        measured = self._measure(name, rung, config)
+        failed: list[TrainConfig] = []
+        while room and measured.reason.startswith(TOO_LARGE) and len(failed) < RETRIES:
+            failed.append(config)
+            room = predict_peak(resolve(config, self.facts)).total - 1
+            try:
+                config = self._fitted(config, room)
+            except UserError:
+                break
+            if config.micro_batch <= above:
+                break
+            self.say(f"  a batch of {failed[-1].micro_batch} does not fit as predicted; trying {config.micro_batch}")
+            measured = self._measure(f"{name}-batch-{config.micro_batch}", rung, config)
+        sizes = tuple(each.micro_batch for each in failed if each.micro_batch != measured.config["micro_batch"])
+        return replace(measured, too_large=sizes), config, room
 
     def _measure(self, name: str, rung: Rung, config: TrainConfig) -> Measured:
         """Run ``config`` in the folder ``name``, unless the result of exactly this config is there."""
@@ -203,8 +251,10 @@ class Ladder:
         result, reason, gpu = None, "", None
         with Tracker(key) as tracker:
             resolved = resolve(config, self.facts)
-            report.record_start(tracker, resolved, self.manifest)
-            run = Run(config, self.manifest, home, None, self.memory_limit, self.address)
+            stream = stream_of(config) if config.stream else None
+            manifest = estimate(stream) if stream else self.manifest
+            report.record_start(tracker, resolved, manifest)
+            run = Run(config, manifest, home, None, self.memory_limit, self.address, stream)
             try:
                 result, gpu = measure(run, resolved, tracker, lambda line: self.say(f"  {line}"))
                 if result.outcome == "interrupted":
@@ -297,11 +347,19 @@ def largest_batch(config: TrainConfig, limit: int) -> TrainConfig:
     return sized(sizes[fitting - 1])
 
 
-def refuse_short(run: RunResult | None, reason: str) -> None:
-    """Raise ``UserError`` when the baseline failed for ``reason``, or was too short for a speed."""
+def refuse_short(run: RunResult | None, reason: str, *, fitted: bool = False) -> None:
+    """Raise ``UserError`` when the baseline failed for ``reason``, or was too short for a speed.
+
+    ``fitted`` is whether smaller batches have been tried already.
+    """
     if run is None:
-        large = reason.startswith(("oom", "over_limit"))
-        step = " Give --fit and --memory-limit for the largest batch that fits." if large else ""
+        step = ""
+        if reason.startswith(TOO_LARGE):
+            step = (
+                f" {RETRIES} smaller batches did not fit either: give a larger --memory-limit or a smaller --model."
+                if fitted
+                else " Give --fit and --memory-limit for the largest batch that fits."
+            )
         raise UserError(f"the baseline cannot be run: {reason}.{step}")
     if run.throughput is None or run.steps < SHORTEST:
         step = run.seconds / (run.steps - 1) if run.steps > 1 else run.first_step_seconds or 0.0

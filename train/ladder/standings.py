@@ -28,6 +28,7 @@ class Row:
     name: str
     reason: str = ""
     batch: str = ""
+    """Micro-batch, accumulation if any, and in brackets the batch that was predicted to fit and did not."""
     gib: float | None = None
     predicted_gib: float | None = None
     speed: float | None = None
@@ -81,9 +82,10 @@ def _row(
     assert run.throughput is not None
     accumulation = config["global_batch"] // (config["micro_batch"] * config["workers"])
     rate = run.flops_per_second / run.matmul_utilisation if run.flops_per_second and run.matmul_utilisation else None
+    batch = str(config["micro_batch"]) + (f" x {accumulation}" if accumulation > 1 else "")
     return Row(
         name=measured.name,
-        batch=str(config["micro_batch"]) + (f" x {accumulation}" if accumulation > 1 else ""),
+        batch=batch + (f" ({measured.too_large[0]})" if measured.too_large else ""),
         gib=run.memory.process / GIB,
         predicted_gib=measured.predicted / GIB if measured.predicted else None,
         speed=run.throughput.tokens_per_second,
@@ -178,6 +180,8 @@ def legend(suite: Suite, rows: list[Row], controls: Sequence[float]) -> list[str
             "A rung with a larger batch has two rows: first the change alone, at the batch of the rung before, then "
             "the larger batch as well."
         )
+    if any("(" in row.batch for row in rows):
+        lines.append("A batch in brackets was predicted to fit the memory limit and did not; a smaller one was run.")
     if any(row.mfu or row.ceiling for row in rows):
         lines.append(
             "MFU is a fraction of the datasheet's peak at the rung's precision, HFU the same with the arithmetic that "

@@ -174,7 +174,7 @@ ACCUMULATION = Suite(
 
 LOADER = Suite(
     "loader",
-    "Threads that read batches ahead, against the loop that reads them itself",
+    "Threads that read batches ahead, or a stream of books, against the loop that reads shards itself",
     {
         "model": "gpt2-124m", "model.context_length": 512, "batch": 32, "vocabulary_multiple": 64,
         "schedule": "constant",
@@ -278,6 +278,18 @@ def searched(best: TrainConfig) -> Rung:
         "optimizer", "loader_workers",
     )  # fmt: skip
     return Rung("searched batch", {name: getattr(best, name) for name in names}, changes_numerics=True)
+
+
+STREAMING = "streaming"
+"""Name of the rung of :func:`streamed`."""
+
+
+def streamed(sources: Iterable[str]) -> Rung:
+    """A rung that trains straight from the books ``sources`` instead of from shards.
+
+    It sees other windows in another order, so that its loss may differ.
+    """
+    return Rung(STREAMING, {"stream": [*sources]}, changes_numerics=True)
 
 
 def nearest(text: str, known: Iterable[str]) -> str:

@@ -1,10 +1,12 @@
 """Whole ladders in their short form, and the command's refusals; one is interrupted in tests/test_main_job.py."""
 
 import io
+import itertools
 import json
+import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from importlib.util import find_spec
@@ -18,7 +20,9 @@ from infra.cluster import connected
 from infra.errors import UserError
 from infra.hardware import A100, cpu_facts
 from infra.tracking.store import create_run, store_uri
+from pipeline.stream import EncodedBook, Stream, encoded_books
 from train.config import TrainConfig
+from train.data.stream import StreamData
 from train.estimate.memory import predict_peak
 from train.ladder import __main__ as ladder
 from train.ladder import charts, report, runner
@@ -55,6 +59,8 @@ def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
         (["--compare", "study", "--suite", "loop"], "give --suite a100"),
         (["--suite", "precision"], "over 3 seeds are compared after equal steps: give --steps"),
         (["--seeds", "2", "--steps", "8", "--cycle", "8+0"], "--cycle with validation batches"),
+        (["--rungs", "streaming"], "--rungs streaming needs books: name them with --stream"),
+        (["--stream", "no-books"], "no-books"),
         (["--seeds", "0"], "--seeds 0 must be at least 1"),
         (["--best", "nothing.json"], "--best nothing.json does not exist"),
     ],
@@ -79,6 +85,13 @@ REFUSED = {"tensor cores", "max-autotune", "fp16"} | (set() if find_spec("torcha
 """The last by its worker."""
 
 
+class Inline(Stream):
+    """A stream whose books are encoded in this process and not ahead by Ray Data."""
+
+    def read(self, epoch: int, piece: int = 0) -> Iterator[EncodedBook]:
+        return (book for each in self.order(epoch)[piece:] for book in encoded_books(each, "train"))
+
+
 def here(run: Run, config: TrainConfig, *_: object, memory_limit: int | None = None) -> tuple[RunResult, None]:
     """What a Ray worker does for a rung, in this process, whose memory is not the rung's alone."""
 
@@ -87,7 +100,9 @@ def here(run: Run, config: TrainConfig, *_: object, memory_limit: int | None = N
 
     run.home.path.mkdir(parents=True, exist_ok=True)
     limit = Limit.impose(memory_limit, config.device) if memory_limit else None
-    return Trainer(config, on_cycle=on_cycle, checkpoints=run.home.checkpoints, limit=limit).run(), None
+    data = StreamData(config, Inline(config.stream, config.seed, config.reading)) if run.stream else None
+    trainer = Trainer(config, data=data, on_cycle=on_cycle, checkpoints=run.home.checkpoints, limit=limit)
+    return trainer.run(), None
 
 
 def in_this_process(patch: pytest.MonkeyPatch) -> None:
@@ -215,6 +230,66 @@ def test_a_rung_over_the_limit_has_failed(
     said = " ".join(capfd.readouterr().err.split())
     assert "the baseline cannot be run: over_limit: the process used" in said
     assert "Give --fit and --memory-limit" in said
+
+
+def test_a_fitted_batch_over_the_limit_is_run_smaller_and_the_row_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
+) -> None:
+    limits = itertools.chain([10**6], itertools.repeat(10**12))  # the first is the baseline's
+
+    def rung(run: Run, config: TrainConfig, *_: object) -> tuple[RunResult, None]:
+        return here(run, config, memory_limit=next(limits))
+
+    monkeypatch.setattr(driver, "train", rung)
+    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+    base = TrainConfig(model=small_model, device="cpu", precision="fp32", attention="sdpa", micro_batch=16)
+    limit = predict_peak(replace(base, micro_batch=16, global_batch=16)).total
+    flags = ["--suite", "memory", "--rungs", "chunked loss", "--data", str(small_shards), "--device", "cpu", "--fit"]
+    flags += ["--model", format_model(small_model), "--memory-limit", f"{limit}B", "--name", "fitted"]
+    assert command(monkeypatch, *flags, "--steps", "8", "--cycle", "8+0") == 0
+    printed = capfd.readouterr().out
+    rows = json.loads(Path("runs/fitted/standings.json").read_text())["rows"]
+    assert all(row["speed"] for row in rows)
+    found = re.fullmatch(r"(\d+) \((\d+)\)", rows[0]["batch"])
+    assert found
+    smaller, larger = map(int, found.groups())
+    assert smaller == larger - 8
+    assert f"a batch of {larger} does not fit as predicted; trying {smaller}" in printed
+    assert "A batch in brackets was predicted to fit the memory limit and did not" in printed
+    tried = MlflowClient(store_uri()).search_runs(["1"], "tags.kind = 'control'")
+    assert [run.info.status for run in tried].count("FAILED") == 1, "the batch that did not fit"
+
+
+def test_a_rung_streams_books_against_shards(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], make_shards: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The real loop on real books. tests/train/data/test_stream.py has a stream through Ray."""
+    data = make_shards(tmp_path / "tokens")
+    (tmp_path / "books").mkdir()
+    for number in range(8):
+        text = "".join(f"It was day {day} of year {number}, and the {day}th man said so.\n" for day in range(60))
+        (tmp_path / "books" / f"{number}.txt").write_text(text)
+    streams: dict[str, str] = {}
+
+    def rung(run: Run, config: TrainConfig, *_: object) -> tuple[RunResult, None]:
+        streams[run.home.path.name] = run.manifest.fingerprint
+        return here(run, config)
+
+    monkeypatch.setattr(driver, "train", rung)
+    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+    model = "tiny,layers=1,heads=2,width=32,context_length=32"
+    flags = ["--suite", "loader", "--data", str(data), "--model", model, "--device", "cpu", "--name", "streamed"]
+    flags += ["--rungs", "1 thread", "streaming", "--stream", "books", "--steps", "8", "--cycle", "8+1"]
+    assert command(monkeypatch, *flags) == 0
+    printed = capfd.readouterr().out
+    assert "streaming *" in printed, "it sees other windows"
+    base, thread, streaming = json.loads(Path("runs/streamed/standings.json").read_text())["rows"]
+    assert (thread["name"], streaming["name"]) == ("1 thread", "streaming")
+    assert streaming["speed"] > 0
+    assert streams["02-streaming"] != streams["control-00"] == streams["control-02"]
+    kept = json.loads(Path("runs/streamed/ladder.json").read_text())["options"]
+    assert kept["stream"] == [str(tmp_path / "books")]
+    assert base["loss"] != streaming["loss"]
 
 
 def test_only_a_fitted_ladder_has_a_memory_limit_by_default() -> None:

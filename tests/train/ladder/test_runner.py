@@ -178,6 +178,73 @@ def test_a_fitted_rung_is_first_run_at_the_batch_before_it(
     assert same.config["checkpointing"] == larger.config["checkpointing"] == "full"
 
 
+@dataclass(frozen=True)
+class Misjudged(MadeUp):
+    """One in which batches above ``most`` do not fit, whatever was predicted."""
+
+    most: int = 0
+
+    def _measure(self, name: str, rung: Rung, config: TrainConfig) -> Measured:
+        measured = super()._measure(name, rung, config)
+        too_large = config.micro_batch > self.most * (2 if config.checkpointing == "full" else 1)
+        return replace(measured, result=None, reason="over_limit: more than that") if too_large else measured
+
+
+RETRIED = (
+    Rung("rate", {"learning_rate": 1e-3}),
+    Rung("checkpointing", {"checkpointing": "full"}),
+    Rung("seed", {"seed": 1}),
+)
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_a_fitted_batch_that_does_not_fit_is_made_smaller(
+    cumulative: bool, base: TrainConfig, make_result: Make, tmp_path: Path, manifest: Manifest
+) -> None:
+    limit = predict_peak(replace(base, micro_batch=64, global_batch=192)).total
+    said: list[str] = []
+    made = Misjudged(
+        tmp_path, RunKey("", "", "", ""), Suite("mine", "Mine", {}, RETRIED, cumulative), base, manifest,
+        memory_limit=limit, fit=True, say=said.append, facts=DeviceFacts("cpu", "cpu"), result=make_result(), most=50,
+    )  # fmt: skip
+    controls, (rate, same, larger, seed) = made.run()
+    assert {control.config["micro_batch"] for control in controls} == {48}, "of 64, 56 and 48"
+    assert controls[0].too_large == (64, 56)
+    assert not controls[0].changes_numerics
+    assert rate.config["micro_batch"] == 48
+    assert rate.too_large == (), "what was learnt of the baseline is known of all that is based on it"
+    assert (same.config["micro_batch"], same.too_large) == (48, ())
+    assert larger.speed
+    assert 48 < larger.config["micro_batch"] <= 100
+    assert seed.config["micro_batch"] == (larger.config["micro_batch"] if cumulative else 48)
+    assert "a batch of 64 does not fit as predicted; trying 56" in said[0]
+    assert ("control-00-batch-48", 48) in [(name, config.micro_batch) for name, config in made.ran]
+    assert len({name for name, _ in made.ran}) == len(made.ran), "each has a folder of its own"
+
+
+def test_smaller_batches_are_tried_a_few_times_only(
+    base: TrainConfig, make_result: Make, tmp_path: Path, manifest: Manifest
+) -> None:
+    """And the suite's own batches are never changed."""
+    limit = predict_peak(replace(base, micro_batch=64, global_batch=192)).total
+    suite = Suite("mine", "Mine", {}, (Rung("checkpointing", {"checkpointing": "full"}),))
+    facts = DeviceFacts("cpu", "cpu")
+    hopeless = Misjudged(
+        tmp_path, RunKey("", "", "", ""), suite, base, manifest, memory_limit=limit, fit=True, say=lambda text: None,
+        facts=facts, result=make_result(), most=1,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="3 smaller batches did not fit either: give a larg"):
+        hopeless.run()
+    assert [config.micro_batch for _, config in hopeless.ran] == [64, 56, 48, 40]
+    plain = Misjudged(
+        tmp_path, RunKey("", "", "", ""), replace(suite, base={"batch": 64}), base, manifest, memory_limit=limit,
+        say=lambda text: None, facts=facts, result=make_result(), most=50,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="Give --fit"):
+        plain.run()
+    assert len(plain.ran) == 1
+
+
 @pytest.mark.parametrize("cumulative", [True, False])
 def test_other_numerics_are_run_with_several_seeds(
     cumulative: bool, base: TrainConfig, make_result: Make, tmp_path: Path, manifest: Manifest
