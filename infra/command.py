@@ -20,11 +20,12 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from infra import flags
 from infra.errors import UserError
+from infra.help import HELP, HELP_ALL, Sections, usage
 
 Config = TypeVar("Config")
 
@@ -62,6 +63,8 @@ errors = _Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
 INTERRUPTED = 130
 
+_ONE_LIST = Sections()
+
 program = ""
 """How the command was called, as ``throughline run``; empty for ``python -m``. The console script sets it."""
 
@@ -76,10 +79,12 @@ def run(
     module: str,
     description: str,
     default: Config | None = None,
+    sections: Sections = _ONE_LIST,
 ) -> NoReturn:
     """Parse ``config`` from the command line, call ``main`` with it, and exit with its code.
 
-    ``module`` is the name after ``python -m``; ``default`` supplies the values that flags override.
+    ``module`` is the name after ``python -m``; ``default`` supplies the values that flags override; ``sections`` is how
+    ``--help`` presents the flags.
     A config rejects invalid values by raising ``ValueError`` in ``__post_init__``.
     """
     collect_rarely()
@@ -90,16 +95,15 @@ def run(
     for word in sys.argv[1:]:
         if re.search("[\ud800-\udfff]", word):  # bytes that are not UTF-8
             refuse(UserError(f"{word!r} is not UTF-8, which Ray requires: rename it, or name the folder it is in."))
+    if asked := {HELP, HELP_ALL, "-h"} & set(sys.argv[1:]):
+        width = max(60, min(console.width, 100))
+        text = usage(config, prog, description, sections, default, whole=HELP_ALL in asked, width=width)
+        console.print(text, markup=False)
+        sys.exit(0)
     try:
-        if default is None:
-            parsed = tyro.cli(config, prog=prog, description=description)
-        else:
-            parsed = tyro.cli(config, prog=prog, description=description, default=default)
+        parsed = flags.parsed(config, prog, default)
     except ValueError as mistake:
         refuse(mistake)
-    except BrokenPipeError:  # of --help | head
-        console.on_broken_pipe()
-        sys.exit(0)
     try:
         with _leaving_in_time():
             code = main(parsed)

@@ -70,22 +70,29 @@ class TokenizeConfig(Reading):
     """Where the token shards go: a folder on a disk that all workers share, or s3://bucket/folder, gs://bucket/folder."""
 
     workers: int | None = None
-    """Tasks at a time. Default: every CPU of this machine, or of the cluster at --address."""
+    """Tasks at a time, at least 1. Default: every CPU of this machine, or of the cluster at --address."""
 
     val_fraction: float = 0.01
-    """Share of the books held out for validation, chosen by a hash of each book's id."""
+    """Share of the books, at least 0 and below 1, held out for validation, chosen by a hash of each book's id."""
 
     encoder: Literal["gigatoken", "tiktoken"] = "gigatoken"
-    """Both give the same ids. gigatoken is about 15 times faster; tiktoken checks a sample of the books."""
+    """Tokenizer. Both give the same ids.
+
+    gigatoken: about 15 times as fast; a sample of the books is checked by tiktoken
+    tiktoken: OpenAI's"""
 
     mirror: str = MIRROR
     """Robot-friendly mirror for 'gutenberg:' numbers."""
 
     duplicates: Literal["drop", "near", "keep"] = "drop"
-    """drop: of books with the same cleaned text, keep the first by id. near: also of other editions, by MinHash."""
+    """What happens to books with the same cleaned text.
+
+    drop: the first of them by id is kept
+    near: as drop, and so are other editions of it, which MinHash finds
+    keep: all are kept"""
 
     shard_size: Bytes = 16_000_000
-    """Text per shard and per task. The shards depend on it, but not on the number of workers."""
+    """Text per shard and per task, at least 1MB. The shards depend on it, but not on the number of workers."""
 
     dry_run: bool = False
     """Only say what would be done. gutenberg: numbers are downloaded, to know their size."""

@@ -114,4 +114,9 @@ def _show(place: Place, manifest: Manifest) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main, InspectConfig, module="pipeline.inspect", description=__doc__ or "")
+    command.run(
+        main,
+        InspectConfig,
+        module="pipeline.inspect",
+        description="Show what a folder of token shards holds, and verify it.",
+    )

@@ -191,4 +191,9 @@ def _counts(manifest: Manifest) -> dict[str, float]:
 if __name__ == "__main__":
     if command.flag_value("--copy-to"):
         command.refuse(UserError("--copy-to is gone: give --out s3://bucket/folder, which training reads by itself."))
-    command.run(main, TokenizeConfig, module="pipeline.tokenize", description=__doc__ or "")
+    command.run(
+        main,
+        TokenizeConfig,
+        module="pipeline.tokenize",
+        description="Turn books into token shards. The same command again finishes what was interrupted.",
+    )

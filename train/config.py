@@ -7,6 +7,7 @@ that names both fields. Suites and searches vary it with ``dataclasses.replace``
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -32,6 +33,25 @@ Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adamw-bf16", "adafact
 Schedule = Literal["cosine", "wsd", "constant"]
 Device = Literal["auto", "cuda", "cpu"]
 Ablation = Literal["sync", "zero", "copy", "collect", "pages"]
+
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "data": ("data", "stream", *(setting.name for setting in fields(Reading))),
+    "model": ("model",),
+    "mathematics": (
+        "global_batch", "learning_rate", "schedule", "warmup_steps", "optimizer", "weight_decay", "beta1", "beta2",
+        "clip_norm", "mask_books", "spike", "seed",
+    ),
+    "execution": (
+        "micro_batch", "precision", "attention", "compile", "checkpointing", "loss", "loss_chunks", "fp8", "device",
+        "workers", "shard", "loader_workers", "ablate", "memory_limit", "accelerator", "address",
+    ),
+    "length": ("steps", "tokens", "time_budget", "within"),
+    "output": (
+        "name", "out", "config", "resume", "cycle", "checkpoint_every", "keep_checkpoints", "tracking_uri",
+    ),
+}  # fmt: skip
+"""The flags of commands that train, by what they are about, as ``--help-all`` groups them."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +90,8 @@ class TrainConfig:
     """Token shards, made by python -m pipeline.tokenize: a folder, or s3://bucket/folder, gs://bucket/folder."""
     stream: tuple[str, ...] = ()
     """Train straight from these books instead of --data, without shards: files, folders, globs, or any other source of
-    python -m pipeline.tokenize. Ray Data encodes them while the model trains. The last flags, from --text-field on, are
-    those of that command and define how the books are read."""
+    python -m pipeline.tokenize. Ray Data encodes them while the model trains. The flags from --text-field to
+    --join-lines are those of that command and define how the books are read."""
     reading: Annotated[Reading, tyro.conf.arg(name="")] = field(default_factory=Reading)
     """How the books of ``stream`` are read and cleaned."""
     model: Model = PRESETS["gpt2-124m"]
@@ -79,20 +99,23 @@ class TrainConfig:
     seed: int = 0
     """Seed of the weights, the order of the windows, and dropout."""
     global_batch: int = 480
-    """Sequences per optimizer step, over all micro-batches and workers."""
+    """Sequences per optimizer step, over all micro-batches and workers; a multiple of --micro-batch x --workers."""
     learning_rate: float = 6e-4
-    """Peak learning rate."""
+    """Peak learning rate; above 0."""
     schedule: Schedule = "cosine"
-    """After warm-up: cosine down to a tenth of the peak at the run's end; wsd, which stays at the peak and falls
-    to zero over the last fifth; or constant."""
+    """Learning rate after warm-up.
+
+    cosine: falls to a tenth of the peak at the end of the run
+    wsd: stays at the peak, and falls to zero over the last fifth
+    constant: stays at the peak"""
     warmup_steps: int = 100
     """Steps of linear warm-up; at most a tenth of the run."""
     weight_decay: float = 0.1
     """Weight decay of the matrices; biases and norms have none."""
     beta1: float = 0.9
-    """Adam's decay rate of the first moment."""
+    """Adam's decay rate of the first moment; at least 0 and below 1."""
     beta2: float = 0.95
-    """Adam's decay rate of the second moment."""
+    """Adam's decay rate of the second moment; at least 0 and below 1."""
     clip_norm: float = 1.0
     """Gradient norm above which gradients are scaled down; 0 turns it off."""
     mask_books: bool = False
@@ -101,57 +124,93 @@ class TrainConfig:
     """Stop when a step's loss is this many nats above the mean of the previous cycle; 0 is off. NaN always stops."""
 
     micro_batch: int = 32
-    """Sequences per forward pass on one worker; the number of accumulated ones follows from the global batch."""
+    """Sequences per forward pass on one worker, at least 1; how many are accumulated follows from the global batch."""
     precision: Precision = "auto"
-    """Arithmetic: fp32; tf32 matmuls; fp16 autocast with loss scaling; bf16 autocast; bf16 activations throughout,
-    the residual stream too, over fp32 weights. auto is bf16 on GPUs that have it, else fp32 (on most CPUs bf16 is
-    emulated and many times slower)."""
+    """Arithmetic of the model.
+
+    auto: bf16 on GPUs that have it, else fp32, because most CPUs emulate bf16 and are many times slower with it
+    fp32: 32-bit floats throughout
+    tf32: matrix products in TensorFloat-32, on tensor cores
+    fp16: autocast to fp16, with loss scaling
+    bf16: autocast to bf16
+    bf16-activations: bf16 activations throughout, the residual stream too, over fp32 weights"""
     attention: Attention = "auto"
-    """Attention: manual (materialises the T x T matrix); sdpa, where torch chooses the kernel; flash, cudnn or
-    efficient, one of these kernels only; flex (FlexAttention). auto tries the kernels in the best order for the GPU."""
+    """Kernel of attention.
+
+    auto: tries the kernels in the best order for the GPU; sdpa on a CPU
+    manual: plain operations, which write the T x T matrix to memory
+    sdpa: the one that torch chooses
+    flash: FlashAttention only
+    cudnn: cuDNN's only
+    efficient: torch's memory-efficient one only
+    flex: FlexAttention"""
     compile: Compile = "off"
-    """torch.compile: off, the whole model, each block and the loss on its own (faster to start), the whole model with
-    the sizes of its kernels tuned one by one (coordinate-descent), with kernels chosen by trial (max-autotune), with
-    these in CUDA graphs (max-autotune-graphs), or only in CUDA graphs (reduce-overhead)."""
+    """What torch.compile compiles, and how.
+
+    off: nothing
+    whole: the model as one graph
+    blocks: each block and the loss on its own, which starts faster
+    coordinate-descent: the whole model, with the sizes of its kernels tuned one by one
+    max-autotune: the whole model, with kernels chosen by trying them
+    max-autotune-graphs: the same, replayed as CUDA graphs
+    reduce-overhead: the whole model, replayed as CUDA graphs"""
     checkpointing: Checkpointing = "none"
-    """Activations that the backward pass recomputes: none; selective, all but those of matmuls and attention; full,
-    whole blocks, for about a third more arithmetic; alternate, every second block, for half of that."""
+    """Activations that are recomputed in the backward pass to save memory.
+
+    none: no activations
+    full: those of whole blocks, for about a third more arithmetic
+    alternate: those of every second block, for about a sixth more arithmetic
+    selective: all but the outputs of matrix products and attention"""
     loss: Loss = "plain"
-    """Cross-entropy: plain, or fused with the head, which computes both piece by piece and does not keep logits."""
+    """Cross-entropy loss.
+
+    plain: of the logits of all tokens
+    fused: computed together with the head piece by piece, so that the logits are not kept"""
     loss_chunks: int = 1
-    """Pieces of the fused loss; more than one implies it. By default a piece has at most 2,048 tokens."""
+    """Pieces of the fused loss, at least 1; more than one implies it. By default a piece has at most 2,048 tokens."""
     fp8: bool = False
     """Multiply the blocks' matrices in 8-bit floats, scaled per tensor (torchao, on GPUs that have them)."""
     optimizer: Optimizer = "adamw-fused"
-    """AdamW, a kernel per operation or one fused kernel; with 8-bit moments; with bf16 weights rounded
-    stochastically (both torchao); Adafactor; Muon for the blocks' matrices with AdamW for the rest."""
+    """Optimizer.
+
+    adamw: AdamW, with a kernel per operation
+    adamw-fused: AdamW in one fused kernel
+    adamw-8bit: AdamW with 8-bit moments (torchao)
+    adamw-bf16: AdamW with bf16 weights, rounded stochastically (torchao)
+    adafactor: Adafactor
+    muon: Muon for the matrices of the blocks, AdamW for the rest"""
     device: Device = "auto"
-    """cuda, cpu, or auto, which uses a CUDA GPU if there is one."""
+    """Device to train on; auto is a CUDA GPU if there is one, else the CPU."""
     workers: int = 1
-    """Data-parallel workers; with cuda each has one GPU."""
+    """Data-parallel workers, at least 1; with cuda each has one GPU."""
     shard: bool = False
     """Shard weights, gradients and optimizer state over the workers (FSDP2) instead of a copy on each (DDP)."""
     ablate: Annotated[tuple[Ablation, ...], Field(validation_alias=AliasChoices("ablate", "naive"))] = ()
-    """Optimizations of the loop to leave out, to measure what each is worth: sync reads every loss at once, zero fills
-    gradients instead of dropping them, copy reads and copies each batch when it is needed, collect leaves the garbage
-    collector on, pages leaves large tensors in a CPU's small pages."""
+    """Optimizations of the loop to leave out, to measure what each gains.
+
+    sync: read each loss at once, and wait for the device
+    zero: fill gradients with zeros instead of dropping them
+    copy: read and copy each batch only when it is needed
+    collect: leave the garbage collector on
+    pages: keep large tensors in a CPU's small pages"""
     loader_workers: int = 0
     """Threads that read batches ahead; with 0 the loop itself reads the next batch while the device computes."""
     accelerator: str | None = None
     """Type of GPU that the workers need, by Ray's name for it: A100, H200. A type that Ray does not have is refused."""
 
     steps: int | None = None
-    """Optimizer steps to train for. Without --steps, --tokens and --time-budget, the run is one epoch."""
+    """Optimizer steps to train for, at least 1. Without --steps, --tokens and --time-budget, the run is one epoch."""
     tokens: int | None = None
-    """Training tokens to train for."""
+    """Training tokens to train for; at least those of one step."""
     time_budget: SecondsOrNone = None
-    """Time to train for: 90s, 5m, 1h. It begins after the first step, which compiles."""
+    """Time to train for, such as 90s, 5m or 1h. It begins after the first step, which compiles."""
     within: float | None = None
-    """End early once the speed is known to this fraction, by a confidence sequence: 0.005 is half a percent."""
+    """End early once the speed is known to this fraction, between 0 and 1, by a confidence sequence: 0.005 is half a
+    percent."""
     cycle: CycleText = Cycle()
     """Training steps, then validation batches, between two reports."""
     checkpoint_every: int = 200
-    """Steps between two checkpoints; another one is written at the end."""
+    """Steps between two checkpoints, at least 1; another one is written at the end."""
     keep_checkpoints: int = 2
     """Number of newest checkpoints to keep; 0 writes none."""
 

@@ -16,10 +16,17 @@ from infra import command
 from infra.command import console
 from infra.errors import UserError
 from infra.hardware import device_facts
+from infra.help import Sections
 from infra.units import BytesOrNone
-from train.config import TrainConfig
+from train.config import GROUPS, TrainConfig
 from train.model_config import format_model
 from train.resolve import resolve_for_plan
+
+COMMON = (
+    "model", "global_batch", "micro_batch", "precision", "compile", "checkpointing", "memory_limit",
+    "tokens_per_second", "price", "compare",
+)  # fmt: skip
+"""Flags that most plans are made with."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +37,9 @@ class PlanOptions:
     memory_limit: BytesOrNone = None
     """Memory that the process may use, to find the largest micro-batch; default this machine's GPU, if any."""
     tokens_per_second: float | None = None
-    """Training speed over all workers, to predict hours; python -m train.run measures it."""
+    """Training speed in tokens/s over all workers, above 0, to predict hours; python -m train.run measures it."""
     price: float | None = None
-    """Price per hour of one worker's machine, in any currency."""
+    """Price per hour of one worker's machine, above 0, in any currency."""
     compare: Literal["study"] | None = None
     """Predict the memory of each rung of the study that train.ladder --suite a100 repeats, beside what it published,
     instead of this run's needs."""
@@ -54,6 +61,7 @@ def main() -> None:
         module="train.plan",
         description="Predict what a training run needs in memory, arithmetic, time and money, before it starts.",
         default=PlanOptions(),
+        sections=Sections(COMMON, GROUPS),
     )
 
 

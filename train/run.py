@@ -18,16 +18,23 @@ from infra import command
 from infra.cluster import connected, refuse_unshared, sole_user
 from infra.command import INTERRUPTED, console
 from infra.errors import UserError
+from infra.help import Sections
 from infra.storage import write_json
 from infra.tracking.key import RunKey
 from infra.units import BytesOrNone, format_size
 from train.checkpoint.find import saved_config
 from train.checkpoint.progress import read_progress
 from train.checkpoint.run_folder import RunFolder, make, new_run
-from train.config import TrainConfig, load_config
+from train.config import GROUPS, TrainConfig, load_config
 from train.launch.run import Run
 from train.model_config import format_model
 from train.resolve import resolve
+
+COMMON = (
+    "data", "model", "global_batch", "micro_batch", "learning_rate", "compile", "steps", "time_budget", "name",
+    "resume",
+)  # fmt: skip
+"""Flags that most runs are started with."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,8 @@ class RunOptions:
     tracking_uri: str | None = None
     """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
     memory_limit: BytesOrNone = None
-    """Most memory that a worker's process may use: of the GPU, or on a CPU its resident set. A run that uses more ends
-    with the outcome over_limit. 40GB is 40 x 10^9 bytes, 40GiB 40 x 2^30. A resumed run must be given it again."""
+    """Most memory that a worker's process may use, such as 40GB (10^9 bytes each) or 40GiB (2^30): of the GPU, or on a
+    CPU its resident set. A run that uses more ends with the outcome over_limit. Give it again to a resumed run."""
     address: str | None = None
     """Ray cluster to run on; default RAY_ADDRESS, else a Ray of its own here."""
 
@@ -77,6 +84,7 @@ def main() -> None:
         module="train.run",
         description="Train a GPT-2 on token shards or straight from books, measure it, record it all in MLflow.",
         default=defaults,
+        sections=Sections(COMMON, GROUPS),
     )
 
 

@@ -33,9 +33,13 @@ class SearchConfig:
     """A study of its own: a step is one micro-batch of any size up to --global-batch, without accumulation. Its winner
     trains with another batch, so it does not compare with a search that holds the batch fixed."""
     searcher: Literal["memory", "grid", "optuna"] = "memory"
-    """How: by predicted memory and fitted speed, every candidate in turn, or Optuna."""
+    """How candidates are chosen.
+
+    memory: by predicted memory and fitted speed
+    grid: every candidate in turn
+    optuna: by Optuna's TPE sampler"""
     trial_steps: int = 20
-    """Most optimizer steps of one trial; it ends earlier when its speed is known."""
+    """Most optimizer steps of one trial, at least 7; it ends earlier when its speed is known."""
     trial_time: Seconds = 60.0
     """Most time that one trial's steps may take, after the first. Where this is too short for a speed, the trial runs
     once more with enough."""
@@ -43,7 +47,7 @@ class SearchConfig:
     """Most time that a trial may take before that, to start, to compile and to run its first step. One that takes
     longer is killed and counts as failed."""
     trial_precision: float = 0.01
-    """Half-width of a speed's 95% interval, as a fraction of it, that ends a trial."""
+    """Half-width of a speed's 95% interval, as a fraction of it between 0 and 1, that ends a trial."""
     confirm: int = 3
     """Most rounds in which the best and the control run again, interleaved, until the winner is clear; 0 trusts the
     first measurement."""
@@ -56,7 +60,8 @@ class SearchConfig:
     resume: str | None = None
     """Continue the search of this name; its settings are read from its folder."""
     parallel: int = 1
-    """Trials at a time, each on a machine of its own in the cluster, whose speeds are compared over its own control."""
+    """Trials at a time, at least 1, each on a machine of its own in the cluster, whose speeds are compared over its own
+    control."""
     dry_run: bool = False
     """Print the plan and run nothing."""
     tracking_uri: str | None = None

@@ -9,9 +9,15 @@ import dataclasses
 
 from infra import command
 from infra.errors import UserError
-from train.config import load_config
+from infra.help import Sections
+from train.config import GROUPS, load_config
 from tune.config import SearchConfig, with_global_batch
 from tune.folder import kept_config, place_of
+
+COMMON = (
+    "data", "model", "global_batch", "memory_limit", "knobs", "trial_steps", "trial_time", "confirm", "name", "resume",
+)  # fmt: skip
+"""Flags that most searches are started with."""
 
 
 def main() -> None:
@@ -35,6 +41,7 @@ def main() -> None:
         module="tune.search",
         description="Find the micro-batch, and the knobs, with the most tokens per second under a memory limit.",
         default=defaults,
+        sections=Sections(COMMON, GROUPS),
     )
 
 

@@ -28,7 +28,8 @@ class DoctorOptions:
     """What to measure, and where to save it."""
 
     workers: int = 1
-    """With two or more, also all-reduce between as many Ray Train workers (with a GPU each where there are any)."""
+    """At least 1. With two or more, also all-reduce between as many Ray Train workers, with a GPU each where there are
+    any."""
     out: Path = Path("runs")
     """Folder for doctor.json; also the disk whose speed is measured."""
     quick: bool = False

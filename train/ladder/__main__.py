@@ -52,8 +52,17 @@ class LadderOptions:
     """A suite, and how long each of its rungs runs."""
 
     suite: str = "a100"
-    """a100, loop, memory, kernels, accumulation, loader, precision, sizes, aa (the same run ten times: how often is a
-    difference seen where there is none?), or a Python file with SUITE = [Rung(...), ...]."""
+    """Name of a suite, or a Python file with SUITE = [Rung(...), ...].
+
+    a100: a published study of GPT-2 124M, from the textbook loop upwards
+    loop: what each habit of a training loop costs, on a small model
+    memory: what saves memory, and what it costs in speed
+    kernels: how torch.compile chooses and launches kernels
+    accumulation: four micro-batches per step, from eager to max-autotune
+    loader: threads that read batches ahead
+    precision: what fewer bits cost in held-out loss
+    sizes: sizes that fill a GPU's tiles and waves, and sizes that do not
+    aa: the same run ten times, to see how often the verdict is a false alarm"""
     rungs: tuple[str, ...] = ()
     """Only these rungs of the suite, by name; default all."""
     data: str = "data/tokens"
@@ -61,9 +70,9 @@ class LadderOptions:
     model: ModelOrNone = None
     """Model instead of the suite's: a preset, with changes if any."""
     steps: int | None = None
-    """Optimizer steps per rung."""
+    """Optimizer steps per rung, at least 8."""
     time_budget: SecondsOrNone = None
-    """Time per rung, from its first step on; 5m unless --steps is given."""
+    """Time per rung, from its first step on. Default: 5m, unless --steps is given."""
     within: float | None = None
     """End a rung early, at the end of a cycle, once its speed is known to this fraction; 0 never does.
     Default: 0.005, half a percent; 0 with --steps, which are for comparing losses."""
@@ -74,12 +83,13 @@ class LadderOptions:
     memory_limit: BytesOrNone = None
     """Most memory that the process of a rung may use; a rung that uses more fails. 40GB if only --fit is given."""
     device: Device = "auto"
-    """auto takes a CUDA GPU when there is one."""
+    """Device to train on; auto is a CUDA GPU if there is one, else the CPU."""
     seed: int = 0
     """Seed of every rung."""
     seeds: int | None = None
-    """Seeds with which rungs of another precision or other numerics are run, to compare their held-out losses with
-    those of the rung before at equal steps. Default: 3 in the suite precision; 1, which compares none, in others."""
+    """Seeds, at least 1, with which rungs of another precision or other numerics are run, to compare their held-out
+    losses with those of the rung before at equal steps. Default: 3 in the suite precision; 1, which compares none, in
+    others."""
     name: str | None = None
     """Name of the ladder and its folder; made from the suite and the time when left out."""
     out: Path = Path("runs")

@@ -17,9 +17,10 @@ from rich.table import Table
 from infra import command
 from infra.command import console
 from infra.errors import UserError
+from infra.help import Sections
 from infra.place import Place
 from train.checkpoint.run_folder import new_folder
-from train.config import TrainConfig, load_config
+from train.config import GROUPS, TrainConfig, load_config
 from train.model_config import format_model
 
 if TYPE_CHECKING:
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 
 TRACE_ROOM = 2 * 10**9
 """Free bytes that a trace may need: two steps of GPT-2 are about 100 MB of JSON, and many times that with stacks."""
+
+
+COMMON = (
+    "data", "model", "global_batch", "micro_batch", "precision", "attention", "compile", "checkpointing", "name",
+    "config",
+)  # fmt: skip
+"""Flags that most profiles are made with."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ def main() -> None:
         module="train.profile",
         description="Record a few training steps and show where time and memory go.",
         default=defaults,
+        sections=Sections(COMMON, GROUPS),
     )
 
 
