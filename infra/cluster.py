@@ -24,6 +24,7 @@ from infra.command import INTERRUPTED, errors, interrupt_on_termination, uninter
 from infra.errors import UserError, first_line
 from infra.local_ray import environment_variables, on_loopback, own_process_group, refuse_exposed
 from infra.place import Place
+from infra.progress import doing
 from infra.storage import TEMPORARY
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -102,13 +103,14 @@ def connected(
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     local = address in (None, "", "local")
     if address and not local:
-        _join(address, named, runtime_env=_travelling(variables), namespace=NAMESPACE, **quiet)
+        with doing(f"joining the Ray cluster at {address}"):
+            _join(address, named, runtime_env=_travelling(variables), namespace=NAMESPACE, **quiet)
     else:
         # Inherited rather than a runtime_env, for which Ray would discard the workers that it starts in advance.
         os.environ.update(variables)
         os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
         # A Ray whose ray.init was interrupted cannot be shut down: the command ended in a segmentation fault.
-        with on_loopback(), own_process_group(), uninterrupted(), _unshadowed():
+        with doing("starting Ray"), on_loopback(), own_process_group(), uninterrupted(), _unshadowed():
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
     interrupt_on_termination()
     try:

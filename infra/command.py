@@ -41,12 +41,30 @@ class _Console(Console):
     Control characters are shown and not sent: the name of a file or book could move the cursor or rename the window.
     """
 
+    _other: Console | None = None
+
     def print(self, *objects: Any, **how: Any) -> None:
+        if self._other and self.is_terminal:
+            self._other.print(*objects, **how)
+            return
         shown = [thing.translate(_VISIBLE) if isinstance(thing, str) else thing for thing in objects]
         try:
             super().print(*shown, **how)
         except OSError:  # a terminal that was closed, a log on a disk that is full
             self.on_broken_pipe()
+
+    @contextmanager
+    def printed_by(self, other: Console) -> Iterator[None]:
+        """During the block, which shows a live line on ``other``, what would appear within that is printed above it."""
+        self._other = other
+        try:
+            yield
+        finally:
+            self._other = None
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Never hide the cursor: where a command exits at once, nothing would show it again."""
+        return super().show_cursor(True)
 
     def on_broken_pipe(self) -> None:
         """Discard all further output, where rich would exit."""

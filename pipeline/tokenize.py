@@ -19,6 +19,7 @@ from infra.cluster import ask_others, connected, losses_reported, refuse_unshare
 from infra.command import console
 from infra.errors import UserError
 from infra.place import Place, WorkingCopy
+from infra.progress import doing
 from pipeline.config import TokenizeConfig
 from pipeline.job import output, report
 from pipeline.job.carried import carried_or_refused
@@ -36,7 +37,7 @@ def main(config: TokenizeConfig) -> int:
     if not config.overwrite:
         output.refuse_foreign(Place.of(config.out))
     progress = report.Progress()
-    with progress.wall.time("plan"):
+    with progress.wall.time("plan"), doing("listing the books"):
         job = Job(config)
     with ExitStack() as held:
         if not config.dry_run:
@@ -90,7 +91,7 @@ def _make(job: Job, todo: list[Piece], progress: report.Progress, *, fresh: bool
                 if not place.remote:
                     refuse_unshared("--out", place.folder)
                 todo = carried_or_refused(todo)
-        with phase("mlflow start"):
+        with phase("mlflow start"), doing("importing MLflow"):
             opening.result()
             tracker = _open_run(job)
         if fresh:
@@ -104,9 +105,9 @@ def _make(job: Job, todo: list[Piece], progress: report.Progress, *, fresh: bool
                 with phase("work"):
                     _work(job, todo, progress, tracker.key.run_id)
             stopping = background.submit(ray.close)
-            with phase("finish"):
+            with phase("finish"), doing("checking and closing the data set"):
                 manifest = output.finish(job)
-            with phase("ray stop"):
+            with phase("ray stop"), doing("stopping Ray"):
                 stopping.result()
         except BaseException as failure:
             tracker.finish("KILLED" if isinstance(failure, KeyboardInterrupt) else "FAILED")
@@ -148,7 +149,7 @@ def _work(job: Job, todo: list[Piece], progress: report.Progress, run: str) -> N
         TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     config, total = job.config, len(job.pieces)
-    with Progress(*columns, console=console) as bar:
+    with doing("tokenizing", live=False) as shown, Progress(*columns, console=console) as bar:
         task = bar.add_task("tokenizing", total=total, completed=total - len(todo), rate="starting")
         start = time.perf_counter()
         workers = config.workers if config.cluster else config.parallelism
@@ -158,6 +159,7 @@ def _work(job: Job, todo: list[Piece], progress: report.Progress, run: str) -> N
                 progress.add(summary)
                 rate = f"{progress.bytes / 1e6 / (time.perf_counter() - start):,.0f} MB/s"
                 bar.update(task, advance=1, rate=rate)
+                shown.now("tokenizing", f"{bar.tasks[task].completed:,.0f} of {total:,} pieces | {rate}")
     if config.cluster:
         ask_others(forget, run)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from infra import command
 from infra.command import console
 from infra.errors import UserError
+from infra.progress import doing
 from infra.tracking.key import RunKey
 from train.checkpoint.find import find_checkpoint
 from train.checkpoint.progress import read_progress
@@ -46,15 +47,17 @@ def export(config: ExportConfig) -> int:
         raise UserError(f"--to {config.to} exists already: name a new folder.")
     checkpoint = find_checkpoint(config.checkpoint, config.out)
     key = run_of(checkpoint, config.register) if config.register else None
-    from train.hugging_face import write_model
+    with doing("writing the model"):
+        from train.hugging_face import write_model
 
-    write_model(checkpoint, config.to)
+        write_model(checkpoint, config.to)
     console.print(f"{config.to}: load it with transformers' GPT2LMHeadModel.from_pretrained({str(config.to)!r})")
     if key and config.register:
-        from infra.tracking.registry import register
-
         vocabulary = config_from_json(read_progress(checkpoint).config, str(checkpoint)).model.vocabulary
-        version = register(key, config.register, config.to, vocabulary)
+        with doing("registering the model"):
+            from infra.tracking.registry import register
+
+            version = register(key, config.register, config.to, vocabulary)
         console.print(f"registered: mlflow.pyfunc.load_model('models:/{config.register}/{version}')")
     return 0
 

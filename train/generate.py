@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from infra import command
 from infra.command import console
 from infra.errors import UserError
+from infra.progress import doing
 from train.checkpoint.find import find_checkpoint
 
 
@@ -51,18 +52,20 @@ def main() -> None:
 def generate(config: GenerateConfig) -> int:
     """Print the continuation; returns the exit code. torch is imported only when the flags are known to be valid."""
     checkpoint = find_checkpoint(config.checkpoint, config.out)
-    from train.data.text import is_gpt2, to_ids, to_text
-    from train.sampling import load_model, sample
+    with doing("loading the model"):
+        from train.data.text import is_gpt2, to_ids, to_text
+        from train.sampling import load_model, sample
 
-    model, vocabulary = load_model(checkpoint)
+        model, vocabulary = load_model(checkpoint)
     if not is_gpt2(vocabulary):
         raise UserError(
             f"--checkpoint {config.checkpoint} was trained on token ids other than GPT-2's, so it cannot write text."
         )
     ids = [model.config.vocabulary - 1, *to_ids(config.prompt)]  # a book begins after the end of another
-    written = sample(
-        model, ids, config.tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
-    )  # fmt: skip
+    with doing("writing"):
+        written = sample(
+            model, ids, config.tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
+        )  # fmt: skip
     console.print(config.prompt + to_text(written), markup=False)
     return 0
 

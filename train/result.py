@@ -8,6 +8,9 @@ from train.intervals import Estimate
 
 Outcome = Literal["finished", "interrupted", "oom", "over_limit", "diverged"]
 
+TRAINING = "training"
+"""What a loop does between its first step, which compiles, and its end."""
+
 
 @strict
 @dataclass(frozen=True)

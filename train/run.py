@@ -19,6 +19,7 @@ from infra.cluster import connected, refuse_unshared, sole_user
 from infra.command import INTERRUPTED, console
 from infra.errors import UserError
 from infra.help import Sections
+from infra.progress import IMPORTING, doing
 from infra.storage import write_json
 from infra.tracking.key import RunKey
 from infra.units import BytesOrNone, format_size
@@ -104,7 +105,8 @@ def train(options: RunOptions) -> int:
         store = options.tracking_uri or ((known := run.home.key()) and known.store)
         preparing = background.submit(prepare, store)
         with connected(run.address, prestart=False), ExitStack() as held:
-            preparing.result()
+            with doing(IMPORTING):
+                preparing.result()
             if run.home.kept_at:
                 held.enter_context(sole_user(run.home.kept_at))
             else:

@@ -10,6 +10,7 @@ import dataclasses
 from infra import command
 from infra.errors import UserError
 from infra.help import Sections
+from infra.progress import IMPORTING, doing
 from train.config import GROUPS, load_config
 from tune.config import SearchConfig, with_global_batch
 from tune.folder import kept_config, place_of
@@ -47,7 +48,8 @@ def main() -> None:
 
 def run(config: SearchConfig) -> int | None:
     """Search; torch, Ray and MLflow are imported only now, when the flags are known to be right."""
-    from tune.session import search
+    with doing(IMPORTING):
+        from tune.session import search
 
     return search(config)
 

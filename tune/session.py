@@ -9,6 +9,7 @@ from functools import partial
 from infra.cluster import connected
 from infra.command import INTERRUPTED, console
 from infra.place import Place
+from infra.progress import doing
 from infra.tracking.store import open_store
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import ui_link
@@ -25,6 +26,7 @@ from tune.strategy.nodes import comparable
 from tune.strategy.ranking import rank
 from tune.tracking import Evidence, open_parent, publish
 from tune.trial.row import TrialRow, read_rows
+from tune.trial.run import Request
 
 
 def search(config: SearchConfig) -> int:
@@ -86,16 +88,26 @@ class Session:
         """Run trials until the strategy has no more, or until Ctrl-C: Tune takes it between two of its events."""
         search = self.search
 
+        def started(request: Request) -> None:
+            evidence.start(request)
+            candidate = search.space.label(request.proposal.candidate)
+            running[request.key] = f"trial {request.number}, {request.proposal.stage}: {candidate}"
+            shown.now("; ".join(running.values()))
+
         def ended(row: TrialRow, rows: Sequence[TrialRow]) -> None:
+            running.pop(row.key, None)
+            shown.now("; ".join(running.values()) or "deciding on the next trial")
             evidence.catch_up(rows)
             console.print(report.row_text(search, row), markup=False)
             console.print(report.progress_text(search, rows), markup=False)
 
+        running: dict[str, str] = {}
         environment = worker_environment(search.space.base)
         # Where Ctrl-C falls elsewhere, the rows say as well where to continue.
         with suppress(KeyboardInterrupt), connected(search.config.address, environment=environment):
             resources = search.resources()
-            drive(Proposals(search, Listener(evidence.start, ended), partial(trial_nodes, resources)), resources)
+            with doing("starting trials") as shown:
+                drive(Proposals(search, Listener(started, ended), partial(trial_nodes, resources)), resources)
 
 
 def resume_command(place: Place) -> str:

@@ -16,6 +16,7 @@ from infra import command
 from infra.command import console
 from infra.doctor import allreduce
 from infra.errors import UserError
+from infra.progress import IMPORTING, doing
 from infra.storage import is_remote, write_json
 
 if TYPE_CHECKING:
@@ -67,12 +68,13 @@ def examine(options: DoctorOptions) -> int:
 
     torch and MLflow are imported only now, when the flags are known to be valid.
     """
-    import torch
+    with doing(IMPORTING):
+        import torch
 
-    from infra import provenance
-    from infra.doctor import ceilings, checks, nodes
-    from infra.tracking.store import create_run
-    from infra.tracking.tracker import Tracker
+        from infra import provenance
+        from infra.doctor import ceilings, checks, nodes
+        from infra.tracking.store import create_run
+        from infra.tracking.tracker import Tracker
 
     began = time.perf_counter()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -87,18 +89,19 @@ def examine(options: DoctorOptions) -> int:
     metrics: dict[str, float] = {}
     machines: list[nodes.Report] = []
     if options.address:
-        machines = nodes.examine(options.address, options.storage)
+        with doing("asking the machines of the cluster"):
+            machines = nodes.examine(options.address, options.storage)
         found["nodes"] = [machine.to_json() for machine in machines]
         print_nodes(machines)
     rates: dict[str, dict[str, float]] = {}
     if not options.quick:
-        rates = {
-            "matmul": ceilings.matmul_rates(device),
-            "model_matmul": ceilings.model_rates(device),
-            "copy": ceilings.copy_rates(device),
-        }
+        with doing("measuring matrix products"):
+            rates = {"matmul": ceilings.matmul_rates(device), "model_matmul": ceilings.model_rates(device)}
+        with doing("measuring copies"):
+            rates["copy"] = ceilings.copy_rates(device)
         try:
-            rates["disk"] = {"reading": ceilings.disk_rate(options.out)}
+            with doing("measuring the disk"):
+                rates["disk"] = {"reading": ceilings.disk_rate(options.out)}
         except OSError as failure:
             raise UserError(
                 f"the disk of --out {options.out} cannot be measured: {failure.strerror}; make room there, or give "
@@ -110,7 +113,8 @@ def examine(options: DoctorOptions) -> int:
             f"{group}/{key.replace(',', '')}": rate for group, known in rates.items() for key, rate in known.items()
         }
     if options.workers > 1:
-        reduced = allreduce.measure(options.workers, options.address)
+        with doing(f"measuring all-reduce between {options.workers} workers"):
+            reduced = allreduce.measure(options.workers, options.address)
         best = max((rates["matmul"] if rates else {}).values(), default=None)
         verdict = allreduce.verdict(reduced, best) if best else ""
         found["allreduce"] = asdict(reduced) | {"verdict": verdict}

@@ -17,6 +17,7 @@ from infra.command import INTERRUPTED, console, escape
 from infra.errors import UserError
 from infra.hardware import device_facts
 from infra.place import Place
+from infra.progress import IMPORTING, doing
 from infra.schema import from_json, strict, to_json
 from infra.storage import write_json
 from infra.tracking.key import RunKey
@@ -134,18 +135,19 @@ def main() -> None:
 
 def run(options: LadderOptions) -> int:
     """Run a ladder from its options; returns the exit code."""
-    from infra import provenance
-    from infra.tracking.store import create_run, open_store
-    from infra.tracking.tracker import Tracker
-    from infra.tracking.views import ui_link
-    from pipeline.shards import read_manifest
-    from pipeline.stream import Stream, whole_path
-    from train.data.source import estimate
-    from train.data.text import refuse_foreign_ids
-    from train.ladder import report
-    from train.ladder.published import NAME
-    from train.ladder.runner import Ladder, has_begun
-    from train.launch.driver import ControllerDied
+    with doing(IMPORTING):
+        from infra import provenance
+        from infra.tracking.store import create_run, open_store
+        from infra.tracking.tracker import Tracker
+        from infra.tracking.views import ui_link
+        from pipeline.shards import read_manifest
+        from pipeline.stream import Stream, whole_path
+        from train.data.source import estimate
+        from train.data.text import refuse_foreign_ids
+        from train.ladder import report
+        from train.ladder.published import NAME
+        from train.ladder.runner import Ladder, has_begun
+        from train.launch.driver import ControllerDied
 
     before = report.load(options.compare, options.out) if options.compare else None
     if options.resume:
@@ -165,7 +167,8 @@ def run(options: LadderOptions) -> int:
         refuse_foreign_ids(start, books)  # now, and not after the other rungs
     if key is None:
         tags = provenance.collect() | {"kind": "ladder", "suite": suite.name}
-        open_store(options.tracking_uri)
+        with doing("opening MLflow's store"):
+            open_store(options.tracking_uri)
         make(folder)
 
         def keep(key: RunKey) -> None:

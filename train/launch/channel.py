@@ -42,6 +42,8 @@ class News:
     """(kind, content): ``begun`` with facts about the worker, ``say`` with a line for the terminal, ``cycle``."""
     silence: float | None = None
     """Seconds since the worker that trains was heard from; None while there is none."""
+    doing: tuple[str, int] | None = None
+    """What that worker does, and the steps that it has launched."""
 
 
 class Channel:
@@ -54,6 +56,7 @@ class Channel:
         self._stopping = False
         self._messages: list[tuple[str, Any]] = []
         self._heard: float | None = None
+        self._doing: tuple[str, int] | None = None
 
     def past(self) -> Past:
         """What the worker that asks must know of earlier ones; a refusal is told once."""
@@ -70,11 +73,14 @@ class Channel:
         self._messages.append(("begun", about))
         return len(self._starts), self._last
 
-    def listen(self, number: int) -> str:
-        """``stop`` or nothing; ``replaced`` for a worker in whose place another one has started."""
+    def listen(self, number: int, doing: tuple[str, int] | None = None) -> str:
+        """``stop`` or nothing; ``replaced`` for a worker in whose place another one has started.
+
+        ``doing`` is what the worker does, and its step.
+        """
         if number != len(self._starts):
             return "replaced"
-        self._heard = time.monotonic()
+        self._heard, self._doing = time.monotonic(), doing
         return "stop" if self._stopping else ""
 
     def cycle(self, cycle: dict[str, Any]) -> None:
@@ -101,7 +107,7 @@ class Channel:
     def news(self) -> News:
         """What the driver has not been told yet."""
         messages, self._messages = self._messages, []
-        return News(messages, None if self._heard is None else time.monotonic() - self._heard)
+        return News(messages, None if self._heard is None else time.monotonic() - self._heard, self._doing)
 
 
 @contextmanager
@@ -150,6 +156,8 @@ class Line:
         self._stop = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="channel", daemon=True)
+        self.doing: Callable[[], tuple[str, int]] = lambda: ("loading the data", step)
+        """What the worker does, and its step; asked by the thread that listens."""
 
     def __enter__(self) -> "Line":
         self._thread.start()
@@ -182,7 +190,7 @@ class Line:
             if self._ended.wait(LISTEN_SECONDS):
                 return
             try:
-                answer = ray.get(self._channel.listen.remote(self._number))
+                answer = ray.get(self._channel.listen.remote(self._number, self.doing()))
             except RayError:  # the driver has died; Ray ends its workers
                 return
             if answer == "replaced":  # it was cut off, and its checkpoints would mix with those of the other

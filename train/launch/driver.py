@@ -24,6 +24,7 @@ from ray.exceptions import RayActorError
 from infra.cluster import WAITER, Node, connected, placing, ray_files
 from infra.command import INTERRUPTED, console, errors
 from infra.errors import UserError
+from infra.progress import doing
 from infra.schema import from_json, to_json
 from infra.storage import write_json
 from infra.tracking.store import last_steps
@@ -37,6 +38,7 @@ from train.estimate.flops import with_matmul_efficiency
 from train.launch.channel import Inbox, News, opened
 from train.launch.controller import SingleWorker
 from train.launch.group import WorkerGroup
+from train.launch.pace import Pace
 from train.launch.placement import scaling
 from train.launch.run import Run
 from train.launch.worker import train_function
@@ -144,9 +146,10 @@ def train(
 
         thread = threading.Thread(target=fit, name=WAITER, daemon=True)
         bundles = [cast(Node, wanted.resources_per_worker)] * config.workers
-        group = WorkerGroup(tracker)
+        group, pace = WorkerGroup(tracker), Pace(config, run.manifest)
         inbox = Inbox(channel)
         with (
+            doing("waiting for Ray to start the worker") as shown,
             stop_on_signal() as stopped,
             placing("the training", bundles, group.is_heard) as waits,
             sent_meanwhile(home) as changed,
@@ -156,6 +159,7 @@ def train(
                 for kind, content in news.messages:
                     if kind == "cycle":
                         record(content)
+                        pace.cycle(content)
                         if home.kept_at:
                             home.log(content)
                             changed.set()
@@ -165,6 +169,8 @@ def train(
                     else:
                         console.print(content, markup=False)
                 group.look(news.silence)
+                if news.doing:
+                    shown.now(*pace.shown(*news.doing))
 
             told = False
             thread.start()
@@ -180,6 +186,7 @@ def train(
                 if stopped and time.monotonic() - stopped[0] > STOP_SECONDS:
                     errors.print(f"No step was finished and saved within {STOP_SECONDS:.0f} s; exiting without it.")
                     raise KeyboardInterrupt
+            shown.now("ending")
             for news in inbox.rest():
                 take(news)
     if isinstance(done[0], RayActorError):

@@ -221,6 +221,8 @@ def train(
     def on_cycle(report: CycleReport) -> None:
         line.cycle(home.append(report))
 
+    trainer: Trainer | None = None
+    line.doing = lambda: (trainer.doing, trainer.state.step) if trainer else ("building the model", reported)
     trainer = Trainer(
         config,
         data=data,

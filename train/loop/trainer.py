@@ -35,7 +35,7 @@ from train.model import parallel
 from train.model.optimizer import learning_rate, make_optimizer, set_rate
 from train.model.parallel import Workers
 from train.resolve import resolve
-from train.result import CycleReport, Outcome, RunResult
+from train.result import TRAINING, CycleReport, Outcome, RunResult
 
 
 class Trainer:
@@ -86,6 +86,8 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter)
         self.optimizer = make_optimizer(self.model, config)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
+        self.doing = "running the first step" + ", which compiles" * (config.compile != "off")
+        """What the loop does, for whoever watches it from another thread, as they may read ``state.step``."""
         self.state = RunState()
         self.spent = Spent()
         self.elapsed_before = 0.0
@@ -112,6 +114,7 @@ class Trainer:
             outcome, reason = "oom", first_line(failure)
             if self.limit:
                 reason += f" (the limit is {self.limit.size / 1e9:.2f} GB)"
+        self.doing = "saving the checkpoint"
         saved = self.checkpoints.wait() or self.resumed if self.checkpoints else None
         checkpoint = self.checkpoints.address(saved) if self.checkpoints and saved else None
         return conclude(
@@ -146,6 +149,7 @@ class Trainer:
                 timing.wait_for(cycle.marks[-1])
                 begun = time.perf_counter()  # the time budget does not include compilation
                 self.spent.first_step = begun - self.started
+                self.doing = TRAINING
             if pending and (wrong := self._report(pending)):
                 return "diverged", wrong
             pending = None

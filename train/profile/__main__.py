@@ -19,6 +19,7 @@ from infra.command import console
 from infra.errors import UserError
 from infra.help import Sections
 from infra.place import Place
+from infra.progress import IMPORTING, doing
 from train.checkpoint.run_folder import new_folder
 from train.config import GROUPS, TrainConfig, load_config
 from train.model_config import format_model
@@ -78,14 +79,15 @@ def profile(options: ProfileOptions) -> None:
             f"--stream {' '.join(options.training.stream)} is not profiled: make token shards with 'python -m "
             "pipeline.tokenize' and give them with --data."
         )
-    from infra import provenance
-    from infra.tracking.store import create_run
-    from infra.tracking.tracker import Tracker
-    from infra.tracking.views import ui_link
-    from pipeline.shards import read_manifest
-    from train import report
-    from train.profile.memory_timeline import VIEWER
-    from train.profile.record import record
+    with doing(IMPORTING):
+        from infra import provenance
+        from infra.tracking.store import create_run
+        from infra.tracking.tracker import Tracker
+        from infra.tracking.views import ui_link
+        from pipeline.shards import read_manifest
+        from train import report
+        from train.profile.memory_timeline import VIEWER
+        from train.profile.record import record
 
     manifest = read_manifest(options.training.data)
     preset = format_model(options.training.model).partition(",")[0]
@@ -108,7 +110,8 @@ def profile(options: ProfileOptions) -> None:
         report.record_start(tracker, options.training, manifest)
         status = "FAILED"
         try:
-            found, words = record(options.training, folder)
+            with doing("recording steps" + " after compiling" * (options.training.compile != "off")):
+                found, words = record(options.training, folder)
             tracker.metrics(
                 {f"profile/{kind.replace(' ', '_')}_ms": spent for kind, spent in found.by_class.items()}
                 | {"profile/step_ms": found.step, "profile/idle_ms": found.idle, "profile/loader_ms": found.loader}

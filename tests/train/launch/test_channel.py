@@ -51,7 +51,9 @@ def test_a_worker_is_told_to_stop_and_a_replaced_one_to_end() -> None:
     assert channel.listen(first) == ""
     second, _ = channel.begun(0, {})
     assert channel.listen(first) == "replaced"
-    assert channel.listen(second) == ""
+    assert channel.news().doing is None
+    assert channel.listen(second, ("training", 3)) == ""
+    assert channel.news().doing == ("training", 3)
     channel.stop()
     assert channel.listen(second) == "stop"
 

@@ -1,0 +1,82 @@
+"""What a command is doing is shown in one live line on a terminal, and seldom in a pipe."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from infra import progress
+from infra.progress import doing
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SCRIPT = """
+import time
+from infra.command import console, errors
+from infra.progress import doing
+with doing("starting Ray") as shown:
+    time.sleep(0.7)
+    console.print("a line")
+    errors.print("a warning")
+    with doing("looking around"):
+        time.sleep(0.6)
+    shown.now("training", "step 1 of 2 | " + "x" * 100)
+    time.sleep(0.6)
+console.print("the end")
+"""
+
+
+def test_a_terminal_has_one_line_that_goes_away() -> None:
+    parent, child = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "60", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SCRIPT]
+    with subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=environment) as process:
+        os.close(child)
+        shown = b""
+        with suppress(OSError):  # the end of a terminal
+            while part := os.read(parent, 4096):
+                shown += part
+    assert process.returncode == 0
+    text = re.sub(r"\x1b\[\d*m", "", shown.decode())
+    assert "\x1b[?25l" not in text, "a hidden cursor would stay so where a command exits at once"
+    assert "starting Ray (0s)" in text
+    assert "\x1b[2Ka line\r\n" in text
+    assert "\x1b[2Ka warning\r\n" in text, "which does not end up behind the live line"
+    assert "looking around (0s)" in text
+    assert re.search(r"training: step 1 of 2 \| x+…", text)
+    assert max(len(line) for line in re.split(r"[\r\n]|\x1b\[\??\d*[A-Za-z]", text)) <= 60
+    assert "\x1b[1A\x1b[2Kthe end" in text, "in the place of the live line"
+
+
+def test_a_pipe_gets_a_line_after_seconds_and_then_seldom(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.5)
+    monkeypatch.setattr(progress, "_last", [float("-inf")])
+    with doing("something short"):
+        pass
+    with doing("starting Ray") as shown:
+        time.sleep(0.4)
+        shown.now("training", "step 1 of 9")
+        time.sleep(1.1)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "... starting Ray (0s)"
+    assert 1 <= printed.count("... training: step 1 of 9") <= 3
+    assert len(printed) == 1 + printed.count("... training: step 1 of 9")
+
+
+def test_what_is_inside_is_shown_and_then_what_is_around_it() -> None:
+    with doing("the whole"):
+        with doing("a part"):
+            assert str(progress._line()).startswith("a part")
+        assert str(progress._line()).startswith("the whole")
+        with pytest.raises(ValueError, match="broken"), doing("another part"):
+            raise ValueError("broken")
+        assert str(progress._line()).startswith("the whole")
