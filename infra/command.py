@@ -53,6 +53,10 @@ class _Console(Console):
         except OSError:  # a terminal that was closed, a log on a disk that is full
             self.on_broken_pipe()
 
+    def prose(self, text: str) -> None:
+        """Print a paragraph: on a terminal wrapped between words, in a pipe in one line."""
+        self.print(text, markup=False, soft_wrap=not self.is_terminal)
+
     @contextmanager
     def printed_by(self, other: Console) -> Iterator[None]:
         """During the block, which shows a live line on ``other``, what would appear within that is printed above it."""

@@ -17,6 +17,7 @@ from infra.command import console
 from infra.errors import UserError
 from infra.hardware import device_facts
 from infra.help import Sections
+from infra.table import tables
 from infra.units import BytesOrNone
 from train.config import GROUPS, TrainConfig
 from train.model_config import format_model
@@ -73,8 +74,11 @@ def plan(options: PlanOptions) -> None:
         print_study()
         return
     config = resolve_for_plan(options.training, device_facts())
-    console.print(f"[bold]{format_model(config.model)}[/bold], {config.micro_batch} x {config.accumulation} sequences "
-                  f"of {config.model.context_length} on each of {config.workers}")  # fmt: skip
+    batch = f"micro-batch {config.micro_batch} x {config.accumulation} accumulated"
+    workers = f"{config.workers} worker{'s' * (config.workers > 1)}"
+    console.print(
+        f"[bold]{format_model(config.model)}[/bold], {batch}, of {config.model.context_length:,} tokens, on {workers}"
+    )
     for title, rows in (
         ("Parameters", forecast.parameter_rows(config)),
         ("Predicted peak memory", forecast.memory_rows(config)),
@@ -93,13 +97,11 @@ def print_study() -> None:
     """Print the predicted memory of a published study's rungs beside what it measured."""
     from train.ladder import published
 
-    table = Table(title="Peak memory on an A100, in GB", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for number, name in enumerate(published.HEADING):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    for row in published.memory_rows():
-        table.add_row(*row)
-    table.width = console.measure(table, options=console.options.update(width=1000)).maximum
-    console.print(table, "", published.EXPLANATION, sep="\n")
+    title = "Peak memory on an A100, in GB"
+    for table in tables(published.HEADING, published.memory_rows(), title, console.width):
+        console.print(table)
+    console.print()
+    console.prose(published.EXPLANATION)
 
 
 if __name__ == "__main__":

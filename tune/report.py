@@ -26,12 +26,21 @@ from tune.strategy.ranking import UNFIT, Ranked, rank
 from tune.trial.row import TrialRow
 
 GB = 1e9
-HEADINGS = ("", "candidate", "x", "tokens/s", "95%", "control", "GB", "runs", "")
+HEADINGS = ("", "candidate", "tokens/s", "95%", "control", "GB", "runs", "")
 FREE = (
     "The global batch was free here: candidates train with different batches, so that the winner is another training, "
     "not a faster way to the same one."
 )
-CONTROL = "control is the speed over the control's, in brackets where no difference from it has been shown"
+CONTROL = (
+    "the control is the configuration that the flags describe; the column has the speed over the control's, in "
+    "brackets where no difference from it has been shown"
+)
+MARKS = {
+    "=": "= marks a tie: candidates that may be as fast as the winner",
+    "-": "- marks candidates that did not run within the limit, or have no speed",
+}
+"""What the signs in the first column mean."""
+CONFIRM = "runs counts the first measurement and the rounds in which the best and the control ran again (confirm)"
 MEMORY_SOURCES = {
     "nvml": "the process's GPU memory by NVML",
     "device": "the growth of the GPU's memory by NVML, which hides processes here",
@@ -45,9 +54,9 @@ def row_text(search: Search, row: TrialRow) -> str:
     """A finished trial as one line."""
     speed = "no speed"
     if row.tokens_per_second and row.low and row.high:
-        speed = f"{row.tokens_per_second:,.0f} ± {(row.high - row.low) / 2 / row.tokens_per_second:.1%} tok/s"
+        speed = f"{row.tokens_per_second:,.0f} ± {(row.high - row.low) / 2 / row.tokens_per_second:.1%} tokens/s"
     memory = "-" if row.memory is None else f"{row.memory / GB:.2f} of {search.limit / GB:.2f} GB"
-    parts = [f"{row.number:3d} {row.stage:7s} {search.space.label(row.candidate)} x {row.accumulation}", speed, memory]
+    parts = [f"{row.number:3d} {row.stage:7s} {search.space.name(row.candidate)}", speed, memory]
     if row.mfu is not None:
         parts.append(f"MFU {row.mfu:.1%}")
     if row.compile_seconds is not None:
@@ -63,7 +72,9 @@ def progress_text(search: Search, rows: Sequence[TrialRow]) -> str:
     compared = comparable(rows)
     ranked = rank([row for row in compared if row.stage != "confirm" or row.round < compared[-1].round])
     best = (
-        f"{search.space.label(ranked[0].candidate)} {ranked[0].tokens_per_second:,.0f} tok/s" if ranked else "none yet"
+        f"{search.space.name(ranked[0].candidate)}, {ranked[0].tokens_per_second:,.0f} tokens/s"
+        if ranked
+        else "none yet"
     )
     spent = sum(row.seconds for row in rows)
     left = spent / len(rows) * search.strategy.remaining(compared) / search.config.parallel
@@ -73,23 +84,24 @@ def progress_text(search: Search, rows: Sequence[TrialRow]) -> str:
 def table(search: Search, rows: Sequence[TrialRow]) -> Table:
     """The leaderboard: every candidate that was tried, the winner first."""
     result = Table(title="tokens per second under the limit", title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for name in HEADINGS:
+    lines = [(*cells, remark.partition(":")[0]) for *cells, remark in leaderboard(search, rows)]  # reasons were told
+    for name, *cells in zip(HEADINGS, *lines, strict=True):
         numeric = name in ("tokens/s", "95%", "control", "GB", "runs")
-        result.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
-    for values in leaderboard(search, rows):
-        result.add_row(*(escape(value) for value in values))
+        longest = max((len(word) for cell in cells for word in cell.split()), default=0)
+        result.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, min_width=longest)
+    for cells in lines:
+        result.add_row(*map(escape, cells))
     return result
 
 
 def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...]]:
-    """The leaderboard's cells under ``HEADINGS``: x is the accumulation, control the speed against the control's."""
+    """The leaderboard's cells under ``HEADINGS``; control is the speed over the control's."""
     space, ranked = search.space, rank(rows)
     control = next((entry for entry in ranked if entry.candidate == space.control), None)
     lines = [
         (
             "=" if entry.tied else str(place),
-            space.label(entry.candidate),
-            str(space.config(entry.candidate).accumulation),
+            space.name(entry.candidate),
             f"{entry.tokens_per_second:,.0f}",
             f"± {(entry.high - entry.low) / 2 / entry.tokens_per_second:.1%}",
             _over(entry, control),
@@ -105,7 +117,7 @@ def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...
         speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-"
         memory = "-" if row.memory is None else f"{row.memory / GB:.2f}"
         remark = f"{row.outcome}: {row.reason}"
-        lines.append(("-", space.label(row.candidate), str(row.accumulation), speed, "", "", memory, "1", remark))
+        lines.append(("-", space.name(row.candidate), speed, "", "", memory, "1", remark))
     return lines
 
 
@@ -126,11 +138,13 @@ def never_run(search: Search, rows: Sequence[TrialRow]) -> list[str]:
     for candidate in search.space.candidates():
         if candidate not in seen:
             reason = search.memory.why_not(curves, candidate)
-            sizes.setdefault((candidate.knobs, reason), []).append(f"m{candidate.micro_batch}")
+            sizes.setdefault((candidate.knobs, reason), []).append(str(candidate.micro_batch))
     combinations: dict[tuple[str, str], list[Combination]] = {}
     for (knobs, reason), named in sizes.items():
         combinations.setdefault((", ".join(named), reason), []).append(knobs)
-    return [f"{named}{_with(knobs, search.space)}: {reason}" for (named, reason), knobs in combinations.items()]
+    return [
+        f"micro-batch {named}{_with(knobs, search.space)}: {reason}" for (named, reason), knobs in combinations.items()
+    ]
 
 
 def _with(combinations: Sequence[Combination], space: Space) -> str:
@@ -150,10 +164,10 @@ def no_winner(search: Search, rows: Sequence[TrialRow]) -> list[str]:
     for row in failed:
         if row.candidate not in unfit:
             labels = reasons.setdefault(row.reason, [])
-            labels.extend({search.space.label(row.candidate)} - set(labels))
+            labels.extend({search.space.name(row.candidate)} - set(labels))
     if reasons:
         others = f", and {len(unfit)} of the candidates do not fit {under}" if unfit else ""
-        lines = [f"{', '.join(labels)}: {reason}" for reason, labels in reasons.items()]
+        lines = [f"{'; '.join(labels)}: {reason}" for reason, labels in reasons.items()]
         return [f"no winner: {len(failed)} of {len(rows)} trials failed{others}", *lines]
     none = "nothing fits" if rows else "no trial was run, because nothing is predicted to fit"
     return [f"{none} {under}: raise --memory-limit, or search more --knobs"]
@@ -206,7 +220,7 @@ def summary(search: Search, rows: Sequence[TrialRow]) -> str:
     if ranked:
         best = ranked[0]
         lines.append(
-            f"**{space.label(best.candidate)} x {space.config(best.candidate).accumulation}**: "
+            f"**{space.name(best.candidate)}**: "
             f"{best.tokens_per_second:,.0f} tokens/s ({best.low:,.0f} to {best.high:,.0f}), {best.memory / GB:.2f} GB."
         )
     else:
@@ -256,8 +270,11 @@ def print_end(search: Search, rows: Sequence[TrialRow]) -> None:
     """The closing table and what to do next."""
     rows = comparable(rows)
     console.print(table(search, rows))
-    for note in [*([FREE] if search.space.free else []), *_legend(rows)]:
-        console.print(note)
+    signs = {cells[0] for cells in leaderboard(search, rows)}
+    marks = [meaning for sign, meaning in MARKS.items() if sign in signs]
+    confirmed = [CONFIRM] if any(row.stage == "confirm" for row in rows) else []
+    for note in [*([FREE] if search.space.free else []), *marks, *_legend(rows), *confirmed]:
+        console.prose(note)
     untried = len(set(search.space.candidates()) - {row.candidate for row in rows})
     if untried:
         console.print(f"never run: {untried} candidates; {search.place / 'summary.md'} has the reasons", markup=False)

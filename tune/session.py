@@ -90,7 +90,7 @@ class Session:
 
         def started(request: Request) -> None:
             evidence.start(request)
-            candidate = search.space.label(request.proposal.candidate)
+            candidate = search.space.name(request.proposal.candidate)
             running[request.key] = f"trial {request.number}, {request.proposal.stage}: {candidate}"
             shown.now("; ".join(running.values()))
 

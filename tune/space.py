@@ -84,8 +84,13 @@ class Space:
         return " ".join(f"{n}={v}" for (n, v), control in zip(knobs, own, strict=True) if (n, v) != control)
 
     def label(self, candidate: Candidate) -> str:
-        """``m8``, or ``m8 checkpointing=full``, for tables."""
+        """``m8``, or ``m8 checkpointing=full``, for charts and names of runs."""
         return f"m{candidate.micro_batch} {self.knobs_label(candidate.knobs)}".strip()
+
+    def name(self, candidate: Candidate) -> str:
+        """``micro-batch 8 x 4``, with its accumulation, or ``micro-batch 8 x 4, checkpointing=full``, for people."""
+        size = f"micro-batch {candidate.micro_batch} x {self.config(candidate).accumulation}"
+        return ", ".join(filter(None, (size, self.knobs_label(candidate.knobs))))
 
     def neighbours(self, knobs: Combination) -> list[Combination]:
         """Combinations that differ from ``knobs`` in one knob."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.hardware import cpu_facts
+from infra.hardware import A100, cpu_facts
 from infra.place import Place
 from infra.units import format_duration
 from pipeline.shards import Manifest
@@ -22,6 +22,7 @@ from tune.report import (
     leaderboard,
     never_run,
     no_winner,
+    print_end,
     progress_text,
     row_text,
     summary,
@@ -68,24 +69,26 @@ def test_why_nothing_won() -> None:
     ]  # fmt: skip
     failed = [row(8, "failed", "no driver"), row(16, "failed", "no driver"), row(1, "failed", "its process died")]
     assert no_winner(SEARCH, failed) == [
-        "no winner: 3 of 3 trials failed", "m8, m16: no driver", "m1: its process died"
+        "no winner: 3 of 3 trials failed", "micro-batch 8 x 2; micro-batch 16 x 1: no driver",
+        "micro-batch 1 x 16: its process died"
     ]  # fmt: skip
     assert no_winner(SEARCH, [*unfit, failed[0]]) == [
-        "no winner: 1 of 4 trials failed, and 3 of the candidates do not fit under 4GB", "m8: no driver"
+        "no winner: 1 of 4 trials failed, and 3 of the candidates do not fit under 4GB",
+        "micro-batch 8 x 2: no driver"
     ]  # fmt: skip
 
 
 def test_a_trial_that_was_repeated_is_named_once() -> None:
     rows = [row(8, "failed", "only 3 steps"), row(8, "failed", "only 3 steps", round=1)]
-    assert no_winner(SEARCH, rows) == ["no winner: 2 of 2 trials failed", "m8: only 3 steps"]
+    assert no_winner(SEARCH, rows) == ["no winner: 2 of 2 trials failed", "micro-batch 8 x 2: only 3 steps"]
 
 
 def test_who_won_and_by_how_much() -> None:
     rows = [row(4, speed=100.0), row(8, speed=150.0), row(16, "oom", "out of memory")]
     first, control, last = leaderboard(SEARCH, rows)
-    assert first == ("1", "m8", "2", "150", "± 1.0%", "1.500 x", "8.00", "1", "winner")
-    assert control == ("2", "m4", "4", "100", "± 1.0%", "1.000 x", "4.00", "1", "control")
-    assert last == ("-", "m16", "1", "-", "", "", "16.00", "1", "oom: out of memory")
+    assert first == ("1", "micro-batch 8 x 2", "150", "± 1.0%", "1.500 x", "8.00", "1", "winner")
+    assert control == ("2", "micro-batch 4 x 4", "100", "± 1.0%", "1.000 x", "4.00", "1", "control")
+    assert last == ("-", "micro-batch 16 x 1", "-", "", "", "16.00", "1", "oom: out of memory")
     best = best_json(SEARCH, rows)
     assert best
     assert (best["config"]["micro_batch"], best["config"]["global_batch"]) == (8, 16)
@@ -100,8 +103,10 @@ def test_who_won_and_by_how_much() -> None:
     assert best_json(SEARCH, [row(16, "oom")]) is None
 
 
-def test_a_tie_is_marked_and_named() -> None:
+def test_a_tie_is_marked_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row(4, speed=100.0), row(8, speed=101.0), row(1, speed=50.0)]
+    print_end(SEARCH, rows)
+    assert "= marks a tie" in capsys.readouterr().out
     assert [line[0] for line in leaderboard(SEARCH, rows)] == ["=", "=", "3"]
     assert leaderboard(SEARCH, rows)[0][-1] == "winner, tie"
     best = best_json(SEARCH, rows)
@@ -109,10 +114,32 @@ def test_a_tie_is_marked_and_named() -> None:
     assert best["measured"]["tied_with"] == ["m4"]
 
 
+@pytest.mark.parametrize("columns", [80, 200])
+def test_the_table_fits_a_terminal_without_breaking_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
+) -> None:
+    knobs = ("compile", "checkpointing", "loss_chunks")
+    space = make_space(resolve(TrainConfig(global_batch=480, micro_batch=32), A100), knobs)
+    longest = max(space.combinations, key=lambda knobs: len(space.knobs_label(knobs)))
+    rows = [
+        replace(row(32, speed=123456.0), candidate=space.control, memory=39 * 10**9),
+        replace(row(48, speed=123457.0), candidate=Candidate(48, longest), stage="confirm", round=1),
+        replace(row(60, "over_limit", "the process used 41.00 GB of 40.00 GB"), candidate=Candidate(60, longest)),
+    ]
+    monkeypatch.setenv("COLUMNS", str(columns))
+    print_end(planned(40e9, space), rows)
+    table, notes = capsys.readouterr().out.split("- marks candidates")
+    assert max(map(len, table.splitlines())) <= columns
+    assert {*space.knobs_label(longest).split(), "micro-batch", "over_limit", "123,457"} <= set(table.split())
+    for explained in ("the control is the configuration", "ran again (confirm)"):
+        assert explained in notes
+
+
 def test_a_line_a_trial() -> None:
     fast = replace(row(8, speed=1500.0, reason="ran its 8 steps"), mfu=0.4123, compile_seconds=12.34)
     assert row_text(planned(16e9), fast) == (
-        "  8 probe   m8 x 2 | 1,500 ± 1.0% tok/s | 8.00 of 16.00 GB | MFU 41.2% | compile 12.3 s | ok: ran its 8 steps"
+        "  8 probe   micro-batch 8 x 2 | 1,500 ± 1.0% tokens/s | 8.00 of 16.00 GB | MFU 41.2% | compile 12.3 s | "
+        "ok: ran its 8 steps"
     )
     assert "no speed | - | failed: died" in row_text(planned(16e9), replace(row(8, "failed", "died"), memory=None))
 
@@ -121,10 +148,10 @@ def test_the_best_so_far_is_of_complete_rounds() -> None:
     rows = [row(4, speed=100.0), row(8, speed=150.0)]
     left = len(SPACE.candidates()) - len(rows)
     assert progress_text(SEARCH, rows) == (
-        f"    best: m8 150 tok/s | spent 20s | about {format_duration(10.0 * left)} left"
+        f"    best: micro-batch 8 x 2, 150 tokens/s | spent 20s | about {format_duration(10.0 * left)} left"
     )
     rows += [row(4, speed=200.0, stage="confirm", round=1)]
-    assert progress_text(SEARCH, rows).startswith("    best: m8 150 tok/s")
+    assert progress_text(SEARCH, rows).startswith("    best: micro-batch 8 x 2, 150 tokens/s")
     assert progress_text(SEARCH, [row(4, "failed")]).startswith("    best: none yet | spent 10s")
 
 
@@ -149,10 +176,10 @@ def test_a_search_of_a_free_global_batch_says_so() -> None:
 
 def test_each_candidate_that_never_ran_has_its_reason() -> None:
     said = never_run(planned(6e9), [row(4, "oom"), row(1, speed=100.0)])
-    assert "m8, m16: a smaller one did not fit" in said
-    assert "m8, m16 with 2 combinations of knobs: predicted not to fit" in said
+    assert "micro-batch 8, 16: a smaller one did not fit" in said
+    assert "micro-batch 8, 16 with 2 combinations of knobs: predicted not to fit" in said
     failed = never_run(planned(6e9), [row(4, "failed", "no driver")])
-    assert "m1, m2: the search ended, because no trial had a speed" in failed
+    assert "micro-batch 1, 2: the search ended, because no trial had a speed" in failed
 
 
 def test_a_combination_whose_only_trial_failed_is_not_called_slow() -> None:
@@ -160,7 +187,7 @@ def test_a_combination_whose_only_trial_failed_is_not_called_slow() -> None:
     rows = [row(4, speed=100.0), replace(row(16, "failed", "no kernel"), candidate=Candidate(16, other))]
     said = never_run(planned(32e9), rows)
     label = SPACE.knobs_label(other)
-    assert f"m1, m2, m4, m8 with {label}: another size of its combination failed" in said
+    assert f"micro-batch 1, 2, 4, 8 with {label}: another size of its combination failed" in said
 
 
 def test_all_rows_as_csv() -> None:
@@ -183,9 +210,9 @@ def test_a_ratio_to_the_control_is_in_brackets_where_no_difference_is_shown() ->
 
     def ratios(*rows: TrialRow) -> dict[str, str]:
         assert len(fit_to_win(rows)) == len(rows)
-        return {cells[1]: cells[5] for cells in leaderboard(planned(8e9, space), rows)}
+        return {cells[1].split()[1]: cells[4] for cells in leaderboard(planned(8e9, space), rows)}
 
     fast, close = row(8, 1500, 0.02), row(4, 1020, 0.02)
-    assert ratios(fast, close, row(2, 1000, 0.02)) == {"m8": "1.500 x", "m4": "(1.020 x)", "m2": "1.000 x"}
-    assert ratios(fast, row(2, 1000, 0.3)) == {"m8": "(1.500 x)", "m2": "1.000 x"}, "the control's own width counts"
-    assert ratios(fast) == {"m8": "-"}, "the control has no speed"
+    assert ratios(fast, close, row(2, 1000, 0.02)) == {"8": "1.500 x", "4": "(1.020 x)", "2": "1.000 x"}
+    assert ratios(fast, row(2, 1000, 0.3)) == {"8": "(1.500 x)", "2": "1.000 x"}, "the control's own width counts"
+    assert ratios(fast) == {"8": "-"}, "the control has no speed"

@@ -159,9 +159,10 @@ def test_resume_runs_only_what_is_missing(
     assert command(search.main, "--resume", "one", "--data", str(moved)) == 0
     printed = capfd.readouterr().out
     assert re.search(
-        r"(probe|confirm) +m\d x \d \| [\d,]+ ± [\d.]+% tok/s \| [\d.]+ of 8.00 GB \| compile .*ok: ", printed
+        r"(probe|confirm) +micro-batch \d x \d \| [\d,]+ ± [\d.]+% tokens/s \| [\d.]+ of 8.00 GB \| compile .*ok: ",
+        printed,
     )
-    assert re.search(r"best: m\d [\d,]+ tok/s \| spent [\dms]+ \| about [\dms]+ left", printed)
+    assert re.search(r"best: micro-batch \d x \d, [\d,]+ tokens/s \| spent [\dms]+ \| about [\dms]+ left", printed)
     assert "winner" in printed
     assert "train with it: python -m train.run --config" in printed
     now = files(searched)

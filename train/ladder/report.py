@@ -38,7 +38,8 @@ def publish(
     }  # fmt: skip
     write_json(folder / "standings.json", found)
     text = markdown(suite, rows, speeds)
-    shown = [table(suite, rows), *legend(suite, rows, speeds), *(part.terminal() for part in parts(suite, rows))]
+    shown: list[Table | str] = ["", *table(suite, rows, console.width), "", *legend(suite, rows, speeds)]
+    shown += [piece for part in parts(suite, rows) for piece in ("", *part.terminal(console.width))]
     compared: list[Part] = []
     said: list[str] = []
     if before == NAME:
@@ -49,15 +50,18 @@ def publish(
     for part in compared:
         text += "\n" + "\n".join(part.markdown())
     text += "".join(f"\n{sentence}\n" for sentence in said)
-    shown += [*(part.terminal() for part in compared), *said]
+    shown += [piece for part in compared for piece in ("", *part.terminal(console.width))]
+    shown += ["", *said] if said else []
     write_text(folder / "summary.md", text)
     title = f"{suite.title}; {device}"
     losses = {run.name: folder / run.folder for run in (controls[0], *rungs) if run.result}
     charts = [speed_chart(rows, title, folder / "speed.png"), loss_chart(losses, title, folder / "loss.png")]
-    for part in [*shown, f"table, charts and every run: {folder}"]:
-        if isinstance(part, Table):  # at its full width, or numbers would be cut off
-            part.width = console.measure(part, options=console.options.update(width=1000)).maximum
-        console.print(part, markup=isinstance(part, Table))
+    for part in shown:
+        if isinstance(part, str):
+            console.prose(part)
+        else:
+            console.print(part)
+    console.print(f"table, charts and every run: {folder}", markup=False)
     for path in (folder / "standings.json", folder / "summary.md", *charts):
         tracker.file(path)
     tracker.note(text)

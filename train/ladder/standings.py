@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from infra.command import escape
+from infra.table import tables
 from infra.units import GIB
 from train.checkpoint.run_folder import RunFolder
 from train.intervals import t_quantile
@@ -127,7 +127,7 @@ def loss_at(folder: Path, tokens: int) -> float | None:
 def header(suite: Suite) -> tuple[str, ...]:
     """The headings of the closing table."""
     took = f"s for {suite.steps_timed} steps" if suite.steps_timed > 1 else "s per step"
-    return ("rung", "batch", "GiB", "tokens/s", took, "step", "total", "loss")
+    return ("rung", "batch", "tokens/s", "±", "step", "total", took, "GiB", "predicted", "loss")
 
 
 def cells(row: Row, suite: Suite) -> tuple[str, ...]:
@@ -135,17 +135,23 @@ def cells(row: Row, suite: Suite) -> tuple[str, ...]:
     name = row.name.removesuffix(SAME_BATCH)  # which the batch tells apart
     if row.speed is None or row.low is None or row.high is None or row.gib is None:
         return (name, *[""] * (len(header(suite)) - 1))
-    expected = f" ({row.predicted_gib:.2f})" if row.predicted_gib else ""
     return (
         name + (" *" if row.changes_numerics else ""),
         row.batch,
-        f"{row.gib:.2f}{expected}",
-        f"{row.speed:,.0f} ±{max(row.speed - row.low, row.high - row.speed):,.0f}",
-        f"{suite.steps_timed * row.step_seconds:.3g}" if row.step_seconds else "-",
+        f"{row.speed:,.0f}",
+        f"{max(row.speed - row.low, row.high - row.speed):,.0f}",
         times(row.step) if suite.cumulative else "",
         times(row.total),
+        three_digits(suite.steps_timed * row.step_seconds) if row.step_seconds else "-",
+        f"{row.gib:.2f}",
+        f"{row.predicted_gib:.2f}" if row.predicted_gib else "-",
         f"{row.loss:.3f}" if row.loss is not None else "-",
     )
+
+
+def three_digits(value: float) -> str:
+    """``value`` with three significant digits, so that numbers of a column are equally precise."""
+    return f"{value:#.3g}".rstrip(".")
 
 
 def times(difference: Difference | None) -> str:
@@ -165,10 +171,10 @@ def legend(suite: Suite, rows: list[Row], controls: Sequence[float]) -> list[str
         f"between {min(controls):,.0f} and {max(controls):,.0f}."
     )
     lines.append(
-        "GiB is the process's peak memory, with the prediction in brackets. step is the speedup over the row before, "
-        "total over the baseline, both relative to the controls around each rung; a ratio in brackets may be no "
-        "difference at all. * marks a rung that changes the numerics, so that its loss may differ. loss is the "
-        "training loss at equal tokens."
+        "± is the wider half of the 95% interval. step is the speedup over the row before, total over the baseline, "
+        "both relative to the runs of the baseline around each rung (the control); a ratio in brackets may be no "
+        "difference at all. GiB is the peak memory of the process, loss the training loss at equal tokens. * marks a "
+        "rung that changes the numerics, so that its loss may differ."
     )
     if suite.seeds == 1 and any("precision" in rung.changes for rung in suite.rungs):
         lines.append(
@@ -180,6 +186,8 @@ def legend(suite: Suite, rows: list[Row], controls: Sequence[float]) -> list[str
             "A rung with a larger batch has two rows: first the change alone, at the batch of the rung before, then "
             "the larger batch as well."
         )
+    if any(" x " in row.batch for row in rows):
+        lines.append("batch is the micro-batch, where several are accumulated with how many.")
     if any("(" in row.batch for row in rows):
         lines.append("A batch in brackets was predicted to fit the memory limit and did not; a smaller one was run.")
     if any(row.mfu or row.ceiling for row in rows):
@@ -192,7 +200,7 @@ def legend(suite: Suite, rows: list[Row], controls: Sequence[float]) -> list[str
     if unclear:
         lines.append(
             f"unclear: the control's 95% interval is up to {max(width for _, width in unclear):.0%} of its speed wide "
-            f"around {', '.join(name for name, _ in unclear)}, and above {WIDEST:.0%} no conclusion is drawn. "
+            f"around {'; '.join(name for name, _ in unclear)}, and above {WIDEST:.0%} no conclusion is drawn. "
             "More steps per rung (--steps or --time-budget) or a quieter machine would help."
         )
     if not any(rung.changes for rung in suite.rungs):
@@ -224,13 +232,13 @@ def helps(rows: list[Row]) -> list[tuple[str, str, str]]:
     return found
 
 
-EQUAL_WORK = ("rung", "batch", "GiB", "memory", "speed", "batch", "GiB", "memory", "speed")
+EQUAL_WORK = ("rung", "batch", "memory", "speed", "batch", "memory", "speed")
 """The headings of :func:`equal_work`."""
 EQUAL_WORK_TITLE = "Each change at the batch before it, then with a larger one, each over the run before"
 
 
 def equal_work(rows: list[Row], *, cumulative: bool) -> list[tuple[str, ...]]:
-    """A line for every rung that was run twice: batch, peak memory, and the change of memory and speed, for each."""
+    """A line for every rung that was run twice: batch, and the change of peak memory and speed, for each."""
     lines: list[tuple[str, ...]] = []
     before, following = rows[0], [*rows[1:], None]
     for row, after in zip(rows, following, strict=True):
@@ -244,9 +252,9 @@ def equal_work(rows: list[Row], *, cumulative: bool) -> list[tuple[str, ...]]:
 
 def _gain(row: Row, before: Row, step: Difference | None) -> tuple[str, ...]:
     if row.gib is None:
-        return ("not run", "", "", "")
+        return ("not run", "", "")
     more = f"{row.gib / before.gib - 1:+.0%}" if before.gib else ""
-    return (row.batch, f"{row.gib:.2f}", more, times(step) if before.speed else "")
+    return (row.batch, more, times(step) if before.speed else "")
 
 
 HELD_OUT = ("rung", "held-out loss", "change", "verdict")
@@ -304,9 +312,9 @@ class Part:
     heading: Sequence[str]
     lines: Sequence[Sequence[str]]
 
-    def terminal(self) -> Table:
-        """The table for the terminal."""
-        return terminal_table(self.heading, self.lines, self.title)
+    def terminal(self, width: int) -> list[Table]:
+        """The table for a terminal of this width."""
+        return list(tables(self.heading, self.lines, self.title, width))
 
     def markdown(self) -> list[str]:
         """The lines of the table in Markdown, below its title."""
@@ -329,10 +337,10 @@ def parts(suite: Suite, rows: list[Row]) -> list[Part]:
     return [part for part in shown if part.lines]
 
 
-def table(suite: Suite, rows: list[Row]) -> Table:
-    """The closing table for the terminal."""
+def table(suite: Suite, rows: list[Row], width: int) -> list[Table]:
+    """The closing table for a terminal of this width."""
     heading, *lines = zip(*columns(header(suite), [cells(row, suite) for row in rows]), strict=True)
-    return terminal_table(heading, lines, suite.title)
+    return list(tables(heading, lines, suite.title, width))
 
 
 def markdown(suite: Suite, rows: list[Row], controls: Sequence[float]) -> str:
@@ -349,13 +357,3 @@ def markdown(suite: Suite, rows: list[Row], controls: Sequence[float]) -> str:
 def markdown_table(heading: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
     """The lines of a table in Markdown."""
     return [f"| {' | '.join(line)} |" for line in (heading, ["---"] * len(heading), *lines)]
-
-
-def terminal_table(heading: Sequence[str], lines: Iterable[Sequence[str]], title: str | None = None) -> Table:
-    """A table for the terminal whose columns but the first are aligned to the right."""
-    made = Table(title=title and escape(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for number, name in enumerate(heading):
-        made.add_column(escape(name), justify="right" if number else "left", no_wrap=True)
-    for line in lines:
-        made.add_row(*map(escape, line))
-    return made

@@ -9,7 +9,7 @@ from infra.units import GIB
 from train.config import TrainConfig
 from train.ladder.published import A100_MATMUL, FIVE_MINUTES, STUDY, kinds, studied
 from train.ladder.runner import SAME_BATCH
-from train.ladder.standings import Part, Row
+from train.ladder.standings import Part, Row, three_digits
 from train.model_config import format_model
 
 
@@ -34,7 +34,7 @@ def compare(rows: Sequence[Row], baseline: TrainConfig) -> tuple[list[Part], lis
                 _pair(published.speed, row.speed, "{:,.0f}"),
                 _pair(study_before and published.speed / study_before, step, "{:.2f}x") if study_before else "",
                 _pair(published.speed / first, total, "{:.2f}x"),
-                _pair(published.speed * FIVE_MINUTES / 1e6, row.speed and row.speed * FIVE_MINUTES / 1e6, "{:.3g}"),
+                _pair(_reached(published.speed), row.speed and _reached(row.speed), "{}"),
                 f"{row.speed / scaled[name]:.0%}" if row.speed and name in scaled else "-",
             )
         )
@@ -99,6 +99,11 @@ def _caveats(baseline: TrainConfig) -> list[str]:
         return []
     ours, theirs = (f"{format_model(each.model)} at a batch of {each.micro_batch}" for each in (baseline, first))
     return [f"The baseline here is {ours}, the study's {theirs}: compare the ratios, not memory and speed."]
+
+
+def _reached(speed: float) -> str:
+    """Millions of tokens in five minutes."""
+    return three_digits(speed * FIVE_MINUTES / 1e6)
 
 
 def _ratio(row: Row) -> float | None:

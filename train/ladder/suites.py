@@ -139,6 +139,10 @@ MEMORY = Suite(
     ),
 )  # fmt: skip
 
+"""torch.compile's memory budget is not a rung: its one public name, ``torch.autograd.graph.
+region_activation_memory_budget``, is a prototype that torch has had since 2.13 only.
+"""
+
 KERNELS = Suite(
     "kernels",
     "How torch.compile chooses and launches kernels, against the whole graph with its defaults",
