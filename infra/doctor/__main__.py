@@ -18,6 +18,7 @@ from infra.doctor import allreduce
 from infra.errors import UserError
 from infra.progress import IMPORTING, doing
 from infra.storage import is_remote, write_json
+from infra.table import tables
 
 if TYPE_CHECKING:
     from infra.doctor import checks
@@ -149,7 +150,7 @@ def print_checks(results: "list[checks.Check]") -> None:
 
 
 def print_nodes(machines: "list[Report]") -> None:
-    """A line per machine of the cluster, as long as it needs to be, and below them their problems."""
+    """A line per machine of the cluster, and below them their problems."""
     heads = (
         "machine",
         "cores",
@@ -163,7 +164,7 @@ def print_nodes(machines: "list[Report]") -> None:
         "scratch",
         "storage up, down",
     )
-    lines: list[tuple[str, ...]] = [heads]
+    lines: list[tuple[str, ...]] = []
     for report in machines:
         machine = report.machine
         cells = ("?",) * 8
@@ -175,10 +176,8 @@ def print_nodes(machines: "list[Report]") -> None:
             )  # fmt: skip
         speeds = ", ".join(f"{rate / 1e6:,.0f} MB/s" for rate in report.storage.values())
         lines.append((report.name, str(report.cores), *cells, speeds))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        console.print(text.rstrip(), markup=False)
+    for table in tables(heads, lines, "Machines of the cluster", console.width):
+        console.print(table)
     for report in machines:
         for problem in report.problems:
             console.print(f"[red]✗ {command.escape(report.name)}: {command.escape(problem)}[/red]")

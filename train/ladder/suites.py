@@ -139,8 +139,8 @@ MEMORY = Suite(
     ),
 )  # fmt: skip
 
-"""torch.compile's memory budget is not a rung: its one public name, ``torch.autograd.graph.
-region_activation_memory_budget``, is a prototype that torch has had since 2.13 only.
+"""torch.compile's mode with a memory budget is not a rung: its only public name, which is
+``torch.autograd.graph.region_activation_memory_budget``, is a prototype that came with torch 2.13.
 """
 
 KERNELS = Suite(

@@ -21,7 +21,7 @@ from train.loop import conclusion
 from train.loop.memory import is_exhausted
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
-from train.result import CycleReport, RunResult
+from train.result import TRAINING, CycleReport, RunResult
 
 GOLDEN = [5.7706, 5.7397, 5.7076, 5.7358, 5.6804, 5.6705, 5.6786, 5.6430, 5.6498, 5.6454]
 """Losses of the first ten steps: whatever changes the mathematics of a step moves them."""
@@ -45,6 +45,17 @@ def stop_at(step: int) -> Any:
     """A ``should_stop`` that the loop asks once after every step."""
     calls = itertools.count(1)
     return lambda: next(calls) >= step
+
+
+def test_what_the_loop_does_can_be_watched(config: TrainConfig) -> None:
+    seen: list[str] = []
+    trainer = Trainer(
+        dataclasses.replace(config, steps=4, cycle=Cycle(2, 0)), on_cycle=lambda report: seen.append(trainer.doing)
+    )
+    assert trainer.doing == "running the first step"
+    trainer.run()
+    assert seen == [TRAINING, TRAINING]
+    assert trainer.doing == "saving the checkpoint"
 
 
 def test_the_loss_falls(config: TrainConfig) -> None:
