@@ -288,3 +288,9 @@ class WorkingCopy:
         for name in names:
             if (self.folder / name).is_file():
                 self.place.put(self.folder / name, name)
+
+    def discard(self) -> None:
+        """Remove it and its place."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.place.remote:
+            self.place.remove(self.place.files())

@@ -1,36 +1,36 @@
 """Entry: ``python -m train.ladder`` measures what each change of a suite gains, against a control that is repeated.
 
-In: a suite, token shards, and a budget per rung. Out: ``runs/NAME/`` with a folder per run, ``ladder.json``,
-``summary.md`` and two charts; in MLflow a parent run with a child per run. Wiring only.
+In: a suite, token shards, and a budget per rung. Out: ``OUT/NAME/``, a folder or in object storage, with a folder per
+run, ``ladder.json``, ``summary.md`` and two charts; in MLflow a parent run with a child per run. Wiring only.
 """
 
-import json
 import math
+import os
 import shlex
-import shutil
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from infra import command
+from infra.cluster import connected, refuse_unshared, sole_user
 from infra.command import INTERRUPTED, console, escape
 from infra.errors import UserError
-from infra.hardware import device_facts
-from infra.place import Place
+from infra.hardware import DeviceFacts, device_facts
+from infra.place import Place, WorkingCopy
 from infra.progress import IMPORTING, doing
 from infra.schema import from_json, strict, to_json
-from infra.storage import write_json
 from infra.tracking.key import RunKey
 from infra.units import BytesOrNone, SecondsOrNone
 from pipeline.shards import MANIFEST
-from train.checkpoint.run_folder import make, new_folder
 from train.config import Cycle, CycleText, Device, TrainConfig, load_config
+from train.ladder.folder import KEPT, begin, kept, new_place, opened, parent
 from train.ladder.suites import (
     STREAMING,
     Suite,
     choose,
     find_suite,
-    nearest,
     searched,
     short_form,
     streamed,
@@ -67,7 +67,7 @@ class LadderOptions:
     rungs: tuple[str, ...] = ()
     """Only these rungs of the suite, by name; default all."""
     data: str = "data/tokens"
-    """Folder of token shards, as python -m pipeline.tokenize makes it."""
+    """Token shards, made by python -m pipeline.tokenize: a folder, or s3://bucket/folder, gs://bucket/folder."""
     model: ModelOrNone = None
     """Model instead of the suite's: a preset, with changes if any."""
     steps: int | None = None
@@ -85,6 +85,8 @@ class LadderOptions:
     """Most memory that the process of a rung may use; a rung that uses more fails. 40GB if only --fit is given."""
     device: Device = "auto"
     """Device to train on; auto is a CUDA GPU if there is one, else the CPU."""
+    accelerator: str | None = None
+    """Type of GPU that rungs need, by Ray's name for it: A100, H200. On a cluster without one, it is waited for."""
     seed: int = 0
     """Seed of every rung."""
     seeds: int | None = None
@@ -93,8 +95,8 @@ class LadderOptions:
     others."""
     name: str | None = None
     """Name of the ladder and its folder; made from the suite and the time when left out."""
-    out: Path = Path("runs")
-    """Folder that holds runs."""
+    out: str = "runs"
+    """Folder that holds runs and ladders, or s3://bucket/folder, gs://bucket/folder."""
     resume: str | None = None
     """Continue an earlier ladder, by name, with its settings: finished rungs are kept."""
     best: Path | None = None
@@ -108,6 +110,11 @@ class LadderOptions:
     """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
     address: str | None = None
     """Ray cluster to run on; default RAY_ADDRESS, else a Ray of its own here."""
+
+    @property
+    def cluster(self) -> str | None:
+        """Address of the Ray cluster to join: the flag's, else that of ``RAY_ADDRESS``."""
+        return self.address or os.environ.get("RAY_ADDRESS")
 
     def __post_init__(self) -> None:
         if self.resume == "":
@@ -150,49 +157,63 @@ def run(options: LadderOptions) -> int:
         from train.launch.driver import ControllerDied
 
     before = report.load(options.compare, options.out) if options.compare else None
-    if options.resume:
-        folder = (options.out / options.resume).resolve()
-        options, key = continued(options, folder)
-    else:
-        options = with_ends(options)
-        name = options.name or f"{Path(options.suite).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder, key = new_folder(options.out, name), None
-    options = replace(options, stream=tuple(map(whole_path, options.stream)))
-    suite, start = prepare(options)
-    if before == NAME and suite.name != "a100":
-        raise UserError(f"--compare study is of the suite a100, not of {suite.name}: give --suite a100.")
-    manifest = read_manifest(options.data)
-    if options.stream:
-        books = estimate(Stream(options.stream, start.seed, start.reading))
-        refuse_foreign_ids(start, books)  # now, and not after the other rungs
-    if key is None:
-        tags = provenance.collect() | {"kind": "ladder", "suite": suite.name}
-        with doing("opening MLflow's store"):
-            open_store(options.tracking_uri)
-        make(folder)
+    with ExitStack() as held:
+        if options.resume:
+            place = Place.of(options.out) / options.resume
+            copy = held.enter_context(opened(place, fresh=False))
+            options, key = continued(options, copy)
+        else:
+            options = with_ends(options)
+            name = options.name or f"{Path(options.suite).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+            place, copy, key = new_place(options.out, name), None, None
+        options = replace(options, stream=tuple(map(whole_path, options.stream)))
+        start = starting(options)
+        if options.cluster:
+            from train.launch.placement import worker_facts
 
-        def keep(key: RunKey) -> None:
-            write_json(folder / "ladder.json", {"options": saved(options), "key": key.kept_in(folder)})
-
-        key = create_run("ladder", folder.name, tracking_uri=options.tracking_uri, tags=tags, keep=keep)
-    ladder = Ladder(
-        folder, key, suite, start, manifest, options.address, options.memory_limit, options.fit, console.print
-    )
-    heading = f"[bold]{escape(suite.name)}[/bold]: {escape(suite.title)}; {len(suite.rungs)} rungs in"
-    console.print(heading, escape(str(folder)))
-    try:
-        with Tracker(key) as tracker:
-            tracker.data(Place.of(options.data).name, manifest.fingerprint, options.data, manifest.splits, "training")
-            controls, rungs = ladder.run()
-            report.publish(ladder, controls, rungs, tracker, before)
-    except KeyboardInterrupt:
-        again = shlex.join(["--resume", folder.name, "--out", str(options.out)])
-        console.print(f"continue with: python -m train.ladder {again}", markup=False)
-        return INTERRUPTED
-    except UserError as refused:
-        if not (options.resume or has_begun(folder) or isinstance(refused, ControllerDied)):
-            shutil.rmtree(folder, ignore_errors=True)  # its name is free for the corrected command
-        raise
+            held.enter_context(connected(options.address, prestart=False))
+            if place.remote:
+                held.enter_context(sole_user(place))
+            else:
+                refuse_unshared("--out", place.folder.parent)
+            facts = worker_facts(start)
+        else:
+            facts = device_facts()
+        suite = chosen(options, start, facts)
+        if before == NAME and suite.name != "a100":
+            raise UserError(f"--compare study is of the suite a100, not of {suite.name}: give --suite a100.")
+        manifest = read_manifest(options.data)
+        if options.stream:
+            books = estimate(Stream(options.stream, start.seed, start.reading))
+            refuse_foreign_ids(start, books)  # now, and not after the other rungs
+        if copy is None or key is None:
+            tags = provenance.collect() | {"kind": "ladder", "suite": suite.name}
+            with doing("opening MLflow's store"):
+                open_store(options.tracking_uri)
+            copy = held.enter_context(opened(place, fresh=True))
+            key = create_run(
+                "ladder", place.name, tracking_uri=options.tracking_uri, tags=tags,
+                keep=partial(begin, copy, saved(options)),
+            )  # fmt: skip
+        ladder = Ladder(
+            copy, key, suite, start, manifest, facts, options.address, options.memory_limit, options.fit, console.print
+        )
+        heading = f"[bold]{escape(suite.name)}[/bold]: {escape(suite.title)}; {len(suite.rungs)} rungs in"
+        console.print(heading, escape(str(place)))
+        try:
+            with Tracker(key) as tracker:
+                splits = manifest.splits
+                tracker.data(Place.of(options.data).name, manifest.fingerprint, options.data, splits, "training")
+                controls, rungs = ladder.run()
+                report.publish(ladder, controls, rungs, tracker, before)
+        except KeyboardInterrupt:
+            again = shlex.join(["--resume", place.name, "--out", options.out])
+            console.print(f"continue with: python -m train.ladder {again}", markup=False)
+            return INTERRUPTED
+        except UserError as refused:
+            if not (options.resume or has_begun(copy.folder) or isinstance(refused, ControllerDied)):
+                copy.discard()  # its name is free for the corrected command
+            raise
     console.print(ui_link(key, children=True), markup=False)
     return 0
 
@@ -207,19 +228,24 @@ def with_ends(options: LadderOptions) -> LadderOptions:
     return replace(options, time_budget=options.time_budget or TIME_BUDGET, within=within)
 
 
-def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
-    """The suite, reduced to the chosen rungs and on a CPU to its short form, and the config that it starts from."""
-    config = TrainConfig(
+def starting(options: LadderOptions) -> TrainConfig:
+    """The config that the suite's baseline is derived from."""
+    return TrainConfig(
         data=Place.of(options.data).address,
         model=options.model or TrainConfig.model,
         seed=options.seed,
         device=options.device,
+        accelerator=options.accelerator,
         cycle=options.cycle,
         keep_checkpoints=0,
         within=options.within or None,
         steps=options.steps,
         time_budget=None if options.steps is not None else options.time_budget or TIME_BUDGET,
     )
+
+
+def chosen(options: LadderOptions, config: TrainConfig, facts: DeviceFacts) -> Suite:
+    """The suite, reduced to the chosen rungs and on a CPU to its short form."""
     suite = find_suite(options.suite, config)
     if STREAMING in options.rungs and not options.stream:
         raise UserError(f"--rungs {STREAMING} needs books: name them with --stream.")
@@ -231,7 +257,7 @@ def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
             f"held-out losses over {suite.seeds} seeds are compared after equal steps: give --steps, and a --cycle "
             "with validation batches; or --seeds 1 to compare none."
         )
-    if resolve(config, device_facts()).device == "cpu":
+    if resolve(config, facts).device == "cpu":
         suite = short_form(suite)
         console.print("[yellow]No GPU is used: the suite runs in its short form, batches an eighth the size"
                       + ("" if options.model else " and the model tiny") + ".[/yellow]")  # fmt: skip
@@ -241,7 +267,7 @@ def prepare(options: LadderOptions) -> tuple[Suite, TrainConfig]:
         suite = replace(suite, rungs=(*suite.rungs, streamed(options.stream)))
     if options.model:
         suite = without_model(suite)
-    return suite, config
+    return suite
 
 
 def saved(options: LadderOptions) -> dict[str, object]:
@@ -256,32 +282,21 @@ def saved(options: LadderOptions) -> dict[str, object]:
     return {name: value for name, value in to_json(whole).items() if name not in own}
 
 
-def continued(options: LadderOptions, folder: Path):
-    """The options that the ladder in ``folder`` was begun with, and its run in MLflow. Raises ``UserError``."""
+def continued(options: LadderOptions, copy: WorkingCopy) -> tuple[LadderOptions, RunKey]:
+    """The options that the ladder of ``copy`` was begun with, and its run in MLflow. Raises ``UserError``."""
     from infra.tracking.store import reopen_run
 
-    try:
-        kept = json.loads((folder / "ladder.json").read_text(encoding="utf-8"))
-        values = kept["options"]
-        if not values["fit"] and values["memory_limit"] == FITTED:  # earlier versions kept it without --fit, too
-            values["memory_limit"] = None
-        options = from_json(LadderOptions, to_json(options) | values, "its options")
-        key = from_json(RunKey, kept["key"], "its key")
-    except OSError:
-        known = [path.parent.name for path in folder.parent.glob("*/ladder.json")]
-        hint = nearest(folder.name, known) if known else "."
-        raise UserError(f"--resume {folder.name}: there is no ladder in {folder}{hint}") from None
-    except (ValueError, KeyError, TypeError) as damage:
-        raise UserError(
-            f"--resume {folder.name}: {folder / 'ladder.json'} is damaged ({damage}); begin a new ladder."
-        ) from damage
-    home = key.home
-    key = key.found_in(folder, "begin a new ladder")
+    place, found = copy.place, kept(copy)
+    values, key = found["options"], found["key"]
+    if not values["fit"] and values["memory_limit"] == FITTED:  # earlier versions kept it without --fit, too
+        values["memory_limit"] = None
+    options = from_json(LadderOptions, to_json(options) | values, f"{place / KEPT}")
+    home, key = key.home, parent(copy, key)
     if not Place.of(options.data).exists(MANIFEST):
         raise UserError(
-            f"the data of {folder} is not in {options.data}: bring it back, or begin a new ladder."
-            if home in ("", str(folder))
-            else f"{folder} was copied or moved from {home} without its data: to continue it, copy the data to "
+            f"the data of {place} is not in {options.data}: bring it back, or begin a new ladder."
+            if home in ("", place.address)
+            else f"{place} was copied or moved from {home} without its data: to continue it, copy the data to "
             f"{options.data}; or begin a new ladder with --data."
         )
     reopen_run(key)

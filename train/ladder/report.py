@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -10,7 +9,8 @@ from rich.table import Table
 from infra import provenance
 from infra.command import console
 from infra.errors import UserError
-from infra.storage import write_json, write_text
+from infra.place import Place
+from infra.storage import is_remote, write_json, write_text
 from infra.tracking.tracker import Tracker
 from train.config import config_from_json
 from train.ladder import study
@@ -61,9 +61,10 @@ def publish(
             console.prose(part)
         else:
             console.print(part)
-    console.print(f"table, charts and every run: {folder}", markup=False)
+    console.print(f"table, charts and every run: {ladder.copy.place}", markup=False)
     for path in (folder / "standings.json", folder / "summary.md", *charts):
         tracker.file(path)
+        ladder.copy.send(path.name)
     tracker.note(text)
     best = max((row for row in rows if row.total), key=lambda row: row.speed or 0.0, default=None)
     tracker.metrics(
@@ -75,20 +76,24 @@ def publish(
     )
 
 
-def load(text: str, out: Path) -> dict[str, Any] | str:
+def load(text: str, out: str) -> dict[str, Any] | str:
     """The standings of an earlier ladder, by its name or folder, or the name of the study. Raises ``UserError``."""
     if text == NAME:
         return text
-    for folder in (out / text, Path(text)):
-        path = folder / "standings.json"
-        if path.is_file():
-            try:
-                found = json.loads(path.read_text(encoding="utf-8"))
-                speeds = [{"name": row["name"], "speed": row["speed"] and float(row["speed"])} for row in found["rows"]]
-                return {"name": text, "device": found["device"], "commit": found.get("commit", ""), "rows": speeds}
-            except (ValueError, KeyError, TypeError) as damage:
-                raise UserError(f"--compare {text}: {path} is damaged ({damage}); run that ladder again.") from damage
-    raise UserError(f"--compare {text}: there is no finished ladder in {out / text} or {text}.")
+    for place in (Place.of(text) if is_remote(text) else Place.of(out) / text, Place.of(text)):
+        try:
+            found = json.loads(place.read("standings.json"))
+            speeds = [{"name": row["name"], "speed": row["speed"] and float(row["speed"])} for row in found["rows"]]
+            return {"name": text, "device": found["device"], "commit": found.get("commit", ""), "rows": speeds}
+        except OSError:
+            continue
+        except UserError:  # of storage
+            raise
+        except (ValueError, KeyError, TypeError) as damage:
+            raise UserError(
+                f"--compare {text}: {place / 'standings.json'} is damaged ({damage}); run that ladder again."
+            ) from damage
+    raise UserError(f"--compare {text}: there is no finished ladder in {Place.of(out) / text} or {text}.")
 
 
 def comparison(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -21,7 +21,8 @@ from pydantic import AliasChoices, Field
 from infra.cluster import connected
 from infra.command import escape
 from infra.errors import UserError, first_line
-from infra.hardware import DeviceFacts, device_facts
+from infra.hardware import DeviceFacts
+from infra.place import WorkingCopy
 from infra.schema import from_json, strict, to_json
 from infra.storage import write_json
 from infra.tracking.key import RunKey
@@ -91,22 +92,29 @@ class Measured:
 class Ladder:
     """One ladder: what it runs, where, and how it reports."""
 
-    folder: Path
+    copy: WorkingCopy
+    """Where it writes, and what for."""
     key: RunKey
     """Its run in MLflow, the parent of those of its rungs."""
     suite: Suite
     start: TrainConfig
     """What the suite's baseline is derived from."""
     manifest: Manifest
+    facts: DeviceFacts
+    """About the device that trains."""
     address: str | None = None
     memory_limit: int | None = None
     """Bytes that the process of a rung may use: one that uses more has no result."""
     fit: bool = False
     """Whether every rung gets the largest batch predicted to fit the limit, after a run at the batch before it."""
     say: Callable[[str], None] = print
-    facts: DeviceFacts = field(default_factory=device_facts)
     _session: ExitStack = field(default_factory=ExitStack, init=False)
     """Holds the Ray that all rungs share, from the first one that is not kept."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder on this machine in which it writes."""
+        return self.copy.folder
 
     def run(self) -> tuple[list[Measured], list[Measured]]:
         """The controls and the rungs: ``n + 1`` controls around ``n`` rungs that have a speed.
@@ -216,17 +224,17 @@ class Ladder:
 
     def _measure(self, name: str, rung: Rung, config: TrainConfig) -> Measured:
         """Run ``config`` in the folder ``name``, unless the result of exactly this config is there."""
-        folder = self.folder / name
-        kept = folder / "rung.json"
+        home = self._home(name)
+        kept = home.path / "rung.json"
         found = _kept(kept, config)
         if found is not None:
             self.say(f"[dim]{escape(rung.name)}: kept from {name}[/dim]")
             return found
-        left = RunFolder(folder).key()
+        left = home.key()
         if left and not kept.exists():  # its ladder was killed before it could record how the run ended
             with Tracker(left) as tracker:
                 tracker.status = "KILLED"
-        shutil.rmtree(folder, ignore_errors=True)
+        WorkingCopy(home.place, home.path).discard()
         self.say(f"[bold]{escape(rung.name)}[/bold]")
         result, reason, gpu = self._train(name, rung, config)
         if reason:
@@ -236,18 +244,24 @@ class Ladder:
             predict_peak(resolve(config, self.facts)).total, gpu=gpu,
         )  # fmt: skip
         write_json(kept, to_json(measured))
+        home.send(kept)
         return measured
+
+    def _home(self, name: str) -> RunFolder:
+        """The folder of one of its runs."""
+        return RunFolder(self.folder / name, self.copy.place / name if self.copy.place.remote else None)
 
     def _train(
         self, name: str, rung: Rung, config: TrainConfig
     ) -> tuple[RunResult | None, str, dict[str, float] | None]:
         """The result, why there is none or none with a speed, and what NVML said of the GPU."""
         self._session.enter_context(connected(self.address, prestart=False))  # or refused, with no child left open
-        home = RunFolder(self.folder / name)
+        home = self._home(name)
         home.path.mkdir(parents=True)
         tags = {"kind": "control" if name.startswith("control") else "rung", "rung": rung.name}
         key = create_run("ladder", f"{self.folder.name}/{name}", parent=self.key, tags=tags, keep=home.keep_key)
         write_json(home.config, config.to_json())
+        home.send(home.config)
         result, reason, gpu = None, "", None
         with Tracker(key) as tracker:
             resolved = resolve(config, self.facts)
@@ -270,7 +284,9 @@ class Ladder:
                 result, reason = None, worker_reason(refused)
             except Exception as failure:  # noqa: BLE001 one rung's failure is a row of the table, not the ladder's end
                 result, reason = None, worker_reason(failure)
-                (home.path / "failure.txt").write_text("".join(traceback.format_exception(failure)), encoding="utf-8")
+                text = home.path / "failure.txt"
+                text.write_text("".join(traceback.format_exception(failure)), encoding="utf-8")
+                home.send(text)
             tracker.tags({"reason": reason} if reason else {})
             tracker.status = "FINISHED" if result else "FAILED"
         return result, reason, gpu

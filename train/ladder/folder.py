@@ -1,0 +1,87 @@
+"""A ladder's folder, on disk or in object storage: begun once, and continued with the options that it was begun with.
+
+``OUT/NAME/`` holds ``ladder.json`` (the options, and the parent run in MLflow), a folder for each run and, at the end,
+the files for people. In object storage the driver works in a local copy, and sends each file as it is written.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from infra.errors import UserError
+from infra.place import Place, WorkingCopy, scratch
+from infra.schema import from_json
+from infra.storage import lock, write_json
+from infra.tracking.key import RunKey
+from train.checkpoint.run_folder import make, new_folder
+from train.ladder.suites import nearest
+
+KEPT = "ladder.json"
+
+
+def new_place(out: str, name: str) -> Place:
+    """The place of a new ladder, which is not made yet. Raises ``UserError`` where there is one, or cannot be."""
+    place = Place.of(out) / name
+    if not place.remote:
+        return Place.of(new_folder(Path(out), name))
+    if not re.fullmatch(r"[\w.-]*[\w-][\w.-]*", name, re.ASCII):
+        raise UserError(f"--name {name!r} is not a name for object storage: use letters, digits, '.', '_' and '-'.")
+    place.refuse_unusable("--out")
+    if place.files():
+        raise UserError(f"{place} exists already: continue it with --resume {name}, or give another --name.")
+    return place
+
+
+@contextmanager
+def opened(place: Place, *, fresh: bool) -> Iterator[WorkingCopy]:
+    """Hold ``place`` against other commands of this machine, for the block's duration; yields where to write.
+
+    A ``fresh`` one is made. Raises ``UserError`` when another command runs the ladder.
+    """
+    if fresh and not place.remote:
+        make(place.folder)
+    elif not fresh and not place.exists(KEPT):
+        raise _absent(place)
+    file = scratch("ladders") / place.digest if place.remote else place.folder / ".command"
+    with lock(file, f"another command runs the ladder in {place}: wait for it, or stop it."):
+        yield WorkingCopy.of(place, fresh=fresh, wanted=lambda name: "/checkpoints/" not in name)
+
+
+def begin(copy: WorkingCopy, options: Mapping[str, Any], key: RunKey) -> None:
+    """Note what a new ladder is."""
+    write_json(copy.folder / KEPT, {"options": options, "key": key.kept_in(copy.place.address)})
+    copy.send(KEPT)
+
+
+def kept(copy: WorkingCopy) -> dict[str, Any]:
+    """What :func:`begin` noted. Raises ``UserError`` when it is damaged."""
+    path = copy.folder / KEPT
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {"options": dict(found["options"]), "key": from_json(RunKey, found["key"], "its key")}
+    except (OSError, ValueError, KeyError, TypeError) as damage:
+        raise UserError(
+            f"--resume {copy.place.name}: {copy.place / KEPT} is damaged ({damage}); begin a new ladder."
+        ) from damage
+
+
+def parent(copy: WorkingCopy, key: RunKey) -> RunKey:
+    """The ladder's run in MLflow, as it is valid here. Raises ``UserError`` when its store is not."""
+    if not copy.place.remote:
+        return key.found_in(copy.folder, "begin a new ladder")
+    found = key.on_this_machine()
+    if found is None:
+        raise UserError(
+            f"the MLflow store of {copy.place}, {key.store}, is on another machine: continue it there, or begin a new "
+            "ladder with --tracking-uri of a server."
+        )
+    return found
+
+
+def _absent(place: Place) -> UserError:
+    known = [] if place.remote else [path.parent.name for path in place.parent.folder.glob(f"*/{KEPT}")]
+    hint = nearest(place.name, known) if known else "."
+    return UserError(f"--resume {place.name}: there is no ladder in {place}{hint}")
