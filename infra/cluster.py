@@ -49,10 +49,11 @@ _SETTINGS = {
     # A raylet connects to its own store as it starts and, where that is not up yet, tries again after a second.
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
     "RAY_raylet_client_num_connect_attempts": "500",
-    # A call to a machine that has lost its power is given up when the connection is found dead, by default after 5 + 2
-    # minutes: a task there was repeated elsewhere that late. Servers take a ping every 10 s.
-    "RAY_grpc_client_keepalive_time_ms": "10000",
-    "RAY_grpc_client_keepalive_timeout_ms": "5000",
+    # A call to a machine that has lost its power is given up when the connection is found dead: by default after 5 + 2
+    # minutes, in which a task that ran there was not repeated. Ray's servers break connections that ask more often than
+    # once a minute, unless they were started with a shorter time themselves.
+    "RAY_grpc_client_keepalive_time_ms": "65000",
+    "RAY_grpc_client_keepalive_timeout_ms": "20000",
     # Ray Tune forgets trials that finished since its last snapshot when the driver is killed.
     "TUNE_GLOBAL_CHECKPOINT_S": "1",
 }

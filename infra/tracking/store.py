@@ -25,6 +25,7 @@ from infra.tracking.open_runs import note_of
 from infra.tracking.relocation import FILES, relocate
 from infra.tracking.tracker import JOURNAL
 
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # commands print one link, at their end
 for verbose in ("mlflow.store.db.utils", "alembic.runtime.migration"):
     logging.getLogger(verbose).setLevel(logging.WARNING)  # they print a page about new tables on first use
 

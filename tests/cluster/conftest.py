@@ -19,8 +19,11 @@ NOTICED = (
     "RAY_health_check_period_ms=1000",
     "RAY_health_check_timeout_ms=4000",
     "RAY_health_check_failure_threshold=3",
+    "RAY_grpc_client_keepalive_time_ms=10000",
+    "RAY_grpc_client_keepalive_timeout_ms=10000",
 )
-"""Ray's head takes a machine for lost after 15 s: by default after 65, and in 5 a busy one may not answer."""
+"""Set on all machines: a lost one is known after 15 s, by default after 65, and in 5 a busy one may not answer; and a
+call to it is given up after 20 s, where our commands alone, without the machines' consent, take 85."""
 
 
 class Lab:
@@ -29,7 +32,8 @@ class Lab:
 
     def __init__(self, name: str) -> None:
         venv = os.environ.get("VIRTUAL_ENV") or str(Path(sys.executable).parents[1])
-        self.environment = os.environ | {"LAB_NAME": name, "LAB_VENV": venv, "LAB_PROJECT": str(PROJECT)}
+        named = {"LAB_NAME": name, "LAB_VENV": venv, "LAB_PROJECT": str(PROJECT)}
+        self.environment = os.environ | named | {"LAB_ENV": " ".join(NOTICED)}
         self.python = f"{venv}/bin/python"
 
     def __call__(self, *words: str, **environment: str) -> str:
@@ -74,7 +78,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         made("up")
         made("store")
         made("tracker")
-        made("ray", LAB_ENV=" ".join(NOTICED))
+        made("ray")
         yield made
     finally:
         subprocess.run([LAB, "down"], env=made.environment, capture_output=True, timeout=120)
