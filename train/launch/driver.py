@@ -169,7 +169,9 @@ def train(
                     else:
                         console.print(content, markup=False)
                 group.look(news.silence)
-                if news.doing:
+                if group.is_silent:
+                    shown.now("waiting for a worker that answers")
+                elif news.doing:
                     shown.now(*pace.shown(*news.doing))
 
             told = False
