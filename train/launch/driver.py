@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import ray
@@ -63,14 +64,15 @@ class WorkerFailure(Exception):
 
 
 def measure(
-    run: Run, config: TrainConfig, tracker: Tracker, say: Callable[[str], None]
+    run: Run, config: TrainConfig, tracker: Tracker, say: Callable[[str], None], out: Path | None = None
 ) -> tuple[RunResult, dict[str, float] | None]:
     """Train ``run`` as ``config``, print each cycle's line with ``say``, and record the result.
 
+    ``out`` is the folder that holds runs, and what the doctor has measured; the one around the run's if left out.
     Returns the result, and NVML's readings of the worker's GPU during the run. Raises as :func:`train` does.
     """
     result, gpu = train(run, config, tracker, lambda cycle: say(cycle["line"]))
-    result = with_matmul_efficiency(result, config, run.home.path.parent)
+    result = with_matmul_efficiency(result, config, out or run.home.path.parent)
     write_json(run.home.result, to_json(result))
     run.home.send(run.home.cycles, run.home.stream, run.home.result)
     report.record_end(tracker, config, result, gpu)

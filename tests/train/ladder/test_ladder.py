@@ -19,6 +19,7 @@ from mlflow.tracking import MlflowClient
 from infra.cluster import connected
 from infra.errors import UserError
 from infra.hardware import A100, cpu_facts
+from infra.storage import write_json
 from infra.tracking.store import create_run, store_uri
 from pipeline.stream import EncodedBook, Stream, encoded_books
 from train.config import TrainConfig
@@ -135,6 +136,8 @@ def test_a_suite_runs_in_its_short_form(
     rungs = RUNGS[suite]
     if suite == "a100":
         flags += ["--compare", "study"]
+        Path("runs").mkdir()
+        write_json(Path("runs/doctor.json"), {"device": "cpu", "matmul": {"fp32": 1e12}})  # as the doctor saves it
     assert command(monkeypatch, *flags, "--rungs", *rungs, "--steps", "8", "--cycle", "8+1") == 0
     printed = capfd.readouterr().out
     standing = json.loads((tmp_path / "runs" / suite / "standings.json").read_text())
@@ -169,6 +172,8 @@ def test_a_suite_runs_in_its_short_form(
     for said in ("112,200 / ", "the study's gpt2-124m,context_length=512", "25.4 / "):
         assert (said in printed) is (said in summary) is (suite == "a100")
     assert ("Each change at the batch before it" in printed) is (suite == "a100")
+    for said in ("of ceiling", "Expected is the study's speed scaled by the matmul rate", "falls behind"):
+        assert (said in printed) is (suite == "a100"), "which is known by the doctor's measurement"
     client = MlflowClient(store_uri())
     (parent,) = client.search_runs(["1"], "tags.kind = 'ladder'")
     fastest = max((row for row in rows if row["speed"]), key=lambda row: row["speed"])
