@@ -18,6 +18,9 @@ from infra.units import one_word, or_none
 
 Config = TypeVar("Config")
 
+MISSING = "Missing from"
+"""How tyro's message about flags that are required and were not given begins."""
+
 
 def parsed(config: type[Config], program: str, default: Config | None = None) -> Config:
     """``config`` from the command line. Raises ``UserError``, a sentence, for a mistake in it."""
@@ -29,12 +32,22 @@ def parsed(config: type[Config], program: str, default: Config | None = None) ->
     except SystemExit as leaving:
         if not leaving.code:
             raise
-        raise UserError(sentence(said.getvalue())) from None
+        text = sentence(said.getvalue())
+        raise UserError(_missing(flags_of(config, default), program) if text.startswith(MISSING) else text) from None
     if warnings := said.getvalue():
         sys.stderr.write(warnings)
     if unknown:
         raise UserError(_unknown(unknown[0].partition("=")[0], flags_of(config, default), program))
     return made
+
+
+def _missing(flags: Sequence[Flag], program: str) -> str:
+    """What to say when some of the required ``flags`` were left out."""
+    given = {word.partition("=")[0] for word in sys.argv[1:]}
+    required = [flag for flag in flags if flag.required and flag.name not in given]
+    lacking = [flag.written for flag in required if not flag.positional] or [flag.written for flag in required]
+    explained = "it" if len(lacking) == 1 else "them"
+    return f"{' and '.join(lacking)} must be given: '{program} {HELP}' explains {explained}."
 
 
 def _unknown(word: str, flags: Sequence[Flag], program: str) -> str:

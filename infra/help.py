@@ -52,21 +52,30 @@ class Flag:
     """The field's docstring: a paragraph and, after an empty line, a line ``name: meaning`` for each value."""
     positional: bool = False
     switch: bool = False
+    required: bool = False
 
     @property
     def name(self) -> str:
         """``--micro-batch``, or the name of a positional argument."""
         return self.field.upper() if self.positional else f"--{self.field.replace('_', '-')}"
 
+    @property
+    def in_usage(self) -> str:
+        """How it is written in the first line of the help text."""
+        text = f"{self.written} ..." if self.positional and self.value.endswith("...") else self.written
+        return text if self.required else f"[{text}]"
+
     def lines(self, width: int) -> Iterator[str]:
         """The flag with its description beside it, and a line for each of its values."""
         paragraph, _, listed = self.text.partition("\n\n")
         meanings = [line.partition(": ") for line in re.split(r"\n(?=[\w-]+: )", listed) if line]
-        said, written = " ".join(paragraph.split()), self._written()
+        said, written = " ".join(paragraph.split()), self.written
         if len(written) > INDENT - 4 and "|" in self.value:
             written = f"{self.name} {'NAME ...' if self.value.endswith('...') else 'NAME'}"
             if not meanings:
                 said += f" One of {self.value.removesuffix(' ...').replace('|', ', ')}."
+        if self.required:
+            said += " [required]"
         if self.default and not self.switch:
             said += f" [default:{NO_BREAK}{self.default.replace(' ', NO_BREAK)}]"
         text = _wrapped(said, width - INDENT)
@@ -80,7 +89,9 @@ class Flag:
             yield f"  {written:{INDENT - 2}}{line}"
             written = ""
 
-    def _written(self) -> str:
+    @property
+    def written(self) -> str:
+        """The name with what follows it; a switch that is on is shown as it is turned off."""
         if self.switch:
             return self.name.replace("--", "--no-", 1) if self.default == "True" else self.name
         return self.name if self.positional else f"{self.name} {self.value}"
@@ -108,6 +119,7 @@ def flags_of(config: type[Any], default: Any = None) -> list[Flag]:
                 inspect.cleandoc(texts.get(setting.name, "")),
                 positional=tyro.conf.Positional in notes,
                 switch=kind is bool,
+                required=value is MISSING,
             )
         )
     return found
@@ -156,8 +168,7 @@ def usage(
 ) -> str:
     """The help text in lines of at most ``width``; with ``whole`` every flag is described."""
     known = {flag.field: flag for flag in flags_of(config, default)}
-    places = [f"[{flag.name} ...]" if flag.value.endswith("...") else flag.name for flag in known.values()
-              if flag.positional]  # fmt: skip
+    places = [flag.in_usage for flag in known.values() if flag.positional or flag.required]
     lines = [" ".join(["usage:", program, *places, "[FLAGS]"]), "", *_wrapped(" ".join(description.split()), width)]
     if sections.common and not whole:
         lines += ["", "Common flags:", *_described(sections.common, known, width)]

@@ -95,6 +95,36 @@ def test_a_word_that_belongs_to_no_flag_is_named(monkeypatch: pytest.MonkeyPatch
         parsed(Reading, "a command")
 
 
+@dataclass(frozen=True)
+class Required:
+    """Options without defaults."""
+
+    place: Annotated[Path, tyro.conf.Positional]
+    """Where."""
+    source: str
+    """From where."""
+    amount: int
+    """How much."""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["here", "--amount", "3"], "--source TEXT must be given: 'a command --help' explains it."),
+        (["--source=there", "--amount", "3"], "PLACE must be given: 'a command --help' explains it."),
+        (["here"], "--source TEXT and --amount INT must be given: 'a command --help' explains them."),
+    ],
+)
+def test_what_is_required_is_said(monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["command", *words])
+    text = usage(Required, "a command", "Does it.", Sections(), None, whole=False, width=80)
+    assert text.startswith("usage: a command PLACE --source TEXT --amount INT [FLAGS]\n")
+    assert "  --source TEXT           From where. [required]\n" in text
+    with pytest.raises(UserError) as mistake:
+        parsed(Required, "a command")
+    assert str(mistake.value) == said
+
+
 def test_what_is_right_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(monkeypatch) == Options()
     words = ["a", "b", "--count", "4", "--rate", "1e-3", "--room", "2GB", "--quiet", "--no-colour"]
