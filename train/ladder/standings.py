@@ -173,8 +173,9 @@ def legend(suite: Suite, rows: list[Row], controls: Sequence[float]) -> list[str
     lines.append(
         "± is the wider half of the 95% interval. step is the speedup over the row before, total over the baseline, "
         "both relative to the runs of the baseline around each rung (the control); a ratio in brackets may be no "
-        "difference at all. GiB is the peak memory of the process, loss the training loss at equal tokens. * marks a "
-        "rung that changes the numerics, so that its loss may differ."
+        "difference at all. GiB is the peak memory of the process, predicted what the formulas say of it, loss the "
+        "training loss at equal tokens in nats per token. * marks a rung that changes the numerics, so that its loss "
+        "may differ."
     )
     if suite.seeds == 1 and any("precision" in rung.changes for rung in suite.rungs):
         lines.append(

@@ -40,9 +40,13 @@ def compare(rows: Sequence[Row], baseline: TrainConfig) -> tuple[list[Part], lis
         )
         study_before, row_before = published.speed, total
     parts = [
-        Part("Memory in GB: the study / here", ("rung", "batch", "same batch", "peak"), memory),
         Part(
-            "Speed: the study / here",
+            "Memory in GB: the study / here, - where it was not measured",
+            ("rung", "batch", "same batch", "peak"),
+            memory,
+        ),
+        Part(
+            "Speed: the study / here, - where it was not measured",
             ("rung", "tokens/s", "step", "total", "M tokens in 5 min", "of expected"),
             speed,
         ),
