@@ -1,7 +1,7 @@
 """What a command is doing, while it does it: one live line on a terminal, and in a pipe or a file a line now and then.
 
-In: the name of something that takes long, and details as they become known. Out: text on the command's console, above
-which all other output appears.
+In: the name of something that takes long, and details as they become known. Out: text on the terminal, above which all
+other output appears; or lines on stderr, so that a file gets nothing but what the command is for.
 """
 
 import threading
@@ -106,4 +106,4 @@ def _tell(ended: threading.Event) -> None:
         task = _doing[-1] if _doing else None
         if task and task.seconds >= FIRST_SECONDS and time.monotonic() - _last[0] >= EVERY_SECONDS:
             _last[0] = time.monotonic()
-            console.print(f"... {task}", markup=False)
+            errors.print(f"... {task}", markup=False)

@@ -120,7 +120,7 @@ def test_work_that_cannot_be_placed_is_reported_and_ends_on_ctrl_c(
             cwd=tmp_path, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert waiting.stderr
-        said = waiting.stderr.readline()
+        said = next(line for line in waiting.stderr if not line.startswith("... "))
         assert said.startswith(f"Waiting for {cores} CPU for ")
         assert f"Ray has {socket.gethostname()} {cores} CPU, of which 0 CPU is free" in said
         waiting.send_signal(signal.SIGTERM)

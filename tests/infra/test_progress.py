@@ -66,7 +66,9 @@ def test_a_pipe_gets_a_line_after_seconds_and_then_seldom(
         time.sleep(0.4)
         shown.now("training", "step 1 of 9")
         time.sleep(1.1)
-    printed = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    assert out == "", "which may be a file for the text of a model"
+    printed = err.splitlines()
     assert printed[0] == "... starting Ray (0s)"
     assert 1 <= printed.count("... training: step 1 of 9") <= 3
     assert len(printed) == 1 + printed.count("... training: step 1 of 9")
