@@ -149,7 +149,7 @@ def _work(job: Job, todo: list[Piece], progress: report.Progress, run: str) -> N
         TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     config, total = job.config, len(job.pieces)
-    with doing("tokenizing", live=False) as shown, Progress(*columns, console=console) as bar:
+    with doing("tokenizing", live=False) as told, Progress(*columns, console=console) as bar:
         task = bar.add_task("tokenizing", total=total, completed=total - len(todo), rate="starting")
         start = time.perf_counter()
         workers = config.workers if config.cluster else config.parallelism
@@ -159,7 +159,7 @@ def _work(job: Job, todo: list[Piece], progress: report.Progress, run: str) -> N
                 progress.add(summary)
                 rate = f"{progress.bytes / 1e6 / (time.perf_counter() - start):,.0f} MB/s"
                 bar.update(task, advance=1, rate=rate)
-                shown.now("tokenizing", f"{bar.tasks[task].completed:,.0f} of {total:,} pieces | {rate}")
+                told.now("tokenizing", f"{bar.tasks[task].completed:,.0f} of {total:,} pieces | {rate}")
     if config.cluster:
         ask_others(forget, run)
 

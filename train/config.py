@@ -196,7 +196,7 @@ class TrainConfig:
     loader_workers: int = 0
     """Threads that read batches ahead; with 0 the loop itself reads the next batch while the device computes."""
     accelerator: str | None = None
-    """Type of GPU that the workers need, by Ray's name for it: A100, H200. On a cluster without one, it is waited for."""
+    """Type of GPU that the workers need, by Ray's name for it: A100, H200. A cluster without one is waited for."""
 
     steps: int | None = None
     """Optimizer steps to train for, at least 1. Without --steps, --tokens and --time-budget, the run is one epoch."""
