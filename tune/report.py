@@ -269,7 +269,7 @@ def write_files(search: Search, rows: Sequence[TrialRow]) -> list[Path]:
 def print_end(search: Search, rows: Sequence[TrialRow]) -> None:
     """The closing table and what to do next."""
     rows = comparable(rows)
-    console.print(table(search, rows))
+    console.print("", table(search, rows), "", sep="\n")
     signs = {cells[0] for cells in leaderboard(search, rows)}
     marks = [meaning for sign, meaning in MARKS.items() if sign in signs]
     confirmed = [CONFIRM] if any(row.stage == "confirm" for row in rows) else []
