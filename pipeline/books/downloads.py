@@ -5,16 +5,22 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infra.errors import UserError
 from infra.storage import atomic_file
 from pipeline.config import MIRROR
+
+if TYPE_CHECKING:
+    from requests import Response
 
 PREFIX = "gutenberg:"
 PAUSE = 2.0
 """Seconds between two requests, as its robot policy asks."""
 RETRIES = 2
 """Further attempts for one address when the connection or the server fails."""
+MOST = 300_000_000
+"""Most bytes of a book: the largest of Project Gutenberg's, a human chromosome, has 250 million."""
 _TIMEOUT = 60.0
 
 
@@ -70,7 +76,8 @@ def _download(number: str, mirror: str) -> bytes:
         for name in names:
             url = f"{mirror.rstrip('/')}/{name}"
             try:
-                answer = session.get(url, timeout=_TIMEOUT)
+                answer = session.get(url, timeout=_TIMEOUT, stream=True)
+                text = _unless_too_large(answer) if answer.ok else b""
             except (OSError, ValueError) as away:  # requests' own are an OSError; ValueError: not an address
                 raise UserError(
                     f"{url} cannot be reached ({away}): check the network, or name another --mirror."
@@ -81,5 +88,18 @@ def _download(number: str, mirror: str) -> bytes:
                 raise UserError(f"{url} answers {answer.status_code} {answer.reason}: try later, or another --mirror.")
             if answer.headers.get("Content-Type", "").lower().startswith("text/html"):  # a network's login page
                 raise UserError(f"{url} is a web page and not a book: check the network, or name another --mirror.")
-            return answer.content
+            if text is None:
+                raise UserError(f"{url} sends more than {MOST:,} bytes, which is no book: leave it out.")
+            return text
     raise UserError(f"book {number} has no plain text at {mirror}: leave it out.")
+
+
+def _unless_too_large(answer: "Response") -> bytes | None:
+    """The body of ``answer``; None, and no more of it is received, above ``MOST`` bytes once decompressed."""
+    data = bytearray()
+    with answer:
+        for block in answer.iter_content(1 << 20):
+            data += block
+            if len(data) > MOST:
+                return None
+    return bytes(data)

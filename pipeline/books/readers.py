@@ -1,5 +1,6 @@
 """Read the books in a part of a source file, one at a time and in a fixed order, or say why they cannot be read."""
 
+import bz2
 import gzip
 import io
 import json
@@ -8,6 +9,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -21,6 +23,14 @@ from infra.errors import UserError
 from infra.schema import strict
 from pipeline.books.sources import TEXT, SourceFile
 from pipeline.config import SAMPLE, Reading
+
+BOOK = 1_000_000_000
+"""Most bytes of a book, which takes five times as much memory while it is worked on. enwik9, the largest text that is
+often trained on as one document, has as many; what is larger is a corpus whose books need a separator, or a small
+archive that was made to fill the memory or disk of whoever opens it."""
+LINE = 100_000_000
+"""Most bytes of a line of JSON, whose values can take twenty times as much memory once it is parsed."""
+TOO_LARGE = "too large"
 
 _BLOCK = 1 << 20
 _TITLES = ("title", "short_book_title")
@@ -81,7 +91,7 @@ def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Dropped]:
     except PermissionError as refused:
         yield Dropped(file.id, "unreadable", f"{refused.strerror}")
     except DAMAGE as damage:
-        yield Dropped(file.id, "unreadable", f"damaged: {damage or type(damage).__name__}")
+        yield Dropped(file.id, "unreadable", f"damaged: {str(damage) or type(damage).__name__}")
     except OSError as failure:
         if failure.errno is not None:
             raise UserError(
@@ -103,10 +113,12 @@ def _books(part: Part, opened: BinaryIO, settings: Reading) -> Iterator[RawBook 
         if file.form == "lines":
             yield from _lines(part, stream, settings.text_field)
         elif settings.doc_separator:
-            documents = _documents(stream, settings.doc_separator.encode(), part.start, part.stop)
+            documents = _documents(stream, settings.doc_separator.encode(), part.start, part.stop, BOOK)
             yield from _separated(file.id, file.id, documents)
+        elif file.compression:
+            yield _book(file.id, file.id, _unless_too_large(stream))
         else:
-            yield RawBook(file.id, file.id, stream.read())
+            yield _book(file.id, file.id, stream.read() if file.size <= BOOK else None)
 
 
 def _decompressed(opened: BinaryIO, compression: str | None) -> BinaryIO:
@@ -117,49 +129,73 @@ def _decompressed(opened: BinaryIO, compression: str | None) -> BinaryIO:
     return opened
 
 
-def _documents(stream: BinaryIO, separator: bytes, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
+def _unless_too_large(stream: BinaryIO) -> bytes | None:
+    """All of what is compressed, whose size is not known before; None, and no more is decompressed, above ``BOOK``."""
+    data = bytearray()
+    while len(data) <= BOOK:
+        if not (block := stream.read(_BLOCK)):
+            return bytes(data)
+        data += block
+    return None
+
+
+def _book(place: str, source: str, data: bytes | None) -> RawBook | Dropped:
+    """A book without a description; dropped where it is too large to have been read."""
+    if data is None:
+        return Dropped(place, TOO_LARGE, f"more than {BOOK:,} bytes: if it holds several books, give --doc-separator")
+    return RawBook(place, source, data)
+
+
+def _documents(
+    stream: BinaryIO, separator: bytes, start: int, stop: int | None, most: int
+) -> Iterator[tuple[int, bytes | None]]:
     """Offset and bytes of each document that begins in the range; the last may extend beyond it.
 
-    Reads no further than needed, and between documents keeps only what may be the beginning of a separator.
+    Reads no further than needed, and between documents keeps only what may be the beginning of a separator. Of a
+    document of more than ``most`` bytes there is only the offset: its beginning is forgotten while its end is searched.
     """
     position = max(0, start - len(separator))
     if position:
         stream.seek(position)
     buffer = bytearray()  # the file from ``position``; removing from the front of a bytearray is cheap
     scanned = 0
-    inside = start == 0
-    while stop is None or position + (0 if inside else len(separator)) < stop:
+    begun = 0 if start == 0 else None  # where the document begins that ``position`` is in
+    while stop is None or (position + len(separator) if begun is None else begun) < stop:
         at = buffer.find(separator, scanned)
         searched = max(0, len(buffer) - len(separator) + 1)
         if at >= 0:
-            if inside:
-                yield position, bytes(buffer[:at])
-            passed, inside = at + len(separator), True
-        elif searched and not inside:
+            if begun is not None:
+                yield begun, bytes(buffer[:at]) if position + at - begun <= most else None
+            passed = at + len(separator)
+            begun = position + passed
+        elif searched and (begun is None or position + searched - begun > most):
             passed = searched
         elif block := stream.read(_BLOCK):
             buffer += block
             scanned = searched
             continue
         else:
-            if inside and buffer:
-                yield position, bytes(buffer)
+            if begun is not None and position + len(buffer) > begun:
+                yield begun, bytes(buffer) if position + len(buffer) - begun <= most else None
             return
         del buffer[:passed]
         position, scanned = position + passed, 0
 
 
-def _separated(place: str, source: str, documents: Iterator[tuple[int, bytes]]) -> Iterator[RawBook]:
+def _separated(place: str, source: str, documents: Iterator[tuple[int, bytes | None]]) -> Iterator[RawBook | Dropped]:
     for offset, data in documents:
-        if data.strip():
-            yield RawBook(f"{place}#{offset}", source, data)
+        if data is None or data.strip():
+            yield _book(f"{place}#{offset}", source, data)
 
 
 def _lines(part: Part, stream: BinaryIO, name: str) -> Iterator[RawBook | Dropped]:
-    for offset, line in _documents(stream, b"\n", part.start, part.stop):
+    for offset, line in _documents(stream, b"\n", part.start, part.stop, LINE):
+        place = f"{part.file.id}#{offset}"
+        if line is None:
+            yield Dropped(place, TOO_LARGE, f"a line of more than {LINE:,} bytes")
+            continue
         if not line.strip():
             continue
-        place = f"{part.file.id}#{offset}"
         try:
             values = json.loads(line)
         except (ValueError, RecursionError) as wrong:
@@ -186,7 +222,9 @@ def _parquet(part: Part, opened: BinaryIO, name: str) -> Iterator[RawBook | Drop
         for values in batch.to_pylist():
             place = f"{part.file.id}#{row}"
             row += 1
-            if isinstance(values[text], str):
+            if isinstance(values[text], str) and len(values[text]) > BOOK:
+                yield _book(place, part.file.id, None)
+            elif isinstance(values[text], str):
                 yield _described(place, part.file.id, values[text], {k.lower(): v for k, v in values.items()})
             else:
                 yield Dropped(place, "unreadable", f"the column {text!r} holds no text here")
@@ -219,17 +257,41 @@ def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[Ra
         if names[info.filename] > 1:  # an archive that was appended to may contain a name twice
             place += f"#{info.header_offset}"
         try:
-            data = archive.read(info)
+            with _member(archive, info) as stream:
+                if separator:
+                    documents = _documents(stream, separator.encode(), 0, None, BOOK)
+                    yield from _separated(place, part.file.id, documents)
+                else:
+                    yield _book(place, part.file.id, _unless_too_large(stream) if info.file_size <= BOOK else None)
         except (*DAMAGE, RuntimeError, OSError) as damage:  # RuntimeError: it is encrypted
             if isinstance(damage, OSError) and damage.errno is not None:
                 raise
-            yield Dropped(place, "unreadable", f"damaged: {damage or type(damage).__name__}")
-            continue
-        if separator:
-            documents = _documents(io.BytesIO(data), separator.encode(), 0, None)
-            yield from _separated(place, part.file.id, documents)
-        else:
-            yield RawBook(place, part.file.id, data)
+            yield Dropped(place, "unreadable", f"damaged: {str(damage) or type(damage).__name__}")
+
+
+def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> BinaryIO:
+    """A member as a stream that decompresses little more than is read of it, whatever size the archive gives.
+
+    zipfile does so for what is deflated. Of other compressions it decompresses at once all that it has read of the
+    archive, at least 4 KiB, which can be 5 GB of bzip2's and 29 MB of LZMA's.
+    """
+    if info.compress_type == zipfile.ZIP_BZIP2:
+        packed = copy(info)
+        packed.compress_type, packed.file_size = zipfile.ZIP_STORED, info.compress_size
+        del packed.CRC  # of the text; bzip2 has checksums of its own
+        return bz2.BZ2File(archive.open(packed))  # type: ignore[return-value]
+    stream: Any = archive.open(info)
+    return _Sips(stream) if info.compress_type == zipfile.ZIP_LZMA else stream  # type: ignore[return-value]
+
+
+class _Sips(io.BufferedIOBase):
+    """A stream of which at most 4 KiB are read at a time."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream = stream
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        return self.stream.read(4096)
 
 
 def _sample(opened: BinaryIO) -> Iterator[RawBook]:

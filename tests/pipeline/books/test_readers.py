@@ -1,9 +1,11 @@
 """Files are read no further than needed, and of a damaged one only the damaged part is lost."""
 
 import errno
+import gzip
 import io
 import json
 import os
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from infra.errors import UserError
 from infra.place import Place
-from pipeline.books import sources
+from pipeline.books import readers, sources
 from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import SourceFile, find
 from pipeline.config import TokenizeConfig
@@ -23,6 +25,7 @@ from pipeline.job.record import read_record
 from pipeline.job.task import do_piece
 
 MEGABYTE = 1_000_000
+COMPRESSIONS = {"deflate": zipfile.ZIP_DEFLATED, "bzip2": zipfile.ZIP_BZIP2, "lzma": zipfile.ZIP_LZMA}
 
 
 class Counted(io.BytesIO):
@@ -158,7 +161,7 @@ def test_books_are_separated_in_archives_too(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("compression", COMPRESSIONS.values())
 def test_a_damaged_member_is_the_only_one_lost(tmp_path: Path, compression: int) -> None:
     text = "".join(f"{n * 7919 % 10007} " for n in range(3000)).encode()
     path = write_zip(tmp_path / "books.zip", {f"{n}.txt": text for n in range(3)}, compression)
@@ -170,6 +173,15 @@ def test_a_damaged_member_is_the_only_one_lost(tmp_path: Path, compression: int)
     books = read(path)
     assert list(texts(books)) == ["books.zip/0.txt", "books.zip/2.txt"]
     assert list(reasons(books)) == ["books.zip/1.txt"]
+
+
+def test_damage_of_which_nothing_is_said_has_a_name(tmp_path: Path) -> None:
+    path = write_zip(tmp_path / "books.zip", {"a.txt": b"text"}, zipfile.ZIP_STORED)
+    content = bytearray(path.read_bytes())
+    at = content.rindex(b"PK\x01\x02") + 20
+    content[at : at + 8] = MEGABYTE.to_bytes(4, "little") * 2  # bytes of the member, of which the file has fewer
+    path.write_bytes(content)
+    assert reasons(read(path)) == {"books.zip/a.txt": "damaged: EOFError"}
 
 
 def test_invalid_unicode_in_names_and_strings_is_damage(tmp_path: Path) -> None:
@@ -199,3 +211,77 @@ def test_half_surrogates_in_titles_reach_the_shard_as_text(tmp_path: Path, prose
     record = read_record(tmp_path / "out", piece.name)
     assert record
     assert len(record.books) == 1
+
+
+@pytest.fixture(scope="module")
+def bombs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Small files that decompress to 100 MB of zeros: by the name of each compression, and what zipfile trusts."""
+    folder, zeros = tmp_path_factory.mktemp("bombs"), bytes(100 * MEGABYTE)
+    with gzip.open(folder / "zeros.txt.gz", "wb", 1) as packed:
+        packed.write(zeros)
+    with pa.CompressedOutputStream(str(folder / "zeros.jsonl.zst"), "zstd") as packed:
+        packed.write(zeros)
+    for name, kind in COMPRESSIONS.items():
+        path = write_zip(folder / f"{name}.zip", {"zeros.txt": zeros}, kind)
+        content = bytearray(path.read_bytes())
+        at = content.rindex(b"PK\x01\x02") + 24
+        content[at : at + 4] = MEGABYTE.to_bytes(4, "little")
+        (folder / f"{name}-of-wrong-size.zip").write_bytes(content)
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.parametrize("separator", [None, "<|end|>"])
+def test_a_decompression_bomb_costs_bounded_memory_and_gets_a_reason(
+    separator: str | None, bombs: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10 MB stand for the real limits. zipfile decompresses 29 MB of LZMA at a time, and copies them."""
+    most = 10 * MEGABYTE
+    monkeypatch.setattr(readers, "BOOK", most)
+    monkeypatch.setattr(readers, "LINE", most)
+    pool = pa.default_memory_pool()
+    arrows_most = max(pool.max_memory(), pool.bytes_allocated() + 3 * most)  # Python does not know of its memory
+    assert len(bombs) == 8
+    for bomb in bombs:
+        assert bomb.stat().st_size < MEGABYTE
+        part = Part(SourceFile(bomb.name, str(bomb), bomb.stat().st_size, 0), 0)
+        tracemalloc.start()
+        reason, detail = "", ""
+        for book in read_books(part, TokenizeConfig(doc_separator=separator)):
+            if isinstance(book, Dropped):
+                reason, detail = book.reason, book.detail
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        wrong = bomb.name in ("deflate-of-wrong-size.zip", "lzma-of-wrong-size.zip")
+        assert reason == ("unreadable" if wrong else "too large"), bomb
+        assert ("damaged: Bad CRC-32" if wrong else f"more than {most:,} bytes") in detail, bomb
+        assert peak < 3 * most + 60 * MEGABYTE * bomb.name.startswith("lzma"), f"{bomb.name}: {peak / 1e6:.0f} MB"
+    assert pool.max_memory() <= arrows_most
+
+
+def test_a_book_as_large_as_the_limit_is_read_and_its_neighbours_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "BOOK", 3 * MEGABYTE)
+    monkeypatch.setattr(readers, "LINE", 3 * MEGABYTE)
+    whole, above = b"a" * 3 * MEGABYTE, b"b" * (3 * MEGABYTE + 1)
+    for books in ([b"first", above, b"last"], [above, whole], [b"first", above], [whole, b"last"]):
+        kept = [book.decode() for book in books if book != above]
+        (tmp_path / "many.txt").write_bytes(b"<|end|>".join(books))
+        found = read(tmp_path / "many.txt", doc_separator="<|end|>")
+        assert list(texts(found).values()) == kept
+        offset = b"<|end|>".join(books).find(b"b")
+        assert list(reasons(found)) == [f"many.txt#{offset}"] * (above in books)
+        write_zip(tmp_path / "books.zip", {f"{n}.txt": book for n, book in enumerate(books)})
+        assert list(texts(read(tmp_path / "books.zip")).values()) == kept
+    for name, data in (("whole.txt", whole), ("above.txt", above)):
+        (tmp_path / name).write_bytes(data)
+        with gzip.open(tmp_path / f"{name}.gz", "wb", 1) as packed:
+            packed.write(data)
+        for path in (tmp_path / name, tmp_path / f"{name}.gz"):
+            (book,) = read(path)
+            assert isinstance(book, RawBook if name == "whole.txt" else Dropped), path
+    rows = [whole.decode(), "short", above.decode()]
+    pq.write_table(pa.table({"text": rows}), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row[12:]}) + "\n" for row in rows))
+    assert [type(book) for book in read(tmp_path / "rows.parquet")] == [RawBook, RawBook, Dropped]
+    assert [type(book) for book in read(tmp_path / "rows.jsonl")] == [RawBook, RawBook, Dropped]

@@ -284,6 +284,16 @@ def test_books_are_fetched_by_number_once(mirror: str, tmp_path: Path, monkeypat
         find(["gutenberg:11"], mirror)
 
 
+def test_a_mirror_that_sends_more_than_a_book_is_not_listened_to(
+    mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(downloads, "MOST", 10)
+    with pytest.raises(UserError, match=r"pg84\.txt sends more than 10 bytes, which is no book: leave it out"):
+        find(["gutenberg:84"], mirror)
+    assert list((tmp_path / "cache").rglob("*.txt")) == []
+
+
 def test_a_mirror_that_fails_once_is_asked_again(mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     fails = tmp_path / "mirror" / "cache/epub/84/pg84.txt.fails"
