@@ -7,6 +7,7 @@ object storage and nothing else; scratch is what each of them has for itself.
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -125,15 +126,20 @@ class Place:
         return found.type == fs.FileType.File
 
     def files(self, below: str = "") -> dict[str, int]:
-        """Bytes of every file by its name, of those in the folder ``below`` it and deeper; none where it is missing."""
+        """Bytes of every file by its name, of those in the folder ``below`` it and deeper; none where it is missing.
+
+        Object storage allows names such as ``../key``, which would be outside a folder that they are copied to, and
+        which no program reads back: they are left out.
+        """
         start = self / below if below else self
         if self.remote:
             _, root = locate(self.address)
-            return {entry.path.removeprefix(f"{root}/"): entry.size for entry in listing(start.address)}
+            sizes = {entry.path.removeprefix(f"{root}/"): entry.size for entry in listing(start.address)}
+            return {name: size for name, size in sizes.items() if not {"", ".", ".."}.intersection(name.split("/"))}
         found: dict[str, int] = {}
         for parent, _, names in os.walk(start.folder):
             for path in (Path(parent) / name for name in names):
-                with suppress(FileNotFoundError):  # removed meanwhile, as temporary files are
+                with suppress(OSError):  # removed meanwhile, as temporary files are, or a link to itself
                     found[path.relative_to(self.folder).as_posix()] = path.stat().st_size
         return found
 
@@ -240,12 +246,16 @@ class Place:
 def scratch(*parts: str) -> Path:
     """A folder for this user's files on this machine's own disk, below ``TMPDIR``, which no other user can read.
 
-    Raises ``UserError`` when somebody else has made a folder of its name.
+    Raises ``UserError`` when somebody else has made a folder of its name, or has been able to put files in it.
     """
     top = Path(tempfile.gettempdir()) / f"throughline-{os.getuid()}"
-    top.mkdir(mode=0o700, exist_ok=True)
-    if top.lstat().st_uid != os.getuid() or top.is_symlink():
+    with suppress(FileExistsError):
+        top.mkdir(mode=0o700)
+    status = top.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
         raise UserError(f"{top} belongs to another user: set TMPDIR to a folder of your own.")
+    if status.st_mode & 0o077:
+        raise UserError(f"{top} is open to other users: remove it, or set TMPDIR to a folder of your own.")
     folder = top.joinpath(*parts)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder

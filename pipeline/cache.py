@@ -10,7 +10,7 @@ from pathlib import Path
 from infra.errors import UserError
 from infra.place import Place, scratch
 from infra.storage import lock
-from pipeline.shards import MANIFEST, SHARD, Manifest, read_manifest
+from pipeline.shards import MANIFEST, Manifest, read_manifest
 
 PATIENCE = 24 * 3600.0
 """Seconds to wait for another process of this machine that is fetching the same data set."""
@@ -28,8 +28,6 @@ def on_this_machine(data: Place, on_shard: Callable[[Manifest, int], None] = lam
     folder = scratch("data", manifest.fingerprint)
     with lock(folder / ".lock", f"another process has been fetching {data} for a day: end it.", patience=PATIENCE):
         for number, shard in enumerate(manifest.shards):
-            if not SHARD.fullmatch(shard.path):  # the manifest came over the network, and names where to write
-                raise UserError(f"{data / MANIFEST} names {shard.path!r}, which no shard is called: make it again.")
             path = folder / shard.path
             if not (path.is_file() and path.stat().st_size == shard.bytes):
                 on_shard(manifest, number)

@@ -72,7 +72,10 @@ class ShardRow:
 @strict
 @dataclass(frozen=True)
 class ShardInfo:
-    """A shard as the manifest lists it. ``path`` is relative to the folder; ``checksum`` is xxh3-128 of the file."""
+    """A shard as the manifest lists it. ``path`` is relative to the folder; ``checksum`` is xxh3-128 of the file.
+
+    Raises ``UserError`` for a path that no shard has.
+    """
 
     path: str
     split: Split
@@ -81,6 +84,10 @@ class ShardInfo:
     tokens: int
     chars: int
     checksum: str
+
+    def __post_init__(self) -> None:
+        if not SHARD.fullmatch(self.path):  # a manifest may come from elsewhere, and names what is read and written
+            raise UserError(f"{self.path!r} is not the name of a shard")
 
 
 @strict

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import posixpath
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -192,17 +193,33 @@ def _local(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
     elif path.is_file():
         yield _entry(path.name, path)
     else:
-        matches = glob.glob(str(path), recursive=True)  # noqa: PTH207 Path.glob takes no absolute pattern
         # A pipe or a broken link matches itself, which would recurse without end.
-        matches = [match for match in sorted(matches) if Path(match).is_file() or Path(match).is_dir()]
+        matches = [match for match in sorted(_matching(str(path))) if Path(match).is_file() or Path(match).is_dir()]
         if not matches:
             raise UserError(f"there is no file or folder {source}: check the path, or name '{SAMPLE}' for the sample.")
         for match in matches:
             yield from _local(match, skipped)
 
 
+def _matching(pattern: str) -> Iterator[str]:
+    """What a glob matches; with ``**`` in it, no links to folders, which may loop."""
+    stars = re.search(r"/\*\*(?=/|$)", pattern)
+    if not stars:
+        yield from glob.glob(pattern)  # noqa: PTH207 Path.glob takes no absolute pattern
+        return
+    below = pattern[stars.end() :].strip("/") or "*"
+    for top in glob.glob(pattern[: stars.start()] or "/"):  # noqa: PTH207
+        for parent, folders, _ in os.walk(top):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            found = _matching(f"{glob.escape(parent)}/{below}")
+            yield from (path for path in found if not (os.path.islink(path) and os.path.isdir(path)))  # noqa: PTH112, PTH114
+
+
 def _walk(folder: Path, skipped: Counter[str]) -> Iterator[SourceFile]:
-    """The books below ``folder``. Links to folders are not followed: they may loop."""
+    """The books below ``folder``. Links to folders are not followed: they may loop.
+
+    Those to files are, but not where another user could have one of ours read: see :func:`_is_foreign`.
+    """
 
     def refuse(failure: OSError) -> None:
         if isinstance(failure, PermissionError):  # others: deleted meanwhile
@@ -215,11 +232,25 @@ def _walk(folder: Path, skipped: Counter[str]) -> Iterator[SourceFile]:
         for name in names:
             path = f"{parent}/{name}"
             try:
-                status = os.stat(path)  # noqa: PTH116 Path would parse each name
+                status = link = os.lstat(path)
+                if stat.S_ISLNK(link.st_mode):
+                    status = os.stat(path)  # noqa: PTH116 Path would parse each name
             except OSError:  # deleted meanwhile, or a link to itself
                 continue
-            if not name.startswith(".") and stat.S_ISREG(status.st_mode) and _known(name, skipped):
+            if name.startswith(".") or not stat.S_ISREG(status.st_mode):
+                continue
+            if _is_foreign(link, status):
+                skipped["links of another user"] += 1
+            elif _known(name, skipped):
                 yield SourceFile(_printable(path[above:]), path, status.st_size, status.st_mtime_ns)
+
+
+def _is_foreign(link: os.stat_result, file: os.stat_result) -> bool:
+    """Whether somebody else's link names a file of a third, or of ours: its text would be in what we may publish.
+
+    Linux follows links by the same rule in folders that everybody can write to (``protected_symlinks``).
+    """
+    return link.st_uid not in (file.st_uid, os.getuid(), 0)
 
 
 def _known(name: str, skipped: Counter[str]) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from infra.errors import UserError
+from infra.place import scratch
 from infra.storage import write_json
 
 DEATHS = 3
@@ -36,9 +37,7 @@ class CrashGuard:
             raise _refusal(refused) from refused
 
     def _open(self, folder: Path, piece: str) -> None:
-        folder.parent.mkdir(mode=0o700, exist_ok=True)
-        if folder.parent.lstat().st_uid != os.getuid():
-            raise UserError(f"{folder.parent} belongs to another user: set TMPDIR to a folder of your own.")
+        scratch()  # refuses that of another user
         folder.mkdir(exist_ok=True)
         self._note = folder / f"{piece}.note"
         self._counts = folder / f"{piece}.json"

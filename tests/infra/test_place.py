@@ -101,3 +101,34 @@ def test_scratch_is_private_and_never_another_users(tmp_path: Path, monkeypatch:
     (tmp_path / f"throughline-{os.getuid()}").symlink_to(elsewhere)
     with pytest.raises(UserError, match="belongs to another user: set TMPDIR"):
         scratch("data")
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o702])
+def test_scratch_into_which_others_could_have_put_files_is_refused(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    scratch("data").parent.chmod(mode)
+    with pytest.raises(UserError, match="is open to other users: remove it, or set TMPDIR"):
+        scratch("data")
+
+
+def test_names_in_a_bucket_that_lead_out_of_a_folder_are_left_out(bucket: str, tmp_path: Path) -> None:
+    """No client can be asked to store them, so the server's own storage is."""
+    from moto.s3.models import s3_backends
+
+    place = Place.of(f"s3://places/run{bucket}")
+    place.write("config.json", b"{}")
+    (account,) = (backends["aws"] for backends in s3_backends.values() if "places" in backends["aws"].buckets)
+    for name in ("..", "../../../evil", "./evil", "checkpoints/../../evil", "/evil", "a//evil"):
+        account.put_object("places", f"run/{name}", b"evil")
+    assert place.files() == {"config.json": 2}
+    copy = WorkingCopy.of(place, fresh=False)
+    assert [path.name for path in copy.folder.iterdir()] == ["config.json"]
+
+
+def test_a_link_to_itself_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "gone").symlink_to("nowhere")
+    (tmp_path / "file").write_bytes(b"one")
+    assert Place.of(tmp_path).files() == {"file": 3}

@@ -54,6 +54,22 @@ def test_a_temporary_file_is_private_while_it_is_written(tmp_path: Path) -> None
         assert temporary.stat().st_mode & 0o077 == 0
 
 
+def test_a_link_that_another_user_planted_is_not_followed(tmp_path: Path) -> None:
+    """In a shared folder: by the name that our temporary file will have, and by that of the file itself."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    victim.chmod(0o600)
+    for name in (f"{TEMPORARY}{os.getpid()}-manifest.json", "manifest.json"):
+        (tmp_path / name).symlink_to(victim)
+    write_json(tmp_path / "manifest.json", {})
+    assert victim.read_text() == "mine"
+    assert victim.stat().st_mode & 0o777 == 0o600
+    assert not (tmp_path / "manifest.json").is_symlink()
+    (tmp_path / "lock").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"), lock(tmp_path / "lock", "somebody has it"):
+        pass
+
+
 def test_a_full_disk_is_reported_and_leaves_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "manifest.json"
     write_json(target, {"old": 1})

@@ -97,7 +97,7 @@ def test_a_damaged_data_set_is_refused_and_described(
     for path in ("../../escaped", "train/00000.arrow/../../../../escaped"):
         values["shards"][0]["path"] = path
         data.write_json(MANIFEST, values)
-        with pytest.raises(UserError, match=rf"names '{path}', which no shard is called"):
+        with pytest.raises(UserError, match=rf"damaged \(it: '{path}' is not the name of a shard\)"):
             on_this_machine(data)
     data.write(MANIFEST, b"<html>Please log in.</html>")
     with pytest.raises(UserError, match=r"manifest\.json\S* is damaged"):

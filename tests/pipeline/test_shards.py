@@ -35,6 +35,19 @@ def test_a_missing_shard_is_refused(tokens: Path) -> None:
         TokenShards(tokens).open("val")
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["../../etc/passwd", "/etc/passwd", "train/../../escaped.arrow", "C:\\shards\\0.arrow", "train/0.arrow/../x"],
+)
+def test_a_manifest_cannot_name_a_file_outside(tokens: Path, path: str) -> None:
+    values = json.loads((tokens / MANIFEST).read_text())
+    values["shards"][0]["path"] = path
+    (tokens / MANIFEST).write_text(json.dumps(values))
+    for opened in (read_manifest, TokenShards):
+        with pytest.raises(UserError, match=r"manifest\.json is damaged \(.* is not the name of a shard\)"):
+            opened(tokens)
+
+
 def test_a_data_set_that_is_made_again_while_it_is_opened_is_refused(
     tokens: Path, make_shards: Callable[..., Path]
 ) -> None:

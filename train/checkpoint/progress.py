@@ -84,6 +84,8 @@ def damage(checkpoint: Path, only: str | None = None) -> str | None:
         for file, expected in read_progress(checkpoint).files.items():
             if only and file != only:
                 continue
+            if Path(file).name != file:
+                return f"{PROGRESS} names {file!r}, which is not in it"
             if not (checkpoint / file).is_file():
                 return f"{file} is missing"
             if _checksum(checkpoint / file) != expected:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.errors import UserError
-from pipeline.books import downloads
+from pipeline.books import downloads, sources
 from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import Inventory, SourceFile, find
 from pipeline.config import TokenizeConfig
@@ -318,6 +318,46 @@ def test_hidden_files_are_skipped_and_others_counted_by_suffix(tmp_path: Path) -
         status = Path(file.uri).stat()
         assert (file.size, file.modified) == (status.st_size, status.st_mtime_ns)
     assert len(find([f"{folder}/**/*.TXT"]).files) == 1
+
+
+def test_links_that_loop_or_lead_elsewhere_end(tmp_path: Path) -> None:
+    """Two loops: following each link forty times, as the system allows, would take longer than the universe has."""
+    folder = write_texts(tmp_path / "books")
+    for name in ("loop", "again", "etc.txt", "self.txt"):
+        (folder / name).symlink_to({"etc.txt": "/etc", "self.txt": "self.txt"}.get(name, "."))
+    (folder / "deep/.hidden").mkdir(parents=True)
+    for place in (folder / "deep", folder / "deep/.hidden"):
+        (place / "more.txt").write_text(TEXTS[3], encoding="utf-8")
+    names = ["0.txt", "1.txt", "2.txt", "more.txt"]
+    found = [Path(file.uri).name for file in find([str(folder)]).files]
+    assert found == names
+    for pattern in ("books/**/*.txt", "**/*.txt", "books/**", "**", "b*/**/[0-9em]*.txt", "**/books/**/*.txt"):
+        files = find([f"{tmp_path}/{pattern}"]).files
+        assert sorted({Path(file.uri).name for file in files}) == names, pattern
+
+
+@pytest.mark.parametrize(
+    ("link", "file", "foreign"),
+    [(7, 7, False), (7, 8, True), (7, os.getuid(), True), (os.getuid(), 8, False), (0, 8, False)],
+)
+def test_the_link_of_another_user_counts_where_it_names_their_own_file(link: int, file: int, foreign: bool) -> None:
+    def owned(user: int) -> os.stat_result:
+        return os.stat_result((0, 0, 0, 1, user, 0, 0, 0, 0, 0))
+
+    assert sources._is_foreign(owned(link), owned(file)) is foreign
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make the file of another user")
+def test_what_another_users_link_names_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "private.txt").write_text("our secret diary")
+    folder = write_texts(tmp_path / "books")
+    (folder / "planted.txt").symlink_to(tmp_path / "private.txt")
+    os.chown(folder / "planted.txt", 4711, -1, follow_symlinks=False)
+    inventory = find([str(folder)])
+    assert [file.id for file in inventory.files] == ["books/0.txt", "books/1.txt", "books/2.txt"]
+    assert inventory.skipped == {"links of another user": 1}
+    os.chown(tmp_path / "private.txt", 4711, -1)
+    assert len(find([str(folder)]).files) == 4
 
 
 def test_an_inventory_is_identified_by_names_and_sizes() -> None:

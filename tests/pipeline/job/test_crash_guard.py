@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
+from infra.place import scratch
 from pipeline.job import crash_guard
 from pipeline.job.crash_guard import CrashGuard
 
@@ -14,9 +15,8 @@ from pipeline.job.crash_guard import CrashGuard
 @pytest.fixture
 def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the notes of a run."""
-    monkeypatch.setattr(crash_guard, "notes_folder", lambda run: tmp_path / "notes" / run)
-    (tmp_path / "notes" / "run").mkdir(parents=True)
-    return tmp_path / "notes" / "run"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return scratch("run")
 
 
 @pytest.mark.parametrize("book", ["book", "ein Büchlein \u2026"])
@@ -46,8 +46,12 @@ def test_a_worker_that_dies_before_its_first_book_counts_against_no_book(notes: 
 
 
 def test_a_folder_of_another_user_is_refused(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = notes.parent.stat().st_uid
-    monkeypatch.setattr(crash_guard.os, "getuid", lambda: owner + 1)
+    CrashGuard("run", "000000").at("book")
+    notes.parent.chmod(0o777)
+    with pytest.raises(UserError, match="is open to other users: remove it, or set TMPDIR"):
+        CrashGuard("run", "000000")
+    notes.parent.rename(notes.parent.with_name("elsewhere"))
+    notes.parent.symlink_to("elsewhere")
     with pytest.raises(UserError, match="belongs to another user: set TMPDIR"):
         CrashGuard("run", "000000")
 

@@ -1,6 +1,7 @@
 """Checkpoints: written whole or not at all, the newest intact one is found, and a diverged state is never kept."""
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from infra.errors import UserError
 from infra.place import Place
+from pipeline.shards import checksum
 from train.checkpoint import save
 from train.checkpoint.find import find_run
 from train.checkpoint.progress import Progress, checkpoints_in, damage, newest
@@ -270,6 +272,15 @@ def test_a_checkpoint_without_one_of_its_files_is_damaged(
     (write(tmp_path, *taken) / file).unlink()
     assert damage(tmp_path / "step-00000002") == f"{file} is missing"
     assert newest(tmp_path) is None
+
+
+def test_a_checkpoint_that_names_a_file_outside_is_damaged(tmp_path: Path, taken: tuple[Snapshot, Progress]) -> None:
+    (tmp_path / "outside").write_text("text")
+    progress = write(tmp_path, *taken) / "progress.json"
+    values = json.loads(progress.read_text())
+    for file in ("../outside", str(tmp_path / "outside")):
+        progress.write_text(json.dumps(values | {"files": {file: checksum(tmp_path / "outside")}}))
+        assert damage(progress.parent) == f"progress.json names '{file}', which is not in it"
 
 
 def test_the_loss_scale_continues(config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
