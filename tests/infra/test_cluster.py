@@ -143,7 +143,7 @@ def test_a_machine_that_an_autoscaler_may_bring_is_waited_for(
         cwd=tmp_path, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert waiting.stderr
-    said = waiting.stderr.readline()
+    said = next(line for line in waiting.stderr if not line.startswith("..."))
     assert said.startswith("--accelerator A100 is not in the cluster, which has none: waiting until a machine with one")
     waiting.send_signal(signal.SIGTERM)
     waiting.communicate(timeout=30)

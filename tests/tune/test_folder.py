@@ -59,7 +59,9 @@ def test_a_search_of_an_earlier_version_is_read(small_shards: Path) -> None:
         (1, "probe", "ok"), (2, "probe", "ok"), (1, "confirm", "ok"), (2, "confirm", "ok")
     ]  # fmt: skip
     assert search.strategy.propose(rows) is None, "nothing is left to run"
-    assert (earlier / "leaderboard.md").read_text().strip() in summary(search, rows)
+    then = [line.split("|")[4:] for line in (earlier / "leaderboard.md").read_text().splitlines() if "±" in line]
+    now = [line.split("|")[3:] for line in summary(search, rows).splitlines() if line.startswith("|") and "±" in line]
+    assert now == then, "but for the names of the candidates"
     kept = kept_identity(place)
     assert search.identity() | {"data": ""} == kept | {"data": ""}, "it is continued as the search that it was"
     assert {row.key for row in rows} == {

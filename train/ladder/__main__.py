@@ -25,7 +25,7 @@ from infra.tracking.key import RunKey
 from infra.units import BytesOrNone, SecondsOrNone
 from pipeline.shards import MANIFEST
 from train.config import Cycle, CycleText, Device, TrainConfig, load_config
-from train.ladder.folder import KEPT, begin, kept, new_place, opened, parent
+from train.ladder.folder import begin, damaged, kept, new_place, opened, parent
 from train.ladder.suites import (
     STREAMING,
     Suite,
@@ -290,7 +290,10 @@ def continued(options: LadderOptions, copy: WorkingCopy) -> tuple[LadderOptions,
     values, key = found["options"], found["key"]
     if not values["fit"] and values["memory_limit"] == FITTED:  # earlier versions kept it without --fit, too
         values["memory_limit"] = None
-    options = from_json(LadderOptions, to_json(options) | values, f"{place / KEPT}")
+    try:
+        options = from_json(LadderOptions, to_json(options) | values, "its options")
+    except UserError as damage:
+        raise damaged(copy, damage) from damage
     home, key = key.home, parent(copy, key)
     if not Place.of(options.data).exists(MANIFEST):
         raise UserError(

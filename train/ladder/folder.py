@@ -63,9 +63,12 @@ def kept(copy: WorkingCopy) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {"options": dict(found["options"]), "key": from_json(RunKey, found["key"], "its key")}
     except (OSError, ValueError, KeyError, TypeError) as damage:
-        raise UserError(
-            f"--resume {copy.place.name}: {copy.place / KEPT} is damaged ({damage}); begin a new ladder."
-        ) from damage
+        raise damaged(copy, damage) from damage
+
+
+def damaged(copy: WorkingCopy, damage: Exception) -> UserError:
+    """The sentence about a damaged ``ladder.json``."""
+    return UserError(f"--resume {copy.place.name}: {copy.place / KEPT} is damaged ({damage}); begin a new ladder.")
 
 
 def parent(copy: WorkingCopy, key: RunKey) -> RunKey:

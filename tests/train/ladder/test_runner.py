@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from infra.hardware import A100, DeviceFacts
+from infra.hardware import A100, DeviceFacts, cpu_facts
+from infra.place import Place, WorkingCopy
 from infra.schema import to_json
 from infra.storage import write_json
 from infra.tracking.key import RunKey
@@ -21,6 +22,11 @@ from train.model_config import ModelConfig
 from train.result import RunResult
 
 Make = Callable[..., RunResult]
+
+
+def in_folder(folder: Path) -> WorkingCopy:
+    """Where a ladder on this machine writes."""
+    return WorkingCopy(Place.of(folder), folder)
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,16 @@ def test_a_control_stands_around_every_rung_that_ran(
 ) -> None:
     said: list[str] = []
     suite = Suite("mine", "Mine", {"checkpointing": "full"}, RUNGS, cumulative)
-    made = MadeUp(tmp_path, RunKey("", "", "", ""), suite, base, manifest, say=said.append, result=make_result())
+    made = MadeUp(
+        in_folder(tmp_path),
+        RunKey("", "", "", ""),
+        suite,
+        base,
+        manifest,
+        cpu_facts(),
+        say=said.append,
+        result=make_result(),
+    )
     controls, rungs = made.run()
     baseline = replace(base, checkpointing="full")
     reasons = {rung.name: rung.reason for rung in rungs if rung.reason}
@@ -113,7 +128,15 @@ def test_a_cpu_runs_every_rung_but_those_for_other_hardware(
     short = replace(short, base={name: value for name, value in short.base.items() if name != "model"})
     base = replace(base, model=replace(base.model, width=48))  # which 6, 16 and 24 heads divide
     cpu = DeviceFacts("cpu", "cpu", bf16=native)
-    made = MadeUp(tmp_path, RunKey("", "", "", ""), short, base, manifest, facts=cpu, result=make_result())
+    made = MadeUp(
+        in_folder(tmp_path),
+        RunKey("", "", "", ""),
+        short,
+        base,
+        manifest,
+        cpu,
+        result=make_result(),
+    )
     _, rungs = made.run()
     expected = REFUSED[suite.name] | (set() if native else BF16.get(suite.name, set()))
     assert {rung.name for rung in rungs if rung.reason} == expected
@@ -142,7 +165,15 @@ def test_a_change_with_a_larger_batch_is_first_run_at_the_batch_before_it(
             return replace(measured, result=None, reason="oom") if config.micro_batch == 24 else measured
 
     suite = Suite("mine", "Mine", {"batch": 4}, LARGER, cumulative)
-    made = TooLarge(tmp_path, RunKey("", "", "", ""), suite, base, manifest, result=make_result())
+    made = TooLarge(
+        in_folder(tmp_path),
+        RunKey("", "", "", ""),
+        suite,
+        base,
+        manifest,
+        cpu_facts(),
+        result=make_result(),
+    )
     controls, rungs = made.run()
     batches = {rung.name: rung.config["micro_batch"] for rung in rungs}
     before = 16 if cumulative else 4
@@ -169,7 +200,7 @@ def test_a_fitted_rung_is_first_run_at_the_batch_before_it(
     limit = predict_peak(replace(base, micro_batch=64, global_batch=192)).total
     suite = Suite("mine", "Mine", {}, (Rung("checkpointing", {"checkpointing": "full"}),))
     made = MadeUp(
-        tmp_path, RunKey("", "", "", ""), suite, base, manifest, memory_limit=limit, fit=True,
+        in_folder(tmp_path), RunKey("", "", "", ""), suite, base, manifest, memory_limit=limit, fit=True,
         facts=DeviceFacts("cpu", "cpu"), result=make_result(),
     )  # fmt: skip
     controls, (same, larger) = made.run()
@@ -204,7 +235,7 @@ def test_a_fitted_batch_that_does_not_fit_is_made_smaller(
     limit = predict_peak(replace(base, micro_batch=64, global_batch=192)).total
     said: list[str] = []
     made = Misjudged(
-        tmp_path, RunKey("", "", "", ""), Suite("mine", "Mine", {}, RETRIED, cumulative), base, manifest,
+        in_folder(tmp_path), RunKey("", "", "", ""), Suite("mine", "Mine", {}, RETRIED, cumulative), base, manifest,
         memory_limit=limit, fit=True, say=said.append, facts=DeviceFacts("cpu", "cpu"), result=make_result(), most=50,
     )  # fmt: skip
     controls, (rate, same, larger, seed) = made.run()
@@ -230,14 +261,14 @@ def test_smaller_batches_are_tried_a_few_times_only(
     suite = Suite("mine", "Mine", {}, (Rung("checkpointing", {"checkpointing": "full"}),))
     facts = DeviceFacts("cpu", "cpu")
     hopeless = Misjudged(
-        tmp_path, RunKey("", "", "", ""), suite, base, manifest, memory_limit=limit, fit=True, say=lambda text: None,
+        in_folder(tmp_path), RunKey("", "", "", ""), suite, base, manifest, memory_limit=limit, fit=True, say=lambda text: None,
         facts=facts, result=make_result(), most=1,
     )  # fmt: skip
     with pytest.raises(UserError, match="3 smaller batches did not fit either: give a larg"):
         hopeless.run()
     assert [config.micro_batch for _, config in hopeless.ran] == [64, 56, 48, 40]
     plain = Misjudged(
-        tmp_path, RunKey("", "", "", ""), replace(suite, base={"batch": 64}), base, manifest, memory_limit=limit,
+        in_folder(tmp_path), RunKey("", "", "", ""), replace(suite, base={"batch": 64}), base, manifest, memory_limit=limit,
         say=lambda text: None, facts=facts, result=make_result(), most=50,
     )  # fmt: skip
     with pytest.raises(UserError, match="Give --fit"):
@@ -268,7 +299,7 @@ def test_other_numerics_are_run_with_several_seeds(
     suite = Suite("mine", "Mine", {"batch": 4}, rungs, cumulative, seeds=3)
     modern = DeviceFacts("cpu", "cpu", bf16=True)
     made = Seeded(
-        tmp_path,
+        in_folder(tmp_path),
         RunKey("", "", "", ""),
         suite,
         base,
@@ -290,7 +321,15 @@ def test_other_numerics_are_run_with_several_seeds(
     assert seeded["02-bf16-same-batch-seed-1"] == 1
     assert ("02-bf16-seed-2" if cumulative else "control-00-seed-2") in seeded, "the rung before"
     alone = replace(suite, seeds=1)
-    once = Seeded(tmp_path, RunKey("", "", "", ""), alone, base, manifest, facts=modern, result=make_result())
+    once = Seeded(
+        in_folder(tmp_path),
+        RunKey("", "", "", ""),
+        alone,
+        base,
+        manifest,
+        facts=modern,
+        result=make_result(),
+    )
     assert all(rung.held_out == () for rung in once.run()[1])
     assert not any("-seed-" in name for name, _ in once.ran)
 
@@ -301,7 +340,7 @@ def test_fitting_a_rung_changes_its_batch_alone(
     """What it leaves open stays open, or its finished run would not count when the ladder is continued."""
     left_open = replace(base, device="auto", precision="auto", attention="auto")
     made = MadeUp(
-        tmp_path, RunKey("", "", "", ""), Suite("mine", "Mine", {}, (Rung("seed", {"seed": 1}),)), left_open, manifest,
+        in_folder(tmp_path), RunKey("", "", "", ""), Suite("mine", "Mine", {}, (Rung("seed", {"seed": 1}),)), left_open, manifest,
         memory_limit=10**9, fit=True, facts=DeviceFacts("cpu", "cpu"), result=make_result(),
     )  # fmt: skip
     controls, _ = made.run()
@@ -320,7 +359,15 @@ def test_a_ladder_ends_where_its_control_does(
             return replace(measured, result=None, reason="oom") if rung.name == "control" else measured
 
     suite = Suite("mine", "Mine", {}, RUNGS)
-    made = Failing(tmp_path, RunKey("", "", "", ""), suite, base, manifest, result=make_result())
+    made = Failing(
+        in_folder(tmp_path),
+        RunKey("", "", "", ""),
+        suite,
+        base,
+        manifest,
+        cpu_facts(),
+        result=make_result(),
+    )
     with pytest.raises(UserError, match="control could not be run again after 'chunks': oom"):
         made.run()
 
