@@ -53,7 +53,7 @@ def read_gpu(index: int = 0) -> GpuState | None:
             process_memory=int(own[0]) if own and own[0] else None,
             other_processes=tuple(p.pid for p in processes if p.pid != os.getpid()),
             sm_clock=_attempt(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
-            power_limit=_watts(_attempt(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
+            power_limit=_whole(_attempt(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
             temperature=_attempt(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
             throttle_reasons=_attempt(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle),
             ecc=_flag(_attempt(pynvml.nvmlDeviceGetEccMode, handle)),
@@ -65,30 +65,54 @@ def read_gpu(index: int = 0) -> GpuState | None:
         pynvml.nvmlShutdown()
 
 
-class GpuWatch:
-    """The state of this machine's first visible GPU over a run, read when a cycle ends; None without a GPU.
+@dataclass(frozen=True)
+class GpuReading:
+    """One of many readings of a GPU. None stands for what the board, its driver or the container does not report."""
 
-    Values that a board or a container does not report are left out.
-    """
+    utilization: float | None
+    """Percent of the time since the last reading in which a kernel ran."""
+    memory: int | None
+    """Bytes in use, by all processes."""
+    watts: float | None
+    celsius: int | None
+    sm_clock: int | None
+    """MHz."""
+    throttle_reasons: int | None
+    """NVML's bit mask, as in :class:`GpuState`."""
+    power_limit: float | None
+    """Watts."""
+    joules: float | None
+    """Energy since the driver was loaded."""
+
+
+class GpuMeter:
+    """Reads this machine's first visible GPU often: NVML stays open, and only what is cheap is read."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, float] | None = None
-
-    def look(self) -> None:
-        """Read NVML once."""
-        state = read_gpu()
-        if state is None:
+        self._handle = None
+        try:
+            pynvml.nvmlInit()
+            self._handle = _visible_handle(0)
+        except (pynvml.NVMLError, ValueError):  # no driver, or a CUDA_VISIBLE_DEVICES that names no GPU
             return
-        seen = dict(self.seen or {})
-        if state.sm_clock is not None:
-            seen["lowest_clock_mhz"] = min(seen.get("lowest_clock_mhz", state.sm_clock), state.sm_clock)
-        if state.temperature is not None:
-            seen["highest_celsius"] = max(seen.get("highest_celsius", state.temperature), state.temperature)
-        if state.throttle_reasons is not None:
-            seen["throttle_reasons"] = int(seen.get("throttle_reasons", 0)) | state.throttle_reasons
-        if state.power_limit is not None:
-            seen["power_limit_watts"] = state.power_limit
-        self.seen = seen
+
+    def read(self) -> GpuReading | None:
+        """The current reading; None without a GPU."""
+        handle = self._handle
+        if handle is None:
+            return None
+        utilization = _attempt(pynvml.nvmlDeviceGetUtilizationRates, handle)
+        memory = _attempt(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        return GpuReading(
+            utilization=None if utilization is None else float(utilization.gpu),
+            memory=None if memory is None else int(memory.used),
+            watts=_whole(_attempt(pynvml.nvmlDeviceGetPowerUsage, handle)),
+            celsius=_attempt(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+            sm_clock=_attempt(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+            throttle_reasons=_attempt(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle),
+            power_limit=_whole(_attempt(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
+            joules=_whole(_attempt(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)),
+        )
 
 
 def _visible_handle(index: int):
@@ -119,8 +143,8 @@ def _pair(version: Sequence[int] | None) -> tuple[int, int] | None:
     return None if version is None else (int(version[0]), int(version[1]))
 
 
-def _watts(milliwatts: int | None) -> float | None:
-    return None if milliwatts is None else milliwatts / 1000
+def _whole(thousandths: int | None) -> float | None:
+    return None if thousandths is None else thousandths / 1000
 
 
 def _text(value: str | bytes) -> str:

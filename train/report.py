@@ -143,6 +143,8 @@ def result_metrics(result: RunResult) -> dict[str, float | None]:
         "result/hfu": result.hfu,
         "result/matmul_utilisation": result.matmul_utilisation,
         "result/tflops_per_second": result.flops_per_second and result.flops_per_second / 1e12,
+        "result/kilojoules_per_million_tokens": result.joules_per_million_tokens
+        and result.joules_per_million_tokens / 1e3,
         "result/val_loss": result.val_loss,
         "result/val_perplexity": result.val_perplexity,
         "result/val_bits_per_byte": result.val_bits_per_byte,
@@ -178,6 +180,8 @@ def summary(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
     else:
         rows.append(("throughput", "not measured: fewer than three steps after warm-up"))
     expected = predict_peak(config).total / GIB
+    if joules := result.joules_per_million_tokens:
+        rows.append(("energy", f"{joules / 1e3:,.3g} kJ per million tokens, of the GPU alone"))
     rows.append(("peak memory", f"{memory_text(result)}; predicted {expected:.2f} GiB"))
     if result.train_loss is not None:
         val = "" if result.val_loss is None else f", validation {result.val_loss:.3f}"

@@ -121,6 +121,9 @@ class RunResult:
     """The same of all arithmetic, also what is done a second time; None where nothing is recomputed."""
     matmul_utilisation: float | None = field(default=None, kw_only=True)
     """Fraction of the matmul rate that ``infra.doctor`` measured on this machine; None if it has not."""
+    joules_per_million_tokens: float | None = field(default=None, kw_only=True)
+    """Energy of the GPU alone, over the steps after the first; None where no GPU reported it. With several workers it
+    is that of the first one's GPU for its share of the tokens."""
     device: str
     machine: str | None = field(default=None, kw_only=True)
     """Name of the machine of the first worker; None in results of earlier versions."""

@@ -78,6 +78,8 @@ def _run(folder: Path) -> Page:
             page.figures.append((f"{result['val_loss']:.3f}", "validation loss"))
         if result["mfu"] is not None:
             page.figures.append((f"{result['mfu']:.1%}", "MFU"))
+        if joules := result.get("joules_per_million_tokens"):
+            page.figures.append((f"{joules / 1e3:,.3g} kJ", "energy of the GPU per million tokens"))
         page.figures.append((f"{result['train_tokens']:,}", f"training tokens in {result['steps']:,} steps"))
         page.figures.append((str(result["outcome"]), str(result["reason"])))
     if (folder / "cycles.jsonl").is_file():

@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
     result = {
         "outcome": "finished", "reason": "reached 30 steps", "steps": 30, "throughput": THROUGHPUT,
         "memory": {"process": 1245540515}, "val_loss": 6.868, "mfu": 0.4213, "train_tokens": 33792,
-        "data_fingerprint": "39b00d4e7344", "device": "cpu", "sample": HOSTILE,
+        "joules_per_million_tokens": 1754.0, "data_fingerprint": "39b00d4e7344", "device": "cpu", "sample": HOSTILE,
     }  # fmt: skip
     second = cycle | {"train_tokens": 10000, "train_loss": 7.0, "val_loss": None}
     cycles = json.dumps(cycle) + "\n" + json.dumps(second) + "\n" + '{"killed'
@@ -113,7 +113,7 @@ def profile(tmp_path: Path) -> Path:
 
 FACTS = {
     "run": (
-        "4,526 tokens/s", "95%: 4,423 to 4,564", "1.16 GiB", "6.868", "42.1%", "39b00d4e7344", "sqlite:////home/mlflow.db",
+        "4,526 tokens/s", "95%: 4,423 to 4,564", "1.16 GiB", "6.868", "42.1%", "1.75 kJ", "39b00d4e7344", "sqlite:////home/mlflow.db",
         "python -m train.run --config", "--name first-again",
     ),
     "ladder": (

@@ -44,7 +44,8 @@ def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
     on_gpu = make_result(
         device="NVIDIA H100", mfu=0.5, memory=Memory(2 * GIB, 3 * GIB, 4 * GIB, "nvml"), throughput=None, val_loss=None
     )
-    rows = dict(report.summary(config, on_gpu))
+    rows = dict(report.summary(config, replace(on_gpu, joules_per_million_tokens=1754.0)))
+    assert rows["energy"] == "1.75 kJ per million tokens, of the GPU alone"
     assert rows["peak memory"].startswith("process 4.00 GiB (NVML), reserved 3.00 GiB, allocated 2.00 GiB; predicted")
     assert rows["throughput"] == "not measured: fewer than three steps after warm-up"
     assert rows["loss"] == "training 3.250"
@@ -80,7 +81,7 @@ def test_a_result_in_mlflow(config: TrainConfig, make_result: Make) -> None:
     assert report.result_metrics(result) == {
         "result/tokens_per_second": 1000.0, "result/tokens_per_second_low": 990.0,
         "result/tokens_per_second_high": 1020.0, "result/mfu": 0.4, "result/hfu": None,
-        "result/matmul_utilisation": 0.5,
+        "result/matmul_utilisation": 0.5, "result/kilojoules_per_million_tokens": None,
         "result/tflops_per_second": 0.002, "result/val_loss": 3.5, "result/val_perplexity": 33.1,
         "result/val_bits_per_byte": 1.5, "result/val_bits_per_character": None, "memory/process_gib": 4.0,
         "memory/allocated_gib": 2.0, "memory/reserved_gib": 3.0, "memory/allocator_retries": 5,

@@ -74,6 +74,8 @@ def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pyt
     client = MlflowClient(store_uri())
     steps = [metric.step for metric in client.get_metric_history(found.info.run_id, "loss/step")]
     assert steps == list(range(1, 26))
+    assert found.data.metrics["system/worker_memory_gib"] > 0.1
+    assert not any(name.startswith("system/gpu") for name in found.data.metrics)
     predicted = found.data.metrics["memory/predicted_gib"] * 2**30
     assert found.data.metrics["memory/prediction_error"] == pytest.approx(
         predicted / result["memory"]["process"] - 1, rel=1e-6

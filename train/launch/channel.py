@@ -1,15 +1,14 @@
 """What the driver of a run and its workers tell each other: one actor on the driver's machine, which ends with it.
 
-In: from the workers, where they started, their cycles, refusals; from the driver, the wish to stop. Driver and worker
-share no file and no clock. The loop never waits for an answer: it hands cycles over and looks at a flag, which a thread
-sets. Imports no torch, because the actor's process starts while the trainer does.
+In: from the workers, where they started, their cycles, what their machine does, refusals; from the driver, the wish to
+stop. Driver and worker share no file and no clock. The loop never waits for an answer: it hands cycles over and looks
+at a flag, which a thread sets. Imports no torch, because the actor's process starts while the trainer does.
 """
 
-import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +18,6 @@ from ray.exceptions import RayError
 
 LISTEN_SECONDS = 0.5
 """How often a worker asks whether to stop, and the driver what is new."""
-
-WATCH_EVERY = 10
-"""Times that a worker asks between two readings of its GPU, which take NVML milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,8 @@ class News:
     """What has happened since the driver asked last."""
 
     messages: list[tuple[str, Any]] = field(default_factory=list)
-    """(kind, content): ``begun`` with facts about the worker, ``say`` with a line for the terminal, ``cycle``."""
+    """(kind, content): ``begun`` with facts about the worker, ``say`` with a line for the terminal, ``cycle``,
+    ``system`` with a second and the metrics of its machine."""
     silence: float | None = None
     """Seconds since the worker that trains was heard from; None while there is none."""
     doing: tuple[str, int] | None = None
@@ -49,8 +46,9 @@ class News:
 class Channel:
     """The actor. Each method takes microseconds; Ray runs them one by one, those of one caller in their order."""
 
-    def __init__(self, last: int) -> None:
+    def __init__(self, last: int, second: int) -> None:
         self._last = last
+        self._second = second
         self._starts: list[int] = []
         self._refusal: str | None = None
         self._stopping = False
@@ -63,15 +61,16 @@ class Channel:
         refusal, self._refusal = self._refusal, None
         return Past(tuple(self._starts), refusal)
 
-    def begun(self, step: int, about: dict[str, Any]) -> tuple[int, int]:
-        """A worker starts from ``step``; ``about`` it the driver is told. Returns its number and the last known cycle.
+    def begun(self, step: int, about: dict[str, Any]) -> tuple[int, int, int]:
+        """A worker starts from ``step``; ``about`` it the driver is told.
 
-        It must send the cycles after that step again: an earlier worker may have been killed before its message left.
+        Returns its number, the last known cycle and the last known second of telemetry. It must send the cycles after
+        that step again: an earlier worker may have been killed before its message left.
         """
         self._starts.append(step)
         self._heard = time.monotonic()
         self._messages.append(("begun", about))
-        return len(self._starts), self._last
+        return len(self._starts), self._last, self._second
 
     def listen(self, number: int, doing: tuple[str, int] | None = None) -> str:
         """``stop`` or nothing; ``replaced`` for a worker in whose place another one has started.
@@ -88,6 +87,11 @@ class Channel:
         if cycle["step"] > self._last:
             self._last = cycle["step"]
             self._messages.append(("cycle", cycle))
+
+    def system(self, second: int, metrics: dict[str, float]) -> None:
+        """What the worker's machine did until ``second`` of the run."""
+        self._second = second
+        self._messages.append(("system", (second, metrics)))
 
     def say(self, line: str) -> None:
         """A line for the driver's terminal."""
@@ -111,12 +115,15 @@ class Channel:
 
 
 @contextmanager
-def opened(last: int) -> Iterator[Any]:
-    """A handle of the actor of a run whose cycles are known up to step ``last``; it starts in the background."""
+def opened(last: int, second: int) -> Iterator[Any]:
+    """A handle of the actor of a run whose cycles are known up to step ``last``, and its telemetry up to ``second``.
+
+    It starts in the background.
+    """
     from infra.cluster import here  # imported here because the actor's process would import flags and storage with it
 
     actor: Any = ray.remote(num_cpus=0)(Channel)
-    channel = actor.options(scheduling_strategy=here()).remote(last)
+    channel = actor.options(scheduling_strategy=here()).remote(last, second)
     try:
         yield channel
     finally:
@@ -149,10 +156,9 @@ class Inbox:
 class Line:
     """The first worker's end: tells the driver about cycles, and listens while the block runs."""
 
-    def __init__(self, channel: Any, step: int, about: dict[str, Any], watch: Callable[[], None]) -> None:
+    def __init__(self, channel: Any, step: int, about: dict[str, Any]) -> None:
         self._channel = channel
-        self._number, self._last = ray.get(channel.begun.remote(step, about))
-        self._watch = watch
+        self._number, self._last, self.second = ray.get(channel.begun.remote(step, about))
         self._stop = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="channel", daemon=True)
@@ -179,16 +185,16 @@ class Line:
         """Hand a cycle over."""
         self._channel.cycle.remote(cycle)
 
+    def system(self, second: int, metrics: dict[str, float]) -> None:
+        """Hand a point of telemetry over."""
+        self._channel.system.remote(second, metrics)
+
     def stopping(self) -> bool:
         """Whether the driver wants the run to stop."""
         return self._stop.is_set()
 
     def _listen(self) -> None:
-        for turn in itertools.count():
-            if turn % WATCH_EVERY == 0:
-                self._watch()
-            if self._ended.wait(LISTEN_SECONDS):
-                return
+        while not self._ended.wait(LISTEN_SECONDS):
             try:
                 answer = ray.get(self._channel.listen.remote(self._number, self.doing()))
             except RayError:  # the driver has died; Ray ends its workers

@@ -94,12 +94,13 @@ def train(
     """
     home, folder = run.home, run.home.path
     folder.mkdir(parents=True, exist_ok=True)
-    reported, sent, step = 0, dict[str, int](), 0
+    reported, sent, step, second = 0, dict[str, int](), 0, 0
     if run.resume:
         progress = read_progress(run.resume)
         reported, step = progress.reported, progress.step
         tracker.flush()
         sent = last_steps(tracker.key)
+        second = max((last for name, last in sent.items() if name.startswith("system/")), default=0)
     elif not home.kept_at:
         shutil.rmtree(home.checkpoints, ignore_errors=True)
         home.cycles.unlink(missing_ok=True)
@@ -110,7 +111,7 @@ def train(
 
     for cycle in home.cycles_until(reported):
         record(cycle)
-    with ray_files(folder) as files, connected(run.address, prestart=False), opened(reported) as channel:
+    with ray_files(folder) as files, connected(run.address, prestart=False), opened(reported, second) as channel:
         wanted = scaling(config)
         files.mkdir()
         marker = files / f"driver-{uuid.uuid4().hex}"
@@ -166,6 +167,9 @@ def train(
                             home.log(content)
                             changed.set()
                         on_cycle(content)
+                    elif kind == "system":
+                        at, metrics = content
+                        tracker.metrics(metrics, at)
                     elif kind == "begun":
                         group.begun(content)
                     else:

@@ -14,10 +14,10 @@ import ray
 import ray.train
 
 from infra.errors import UserError
-from infra.gpu import GpuWatch
 from infra.place import Place, scratch
 from infra.provenance import machine
 from infra.schema import to_json
+from infra.telemetry import Telemetry
 from pipeline.shards import MANIFEST, Manifest
 from pipeline.stream import Stream
 from train.checkpoint.progress import newest, read_progress, trust
@@ -76,15 +76,17 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
         try:
             config, asked = (config_from_json(payload[name], "the run's config") for name in ("config", "asked"))
             limit, stream, fingerprint = (payload[name] for name in ("memory_limit", "stream", "fingerprint"))
-            gpu, line = GpuWatch(), None
+            line, telemetry = None, None
             if first:
                 node = ray.get_runtime_context().get_node_id()
                 about = {"hosts": hosts, "node": node, "machine": machine()}
-                line = locks.enter_context(Line(channel, step_of(resume), about, gpu.look))
+                line = locks.enter_context(Line(channel, step_of(resume), about))
+                telemetry = locks.enter_context(Telemetry(line.system, line.second))
             data = data_of(config, stream, fingerprint, channel.say.remote if first else lambda text: None)
-            result = train(home, config, resume, line, limit, asked, data)
+            result = train(home, config, resume, line, limit, asked, data, telemetry)
             summary = data.summary() if isinstance(data, StreamData) else None
-            ended = {"result": to_json(result), "gpu": gpu.seen, "stream": summary}
+            gpu = telemetry and telemetry.gpu
+            ended = {"result": to_json(result), "gpu": gpu, "stream": summary}
         except UserError as mistake:
             if alone:
                 return {"refused": str(mistake)}
@@ -206,8 +208,9 @@ def train(
     memory_limit: int | None = None,
     asked: TrainConfig | None = None,
     data: ShardData | StreamData | None = None,
+    telemetry: Telemetry | None = None,
 ) -> RunResult:
-    """Train in ``home`` from ``resume`` as one worker; the first one has a ``line`` to the driver.
+    """Train in ``home`` from ``resume`` as one worker; the first one has a ``line`` to the driver, and ``telemetry``.
 
     ``memory_limit`` is in bytes, for each worker's process.
     """
@@ -234,9 +237,25 @@ def train(
         limit=limit,
         asked=asked,
     )
+    begun = trainer.state.step
     result = trainer.run()
+    result = replace(result, joules_per_million_tokens=telemetry and energy(telemetry, trainer, result, begun))
     encoded_on = dict(data.encoded_on) if isinstance(data, StreamData) else {}
     return replace(result, sample=closing_sample(trainer, result), machine=socket.gethostname(), encoded_on=encoded_on)
+
+
+def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, begun: int) -> float | None:
+    """Joules of this worker's GPU per million tokens that it trained on after its first step, the one after ``begun``.
+
+    None without a GPU that reports its power. Ends the telemetry, so that it knows the energy up to now.
+    """
+    telemetry.stop()
+    if result.device == "cpu" or result.first_step_seconds is None:
+        return None
+    first = trainer.started + result.first_step_seconds
+    joules = telemetry.joules(first, first + result.seconds - trainer.elapsed_before)
+    tokens = (result.steps - begun - 1) * trainer.config.step_tokens / trainer.config.workers
+    return joules / tokens * 1e6 if joules is not None and tokens > 0 else None
 
 
 def refuse_hopeless(starts: Sequence[int]) -> None:

@@ -12,9 +12,9 @@ def cycles(channel: Channel) -> list[tuple[int, float]]:
 
 
 def test_the_driver_is_told_everything_once_and_in_order() -> None:
-    channel = Channel(0)
+    channel = Channel(0, 0)
     assert channel.news().silence is None
-    assert channel.begun(0, {"hosts": ["w2"]}) == (1, 0)
+    assert channel.begun(0, {"hosts": ["w2"]}) == (1, 0, 0)
     channel.say("w2 fetches s3://lab/tokens")
     channel.cycle(cycle(10))
     news = channel.news()
@@ -25,31 +25,39 @@ def test_the_driver_is_told_everything_once_and_in_order() -> None:
 
 def test_what_a_restarted_worker_repeats_is_not_passed_on_again() -> None:
     """The worker was killed behind step 30 and begins at its checkpoint of step 15."""
-    channel = Channel(10)  # known from before the command
+    channel = Channel(10, 0)  # known from before the command
     channel.begun(10, {})
     for step in (20, 30):
         channel.cycle(cycle(step))
     assert cycles(channel) == [(20, 1.0), (30, 1.0)]
-    assert channel.begun(15, {}) == (2, 30)
+    assert channel.begun(15, {}) == (2, 30, 0)
     for step in (20, 30, 40):
         channel.cycle(cycle(step, loss=2.0))
     assert cycles(channel) == [(40, 2.0)]
 
 
 def test_what_was_lost_with_a_worker_is_asked_for() -> None:
-    channel = Channel(0)
+    channel = Channel(0, 0)
     channel.begun(0, {})
     channel.cycle(cycle(10))  # the one of step 20 was on its way
-    assert channel.begun(20, {}) == (2, 10), "cycles after step 10 are sent again from the log"
+    assert channel.begun(20, {}) == (2, 10, 0), "cycles after step 10 are sent again from the log"
     channel.cycle(cycle(20))
     assert cycles(channel) == [(10, 1.0), (20, 1.0)]
 
 
+def test_a_restarted_worker_counts_its_telemetry_on() -> None:
+    channel = Channel(0, 90)  # known from before the command
+    assert channel.begun(0, {})[2] == 90
+    channel.system(92, {"system/worker_cpu_percent": 99.0})
+    assert ("system", (92, {"system/worker_cpu_percent": 99.0})) in channel.news().messages
+    assert channel.begun(0, {})[2] == 92
+
+
 def test_a_worker_is_told_to_stop_and_a_replaced_one_to_end() -> None:
-    channel = Channel(0)
-    first, _ = channel.begun(0, {})
+    channel = Channel(0, 0)
+    first, *_ = channel.begun(0, {})
     assert channel.listen(first) == ""
-    second, _ = channel.begun(0, {})
+    second, *_ = channel.begun(0, {})
     assert channel.listen(first) == "replaced"
     assert channel.news().doing is None
     assert channel.listen(second, ("training", 3)) == ""
@@ -59,7 +67,7 @@ def test_a_worker_is_told_to_stop_and_a_replaced_one_to_end() -> None:
 
 
 def test_workers_learn_where_earlier_ones_started_and_why_one_gave_up() -> None:
-    channel = Channel(0)
+    channel = Channel(0, 0)
     assert channel.past() == Past()
     channel.begun(0, {})
     channel.begun(15, {})

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,9 @@ from typing import Any, cast
 import pytest
 
 from infra.errors import UserError
+from infra.gpu import GpuReading
 from infra.storage import write_json
+from infra.telemetry import Telemetry
 from pipeline.shards import checksum, read_manifest
 from train.checkpoint import progress
 from train.checkpoint.find import find_run
@@ -124,6 +126,25 @@ def test_a_worker_ends_when_its_driver_says_so(home: RunFolder, config: TrainCon
     result = train(home, config, None, Told(steps=1))
     assert (result.outcome, result.steps) == ("interrupted", 1)
     assert newest(home.checkpoints) == home.checkpoints / "step-00000001"
+
+
+def test_energy_is_told_for_the_steps_after_the_first(
+    config: TrainConfig, make_result: Callable[..., RunResult]
+) -> None:
+    """A card that draws 500 W; the loop began at second 10, and its first step took 5 s."""
+    config = replace(config, steps=9)
+    trainer, watched = Trainer(config), Telemetry(lambda second, metrics: None)
+    trainer.started = 10.0
+    with watched:
+        for second in range(60):
+            watched._energy.add(second, GpuReading(None, None, 500.0, None, None, None, None, None))
+            watched._energy.keep()
+        on_gpu = make_result(device="NVIDIA H100", steps=9, first_step_seconds=5.0, seconds=20.0)
+        tokens = (9 - 2 - 1) * config.step_tokens
+        assert worker.energy(watched, trainer, on_gpu, begun=2) == pytest.approx(500 * 20 / tokens * 1e6)
+        assert worker.energy(watched, trainer, on_gpu, begun=8) is None, "the first step alone compiles"
+        assert worker.energy(watched, trainer, replace(on_gpu, device="cpu"), begun=2) is None
+        assert worker.energy(watched, trainer, replace(on_gpu, first_step_seconds=None), begun=2) is None
 
 
 def test_a_worker_refuses_data_that_its_driver_did_not_see(config: TrainConfig, tmp_path: Path) -> None:
