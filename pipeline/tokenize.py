@@ -20,6 +20,7 @@ from infra.command import console
 from infra.errors import UserError
 from infra.place import Place, WorkingCopy
 from infra.progress import doing
+from infra.tracking.names import changed, shown
 from pipeline.config import TokenizeConfig
 from pipeline.job import output, report
 from pipeline.job.carried import carried_or_refused
@@ -97,9 +98,10 @@ def _make(job: Job, todo: list[Piece], progress: report.Progress, *, fresh: bool
         if fresh:
             output.clear(place)
         output.begin(job, [piece.name for piece in todo])
-        tracker.params(
-            config.identity() | {"out": str(place), "workers": config.parallelism, "pieces": len(job.pieces)}
-        )
+        identity, usual = config.identity(), TokenizeConfig().identity()
+        named = {"sources": identity.pop("sources"), "out": str(place), "workers": config.parallelism}
+        tracker.params(changed(identity, usual) | named | {"pieces": len(job.pieces)})
+        tracker.json(config.identity() | named, "config.json")
         try:
             if todo:
                 with phase("work"):
@@ -118,7 +120,7 @@ def _make(job: Job, todo: list[Piece], progress: report.Progress, *, fresh: bool
 
     note = report.as_markdown(str(config.out), manifest.report, progress, manifest.fingerprint)
     tracker.note(note)
-    tracker.metrics(progress.metrics() | _counts(manifest))
+    tracker.metrics(shown(progress.metrics() | _counts(manifest), report.METRICS))
     tracker.tags({"dropped": report.dropped(manifest.report)})
     copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name in (MANIFEST, QUARANTINE))
     tracker.file(copy.folder / MANIFEST)

@@ -12,6 +12,7 @@ from infra.command import console, escape
 from infra.markdown import table
 from infra.place import Place
 from infra.schema import to_json
+from infra.tracking.names import changed, shown
 from infra.tracking.tracker import Tracker
 from infra.units import GIB, format_duration
 from pipeline.shards import Manifest
@@ -22,8 +23,12 @@ from train.model.gpt import parameter_count
 from train.model_config import format_model
 from train.result import RunResult
 
-PARTS = ("model", "reading")
-"""Settings with several fields, each of which is a param of its own in MLflow."""
+METRICS = (
+    "loss/step", "loss/train", "loss/val", "throughput/tokens_per_second", "progress/train_tokens",
+    "optimizer/learning_rate", "optimizer/gradient_norm", "result/tokens_per_second", "result/mfu", "result/val_loss",
+    "result/kilojoules_per_million_tokens", "memory/process_gib",
+)  # fmt: skip
+"""The curves and numbers of a run's page in MLflow; its other metrics are under ``detail/``."""
 
 
 def print_header(config: TrainConfig, manifest: Manifest, place: Place) -> None:
@@ -39,16 +44,29 @@ def print_header(config: TrainConfig, manifest: Manifest, place: Place) -> None:
     console.print(f"folder: {place}", markup=False)
 
 
-def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest) -> None:
-    """Fill the page of a run that starts: settings, data, and a description."""
-    settings = config.to_json()
-    flat = {k: v for k, v in settings.items() if k not in PARTS}
-    tracker.params(flat | {"accumulation": config.accumulation, "model": format_model(config.model)})
-    for part in PARTS:
-        tracker.params({f"{part}.{name}": value for name, value in settings.get(part, {}).items()})
+def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest, asked: TrainConfig) -> None:
+    """Fill the page of a run that starts: settings, data, and a description.
+
+    ``config`` is ``asked`` as it is resolved for the device.
+    """
+    tracker.params(params(config, asked))
     tracker.json(config.to_json(), "config.json")
     tracker.data(Path(config.source).name, manifest.fingerprint, config.source, manifest.splits, "training")
     tracker.note(f"Training {format_model(config.model)} on `{config.source}`. Still running.")
+
+
+def params(config: TrainConfig, asked: TrainConfig) -> dict[str, Any]:
+    """What tells a run from others: settings that were asked for and are not the default, and a few of every run."""
+
+    def named(settings: TrainConfig) -> dict[str, Any]:
+        values = settings.to_json() | {"model": format_model(settings.model)}
+        return {name: value for name, value in values.items() if name not in ("data", "stream")}
+
+    return changed(named(asked), named(TrainConfig())) | {
+        "model": format_model(config.model), "data": config.source, "global_batch": config.global_batch,
+        "micro_batch": config.micro_batch, "accumulation": config.accumulation, "precision": config.precision,
+        "device": config.device, "seed": config.seed,
+    }  # fmt: skip
 
 
 def record_resume(tracker: Tracker, config: TrainConfig, step: int) -> None:
@@ -58,29 +76,27 @@ def record_resume(tracker: Tracker, config: TrainConfig, step: int) -> None:
 
 
 def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float | None]]]:
-    """(step, metrics by grouped names) of a logged cycle: the losses of its steps, then its own metrics."""
+    """(step, metrics by their names in MLflow) of a logged cycle: the losses of its steps, then its own metrics."""
     step, losses = cycle["step"], cycle["step_losses"]
     for number, loss in enumerate(losses, step - len(losses) + 1):
         yield number, {"loss/step": loss}
     val_loss = cycle["val_loss"]
-    yield (
-        step,
-        {
-            "loss/train": cycle["train_loss"],
-            "loss/val": val_loss,
-            "loss/val_perplexity": math.exp(val_loss) if val_loss is not None and val_loss < 700 else None,
-            "throughput/tokens_per_second": cycle["cycle_tokens"] / cycle["seconds"],
-            "progress/train_tokens": cycle["train_tokens"],
-            "progress/books": cycle["books"],
-            "time/elapsed_seconds": cycle["elapsed"],
-            "time/cycle_seconds": cycle["seconds"],
-            "time/train_seconds": cycle["train_seconds"],
-            "time/data_wait_seconds": cycle["data_wait_seconds"],
-            "time/optimizer_seconds": cycle["optimizer_seconds"],
-            "optimizer/learning_rate": cycle["learning_rate"],
-            "optimizer/gradient_norm": cycle["gradient_norm"],
-        },
-    )
+    values = {
+        "loss/train": cycle["train_loss"],
+        "loss/val": val_loss,
+        "loss/val_perplexity": math.exp(val_loss) if val_loss is not None and val_loss < 700 else None,
+        "throughput/tokens_per_second": cycle["cycle_tokens"] / cycle["seconds"],
+        "progress/train_tokens": cycle["train_tokens"],
+        "progress/books": cycle["books"],
+        "time/elapsed_seconds": cycle["elapsed"],
+        "time/cycle_seconds": cycle["seconds"],
+        "time/train_seconds": cycle["train_seconds"],
+        "time/data_wait_seconds": cycle["data_wait_seconds"],
+        "time/optimizer_seconds": cycle["optimizer_seconds"],
+        "optimizer/learning_rate": cycle["learning_rate"],
+        "optimizer/gradient_norm": cycle["gradient_norm"],
+    }
+    yield step, shown(values, METRICS)
 
 
 def record_end(tracker: Tracker, config: TrainConfig, result: RunResult, gpu: Mapping[str, float] | None) -> None:
@@ -88,10 +104,13 @@ def record_end(tracker: Tracker, config: TrainConfig, result: RunResult, gpu: Ma
 
     At step 0, because MLflow compares runs in bar charts if that is the only step.
     """
-    tracker.metrics(result_metrics(result) | prediction_metrics(config, result) | formula_metrics(config, result))
+    metrics = result_metrics(result) | prediction_metrics(config, result) | formula_metrics(config, result)
     if result.device != "cpu":
-        tracker.metrics({f"gpu/{name}": value for name, value in (gpu or {}).items()})
-    tracker.tags({"outcome": result.outcome, "device": result.device} | columns(config, result))
+        metrics |= {f"gpu/{name}": value for name, value in (gpu or {}).items()}
+    tracker.metrics(shown(metrics, METRICS))
+    reason = "" if result.outcome == "finished" else result.reason  # of a run that was continued, it is replaced
+    tags = {"outcome": result.outcome, "reason": reason, "device": result.device}
+    tracker.tags(tags | columns(config, result))
     tracker.json(to_json(result), "result.json")
     if result.sample:
         tracker.text(result.sample, "sample.txt")

@@ -149,7 +149,7 @@ def recorded(run: Run, tracking_uri: str | None) -> int:
     report.print_header(config, run.manifest, home.place)
     with Tracker(key) as tracker:
         if is_new:
-            report.record_start(tracker, config, run.manifest)
+            report.record_start(tracker, config, run.manifest, run.asked)
         if run.resume:
             report.record_resume(tracker, config, read_progress(run.resume).step)
         if run.memory_limit:

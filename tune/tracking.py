@@ -12,15 +12,30 @@ from infra import provenance
 from infra.command import errors
 from infra.errors import UserError
 from infra.tracking.key import RunKey
+from infra.tracking.names import changed, shown
 from infra.tracking.store import create_run, find_runs, reopen_run
 from infra.tracking.tracker import Tracker
 from infra.units import GIB
+from train.model_config import format_model
 from tune import charts, folder, report
+from tune.config import SearchConfig
 from tune.plan import Search
 from tune.strategy.nodes import comparable
 from tune.strategy.ranking import rank
 from tune.trial.row import OUTCOMES, TrialRow
 from tune.trial.run import Request
+
+TRIAL_METRICS = (
+    "result/tokens_per_second", "result/mfu", "memory/process_gib", "prediction/tokens_per_second",
+    "prediction/memory_gib", "time/trial_seconds", "time/compile_seconds", "time/step_seconds", "loss/train",
+)  # fmt: skip
+"""The numbers of a trial's page in MLflow; its other metrics are under ``detail/``."""
+
+SEARCH_METRICS = (
+    "result/tokens_per_second", "result/speedup_over_control", "memory/process_gib", "trials/all",
+    *(f"trials/{outcome}" for outcome in OUTCOMES), "time/device_seconds",
+)  # fmt: skip
+"""The same of a search's page."""
 
 
 class Evidence:
@@ -36,10 +51,11 @@ class Evidence:
         """Open children by their trial's key."""
 
     def describe(self, tracker: Tracker) -> None:
-        """Record the parent's settings and data."""
-        identity = self.search.identity()
-        tracker.params({name: value for name, value in identity.items() if not isinstance(value, dict)})
-        tracker.json(identity, "search.json")
+        """Record the parent's settings and data; of a resumed search, its params stay, as they cannot change."""
+        search = self.search
+        if not search.config.resume:
+            tracker.params(params(search))
+        tracker.json(search.identity(), "search.json")
         self._data(tracker)
 
     def start(self, request: Request) -> None:
@@ -77,7 +93,7 @@ class Evidence:
                 | dict(row.candidate.knobs)
                 | {"stage": row.stage, "round": row.round}
             )
-            tracker.metrics(metrics(row))  # at step 0, as train.report does
+            tracker.metrics(shown(metrics(row), TRIAL_METRICS))  # at step 0, as train.report does
             for step, seconds in enumerate(row.step_seconds, 1):
                 tracker.metrics({"time/step_seconds": seconds}, step)
             self._data(tracker)
@@ -115,6 +131,15 @@ class Evidence:
         if found:
             return RunKey(self.parent.store, self.parent.experiment_id, found[0], self.parent.journal)
         return create_run("tune", name, parent=self.parent, tags={"kind": "trial", "trial": key, "stage": stage})
+
+
+def params(search: Search) -> dict[str, object]:
+    """What tells a search from others: settings that are not the default, and what it is about."""
+    now, usual = (
+        config.identity() | {"model": format_model(config.training.model)} for config in (search.config, SearchConfig())
+    )
+    limit = f"{search.limit / report.GB:.2f} GB"
+    return changed(now, usual) | {"model": now["model"], "data": str(search.data), "memory_limit": limit}
 
 
 def metrics(row: TrialRow) -> dict[str, float | int | None]:
@@ -156,7 +181,7 @@ def summary_metrics(search: Search, rows: Sequence[TrialRow]) -> dict[str, float
 
 def publish(search: Search, rows: Sequence[TrialRow], tracker: Tracker) -> None:
     """Write the finished search's files and charts into its folder, and record them with its numbers."""
-    tracker.metrics(summary_metrics(search, rows))
+    tracker.metrics(shown(summary_metrics(search, rows), SEARCH_METRICS))
     files = report.write_files(search, rows)
     for file in files:
         tracker.file(file)

@@ -19,7 +19,7 @@ from mlflow.tracking import MlflowClient
 from infra.command import uninterrupted
 from infra.tracking.views import children_view
 
-VERSION = 1
+VERSION = 2
 """Of the views below: an experiment with views of an older version gets them anew."""
 
 PREFIX = "mlflow.sharedViewState."
@@ -94,6 +94,7 @@ VIEWS = {
         {
             "tags.`outcome`": 100,
             **MEASURED,
+            "tags.`reason`": 200,
             "metrics.`result/val_loss`": 130,
             "metrics.`result/mfu`": 100,
             "params.`model`": 140,
@@ -122,9 +123,9 @@ VIEWS = {
         {
             **MEASURED,
             "tags.`outcome`": 100,
+            "tags.`reason`": 300,
             **BATCH,
             "params.`stage`": 80,
-            "tags.`reason`": 300,
         },
         SPEED,
     ),

@@ -37,9 +37,9 @@ JOURNAL = "mlflow-journal"
 class Tracker:
     """Writes to one run. A context manager: when its block ends, it delivers what is queued and closes the run.
 
-    The run becomes KILLED after Ctrl-C, FAILED after another exception, and otherwise :attr:`status`, unless the block
-    has closed it with :meth:`finish`. Methods return at once. They may be called from any thread, and never raise
-    because of the store.
+    The run becomes KILLED after Ctrl-C, FAILED after another exception, with the tag ``reason``, and otherwise
+    :attr:`status`, unless the block has closed it with :meth:`finish`. Methods return at once. They may be called from
+    any thread, and never raise because of the store.
     """
 
     def __init__(self, key: RunKey) -> None:
@@ -59,15 +59,17 @@ class Tracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, failure: BaseException | None, *_: object) -> None:
         if not self._finished:
             interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+            if failure and not interrupted:
+                self.tags({"reason": first_line(failure)})
             self.finish("KILLED" if interrupted else "FAILED" if kind else self.status)
         elif not self._hurried:
             self._deliver_all()
 
     def metrics(self, values: Mapping[str, float | int | None], step: int = 0) -> None:
-        """Record numbers at ``step``; names are grouped by a prefix, ``throughput/tokens_per_second``."""
+        """Record numbers at ``step``; names are grouped by a prefix, and see :mod:`infra.tracking.names`."""
         now = int(time.time() * 1000)
         for name, value in values.items():
             if value is not None:

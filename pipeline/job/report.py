@@ -13,6 +13,11 @@ from infra.units import format_duration
 from pipeline.job.plan import Piece
 from pipeline.job.record import Record
 
+METRICS = (
+    "books/in", "books/kept", "books/train", "books/val", "tokens/train", "tokens/val", "text/chars", "time/work",
+    "throughput/MB_per_second", "throughput/tokens_per_second",
+)  # fmt: skip
+"""The numbers of a data set's page in MLflow; its other metrics are under ``detail/``."""
 TOKENS_PER_BYTE = 0.25
 BYTES_PER_SECOND = 80e6
 """Text per worker, as measured on modest cores."""

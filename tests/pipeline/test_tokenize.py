@@ -78,7 +78,9 @@ def test_one_worker_and_two_make_the_same_bytes(make: Callable[..., Path], store
     assert runs[0].data.metrics["books/kept"] == 40
     assert "throughput/tokens_per_second" in runs[0].data.metrics
     assert "slowest" in runs[0].data.tags["mlflow.note.content"].lower()
-    assert [file.path for file in client.list_artifacts(runs[0].info.run_id)] == ["manifest.json", "quarantine.jsonl"]
+    assert [file.path for file in client.list_artifacts(runs[0].info.run_id)] == [
+        "config.json", "manifest.json", "quarantine.jsonl",
+    ]  # fmt: skip
 
 
 def test_a_finished_folder_is_untouched_and_a_missing_shard_is_made_again(

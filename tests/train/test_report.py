@@ -65,14 +65,14 @@ def test_a_cycle_in_mlflow_has_each_steps_loss_at_its_step() -> None:
     assert steps == [(10, {"loss/step": 5.0}), (11, {"loss/step": 4.0}), (12, {"loss/step": 3.0})]
     assert last == 12
     assert found == {
-        "loss/train": 4.0, "loss/val": 0.0, "loss/val_perplexity": 1.0, "throughput/tokens_per_second": 250.0,
-        "progress/train_tokens": 4000, "progress/books": 0.5, "time/elapsed_seconds": 9.0, "time/cycle_seconds": 4.0,
-        "time/train_seconds": 3.0, "time/data_wait_seconds": 0.25, "time/optimizer_seconds": 0.5,
-        "optimizer/learning_rate": 1e-3, "optimizer/gradient_norm": 2.0,
+        "loss/train": 4.0, "loss/val": 0.0, "detail/loss/val_perplexity": 1.0, "throughput/tokens_per_second": 250.0,
+        "progress/train_tokens": 4000, "detail/progress/books": 0.5, "detail/time/elapsed_seconds": 9.0,
+        "detail/time/cycle_seconds": 4.0, "detail/time/train_seconds": 3.0, "detail/time/data_wait_seconds": 0.25,
+        "detail/time/optimizer_seconds": 0.5, "optimizer/learning_rate": 1e-3, "optimizer/gradient_norm": 2.0,
     }  # fmt: skip
     for no_perplexity in (None, 1000.0):
         *_, (_, found) = report.cycle_metrics(cycle | {"val_loss": no_perplexity})
-        assert found["loss/val_perplexity"] is None
+        assert found["detail/loss/val_perplexity"] is None
 
 
 def test_a_result_in_mlflow(config: TrainConfig, make_result: Make) -> None:

@@ -76,12 +76,12 @@ def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pyt
     assert steps == list(range(1, 26))
     assert found.data.metrics["system/worker_memory_gib"] > 0.1
     assert not any(name.startswith("system/gpu") for name in found.data.metrics)
-    predicted = found.data.metrics["memory/predicted_gib"] * 2**30
-    assert found.data.metrics["memory/prediction_error"] == pytest.approx(
+    predicted = found.data.metrics["detail/memory/predicted_gib"] * 2**30
+    assert found.data.metrics["detail/memory/prediction_error"] == pytest.approx(
         predicted / result["memory"]["process"] - 1, rel=1e-6
     )
-    assert found.data.metrics["result/flops_per_token_PaLM"] == result["flops_per_token"]
-    assert found.data.metrics["result/flops_per_token_causal"] < result["flops_per_token"]
+    assert found.data.metrics["detail/result/flops_per_token_PaLM"] == result["flops_per_token"]
+    assert found.data.metrics["detail/result/flops_per_token_causal"] < result["flops_per_token"]
     assert found.inputs
     assert found.inputs.dataset_inputs[0].dataset.digest == result["data_fingerprint"][:36]
 

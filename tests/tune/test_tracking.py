@@ -10,12 +10,23 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from infra.tracking import tracker
+from infra.tracking.names import MOST
+from infra.tracking.saved_views import VIEWS
+from infra.tracking.tracker import Tracker
 from train.config import TrainConfig
 from train.model_config import ModelConfig
 from tune.config import SearchConfig
 from tune.plan import Search, make_search
 from tune.space import Candidate
-from tune.tracking import Evidence, metrics, open_parent, summary_metrics
+from tune.tracking import (
+    SEARCH_METRICS,
+    TRIAL_METRICS,
+    Evidence,
+    metrics,
+    open_parent,
+    publish,
+    summary_metrics,
+)
 from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import Request
 
@@ -55,6 +66,43 @@ def test_a_search_is_summed_up(search: Search) -> None:
     assert (found["trials/all"], found["trials/ok"], found["trials/failed"], found["trials/oom"]) == (3, 2, 1, 0)
     assert found["time/device_seconds"] == 30.0
     assert summary_metrics(search, [failed])["result/tokens_per_second"] is None
+
+
+@pytest.mark.usefixtures("working_folder")
+def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> None:
+    """Of a trial with every number, and of one that failed, whose reason is in the list."""
+    full = dict.fromkeys(("memory", "allocated", "reserved", "predicted_memory"), 2**30)
+    full |= dict.fromkeys(("predicted_speed", "mfu", "compile_seconds", "data_wait_fraction", "train_loss"), 0.5)
+    rows = [
+        finished(2, 100.0, step_seconds=[0.1] * 3, **full),
+        replace(finished(4, 1.0), outcome="failed", reason="RuntimeError: no kernel", tokens_per_second=None),
+    ]
+    search.folder.mkdir()
+    parent = open_parent(search)
+    evidence = Evidence(search, parent)
+    with Tracker(parent) as tracker:
+        evidence.describe(tracker)
+        evidence.catch_up(rows)
+        publish(search, rows, tracker)
+    client = MlflowClient(parent.store)
+    whole = client.get_run(parent.run_id).data
+    trial, failed = (client.search_runs([parent.experiment_id], f"tags.trial = '{row.key}'")[0].data for row in rows)
+    for kind, data, names in (("search", whole, SEARCH_METRICS), ("trial", trial, TRIAL_METRICS)):
+        first = {name for name in data.metrics if not name.startswith("detail/")}
+        assert first <= set(names), kind
+        assert len(first) <= MOST, kind
+        assert {"detail/result/tokens_per_second_low", "detail/result/tokens_per_second_high"} <= data.metrics.keys()
+    assert set(TRIAL_METRICS) <= trial.metrics.keys()
+    assert failed.tags["reason"] == "RuntimeError: no kernel"
+    columns = list(VIEWS["tune"].columns)
+    assert columns.index("tags.`reason`") < columns.index("params.`micro_batch`"), "it is in sight"
+    for column in columns:
+        kind, _, name = column.partition(".")
+        assert name.strip("`") in getattr(trial, kind), column
+    assert whole.params["changed.knobs"] == "checkpointing"
+    assert whole.params["memory_limit"].endswith(" GB")
+    assert "trial_steps" not in whole.params
+    assert "changed.trial_steps" not in whole.params
 
 
 def test_a_store_that_goes_away_between_trials_gets_them_later(

@@ -267,7 +267,7 @@ class Ladder:
             resolved = resolve(config, self.facts)
             stream = stream_of(config) if config.stream else None
             manifest = estimate(stream) if stream else self.manifest
-            report.record_start(tracker, resolved, manifest)
+            report.record_start(tracker, resolved, manifest, config)
             run = Run(config, manifest, home, None, self.memory_limit, self.address, stream)
             try:
                 result, gpu = measure(run, resolved, tracker, lambda line: self.say(f"  {line}"), self.folder.parent)

@@ -107,7 +107,7 @@ def profile(options: ProfileOptions) -> None:
         options.training, manifest, Place.of(folder)
     )  # compiling can take a minute before there is more output
     with Tracker(key) as tracker:
-        report.record_start(tracker, options.training, manifest)
+        report.record_start(tracker, options.training, manifest, options.training)
         status = "FAILED"
         try:
             with doing("recording steps" + " after compiling" * (options.training.compile != "off")):

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from infra.tracking.names import MOST, shown
 from pipeline.books.readers import Dropped, Part
 from pipeline.books.sources import SourceFile
 from pipeline.config import TokenizeConfig
 from pipeline.job.plan import Piece
 from pipeline.job.record import Record
-from pipeline.job.report import Progress, Stopwatch, as_markdown, estimate, totals
+from pipeline.job.report import METRICS, Progress, Stopwatch, as_markdown, estimate, totals
 from pipeline.shards import ShardInfo
 
 
@@ -65,6 +66,12 @@ def test_rates_are_of_this_run() -> None:
             "throughput/MB_per_second": 1.5, "throughput/tokens_per_second": 5e5,
         }
     )  # fmt: skip
+    named = shown(progress.metrics(), METRICS)
+    assert {name for name in named if not name.startswith("detail/")} == {
+        "time/work", "throughput/MB_per_second", "throughput/tokens_per_second",
+    }  # fmt: skip
+    assert named["detail/throughput/read_MB_per_second"] == 12
+    assert len(METRICS) <= MOST
     told = as_markdown(str(Path("tokens")), totals(RECORDS), progress, "f" * 64)
     assert "**4 books, 2,002,002 tokens** in `tokens` (fingerprint `ffffffffffff`)." in told
     assert "7 in, 4 kept; dropped: 2 empty, 1 language" in told

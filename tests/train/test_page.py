@@ -1,0 +1,126 @@
+"""The page of a training run in a real MLflow store: few numbers, what was changed, and the columns of its views."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.entities import Run
+from mlflow.tracking import MlflowClient
+
+from infra.schema import to_json
+from infra.tracking.key import RunKey
+from infra.tracking.names import MOST
+from infra.tracking.saved_views import VIEWS
+from infra.tracking.store import create_run, reopen_run
+from infra.tracking.tracker import Tracker
+from pipeline.shards import Manifest, read_manifest
+from train import report
+from train.config import TrainConfig
+from train.model_config import ModelConfig
+from train.result import CycleReport, Memory, RunResult
+
+CYCLE = CycleReport(
+    step=3, batches=4, train_loss=4.0, val_loss=3.5, train_tokens=384, val_tokens=128, books=0.5, seconds=4.0,
+    train_seconds=3.0, data_wait_seconds=0.25, optimizer_seconds=0.5, elapsed=9.0, cycle_tokens=384, epoch_seconds=1.0,
+    learning_rate=1e-3, gradient_norm=2.0, step_losses=[5.0, 4.0, 3.0],
+)  # fmt: skip
+
+
+@pytest.fixture
+def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(
+        data=str(small_shards), model=small_model, micro_batch=2, global_batch=4, precision="fp32", device="cpu"
+    )
+
+
+@pytest.fixture
+def result(make_result: Callable[..., RunResult]) -> RunResult:
+    """With every number that a result can have."""
+    return make_result(
+        device="NVIDIA H100", memory=Memory(2**30, 2**31, 2**32, "nvml", 1), mfu=0.4, hfu=0.5, matmul_utilisation=0.6,
+        val_bits_per_character=1.25, joules_per_million_tokens=1754.0,
+    )  # fmt: skip
+
+
+def recorded(config: TrainConfig, result: RunResult, manifest: Manifest) -> tuple[RunKey, Run]:
+    """The run that the driver leaves, on a card that was watched."""
+    key = create_run("train", "one", tags={"kind": "run"})
+    gpu = {"lowest_clock_mhz": 1200, "highest_celsius": 85, "throttle_reasons": 4, "power_limit_watts": 700.0}
+    with Tracker(key) as tracker:
+        report.record_start(tracker, replace(config, attention="sdpa"), manifest, config)
+        for step, values in report.cycle_metrics(to_json(CYCLE)):
+            tracker.metrics(values, step)
+        tracker.metrics({"system/gpu_power_watts": 690.0}, 1)
+        report.record_end(tracker, config, result, gpu)
+    return key, MlflowClient(key.store).get_run(key.run_id)
+
+
+@pytest.mark.usefixtures("working_folder")
+def test_a_page_begins_with_few_numbers_and_keeps_the_others(config: TrainConfig, result: RunResult) -> None:
+    _, run = recorded(config, result, read_manifest(config.data))
+    first = {name for name in run.data.metrics if not name.startswith(("detail/", "system/"))}
+    assert first == set(report.METRICS)
+    assert len(first) <= MOST
+    details = {name for name in run.data.metrics if name.startswith("detail/")}
+    assert {
+        "detail/result/tokens_per_second_low", "detail/result/tokens_per_second_high", "detail/result/hfu",
+        "detail/memory/predicted_gib", "detail/gpu/highest_celsius", "detail/time/data_wait_fraction",
+    } <= details  # fmt: skip
+    for column in VIEWS["train"].columns:
+        kind, _, name = column.partition(".")
+        assert name.strip("`") in getattr(run.data, kind), column
+
+
+@pytest.mark.usefixtures("working_folder")
+def test_what_was_changed_is_told_from_what_is_usual(config: TrainConfig, result: RunResult) -> None:
+    """``asked``, not what it became on this device: ``auto`` is no change."""
+    key, run = recorded(config, result, read_manifest(config.data))
+    text = "tiny,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
+    assert run.data.params == {
+        "changed.model": text, "changed.micro_batch": "2", "changed.global_batch": "4", "changed.precision": "fp32",
+        "changed.device": "cpu", "model": text, "data": config.data, "micro_batch": "2", "accumulation": "2",
+        "global_batch": "4", "precision": "fp32", "device": "cpu", "seed": "0",
+    }  # fmt: skip
+    whole = MlflowClient(key.store).download_artifacts(key.run_id, "config.json")
+    assert '"attention": "sdpa"' in Path(whole).read_text()
+
+
+@pytest.mark.usefixtures("working_folder")
+def test_a_run_that_an_earlier_version_began_is_continued(
+    config: TrainConfig, result: RunResult, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its page has a param for each setting, and its numbers had other names."""
+    key = create_run("train", "old", tags={"kind": "run"})
+    with Tracker(key) as tracker:
+        tracker.params({"model": "tiny", "seed": 7, "learning_rate": 6e-4})
+        tracker.metrics({"time/elapsed_seconds": 9.0, "loss/train": 5.0}, 1)
+        tracker.tags({"outcome": "interrupted", "reason": "was asked to stop"})
+    reopen_run(key)
+    with Tracker(key) as tracker:
+        report.record_resume(tracker, config, 1)
+        for step, values in report.cycle_metrics(to_json(CYCLE)):
+            tracker.metrics(values, step)
+        report.record_end(tracker, config, result, None)
+    run = MlflowClient(key.store).get_run(key.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["seed"] == "7"
+    assert run.data.metrics["loss/train"] == 4.0
+    assert (run.data.tags["outcome"], run.data.tags["reason"]) == ("finished", "")
+    assert "rejected" not in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("working_folder")
+@pytest.mark.parametrize("outcome", ["oom", "raised"])
+def test_the_list_says_why_a_run_failed(config: TrainConfig, result: RunResult, outcome: Any) -> None:
+    key = create_run("train", "one", tags={"kind": "run"})
+    said = "CUDA out of memory. Tried to allocate 2.00 GiB"
+    if outcome == "oom":
+        with Tracker(key) as tracker:
+            report.record_end(tracker, config, replace(result, outcome=outcome, reason=said), None)
+    else:
+        with pytest.raises(RuntimeError), Tracker(key):
+            raise RuntimeError(said + "\nand a traceback")
+    assert MlflowClient(key.store).get_run(key.run_id).data.tags["reason"] == said
+    assert "tags.`reason`" in VIEWS["train"].columns
