@@ -1,6 +1,7 @@
 """THE CONTRACT between preparing data and training on it: token shards and their manifest.
 
-A data set is a folder: ``train/*.arrow``, ``val/*.arrow``, ``quarantine.jsonl`` and ``manifest.json``.
+A data set is a folder: ``train/*.arrow``, ``val/*.arrow``, ``quarantine.jsonl`` and ``manifest.json``, beside which
+``tracking.json`` names the run in MLflow that made it, and so is the one file that differs when it is made again.
 A shard is one uncompressed Arrow IPC file with one record batch and one row per book; the child buffer
 of ``tokens`` is therefore the shard's contiguous token stream, which a memory map slices without a
 copy, and the list offsets are the book boundaries. The manifest is written last: a folder without one
@@ -24,11 +25,13 @@ import xxhash
 from infra.errors import UserError, first_line
 from infra.place import Place
 from infra.schema import from_json, strict, to_json
+from infra.tracking.key import RunKey
 
 FORMAT_VERSION = 1
 END_OF_TEXT = 50256
 MANIFEST = "manifest.json"
 QUARANTINE = "quarantine.jsonl"
+TRACKING = "tracking.json"
 PIECES = "pieces"
 """The folder that records which part of the work is done."""
 
@@ -162,6 +165,16 @@ def read_manifest(where: Place | Path | str) -> Manifest:
     raise UserError(
         f"{path} {wrong}: make the shards again with 'python -m pipeline.tokenize --out {place} --overwrite'."
     )
+
+
+def made_by(where: Place | Path | str) -> RunKey | None:
+    """The run in MLflow that made a data set; None where that is not known here, as for those of earlier versions."""
+    place = Place.of(where)
+    try:
+        key = from_json(RunKey, json.loads(place.read(TRACKING)), place / TRACKING)
+        return key.on_this_machine() if place.remote else key.found_in(place.folder, "make it again")
+    except (OSError, ValueError):  # a UserError among them: of a copy, or without its store
+        return None
 
 
 def write_shard(where: Place | Path, path: str, split: Split, rows: list[ShardRow]) -> ShardInfo:

@@ -27,7 +27,7 @@ from pipeline.job.carried import carried_or_refused
 from pipeline.job.crash_guard import forget
 from pipeline.job.plan import Job, Piece
 from pipeline.job.ray_data import do_pieces, warm_up
-from pipeline.shards import MANIFEST, QUARANTINE, Manifest
+from pipeline.shards import MANIFEST, QUARANTINE, TRACKING, Manifest
 
 if TYPE_CHECKING:
     from infra.tracking.tracker import Tracker
@@ -98,6 +98,7 @@ def _make(job: Job, todo: list[Piece], progress: report.Progress, *, fresh: bool
         if fresh:
             output.clear(place)
         output.begin(job, [piece.name for piece in todo])
+        place.write_json(TRACKING, tracker.key.kept_in(place.address))
         identity, usual = config.identity(), TokenizeConfig().identity()
         named = {"sources": identity.pop("sources"), "out": str(place), "workers": config.parallelism}
         tracker.params(changed(identity, usual) | named | {"pieces": len(job.pieces)})

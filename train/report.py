@@ -1,5 +1,6 @@
 """How a run is shown: lines on the terminal, and the run's page in MLflow."""
 
+import json
 import math
 import shlex
 from collections.abc import Iterator, Mapping
@@ -9,13 +10,16 @@ from typing import Any
 from rich.table import Table
 
 from infra.command import console, escape
-from infra.markdown import table
+from infra.markdown import facts, table
 from infra.place import Place
-from infra.schema import to_json
+from infra.schema import from_json, to_json
+from infra.tracking.key import RunKey
 from infra.tracking.names import changed, shown
+from infra.tracking.store import add_to_page
 from infra.tracking.tracker import Tracker
+from infra.tracking.views import page_link
 from infra.units import GIB, format_duration
-from pipeline.shards import Manifest
+from pipeline.shards import Manifest, made_by
 from train.config import TrainConfig
 from train.estimate.flops import formulas
 from train.estimate.memory import predict_peak
@@ -52,7 +56,9 @@ def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest, aske
     tracker.params(params(config, asked))
     tracker.json(config.to_json(), "config.json")
     tracker.data(Path(config.source).name, manifest.fingerprint, config.source, manifest.splits, "training")
-    tracker.note(f"Training {format_model(config.model)} on `{config.source}`. Still running.")
+    maker = None if config.stream else made_by(config.data)
+    tracker.tags({"data.run": maker.run_id} if maker else {})
+    tracker.note(f"Training {format_model(config.model)} on `{config.source}`. Still running.{origin(tracker, config)}")
 
 
 def params(config: TrainConfig, asked: TrainConfig) -> dict[str, Any]:
@@ -67,6 +73,22 @@ def params(config: TrainConfig, asked: TrainConfig) -> dict[str, Any]:
         "micro_batch": config.micro_batch, "accumulation": config.accumulation, "precision": config.precision,
         "device": config.device, "seed": config.seed,
     }  # fmt: skip
+
+
+def record_search(tracker: Tracker, name: str, config_file: Path) -> None:
+    """Link the run ``name`` with the search that found its settings, if ``config_file`` is what a search has left.
+
+    The search's page gets a link to this run, and this run the tag ``search.run``.
+    """
+    folder = config_file.resolve().parent
+    try:
+        kept = json.loads((folder / "search.json").read_text(encoding="utf-8"))["parent"]
+        search = from_json(RunKey, kept, "it").found_in(folder, "search again")
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    tracker.tags({"search.run": search.run_id})
+    link = page_link(tracker.key, name, store=search.store)
+    add_to_page(search, f"Trained with its winner: {link}", {"trained.run": tracker.key.run_id})
 
 
 def record_resume(tracker: Tracker, config: TrainConfig, step: int) -> None:
@@ -99,8 +121,21 @@ def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float 
     yield step, shown(values, METRICS)
 
 
-def record_end(tracker: Tracker, config: TrainConfig, result: RunResult, gpu: Mapping[str, float] | None) -> None:
-    """Add the result to the run's page, and NVML's readings of the ``gpu`` during the run.
+def origin(tracker: Tracker, config: TrainConfig) -> str:
+    """A paragraph that links to the run that made the data; empty where that is not known."""
+    maker = None if config.stream else made_by(config.data)
+    return f"\n\nData: {page_link(maker, Path(config.data).name, store=tracker.key.store)}" if maker else ""
+
+
+def record_end(
+    tracker: Tracker,
+    config: TrainConfig,
+    result: RunResult,
+    gpu: Mapping[str, float] | None,
+    place: Place,
+    memory_limit: int | None = None,
+) -> None:
+    """Add the result of the run at ``place`` to its page, and NVML's readings of the ``gpu`` meanwhile.
 
     At step 0, because MLflow compares runs in bar charts if that is the only step.
     """
@@ -114,7 +149,8 @@ def record_end(tracker: Tracker, config: TrainConfig, result: RunResult, gpu: Ma
     tracker.json(to_json(result), "result.json")
     if result.sample:
         tracker.text(result.sample, "sample.txt")
-    tracker.note(markdown(config, result) + memory_markdown(config, result))
+    opening = facts(opening_lines(config, result, place, memory_limit))
+    tracker.note(f"{opening}{origin(tracker, config)}\n\n{markdown(config, result)}")
 
 
 def columns(config: TrainConfig, result: RunResult) -> dict[str, str]:
@@ -148,7 +184,7 @@ def memory_markdown(config: TrainConfig, result: RunResult) -> str:
     if memory.allocated is not None:
         rows.append(("in torch's allocator", f"{anatomy.allocated / GIB:.3f}", f"{memory.allocated / GIB:.3f}"))
     rows.append(("**process**", f"{anatomy.total / GIB:.3f}", f"{memory.process / GIB:.3f}"))
-    return "\n".join(["", "", *table(("peak memory, GiB", "predicted", "measured"), rows)])
+    return "\n".join(table(("peak memory, GiB", "predicted", "measured"), rows))
 
 
 def result_metrics(result: RunResult) -> dict[str, float | None]:
@@ -248,28 +284,31 @@ def print_result(config: TrainConfig, result: RunResult, place: Place, in_mlflow
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     console.print(table)
     console.print(in_mlflow, markup=False)
-    if result.outcome == "interrupted" and not result.checkpoint:
-        console.print("no checkpoint was kept: start again with another --name, and with --keep-checkpoints above 0")
-    elif result.outcome == "interrupted":
-        console.print(f"continue with: {resume_command(place)}", markup=False)
-    elif result.outcome == "diverged" and result.checkpoint:
-        console.print(
-            "the last good checkpoint is kept; continue from it with a lower learning rate: "
-            f"{resume_command(place)} --learning-rate ...",
-            markup=False,
-        )
-    elif result.outcome == "diverged":
-        console.print(
-            "no checkpoint was kept: start again with another --name, and with --learning-rate below "
-            f"{config.learning_rate:g} or, in a long run, --warmup-steps above {config.warmup_steps}"
-        )
-    elif result.outcome == "over_limit" and result.checkpoint:
-        console.print(
-            f"the last checkpoint is kept; continue with less memory: {resume_command(place)} --micro-batch ...",
-            markup=False,
-        )
-    elif result.outcome in ("oom", "over_limit"):
-        console.print("try again with a smaller --micro-batch: accumulation keeps the global batch as it is")
+    if said := remedy(config, result, place):
+        console.print("".join(said), markup=False)
+
+
+def remedy(config: TrainConfig, result: RunResult, place: Place) -> tuple[str, str] | None:
+    """What to do about a run that did not finish: a sentence, and the command that ends it, if there is one."""
+    resume = resume_command(place)
+    match result.outcome, bool(result.checkpoint):
+        case "interrupted", True:
+            return "continue with: ", resume
+        case "interrupted", False:
+            return "no checkpoint was kept: start again with another --name, and with --keep-checkpoints above 0", ""
+        case "diverged", True:
+            why = "the last good checkpoint is kept; continue from it with a lower learning rate: "
+            return why, f"{resume} --learning-rate ..."
+        case "diverged", False:
+            return (
+                "no checkpoint was kept: start again with another --name, and with --learning-rate below "
+                f"{config.learning_rate:g} or, in a long run, --warmup-steps above {config.warmup_steps}"
+            ), ""
+        case "over_limit", True:
+            return "the last checkpoint is kept; continue with less memory: ", f"{resume} --micro-batch ..."
+        case (("oom" | "over_limit"), _):
+            return "try again with a smaller --micro-batch: accumulation keeps the global batch as it is", ""
+    return None
 
 
 def resume_command(place: Place) -> str:
@@ -277,18 +316,57 @@ def resume_command(place: Place) -> str:
 
     Of a run in object storage it works on every machine.
     """
-    short = place.parent == Place.of("runs")
-    return f"python -m train.run --resume {shlex.quote(place.name if short else str(place))}"
+    return f"python -m train.run --resume {_named(place)}"
+
+
+def _named(place: Place) -> str:
+    """A run as commands take it, in the folder in which this one was called."""
+    return shlex.quote(place.name if place.parent == Place.of("runs") else str(place))
+
+
+def opening_lines(
+    config: TrainConfig, result: RunResult, place: Place, memory_limit: int | None
+) -> list[tuple[str, str]]:
+    """What someone who opens the run's page wants to know first, in five lines."""
+    ended = f"{result.outcome}: {result.reason}"
+    speed, memory = result.throughput, result.memory.process / GIB
+    fast = "not measured, because the run was too short"
+    if speed:
+        fast = f"{speed.tokens_per_second:,.0f} tokens/s (95%: {speed.low:,.0f} to {speed.high:,.0f})"
+        fast += f", MFU {result.mfu:.1%}" if result.mfu else ""
+    limit = f" of {memory_limit / GIB:.2f} GiB" if memory_limit else " GiB"
+    large = f"{memory:.2f}{limit} (predicted {predict_peak(config).total / GIB:.2f})"
+    good = "no cycle was completed"
+    if result.train_loss is not None:
+        held_out = "" if result.val_loss is None else f", validation {result.val_loss:.3f}"
+        good = f"training {result.train_loss:.3f}{held_out}, after {result.train_tokens:,} tokens"
+    if said := remedy(config, result, place):
+        sentence, command = said
+        step = f"{sentence}`{command}`" if command else sentence
+    elif result.checkpoint and result.sample is not None:
+        step = f'`python -m train.generate --checkpoint {_named(place)} --prompt "In the beginning"`'
+    elif result.checkpoint:
+        step = f"`python -m train.export --checkpoint {_named(place)} --to exported`"
+    else:
+        step = f"repeat it with `python -m train.run --config {shlex.quote(str(place / 'config.json'))}`"
+    return [
+        ("What", f"{format_model(config.model)} on `{config.source}`; {ended}"),
+        ("Speed", fast),
+        ("Memory", large),
+        ("Loss", good),
+        ("Next", step),
+    ]
 
 
 def markdown(config: TrainConfig, result: RunResult) -> str:
-    """The result as the run's description in MLflow."""
-    lines = [f"### {format_model(config.model)}: {result.outcome}", ""]
-    lines += table(("", ""), ((f"**{name}**", value) for name, value in summary(config, result)))
+    """The result as tables, for the run's description in MLflow."""
+    lines = table(("", ""), ((f"**{name}**", value) for name, value in summary(config, result)))
     lines += [
         "",
         f"Batch: {config.global_batch} sequences = {config.micro_batch} x {config.accumulation} accumulated x "
         f"{config.workers} workers. Precision {config.precision}, attention {config.attention}, compile "
         f"{config.compile}. Device: {result.device}. FLOPs: {result.flops_formula}.",
+        "",
+        memory_markdown(config, result),
     ]
     return "\n".join(lines)

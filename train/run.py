@@ -116,7 +116,7 @@ def train(options: RunOptions) -> int:
                     make(run.home.path)
                 locks.enter_context(run.home.command_lock())
                 locks.enter_context(run.home.removed_on_failure())
-            return recorded(run, options.tracking_uri)
+            return recorded(run, options)
 
 
 def default_name(config: TrainConfig) -> str:
@@ -134,7 +134,7 @@ def prepare(tracking_uri: str | None) -> None:
     open_store(tracking_uri)
 
 
-def recorded(run: Run, tracking_uri: str | None) -> int:
+def recorded(run: Run, options: RunOptions) -> int:
     """Train on the connected Ray and record it in MLflow; returns the exit code."""
     from infra.tracking.tracker import Tracker
     from infra.tracking.views import ui_link
@@ -143,13 +143,15 @@ def recorded(run: Run, tracking_uri: str | None) -> int:
     from train.launch.placement import worker_facts
 
     home, config = run.home, resolve(run.asked, worker_facts(run.asked))
-    key, is_new = run_in_mlflow(home, tracking_uri, starts=run.resume is None)
+    key, is_new = run_in_mlflow(home, options.tracking_uri, starts=run.resume is None)
     write_json(home.config, run.asked.to_json())
     home.send(home.config)
     report.print_header(config, run.manifest, home.place)
     with Tracker(key) as tracker:
         if is_new:
             report.record_start(tracker, config, run.manifest, run.asked)
+        if options.config:
+            report.record_search(tracker, home.path.name, options.config)
         if run.resume:
             report.record_resume(tracker, config, read_progress(run.resume).step)
         if run.memory_limit:

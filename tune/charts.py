@@ -1,4 +1,4 @@
-"""The search in pictures: memory and speed against the micro-batch, their Pareto front, progress, and single knobs.
+"""The search in pictures: leaderboard, memory and speed by micro-batch, their Pareto front, progress, and single knobs.
 
 In: rows and the searcher's curves. Out: matplotlib figures by file name. Everything drawn as a line is
 the searcher's own prediction, so that the pictures show what it believed, not a fit made afterwards.
@@ -23,6 +23,7 @@ def draw(rows: Sequence[TrialRow], memory: MemorySearcher) -> dict[str, Figure]:
     curves = memory.curves([row for row in rows if row.stage != "confirm"])
     tried = [k for k in memory.space.combinations if any(row.candidate.knobs == k for row in rows)]
     charts = {
+        "leaderboard": _leaderboard(rows, memory),
         "memory_by_micro_batch": _memory(rows, curves, tried),
         "speed_by_micro_batch": _speed(rows, curves, tried),
         "pareto": _pareto(rows, memory),
@@ -38,6 +39,27 @@ def _figure(title: str, x: str, y: str) -> tuple[Figure, Axes]:
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     return figure, axes
+
+
+MOST_PLACES = 20
+
+
+def _leaderboard(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure:
+    """The fastest candidates with the 95% intervals of their speeds, the winner at the top, and the control."""
+    figure, axes = _figure("Leaderboard", "tokens/s, with 95% intervals", "")
+    ranked = rank(rows)
+    shown = ranked[:MOST_PLACES]
+    speeds = [entry.tokens_per_second for entry in shown]
+    below = [entry.tokens_per_second - entry.low for entry in shown]
+    above = [entry.high - entry.tokens_per_second for entry in shown]
+    axes.errorbar(speeds, range(len(shown)), xerr=[below, above], fmt="o", capsize=3)
+    axes.set_yticks(range(len(shown)), [memory.space.label(entry.candidate) for entry in shown])
+    axes.invert_yaxis()
+    for entry in ranked:
+        if entry.candidate == memory.space.control:
+            axes.axvline(entry.tokens_per_second, color="grey", linestyle="--", label="control")
+            axes.legend(fontsize="small")
+    return figure
 
 
 def _memory(rows: Sequence[TrialRow], curves: Curves, tried: Sequence[Combination]) -> Figure:

@@ -13,6 +13,8 @@ from typing import Any
 from rich.table import Table
 
 from infra.command import console, escape
+from infra.markdown import facts
+from infra.markdown import table as markdown_table
 from infra.place import Place
 from infra.schema import to_json
 from infra.storage import write_json, write_text
@@ -213,29 +215,38 @@ def flat_row(row: TrialRow) -> dict[str, Any]:
 def summary(search: Search, rows: Sequence[TrialRow]) -> str:
     """The search as Markdown: for ``summary.md`` and for the description in MLflow."""
     space, ranked = search.space, rank(rows)
-    spent = format_duration(round(sum(row.seconds for row in rows)))
-    lines = [f"### The fastest way to {space.batch_label} under {format_size(search.limit)}", ""]
+    lines = [facts(opening_lines(search, rows)), ""]
     if space.free:
         lines += [FREE, ""]
-    if ranked:
-        best = ranked[0]
-        lines.append(
-            f"**{space.name(best.candidate)}**: "
-            f"{best.tokens_per_second:,.0f} tokens/s ({best.low:,.0f} to {best.high:,.0f}), {best.memory / GB:.2f} GB."
-        )
-    else:
-        said, *reasons = no_winner(search, rows)
-        lines += [f"**{said[0].upper()}{said[1:]}.**", *([""] if reasons else []), *(f"- {line}" for line in reasons)]
-    lines += ["", f"{len(rows)} trials in {spent}, searcher {search.config.searcher}."]
-    lines += [f"{note[0].upper()}{note[1:]}." for note in _legend(rows)]
-    head, *body = (f"| {' | '.join(cells)} |" for cells in (HEADINGS, *leaderboard(search, rows)))
-    lines += ["", head, "|---" * len(HEADINGS) + "|", *body]
+    if not ranked and (reasons := no_winner(search, rows)[1:]):
+        lines += [*(f"- {line}" for line in reasons), ""]
+    lines += markdown_table(HEADINGS, leaderboard(search, rows))
+    lines += ["", *(f"{note[0].upper()}{note[1:]}." for note in _legend(rows))]
     untried = never_run(search, rows)
     if untried:
         lines += ["", "Never run:", "", *(f"- {sentence}" for sentence in untried)]
-    if ranked:
-        lines += ["", f"`{train_command(search.place)}`"]
     return "\n".join(lines) + "\n"
+
+
+def opening_lines(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, str]]:
+    """What someone who opens the search's page wants to know first, in five lines."""
+    space, ranked = search.space, rank(rows)
+    spent = format_duration(round(sum(row.seconds for row in rows)))
+    what = f"the fastest way to {space.batch_label} under {format_size(search.limit)}"
+    trials = f"{len(rows)} trials in {spent}, searcher {search.config.searcher}"
+    if not ranked:
+        return [("What", f"{what}: none was found"), ("Why", no_winner(search, rows)[0]), ("Trials", trials)]
+    best = ranked[0]
+    control = next((entry for entry in ranked if entry.candidate == space.control), None)
+    tied = [space.name(entry.candidate) for entry in ranked[1:] if entry.tied]
+    gain = "it is the control" if best is control else f"{_over(best, control)} the control's speed"
+    return [
+        ("What", f"{what}: {space.name(best.candidate)}; {trials}"),
+        ("Speed", f"{best.tokens_per_second:,.0f} tokens/s (95%: {best.low:,.0f} to {best.high:,.0f})"),
+        ("Memory", f"{best.memory / GB:.2f} of {search.limit / GB:.2f} GB"),
+        ("Gain", (f"{gain}; tied with {', '.join(tied)}" if tied else gain) if control else "the control has no speed"),
+        ("Next", f"`{train_command(search.place)}`"),
+    ]
 
 
 def _legend(rows: Sequence[TrialRow]) -> list[str]:

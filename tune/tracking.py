@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from infra import provenance
 from infra.command import errors
 from infra.errors import UserError
+from infra.markdown import facts
 from infra.tracking.key import RunKey
 from infra.tracking.names import changed, shown
 from infra.tracking.store import create_run, find_runs, reopen_run
 from infra.tracking.tracker import Tracker
 from infra.units import GIB
+from pipeline.shards import made_by
 from train.model_config import format_model
 from tune import charts, folder, report
 from tune.config import SearchConfig
@@ -98,8 +100,8 @@ class Evidence:
                 tracker.metrics({"time/step_seconds": seconds}, step)
             self._data(tracker)
             tracker.json(report.flat_row(row), "trial.json")
-            tracker.note(f"**{row.outcome}**: {row.reason}")
             words = self._words(row) | ({"node": row.node} if row.node else {})
+            tracker.note(facts(self._opening_lines(row, words)))
             tracker.tags({"outcome": row.outcome, "reason": row.reason} | words)
             tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED")
             tracker.tags({"closed": "true"})  # in a batch of its own: a batch sends its tags before it ends the run
@@ -114,9 +116,23 @@ class Evidence:
             words["memory"] = f"{row.memory / report.GB:.2f} of {self.search.limit / report.GB:.2f} GB"
         return words
 
+    def _opening_lines(self, row: TrialRow, words: dict[str, str]) -> list[tuple[str, str]]:
+        """What someone who opens a trial's page wants to know first; ``words`` are those of :meth:`_words`."""
+        expected = f" (predicted {row.predicted_memory / report.GB:.2f})" if row.predicted_memory else ""
+        speed = f"{words['tokens/s']} tokens/s" if "tokens/s" in words else "none was measured"
+        label = f"{self.search.space.label(row.candidate)} x {row.accumulation}"
+        return [
+            ("What", f"{row.stage} of {label}, trial {row.number} of {self.search.place.name}"),
+            ("Speed", speed),
+            ("Memory", words["memory"] + expected if "memory" in words else "not measured"),
+            ("Outcome", f"{row.outcome}: {row.reason}"),
+        ]
+
     def _data(self, tracker: Tracker) -> None:
         data, manifest = self.search.data, self.search.manifest
         tracker.data(data.name, manifest.fingerprint, str(data), manifest.splits, "training")
+        maker = made_by(data)
+        tracker.tags({"data.run": maker.run_id} if maker else {})
 
     @contextmanager
     def _patience(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from infra.tracking.journal import deliver_journal, deliver_journals
 from infra.tracking.key import SQLITE, RunKey
 from infra.tracking.open_runs import note_of
 from infra.tracking.relocation import FILES, relocate
-from infra.tracking.tracker import JOURNAL
+from infra.tracking.tracker import JOURNAL, NOTE
 
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # commands print one link, at their end
 for verbose in ("mlflow.store.db.utils", "alembic.runtime.migration"):
@@ -203,6 +203,20 @@ def find_runs(key: RunKey, tag: str, value: str) -> list[str]:
     except MlflowException as failure:
         raise _unusable(key.store, failure) from failure
     return [run.info.run_id for run in found]
+
+
+@uninterrupted()
+def add_to_page(key: RunKey, paragraph: str, tags: Mapping[str, str]) -> None:
+    """Add a ``paragraph`` below the first one of a run's description, and tags; the run may have ended.
+
+    Never raises: a link is a convenience, and its store may be away.
+    """
+    with suppress(Exception):
+        client = MlflowClient(key.store)
+        first, mark, rest = client.get_run(key.run_id).data.tags.get(NOTE, "").partition("\n\n")
+        client.set_tag(key.run_id, NOTE, f"{first}\n\n{paragraph}{mark}{rest}")
+        for name, value in tags.items():
+            client.set_tag(key.run_id, name, value)
 
 
 def _experiment(client: MlflowClient, store: str, name: str) -> str:

@@ -32,6 +32,8 @@ HURRY_SECONDS = 15.0
 """How long a command that was interrupted waits for the store: it promises to exit within 30 seconds."""
 PARAM_CHARACTERS = 6000
 JOURNAL = "mlflow-journal"
+NOTE = "mlflow.note.content"
+"""The tag that MLflow shows as a run's description."""
 
 
 class Tracker:
@@ -87,7 +89,7 @@ class Tracker:
 
     def note(self, markdown: str) -> None:
         """Set the description at the top of the run's page."""
-        self.tags({"mlflow.note.content": markdown})
+        self.tags({NOTE: markdown})
 
     def data(self, name: str, fingerprint: str, source: str, profile: Mapping[str, Any], context: str) -> None:
         """Record a data set; ``context`` is its role (``training``, ``output``)."""

@@ -10,6 +10,16 @@ def children_view(run_id: str) -> str:
     return f"of-{run_id[:10]}"
 
 
+def page_link(run: RunKey, text: str, *, store: str) -> str:
+    """A Markdown link with ``text`` to the page of ``run``, for a description in ``store``.
+
+    Its address is relative to MLflow's own; the run of another store is named instead.
+    """
+    if run.store != store:
+        return f"{text} (MLflow run `{run.run_id}` in {run.store})"
+    return f"[{text}](#/experiments/{run.experiment_id}/runs/{run.run_id}?workflowType=machine_learning)"
+
+
 def ui_link(key: RunKey, *, children: bool = False) -> str:
     """What to run and open to see a run in MLflow, or its ``children`` as a table, such as the trials of a search.
 

@@ -20,7 +20,7 @@ from pipeline.job import report
 from pipeline.job.dedup import EXACT, NEAR, drop_duplicates, find_duplicates
 from pipeline.job.plan import Job, Piece
 from pipeline.job.record import Record, read_record, record_file, reopen
-from pipeline.shards import MANIFEST, PIECES, QUARANTINE, SPLITS, Manifest, read_manifest
+from pipeline.shards import MANIFEST, PIECES, QUARANTINE, SPLITS, TRACKING, Manifest, read_manifest
 
 SETTINGS, LOCK = f"{PIECES}/settings.json", ".lock"
 # The names of this program's own files: other files in these folders are not ours to delete.
@@ -200,7 +200,7 @@ def clear(place: Place) -> None:
     """
     there = _files(place)
     place.remove(filter(_RECORD.fullmatch, there))
-    place.remove([MANIFEST, QUARANTINE])
+    place.remove([MANIFEST, QUARANTINE, TRACKING])
     place.remove(filter(_SHARD.fullmatch, there))
     _clear_temporaries(place, *SPLITS)
     if not place.remote:

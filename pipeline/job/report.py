@@ -1,5 +1,6 @@
 """What a run did, in numbers, for the terminal, for MLflow and (the counts, which are reproducible) the manifest."""
 
+import shlex
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -8,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from infra.markdown import table
+from infra.markdown import facts, table
 from infra.units import format_duration
 from pipeline.job.plan import Piece
 from pipeline.job.record import Record
@@ -138,25 +139,36 @@ class Progress:
 def as_markdown(name: str, counts: dict[str, Any], progress: Progress, fingerprint: str) -> str:
     """The report for people, on the terminal and in MLflow."""
     ratio = counts["chars"] / counts["tokens"] if counts["tokens"] else 0.0
+    opening = [
+        (
+            "What",
+            f"**{counts['books_kept']:,} books, {counts['tokens']:,} tokens** in `{name}` "
+            f"(fingerprint `{fingerprint[:12]}`).",
+        ),
+        ("Books", f"{counts['books_in']:,} in, {counts['books_kept']:,} kept; dropped: {dropped(counts)}"),
+        ("Text", f"{counts['chars']:,} characters, {ratio:.2f} characters per token"),
+        ("Next", f"`python -m train.run --data {shlex.quote(name)}`"),
+    ]
+    if progress.pieces:
+        rates = progress.metrics()
+        opening[1:1] = [
+            (
+                "Speed",
+                f"this run: {progress.pieces:,} pieces, {progress.bytes / 1e6:,.1f} MB, "
+                f"{rates.get('throughput/MB_per_second', 0):,.0f} MB/s, "
+                f"{rates.get('throughput/tokens_per_second', 0):,.0f} tokens/s while working",
+            )
+        ]
     lines = [
-        f"**{counts['books_kept']:,} books, {counts['tokens']:,} tokens** in `{name}` "
-        f"(fingerprint `{fingerprint[:12]}`).",
+        facts(opening),
         "",
-        f"- books: {counts['books_in']:,} in, {counts['books_kept']:,} kept; dropped: {dropped(counts)}",
-        f"- text: {counts['chars']:,} characters, {ratio:.2f} characters per token",
         f"- normalized: {_list(counts['traits']) or 'nothing'}; {counts['replaced_bytes']:,} undecodable bytes",
         f"- checked against tiktoken: {counts['verified_bytes'] / 1e6:.1f} MB, equal",
         "- tokens per book: "
         + ", ".join(f"{count:,} {label}" for label, count in counts["tokens_a_book"].items() if count),
     ]
     if progress.pieces:
-        metrics = progress.metrics()
-        lines += [
-            f"- this run: {progress.pieces:,} pieces, {progress.bytes / 1e6:,.1f} MB, "
-            f"{metrics.get('throughput/MB_per_second', 0):,.0f} MB/s, "
-            f"{metrics.get('throughput/tokens_per_second', 0):,.0f} tokens/s while working",
-            "",
-        ]
+        lines.append("")
         rows: list[tuple[str, str, str, str]] = []
         for stage, seconds in sorted(progress.seconds.items(), key=lambda item: -item[1]):
             rates = [amount / 1e6 / seconds if seconds else 0 for amount in (progress.bytes, progress.tokens)]

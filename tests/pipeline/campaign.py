@@ -31,7 +31,7 @@ from pipeline.config import TokenizeConfig
 from pipeline.encoding import decode, encode, reference
 from pipeline.job.plan import make_plan
 from pipeline.job.task import do_piece
-from pipeline.shards import read_manifest
+from pipeline.shards import TRACKING, read_manifest
 from pipeline.tokenize import main
 
 ROOT = Path(__file__).parent.parent.parent
@@ -41,8 +41,8 @@ pytestmark = pytest.mark.timeout(3600)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a data set."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    """Every file of a data set, but for the name of the run that made it."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", TRACKING))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 

@@ -18,15 +18,15 @@ from infra.place import Place
 from pipeline import tokenize
 from pipeline.config import TokenizeConfig
 from pipeline.job.ray_data import do_pieces
-from pipeline.shards import TokenShards, read_manifest
+from pipeline.shards import TRACKING, TokenShards, made_by, read_manifest
 from pipeline.tokenize import main
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Every file of a data set and the hash of its bytes."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    """Every file of a data set and the hash of its bytes, but for the name of the run that made it."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", TRACKING))
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -77,6 +77,8 @@ def test_one_worker_and_two_make_the_same_bytes(make: Callable[..., Path], store
     assert runs[0].info.status == "FINISHED"
     assert runs[0].data.metrics["books/kept"] == 40
     assert "throughput/tokens_per_second" in runs[0].data.metrics
+    two_runs = [made_by(folder) for folder in (two, one)]
+    assert [key and key.run_id for key in two_runs] == [run.info.run_id for run in runs]
     assert "slowest" in runs[0].data.tags["mlflow.note.content"].lower()
     assert [file.path for file in client.list_artifacts(runs[0].info.run_id)] == [
         "config.json", "manifest.json", "quarantine.jsonl",

@@ -1,5 +1,7 @@
 """The page of a training run in a real MLflow store: few numbers, what was changed, and the columns of its views."""
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,15 +11,19 @@ import pytest
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
+from infra.place import Place
 from infra.schema import to_json
+from infra.storage import write_json
 from infra.tracking.key import RunKey
 from infra.tracking.names import MOST
 from infra.tracking.saved_views import VIEWS
 from infra.tracking.store import create_run, reopen_run
 from infra.tracking.tracker import Tracker
-from pipeline.shards import Manifest, read_manifest
+from infra.tracking.views import page_link
+from pipeline.shards import TRACKING, Manifest, made_by, read_manifest
 from train import report
 from train.config import TrainConfig
+from train.estimate.memory import predict_peak
 from train.model_config import ModelConfig
 from train.result import CycleReport, Memory, RunResult
 
@@ -53,7 +59,7 @@ def recorded(config: TrainConfig, result: RunResult, manifest: Manifest) -> tupl
         for step, values in report.cycle_metrics(to_json(CYCLE)):
             tracker.metrics(values, step)
         tracker.metrics({"system/gpu_power_watts": 690.0}, 1)
-        report.record_end(tracker, config, result, gpu)
+        report.record_end(tracker, config, result, gpu, Place.of("runs/one"), 8 * 2**30)
     return key, MlflowClient(key.store).get_run(key.run_id)
 
 
@@ -102,7 +108,7 @@ def test_a_run_that_an_earlier_version_began_is_continued(
         report.record_resume(tracker, config, 1)
         for step, values in report.cycle_metrics(to_json(CYCLE)):
             tracker.metrics(values, step)
-        report.record_end(tracker, config, result, None)
+        report.record_end(tracker, config, result, None, Place.of("runs/one"))
     run = MlflowClient(key.store).get_run(key.run_id)
     assert run.info.status == "FINISHED"
     assert run.data.params["seed"] == "7"
@@ -118,9 +124,102 @@ def test_the_list_says_why_a_run_failed(config: TrainConfig, result: RunResult, 
     said = "CUDA out of memory. Tried to allocate 2.00 GiB"
     if outcome == "oom":
         with Tracker(key) as tracker:
-            report.record_end(tracker, config, replace(result, outcome=outcome, reason=said), None)
+            failed = replace(result, outcome=outcome, reason=said)
+            report.record_end(tracker, config, failed, None, Place.of("runs/one"))
     else:
         with pytest.raises(RuntimeError), Tracker(key):
             raise RuntimeError(said + "\nand a traceback")
     assert MlflowClient(key.store).get_run(key.run_id).data.tags["reason"] == said
     assert "tags.`reason`" in VIEWS["train"].columns
+
+
+def note(key: RunKey) -> list[str]:
+    """The paragraphs of a run's description."""
+    return MlflowClient(key.store).get_run(key.run_id).data.tags["mlflow.note.content"].split("\n\n")
+
+
+@pytest.mark.usefixtures("working_folder")
+def test_the_description_begins_with_five_lines(config: TrainConfig, result: RunResult) -> None:
+    """What MLflow shows of it unfolded."""
+    key, _ = recorded(config, result, read_manifest(config.data))
+    first, *rest = note(key)
+    predicted = predict_peak(replace(config, attention="sdpa")).total / 2**30
+    assert first.split("  \n") == [
+        "**What:** tiny,width=32,context_length=32,vocabulary=257,padded_vocabulary=320 on "
+        f"`{config.data}`; finished: reached 10 steps",
+        "**Speed:** 1,000 tokens/s (95%: 990 to 1,020), MFU 40.0%",
+        f"**Memory:** 4.00 of 8.00 GiB (predicted {predicted:.2f})",
+        "**Loss:** training 3.250, validation 3.500, after 320 tokens",
+        "**Next:** `python -m train.export --checkpoint one --to exported`",
+    ]
+    assert rest[0].startswith("|  |  |\n| --- | --- |")
+    assert rest[-1].startswith("| peak memory, GiB |")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sample": "In the beginning"}, '`python -m train.generate --checkpoint one --prompt "In the beginning"`'),
+        ({"checkpoint": None}, "repeat it with `python -m train.run --config {home}/config.json`"),
+        ({"outcome": "interrupted"}, "continue with: `python -m train.run --resume one`"),
+        ({"outcome": "oom", "checkpoint": None}, "try again with a smaller --micro-batch: accumulation keeps"),
+    ],
+    ids=["to try", "without a checkpoint", "interrupted", "out of memory"],
+)
+def test_the_fifth_line_is_the_next_command(
+    config: TrainConfig, make_result: Callable[..., RunResult], changes: dict[str, Any], said: str
+) -> None:
+    home = Place.of("runs/one")
+    *_, (name, step) = report.opening_lines(config, make_result(**changes), home, None)
+    assert name == "Next"
+    assert step.startswith(said.format(home=home))
+
+
+@pytest.mark.usefixtures("working_folder")
+def test_a_run_links_to_the_run_that_made_its_data(
+    config: TrainConfig, result: RunResult, tmp_path: Path, small_shards: Path
+) -> None:
+    """It is named beside the manifest, so that the fingerprint is the same whoever made the shards."""
+    folder = Path(shutil.copytree(small_shards, tmp_path / "tokens"))
+    maker = create_run("pipeline", "tokens")
+    write_json(folder / TRACKING, maker.kept_in(folder))
+    manifest = read_manifest(folder)
+    assert manifest.fingerprint == read_manifest(small_shards).fingerprint
+    key, run = recorded(replace(config, data=str(folder)), result, manifest)
+    assert run.data.tags["data.run"] == maker.run_id
+    page = f"#/experiments/{maker.experiment_id}/runs/{maker.run_id}?workflowType=machine_learning"
+    assert note(key)[1] == f"Data: [tokens]({page})"
+
+
+def test_a_run_in_another_store_is_named_and_an_unknown_one_is_not(tmp_path: Path, small_shards: Path) -> None:
+    elsewhere = RunKey("https://mlflow.example.org", "3", "4711", "journal")
+    assert page_link(elsewhere, "tokens", store="sqlite:////home/mlflow.db") == (
+        "tokens (MLflow run `4711` in https://mlflow.example.org)"
+    )
+    assert made_by(small_shards) is None
+    folder = Path(shutil.copytree(small_shards, tmp_path / "tokens"))
+    for unknown in ("{damaged", json.dumps(RunKey("sqlite:////gone/mlflow.db", "3", "1", "j").kept_in(folder))):
+        (folder / TRACKING).write_text(unknown)
+        assert made_by(folder) is None
+
+
+@pytest.mark.usefixtures("working_folder")
+def test_a_search_links_to_the_run_that_trained_with_its_winner(tmp_path: Path) -> None:
+    search, run = create_run("tune", "search"), create_run("train", "best")
+    with Tracker(search) as tracker:
+        tracker.note("**What:** the fastest way\n\n| a table |")
+    home = tmp_path / "runs" / "search"
+    home.mkdir(parents=True)
+    write_json(home / "search.json", {"parent": search.kept_in(home)})
+    with Tracker(run) as tracker:
+        report.record_search(tracker, "best", home / "best.json")
+        report.record_search(tracker, "best", tmp_path / "config.json")  # which no search has left
+    assert note(search) == [
+        "**What:** the fastest way",
+        f"Trained with its winner: [best](#/experiments/{run.experiment_id}/runs/{run.run_id}"
+        "?workflowType=machine_learning)",
+        "| a table |",
+    ]
+    client = MlflowClient(run.store)
+    assert client.get_run(search.run_id).data.tags["trained.run"] == run.run_id
+    assert client.get_run(run.run_id).data.tags["search.run"] == search.run_id

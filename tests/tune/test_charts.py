@@ -17,6 +17,7 @@ from train.resolve import resolve
 from tune.charts import draw
 from tune.space import make_space
 from tune.strategy.memory_aware import MemorySearcher
+from tune.strategy.ranking import rank
 from tune.trial.row import TrialRow, feasible
 
 BASE = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
@@ -49,6 +50,21 @@ def path(line: Line2D) -> list[tuple[float, float]]:
 
 def labels(figure: Figure) -> set[str]:
     return set(figure.axes[0].get_legend_handles_labels()[1])
+
+
+def test_the_leaderboard_begins_with_the_winner(
+    search: tuple[list[TrialRow], MemorySearcher], charts: dict[str, Figure]
+) -> None:
+    rows, memory = search
+    axes = charts["leaderboard"].axes[0]
+    ranked = rank(rows)
+    assert [text.get_text() for text in axes.get_yticklabels()] == [
+        memory.space.label(entry.candidate) for entry in ranked[:20]
+    ]
+    speeds = [x for x, _ in path(axes.lines[0])]
+    assert speeds == [entry.tokens_per_second for entry in ranked[:20]]
+    assert axes.yaxis_inverted()
+    assert labels(charts["leaderboard"]) == {"control"}
 
 
 def test_memory_and_limit(search: tuple[list[TrialRow], MemorySearcher], charts: dict[str, Figure]) -> None:

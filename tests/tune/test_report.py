@@ -103,6 +103,23 @@ def test_who_won_and_by_how_much() -> None:
     assert best_json(SEARCH, [row(16, "oom")]) is None
 
 
+def test_a_search_is_told_in_five_lines_above_its_table() -> None:
+    rows = [row(4, speed=100.0), row(8, speed=150.0), row(16, "oom", "tried | to <allocate>")]
+    first, table, *_ = summary(SEARCH, rows).split("\n\n")
+    assert first.split("  \n") == [
+        "**What:** the fastest way to 16 sequences per step under 4GB: micro-batch 8 x 2; 3 trials in 30s, searcher memory",
+        "**Speed:** 150 tokens/s (95%: 149 to 152)",
+        "**Memory:** 8.00 of 4.00 GB",
+        "**Gain:** 1.500 x the control's speed",
+        f"**Next:** `python -m train.run --config {SEARCH.place}/best.json`",
+    ]
+    assert table.splitlines()[2] == "| 1 | micro-batch 8 x 2 | 150 | ± 1.0% | 1.500 x | 8.00 | 1 | winner |"
+    assert table.splitlines()[-1].endswith("| oom: tried \\| to &lt;allocate> |")
+    first, why, *_ = summary(SEARCH, [row(8, "failed", "no driver")]).split("\n\n")
+    assert first.split("  \n")[1] == "**Why:** no winner: 1 of 1 trials failed"
+    assert why == "- m8: no driver"
+
+
 def test_a_tie_is_marked_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row(4, speed=100.0), row(8, speed=101.0), row(1, speed=50.0)]
     print_end(SEARCH, rows)

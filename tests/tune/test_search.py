@@ -128,7 +128,7 @@ def test_a_search_leaves_rows_files_and_runs(folder: Path, searched: Path) -> No
     left = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert left == {"trials.csv", "summary.md", "best.json", "search.json", "charts"}
     charts = {Path(file.path).stem for file in client.list_artifacts(parent.info.run_id, "charts")}
-    assert charts == {"memory_by_micro_batch", "speed_by_micro_batch", "pareto", "progress"}
+    assert charts == {"leaderboard", "memory_by_micro_batch", "speed_by_micro_batch", "pareto", "progress"}
     speeds = [client.get_metric_history(r.info.run_id, "result/tokens_per_second") for r in children]
     assert {point.step for points in speeds for point in points} == {0}, "for which MLflow draws bars"
 

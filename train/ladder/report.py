@@ -9,6 +9,7 @@ from rich.table import Table
 from infra import provenance
 from infra.command import console
 from infra.errors import UserError
+from infra.markdown import facts
 from infra.place import Place
 from infra.storage import is_remote, write_json, write_text
 from infra.tracking.tracker import Tracker
@@ -17,7 +18,7 @@ from train.ladder import study
 from train.ladder.charts import loss_chart, speed_chart
 from train.ladder.published import NAME
 from train.ladder.runner import Ladder, Measured
-from train.ladder.standings import Part, legend, markdown, parts, standings, table
+from train.ladder.standings import Part, legend, markdown, opening_lines, parts, standings, table
 
 
 def publish(
@@ -37,7 +38,7 @@ def publish(
         "rows": [asdict(row) for row in rows],
     }  # fmt: skip
     write_json(folder / "standings.json", found)
-    text = markdown(suite, rows, speeds)
+    text = f"{facts(opening_lines(suite, rows, device, folder.name))}\n\n{markdown(suite, rows, speeds)}"
     shown: list[Table | str] = ["", *table(suite, rows, console.width), "", *legend(suite, rows, speeds)]
     shown += [piece for part in parts(suite, rows) for piece in ("", *part.terminal(console.width))]
     compared: list[Part] = []

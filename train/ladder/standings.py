@@ -5,6 +5,7 @@ In: the controls and rungs of a ladder. Out: rows, for the terminal's table, Mar
 
 import json
 import math
+import shlex
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -342,6 +343,27 @@ def table(suite: Suite, rows: list[Row], width: int) -> list[Table]:
     """The closing table for a terminal of this width."""
     heading, *lines = zip(*columns(header(suite), [cells(row, suite) for row in rows]), strict=True)
     return list(tables(heading, lines, suite.title, width))
+
+
+def opening_lines(suite: Suite, rows: list[Row], device: str, name: str) -> list[tuple[str, str]]:
+    """What someone who opens the page of the ladder ``name`` wants to know first, in five lines."""
+    ran = [row for row in rows if row.speed is not None and row.low is not None and row.high is not None]
+    base, best = ran[0], max(ran, key=lambda row: row.speed or 0.0)
+    speed = f"{best.speed:,.0f} tokens/s (95%: {best.low:,.0f} to {best.high:,.0f})"
+    if best is not base:
+        speed += f" with {best.name}, {base.speed:,.0f} of the baseline"
+    gain = best.total
+    over = "no rung is faster than the baseline"
+    if gain:
+        over = f"{gain.ratio:.2f} times the baseline (95%: {gain.low:.2f} to {gain.high:.2f})"
+        over += "" if gain.different else ", which may be none"
+    return [
+        ("What", f"{suite.title}; {len(ran) - 1} of {len(rows) - 1} rungs ran on {device}"),
+        ("Speed", speed),
+        ("Memory", f"{best.gib or 0:.2f} GiB, {base.gib or 0:.2f} GiB of the baseline"),
+        ("Gain", over),
+        ("Next", f"`python -m infra.report {shlex.quote(name)}`"),
+    ]
 
 
 def markdown(suite: Suite, rows: list[Row], controls: Sequence[float]) -> str:

@@ -75,7 +75,7 @@ def measure(
     result = with_matmul_efficiency(result, config, out or run.home.path.parent)
     write_json(run.home.result, to_json(result))
     run.home.send(run.home.cycles, run.home.stream, run.home.result)
-    report.record_end(tracker, config, result, gpu)
+    report.record_end(tracker, config, result, gpu, run.home.place, run.memory_limit)
     tracker.status = {"finished": "FINISHED", "interrupted": "KILLED"}.get(result.outcome, "FAILED")
     return result, gpu
 

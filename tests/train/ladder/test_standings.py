@@ -23,6 +23,7 @@ from train.ladder.standings import (
     legend,
     loss_at,
     markdown,
+    opening_lines,
     standings,
     times,
     utilisation,
@@ -54,6 +55,20 @@ def measured(tmp_path: Path, make_result: Callable[..., RunResult]) -> Callable[
         return Measured(name, name, config, result, predicted=3 * GIB // 2)
 
     return made
+
+
+def test_a_ladder_is_told_in_five_lines() -> None:
+    assert opening_lines(FLAT, ROWS, "NVIDIA H100", "a ladder") == [
+        ("What", "Mine; 2 of 3 rungs ran on NVIDIA H100"),
+        ("Speed", "1,500 tokens/s (95%: 1,490 to 1,510) with first, 1,000 of the baseline"),
+        ("Memory", "9.00 GiB, 10.00 GiB of the baseline"),
+        ("Gain", "1.50 times the baseline (95%: 1.40 to 1.60)"),
+        ("Next", "`python -m infra.report 'a ladder'`"),
+    ]
+    alone = dict(opening_lines(FLAT, ROWS[:1], "cpu", "one"))
+    assert (alone["Speed"], alone["Gain"]) == (
+        "1,000 tokens/s (95%: 990 to 1,003)", "no rung is faster than the baseline"
+    )  # fmt: skip
 
 
 def test_each_rung_is_compared_with_its_own_controls(measured: Callable[..., Measured], tmp_path: Path) -> None:
