@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 
 from infra.gpu import GpuMeter, GpuReading
+from infra.thinning import stride
 from infra.units import GIB
 
 PERIOD = 1.0
@@ -35,7 +36,7 @@ def interval(second: int) -> int:
 
     An hour has 354 points of each metric and a day 624: with the twelve of a GPU and its machine, 7,488 in all.
     """
-    return 1 << ((second // POINTS + 1).bit_length() - 1)
+    return stride(second, POINTS)
 
 
 class Telemetry:

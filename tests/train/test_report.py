@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,12 @@ from train.model_config import ModelConfig
 from train.result import Memory, RunResult, Throughput
 
 Make = Callable[..., RunResult]
+
+CYCLE: dict[str, Any] = {
+    "step": 12, "step_losses": [5.0, 4.0, 3.0], "train_loss": 4.0, "val_loss": 0.0, "cycle_tokens": 1000,
+    "seconds": 4.0, "train_tokens": 4000, "books": 0.5, "elapsed": 9.0, "train_seconds": 3.0,
+    "data_wait_seconds": 0.25, "optimizer_seconds": 0.5, "learning_rate": 1e-3, "gradient_norm": 2.0,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -56,12 +63,7 @@ def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
 
 
 def test_a_cycle_in_mlflow_has_each_steps_loss_at_its_step() -> None:
-    cycle: dict[str, Any] = {
-        "step": 12, "step_losses": [5.0, 4.0, 3.0], "train_loss": 4.0, "val_loss": 0.0, "cycle_tokens": 1000,
-        "seconds": 4.0, "train_tokens": 4000, "books": 0.5, "elapsed": 9.0, "train_seconds": 3.0,
-        "data_wait_seconds": 0.25, "optimizer_seconds": 0.5, "learning_rate": 1e-3, "gradient_norm": 2.0,
-    }  # fmt: skip
-    *steps, (last, found) = report.cycle_metrics(cycle)
+    *steps, (last, found) = report.cycle_metrics(CYCLE)
     assert steps == [(10, {"loss/step": 5.0}), (11, {"loss/step": 4.0}), (12, {"loss/step": 3.0})]
     assert last == 12
     assert found == {
@@ -71,8 +73,27 @@ def test_a_cycle_in_mlflow_has_each_steps_loss_at_its_step() -> None:
         "detail/time/optimizer_seconds": 0.5, "optimizer/learning_rate": 1e-3, "optimizer/gradient_norm": 2.0,
     }  # fmt: skip
     for no_perplexity in (None, 1000.0):
-        *_, (_, found) = report.cycle_metrics(cycle | {"val_loss": no_perplexity})
+        *_, (_, found) = report.cycle_metrics(CYCLE | {"val_loss": no_perplexity})
         assert found["detail/loss/val_perplexity"] is None
+
+
+def curve(cycles: list[int]) -> list[int]:
+    """The steps whose losses are in MLflow, of a run that was reported at the end of each of these ``cycles``."""
+    shown: list[int] = []
+    for first, last in pairwise([0, *cycles]):
+        cycle = CYCLE | {"step": last, "step_losses": [float(step) for step in range(first + 1, last + 1)]}
+        *steps, _ = report.cycle_metrics(cycle)
+        assert all(values == {"loss/step": float(step)} for step, values in steps)
+        shown += [step for step, _ in steps]
+    return shown
+
+
+def test_the_losses_of_a_long_run_are_thinned_the_same_however_it_was_reported() -> None:
+    """Wherever its cycles end, or it was continued."""
+    shown = curve([5000])
+    assert shown[:1001] == [*range(1, 1000), 1000, 1002]
+    assert shown[-2:] == [4996, 5000]
+    assert curve([7, 1501, 1502, 3333, 5000]) == shown
 
 
 def test_a_result_in_mlflow(config: TrainConfig, make_result: Make) -> None:
