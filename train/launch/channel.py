@@ -8,7 +8,7 @@ at a flag, which a thread sets. Imports no torch, because the actor's process st
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any

@@ -24,6 +24,9 @@ from train.result import RunResult
 Make = Callable[..., RunResult]
 
 
+KEY = RunKey("", "", "", "")
+
+
 def in_folder(folder: Path) -> WorkingCopy:
     """Where a ladder on this machine writes."""
     return WorkingCopy(Place.of(folder), folder)
@@ -75,7 +78,7 @@ def test_a_control_stands_around_every_rung_that_ran(
     suite = Suite("mine", "Mine", {"checkpointing": "full"}, RUNGS, cumulative)
     made = MadeUp(
         in_folder(tmp_path),
-        RunKey("", "", "", ""),
+        KEY,
         suite,
         base,
         manifest,
@@ -130,7 +133,7 @@ def test_a_cpu_runs_every_rung_but_those_for_other_hardware(
     cpu = DeviceFacts("cpu", "cpu", bf16=native)
     made = MadeUp(
         in_folder(tmp_path),
-        RunKey("", "", "", ""),
+        KEY,
         short,
         base,
         manifest,
@@ -167,7 +170,7 @@ def test_a_change_with_a_larger_batch_is_first_run_at_the_batch_before_it(
     suite = Suite("mine", "Mine", {"batch": 4}, LARGER, cumulative)
     made = TooLarge(
         in_folder(tmp_path),
-        RunKey("", "", "", ""),
+        KEY,
         suite,
         base,
         manifest,
@@ -200,7 +203,7 @@ def test_a_fitted_rung_is_first_run_at_the_batch_before_it(
     limit = predict_peak(replace(base, micro_batch=64, global_batch=192)).total
     suite = Suite("mine", "Mine", {}, (Rung("checkpointing", {"checkpointing": "full"}),))
     made = MadeUp(
-        in_folder(tmp_path), RunKey("", "", "", ""), suite, base, manifest, memory_limit=limit, fit=True,
+        in_folder(tmp_path), KEY, suite, base, manifest, memory_limit=limit, fit=True,
         facts=DeviceFacts("cpu", "cpu"), result=make_result(),
     )  # fmt: skip
     controls, (same, larger) = made.run()
@@ -235,7 +238,7 @@ def test_a_fitted_batch_that_does_not_fit_is_made_smaller(
     limit = predict_peak(replace(base, micro_batch=64, global_batch=192)).total
     said: list[str] = []
     made = Misjudged(
-        in_folder(tmp_path), RunKey("", "", "", ""), Suite("mine", "Mine", {}, RETRIED, cumulative), base, manifest,
+        in_folder(tmp_path), KEY, Suite("mine", "Mine", {}, RETRIED, cumulative), base, manifest,
         memory_limit=limit, fit=True, say=said.append, facts=DeviceFacts("cpu", "cpu"), result=make_result(), most=50,
     )  # fmt: skip
     controls, (rate, same, larger, seed) = made.run()
@@ -261,14 +264,14 @@ def test_smaller_batches_are_tried_a_few_times_only(
     suite = Suite("mine", "Mine", {}, (Rung("checkpointing", {"checkpointing": "full"}),))
     facts = DeviceFacts("cpu", "cpu")
     hopeless = Misjudged(
-        in_folder(tmp_path), RunKey("", "", "", ""), suite, base, manifest, memory_limit=limit, fit=True, say=lambda text: None,
+        in_folder(tmp_path), KEY, suite, base, manifest, memory_limit=limit, fit=True, say=lambda text: None,
         facts=facts, result=make_result(), most=1,
     )  # fmt: skip
     with pytest.raises(UserError, match="3 smaller batches did not fit either: give a larg"):
         hopeless.run()
     assert [config.micro_batch for _, config in hopeless.ran] == [64, 56, 48, 40]
     plain = Misjudged(
-        in_folder(tmp_path), RunKey("", "", "", ""), replace(suite, base={"batch": 64}), base, manifest, memory_limit=limit,
+        in_folder(tmp_path), KEY, replace(suite, base={"batch": 64}), base, manifest, memory_limit=limit,
         say=lambda text: None, facts=facts, result=make_result(), most=50,
     )  # fmt: skip
     with pytest.raises(UserError, match="Give --fit"):
@@ -300,7 +303,7 @@ def test_other_numerics_are_run_with_several_seeds(
     modern = DeviceFacts("cpu", "cpu", bf16=True)
     made = Seeded(
         in_folder(tmp_path),
-        RunKey("", "", "", ""),
+        KEY,
         suite,
         base,
         manifest,
@@ -323,7 +326,7 @@ def test_other_numerics_are_run_with_several_seeds(
     alone = replace(suite, seeds=1)
     once = Seeded(
         in_folder(tmp_path),
-        RunKey("", "", "", ""),
+        KEY,
         alone,
         base,
         manifest,
@@ -340,8 +343,8 @@ def test_fitting_a_rung_changes_its_batch_alone(
     """What it leaves open stays open, or its finished run would not count when the ladder is continued."""
     left_open = replace(base, device="auto", precision="auto", attention="auto")
     made = MadeUp(
-        in_folder(tmp_path), RunKey("", "", "", ""), Suite("mine", "Mine", {}, (Rung("seed", {"seed": 1}),)), left_open, manifest,
-        memory_limit=10**9, fit=True, facts=DeviceFacts("cpu", "cpu"), result=make_result(),
+        in_folder(tmp_path), KEY, Suite("mine", "Mine", {}, (Rung("seed", {"seed": 1}),)), left_open,
+        manifest, memory_limit=10**9, fit=True, facts=DeviceFacts("cpu", "cpu"), result=make_result(),
     )  # fmt: skip
     controls, _ = made.run()
     found = config_from_json(controls[0].config, "test")
@@ -361,7 +364,7 @@ def test_a_ladder_ends_where_its_control_does(
     suite = Suite("mine", "Mine", {}, RUNGS)
     made = Failing(
         in_folder(tmp_path),
-        RunKey("", "", "", ""),
+        KEY,
         suite,
         base,
         manifest,
