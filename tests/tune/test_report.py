@@ -118,7 +118,7 @@ def test_a_search_is_told_in_five_lines_above_its_table() -> None:
     assert table.splitlines()[-1].endswith("| oom: tried \\| to &lt;allocate> |")
     first, why, *_ = summary(SEARCH, [row(8, "failed", "no driver")]).split("\n\n")
     assert first.split("  \n")[1] == "**Why:** no winner: 1 of 1 trials failed"
-    assert why == "- m8: no driver"
+    assert why == "- micro-batch 8 x 2: no driver"
 
 
 def test_a_tie_is_marked_and_named(capsys: pytest.CaptureFixture[str]) -> None:
