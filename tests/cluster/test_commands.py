@@ -39,7 +39,8 @@ CONTENTS = """
 import json, sys
 from infra.place import Place
 place = Place.of(sys.argv[1])
-print(json.dumps({name: place.checksum(name) for name in place.files() if not name.endswith(".lock")}))
+made = [name for name in place.files() if not name.endswith((".lock", "tracking.json"))]
+print(json.dumps({name: place.checksum(name) for name in made}))
 """
 LOSE = """
 from infra.place import Place
