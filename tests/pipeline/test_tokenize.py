@@ -77,8 +77,10 @@ def test_one_worker_and_two_make_the_same_bytes(make: Callable[..., Path], store
     assert runs[0].info.status == "FINISHED"
     assert runs[0].data.metrics["books/kept"] == 40
     assert "throughput/tokens_per_second" in runs[0].data.metrics
-    two_runs = [made_by(folder) for folder in (two, one)]
-    assert [key and key.run_id for key in two_runs] == [run.info.run_id for run in runs]
+    newest = [made_by(folder) for folder in (two, one)]
+    assert [key and key.run_id for key in newest] == [run.info.run_id for run in runs[:2]], (
+        "other tests share the store"
+    )
     assert "slowest" in runs[0].data.tags["mlflow.note.content"].lower()
     assert [file.path for file in client.list_artifacts(runs[0].info.run_id)] == [
         "config.json", "manifest.json", "quarantine.jsonl",
