@@ -193,7 +193,7 @@ def test_over_the_limit_is_an_outcome(folder: Path, small_shards: Path, capfd: p
     assert "nothing fits under 100MB" in capfd.readouterr().out
     parent, (child,) = runs(folder, "tight")
     assert (parent.info.status, child.info.status) == ("FAILED", "FINISHED")
-    assert "Nothing fits under 100MB" in parent.data.tags["mlflow.note.content"]
+    assert "nothing fits under 100MB" in parent.data.tags["mlflow.note.content"]
     rows = list(csv.DictReader((folder / "runs/tight/trials.csv").open()))
     assert [row["outcome"] for row in rows] == ["over_limit"]
     assert not (folder / "runs/tight/best.json").exists()
