@@ -6,6 +6,7 @@ object storage and nothing else; scratch is what each of them has for itself.
 
 import hashlib
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -241,6 +242,12 @@ class Place:
 
         with ThreadPoolExecutor(REQUESTS) as pool:
             list(pool.map(remove, names))
+
+
+def refuse_name(name: str) -> None:
+    """Raise ``UserError`` when what ``--name`` calls so cannot be kept in object storage under that name."""
+    if not re.fullmatch(r"[\w.-]*[\w-][\w.-]*", name, re.ASCII):
+        raise UserError(f"--name {name!r} is not a name for object storage: use letters, digits, '.', '_' and '-'.")
 
 
 def scratch(*parts: str) -> Path:

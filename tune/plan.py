@@ -4,14 +4,13 @@ In: a search's config. Out: a :class:`Search`, which whoever runs, records or re
 Raises ``UserError`` in one sentence for what cannot work, because a search that starts anyway wastes hours.
 """
 
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from infra.errors import UserError
-from infra.place import Place, WorkingCopy
+from infra.place import Place, WorkingCopy, refuse_name
 from pipeline.shards import Manifest, read_manifest
 from train.checkpoint.run_folder import new_folder
 from train.resolve import resolve
@@ -120,8 +119,7 @@ def _refuse_taken(place: Place, out: str, name: str) -> None:
     if not place.remote:
         new_folder(Path(out), name, begun=(TRIALS, LOCK))
         return
-    if not re.fullmatch(r"[\w.-]*[\w-][\w.-]*", name, re.ASCII):
-        raise UserError(f"--name {name!r} is not a name for object storage: use letters, digits, '.', '_' and '-'.")
+    refuse_name(name)
     if place.exists(KEPT):
         raise UserError(f"{place} exists already: continue it with --resume {name}, or give another --name.")
 

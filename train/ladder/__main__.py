@@ -288,11 +288,11 @@ def continued(options: LadderOptions, copy: WorkingCopy) -> tuple[LadderOptions,
 
     place, found = copy.place, kept(copy)
     values, key = found["options"], found["key"]
-    if not values["fit"] and values["memory_limit"] == FITTED:  # earlier versions kept it without --fit, too
-        values["memory_limit"] = None
     try:
+        if not values["fit"] and values["memory_limit"] == FITTED:  # earlier versions kept it without --fit, too
+            values["memory_limit"] = None
         options = from_json(LadderOptions, to_json(options) | values, "its options")
-    except UserError as damage:
+    except (ValueError, KeyError) as damage:
         raise damaged(copy, damage) from damage
     home, key = key.home, parent(copy, key)
     if not Place.of(options.data).exists(MANIFEST):

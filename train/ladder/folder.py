@@ -5,14 +5,13 @@ the files for people. In object storage the driver works in a local copy, and se
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from infra.errors import UserError
-from infra.place import Place, WorkingCopy, scratch
+from infra.place import Place, WorkingCopy, refuse_name, scratch
 from infra.schema import from_json
 from infra.storage import lock, write_json
 from infra.tracking.key import RunKey
@@ -27,8 +26,7 @@ def new_place(out: str, name: str) -> Place:
     place = Place.of(out) / name
     if not place.remote:
         return Place.of(new_folder(Path(out), name))
-    if not re.fullmatch(r"[\w.-]*[\w-][\w.-]*", name, re.ASCII):
-        raise UserError(f"--name {name!r} is not a name for object storage: use letters, digits, '.', '_' and '-'.")
+    refuse_name(name)
     place.refuse_unusable("--out")
     if place.files():
         raise UserError(f"{place} exists already: continue it with --resume {name}, or give another --name.")

@@ -482,7 +482,7 @@ def test_damaged_files_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     key = {"store": "sqlite:///mlflow.db", "experiment_id": "1", "run_id": "0" * 32, "journal": "journal"}
     whole = {"options": saved(LadderOptions()) | {"suite": 5}, "key": key}
     whole |= {"device": "cpu", "rows": [{"name": "baseline", "speed": "fast"}]}
-    for text in ("{", "{}", '{"options": 3, "key": {}}', json.dumps(whole)):
+    for text in ("{", "{}", '{"options": 3, "key": {}}', json.dumps(whole | {"options": {}}), json.dumps(whole)):
         Path("runs/one/ladder.json").write_text(text)
         assert command(monkeypatch, "--resume", "one") == 2
         assert "ladder.json is damaged" in " ".join(capfd.readouterr().err.split())
