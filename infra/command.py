@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
+from rich.segment import Segment
 
 from infra import flags
 from infra.errors import UserError
@@ -52,6 +53,11 @@ class _Console(Console):
             super().print(*shown, **how)
         except OSError:  # a terminal that was closed, a log on a disk that is full
             self.on_broken_pipe()
+
+    def render(self, *things: Any, **how: Any) -> Iterator[Segment]:
+        """What rich makes of tables, Markdown and live lines, which may contain such names, too."""
+        for segment in super().render(*things, **how):
+            yield segment if segment.control else Segment(segment.text.translate(_VISIBLE), segment.style)
 
     def prose(self, text: str) -> None:
         """Print a paragraph: on a terminal wrapped between words, in a pipe in one line."""

@@ -12,6 +12,10 @@ SCRIPT = """
 import signal, sys, time, weakref
 from dataclasses import dataclass
 from pathlib import Path
+from rich.markdown import Markdown
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
 from infra import command
 
 @dataclass(frozen=True)
@@ -35,7 +39,14 @@ def main(options):
         command.errors.print("two")
         return 3
     if options.do == "name":
-        command.console.print("books/\\x1b]0;renamed\\x07\\x1b[2J\\x9b2Jtext\\n", markup=False)
+        name = "books/\\x1b]0;renamed\\x07\\x1b[2J\\x9b2Jtext"
+        command.console.print(name + "\\n", markup=False)
+        table = Table("book", title=name)
+        table.add_row(name)
+        with Progress(console=command.console) as bar:
+            bar.add_task(name)
+            for shown in (Markdown(f"`{name}`"), table, Text(name)):
+                command.console.print(shown)
     if options.do == "interrupt":
         raise KeyboardInterrupt
     if options.do in ("hang up", "left alone"):
@@ -111,7 +122,10 @@ def test_a_mistake_is_one_sentence_with_its_brackets_kept() -> None:
 
 def test_a_name_cannot_control_the_terminal() -> None:
     printed = subprocess.run([sys.executable, "-c", SCRIPT, "--do", "name"], capture_output=True, cwd=Path.cwd()).stdout
-    assert printed.decode() == "books/␛]0;renamed␇␛[2J\ufffd2Jtext\n\n"
+    shown = printed.decode()
+    assert shown.startswith("books/␛]0;renamed␇␛[2J\ufffd2Jtext\n\n")
+    assert shown.count("␛]0;renamed") == 6, "as a line, a bar, Markdown, a table's title and cell, and text"
+    assert not set(shown) & {chr(code) for code in (*range(32), *range(0x7F, 0xA0)) if chr(code) != "\n"}
 
 
 def test_a_name_that_is_too_long_is_refused() -> None:
