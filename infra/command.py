@@ -25,6 +25,7 @@ from rich.markup import escape
 from rich.segment import Segment
 
 from infra import flags
+from infra.credentials import has_secret
 from infra.errors import UserError
 from infra.help import HELP, HELP_ALL, Sections, usage
 
@@ -123,6 +124,14 @@ def run(
     for word in sys.argv[1:]:
         if re.search("[\ud800-\udfff]", word):  # bytes that are not UTF-8
             refuse(UserError(f"{word!r} is not UTF-8, which Ray requires: rename it, or name the folder it is in."))
+        if has_secret(word):
+            refuse(
+                UserError(
+                    "an address on the command line contains a password, a token or a key, which the list of processes "
+                    "shows and the results would keep: remove it, and set variables of the environment, such "
+                    "as MLFLOW_TRACKING_PASSWORD, PGPASSWORD, AWS_SECRET_ACCESS_KEY or HF_TOKEN."
+                )
+            )
     if asked := {HELP, HELP_ALL, "-h"} & set(sys.argv[1:]):
         width = max(60, min(console.width, 100))
         text = usage(config, prog, description, sections, default, whole=HELP_ALL in asked, width=width)

@@ -21,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 import pyarrow.fs as fs
 from filelock import FileLock, Timeout
 
+from infra.credentials import has_secret
 from infra.errors import UserError, first_line
 
 TEMPORARY = ".partial-"
@@ -157,7 +158,7 @@ def locate(uri: str) -> tuple[Any, str]:
     bucket = parts.netloc.rpartition("@")[2]
     if not bucket:
         raise UserError(f"{uri} names no bucket: write for example {parts.scheme}://bucket/folder.")
-    if parts.password is not None:
+    if has_secret(uri):
         raise UserError(
             f"the address of the bucket {bucket} contains a secret key, which would be kept with the results: remove "
             "it and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the environment variables of your storage."

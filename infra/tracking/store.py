@@ -16,6 +16,7 @@ from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
 from mlflow.tracking import MlflowClient
 
 from infra.command import errors, uninterrupted
+from infra.credentials import has_secret
 from infra.errors import UserError, first_line
 from infra.provenance import user
 from infra.tracking import open_runs, saved_views
@@ -37,7 +38,7 @@ def store_uri(tracking_uri: str | None = None) -> str:
     and readable in the list of processes.
     """
     uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
-    if urlsplit(uri).password is not None:
+    if has_secret(uri):
         raise UserError(
             f"the address of the MLflow store at {urlsplit(uri).hostname} contains a password: remove it, and set "
             "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (PGUSER and PGPASSWORD for PostgreSQL)."

@@ -142,6 +142,14 @@ def test_a_flag_that_is_not_unicode_is_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("flags", [["--do", "http://me:canary@host/books"], ["--do=pg://host/db?password=canary"]])
+def test_a_secret_on_the_command_line_is_refused_and_not_repeated(flags: list[str]) -> None:
+    done = run(*flags)
+    assert done.returncode == 2
+    assert "contains a password, a token or a key" in done.stderr
+    assert "canary" not in done.stdout + done.stderr
+
+
 def test_a_contradictory_config_is_refused_in_one_sentence() -> None:
     done = run("--do", "contradict")
     assert "--do contradict disagrees with itself." in done.stderr + done.stdout

@@ -132,9 +132,11 @@ def test_a_password_in_the_address_is_refused_and_not_repeated(monkeypatch: pyte
     with pytest.raises(UserError, match=r"contains a password.*MLFLOW_TRACKING_PASSWORD") as refused:
         create_run("train", "secret", tracking_uri=address)
     assert "canary" not in str(refused.value)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-    with pytest.raises(UserError, match="contains a password"):
-        open_store()
+    for hidden in (address, "postgresql://127.0.0.1:1/mlflow?password=canary"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", hidden)
+        with pytest.raises(UserError, match="contains a password") as refused:
+            open_store()
+        assert "canary" not in str(refused.value)
 
 
 def test_entries_survive_the_server_and_arrive_later(
