@@ -10,7 +10,8 @@ import ipaddress
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from infra.errors import UserError
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Have a Ray that is started in this block listen on 127.0.0.1 only.
+    """Have a Ray that is started in this block listen on 127.0.0.1 only, and its token read by this user only.
 
     By default it listens on all addresses of the machine. The only switch is meant for macOS and Windows, where Ray
     does not form clusters: an environment variable, which Ray's processes read when they start and this process has
@@ -34,7 +35,19 @@ def on_loopback() -> Iterator[None]:
         _replaced("ray._private.ray_constants", "ENABLE_RAY_CLUSTER", lambda _: False),
     ):
         refuse_exposed()
+        _keep_token_private()
         yield
+
+
+def _keep_token_private() -> None:
+    """Close the folder of Ray's token to other users of this machine, who could otherwise run code as this one.
+
+    They reach 127.0.0.1, where only the token stops them. Ray makes it on its first start, in a file that all can read.
+    """
+    with suppress(OSError, RuntimeError):  # there is no home, or one that cannot be written
+        folder = Path.home() / ".ray"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.chmod(0o700)
 
 
 def refuse_exposed() -> None:

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -37,27 +38,28 @@ with connected(cpus=1):
         await_accelerator("A100")
     except UserError as lack:
         refused = str(lack)
-print(json.dumps([list(found.values()), imported, refused]))
+print(json.dumps([list(found.values()), imported, refused, os.environ.get("RAY_AUTH_MODE")]))
 """
 
 
 @pytest.fixture(scope="module")
-def local_ray(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str, str]:
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str, str, str]:
     """What PROGRAM finds, run as a console script is, from a folder that holds a ``train.py``."""
     folder, script = tmp_path_factory.mktemp("folder"), tmp_path_factory.mktemp("bin") / "program"
     (folder / "train.py").write_text("")
     script.write_text(PROGRAM)
+    unset = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
     done = subprocess.run(
         [sys.executable, str(script)], cwd=folder, capture_output=True, text=True, timeout=120,
-        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+        env=unset | {"PYTHONPATH": str(PROJECT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    processes, imported, refused = json.loads(done.stdout)
-    return processes, imported, refused
+    processes, imported, refused, authentication = json.loads(done.stdout)
+    return processes, imported, refused, authentication
 
 
 def test_a_local_ray_listens_on_loopback_and_is_out_of_our_process_group(
-    local_ray: tuple[list[Any], str, str],
+    local_ray: tuple[list[Any], str, str, str],
 ) -> None:
     (_, _, ours), *rays = local_ray[0]
     assert {"gcs_server", "raylet"} <= {name for name, _, _ in rays}
@@ -69,12 +71,12 @@ def test_a_local_ray_listens_on_loopback_and_is_out_of_our_process_group(
 
 
 def test_workers_import_our_packages_where_the_current_folder_has_one_of_the_same_name(
-    local_ray: tuple[list[Any], str, str],
+    local_ray: tuple[list[Any], str, str, str],
 ) -> None:
     assert local_ray[1] == str(PROJECT / "train" / "__init__.py")
 
 
-def test_an_accelerator_is_not_waited_for_where_no_machine_joins(local_ray: tuple[list[Any], str, str]) -> None:
+def test_an_accelerator_is_not_waited_for_where_no_machine_joins(local_ray: tuple[list[Any], str, str, str]) -> None:
     assert local_ray[2] == "--accelerator A100 is not in the cluster, which has none."
 
 
@@ -106,6 +108,26 @@ def test_a_ray_that_obeys_the_environment_alone_is_accepted(monkeypatch: pytest.
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     with on_loopback():
         pass
+
+
+@pytest.mark.parametrize("before", [None, 0o755])
+def test_the_token_of_a_local_ray_is_for_its_user_alone(
+    before: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if before:
+        (tmp_path / ".ray").mkdir(mode=before)
+    with on_loopback():
+        assert (tmp_path / ".ray").stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    with on_loopback():
+        pass
+
+
+def test_a_local_ray_asks_for_a_token(local_ray: tuple[list[Any], str, str, str]) -> None:
+    """Without anybody having set it: other users of the machine reach 127.0.0.1, too."""
+    assert local_ray[3] == "token"
 
 
 def test_a_ray_that_starts_processes_otherwise_stays_in_our_group_and_that_is_logged(
