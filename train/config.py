@@ -27,7 +27,7 @@ Attention = Literal["auto", "manual", "sdpa", "flash", "cudnn", "efficient", "fl
 Compile = Literal[
     "off", "whole", "blocks", "coordinate-descent", "max-autotune", "max-autotune-graphs", "reduce-overhead"
 ]
-Checkpointing = Literal["none", "full", "alternate", "selective"]
+Checkpointing = Literal["none", "full", "alternate", "selective", "budget"]
 Loss = Literal["plain", "fused"]
 Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adamw-bf16", "adafactor", "muon"]
 Schedule = Literal["cosine", "wsd", "constant"]
@@ -160,7 +160,8 @@ class TrainConfig:
     none: no activations
     full: those of whole blocks, for about a third more arithmetic
     alternate: those of every second block, for about a sixth more arithmetic
-    selective: all but the outputs of matrix products and attention"""
+    selective: all but the outputs of matrix products and attention
+    budget: those that torch.compile finds cheapest to recompute, to halve what is kept (torch 2.13 and later)"""
     loss: Loss = "plain"
     """Cross-entropy loss.
 
@@ -415,6 +416,8 @@ def _pairs(config: TrainConfig):
     selective = ("checkpointing", config.checkpointing == "selective")
     blocks = ("compile", config.compile == "blocks")
     yield selective, blocks, "a compiled block hides what to keep, so all of it is recomputed; use --compile whole"
+    graphless = ("compile", config.compile not in WHOLE_GRAPH)
+    yield ("checkpointing", config.checkpointing == "budget"), graphless, "a compiled graph is what the budget is for"
     yield ("fp8", config.fp8), on_cpu, "8-bit matmuls need a GPU"
     not_bf16 = ("precision", precision in ("fp32", "tf32", "fp16"))
     yield ("fp8", config.fp8), not_bf16, "with it the rest of the model runs in bf16"

@@ -21,6 +21,7 @@ from train.config import SIXTEEN_BITS, WHOLE_GRAPH, TrainConfig, divisors
 from train.estimate.flops import matmul_parameters, recomputed_blocks
 from train.model.gpt import parameter_count
 from train.model.loss import pieces
+from train.model.recompute import BUDGET
 
 WORKSPACE = {"cuda": 32 * 2**20, "cpu": 0}
 """cuBLAS's workspace, in addition to tensors (torch's default on Hopper; 8 MiB on older GPUs)."""
@@ -201,6 +202,7 @@ def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
         "alternate": (again * stream * width + (model.layers - again) * block) / model.layers,  # on average
         "full": stream * width,
         "selective": stream * width + matmuls + 2 * product * width,  # and both projections' outputs
+        "budget": BUDGET * block + (1 - BUDGET) * stream * width,
     }[config.checkpointing]
     if config.checkpointing == "selective" and _materialises(config, kind):
         kept -= product * width

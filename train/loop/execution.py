@@ -15,6 +15,7 @@ from infra.errors import UserError
 from train.config import TrainConfig
 from train.model.attention import ATTENTION, AttentionFunction, MaskFunction, block_mask, dense_mask, ordered_for
 from train.model.gpt import GPT
+from train.model.recompute import refuse_budget
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 MODES = {
@@ -39,6 +40,8 @@ def torch_device(config: TrainConfig) -> torch.device:
 
 def build(config: TrainConfig, device: torch.device) -> GPT:
     """The model of a resolved config with random weights by its seed, on ``device``."""
+    if config.checkpointing == "budget":
+        refuse_budget()
     torch.manual_seed(config.seed)
     model = GPT(
         config.model,

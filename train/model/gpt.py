@@ -136,13 +136,19 @@ class GPT(nn.Module):
         return x
 
     def _block(self, number: int, block: nn.Module, x: Tensor, mask: Mask) -> Tensor:
-        kept = self.checkpointing == "none" or (self.checkpointing == "alternate" and number % 2 == 1)
+        kept = self.checkpointing in ("none", "budget") or (self.checkpointing == "alternate" and number % 2 == 1)
         if kept or not self.training:
             return block(x, mask)
         again = recompute.selective if self.checkpointing == "selective" else recompute.full
         return again(block, x, mask, dropout=self.config.dropout)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        if self.checkpointing == "budget" and self.training:
+            with recompute.budget():
+                return self._forward(tokens, targets)
+        return self._forward(tokens, targets)
+
+    def _forward(self, tokens: Tensor, targets: Tensor | None) -> Tensor:
         x = self.stream(tokens)
         return self.head(self.norm(x)) if targets is None else self.mean_loss(x, targets)
 

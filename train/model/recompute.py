@@ -1,15 +1,18 @@
-"""Activation checkpointing (arXiv 1604.06174): which activations of a block are kept, and which are recomputed.
+"""Activation checkpointing (arXiv 1604.06174): which activations are kept, and which are recomputed.
 
 In: a block and its input. Out: the block's output, the same as without checkpointing, also with dropout: torch restores
-the random state for the recomputation.
+the random state for the recomputation. Or the context of a whole forward pass, in which torch.compile chooses.
 """
 
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from infra.errors import UserError
 
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 _ATTENTION = {
@@ -18,6 +21,25 @@ _ATTENTION = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
+
+
+BUDGET = 0.5
+"""Share of the activations' memory that is kept between recomputing all blocks (0) and nothing (1)."""
+
+
+def refuse_budget() -> None:
+    """Raise ``UserError`` where this torch has no name for a budget."""
+    if not hasattr(torch.autograd.graph, "region_activation_memory_budget"):
+        raise UserError(f"--checkpointing budget needs torch 2.13 and there is {torch.__version__}: use selective.")
+
+
+def budget() -> AbstractContextManager[None]:
+    """The context of a forward pass of which compiled code keeps ``BUDGET`` of the activations' memory.
+
+    torch's partitioner recomputes those that take the least time, by a knapsack problem. The function is documented,
+    and a prototype.
+    """
+    return torch.autograd.graph.region_activation_memory_budget(BUDGET)
 
 
 def full(block: nn.Module, *inputs: Any, dropout: float) -> Tensor:

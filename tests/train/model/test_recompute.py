@@ -73,6 +73,32 @@ def test_a_kernel_that_draws_random_numbers_is_run_again_with_dropout(
         torch.testing.assert_close(found[name], gradient, msg=name)
 
 
+@pytest.mark.skipif(not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="needs torch 2.13")
+def test_compiled_code_keeps_to_a_budget_and_computes_the_same(small_model: ModelConfig) -> None:
+    tokens = torch.randint(0, 257, (2, small_model.context_length + 1))
+
+    def found(kind: Any) -> tuple[dict[str, Tensor], int]:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model, kept = GPT(replace(small_model, layers=1), checkpointing=kind), dict[int, int]()
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = torch.compile(model, dynamic=False)(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return gradients, sum(size for place, size in kept.items() if place not in weights)
+
+    (expected, all_of_it), (gradients, part) = found("none"), found("budget")
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, msg=name)
+    assert part < 0.9 * all_of_it
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["flash", "efficient", "sdpa"])
 @pytest.mark.parametrize("kind", ["full", "selective"])
