@@ -42,9 +42,23 @@ def commands(marker: str) -> list[str]:
     return [line for line in found if line and not line.startswith(("#", *RUN_BY_OTHERS))]
 
 
+CANARY = "canary-6f1d2c"
+SECRETS = (
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_CLIENT_SECRET", "AZURE_STORAGE_KEY",
+    "AZURE_STORAGE_CONNECTION_STRING", "DATABRICKS_TOKEN", "GITHUB_TOKEN", "GOOGLE_API_KEY", "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN", "KAGGLE_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "OPENAI_API_KEY",
+    "PGPASSWORD", "REDIS_PASSWORD", "SECRET_OF_MY_OWN", "SLACK_WEBHOOK_URL", "WANDB_API_KEY",
+)  # fmt: skip
+"""Variables that hold credentials on the machines of our users; every command here runs with all of them set."""
+
+printed: list[str] = []
+"""What the commands have printed."""
+
+
 def environment(**more: str) -> dict[str, str]:
-    """This environment with its programs first on the path, and ``more``."""
-    return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"} | more
+    """This environment with its programs first on the path, planted secrets, and ``more``."""
+    path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    return os.environ | path | {name: f"{CANARY}-{number}" for number, name in enumerate(SECRETS)} | more
 
 
 def run(command: str, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
@@ -52,6 +66,7 @@ def run(command: str, folder: Path, **more: str) -> subprocess.CompletedProcess[
     done = subprocess.run(
         shlex.split(command), cwd=folder, env=environment(**more), capture_output=True, text=True, check=False
     )
+    printed.extend((done.stdout, done.stderr))
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert "Traceback" not in done.stderr
     return done
@@ -124,6 +139,16 @@ def test_every_command_of_the_readme_works(used: Path) -> None:
     assert outcomes["first"]["steps"] == 12
     assert json.loads((used / "runs/streamed/stream.json").read_text())["books"] >= 4
     assert (used / "exported/model.safetensors").is_file()
+
+
+def test_no_secret_of_the_environment_is_kept_or_printed(used: Path) -> None:
+    """Credentials reach the libraries that need them, and nothing else: not runs, reports, tables or links."""
+    files = [path for path in used.rglob("*") if path.is_file()]
+    assert len(files) > 100
+    assert any(path.name == "mlflow.db" for path in files)
+    assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
+    assert len(printed) > 20
+    assert not any(CANARY in text for text in printed)
 
 
 def test_the_python_of_the_readme_works(used: Path, cluster: str) -> None:

@@ -181,7 +181,8 @@ def test_damage_of_which_nothing_is_said_has_a_name(tmp_path: Path) -> None:
     at = content.rindex(b"PK\x01\x02") + 20
     content[at : at + 8] = MEGABYTE.to_bytes(4, "little") * 2  # bytes of the member, of which the file has fewer
     path.write_bytes(content)
-    assert reasons(read(path)) == {"books.zip/a.txt": "damaged: EOFError"}
+    reason = reasons(read(path))["books.zip/a.txt"]
+    assert reason == "damaged: EOFError" or reason.startswith("damaged: Overlapped entries")  # newer Pythons look first
 
 
 def test_invalid_unicode_in_names_and_strings_is_damage(tmp_path: Path) -> None:
