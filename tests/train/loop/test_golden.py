@@ -132,9 +132,10 @@ STANDS_FOR = {
     ("precision", "fp16"): "bf16",
     ("model.width", 780): 60,
     ("model.width", 832): 52,
+    ("checkpointing", "budget"): "none",
     **dict.fromkeys([("attention", name) for name in ("auto", "flash", "cudnn", "efficient")], "sdpa"),
 }
-"""What a CPU does in place of a GPU's settings."""
+"""What a CPU does in place of a GPU's settings, and code that is not compiled in place of what is for compiled code."""
 
 
 def on_a_cpu(config: TrainConfig, rung: Rung) -> TrainConfig:
