@@ -15,7 +15,7 @@ import psutil
 
 from infra.gpu import GpuMeter, GpuReading
 from infra.thinning import stride
-from infra.units import GIB
+from infra.units import GB
 
 PERIOD = 1.0
 """Seconds between two readings."""
@@ -119,7 +119,7 @@ class Machine:
     def read(self, now: float) -> dict[str, float]:
         """Metrics at ``now``: memory, and the share of processor time since the last reading."""
         values = {
-            "system/worker_memory_gib": self._process.memory_info().rss / GIB,
+            "system/worker_memory_gb": self._process.memory_info().rss / GB,
             "system/machine_memory_percent": psutil.virtual_memory().percent,
         }
         times, machine = self._process.cpu_times(), psutil.cpu_percent()
@@ -136,7 +136,7 @@ def of_gpu(reading: GpuReading) -> dict[str, float]:
     """The metrics of one reading; the mean of those about throttling is a share of time, in percent."""
     found = {
         "system/gpu_utilization_percent": reading.utilization,
-        "system/gpu_memory_gib": None if reading.memory is None else reading.memory / GIB,
+        "system/gpu_memory_gb": None if reading.memory is None else reading.memory / GB,
         "system/gpu_power_watts": reading.watts,
         "system/gpu_temperature_celsius": reading.celsius,
         "system/gpu_sm_clock_mhz": reading.sm_clock,

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-GIB = 2**30
+GB = 10**9
+"""Memory and storage are shown in it throughout, as limits and data sheets name them (torch prints GiB, 2^30)."""
 
 _SIZES = {
     "b": 1,

@@ -19,7 +19,7 @@ from infra.tracking.names import changed, shown
 from infra.tracking.store import add_to_page
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import page_link
-from infra.units import GIB, format_duration
+from infra.units import GB, format_duration
 from pipeline.shards import Manifest, made_by
 from train.config import TrainConfig
 from train.estimate.flops import formulas
@@ -31,7 +31,7 @@ from train.result import RunResult
 METRICS = (
     "loss/step", "loss/train", "loss/val", "throughput/tokens_per_second", "progress/train_tokens",
     "optimizer/learning_rate", "optimizer/gradient_norm", "result/tokens_per_second", "result/mfu", "result/val_loss",
-    "result/kilojoules_per_million_tokens", "memory/process_gib",
+    "result/kilojoules_per_million_tokens", "memory/process_gb",
 )  # fmt: skip
 """The curves and numbers of a run's page in MLflow; its other metrics are under ``detail/``."""
 
@@ -164,8 +164,8 @@ def record_end(
 
 def columns(config: TrainConfig, result: RunResult) -> dict[str, str]:
     """The speed with its interval and the memory with its prediction, as tags that are columns of MLflow's list."""
-    memory, predicted = result.memory.process / GIB, predict_peak(config).total / GIB
-    words = {"memory": f"{memory:.2f} GiB (predicted {predicted:.2f})"}
+    memory, predicted = result.memory.process / GB, predict_peak(config).total / GB
+    words = {"memory": f"{memory:.2f} GB (predicted {predicted:.2f})"}
     if speed := result.throughput:
         words["tokens/s"] = f"{speed.tokens_per_second:,.0f} ({speed.low:,.0f} to {speed.high:,.0f})"
     return words
@@ -174,7 +174,7 @@ def columns(config: TrainConfig, result: RunResult) -> dict[str, str]:
 def prediction_metrics(config: TrainConfig, result: RunResult) -> dict[str, float | None]:
     """The predicted peak, and its error as a fraction of the measured one."""
     total = predict_peak(config).total
-    return {"memory/predicted_gib": total / GIB, "memory/prediction_error": total / result.memory.process - 1}
+    return {"memory/predicted_gb": total / GB, "memory/prediction_error": total / result.memory.process - 1}
 
 
 def formula_metrics(config: TrainConfig, result: RunResult) -> dict[str, float | None]:
@@ -189,11 +189,11 @@ def formula_metrics(config: TrainConfig, result: RunResult) -> dict[str, float |
 def memory_markdown(config: TrainConfig, result: RunResult) -> str:
     """A table of the predicted peak by part, with the sums that were measured."""
     anatomy, memory = predict_peak(config), result.memory
-    rows = [(part, f"{size / GIB:.3f}", "") for part, size in anatomy.parts().items() if size]
+    rows = [(part, f"{size / GB:.3f}", "") for part, size in anatomy.parts().items() if size]
     if memory.allocated is not None:
-        rows.append(("in torch's allocator", f"{anatomy.allocated / GIB:.3f}", f"{memory.allocated / GIB:.3f}"))
-    rows.append(("**process**", f"{anatomy.total / GIB:.3f}", f"{memory.process / GIB:.3f}"))
-    return "\n".join(table(("peak memory, GiB", "predicted", "measured"), rows))
+        rows.append(("in torch's allocator", f"{anatomy.allocated / GB:.3f}", f"{memory.allocated / GB:.3f}"))
+    rows.append(("**process**", f"{anatomy.total / GB:.3f}", f"{memory.process / GB:.3f}"))
+    return "\n".join(table(("peak memory, GB", "predicted", "measured"), rows))
 
 
 def result_metrics(result: RunResult) -> dict[str, float | None]:
@@ -213,9 +213,9 @@ def result_metrics(result: RunResult) -> dict[str, float | None]:
         "result/val_perplexity": result.val_perplexity,
         "result/val_bits_per_byte": result.val_bits_per_byte,
         "result/val_bits_per_character": result.val_bits_per_character,
-        "memory/process_gib": memory.process / GIB,
-        "memory/allocated_gib": memory.allocated and memory.allocated / GIB,
-        "memory/reserved_gib": memory.reserved and memory.reserved / GIB,
+        "memory/process_gb": memory.process / GB,
+        "memory/allocated_gb": memory.allocated and memory.allocated / GB,
+        "memory/reserved_gb": memory.reserved and memory.reserved / GB,
         "memory/allocator_retries": memory.allocator_retries,
         "time/first_step_seconds": result.first_step_seconds,
         "time/data_wait_fraction": result.data_wait_fraction,
@@ -243,10 +243,10 @@ def summary(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
         rows.append(("arithmetic", f"{(result.flops_per_second or 0) / 1e12:,.3f} TFLOP/s; {mfu}"))
     else:
         rows.append(("throughput", "not measured: fewer than three steps after warm-up"))
-    expected = predict_peak(config).total / GIB
+    expected = predict_peak(config).total / GB
     if joules := result.joules_per_million_tokens:
         rows.append(("energy", f"{joules / 1e3:,.3g} kJ per million tokens, of the GPU alone"))
-    rows.append(("peak memory", f"{memory_text(result)}; predicted {expected:.2f} GiB"))
+    rows.append(("peak memory", f"{memory_text(result)}; predicted {expected:.2f} GB"))
     if result.train_loss is not None:
         val = "" if result.val_loss is None else f", validation {result.val_loss:.3f}"
         rows.append(("loss", f"training {result.train_loss:.3f}{val}"))
@@ -279,10 +279,10 @@ def memory_text(result: RunResult) -> str:
     memory = result.memory
     names = {"nvml": "NVML", "reserved": "reserved; NVML does not report it", "rss": "resident set"}
     source = names[memory.process_source]
-    text = f"process {memory.process / GIB:.2f} GiB ({source})"
+    text = f"process {memory.process / GB:.2f} GB ({source})"
     for name, value in (("reserved", memory.reserved), ("allocated", memory.allocated)):
         if value is not None:
-            text += f", {name} {value / GIB:.2f} GiB"
+            text += f", {name} {value / GB:.2f} GB"
     return text
 
 
@@ -338,13 +338,13 @@ def opening_lines(
 ) -> list[tuple[str, str]]:
     """What someone who opens the run's page wants to know first, in five lines."""
     ended = f"{result.outcome}: {result.reason}"
-    speed, memory = result.throughput, result.memory.process / GIB
+    speed, memory = result.throughput, result.memory.process / GB
     fast = "not measured, because the run was too short"
     if speed:
         fast = f"{speed.tokens_per_second:,.0f} tokens/s (95%: {speed.low:,.0f} to {speed.high:,.0f})"
         fast += f", MFU {result.mfu:.1%}" if result.mfu else ""
-    limit = f" of {memory_limit / GIB:.2f} GiB" if memory_limit else " GiB"
-    large = f"{memory:.2f}{limit} (predicted {predict_peak(config).total / GIB:.2f})"
+    limit = f" of {memory_limit / GB:.2f} GB" if memory_limit else " GB"
+    large = f"{memory:.2f}{limit} (predicted {predict_peak(config).total / GB:.2f})"
     good = "no cycle was completed"
     if result.train_loss is not None:
         held_out = "" if result.val_loss is None else f", validation {result.val_loss:.3f}"

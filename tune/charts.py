@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from infra.units import GB
 from tune.space import Candidate, Combination
 from tune.strategy.curves import Curves
 from tune.strategy.memory_aware import MemorySearcher
 from tune.strategy.ranking import UNFIT, rank
 from tune.trial.row import TrialRow, feasible
-
-GB = 1e9
 
 
 def draw(rows: Sequence[TrialRow], memory: MemorySearcher) -> dict[str, Figure]:

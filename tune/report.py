@@ -18,7 +18,7 @@ from infra.markdown import table as markdown_table
 from infra.place import Place
 from infra.schema import to_json
 from infra.storage import write_json, write_text
-from infra.units import format_duration, format_size
+from infra.units import GB, format_duration, format_size
 from train.intervals import Estimate
 from train.ladder.compare import over
 from tune.plan import Search
@@ -27,7 +27,6 @@ from tune.strategy.nodes import comparable
 from tune.strategy.ranking import UNFIT, Ranked, rank
 from tune.trial.row import TrialRow
 
-GB = 1e9
 HEADINGS = ("", "candidate", "tokens/s", "95%", "control", "GB", "runs", "")
 FREE = (
     "The global batch was free here: candidates train with different batches, so that the winner is another training, "

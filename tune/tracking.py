@@ -16,7 +16,7 @@ from infra.tracking.key import RunKey
 from infra.tracking.names import changed, shown
 from infra.tracking.store import create_run, find_runs, reopen_run
 from infra.tracking.tracker import Tracker
-from infra.units import GIB
+from infra.units import GB
 from pipeline.shards import made_by
 from train.model_config import format_model
 from tune import charts, folder, report
@@ -28,13 +28,13 @@ from tune.trial.row import OUTCOMES, TrialRow
 from tune.trial.run import Request
 
 TRIAL_METRICS = (
-    "result/tokens_per_second", "result/mfu", "memory/process_gib", "prediction/tokens_per_second",
-    "prediction/memory_gib", "time/trial_seconds", "time/compile_seconds", "time/step_seconds", "loss/train",
+    "result/tokens_per_second", "result/mfu", "memory/process_gb", "prediction/tokens_per_second",
+    "prediction/memory_gb", "time/trial_seconds", "time/compile_seconds", "time/step_seconds", "loss/train",
 )  # fmt: skip
 """The numbers of a trial's page in MLflow; its other metrics are under ``detail/``."""
 
 SEARCH_METRICS = (
-    "result/tokens_per_second", "result/speedup_over_control", "memory/process_gib", "trials/all",
+    "result/tokens_per_second", "result/speedup_over_control", "memory/process_gb", "trials/all",
     *(f"trials/{outcome}" for outcome in OUTCOMES), "time/device_seconds",
 )  # fmt: skip
 """The same of a search's page."""
@@ -113,12 +113,12 @@ class Evidence:
         if row.tokens_per_second and row.low and row.high:
             words["tokens/s"] = f"{row.tokens_per_second:,.0f} ({row.low:,.0f} to {row.high:,.0f})"
         if row.memory is not None:
-            words["memory"] = f"{row.memory / report.GB:.2f} of {self.search.limit / report.GB:.2f} GB"
+            words["memory"] = f"{row.memory / GB:.2f} of {self.search.limit / GB:.2f} GB"
         return words
 
     def _opening_lines(self, row: TrialRow, words: dict[str, str]) -> list[tuple[str, str]]:
         """What someone who opens a trial's page wants to know first; ``words`` are those of :meth:`_words`."""
-        expected = f" (predicted {row.predicted_memory / report.GB:.2f})" if row.predicted_memory else ""
+        expected = f" (predicted {row.predicted_memory / GB:.2f})" if row.predicted_memory else ""
         speed = f"{words['tokens/s']} tokens/s" if "tokens/s" in words else "none was measured"
         label = f"{self.search.space.label(row.candidate)} x {row.accumulation}"
         return [
@@ -154,7 +154,7 @@ def params(search: Search) -> dict[str, object]:
     now, usual = (
         config.identity() | {"model": format_model(config.training.model)} for config in (search.config, SearchConfig())
     )
-    limit = f"{search.limit / report.GB:.2f} GB"
+    limit = f"{search.limit / GB:.2f} GB"
     return changed(now, usual) | {"model": now["model"], "data": str(search.data), "memory_limit": limit}
 
 
@@ -166,10 +166,10 @@ def metrics(row: TrialRow) -> dict[str, float | int | None]:
         "result/tokens_per_second_high": row.high,
         "result/mfu": row.mfu,
         "prediction/tokens_per_second": row.predicted_speed,
-        "prediction/memory_gib": row.predicted_memory and row.predicted_memory / GIB,
-        "memory/process_gib": row.memory and row.memory / GIB,
-        "memory/allocated_gib": row.allocated and row.allocated / GIB,
-        "memory/reserved_gib": row.reserved and row.reserved / GIB,
+        "prediction/memory_gb": row.predicted_memory and row.predicted_memory / GB,
+        "memory/process_gb": row.memory and row.memory / GB,
+        "memory/allocated_gb": row.allocated and row.allocated / GB,
+        "memory/reserved_gb": row.reserved and row.reserved / GB,
         "memory/allocator_retries": row.allocator_retries,
         "time/trial_seconds": row.seconds,
         "time/compile_seconds": row.compile_seconds,
@@ -188,7 +188,7 @@ def summary_metrics(search: Search, rows: Sequence[TrialRow]) -> dict[str, float
         "result/tokens_per_second_low": best and best.low,
         "result/tokens_per_second_high": best and best.high,
         "result/speedup_over_control": best.tokens_per_second / control.tokens_per_second if best and control else None,
-        "memory/process_gib": best and best.memory / GIB,
+        "memory/process_gb": best and best.memory / GB,
         "trials/all": len(rows),
         **{f"trials/{outcome}": sum(row.outcome == outcome for row in rows) for outcome in OUTCOMES},
         "time/device_seconds": sum(row.seconds for row in rows),

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infra.gpu import GpuState, read_gpu
 from infra.hardware import peak_flops
-from infra.units import GIB
+from infra.units import GB
 
 THROTTLED = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat (hardware)", 0x80: "power brake"}
 """NVML's bits for clocks that are lowered involuntarily (nvml.h, nvmlClocksThrottleReasons)."""
@@ -82,7 +82,7 @@ def disk(out: Path) -> list[Check]:
     if shared.exists():
         size = shutil.disk_usage(shared).free
         fix = "" if size > 10**9 else "start the container with --shm-size=8g: Ray keeps its objects there"
-        found.append(Check("shared memory", f"{size / GIB:,.1f} GiB free", fix))
+        found.append(Check("shared memory", f"{size / GB:,.1f} GB free", fix))
     return found
 
 
@@ -103,7 +103,7 @@ def gpu(state: GpuState | None, name: str) -> list[Check]:
     found = [Check("GPU", name, known)]
     if state is None:
         return [*found, Check("NVML", "does not answer", "memory by process and clocks are unknown: check nvidia-smi")]
-    found += [Check("driver", state.driver), Check("GPU memory", f"{state.memory_total / GIB:.1f} GiB")]
+    found += [Check("driver", state.driver), Check("GPU memory", f"{state.memory_total / GB:.1f} GB")]
     others = ", ".join(map(str, state.other_processes))
     found.append(
         Check(
@@ -112,8 +112,8 @@ def gpu(state: GpuState | None, name: str) -> list[Check]:
             "stop them before measuring: kill " + others if others else "",
         )
     )
-    if not others and state.process_memory is None and state.memory_used > 2 * GIB:
-        used = f"{state.memory_used / GIB:.1f} GiB in use by processes that NVML does not show"
+    if not others and state.process_memory is None and state.memory_used > 2 * GB:
+        used = f"{state.memory_used / GB:.1f} GB in use by processes that NVML does not show"
         found.append(Check("memory in use", used, "find them with nvidia-smi on the host"))
     if state.power_limit is not None:
         found.append(Check("power limit", f"{state.power_limit:.0f} W"))

@@ -21,7 +21,7 @@ from infra.errors import UserError, first_line
 from infra.gpu import read_gpu
 from infra.place import Place, scratch
 from infra.storage import TEMPORARY
-from infra.units import GIB
+from infra.units import GB
 
 ANSWER_SECONDS = 45.0
 """How long a machine may take to report itself: a process must start there."""
@@ -109,7 +109,7 @@ def describe() -> Machine:
             found[package] = "missing"
     folder = scratch()
     return Machine(
-        platform.python_version(), found, [f"{card.name} {card.memory_total / GIB:.0f} GiB" for card in cards],
+        platform.python_version(), found, [f"{card.name} {card.memory_total / GB:.0f} GB" for card in cards],
         psutil.virtual_memory().total, os.getloadavg()[0], str(folder), shutil.disk_usage(folder).free,
     )  # fmt: skip
 

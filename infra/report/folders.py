@@ -18,9 +18,7 @@ from infra.errors import UserError
 from infra.report import charts
 from infra.report.charts import Bar
 from infra.report.page import Page
-from infra.units import GIB
-
-GB = 1e9
+from infra.units import GB
 
 WIDEST_CONTROL = 0.25
 """Widest 95% interval of a ladder's control, as a fraction of its speed, from which a conclusion is drawn."""
@@ -73,7 +71,7 @@ def _run(folder: Path) -> Page:
         speed, memory = result["throughput"], result["memory"]
         if speed:
             page.figures.append((f"{speed['tokens_per_second']:,.0f} tokens/s", _interval(speed)))
-        page.figures.append((f"{memory['process'] / GIB:.2f} GiB", "peak memory of the process"))
+        page.figures.append((f"{memory['process'] / GB:.2f} GB", "peak memory of the process"))
         if result["val_loss"] is not None:
             page.figures.append((f"{result['val_loss']:.3f}", "validation loss"))
         if result["mfu"] is not None:
@@ -135,8 +133,7 @@ def _ladder(folder: Path) -> Page:
             (
                 row["name"] + " *" * bool(row["changes_numerics"]),
                 row["batch"],
-                f"{row['gib']:.2f}",
-                _number(row["predicted_gib"], ".2f"),
+                *(_gigabytes(row, name) for name in ("memory", "predicted_memory")),
                 f"{row['speed']:,.0f}",
                 f"{row['low']:,.0f} to {row['high']:,.0f}",
                 _ratio(row["total"]),
@@ -146,10 +143,10 @@ def _ladder(folder: Path) -> Page:
             for row in ran
         ]
         page.table(
-            ("rung", "batch", "GiB", "predicted", "tokens/s", "95% interval", "over baseline", "MFU", "loss"), cells
+            ("rung", "batch", "GB", "predicted", "tokens/s", "95% interval", "over baseline", "MFU", "loss"), cells
         )
         page.text(
-            "GiB is the peak memory of the process. A ratio in brackets may be no difference. * marks a rung that "
+            "GB is the peak memory of the process. A ratio in brackets may be no difference. * marks a rung that "
             "changes the numerics, so that its loss may differ. The loss is at equal tokens."
         )
         page.points([f"{row['name']}: not run, {row['reason']}" for row in rows if row["reason"]])
@@ -375,6 +372,14 @@ def _command(module: str, settings: Mapping[str, Any], name: str | None, words: 
 
 def _interval(speed: Mapping[str, float]) -> str:
     return f"95%: {speed['low']:,.0f} to {speed['high']:,.0f}"
+
+
+def _gigabytes(row: Mapping[str, Any], name: str) -> str:
+    """A size of a ladder's row in GB; earlier versions wrote GiB."""
+    if name not in row:
+        earlier = row["gib" if name == "memory" else "predicted_gib"]
+        return _number(earlier and earlier * 2**30 / GB, ".2f")
+    return _number(row[name] and row[name] / GB, ".2f")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -50,8 +50,9 @@ def run(tmp_path: Path) -> Path:
 @pytest.fixture
 def ladder(tmp_path: Path) -> Path:
     row = {
-        "name": "baseline", "reason": "", "batch": "4", "gib": 0.8287, "predicted_gib": 0.9128, "speed": 2138.2,
-        "low": 2122.0, "high": 2189.0, "total": None, "mfu": None, "loss": 10.6133, "changes_numerics": False,
+        "name": "baseline", "reason": "", "batch": "4", "memory": 889810000, "predicted_memory": 980110000,
+        "speed": 2138.2, "low": 2122.0, "high": 2189.0,
+        "total": None, "mfu": None, "loss": 10.6133, "changes_numerics": False,
     }  # fmt: skip
     rung = row | {
         "name": HOSTILE,
@@ -59,6 +60,8 @@ def ladder(tmp_path: Path) -> Path:
         "total": {"ratio": 1.25, "low": 1.2, "high": 1.3, "control_width": 0.1},
         "mfu": 0.31,
     }
+    rung |= {"gib": 0.5122, "predicted_gib": 0.4657}  # as earlier versions wrote it
+    del rung["memory"], rung["predicted_memory"]
     missing = dict.fromkeys(row) | {"name": "tensor cores", "reason": "TF32 is for GPUs", "changes_numerics": True}
     standings = {"suite": "loop", "device": "cpu", "commit": "eee7f4a", "rows": [row, rung, missing]}
     options = {
@@ -113,11 +116,12 @@ def profile(tmp_path: Path) -> Path:
 
 FACTS = {
     "run": (
-        "4,526 tokens/s", "95%: 4,423 to 4,564", "1.16 GiB", "6.868", "42.1%", "1.75 kJ", "39b00d4e7344", "sqlite:////home/mlflow.db",
+        "4,526 tokens/s", "95%: 4,423 to 4,564", "1.25 GB", "6.868", "42.1%", "1.75 kJ", "39b00d4e7344", "sqlite:////home/mlflow.db",
         "python -m train.run --config", "--name first-again",
     ),
     "ladder": (
-        "2,138 tokens/s", "1.25x", "0.83", "2,122 to 2,189", "tensor cores: not run, TF32 is for GPUs", "eee7f4a",
+        "2,138 tokens/s", "1.25x", "0.89", "0.55", "2,122 to 2,189",
+        "tensor cores: not run, TF32 is for GPUs", "eee7f4a",
         "python -m train.ladder --suite loop --rungs 'one thing' --steps 8 --model "
         "gpt2-124m,layers=1,heads=2,width=64,bias=true --fit --memory-limit 4000B --time-budget 20s "
         "--name ladder-again",

@@ -5,7 +5,7 @@ import pytest
 from infra.command import console
 from infra.table import tables
 
-HEADING = ("rung", "tokens/s", "step", "GiB", "[loss]")
+HEADING = ("rung", "tokens/s", "step", "GB", "[loss]")
 LINES = [("baseline", "1,000", "", "10.00", "3.250"), ("[fast] one", "123,456,789", "1.50x ±7%", "9.00", "3.249")]
 
 

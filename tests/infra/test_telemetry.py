@@ -13,7 +13,7 @@ from infra import telemetry
 from infra.gpu import GpuReading
 from infra.telemetry import Energy, Telemetry, extremes, interval, of_gpu
 
-CARD = GpuReading(97.0, 30 * 2**30, 690.0, 61, 1980, 0, 700.0, 1000.0)
+CARD = GpuReading(97.0, 30 * 10**9, 690.0, 61, 1980, 0, 700.0, 1000.0)
 SILENT = GpuReading(None, None, None, None, None, None, None, None)
 
 
@@ -58,11 +58,11 @@ def test_points_count_on_and_have_the_numbers_of_this_machine(monkeypatch: pytes
     assert min(seconds) > 180
     assert all(b - a >= 4 for a, b in itertools.pairwise(seconds[:-1])), "four seconds a point, but for the rest"
     assert set().union(*(metrics for _, metrics in sent)) == {
-        "system/worker_cpu_percent", "system/worker_memory_gib", "system/machine_cpu_percent",
+        "system/worker_cpu_percent", "system/worker_memory_gb", "system/machine_cpu_percent",
         "system/machine_memory_percent",
     }, "and nothing about a GPU that is not there"  # fmt: skip
     _, last = sent[-1]
-    assert last["system/worker_memory_gib"] == pytest.approx(psutil.Process().memory_info().rss / 2**30, rel=0.2)
+    assert last["system/worker_memory_gb"] == pytest.approx(psutil.Process().memory_info().rss / 1e9, rel=0.2)
     assert last["system/worker_cpu_percent"] > 0
 
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_read_is_left_out_and_tried_again(monkeypatch: pytest.Mon
 
 def test_a_point_of_a_gpu_is_the_share_of_time_that_it_was_slowed_down() -> None:
     assert of_gpu(CARD) == {
-        "system/gpu_utilization_percent": 97.0, "system/gpu_memory_gib": 30.0, "system/gpu_power_watts": 690.0,
+        "system/gpu_utilization_percent": 97.0, "system/gpu_memory_gb": 30.0, "system/gpu_power_watts": 690.0,
         "system/gpu_temperature_celsius": 61.0, "system/gpu_sm_clock_mhz": 1980.0,
         "system/gpu_throttled_by_power_percent": 0.0, "system/gpu_throttled_by_heat_percent": 0.0,
         "system/gpu_throttled_by_hardware_percent": 0.0,

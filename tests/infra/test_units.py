@@ -8,7 +8,7 @@ import tyro
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.units import GIB, BytesOrNone, SecondsOrNone, format_duration, format_size, parse_duration, parse_size
+from infra.units import GB, BytesOrNone, SecondsOrNone, format_duration, format_size, parse_duration, parse_size
 
 
 @given(st.integers(min_value=1, max_value=2**60))
@@ -24,7 +24,7 @@ def test_a_duration_survives_being_written_and_read(seconds: int) -> None:
 def test_the_two_gigabytes_differ() -> None:
     assert parse_size("40GB") == 40 * 10**9
     assert parse_size("40GiB") == 40 * 2**30
-    assert parse_size("1GiB") == GIB
+    assert parse_size("1GB") == GB
     assert parse_duration("1h30m") == 5400
 
 

@@ -45,7 +45,8 @@ def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
 def result(make_result: Callable[..., RunResult]) -> RunResult:
     """With every number that a result can have."""
     return make_result(
-        device="NVIDIA H100", memory=Memory(2**30, 2**31, 2**32, "nvml", 1), mfu=0.4, hfu=0.5, matmul_utilisation=0.6,
+        device="NVIDIA H100", memory=Memory(10**9, 2 * 10**9, 4 * 10**9, "nvml", 1), mfu=0.4, hfu=0.5,
+        matmul_utilisation=0.6,
         val_bits_per_character=1.25, joules_per_million_tokens=1754.0,
     )  # fmt: skip
 
@@ -59,7 +60,7 @@ def recorded(config: TrainConfig, result: RunResult, manifest: Manifest) -> tupl
         for step, values in report.cycle_metrics(to_json(CYCLE)):
             tracker.metrics(values, step)
         tracker.metrics({"system/gpu_power_watts": 690.0}, 1)
-        report.record_end(tracker, config, result, gpu, Place.of("runs/one"), 8 * 2**30)
+        report.record_end(tracker, config, result, gpu, Place.of("runs/one"), 8 * 10**9)
     return key, MlflowClient(key.store).get_run(key.run_id)
 
 
@@ -72,7 +73,7 @@ def test_a_page_begins_with_few_numbers_and_keeps_the_others(config: TrainConfig
     details = {name for name in run.data.metrics if name.startswith("detail/")}
     assert {
         "detail/result/tokens_per_second_low", "detail/result/tokens_per_second_high", "detail/result/hfu",
-        "detail/memory/predicted_gib", "detail/gpu/highest_celsius", "detail/time/data_wait_fraction",
+        "detail/memory/predicted_gb", "detail/gpu/highest_celsius", "detail/time/data_wait_fraction",
     } <= details  # fmt: skip
     for column in VIEWS["train"].columns:
         kind, _, name = column.partition(".")
@@ -143,17 +144,17 @@ def test_the_description_begins_with_five_lines(config: TrainConfig, result: Run
     """What MLflow shows of it unfolded."""
     key, _ = recorded(config, result, read_manifest(config.data))
     first, *rest = note(key)
-    predicted = predict_peak(replace(config, attention="sdpa")).total / 2**30
+    predicted = predict_peak(replace(config, attention="sdpa")).total / 1e9
     assert first.split("  \n") == [
         "**What:** tiny,width=32,context_length=32,vocabulary=257,padded_vocabulary=320 on "
         f"`{config.data}`; finished: reached 10 steps",
         "**Speed:** 1,000 tokens/s (95%: 990 to 1,020), MFU 40.0%",
-        f"**Memory:** 4.00 of 8.00 GiB (predicted {predicted:.2f})",
+        f"**Memory:** 4.00 of 8.00 GB (predicted {predicted:.2f})",
         "**Loss:** training 3.250, validation 3.500, after 320 tokens",
         "**Next:** `python -m train.export --checkpoint one --to exported`",
     ]
     assert rest[0].startswith("|  |  |\n| --- | --- |")
-    assert rest[-1].startswith("| peak memory, GiB |")
+    assert rest[-1].startswith("| peak memory, GB |")
 
 
 @pytest.mark.parametrize(

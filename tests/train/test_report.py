@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infra.place import Place
-from infra.units import GIB
+from infra.units import GB
 from pipeline.shards import read_manifest
 from train import report
 from train.config import TrainConfig
@@ -34,12 +34,12 @@ def config(small_model: ModelConfig) -> TrainConfig:
 
 def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
     rows = dict(report.summary(config, make_result(val_bits_per_character=1.25, sample="so\n it  goes")))
-    predicted = predict_peak(replace(config, device="cpu")).total / GIB
+    predicted = predict_peak(replace(config, device="cpu")).total / GB
     assert rows == {
         "outcome": "finished: reached 10 steps",
         "throughput": "1,000 tokens/s (95%: 990 to 1,020; median of 7 steps after 3 of warm-up)",
         "arithmetic": "0.002 TFLOP/s; no MFU: the peak of 'cpu' is not known",
-        "peak memory": f"process 1.00 GiB (resident set); predicted {predicted:.2f} GiB",
+        "peak memory": f"process 1.00 GB (resident set); predicted {predicted:.2f} GB",
         "loss": "training 3.250, validation 3.500",
         "validation": "perplexity 33.1; 1.500 bits per byte; 1.250 bits per character",
         "seen": "320 training + 64 validation tokens; 0.5 books",
@@ -49,11 +49,11 @@ def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
         "sample": "so it goes",
     }
     on_gpu = make_result(
-        device="NVIDIA H100", mfu=0.5, memory=Memory(2 * GIB, 3 * GIB, 4 * GIB, "nvml"), throughput=None, val_loss=None
+        device="NVIDIA H100", mfu=0.5, memory=Memory(2 * GB, 3 * GB, 4 * GB, "nvml"), throughput=None, val_loss=None
     )
     rows = dict(report.summary(config, replace(on_gpu, joules_per_million_tokens=1754.0)))
     assert rows["energy"] == "1.75 kJ per million tokens, of the GPU alone"
-    assert rows["peak memory"].startswith("process 4.00 GiB (NVML), reserved 3.00 GiB, allocated 2.00 GiB; predicted")
+    assert rows["peak memory"].startswith("process 4.00 GB (NVML), reserved 3.00 GB, allocated 2.00 GB; predicted")
     assert rows["throughput"] == "not measured: fewer than three steps after warm-up"
     assert rows["loss"] == "training 3.250"
     measured = replace(on_gpu, throughput=Throughput(1.0, 1.0, 1.0, 3, 1), matmul_utilisation=0.625)
@@ -97,15 +97,15 @@ def test_the_losses_of_a_long_run_are_thinned_the_same_however_it_was_reported()
 
 
 def test_a_result_in_mlflow(config: TrainConfig, make_result: Make) -> None:
-    memory = Memory(2 * 2**30, 3 * 2**30, 2**32, "nvml", allocator_retries=5)
+    memory = Memory(2 * GB, 3 * GB, 4 * GB, "nvml", allocator_retries=5)
     result = make_result(memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=palm(config.model))
     assert report.result_metrics(result) == {
         "result/tokens_per_second": 1000.0, "result/tokens_per_second_low": 990.0,
         "result/tokens_per_second_high": 1020.0, "result/mfu": 0.4, "result/hfu": None,
         "result/matmul_utilisation": 0.5, "result/kilojoules_per_million_tokens": None,
         "result/tflops_per_second": 0.002, "result/val_loss": 3.5, "result/val_perplexity": 33.1,
-        "result/val_bits_per_byte": 1.5, "result/val_bits_per_character": None, "memory/process_gib": 4.0,
-        "memory/allocated_gib": 2.0, "memory/reserved_gib": 3.0, "memory/allocator_retries": 5,
+        "result/val_bits_per_byte": 1.5, "result/val_bits_per_character": None, "memory/process_gb": 4.0,
+        "memory/allocated_gb": 2.0, "memory/reserved_gb": 3.0, "memory/allocator_retries": 5,
         "time/first_step_seconds": 1.5, "time/data_wait_fraction": 0.01, "time/optimizer_fraction": 0.09,
     }  # fmt: skip
     formulas = report.formula_metrics(config, result)
@@ -114,7 +114,7 @@ def test_a_result_in_mlflow(config: TrainConfig, make_result: Make) -> None:
         there = replace(config, device=kind)
         total = predict_peak(there).total
         found = report.prediction_metrics(there, replace(result, device=device))
-        assert found == {"memory/predicted_gib": total / 2**30, "memory/prediction_error": total / 2**32 - 1}
+        assert found == {"memory/predicted_gb": total / GB, "memory/prediction_error": total / (4 * GB) - 1}
 
 
 def test_what_is_about_to_be_trained(

@@ -74,9 +74,9 @@ def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pyt
     client = MlflowClient(store_uri())
     steps = [metric.step for metric in client.get_metric_history(found.info.run_id, "loss/step")]
     assert steps == list(range(1, 26))
-    assert found.data.metrics["system/worker_memory_gib"] > 0.1
+    assert found.data.metrics["system/worker_memory_gb"] > 0.1
     assert not any(name.startswith("system/gpu") for name in found.data.metrics)
-    predicted = found.data.metrics["detail/memory/predicted_gib"] * 2**30
+    predicted = found.data.metrics["detail/memory/predicted_gb"] * 1e9
     assert found.data.metrics["detail/memory/prediction_error"] == pytest.approx(
         predicted / result["memory"]["process"] - 1, rel=1e-6
     )

@@ -123,7 +123,7 @@ def test_a_search_leaves_rows_files_and_runs(folder: Path, searched: Path) -> No
     assert Counter(r.info.status for r in children) == {"FINISHED": len(rows)}
     assert len({r.data.tags["trial"] for r in children}) == len(rows)
     assert all(r.data.metrics["result/tokens_per_second"] > 0 for r in children)
-    assert all(r.data.metrics["prediction/memory_gib"] > 0 for r in children), "a grid's and confirmations' too"
+    assert all(r.data.metrics["prediction/memory_gb"] > 0 for r in children), "a grid's and confirmations' too"
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     left = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert left == {"trials.csv", "summary.md", "best.json", "search.json", "charts"}

@@ -13,6 +13,7 @@ from infra.tracking import tracker
 from infra.tracking.names import MOST
 from infra.tracking.saved_views import VIEWS
 from infra.tracking.tracker import Tracker
+from infra.units import GB
 from train.config import TrainConfig
 from train.model_config import ModelConfig
 from tune.config import SearchConfig
@@ -48,10 +49,10 @@ def finished(size: int, speed: float, **more: Any) -> TrialRow:
 
 
 def test_numbers_have_the_units_of_their_names() -> None:
-    found = metrics(finished(2, 100.0, memory=2**31, reserved=2**30, allocated=2**29, predicted_memory=3.0 * 2**30))
-    assert {name: value for name, value in found.items() if name.endswith("_gib")} == {
-        "memory/process_gib": 2.0, "memory/reserved_gib": 1.0, "memory/allocated_gib": 0.5,
-        "prediction/memory_gib": 3.0,
+    found = metrics(finished(2, 100.0, memory=2 * GB, reserved=GB, allocated=GB // 2, predicted_memory=3.0 * GB))
+    assert {name: value for name, value in found.items() if name.endswith("_gb")} == {
+        "memory/process_gb": 2.0, "memory/reserved_gb": 1.0, "memory/allocated_gb": 0.5,
+        "prediction/memory_gb": 3.0,
     }  # fmt: skip
     assert found["time/trial_seconds"] == 10.0
     assert found["result/tokens_per_second_low"] == 99.0
@@ -59,10 +60,10 @@ def test_numbers_have_the_units_of_their_names() -> None:
 
 def test_a_search_is_summed_up(search: Search) -> None:
     failed = replace(finished(8, 1.0), outcome="failed", tokens_per_second=None)
-    found = summary_metrics(search, [finished(2, 100.0), finished(4, 150.0, memory=2**30), failed])
+    found = summary_metrics(search, [finished(2, 100.0), finished(4, 150.0, memory=GB), failed])
     assert found["result/speedup_over_control"] == pytest.approx(1.5)
     assert found["result/tokens_per_second"] == pytest.approx(150.0)
-    assert found["memory/process_gib"] == 1.0
+    assert found["memory/process_gb"] == 1.0
     assert (found["trials/all"], found["trials/ok"], found["trials/failed"], found["trials/oom"]) == (3, 2, 1, 0)
     assert found["time/device_seconds"] == 30.0
     assert summary_metrics(search, [failed])["result/tokens_per_second"] is None

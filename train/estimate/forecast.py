@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from infra.errors import UserError
-from infra.units import GIB, format_duration, format_size
+from infra.units import GB, format_duration, format_size
 from pipeline.shards import read_manifest
 from train.config import SIXTEEN_BITS, TrainConfig
 from train.estimate import flops
@@ -49,15 +49,15 @@ def memory_rows(config: TrainConfig) -> Rows:
     """Peak memory by part, with bars."""
     anatomy = predict_peak(config)
     rows = [
-        (part, f"{size / GIB:8.3f} GiB  {'█' * round(BAR * size / anatomy.total)}")
+        (part, f"{size / GB:8.3f} GB  {'█' * round(BAR * size / anatomy.total)}")
         for part, size in anatomy.parts().items()
         if size
     ]
     return [
         *rows,
-        ("total", f"[bold]{anatomy.total / GIB:8.3f} GiB[/bold]  of one worker's process on {config.device}"),
-        ("", f"at {anatomy.moment}; {anatomy.allocated / GIB:.3f} GiB of it in torch's allocator"),
-        ("by formula", f"{published_activations(config) / GIB:8.3f} GiB  of activations: {activation_formula(config)}"),
+        ("total", f"[bold]{anatomy.total / GB:8.3f} GB[/bold]  of one worker's process on {config.device}"),
+        ("", f"at {anatomy.moment}; {anatomy.allocated / GB:.3f} GB of it in torch's allocator"),
+        ("by formula", f"{published_activations(config) / GB:8.3f} GB  of activations: {activation_formula(config)}"),
     ]
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from infra.units import GB
 from train.ladder.standings import Row, loss_curve
 
 
@@ -19,7 +20,11 @@ def speed_chart(rows: list[Row], title: str, path: Path) -> Path:
     axes.barh(names, speeds, xerr=reach, color="#4477aa", ecolor="#222222", capsize=3)
     for place, row in enumerate(ran):
         axes.annotate(
-            f" {row.gib:.2f} GiB", (row.high or 0.0, place), va="center", xytext=(6, 0), textcoords="offset points"
+            f" {(row.memory or 0) / GB:.2f} GB",
+            (row.high or 0.0, place),
+            va="center",
+            xytext=(6, 0),
+            textcoords="offset points",
         )
     axes.set_xlim(0, max(row.high or 0.0 for row in ran) * 1.18)
     axes.invert_yaxis()

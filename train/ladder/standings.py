@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.table import Table
 
 from infra.table import tables
-from infra.units import GIB
+from infra.units import GB
 from train.checkpoint.run_folder import RunFolder
 from train.intervals import t_quantile
 from train.ladder.compare import WIDEST, Difference, Interleaved
@@ -30,8 +30,9 @@ class Row:
     reason: str = ""
     batch: str = ""
     """Micro-batch, accumulation if any, and in brackets the batch that was predicted to fit and did not."""
-    gib: float | None = None
-    predicted_gib: float | None = None
+    memory: int | None = None
+    """Peak bytes of the process, and what the formulas say of it."""
+    predicted_memory: int | None = None
     speed: float | None = None
     low: float | None = None
     high: float | None = None
@@ -87,8 +88,8 @@ def _row(
     return Row(
         name=measured.name,
         batch=batch + (f" ({measured.too_large[0]})" if measured.too_large else ""),
-        gib=run.memory.process / GIB,
-        predicted_gib=measured.predicted / GIB if measured.predicted else None,
+        memory=run.memory.process,
+        predicted_memory=measured.predicted,
         speed=run.throughput.tokens_per_second,
         low=run.throughput.low,
         high=run.throughput.high,
@@ -128,13 +129,13 @@ def loss_at(folder: Path, tokens: int) -> float | None:
 def header(suite: Suite) -> tuple[str, ...]:
     """The headings of the closing table."""
     took = f"s for {suite.steps_timed} steps" if suite.steps_timed > 1 else "s per step"
-    return ("rung", "batch", "tokens/s", "±", "step", "total", took, "GiB", "predicted", "loss")
+    return ("rung", "batch", "tokens/s", "±", "step", "total", took, "GB", "predicted", "loss")
 
 
 def cells(row: Row, suite: Suite) -> tuple[str, ...]:
     """A row as text, one cell per heading of :func:`header`; a rung without numbers has only its name."""
     name = row.name.removesuffix(SAME_BATCH)  # which the batch tells apart
-    if row.speed is None or row.low is None or row.high is None or row.gib is None:
+    if row.speed is None or row.low is None or row.high is None or row.memory is None:
         return (name, *[""] * (len(header(suite)) - 1))
     return (
         name + (" *" if row.changes_numerics else ""),
@@ -144,8 +145,8 @@ def cells(row: Row, suite: Suite) -> tuple[str, ...]:
         times(row.step) if suite.cumulative else "",
         times(row.total),
         three_digits(suite.steps_timed * row.step_seconds) if row.step_seconds else "-",
-        f"{row.gib:.2f}",
-        f"{row.predicted_gib:.2f}" if row.predicted_gib else "-",
+        f"{row.memory / GB:.2f}",
+        f"{row.predicted_memory / GB:.2f}" if row.predicted_memory else "-",
         f"{row.loss:.3f}" if row.loss is not None else "-",
     )
 
@@ -174,7 +175,7 @@ def legend(suite: Suite, rows: list[Row], controls: Sequence[float]) -> list[str
     lines.append(
         "± is the wider half of the 95% interval. step is the speedup over the row before, total over the baseline, "
         "both relative to the runs of the baseline around each rung (the control); a ratio in brackets may be no "
-        "difference at all. GiB is the peak memory of the process, predicted what the formulas say of it, loss the "
+        "difference at all. GB is the peak memory of the process, predicted what the formulas say of it, loss the "
         "training loss at equal tokens in nats per token. * marks a rung that changes the numerics, so that its loss "
         "may differ."
     )
@@ -223,11 +224,11 @@ HELPS = ("rung", "saves memory", "faster")
 
 def helps(rows: list[Row]) -> list[tuple[str, str, str]]:
     """(rung, memory, speed) against the baseline: yes, no or (speed only) unclear, with the change in percent."""
-    base, found = rows[0].gib, []
+    base, found = rows[0].memory, []
     for row in rows[1:]:
-        if row.gib is None or row.total is None or not base:
+        if row.memory is None or row.total is None or not base:
             continue
-        more = row.gib / base - 1
+        more = row.memory / base - 1
         smaller = "yes" if more < -0.01 else "no"
         faster = "unclear" if row.total.unclear else "yes" if row.total.different and row.total.ratio > 1 else "no"
         found.append((row.name, f"{smaller} ({more:+.1%})", f"{faster} ({row.total.ratio - 1:+.1%})"))
@@ -253,9 +254,9 @@ def equal_work(rows: list[Row], *, cumulative: bool) -> list[tuple[str, ...]]:
 
 
 def _gain(row: Row, before: Row, step: Difference | None) -> tuple[str, ...]:
-    if row.gib is None:
+    if row.memory is None:
         return ("not run", "", "")
-    more = f"{row.gib / before.gib - 1:+.0%}" if before.gib else ""
+    more = f"{row.memory / before.memory - 1:+.0%}" if before.memory else ""
     return (row.batch, more, times(step) if before.speed else "")
 
 
@@ -360,7 +361,7 @@ def opening_lines(suite: Suite, rows: list[Row], device: str, name: str) -> list
     return [
         ("What", f"{suite.title}; {len(ran) - 1} of {len(rows) - 1} rungs ran on {device}"),
         ("Speed", speed),
-        ("Memory", f"{best.gib or 0:.2f} GiB, {base.gib or 0:.2f} GiB of the baseline"),
+        ("Memory", f"{(best.memory or 0) / GB:.2f} GB, {(base.memory or 0) / GB:.2f} GB of the baseline"),
         ("Gain", over),
         ("Next", f"`python -m infra.report {shlex.quote(name)}`"),
     ]

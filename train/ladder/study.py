@@ -5,7 +5,7 @@ In: the rows of a ladder. Out: two tables of pairs, the study's figure and the o
 
 from collections.abc import Sequence
 
-from infra.units import GIB
+from infra.units import GB
 from train.config import TrainConfig
 from train.ladder.published import A100_MATMUL, FIVE_MINUTES, STUDY, kinds, studied
 from train.ladder.runner import SAME_BATCH
@@ -116,7 +116,7 @@ def _ratio(row: Row) -> float | None:
 
 
 def _gb(row: Row) -> float | None:
-    return row.gib and row.gib * GIB / 1e9
+    return row.memory and row.memory / GB
 
 
 def _pair(study: object, here: object, template: str) -> str:

@@ -22,7 +22,7 @@ COLOURS = ("#0072b2", "#009e73", "#000000", "#f0e442", "#d55e00", "#cc79a7", "#5
 
 
 def draw(recorder: torch.profiler.profile, device: str, path: Path) -> int:
-    """Draw the memory of ``device`` over the steps of ``recorder``, in MiB; returns the activations' peak in bytes.
+    """Draw the memory of ``device`` over the steps of ``recorder``, in MB; returns the activations' peak in bytes.
 
     Raises what torch raises when it cannot follow the tensors, or no longer has this method: it is deprecated in favour
     of the allocator's history, which exists for CUDA only.
@@ -40,10 +40,10 @@ def draw(recorder: torch.profiler.profile, device: str, path: Path) -> int:
     start = min(times, default=0)
     milliseconds = [(moment - start) / 1e3 for moment in times]
     # torch counts in microseconds, and the first entry of every row is a total of 0.
-    layers = [[row[number + 1] / 2**20 for row in sizes] for number in range(len(CATEGORIES))]
+    layers = [[row[number + 1] / 1e6 for row in sizes] for number in range(len(CATEGORIES))]
     axes.stackplot(milliseconds, layers, labels=CATEGORIES, colors=COLOURS)
     axes.set_xlabel("milliseconds")
-    axes.set_ylabel(f"MiB on {device}")
+    axes.set_ylabel(f"MB on {device}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=7, frameon=False, loc="upper right")
     figure.savefig(path, dpi=130)

@@ -103,8 +103,8 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     words += [f"{kind}: {counted.intensity:.1f} FLOPs per byte moved{before}." for kind, counted in work.items()]
     if activations:
         words.append(
-            f"Activations take {activations / 2**20:,.1f} MiB at most; the blocks' by formula "
-            f"{published_activations(trainer.config) / 2**20:,.1f} MiB: {activation_formula(trainer.config)}."
+            f"Activations take {activations / 1e6:,.1f} MB at most; the blocks' by formula "
+            f"{published_activations(trainer.config) / 1e6:,.1f} MB: {activation_formula(trainer.config)}."
         )
     words += lost
     write_json(folder / "profile.json", asdict(found) | {"findings": words})

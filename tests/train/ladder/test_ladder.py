@@ -160,7 +160,7 @@ def test_a_suite_runs_in_its_short_form(
             assert 0 < row["low"] <= row["speed"] <= row["high"]
             assert row["total"]["low"] < row["total"]["ratio"] < row["total"]["high"]
             assert row["loss"] > 0
-            assert row["gib"] > 0
+            assert row["memory"] > 0
     labelled = {row["name"] for row in rows if row["changes_numerics"]}
     labels = {"compile", "flash attention", "tied weights", "Adafactor", "8-bit AdamW"}
     assert labelled == labels.intersection(rungs) - refused.keys()
@@ -209,7 +209,7 @@ def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
     assert int(rows[1]["batch"]) > int(base["batch"]) > 8, "what saves memory makes room for more"
     assert rows[1]["changes_numerics"], "the global batch is the mathematics"
     assert rows[2]["batch"].endswith(" x 3")
-    assert base["predicted_gib"] * 2**30 <= limit * 10**6
+    assert base["predicted_memory"] <= limit * 10**6
 
 
 def test_a_rung_over_the_limit_has_failed(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infra.units import GIB
+from infra.units import GB
 from train.ladder.compare import Difference
 from train.ladder.runner import Measured
 from train.ladder.standings import (
@@ -49,10 +49,10 @@ def measured(tmp_path: Path, make_result: Callable[..., RunResult]) -> Callable[
         (folder / "cycles.jsonl").write_text("".join(json.dumps(cycle) + "\n" for cycle in cycles))
         throughput = Throughput(speed, speed - reach, speed + reach, 7, 3)
         result = make_result(
-            throughput=throughput, train_tokens=10 * step_tokens, memory=Memory(None, None, 2 * GIB, "rss")
+            throughput=throughput, train_tokens=10 * step_tokens, memory=Memory(None, None, 2 * GB, "rss")
         )
         config = {"global_batch": 16, "micro_batch": 4, "workers": 2} | changes
-        return Measured(name, name, config, result, predicted=3 * GIB // 2)
+        return Measured(name, name, config, result, predicted=3 * GB // 2)
 
     return made
 
@@ -61,7 +61,7 @@ def test_a_ladder_is_told_in_five_lines() -> None:
     assert opening_lines(FLAT, ROWS, "NVIDIA H100", "a ladder") == [
         ("What", "Mine; 2 of 3 rungs ran on NVIDIA H100"),
         ("Speed", "1,500 tokens/s (95%: 1,490 to 1,510) with first, 1,000 of the baseline"),
-        ("Memory", "9.00 GiB, 10.00 GiB of the baseline"),
+        ("Memory", "9.00 GB, 10.00 GB of the baseline"),
         ("Gain", "1.50 times the baseline (95%: 1.40 to 1.60)"),
         ("Next", "`python -m infra.report 'a ladder'`"),
     ]
@@ -89,7 +89,7 @@ def test_each_rung_is_compared_with_its_own_controls(measured: Callable[..., Mea
     assert second.total.ratio == pytest.approx(2**0.5), "over the controls around it"
     assert second.step.ratio == pytest.approx(2**0.5 / 3)
     assert (base.batch, second.batch) == ("4 x 2", "4")
-    assert (base.gib, base.predicted_gib) == (2.0, 1.5)
+    assert (base.memory, base.predicted_memory) == (2 * GB, 3 * GB // 2)
     assert (base.speed, base.low, base.high) == (1000, 990, 1010)
     assert base.step_seconds == 32 / 1000
     assert first.step_seconds == 64 / 3000
@@ -112,11 +112,12 @@ def test_a_ratio_that_may_be_none_is_in_brackets() -> None:
 
 
 ROWS = [
-    Row("baseline", batch="4", gib=10.0, speed=1000.0, low=990.0, high=1003.0, step_seconds=0.25),
-    Row("first", batch="2", gib=9.0, predicted_gib=8.5, speed=1500.0, low=1490.0, high=1510.0, step_seconds=0.125,
-        step=Difference(1.5, 1.4, 1.6), total=Difference(1.5, 1.4, 1.6), mfu=0.5, loss=3.25, changes_numerics=True),
+    Row("baseline", batch="4", memory=10 * GB, speed=1000.0, low=990.0, high=1003.0, step_seconds=0.25),
+    Row("first", batch="2", memory=9 * GB, predicted_memory=17 * GB // 2, speed=1500.0, low=1490.0, high=1510.0,
+        step_seconds=0.125, step=Difference(1.5, 1.4, 1.6), total=Difference(1.5, 1.4, 1.6), mfu=0.5, loss=3.25,
+        changes_numerics=True),
     Row("refused", "no such GPU"),
-    Row("second", batch="2", gib=9.95, speed=1500.0, low=1490.0, high=1510.0, step_seconds=0.125,
+    Row("second", batch="2", memory=199 * GB // 20, speed=1500.0, low=1490.0, high=1510.0, step_seconds=0.125,
         step=Difference(1.0, 0.9, 1.1), total=Difference(1.5, 1.2, 1.9, control_width=0.4)),
 ]  # fmt: skip
 
@@ -125,10 +126,10 @@ def test_a_row_is_told_under_its_headings() -> None:
     base, first, refused, second = (dict(zip(header(CUMULATIVE), cells(row, CUMULATIVE), strict=True)) for row in ROWS)
     assert first == {
         "rung": "first *", "batch": "2", "tokens/s": "1,500", "±": "10", "step": "1.50x ±7%", "total": "1.50x ±7%",
-        "s per step": "0.125", "GiB": "9.00", "predicted": "8.50", "loss": "3.250",
+        "s per step": "0.125", "GB": "9.00", "predicted": "8.50", "loss": "3.250",
     }  # fmt: skip
     assert (base["tokens/s"], base["±"]) == ("1,000", "10"), "the wider side"
-    assert (base["GiB"], base["predicted"]) == ("10.00", "-")
+    assert (base["GB"], base["predicted"]) == ("10.00", "-")
     assert set(refused.values()) == {"refused", ""}
     assert (second["step"], second["total"]) == ("(1.00x)", "(1.50x)")
     assert dict(zip(header(FLAT), cells(ROWS[1], FLAT), strict=True))["step"] == "", "each is over the baseline"
@@ -142,12 +143,12 @@ def shown(suite: Suite, rows: list[Row]) -> list[str]:
 def test_a_column_that_is_empty_here_is_left_out() -> None:
     assert shown(CUMULATIVE, ROWS) == [*header(CUMULATIVE)]
     assert shown(FLAT, [replace(row, loss=None) for row in ROWS]) == [
-        "rung", "batch", "tokens/s", "±", "total", "s per step", "GiB", "predicted",
+        "rung", "batch", "tokens/s", "±", "total", "s per step", "GB", "predicted",
     ]  # fmt: skip
 
 
 def test_the_closing_table_times_as_many_steps_as_the_study() -> None:
-    rows = [Row("baseline", gib=10.0, speed=1.0, low=1.0, high=1.0, step_seconds=0.25)]
+    rows = [Row("baseline", memory=10 * GB, speed=1.0, low=1.0, high=1.0, step_seconds=0.25)]
     timed = {
         suite.name: next(
             column
@@ -180,12 +181,12 @@ def test_the_legend_says_how_sure_the_table_is() -> None:
 
 
 TWICE = [
-    Row("baseline", batch="28", gib=40.0, speed=100.0, low=99.0, high=101.0),
-    Row("compile, same batch", batch="28", gib=20.0, speed=200.0, low=199.0, high=201.0,
+    Row("baseline", batch="28", memory=40 * GB, speed=100.0, low=99.0, high=101.0),
+    Row("compile, same batch", batch="28", memory=20 * GB, speed=200.0, low=199.0, high=201.0,
         step=Difference(2.0, 1.9, 2.1), total=Difference(2.0, 1.9, 2.1)),
-    Row("compile", batch="48", gib=38.0, speed=220.0, low=219.0, high=221.0,
+    Row("compile", batch="48", memory=38 * GB, speed=220.0, low=219.0, high=221.0,
         step=Difference(1.1, 1.05, 1.2), total=Difference(2.2, 2.1, 2.3), changes_numerics=True),
-    Row("flash, same batch", batch="48", gib=19.0, speed=440.0, low=439.0, high=441.0,
+    Row("flash, same batch", batch="48", memory=19 * GB, speed=440.0, low=439.0, high=441.0,
         step=Difference(2.0, 1.9, 2.1), total=Difference(4.4, 4.1, 4.6)),
     Row("flash", "oom"),
 ]  # fmt: skip
@@ -241,10 +242,11 @@ def test_what_is_computed_again_counts_as_arithmetic_of_the_hardware() -> None:
 
 
 def test_what_helps_memory_and_what_helps_speed_is_said_with_its_number() -> None:
-    def row(name: str, gib: float, ratio: float, spread: float, control_width: float = 0.0) -> Row:
-        return Row(name, gib=gib, speed=1.0, total=Difference(ratio, ratio - spread, ratio + spread, control_width))
+    def row(name: str, gigabytes: float, ratio: float, spread: float, control_width: float = 0.0) -> Row:
+        total = Difference(ratio, ratio - spread, ratio + spread, control_width)
+        return Row(name, memory=round(gigabytes * GB), speed=1.0, total=total)
 
-    rows = [Row("baseline", gib=10.0), row("smaller", 6.0, 0.8, 0.1), row("faster", 9.99, 1.5, 0.1),
+    rows = [Row("baseline", memory=10 * GB), row("smaller", 6.0, 0.8, 0.1), row("faster", 9.99, 1.5, 0.1),
             row("noise", 10.5, 1.1, 0.2), row("doubtful", 9.0, 3.81, 0.4, 1.7),
             Row("refused", "no such GPU")]  # fmt: skip
     assert helps(rows) == [

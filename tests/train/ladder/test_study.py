@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from infra.units import GIB
+from infra.units import GB
 from train.config import TrainConfig
 from train.ladder.compare import Difference
 from train.ladder.published import A100_MATMUL, STUDY, kinds, studied
@@ -21,7 +21,7 @@ def row(name: str, *, faster: float = 1.0, card: float = 1.0, **changes: object)
     speed = published.speed * card * faster
     total = speed / (STUDY["baseline"].speed * card)
     made = Row(
-        name, batch=str(published.batch), gib=published.gb * 1e9 / GIB, speed=speed, low=0.99 * speed,
+        name, batch=str(published.batch), memory=round(published.gb * GB), speed=speed, low=0.99 * speed,
         high=1.01 * speed, total=None if name == "baseline" else Difference(total, 0.9 * total, 1.1 * total),
         flops_per_second=0.5 * rate, ceiling=0.5, matmul_rate=rate,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def test_the_first_rung_that_is_too_slow_for_the_card_is_named() -> None:
 
 def test_what_was_not_measured_is_left_open() -> None:
     rows = [row("baseline"), replace(row("compile"), matmul_rate=None), Row("flash attention", "oom")]
-    rows.insert(1, replace(rows[1], name="compile, same batch", gib=20.0 * 1e9 / GIB))
+    rows.insert(1, replace(rows[1], name="compile, same batch", memory=20 * GB))
     (memory, speed), _ = compare(rows, BASELINE)
     assert memory.lines[4] == ("compile", "48 / 48", "25.4 / 20.0", "37.4 / 37.4")
     assert memory.lines[5] == ("flash attention", "64 / -", "29.6 / -", "38.9 / -")
