@@ -16,6 +16,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
+from typing_extensions import Doc
 from tyro.constructors import PrimitiveConstructorSpec
 
 HELP, HELP_ALL = "--help", "--help-all"
@@ -116,13 +117,18 @@ def flags_of(config: type[Any], default: Any = None) -> list[Flag]:
                 setting.name,
                 _value(kind, spec),
                 _default(value, spec),
-                inspect.cleandoc(texts.get(setting.name, "")),
+                inspect.cleandoc(texts.get(setting.name) or _described_by(notes)),
                 positional=tyro.conf.Positional in notes,
                 switch=kind is bool,
                 required=value is MISSING,
             )
         )
     return found
+
+
+def _described_by(notes: Sequence[Any]) -> str:
+    """The description that an annotated type brings along."""
+    return next((note.documentation for note in notes if isinstance(note, Doc)), "")
 
 
 def _docstrings(config: type[Any]) -> Iterator[tuple[str, str]]:

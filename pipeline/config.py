@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from infra.errors import UserError
+from infra.options import JoinsRay
 from infra.schema import strict
 from infra.units import Bytes
 
@@ -58,7 +59,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class TokenizeConfig(Reading):
+class TokenizeConfig(Reading, JoinsRay):
     """Settings of one run of ``pipeline.tokenize``. Raises ``ValueError`` for invalid values."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (SAMPLE,)
@@ -125,11 +126,6 @@ class TokenizeConfig(Reading):
         """The settings named in ``IDENTITY``, for the manifest and for telling runs apart."""
         values = {name: getattr(self, name) for name in IDENTITY}
         return values | {"sources": sorted(set(self.sources)), "languages": sorted(set(self.languages))}
-
-    @property
-    def cluster(self) -> str | None:
-        """The address of the Ray to join; None for one of our own."""
-        return self.address or os.environ.get("RAY_ADDRESS")
 
     @property
     def parallelism(self) -> int:

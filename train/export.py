@@ -10,6 +10,7 @@ from pathlib import Path
 from infra import command
 from infra.command import console
 from infra.errors import UserError
+from infra.options import Checkpoint, Runs
 from infra.progress import doing
 from infra.tracking.key import RunKey
 from train.checkpoint.find import find_checkpoint
@@ -22,14 +23,12 @@ from train.config import config_from_json
 class ExportConfig:
     """What to export, and where."""
 
-    checkpoint: str
-    """A run's name, its folder, or that of one of its checkpoints; also in object storage (s3://bucket/runs/NAME)."""
+    checkpoint: Checkpoint
     to: Path
     """Folder to create."""
     register: str | None = None
     """Also register the model under this name in the MLflow store that holds the run (needs transformers)."""
-    out: str = "runs"
-    """Folder that holds runs, or one in object storage."""
+    out: Runs = "runs"
 
 
 def main() -> None:

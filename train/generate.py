@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from infra import command
 from infra.command import console
 from infra.errors import UserError
+from infra.options import Checkpoint, Runs
 from infra.progress import doing
 from train.checkpoint.find import find_checkpoint
 
@@ -16,8 +17,7 @@ from train.checkpoint.find import find_checkpoint
 class GenerateConfig:
     """What to continue, and how."""
 
-    checkpoint: str
-    """A run's name, its folder, or that of one of its checkpoints; also in object storage (s3://bucket/runs/NAME)."""
+    checkpoint: Checkpoint
     prompt: str = ""
     """Text to continue; without it a new book begins."""
     tokens: int = 100
@@ -28,8 +28,7 @@ class GenerateConfig:
     """Sample from this many likeliest tokens; 0 means all."""
     seed: int = 0
     """Seed of the sampling."""
-    out: str = "runs"
-    """Folder that holds runs, or one in object storage."""
+    out: Runs = "runs"
 
     def __post_init__(self) -> None:
         if self.tokens < 1:

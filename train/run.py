@@ -9,7 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -19,6 +18,7 @@ from infra.cluster import connected, refuse_unshared, sole_user
 from infra.command import INTERRUPTED, console
 from infra.errors import UserError
 from infra.help import Sections
+from infra.options import Address, ConfigFile, TrackingUri
 from infra.progress import IMPORTING, doing
 from infra.storage import write_json
 from infra.tracking.key import RunKey
@@ -48,17 +48,14 @@ class RunOptions:
     out: str = "runs"
     """Folder that holds runs, or one in object storage (s3://bucket/runs, gs://...), to which checkpoints are copied
     while training continues, and from which every machine can continue a run."""
-    config: Path | None = None
-    """Read the training settings from this JSON file; flags override it."""
+    config: ConfigFile = None
     resume: str | None = None
     """Continue an earlier run, by its name or the path or address of its folder or newest checkpoint."""
-    tracking_uri: str | None = None
-    """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
+    tracking_uri: TrackingUri = None
     memory_limit: BytesOrNone = None
     """Most memory that a worker's process may use, such as 40GB (10^9 bytes each) or 40GiB (2^30): of the GPU, or on a
     CPU its resident set. A run that uses more ends with the outcome over_limit. Give it again to a resumed run."""
-    address: str | None = None
-    """Ray cluster to run on; default RAY_ADDRESS, else a Ray of its own here."""
+    address: Address = None
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """The settings of a search, with every default and its unit."""
 
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -8,6 +7,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from infra.errors import UserError
+from infra.options import Address, JoinsRay, TrackingUri
 from infra.place import Place
 from infra.schema import strict, to_json
 from infra.units import BytesOrNone, Seconds
@@ -17,7 +17,7 @@ from tune.space import parse_knobs
 
 @strict
 @dataclass(frozen=True)
-class SearchConfig:
+class SearchConfig(JoinsRay):
     """A search around one training run: its flags describe the control and what is held fixed.
 
     ``--steps``, ``--tokens`` and ``--time-budget`` are those of the run that best.json describes, not of
@@ -64,10 +64,8 @@ class SearchConfig:
     control."""
     dry_run: bool = False
     """Print the plan and run nothing."""
-    tracking_uri: str | None = None
-    """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
-    address: str | None = None
-    """Ray cluster to run on; default RAY_ADDRESS, else a Ray of its own here."""
+    tracking_uri: TrackingUri = None
+    address: Address = None
 
     def __post_init__(self) -> None:
         parse_knobs(self.knobs)
@@ -83,11 +81,6 @@ class SearchConfig:
             raise UserError(f"--confirm {self.confirm} must be at least 0.")
         if not 0 < self.trial_precision < 1:
             raise UserError(f"--trial-precision {self.trial_precision} is a fraction between 0 and 1, such as 0.01.")
-
-    @property
-    def cluster(self) -> str | None:
-        """Address of the Ray cluster to join: the flag's, else that of ``RAY_ADDRESS``."""
-        return self.address or os.environ.get("RAY_ADDRESS")
 
     def to_json(self) -> dict[str, Any]:
         """The config as JSON values; :func:`infra.schema.from_json` reads it back."""

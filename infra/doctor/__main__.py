@@ -16,6 +16,7 @@ from infra import command
 from infra.command import console
 from infra.doctor import allreduce
 from infra.errors import UserError
+from infra.options import TrackingUri
 from infra.progress import IMPORTING, doing
 from infra.storage import is_remote, write_json
 from infra.table import tables
@@ -36,8 +37,7 @@ class DoctorOptions:
     """Folder for doctor.json; also the disk whose speed is measured."""
     quick: bool = False
     """Only check whether the machine is ready, measure nothing."""
-    tracking_uri: str | None = None
-    """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
+    tracking_uri: TrackingUri = None
     address: str | None = None
     """Ray cluster whose machines to check, too. The all-reduce runs there; without it on RAY_ADDRESS, else on a Ray of
     its own here."""

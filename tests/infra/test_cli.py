@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from infra import cli
+from infra.help import flags_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +37,7 @@ def test_every_command_exists_with_its_options(name: str) -> None:
     module, options, _ = cli.COMMANDS[name]
     assert importlib.util.find_spec(module) is not None
     defined, _, kind = options.partition(":")
-    assert hasattr(importlib.import_module(defined), kind)
+    assert all(flag.text for flag in flags_of(getattr(importlib.import_module(defined), kind))), "each is described"
 
 
 def test_a_command_runs_in_a_folder_that_holds_a_train_py(script: Path, tmp_path: Path) -> None:

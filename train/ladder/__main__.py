@@ -5,7 +5,6 @@ run, ``ladder.json``, ``summary.md`` and two charts; in MLflow a parent run with
 """
 
 import math
-import os
 import shlex
 import time
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from infra.cluster import connected, refuse_unshared, sole_user
 from infra.command import INTERRUPTED, console, escape
 from infra.errors import UserError
 from infra.hardware import DeviceFacts, device_facts
+from infra.options import Address, JoinsRay, TrackingUri
 from infra.place import Place, WorkingCopy
 from infra.progress import IMPORTING, doing
 from infra.schema import from_json, strict, to_json
@@ -49,7 +49,7 @@ FITTED = 40 * 10**9
 
 @strict
 @dataclass(frozen=True)
-class LadderOptions:
+class LadderOptions(JoinsRay):
     """A suite, and how long each of its rungs runs."""
 
     suite: str = "a100"
@@ -106,15 +106,8 @@ class LadderOptions:
     instead of from --data."""
     compare: str | None = None
     """Compare with this ladder, by name or folder; or with the published figures that the suite a100 repeats: study."""
-    tracking_uri: str | None = None
-    """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
-    address: str | None = None
-    """Ray cluster to run on; default RAY_ADDRESS, else a Ray of its own here."""
-
-    @property
-    def cluster(self) -> str | None:
-        """Address of the Ray cluster to join: the flag's, else that of ``RAY_ADDRESS``."""
-        return self.address or os.environ.get("RAY_ADDRESS")
+    tracking_uri: TrackingUri = None
+    address: Address = None
 
     def __post_init__(self) -> None:
         if self.resume == "":

@@ -18,6 +18,7 @@ from infra import command
 from infra.command import console
 from infra.errors import UserError
 from infra.help import Sections
+from infra.options import ConfigFile, TrackingUri
 from infra.place import Place
 from infra.progress import IMPORTING, doing
 from train.checkpoint.run_folder import new_folder
@@ -47,10 +48,8 @@ class ProfileOptions:
     """Name of the profile and of its folder; by default made from the model and the time."""
     out: Path = Path("runs")
     """Folder that holds runs."""
-    config: Path | None = None
-    """Read the training settings from this JSON file; flags override it."""
-    tracking_uri: str | None = None
-    """MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
+    config: ConfigFile = None
+    tracking_uri: TrackingUri = None
 
 
 def main() -> None:
