@@ -45,7 +45,7 @@ def main(config: TokenizeConfig) -> int:
             held.enter_context(output.sole_writer(job.place))
             if job.place.remote and config.cluster:  # other machines may write there, which the cluster knows
                 with progress.wall.time("ray start"):
-                    held.enter_context(connected(config.cluster))
+                    held.enter_context(connected(config.address))
                     held.enter_context(sole_user(job.place))
         return _continue(job, progress)
 
@@ -86,7 +86,7 @@ def _make(job: Job, todo: list[Piece], progress: report.Progress, *, fresh: bool
         opening = background.submit(_open_store, config.tracking_uri)
         if todo:
             with phase("ray start"):
-                ray.enter_context(connected(config.cluster, cpus=config.parallelism))
+                ray.enter_context(connected(config.address, cpus=config.parallelism))
                 warm_up(0 if config.cluster else min(config.parallelism, len(todo)))
             if config.cluster:
                 if not place.remote:

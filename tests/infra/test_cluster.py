@@ -15,6 +15,8 @@ from ray._common.utils import get_default_ray_temp_dir
 
 from infra.cluster import PROJECT, connected, cores_each
 from infra.errors import UserError
+from pipeline.config import TokenizeConfig
+from pipeline.tokenize import main
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "[::1]", "nowhere.invalid"])
@@ -31,6 +33,14 @@ def test_the_error_names_the_environment_variable_that_gave_the_address(monkeypa
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     with pytest.raises(UserError, match=r"at RAY_ADDRESS 127.0.0.1:9: .*, or leave RAY_ADDRESS out to use this"):
         connected().__enter__()
+
+
+def test_the_tokenizer_names_it_too(monkeypatch: pytest.MonkeyPatch, working_folder: Path) -> None:
+    """It asks for the address in advance, because it does otherwise on a cluster."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    (working_folder / "book.txt").write_text("It was a book. " * 100)
+    with pytest.raises(UserError, match=r"at RAY_ADDRESS 127.0.0.1:9: "):
+        main(TokenizeConfig(sources=("book.txt",), out="tokens"))
 
 
 @pytest.mark.parametrize("address", ["elsewhere", "127.0.0.1:port", "ray://127.0.0.1:9"])
