@@ -28,6 +28,7 @@ from infra.storage import (
     json_text,
     listing,
     locate,
+    lock,
     reason,
     store,
     sync_folder,
@@ -117,6 +118,23 @@ class Place:
         except UserError as refused:
             why = reason(refused.__cause__ or refused)
             raise UserError(f"{flag} {self} cannot be written ({why}): name another place.") from refused
+
+    @contextmanager
+    def locked(self, file: str, refusal: str) -> Iterator[None]:
+        """Hold it against other commands of this machine for the block's duration, and no longer than this process.
+
+        A folder is made if it is missing, and locked by its ``file``; object storage has no locks, so a file in scratch
+        stands for it. Raises ``UserError``: ``refusal`` when another process holds it, or why the folder cannot be
+        written.
+        """
+        path = scratch("locks") / self.digest if self.remote else self.folder / file
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        except OSError as refused:
+            raise UserError(f"{self} cannot be written ({refused.strerror}): name another --out.") from refused
+        with lock(path, refusal):
+            yield
 
     def exists(self, name: str) -> bool:
         """Whether it holds a file of this name."""
@@ -226,7 +244,7 @@ class Place:
             yield iter(lambda: stream.read(_BLOCK), b"")
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files, durably; those that do not exist are passed over. Those of a folder go in the given order."""
+        """Remove files, durably; those that do not exist are skipped. Those of a folder go in the given order."""
         if not self.remote:
             paths = [path for name in names if (path := self.folder / name).exists()]
             for path in paths:
@@ -301,7 +319,7 @@ class WorkingCopy:
         return scratch("copies", place.digest) / place.name
 
     def send(self, *names: str) -> None:
-        """Send these files to the place, in this order; those that do not exist here are passed over."""
+        """Send these files to the place, in this order; those that do not exist here are skipped."""
         for name in names:
             if (self.folder / name).is_file():
                 self.place.put(self.folder / name, name)

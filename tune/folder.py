@@ -8,14 +8,11 @@ sends each file as it is written.
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from infra import storage
 from infra.cluster import sole_user
 from infra.errors import UserError
-from infra.place import Place, WorkingCopy, scratch
+from infra.place import Place, WorkingCopy
 from infra.schema import from_json
 from infra.storage import clear_temporaries, write_json
 from infra.tracking.key import RunKey
@@ -58,29 +55,20 @@ RENAMED = {"naive": "ablate"}
 def locked(place: Place, *, on_cluster: bool = False) -> Iterator[WorkingCopy]:
     """Make ``place``, and hold it against other drivers however this one ends. Yields where to write what it holds.
 
-    A folder is locked by the system; a place in object storage among the drivers of this machine and, ``on_cluster``,
-    of the connected Ray. Raises ``UserError``.
+    Other drivers are those of this machine and, of a place in object storage and ``on_cluster``, those of the connected
+    Ray. Raises ``UserError``.
     """
     refusal = f"another process runs the search in {place}: wait for it, or end it."
     with ExitStack() as held:
         if place.remote:
             place.refuse_unusable("--out")
-            held.enter_context(storage.lock(scratch("searches") / place.digest, refusal))
-            if on_cluster:
-                held.enter_context(sole_user(place))
-            copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name == KEPT or name.startswith(f"{TRIALS}/"))
-            (copy.folder / TRIALS).mkdir(exist_ok=True)
-            yield copy
-            return
-        folder = place.folder
-        try:
-            (folder / TRIALS).mkdir(parents=True, exist_ok=True)
-            (folder / LOCK).touch()
-        except OSError as refused:
-            raise UserError(f"{folder} cannot be written ({refused.strerror}): name another --out.") from refused
-        held.enter_context(storage.lock(folder / LOCK, refusal))
-        clear_temporaries(folder / TRIALS)
-        yield WorkingCopy(place, folder)
+        held.enter_context(place.locked(LOCK, refusal))
+        if place.remote and on_cluster:
+            held.enter_context(sole_user(place))
+        copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name == KEPT or name.startswith(f"{TRIALS}/"))
+        (copy.folder / TRIALS).mkdir(exist_ok=True)
+        clear_temporaries(copy.folder / TRIALS)
+        yield copy
 
 
 def begin(copy: WorkingCopy, config: SearchConfig, identity: dict[str, Any], parent: RunKey) -> None:
@@ -109,12 +97,9 @@ def resumed_parent(place: Place, identity: dict[str, Any]) -> RunKey:
             f"--resume {place.name}: that search was another one ({'; '.join(changed)}). Leave these flags out to "
             "continue it, or begin a new search with another --name."
         )
-    parent = from_json(RunKey, json.loads(_content(place))["parent"], str(place / KEPT))
+    kept = from_json(RunKey, json.loads(_content(place))["parent"], str(place / KEPT))
+    parent = kept.valid_in(place, "begin a new search")
     from infra.tracking.store import reopen_run
-    from infra.tracking.tracker import JOURNAL
 
-    if place.remote:  # perhaps begun on another machine, whose folders mean nothing here
-        parent = replace(parent, journal=str(Path(JOURNAL).resolve()), home="")
-    parent = parent.found_in(Path(place.address), "begin a new search")
     reopen_run(parent)
     return parent

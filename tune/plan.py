@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.errors import UserError
-from infra.place import Place, WorkingCopy, refuse_name
+from infra.place import Place, WorkingCopy
 from pipeline.shards import Manifest, read_manifest
-from train.checkpoint.run_folder import new_folder
+from train.checkpoint.run_folder import new_place
 from train.resolve import resolve
 from tune.config import SearchConfig
 from tune.device import Machine, make_prior, memory_limit, trial_machines, trial_resources
-from tune.folder import KEPT, LOCK, TRIALS, kept_identity, place_of
+from tune.folder import LOCK, TRIALS, kept_identity, place_of
 from tune.space import Space, make_space, parse_knobs
 from tune.strategy.base import Confirmed, Grid, Retrying, Strategy
 from tune.strategy.memory_aware import MemorySearcher
@@ -100,7 +99,7 @@ def make_search(config: SearchConfig) -> Search:
     name = search_name(config)
     place = place_of(config.out, name)
     if not (config.resume or config.dry_run):
-        _refuse_taken(place, config.out, name)
+        new_place(config.out, name, begun=(TRIALS, LOCK))
     machines = trial_machines(config)
     training = resolve(config.training, machines[0].device)
     asked = config.memory_limit
@@ -112,16 +111,6 @@ def make_search(config: SearchConfig) -> Search:
     explore = _explorer(config, space, memory)
     strategy = Confirmed(Retrying(explore), space, config.confirm)
     return Search(config, place, machines, manifest, space, memory, strategy)
-
-
-def _refuse_taken(place: Place, out: str, name: str) -> None:
-    """Raise ``UserError`` when a new search cannot have this ``name``."""
-    if not place.remote:
-        new_folder(Path(out), name, begun=(TRIALS, LOCK))
-        return
-    refuse_name(name)
-    if place.exists(KEPT):
-        raise UserError(f"{place} exists already: continue it with --resume {name}, or give another --name.")
 
 
 def _explorer(config: SearchConfig, space: Space, memory: MemorySearcher) -> Strategy:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from infra.errors import UserError
+from infra.place import Place
 from infra.schema import strict, to_json
 
 SQLITE = "sqlite:///"
@@ -29,6 +30,21 @@ class RunKey:
     def kept_in(self, folder: Path | str) -> dict[str, str]:
         """The key as JSON values for a file in ``folder``, an absolute path or a URI."""
         return to_json(replace(self, home=str(folder)))
+
+    def valid_in(self, place: Place, instead: str) -> "RunKey":
+        """The key as it is valid on this machine for what was begun in ``place``, where it was read.
+
+        Raises ``UserError`` when its store is not here. The sentence ends with what to do ``instead``.
+        """
+        if not place.remote:
+            return self.found_in(place.folder, instead)
+        found = self.on_this_machine()
+        if found is None:
+            raise UserError(
+                f"the MLflow store of {place}, {self.store}, is on another machine: continue it there, or {instead} "
+                "with --tracking-uri of a server."
+            )
+        return found
 
     def on_this_machine(self, store: str | None = None) -> "RunKey | None":
         """The key of a run in object storage, as it is valid on this machine: with ``store`` if that is given.

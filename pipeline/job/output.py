@@ -5,15 +5,15 @@ Object storage is listed once, and its files are read by many threads, because e
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from infra.errors import UserError
-from infra.place import REQUESTS, Place, scratch
-from infra.storage import clear_temporaries, lock
+from infra.place import REQUESTS, Place
+from infra.storage import clear_temporaries
 from pipeline.books.readers import Dropped
 from pipeline.encoding import VOCABULARY_SHA256
 from pipeline.job import report
@@ -28,24 +28,12 @@ _SHARD = re.compile(rf"({'|'.join(SPLITS)})/\d{{6,}}-\d{{3,}}\.arrow")
 _RECORD = re.compile(rf"{PIECES}/\d{{6,}}\.json")
 
 
-@contextmanager
-def sole_writer(place: Place) -> Iterator[None]:
-    """Lock ``place`` for this process of this machine; the system releases it however the process ends.
-
-    Raises ``UserError`` when another run has locked it, or when it cannot be written.
-    """
+def sole_writer(place: Place) -> AbstractContextManager[None]:
+    """Hold ``place`` for this process of this machine. Raises ``UserError`` when it is held, or cannot be written."""
     if place.remote:
         place.refuse_unusable("--out")
-        file = scratch("locks") / place.digest
-    else:
-        file = place.folder / PIECES / LOCK
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.touch()
-        except OSError as refused:
-            raise UserError(f"--out {place} cannot be written ({refused.strerror}): name another place.") from refused
-    with lock(file, f"another run is writing to {place}: wait for it, or give another --out."):
-        yield
+    refusal = f"another run is writing to {place}: wait for it, or give another --out."
+    return place.locked(f"{PIECES}/{LOCK}", refusal)
 
 
 def refuse_foreign(place: Place) -> None:

@@ -10,14 +10,14 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from infra.command import errors
 from infra.errors import UserError
-from infra.place import Place, WorkingCopy
+from infra.place import Place, WorkingCopy, refuse_name
 from infra.schema import from_json, to_json
 from infra.storage import atomic_file, is_remote, lock, write_json
 from infra.tracking.key import RunKey
@@ -106,13 +106,9 @@ class RunFolder:
         with lock(self.path / "lock", refusal, patience=HANDOVER_SECONDS):
             yield
 
-    @contextmanager
-    def command_lock(self) -> Iterator[None]:
+    def command_lock(self) -> AbstractContextManager[None]:
         """Lock the folder for the command that runs or continues this run. Raises ``UserError``."""
-        # The copy of a run in object storage is made anew by the next command, this file beside it is not.
-        file = self.path.parent / ".command" if self.kept_at else self.path / ".command"
-        with lock(file, f"another command is training in {self.place}: wait for it, or stop it."):
-            yield
+        return self.place.locked(".command", f"another command is training in {self.place}: wait for it, or stop it.")
 
     def newest(self) -> Path:
         """The newest intact checkpoint of a run from :func:`find_run`, which has one; prints which ones are skipped.
@@ -193,16 +189,28 @@ def new_folder(out: Path, name: str, *, resumable: bool = True, begun: Sequence[
     return folder
 
 
+def new_place(out: str, name: str, *, begun: Sequence[str] = ()) -> Place:
+    """The place of a new ladder or search in ``out``, a path or a URI. Raises ``UserError`` as :func:`new_folder`."""
+    if not is_remote(out):
+        return Place.of(new_folder(Path(out), name, begun=begun))
+    refuse_name(name)
+    return _unused(Place.of(out) / name)
+
+
 def new_run(out: str, name: str) -> RunFolder:
     """The folder of a new run in ``out``, a path or a URI. Raises ``UserError`` as :func:`new_folder` does."""
     if not is_remote(out):
         return RunFolder(new_folder(Path(out), name))
     _refuse_name(name)
-    place = Place.of(out) / name
+    return working_copy(_unused(Place.of(out) / name), fresh=True)
+
+
+def _unused(place: Place) -> Place:
+    """``place``, in object storage. Raises ``UserError`` when it is taken, or cannot be written."""
     place.refuse_unusable("--out")
     if place.files():
-        raise UserError(f"{place} exists already: continue it with --resume {place}, or give another --name.")
-    return working_copy(place, fresh=True)
+        raise UserError(f"{place} exists already: continue it with --resume {place.name}, or give another --name.")
+    return place
 
 
 def working_copy(place: Place, *, fresh: bool) -> RunFolder:

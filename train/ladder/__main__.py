@@ -24,8 +24,9 @@ from infra.schema import from_json, strict, to_json
 from infra.tracking.key import RunKey
 from infra.units import BytesOrNone, SecondsOrNone
 from pipeline.shards import MANIFEST
+from train.checkpoint.run_folder import new_place
 from train.config import Cycle, CycleText, Device, TrainConfig, load_config
-from train.ladder.folder import begin, damaged, kept, new_place, opened, parent
+from train.ladder.folder import begin, damaged, kept, opened
 from train.ladder.suites import (
     STREAMING,
     Suite,
@@ -287,7 +288,7 @@ def continued(options: LadderOptions, copy: WorkingCopy) -> tuple[LadderOptions,
         options = from_json(LadderOptions, to_json(options) | values, "its options")
     except (ValueError, KeyError) as damage:
         raise damaged(copy, damage) from damage
-    home, key = key.home, parent(copy, key)
+    home, key = key.home, key.valid_in(place, "begin a new ladder")
     if not Place.of(options.data).exists(MANIFEST):
         raise UserError(
             f"the data of {place} is not in {options.data}: bring it back, or begin a new ladder."

@@ -7,30 +7,17 @@ the files for people. In object storage the driver works in a local copy, and se
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from infra.errors import UserError
-from infra.place import Place, WorkingCopy, refuse_name, scratch
+from infra.place import Place, WorkingCopy
 from infra.schema import from_json
-from infra.storage import lock, write_json
+from infra.storage import write_json
 from infra.tracking.key import RunKey
-from train.checkpoint.run_folder import make, new_folder
+from train.checkpoint.run_folder import make
 from train.ladder.suites import nearest
 
 KEPT = "ladder.json"
-
-
-def new_place(out: str, name: str) -> Place:
-    """The place of a new ladder, which is not made yet. Raises ``UserError`` where there is one, or cannot be."""
-    place = Place.of(out) / name
-    if not place.remote:
-        return Place.of(new_folder(Path(out), name))
-    refuse_name(name)
-    place.refuse_unusable("--out")
-    if place.files():
-        raise UserError(f"{place} exists already: continue it with --resume {name}, or give another --name.")
-    return place
 
 
 @contextmanager
@@ -43,8 +30,7 @@ def opened(place: Place, *, fresh: bool) -> Iterator[WorkingCopy]:
         make(place.folder)
     elif not fresh and not place.exists(KEPT):
         raise _absent(place)
-    file = scratch("ladders") / place.digest if place.remote else place.folder / ".command"
-    with lock(file, f"another command runs the ladder in {place}: wait for it, or stop it."):
+    with place.locked(".command", f"another command runs the ladder in {place}: wait for it, or stop it."):
         yield WorkingCopy.of(place, fresh=fresh, wanted=lambda name: "/checkpoints/" not in name)
 
 
@@ -67,19 +53,6 @@ def kept(copy: WorkingCopy) -> dict[str, Any]:
 def damaged(copy: WorkingCopy, damage: Exception) -> UserError:
     """The sentence about a damaged ``ladder.json``."""
     return UserError(f"--resume {copy.place.name}: {copy.place / KEPT} is damaged ({damage}); begin a new ladder.")
-
-
-def parent(copy: WorkingCopy, key: RunKey) -> RunKey:
-    """The ladder's run in MLflow, as it is valid here. Raises ``UserError`` when its store is not."""
-    if not copy.place.remote:
-        return key.found_in(copy.folder, "begin a new ladder")
-    found = key.on_this_machine()
-    if found is None:
-        raise UserError(
-            f"the MLflow store of {copy.place}, {key.store}, is on another machine: continue it there, or begin a new "
-            "ladder with --tracking-uri of a server."
-        )
-    return found
 
 
 def _absent(place: Place) -> UserError:

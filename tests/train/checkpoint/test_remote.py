@@ -116,7 +116,7 @@ def test_a_new_run_takes_no_name_that_is_taken(bucket: str) -> None:
     home.config.write_text("{}")
     home.send(home.config, home.result)
     assert home.place.files() == {"config.json": 2}
-    with pytest.raises(UserError, match=r"s3://runs/kept/\w+.* exists already: continue it with --resume s3://runs"):
+    with pytest.raises(UserError, match=r"s3://runs/kept/\w+.* exists already: continue it with --resume run3, or"):
         new_run(f"s3://runs/kept{bucket}", "run3")
     with home.command_lock(), pytest.raises(UserError, match="another command is training in s3://runs/kept/run3"):
         working_copy(home.place, fresh=False)

@@ -9,8 +9,9 @@ import pytest
 from infra.errors import UserError
 from infra.place import Place
 from infra.tracking.key import RunKey
+from train.checkpoint.run_folder import new_place
 from train.ladder import report
-from train.ladder.folder import begin, kept, new_place, opened, parent
+from train.ladder.folder import begin, kept, opened
 
 KEY = RunKey("http://tracker", "1", "a", "/of/another/machine/journal")
 
@@ -40,9 +41,9 @@ def test_a_ladder_is_continued_from_what_was_sent(out: str) -> None:
         files = sorted(path.relative_to(copy.folder).as_posix() for path in copy.folder.rglob("*") if path.is_file())
         assert files == ["control-00/rung.json", "ladder.json"]
         assert kept(copy)["options"] == {"suite": "loop"}
-        assert parent(copy, kept(copy)["key"]).store == "http://tracker"
+        assert kept(copy)["key"].valid_in(place, "").store == "http://tracker"
         with pytest.raises(UserError, match=r"MLflow store of .*, sqlite:////gone\.db, is on another machine"):
-            parent(copy, RunKey("sqlite:////gone.db", "1", "a", "journal"))
+            RunKey("sqlite:////gone.db", "1", "a", "journal").valid_in(place, "begin a new ladder")
     with pytest.raises(UserError, match="exists already: continue it with --resume one"):
         new_place(out, "one")
 
