@@ -210,14 +210,10 @@ def open_file(uri: str) -> BinaryIO:
     return io.BufferedReader(_RetryingFile(uri, file), buffer_size=_BUFFER)
 
 
-def store(file: Path, system: Any, path: str, kind: str | None = None) -> None:
-    """Write a local ``file`` to ``path`` of a filesystem from :func:`locate`, as the content type ``kind``.
-
-    Raises ``OSError`` when that fails.
-    """
+def store(file: Path, system: Any, path: str) -> None:
+    """Write a local ``file`` to ``path`` of a filesystem from :func:`locate`. Raises ``OSError`` when that fails."""
     system.create_dir(path.rpartition("/")[0])  # object storage has no folders, other filesystems do
-    metadata = {"Content-Type": kind} if kind else None
-    with file.open("rb") as source, system.open_output_stream(path, metadata=metadata) as sink:
+    with file.open("rb") as source, system.open_output_stream(path) as sink:
         shutil.copyfileobj(source, sink, _BLOCK)
 
 

@@ -50,7 +50,7 @@ class Memory:
 @strict
 @dataclass(frozen=True)
 class CycleReport:
-    """One cycle: losses, position, and where the time went. Seconds by the device's own clock, see ``measure.mark``."""
+    """One cycle: losses, position, and where the time went. Seconds by the device's own clock, see ``loop.timing``."""
 
     step: int
     batches: int

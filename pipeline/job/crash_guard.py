@@ -32,13 +32,11 @@ class CrashGuard:
 
     def __init__(self, run: str, piece: str) -> None:
         try:
-            self._open(notes_folder(run), piece)
+            self._open(scratch(run), piece)
         except OSError as refused:
             raise _refusal(refused) from refused
 
     def _open(self, folder: Path, piece: str) -> None:
-        scratch()  # refuses that of another user
-        folder.mkdir(exist_ok=True)
         self._note = folder / f"{piece}.note"
         self._counts = folder / f"{piece}.json"
         self.deaths: dict[str, int] = {}
@@ -67,14 +65,10 @@ class CrashGuard:
         self._counts.unlink(missing_ok=True)
 
 
-def notes_folder(run: str) -> Path:
-    """Where the notes of a run lie on this machine."""
-    return Path(tempfile.gettempdir()) / f"throughline-{os.getuid()}" / run
-
-
 def forget(run: str) -> None:
     """Remove the notes of a run from this machine: those of the workers that died."""
-    shutil.rmtree(notes_folder(run), ignore_errors=True)
+    with suppress(OSError, UserError):
+        shutil.rmtree(scratch(run))
 
 
 def _refusal(refused: OSError) -> UserError:
