@@ -66,6 +66,14 @@ def test_points_count_on_and_have_the_numbers_of_this_machine(monkeypatch: pytes
     assert last["system/worker_cpu_percent"] > 0
 
 
+def test_what_was_read_since_the_last_point_is_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After twelve days, the next point is not due for hours."""
+    assert interval(10**6) > 8000
+    ((second, metrics),) = watched(monkeypatch, 0.2, begin=10**6)
+    assert 10**6 < second < 10**6 + 100
+    assert metrics["system/worker_cpu_percent"] > 0
+
+
 def test_what_cannot_be_read_is_left_out_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The /proc of a machine that is out of file descriptors, and a GPU that fell off the bus."""
     calls = itertools.count()
