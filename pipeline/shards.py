@@ -171,8 +171,7 @@ def made_by(where: Place | Path | str) -> RunKey | None:
     """The run in MLflow that made a data set; None where that is not known here, as for those of earlier versions."""
     place = Place.of(where)
     try:
-        key = from_json(RunKey, json.loads(place.read(TRACKING)), place / TRACKING)
-        return key.on_this_machine() if place.remote else key.found_in(place.folder, "make it again")
+        return from_json(RunKey, json.loads(place.read(TRACKING)), place / TRACKING).valid_in(place, "make it again")
     except (OSError, ValueError):  # a UserError among them: of a copy, or without its store
         return None
 
