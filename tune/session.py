@@ -1,6 +1,5 @@
 """A search from its config to its files: plan, run, and say what was found."""
 
-import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -8,12 +7,12 @@ from functools import partial
 
 from infra.cluster import connected
 from infra.command import INTERRUPTED, console
-from infra.place import Place
 from infra.progress import doing
 from infra.tracking.store import open_store
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import ui_link
 from infra.units import format_size
+from train.checkpoint.run_folder import resume_command
 from train.loop.execution import worker_environment
 from train.model_config import format_model
 from tune import folder as folders
@@ -73,7 +72,7 @@ class Session:
             rows = read_rows(search.trials)
             evidence.catch_up(rows)
             if search.strategy.propose(comparable(rows)) is not None:
-                console.print(f"stopped; continue with: {resume_command(search.place)}", markup=False)
+                console.print(f"stopped; continue with: {resume_command('tune.search', search.place)}", markup=False)
                 evidence.abandon()
                 tracker.status = "KILLED"
                 return INTERRUPTED
@@ -108,9 +107,3 @@ class Session:
             resources = search.resources()
             with doing("starting trials") as shown:
                 drive(Proposals(search, Listener(started, ended), partial(trial_nodes, resources)), resources)
-
-
-def resume_command(place: Place) -> str:
-    """The line that continues the search in ``place``."""
-    out = [] if place.parent == Place.of(SearchConfig().out) else ["--out", str(place.parent)]
-    return shlex.join(["python", "-m", "tune.search", "--resume", place.name, *out])

@@ -22,11 +22,11 @@ from mlflow.tracking import MlflowClient
 
 from infra.cluster import connected
 from infra.place import Place
+from train.checkpoint.run_folder import resume_command
 from train.config import Cycle, load_config
 from train.loop.trainer import Trainer
 from tune import search
 from tune.report import train_command
-from tune.session import resume_command
 from tune.strategy.ranking import NEGLIGIBLE
 
 FLAGS = [
@@ -135,9 +135,11 @@ def test_a_search_leaves_rows_files_and_runs(folder: Path, searched: Path) -> No
 
 def test_what_is_to_be_pasted_names_odd_folders_as_a_shell_reads_them(tmp_path: Path) -> None:
     folder = tmp_path / "all of my [runs]" / "it's one"
-    assert shlex.split(resume_command(Place.of(folder)))[-3:] == ["it's one", "--out", str(folder.parent)]
+    again = resume_command("tune.search", Place.of(folder))
+    assert shlex.split(again)[-3:] == ["it's one", "--out", str(folder.parent)]
     assert shlex.split(train_command(Place.of(folder)))[-1] == str(folder / "best.json")
-    assert shlex.split(resume_command(Place.of("s3://lab/runs/one")))[-3:] == ["one", "--out", "s3://lab/runs"]
+    again = resume_command("tune.search", Place.of("s3://lab/runs/one"))
+    assert again == "python -m tune.search --resume one --out s3://lab/runs"
 
 
 def test_the_winner_trains(searched: Path) -> None:

@@ -8,6 +8,7 @@ machine and its checkpoints, while they are made, in scratch on the worker's.
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -195,6 +196,12 @@ def new_place(out: str, name: str, *, begun: Sequence[str] = ()) -> Place:
         return Place.of(new_folder(Path(out), name, begun=begun))
     refuse_name(name)
     return _unused(Place.of(out) / name)
+
+
+def resume_command(module: str, place: Place) -> str:
+    """The command that continues the ladder or search in ``place``, which ``python -m module`` began."""
+    out = [] if place.parent == Place.of("runs") else ["--out", str(place.parent)]
+    return shlex.join(["python", "-m", module, "--resume", place.name, *out])
 
 
 def new_run(out: str, name: str) -> RunFolder:

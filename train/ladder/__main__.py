@@ -5,7 +5,6 @@ run, ``ladder.json``, ``summary.md`` and two charts; in MLflow a parent run with
 """
 
 import math
-import shlex
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from infra.schema import from_json, strict, to_json
 from infra.tracking.key import RunKey
 from infra.units import BytesOrNone, SecondsOrNone
 from pipeline.shards import MANIFEST
-from train.checkpoint.run_folder import new_place
+from train.checkpoint.run_folder import new_place, resume_command
 from train.config import Cycle, CycleText, Device, TrainConfig, load_config
 from train.ladder.folder import begin, damaged, kept, opened
 from train.ladder.suites import (
@@ -201,8 +200,7 @@ def run(options: LadderOptions) -> int:
                 controls, rungs = ladder.run()
                 report.publish(ladder, controls, rungs, tracker, before)
         except KeyboardInterrupt:
-            again = shlex.join(["--resume", place.name, "--out", options.out])
-            console.print(f"continue with: python -m train.ladder {again}", markup=False)
+            console.print(f"continue with: {resume_command('train.ladder', place)}", markup=False)
             return INTERRUPTED
         except UserError as refused:
             if not (options.resume or has_begun(copy.folder) or isinstance(refused, ControllerDied)):

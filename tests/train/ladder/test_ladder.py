@@ -365,7 +365,7 @@ def test_an_interrupted_ladder_says_how_to_continue_it(
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
     flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--name", "stopped"]
     assert command(monkeypatch, *flags) == 130
-    assert "continue with: python -m train.ladder --resume stopped --out runs\n" in capfd.readouterr().out
+    assert "continue with: python -m train.ladder --resume stopped\n" in capfd.readouterr().out
     assert [path.name for path in Path("runs/stopped").glob("*/")] == ["control-00"]
     ended = {run.data.tags["kind"]: run.info.status for run in MlflowClient(store_uri()).search_runs(["1"])}
     assert ended == {"control": "FINISHED", "rung": "KILLED", "ladder": "KILLED"}
