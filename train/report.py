@@ -267,6 +267,8 @@ def summary(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
             shares = [f"{node} ({tokens / total:.0%})" for node, tokens in sorted(result.encoded_on.items())]
             step += f": {result.machine} waited for books encoded on {', '.join(shares)}"
         rows.append(("step time", step))
+    if result.diagnosis:
+        rows += result.diagnosis.rows
     if result.checkpoint:
         rows.append(("checkpoint", result.checkpoint))
     if result.sample:
@@ -299,6 +301,8 @@ def print_result(config: TrainConfig, result: RunResult, place: Place, in_mlflow
 
 def remedy(config: TrainConfig, result: RunResult, place: Place) -> tuple[str, str] | None:
     """What to do about a run that did not finish: a sentence, and the command that ends it, if there is one."""
+    if result.diagnosis and result.diagnosis.advice:
+        return result.diagnosis.advice, result.diagnosis.command
     resume = resume_command(place)
     match result.outcome, bool(result.checkpoint):
         case "interrupted", True:
@@ -313,10 +317,6 @@ def remedy(config: TrainConfig, result: RunResult, place: Place) -> tuple[str, s
                 "no checkpoint was kept: start again with another --name, and with --learning-rate below "
                 f"{config.learning_rate:g} or, in a long run, --warmup-steps above {config.warmup_steps}"
             ), ""
-        case "over_limit", True:
-            return "the last checkpoint is kept; continue with less memory: ", f"{resume} --micro-batch ..."
-        case (("oom" | "over_limit"), _):
-            return "try again with a smaller --micro-batch: accumulation keeps the global batch as it is", ""
     return None
 
 

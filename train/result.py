@@ -49,6 +49,35 @@ class Memory:
 
 @strict
 @dataclass(frozen=True)
+class Shortage:
+    """What was known when a run did not fit in memory. Sizes in bytes."""
+
+    during: str
+    """What the loop was doing: ``the backward pass of step 1``."""
+    tried: int | None
+    """The allocation that failed, by torch's message; None where nothing failed, or the message has no size."""
+    room: int
+    """What the process could use: its limit, or all that the device has for it."""
+    held: dict[str, int]
+    """Weights, gradients and optimizer state at that moment, by the part's name; without what cannot be counted."""
+    message: str = ""
+    """torch's, on one line."""
+
+
+@strict
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was wrong with a run, for a person to read."""
+
+    rows: list[tuple[str, str]]
+    """What was found: name and text."""
+    advice: str = ""
+    """What to do about it: a sentence, or the beginning of one that ends with the command."""
+    command: str = ""
+
+
+@strict
+@dataclass(frozen=True)
 class CycleReport:
     """One cycle: losses, position, and where the time went. Seconds by the device's own clock, see ``loop.timing``."""
 
@@ -140,3 +169,7 @@ class RunResult:
     val_bits_per_character: float | None = None
     sample: str | None = None
     """Text that the model wrote at the end."""
+    shortage: Shortage | None = None
+    """Of a run that did not fit in memory."""
+    diagnosis: Diagnosis | None = None
+    """None where nothing was wrong."""

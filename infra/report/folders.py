@@ -80,6 +80,12 @@ def _run(folder: Path) -> Page:
             page.figures.append((f"{joules / 1e3:,.3g} kJ", "energy of the GPU per million tokens"))
         page.figures.append((f"{result['train_tokens']:,}", f"training tokens in {result['steps']:,} steps"))
         page.figures.append((str(result["outcome"]), str(result["reason"])))
+        if wrong := result.get("diagnosis"):
+            page.section("What was wrong")
+            page.table((), [(str(name), str(text)) for name, text in wrong["rows"]])
+            page.text(str(wrong["advice"]))
+            if wrong["command"]:
+                page.code(str(wrong["command"]))
     if (folder / "cycles.jsonl").is_file():
         with _reading(folder / "cycles.jsonl"):
             _curves(page, folder / "cycles.jsonl")

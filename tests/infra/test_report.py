@@ -207,6 +207,20 @@ def test_the_command_refuses_what_it_cannot_report_with_exit_code_2(tmp_path: Pa
         assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_run_that_went_wrong_says_why_and_what_to_try(run: Path) -> None:
+    kept = run / "result.json"
+    diagnosis = {
+        "rows": [["logits", "19.78 GB predicted"], ["torch's message", HOSTILE]],
+        "advice": "try again with --loss fused: ", "command": "python -m train.run --loss fused",
+    }  # fmt: skip
+    kept.write_text(json.dumps(json.loads(kept.read_text()) | {"outcome": "oom", "diagnosis": diagnosis}))
+    seen = Reader()
+    seen.feed(page_of(run).html())
+    for text in ("What was wrong", "19.78 GB predicted", HOSTILE, "try again with --loss fused", "--loss fused"):
+        assert text in seen.text
+    assert "script" not in seen.tags
+
+
 def test_a_search_without_a_winner_and_a_run_without_a_speed_are_reported(run: Path, search: Path) -> None:
     (search / "best.json").unlink()
     assert "no winner" in page_of(search).html()

@@ -25,7 +25,7 @@ from train import report
 from train.config import TrainConfig
 from train.estimate.memory import predict_peak
 from train.model_config import ModelConfig
-from train.result import CycleReport, Memory, RunResult
+from train.result import CycleReport, Diagnosis, Memory, RunResult
 
 CYCLE = CycleReport(
     step=3, batches=4, train_loss=4.0, val_loss=3.5, train_tokens=384, val_tokens=128, books=0.5, seconds=4.0,
@@ -163,7 +163,10 @@ def test_the_description_begins_with_five_lines(config: TrainConfig, result: Run
         ({"sample": "In the beginning"}, '`python -m train.generate --checkpoint one --prompt "In the beginning"`'),
         ({"checkpoint": None}, "repeat it with `python -m train.run --config {home}/config.json`"),
         ({"outcome": "interrupted"}, "continue with: `python -m train.run --resume one`"),
-        ({"outcome": "oom", "checkpoint": None}, "try again with a smaller --micro-batch: accumulation keeps"),
+        (
+            {"outcome": "oom", "diagnosis": Diagnosis([], "try again with --loss fused: ", "python --loss fused")},
+            "try again with --loss fused: `python --loss fused`",
+        ),
     ],
     ids=["to try", "without a checkpoint", "interrupted", "out of memory"],
 )

@@ -16,7 +16,7 @@ from train.config import TrainConfig
 from train.estimate.flops import causal, palm
 from train.estimate.memory import predict_peak
 from train.model_config import ModelConfig
-from train.result import Memory, RunResult, Throughput
+from train.result import Diagnosis, Memory, RunResult, Throughput
 
 Make = Callable[..., RunResult]
 
@@ -136,15 +136,20 @@ def test_what_is_about_to_be_trained(
         ("interrupted", None, "no checkpoint was kept: start again with another --name"),
         ("diverged", "c", "python -m train.run --resume one --learning-rate ..."),
         ("diverged", None, "with --learning-rate below 0.0006 or, in a long run, --warmup-steps above 100"),
-        ("oom", None, "try again with a smaller --micro-batch"),
+        ("oom", None, "try again with --loss fused: python -m train.run --config"),
     ],
 )
 def test_the_last_line_says_what_to_do_next(
     config: TrainConfig, make_result: Make, capfd: pytest.CaptureFixture[str], outcome: str, checkpoint: str, said: str
 ) -> None:
-    folder = Path("runs/one").resolve()
-    report.print_result(config, make_result(outcome=outcome, checkpoint=checkpoint), Place.of(folder), "the link")
+    folder, found = Path("runs/one").resolve(), None
+    if outcome == "oom":
+        advice = "try again with --loss fused: ", "python -m train.run --config runs/one/config.json --loss fused"
+        found = Diagnosis([("logits", "19.78 GB predicted")], *advice)
+    result = make_result(outcome=outcome, checkpoint=checkpoint, diagnosis=found)
+    report.print_result(config, result, Place.of(folder), "the link")
     printed = " ".join(capfd.readouterr().out.split())
+    assert ("logits 19.78 GB predicted" in printed) == (outcome == "oom")
     assert said in printed.partition("the link")[1 if said == "the link" else 2]
 
 

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +31,7 @@ from infra.schema import from_json, to_json
 from infra.storage import write_json
 from infra.tracking.store import last_steps
 from infra.tracking.tracker import Tracker
-from train import report
+from train import diagnosis, report
 from train.checkpoint.progress import known_checksums, read_progress
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
@@ -73,6 +74,8 @@ def measure(
     """
     result, gpu = train(run, config, tracker, lambda cycle: say(cycle["line"]))
     result = with_matmul_efficiency(result, config, out or run.home.path.parent)
+    found = diagnosis.of_memory(config, result, run.home.place, run.memory_limit)
+    result = replace(result, diagnosis=found)
     write_json(run.home.result, to_json(result))
     run.home.send(run.home.cycles, run.home.stream, run.home.result)
     report.record_end(tracker, config, result, gpu, run.home.place, run.memory_limit)

@@ -43,6 +43,11 @@ class Limit:
         torch.cuda.set_per_process_memory_fraction(allocator_share(size, context, total), device)
         return limit
 
+    @property
+    def room(self) -> int:
+        """Bytes of it that can be relied on: on a GPU the cap leaves some for what is loaded later."""
+        return self.size - (UNMEASURED if self.device.type == "cuda" else 0)
+
     def used(self) -> tuple[int, str]:
         """Peak bytes of the process, and their source: ``nvml``, ``device`` (its growth), ``reserved`` or ``rss``."""
         measured = memory.peak(self.device)

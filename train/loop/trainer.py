@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from infra.errors import first_line
 from infra.hardware import device_facts
 from infra.place import Place
 from train.checkpoint import save
@@ -24,7 +23,7 @@ from train.config import CUDA_GRAPHS, TrainConfig
 from train.data.dataset import Data, ShardData
 from train.data.loader import BatchLoader
 from train.data.text import refuse_foreign_ids
-from train.loop import memory, timing
+from train.loop import memory, shortage, timing
 from train.loop.conclusion import Spent, conclude
 from train.loop.cycle import RunningCycle, close_cycle, open_cycle, report, step_seconds, trouble
 from train.loop.execution import arithmetic, build, compiled, no_collections, torch_device
@@ -88,6 +87,8 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
         self.doing = "running the first step" + ", which compiles" * (config.compile != "off")
         """What the loop does, for whoever watches it from another thread, as they may read ``state.step``."""
+        self.stage = ""
+        """The part of a step, or of what follows one, that the loop is in."""
         self.state = RunState()
         self.spent = Spent()
         self.elapsed_before = 0.0
@@ -103,23 +104,28 @@ class Trainer:
     def run(self) -> RunResult:
         """Train. Running out of memory and diverging are outcomes, unless other workers wait for this one."""
         memory.start_peak(self.device)
+        missing = None
         try:
             with no_collections(self.config):
                 outcome, reason = self._steps()
             if outcome == "finished" and (excess := self._excess()):  # because of what followed its last step
                 outcome, reason = "over_limit", excess
+            if outcome == "over_limit" and self.limit:
+                missing = shortage.over_limit(self.model, self.optimizer, self.limit, self.state.step)
         except RuntimeError as failure:
             if not memory.is_exhausted(failure) or self.workers.size > 1:  # the others wait for this one
                 raise
-            outcome, reason = "oom", first_line(failure)
-            if self.limit:
-                reason += f" (the limit is {self.limit.size / 1e9:.2f} GB)"
+            missing = shortage.out_of_memory(
+                self.model, self.optimizer, self.limit, self.device, self.stage, failure
+            )  # fmt: skip
+            outcome, reason = "oom", shortage.reason(missing, self.config, self.limit)
         self.doing = "saving the checkpoint"
         saved = self.checkpoints.wait() or self.resumed if self.checkpoints else None
         checkpoint = self.checkpoints.address(saved) if self.checkpoints and saved else None
-        return conclude(
+        result = conclude(
             self.config, self.data, self.device, self.state, self.spent, (outcome, reason), checkpoint
         )  # fmt: skip
+        return replace(result, shortage=missing)
 
     def _steps(self) -> tuple[Outcome, str]:
         config = self.config
@@ -178,23 +184,27 @@ class Trainer:
 
     def _train_step(self, loader: BatchLoader, cycle: RunningCycle) -> None:
         """One optimizer step, its loss and gradient norm left on the device."""
-        config, index = self.config, cycle.steps
+        config, index, step = self.config, cycle.steps, self.state.step + 1
         if self.workers.rank:  # dropout must differ between workers, and be the same when the run is resumed here
             torch.manual_seed(hash((config.seed, self.state.step, self.workers.rank)))
         set_rate(self.optimizer, cycle.rate)
         for micro in range(config.accumulation):
+            self.stage = f"the loading of a batch for step {step}"
             asked = timing.mark(self.device)
             inputs, targets = loader.next()
             cycle.waits.append((asked, timing.mark(self.device)))
             if config.compile in CUDA_GRAPHS:
                 torch.compiler.cudagraph_mark_step_begin()
+            self.stage = f"the forward pass of step {step}"
             with parallel.synchronised(self.forward, self.model, micro == config.accumulation - 1):
                 with arithmetic(config):
                     loss = self.forward(inputs, targets)
+                self.stage = f"the backward pass of step {step}"
                 self.scaler.scale(loss / config.accumulation).backward()
             cycle.losses[index] += loss.detach() / config.accumulation
             if "sync" in config.ablate:
                 loss.item()
+        self.stage = f"the optimizer's part of step {step}"
         cycle.computed.append(timing.mark(self.device))
         if config.clip_norm:
             self.scaler.unscale_(self.optimizer)
@@ -233,6 +243,7 @@ class Trainer:
     def _validate(self, cycle: RunningCycle) -> None:
         """Queue the validation after ``cycle``'s steps, and close the cycle."""
         if self.data.validation is not None:
+            self.stage = f"the validation after step {self.state.step}"
             cycle.val_losses = validate(
                 self.data.validation, self.config, self.device, self.workers, self.model, self.forward,
                 lambda: arithmetic(self.config),
@@ -278,6 +289,7 @@ class Trainer:
         losses = self.workers.mean(unreported)
         if not (self.workers.first or self.config.shard):
             return
+        self.stage = f"the snapshot for a checkpoint after step {self.state.step}"
         taken = save.snapshot(self.model, self.optimizer, self.scaler, losses)
         if self.checkpoints is None:
             return

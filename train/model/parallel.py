@@ -99,6 +99,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This worker's part of a tensor that may be sharded."""
+    return tensor.to_local() if _is_sharded(tensor) else tensor
+
+
 def share_of(tensor: Tensor, like: Tensor) -> Tensor:
     """This worker's shard of the whole ``tensor``, distributed like ``like``."""
     if not _is_sharded(like) or tensor.shape != like.shape:

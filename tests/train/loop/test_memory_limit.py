@@ -66,8 +66,11 @@ def test_the_command_imposes_its_limit(
     assert leaving.value.code == 1
     printed = " ".join(capfd.readouterr().out.split())
     assert "over_limit: the process used" in printed
-    assert "continue with less memory: python -m train.run --resume one --micro-batch" in printed
-    assert json.loads(Path("runs/one/result.json").read_text())["outcome"] == "over_limit"
+    said = "no single change is predicted to fit 0.05 GB: the smallest prediction is"
+    assert said in printed.partition("memory as predicted for")[2]
+    kept = json.loads(Path("runs/one/result.json").read_text())
+    assert (kept["outcome"], kept["shortage"]["room"]) == ("over_limit", 50_000_000)
+    assert kept["diagnosis"]["advice"].startswith(said)
     (found,) = MlflowClient(store_uri()).search_runs(["1"])
     assert found.info.status == "FAILED"
     assert found.data.tags["outcome"] == "over_limit"

@@ -1,0 +1,59 @@
+"""Single changes that save memory: golden for GPT-2, and what holds for every config."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from infra.hardware import A100, cpu_facts
+from train.config import TrainConfig
+from train.estimate.changes import savings
+from train.estimate.flops import hardware, palm
+from train.estimate.memory import predict_peak
+from train.resolve import resolve
+
+
+def test_the_cheapest_change_comes_first() -> None:
+    config = resolve(TrainConfig(global_batch=64, micro_batch=32), A100)
+    assert [(change.flag, change.cost) for change in savings(config)] == [
+        ("--loss fused", "no more arithmetic"),
+        ("--micro-batch 16", "the same arithmetic in 4 micro-batches instead of 2"),
+        ("--micro-batch 8", "the same arithmetic in 8 micro-batches instead of 2"),
+        ("--micro-batch 4", "the same arithmetic in 16 micro-batches instead of 2"),
+        ("--micro-batch 2", "the same arithmetic in 32 micro-batches instead of 2"),
+        ("--micro-batch 1", "the same arithmetic in 64 micro-batches instead of 2"),
+        ("--checkpointing selective", "element-wise operations twice, no more matrix products"),
+        ("--checkpointing alternate", "12% more arithmetic"),
+        ("--checkpointing full", "24% more arithmetic"),
+    ]
+    full = savings(config)[-1]
+    assert full.arithmetic == pytest.approx(hardware(config.model, recomputed=12) / palm(config.model) - 1)
+    assert full.peak == predict_peak(replace(config, checkpointing="full")).total
+
+
+@pytest.mark.parametrize(
+    ("changes", "offered", "left_out"),
+    [
+        ({"attention": "manual"}, "--attention auto", ""),
+        ({"loss": "fused"}, "--checkpointing full", "--loss"),
+        ({"loss_chunks": 8}, "--checkpointing full", "--loss"),
+        ({"compile": "blocks"}, "--checkpointing full", "selective"),
+        ({"checkpointing": "full"}, "--loss fused", "--checkpointing"),
+        ({"micro_batch": 1}, "--loss fused", "--micro-batch"),
+        ({"device": "cpu"}, "--loss fused", "--attention"),
+        ({"workers": 4}, "--micro-batch 8", "--micro-batch 16"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_what_can_be_changed_saves_memory_and_is_sorted_by_its_cost(
+    changes: dict[str, Any], offered: str, left_out: str
+) -> None:
+    config = TrainConfig(global_batch=64, micro_batch=16)
+    config = resolve(replace(config, **changes), cpu_facts() if "device" in changes else A100)
+    found = savings(config)
+    flags = [change.flag for change in found]
+    assert offered in flags
+    assert not left_out or not [flag for flag in flags if left_out in flag]
+    assert all(change.peak < predict_peak(config).total for change in found)
+    costs = [change.arithmetic for change in found]
+    assert costs == sorted(costs)

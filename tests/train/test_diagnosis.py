@@ -1,0 +1,124 @@
+"""Why a run did not fit, part by part, and the change that is predicted to fit, as a command that runs."""
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra import flags
+from infra.hardware import A100
+from infra.place import Place
+from infra.schema import from_json, to_json
+from train.config import TrainConfig, load_config
+from train.diagnosis import of_memory
+from train.estimate.memory import predict_peak
+from train.resolve import resolve
+from train.result import Memory, RunResult, Shortage
+from train.run import RunOptions
+
+Make = Callable[..., RunResult]
+
+GB = 10**9
+HOME = Place.of("runs/one")
+SAID = "CUDA out of memory. Tried to allocate 6.14 GiB. GPU 0 has a total capacity of 79.11 GiB"
+
+
+@pytest.fixture
+def config() -> TrainConfig:
+    """GPT-2 124M, predicted to take 33.6 GB."""
+    return resolve(TrainConfig(), A100)
+
+
+def failed(make_result: Make, room: int, *, process: int = 0, **changes: Any) -> RunResult:
+    """A run that ran out of memory on a GPU in its first backward pass."""
+    held = {"weights": 498_000_000, "gradients": 0, "optimizer": 0}
+    shortage = Shortage("the backward pass of step 1", 6_600_000_000, room, held, SAID)
+    process = process or room - 6 * 10**8
+    memory = Memory(process - 21 * 10**8, process - 6 * 10**8, process, "nvml")
+    return make_result(**{"outcome": "oom", "checkpoint": None, "memory": memory, "shortage": shortage} | changes)
+
+
+def test_what_was_predicted_is_beside_what_was_measured(config: TrainConfig, make_result: Make) -> None:
+    result = failed(make_result, 30 * GB)
+    found = of_memory(config, result, HOME, 30 * GB)
+    assert found
+    assert found.rows == [
+        ("torch's message", SAID),
+        ("memory", "as predicted for the loss's backward pass, and as measured"),
+        ("weights", "0.50 GB predicted, 0.50 GB measured"),
+        ("gradients", "0.50 GB predicted, 0.00 GB measured"),
+        ("optimizer", "1.00 GB predicted, 0.00 GB measured"),
+        ("casts", "0.25 GB predicted"),
+        ("activations", "11.05 GB predicted"),
+        ("logits", "19.78 GB predicted"),
+        ("workspace", "0.03 GB predicted"),
+        ("context", "0.52 GB predicted, 0.60 GB measured"),
+        ("all tensors", "33.10 GB predicted, 27.30 GB measured"),
+        ("process", "33.63 GB predicted, 29.40 GB measured"),
+        ("unused in segments", "1.50 GB measured"),
+        ("not predicted", "3.37 GB of what it needed, which the following predictions include"),
+        ("predicted to fit", "30.00 GB, which the process could use"),
+        ("--loss fused", "18.14 GB, no more arithmetic"),
+        ("--micro-batch 24", "29.29 GB, the same arithmetic in 20 micro-batches instead of 15"),
+        ("--checkpointing full", "27.14 GB, 24% more arithmetic"),
+    ]
+    assert found.advice == ("try again with --loss fused, which is predicted to take 18.14 GB, no more arithmetic: ")
+    kept = replace(result, diagnosis=found)
+    assert from_json(RunResult, to_json(kept), "it") == kept
+
+
+@pytest.mark.parametrize("room", [1, 3, 5, 10, 15, 20, 25, 30, 33, 34, 80])
+def test_what_is_advised_is_predicted_to_fit_and_nothing_that_failed_is(
+    config: TrainConfig, make_result: Make, room: int
+) -> None:
+    """Also where the prediction said that the run itself would fit."""
+    found = of_memory(config, failed(make_result, room * GB), HOME, None)
+    assert found
+    assert bool(found.command) == (room > 3)
+    if found.command:
+        flag, value = shlex.split(found.command)[-2:]
+        changed: Any = {flag[2:].replace("-", "_"): int(value) if value.isdigit() else value}
+        assert predict_peak(replace(config, **changed)).total < min(room * GB, predict_peak(config).total)
+    else:
+        assert found.advice.startswith(f"no single change is predicted to fit {room}.00 GB: the smallest prediction is")
+        assert found.advice.endswith("with --micro-batch 1; use a smaller --model or a device with more memory")
+
+
+def test_when_nothing_can_be_changed_it_is_said(config: TrainConfig, make_result: Make) -> None:
+    least = replace(config, micro_batch=1, loss="fused", checkpointing="full")
+    found = of_memory(least, failed(make_result, 3 * GB), HOME, 3 * GB)
+    assert found
+    assert found.advice.startswith("no single change is predicted to fit 3.00 GB: the smallest prediction is ")
+    assert found.advice.endswith("with no change left to make; use a smaller --model or a larger --memory-limit")
+    assert of_memory(config, make_result(), HOME, None) is None
+
+
+def test_the_command_can_be_copied(
+    config: TrainConfig, make_result: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read by the command's own flags, and gives the run with the one change."""
+    home = tmp_path / "my runs" / "one"
+    home.mkdir(parents=True)
+    (home / "config.json").write_text(json.dumps(TrainConfig().to_json()))
+    for place in (Place.of(home), HOME):
+        found = of_memory(config, failed(make_result, 12 * GB), place, 12 * GB)
+        assert found
+        words = shlex.split(found.command)
+        assert words[:5] == ["python", "-m", "train.run", "--config", str(place / "config.json")]
+        assert words[-4:] == ["--micro-batch", "8", "--memory-limit", "12GB"]
+        if place is not HOME:
+            assert words[5:7] == ["--out", str(home.parent)]
+            monkeypatch.setattr(sys, "argv", words[2:])
+            before = RunOptions(training=load_config(words[4]))
+            parsed = flags.parsed(RunOptions, "train.run", before)
+            assert parsed.training == replace(before.training, micro_batch=8)
+            assert (parsed.memory_limit, parsed.out) == (12 * GB, str(home.parent))
+    kept = of_memory(config, failed(make_result, 12 * GB, checkpoint="runs/one/checkpoints/step-00000200"), HOME, None)
+    assert kept
+    assert kept.command == "python -m train.run --resume one --micro-batch 8"
+    assert kept.advice.startswith("the last checkpoint is kept; continue with --micro-batch 8, which is predicted")

@@ -1,0 +1,102 @@
+"""What was wrong with a run, for a person: why it did not fit in memory, and the smallest change that should help.
+
+In: a resolved config and its result. Out: a Diagnosis, which the terminal, the run's page and its report show. Sizes
+are in GB of 10^9 bytes, as limits are given.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+
+from infra.place import Place
+from infra.units import format_size
+from train.config import TrainConfig
+from train.estimate.changes import Change, savings
+from train.estimate.memory import predict_peak
+from train.report import resume_command
+from train.result import Diagnosis, RunResult, Shortage
+
+NEGLIGIBLE = 5e6
+"""Bytes; less is 0.00 GB."""
+
+Rows = list[tuple[str, str]]
+
+
+def of_memory(config: TrainConfig, result: RunResult, place: Place, memory_limit: int | None) -> Diagnosis | None:
+    """Why the run at ``place`` did not fit in memory, and what should fit; None when it did."""
+    shortage = result.shortage
+    if shortage is None:
+        return None
+    rows = [("torch's message", shortage.message)] if shortage.message else []
+    rows += comparison(config, result, shortage)
+    missed = unpredicted(config, result, shortage)
+    if missed:
+        rows.append(("not predicted", f"{_gb(missed)} of what it needed, which the following predictions include"))
+    changes = [replace(change, peak=change.peak + missed) for change in savings(config)]
+    fitting: dict[str, Change] = {}
+    for change in changes:
+        if change.peak <= shortage.room:
+            fitting.setdefault(change.flag.split()[0], change)  # the cheapest of each flag
+    if not fitting:
+        return Diagnosis(rows, none_fits(changes, predict_peak(config).total + missed, shortage.room, memory_limit))
+    rows.append(("predicted to fit", f"{_gb(shortage.room)}, which the process could use"))
+    rows += [(change.flag, f"{_gb(change.peak)}, {change.cost}") for change in fitting.values()]
+    first = next(iter(fitting.values()))
+    again = "the last checkpoint is kept; continue" if result.checkpoint else "try again"
+    advice = f"{again} with {first.flag}, which is predicted to take {_gb(first.peak)}, {first.cost}: "
+    return Diagnosis(rows, advice, command(first.flag, result, place, memory_limit))
+
+
+def comparison(config: TrainConfig, result: RunResult, shortage: Shortage) -> Rows:
+    """The predicted peak by part, with what was measured: of the parts that can be told apart, and of their sums."""
+    anatomy, memory = predict_peak(config), result.memory
+    predicted, measured = dict(anatomy.parts()), dict(shortage.held)
+    if memory.allocated is not None and memory.reserved is not None:
+        predicted["all tensors"], measured["all tensors"] = anatomy.allocated, memory.allocated
+        measured["unused in segments"] = memory.reserved - memory.allocated
+        if memory.process_source == "nvml":
+            measured["context"] = memory.process - memory.reserved
+    predicted["process"], measured["process"] = anatomy.total, memory.process
+    rows = [("memory", f"as predicted for {anatomy.moment}, and as measured")]
+    for part in dict.fromkeys([*predicted, *measured]):
+        sizes = {"predicted": predicted.get(part), "measured": measured.get(part)}
+        if any(size and size >= NEGLIGIBLE for size in sizes.values()):
+            texts = [f"{_gb(size)} {said}" for said, size in sizes.items() if size is not None]
+            rows.append((part, ", ".join(texts)))
+    return rows
+
+
+def unpredicted(config: TrainConfig, result: RunResult, shortage: Shortage) -> int:
+    """Bytes by which the predicted peak is too low for this run, which needed more than it could use.
+
+    At least what it had and did not get; the optimizer's state comes on top if its first step was still ahead.
+    """
+    anatomy, needed = predict_peak(config), result.memory.process + (shortage.tried or 0)
+    needed += max(0, anatomy.optimizer - shortage.held.get("optimizer", anatomy.optimizer))
+    return max(0, max(shortage.room, needed) - anatomy.total)
+
+
+def none_fits(changes: Sequence[Change], now: int, room: int, memory_limit: int | None) -> str:
+    """That no single change is predicted to fit ``room``, with the smallest prediction; without one it is ``now``."""
+    smallest = min(changes, key=lambda change: change.peak, default=None)
+    peak, which = (smallest.peak, f"with {smallest.flag}") if smallest else (now, "with no change left to make")
+    more = "a larger --memory-limit" if memory_limit else "a device with more memory"
+    return (
+        f"no single change is predicted to fit {_gb(room)}: the smallest prediction is {_gb(peak)}, {which}; use a "
+        f"smaller --model or {more}"
+    )
+
+
+def command(flag: str, result: RunResult, place: Place, memory_limit: int | None) -> str:
+    """The command that continues the run with one more ``flag``, or starts it again where it left no checkpoint."""
+    if result.checkpoint:
+        line = resume_command(place)
+    else:
+        line = f"python -m train.run --config {shlex.quote(str(place / 'config.json'))}"
+        if place.parent != Place.of("runs"):
+            line += f" --out {shlex.quote(str(place.parent))}"
+    return f"{line} {flag}" + (f" --memory-limit {format_size(memory_limit)}" if memory_limit else "")
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB"
