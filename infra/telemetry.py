@@ -52,6 +52,8 @@ class Telemetry:
         self._machine = Machine()
         self._meter = GpuMeter()
         self._energy = Energy()
+        self._points: list[tuple[float, dict[str, list[float]]]] = []
+        """When each point's first reading was taken, and the sum and number of its readings."""
         self.gpu: dict[str, float] | None = None
         """The GPU's extremes so far; None without one."""
         self._ended = threading.Event()
@@ -73,19 +75,35 @@ class Telemetry:
         """Energy of the GPU between two times of ``time.perf_counter``; None where it is not known."""
         return self._energy.between(since, until)
 
+    def means(self, since: float) -> dict[str, float]:
+        """The mean of each metric after a time of ``time.perf_counter``, and the number of processors.
+
+        Of whole points, until :meth:`stop`; empty when none began after that time.
+        """
+        readings: dict[str, list[float]] = {}
+        for began, sums in self._points:
+            if began >= since:
+                for name, (total, count) in sums.items():
+                    so_far = readings.setdefault(name, [0.0, 0.0])
+                    readings[name] = [so_far[0] + total, so_far[1] + count]
+        found = {name: total / count for name, (total, count) in readings.items()}
+        return found | {"system/processors": float(psutil.cpu_count() or 1)} if found else {}
+
     def _watch(self) -> None:
         began, first = time.perf_counter(), self._last
-        due, sums = began, dict[str, list[float]]()
+        due, sums, opened = began, dict[str, list[float]](), began
         while True:
             ended = self._ended.wait(max(0.0, due - time.perf_counter()))
             now = time.perf_counter()
             due = max(due + PERIOD, now)  # after a pause of the process, not once for every second of it
             second = first + round((now - began) / PERIOD)
+            opened = opened if sums else now
             for name, value in self._read(now).items():
                 sums.setdefault(name, []).append(value)
             if second - self._last >= interval(self._last) or (ended and second > self._last):
                 self._last = second
                 self._energy.keep()
+                self._points.append((opened, {name: [sum(values), len(values)] for name, values in sums.items()}))
                 self._send(second, {name: sum(values) / len(values) for name, values in sums.items()})
                 sums.clear()
             if ended:

@@ -169,6 +169,8 @@ class RunResult:
     val_bits_per_character: float | None = None
     sample: str | None = None
     """Text that the model wrote at the end."""
+    telemetry: dict[str, float] = field(default_factory=dict)
+    """Means of what the first worker's machine did after the first step, by metric; empty if that was too short."""
     shortage: Shortage | None = None
     """Of a run that did not fit in memory."""
     diagnosis: Diagnosis | None = None

@@ -27,6 +27,7 @@ from train.checkpoint.find import saved_config
 from train.checkpoint.progress import read_progress
 from train.checkpoint.run_folder import RunFolder, make, new_run
 from train.config import GROUPS, TrainConfig, load_config
+from train.confirmed import confirmed_by
 from train.launch.run import Run
 from train.model_config import format_model
 from train.resolve import resolve
@@ -96,6 +97,8 @@ def train(options: RunOptions) -> int:
         run = Run.continued(config, options.resume, options.out, **limits)
     else:
         run = Run.new(config, new_run(options.out, options.name or default_name(config)), **limits)
+        if options.config:
+            run = dataclasses.replace(run, confirmed=confirmed_by(options.config, config))
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as locks:
         if run.resume:
             locks.enter_context(run.home.command_lock())

@@ -7,7 +7,9 @@ import csv
 import io
 import shlex
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -24,7 +26,7 @@ from train.ladder.compare import over
 from tune.plan import Search
 from tune.space import Candidate, Combination, Space
 from tune.strategy.nodes import comparable
-from tune.strategy.ranking import UNFIT, Ranked, rank
+from tune.strategy.ranking import UNFIT, Ranked, fit_to_win, rank
 from tune.trial.row import TrialRow
 
 HEADINGS = ("", "candidate", "tokens/s", "95%", "control", "GB", "runs", "")
@@ -190,7 +192,20 @@ def best_json(search: Search, rows: Sequence[TrialRow]) -> dict[str, Any] | None
             "memory_bytes": best.memory,
             "runs": best.runs,
             "tied_with": [search.space.label(entry.candidate) for entry in ranked[1:] if entry.tied],
+            **circumstances(fit_to_win(rows)[best.candidate]),
         },
+    }
+
+
+def circumstances(rows: Sequence[TrialRow]) -> dict[str, Any]:
+    """Under which a candidate's ``rows`` were measured, to compare with those of a run that is slower."""
+    waits = [row.data_wait_fraction for row in rows if row.data_wait_fraction is not None]
+    machines = [row.telemetry for row in rows if row.telemetry]
+    return {
+        "device": rows[0].device,
+        "machines": sorted({row.node for row in rows if row.node}),
+        "data_wait_fraction": fmean(waits) if waits else None,
+        "telemetry": {name: fmean(seen[name] for seen in machines if name in seen) for name in chain(*machines)},
     }
 
 
@@ -206,8 +221,8 @@ def csv_text(rows: Sequence[TrialRow]) -> str:
 
 
 def flat_row(row: TrialRow) -> dict[str, Any]:
-    """A row without nesting: the candidate's parts as columns, the single steps left out."""
-    values = {k: v for k, v in to_json(row).items() if k not in ("candidate", "step_seconds")}
+    """A row without nesting: the candidate's parts as columns, the single steps and the telemetry left out."""
+    values = {k: v for k, v in to_json(row).items() if k not in ("candidate", "step_seconds", "telemetry")}
     return {"micro_batch": row.candidate.micro_batch} | dict(row.candidate.knobs) | values
 
 

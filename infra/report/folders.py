@@ -83,7 +83,8 @@ def _run(folder: Path) -> Page:
         if wrong := result.get("diagnosis"):
             page.section("What was wrong")
             page.table((), [(str(name), str(text)) for name, text in wrong["rows"]])
-            page.text(str(wrong["advice"]))
+            if wrong["advice"]:
+                page.text(str(wrong["advice"]))
             if wrong["command"]:
                 page.code(str(wrong["command"]))
     if (folder / "cycles.jsonl").is_file():

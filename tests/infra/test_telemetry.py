@@ -74,6 +74,26 @@ def test_what_was_read_since_the_last_point_is_sent_at_the_end(monkeypatch: pyte
     assert metrics["system/worker_cpu_percent"] > 0
 
 
+def test_means_are_those_of_the_readings_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "PERIOD", 0.02)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with Telemetry(lambda second, metrics: None) as watched:
+        middle = time.perf_counter() + 0.2
+        while time.perf_counter() < middle + 0.2:
+            pass
+    watched._points = [
+        (began, {name: [2 * sum_, 2 * count] for name, (sum_, count) in sums.items()} | {"new": [5.0, 2.0]})
+        for began, sums in watched._points
+    ]
+    found = watched.means(middle)
+    assert found["new"] == 2.5
+    assert found["system/processors"] == psutil.cpu_count()
+    assert found["system/worker_memory_gb"] == pytest.approx(psutil.Process().memory_info().rss / 1e9, rel=0.2)
+    first, *_ = watched._points
+    assert set(watched.means(first[0])) >= set(first[1])
+    assert watched.means(time.perf_counter()) == {}
+
+
 def test_what_cannot_be_read_is_left_out_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The /proc of a machine that is out of file descriptors, and a GPU that fell off the bus."""
     calls = itertools.count()

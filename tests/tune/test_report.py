@@ -99,8 +99,29 @@ def test_who_won_and_by_how_much() -> None:
         "memory_bytes": 8 * 10**9,
         "runs": 1,
         "tied_with": [],
+        "device": None,
+        "machines": [],
+        "data_wait_fraction": None,
+        "telemetry": {},
     }
     assert best_json(SEARCH, [row(16, "oom")]) is None
+
+
+def test_the_winner_is_kept_with_what_its_machine_did() -> None:
+    """For a run that is slower than it was."""
+    rows = [
+        replace(
+            row(8, speed=150.0 + number), device="NVIDIA H100", node="w1", data_wait_fraction=0.01 * number,
+            telemetry={"system/gpu_sm_clock_mhz": 1700.0 + 100 * number},
+        )
+        for number in (0, 1)
+    ]  # fmt: skip
+    best = best_json(SEARCH, [*rows, row(4, speed=100.0)])
+    assert best
+    assert {name: best["measured"][name] for name in ("device", "machines", "data_wait_fraction", "telemetry")} == {
+        "device": "NVIDIA H100", "machines": ["w1"], "data_wait_fraction": pytest.approx(0.005),
+        "telemetry": {"system/gpu_sm_clock_mhz": 1750.0},
+    }  # fmt: skip
 
 
 def test_a_search_is_told_in_five_lines_above_its_table() -> None:

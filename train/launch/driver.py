@@ -35,6 +35,7 @@ from train import diagnosis, report
 from train.checkpoint.progress import known_checksums, read_progress
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
+from train.confirmed import slower
 from train.data.source import absolute
 from train.estimate.flops import with_matmul_efficiency
 from train.launch.channel import Inbox, News, opened
@@ -45,7 +46,7 @@ from train.launch.placement import scaling
 from train.launch.run import Run
 from train.launch.worker import train_function
 from train.loop.execution import worker_environment
-from train.result import RunResult
+from train.result import Diagnosis, RunResult
 
 POLL_SECONDS = 0.2
 
@@ -74,13 +75,18 @@ def measure(
     """
     result, gpu = train(run, config, tracker, lambda cycle: say(cycle["line"]))
     result = with_matmul_efficiency(result, config, out or run.home.path.parent)
-    found = diagnosis.of_memory(config, result, run.home.place, run.memory_limit)
-    result = replace(result, diagnosis=found)
+    result = replace(result, diagnosis=diagnosed(run, config, result))
     write_json(run.home.result, to_json(result))
     run.home.send(run.home.cycles, run.home.stream, run.home.result)
     report.record_end(tracker, config, result, gpu, run.home.place, run.memory_limit)
     tracker.status = {"finished": "FINISHED", "interrupted": "KILLED"}.get(result.outcome, "FAILED")
     return result, gpu
+
+
+def diagnosed(run: Run, config: TrainConfig, result: RunResult) -> Diagnosis | None:
+    """What was wrong with the ``result`` of a run: that it did not fit in memory, or was slower than its search."""
+    found = diagnosis.of_memory(config, result, run.home.place, run.memory_limit)
+    return found or (slower(result, run.confirmed) if run.confirmed else None)
 
 
 def train(

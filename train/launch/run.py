@@ -9,6 +9,7 @@ from train.checkpoint.find import find_run
 from train.checkpoint.progress import read_progress, refuse_finished, refuse_other_run
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
+from train.confirmed import Confirmed
 from train.data.source import absolute, estimate, stream_of
 from train.data.text import refuse_foreign_ids
 
@@ -30,6 +31,8 @@ class Run:
     address: str | None = None
     stream: Stream | None = None
     """Of a run straight from books: its inventory is taken once, here, and the workers get it."""
+    confirmed: Confirmed | None = None
+    """What the search found whose winner this is."""
 
     @classmethod
     def new(

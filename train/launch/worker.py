@@ -239,7 +239,9 @@ def train(
     )
     begun = trainer.state.step
     result = trainer.run()
-    result = replace(result, joules_per_million_tokens=telemetry and energy(telemetry, trainer, result, begun))
+    if telemetry:
+        result = replace(result, joules_per_million_tokens=energy(telemetry, trainer, result, begun))
+        result = replace(result, telemetry=trainer.while_training(telemetry))
     encoded_on = dict(data.encoded_on) if isinstance(data, StreamData) else {}
     return replace(result, sample=closing_sample(trainer, result), machine=socket.gethostname(), encoded_on=encoded_on)
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from infra.hardware import device_facts
 from infra.place import Place
+from infra.telemetry import Telemetry
 from train.checkpoint import save
 from train.checkpoint.progress import Progress, RunState, read_progress, refuse_other_run
 from train.config import CUDA_GRAPHS, TrainConfig
@@ -126,6 +127,11 @@ class Trainer:
             self.config, self.data, self.device, self.state, self.spent, (outcome, reason), checkpoint
         )  # fmt: skip
         return replace(result, shortage=missing)
+
+    def while_training(self, telemetry: Telemetry) -> dict[str, float]:
+        """The means of what ``telemetry`` has read after the first step of :meth:`run`."""
+        first = self.spent.first_step
+        return {} if first is None else telemetry.means(self.started + first)
 
     def _steps(self) -> tuple[Outcome, str]:
         config = self.config

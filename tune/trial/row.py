@@ -82,6 +82,8 @@ class TrialRow:
     device: str | None = None
     node: str | None = None
     """Name of the machine that ran it; None in rows of earlier versions."""
+    telemetry: dict[str, float] = field(default_factory=dict)
+    """Means of what its machine did after the first step, by metric; empty in rows of earlier versions."""
     too_short: bool = False
     """It failed because its time ended before enough steps were counted for a speed."""
     step_seconds: list[float] = field(default_factory=list)

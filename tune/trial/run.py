@@ -16,6 +16,7 @@ import torch
 from infra.errors import first_line
 from infra.hardware import peak_flops
 from infra.place import Place
+from infra.telemetry import Telemetry
 from pipeline.cache import on_this_machine
 from train.config import Cycle, TrainConfig, config_from_json
 from train.estimate.flops import flops_per_token, utilisation
@@ -116,7 +117,10 @@ def run(request: Request) -> tuple[TrialRow, str | None]:
     result: RunResult | None = None
     try:
         watch = Watch(request, config.step_tokens, Limit.impose(request.memory_limit, config.device))
-        result = Trainer(config, on_cycle=watch.on_cycle, should_stop=watch.should_stop).run()
+        trainer = Trainer(config, on_cycle=watch.on_cycle, should_stop=watch.should_stop)
+        with Telemetry(lambda second, metrics: None) as telemetry:
+            result = trainer.run()
+        result = replace(result, telemetry=trainer.while_training(telemetry))
         watch.retries.append(_retries(watch.limit.device))
         outcome, reason = judge(watch, result)
     except Exception as failure:  # noqa: BLE001 a trial that fails is a row like any other
@@ -199,6 +203,7 @@ def make_row(
         train_loss=result.train_loss if result else None,
         device=result.device if result else None,
         node=request.node,
+        telemetry=result.telemetry if result else {},
         too_short=outcome == "failed" and measured is None and watch is not None and watch.verdict == "time",
         step_seconds=watch.seconds if watch else [],
     )

@@ -1,6 +1,7 @@
 """The worker's part of a run, in this process: it trains into the run's folder, from where that stands."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -145,6 +146,14 @@ def test_energy_is_told_for_the_steps_after_the_first(
         assert worker.energy(watched, trainer, on_gpu, begun=8) is None, "the first step alone compiles"
         assert worker.energy(watched, trainer, replace(on_gpu, device="cpu"), begun=2) is None
         assert worker.energy(watched, trainer, replace(on_gpu, first_step_seconds=None), begun=2) is None
+
+
+def test_a_result_has_what_the_machine_did_after_the_first_step(home: RunFolder, config: TrainConfig) -> None:
+    with Telemetry(lambda second, metrics: None) as watched:
+        watched._points = [(-math.inf, {"system/gpu_sm_clock_mhz": [1000.0, 1]})]
+        watched._points += [(math.inf, {"system/gpu_sm_clock_mhz": [3000.0, 2]})]
+        result = worker.train(home, replace(config, steps=2), None, cast(Line, Told()), telemetry=watched)
+    assert result.telemetry["system/gpu_sm_clock_mhz"] == 1500.0
 
 
 def test_a_worker_refuses_data_that_its_driver_did_not_see(config: TrainConfig, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from infra import telemetry
 from infra.errors import UserError
 from train.config import Cycle, Precision, TrainConfig
 from train.estimate.flops import flops_per_token
@@ -49,6 +50,15 @@ def test_an_ordinary_trial(training: TrainConfig, tmp_path: Path) -> None:
     assert row.memory_source == "rss"
     assert row.accumulation == 2
     assert len(row.step_seconds) == 20
+
+
+def test_a_trial_keeps_what_its_machine_did(
+    training: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry, "PERIOD", 0.001)
+    found = attempt(training, tmp_path, steps=60).telemetry
+    assert found["system/worker_memory_gib"] > 0.05
+    assert found["system/processors"] >= 1
 
 
 def test_too_much_memory_is_an_outcome(training: TrainConfig, tmp_path: Path) -> None:

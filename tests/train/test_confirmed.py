@@ -1,0 +1,167 @@
+"""A run that is slower than its search found: which causes are named, and that none is without evidence."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.shards import read_manifest
+from train.checkpoint.run_folder import RunFolder
+from train.config import TrainConfig
+from train.confirmed import Confirmed, confirmed_by, slower
+from train.intervals import Estimate
+from train.launch.driver import diagnosed
+from train.launch.run import Run
+from train.report import summary
+from train.result import Memory, RunResult, Shortage, Throughput
+
+Make = Callable[..., RunResult]
+
+MACHINE = {"system/processors": 8.0, "system/machine_cpu_percent": 95.0, "system/worker_cpu_percent": 500.0}
+CARD = MACHINE | {"system/gpu_sm_clock_mhz": 1755.0, "system/gpu_memory_gib": 20.0}
+CONFIRMED = Confirmed(
+    "fast", Estimate(1000.0, 980.0, 1020.0), "NVIDIA H100", ("w1",), 0.01, CARD | {"system/machine_cpu_percent": 70.0}
+)
+OLD = Confirmed("fast", Estimate(1000.0, 980.0, 1020.0))
+
+
+def ran(make_result: Make, speed: float = 850.0, retries: int = 0, **changes: Any) -> RunResult:
+    """A run on the search's card, with all as it was but the speed."""
+    memory = Memory(18 * 2**30, 19 * 2**30, 20 * 2**30, "nvml", retries)
+    base: dict[str, Any] = {
+        "throughput": Throughput(speed, 0.99 * speed, 1.01 * speed, 20, 3), "device": "NVIDIA H100", "machine": "w1",
+        "memory": memory, "data_wait_fraction": 0.01, "telemetry": CARD | {"system/machine_cpu_percent": 70.0},
+    }  # fmt: skip
+    return make_result(**base | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"data_wait_fraction": 0.12}, "it waited for data in 12.0% of the time (1.0% in the search)"),
+        (
+            {"telemetry": CARD | {
+                "system/gpu_sm_clock_mhz": 1400.0, "system/gpu_throttled_by_power_percent": 97.0,
+                "system/gpu_throttled_by_heat_percent": 0.0, "system/machine_cpu_percent": 70.0,
+            }},
+            "the GPU's clock was 1,400 MHz (1,755 in the search), lowered by power in 97% of the time",
+        ),
+        (
+            {"telemetry": MACHINE | {"system/machine_cpu_percent": 99.0}},
+            "other processes used 2.9 of the machine's 8 processors (0.6 in the search)",
+        ),
+        (
+            {"telemetry": {"system/gpu_memory_gib": 30.0}},
+            "other processes held 10.74 GB of the GPU's memory",
+        ),
+        ({"retries": 3}, "torch's allocator had to free its cache 3 times"),
+        ({"device": "NVIDIA A100"}, "it ran on NVIDIA A100, the search on NVIDIA H100"),
+        ({"machine": "w2"}, "it ran on w2, the search on w1"),
+    ],
+    ids=["loader", "clock", "processors", "neighbour", "allocator", "device", "machine"],
+)  # fmt: skip
+def test_a_cause_that_the_records_show_is_named_and_no_other(
+    make_result: Make, changes: dict[str, Any], cause: str
+) -> None:
+    found = slower(ran(make_result, **changes), CONFIRMED)
+    assert found
+    assert found.rows == [
+        ("speed", "slower by 15.0% than the search fast found: 1,000 tokens/s (95%: 980 to 1,020)"),
+        ("likely cause", cause),
+    ]
+    assert not found.command
+
+
+@pytest.mark.parametrize("confirmed", [CONFIRMED, OLD])
+def test_without_evidence_no_cause_is_named(make_result: Make, confirmed: Confirmed) -> None:
+    """Nothing but the speed is other than it was; of a search by an earlier version only the speed is known."""
+    found = slower(ran(make_result), confirmed)
+    assert found
+    ((name, text),) = found.rows[1:]
+    assert name == "likely cause"
+    assert text.startswith("none found in what was recorded: it waited for data in 1.0% of the time")
+    assert "the GPU's clock was 1,755 MHz" in text
+    assert "other processes used 0.6 of the machine's 8 processors" in text
+    assert "had to free its cache 0 times" in text
+    on_cpu = ran(make_result, telemetry={}, device="cpu", memory=Memory(None, None, 2**30, "rss"))
+    found = slower(on_cpu, OLD)
+    assert found
+    assert found.rows[1] == (
+        "likely cause", "none found in what was recorded: it waited for data in 1.0% of the time"
+    )  # fmt: skip
+
+
+def test_a_power_limit_is_no_cause_and_heat_is_one_where_the_searchs_clock_is_not_known(make_result: Make) -> None:
+    """A healthy GPU runs at its power limit."""
+    limited = CARD | {"system/machine_cpu_percent": 70.0, "system/gpu_throttled_by_power_percent": 97.0}
+    found = slower(ran(make_result, telemetry=limited), OLD)
+    assert found
+    assert found.rows[1][1].startswith("none found")
+    hot = slower(ran(make_result, telemetry=limited | {"system/gpu_throttled_by_heat_percent": 40.0}), OLD)
+    assert hot
+    assert hot.rows[1:] == [
+        (
+            "likely cause",
+            "the GPU's clock was 1,755 MHz, lowered by power in 97% of the time, lowered by heat in 40% of the time",
+        )
+    ]
+
+
+@pytest.mark.parametrize("speed", [980.0, 1000.0, 1200.0])
+def test_a_run_whose_interval_reaches_the_searchs_is_not_slower(make_result: Make, speed: float) -> None:
+    assert slower(ran(make_result, speed, data_wait_fraction=0.5), CONFIRMED) is None
+    assert slower(ran(make_result, throughput=None), CONFIRMED) is None
+
+
+@pytest.fixture
+def best(tmp_path: Path) -> Path:
+    """What a search of an earlier version has left."""
+    file = tmp_path / "fast" / "best.json"
+    file.parent.mkdir()
+    measured = {
+        "tokens_per_second": 1000.0,
+        "low": 980.0,
+        "high": 1020.0,
+        "memory_bytes": 1,
+        "runs": 3,
+        "tied_with": [],
+    }
+    file.write_text(json.dumps({"study": "s", "config": TrainConfig().to_json(), "measured": measured}))
+    return file
+
+
+def test_what_a_search_found_is_read_from_its_file(best: Path) -> None:
+    assert confirmed_by(best, TrainConfig()) == OLD
+    values = json.loads(best.read_text())
+    values["measured"] |= {
+        "device": CONFIRMED.device, "machines": ["w1"], "data_wait_fraction": 0.01, "telemetry": CONFIRMED.telemetry,
+    }  # fmt: skip
+    best.write_text(json.dumps(values))
+    assert confirmed_by(best, TrainConfig(learning_rate=1e-4, steps=7, data="elsewhere", seed=3)) == CONFIRMED
+
+
+def test_a_run_that_is_executed_in_another_way_is_not_compared(best: Path) -> None:
+    for changes in ({"micro_batch": 16}, {"compile": "whole"}, {"loss": "fused"}, {"device": "cpu"}):
+        assert confirmed_by(best, replace(TrainConfig(), **changes)) is None
+    run = best.with_name("config.json")
+    run.write_text(json.dumps(TrainConfig().to_json()))
+    assert confirmed_by(run, TrainConfig()) is None
+    assert confirmed_by(best.with_name("absent.json"), TrainConfig()) is None
+
+
+def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, small_shards: Path, tmp_path: Path) -> None:
+    config = TrainConfig(data=str(small_shards), precision="fp32", device="cpu", attention="sdpa")
+    run = Run(config, read_manifest(small_shards), RunFolder(tmp_path), confirmed=CONFIRMED)
+    result = ran(make_result, data_wait_fraction=0.12)
+    found = diagnosed(run, config, result)
+    assert found == slower(result, CONFIRMED)
+    rows = summary(config, replace(result, diagnosis=found))
+    assert ("likely cause", "it waited for data in 12.0% of the time (1.0% in the search)") in rows
+    assert diagnosed(replace(run, confirmed=None), config, result) is None
+    over = replace(result, outcome="over_limit", shortage=Shortage("the check after step 1", None, 10**9, {}))
+    found = diagnosed(run, config, over)
+    assert found
+    assert found.rows[0][0] == "memory"

@@ -1,0 +1,143 @@
+"""The speed that a search confirmed for a config, and why a run with it is slower.
+
+In: a search's ``best.json``, and the result of a run that was started from it. Out: a Diagnosis of a run whose interval
+lies below the search's. A cause is named only where what was recorded of the run, compared with what the search
+recorded of its trials, shows it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infra.telemetry import THROTTLED
+from train.config import TrainConfig, config_from_json
+from train.intervals import Estimate
+from train.result import Diagnosis, RunResult
+
+SAME = (
+    "stream", "model", "global_batch", "optimizer", "clip_norm", "mask_books", "micro_batch", "precision", "attention",
+    "compile", "checkpointing", "loss", "loss_chunks", "fp8", "device", "workers", "shard", "loader_workers", "ablate",
+    "accelerator",
+)  # fmt: skip
+"""Settings on which the speed depends."""
+
+SHARE = 0.25
+"""Of the missing speed that a cause must account for, where its effect has a formula."""
+
+BUSY = 90.0
+"""Percent of a machine's processors that are in use when processes wait for them."""
+
+OFTEN = 5.0
+"""Percent of the time that a GPU must be too hot to count."""
+
+RETRIES = 2
+"""Of the allocator that make a search discard a trial."""
+
+NEIGHBOUR = 2e9
+"""Bytes of a GPU that other processes hold; the driver itself takes less."""
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """What a search found of its winner."""
+
+    name: str
+    """Of the search."""
+    speed: Estimate
+    device: str | None = None
+    """None in files of earlier versions, as all that follows."""
+    machines: tuple[str, ...] = ()
+    data_wait_fraction: float | None = None
+    telemetry: Mapping[str, float] = field(default_factory=dict)
+
+
+class Check(NamedTuple):
+    """One possible cause: whether the records show it, and what they say."""
+
+    shown: bool
+    text: str
+
+
+def confirmed_by(file: Path, config: TrainConfig) -> Confirmed | None:
+    """What the search that left ``file`` found; None when no search has, or ``config`` is executed in another way."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        searched, measured = config_from_json(values["config"], str(file)), values["measured"]
+        speed = Estimate(measured["tokens_per_second"], measured["low"], measured["high"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if any(getattr(searched, name) != getattr(config, name) for name in SAME):
+        return None
+    recorded: dict[str, Any] = {
+        name: measured[name] for name in ("device", "data_wait_fraction", "telemetry") if measured.get(name)
+    }
+    return Confirmed(file.resolve().parent.name, speed, machines=tuple(measured.get("machines", ())), **recorded)
+
+
+def slower(result: RunResult, confirmed: Confirmed) -> Diagnosis | None:
+    """That the run is slower than ``confirmed``, with the causes that its records show; None when it is not."""
+    run = result.throughput
+    if run is None or run.high >= confirmed.speed.low:
+        return None
+    missing = 1 - run.tokens_per_second / confirmed.speed.middle
+    rows = [
+        (
+            "speed",
+            f"slower by {missing:.1%} than the search {confirmed.name} found: {confirmed.speed.middle:,.0f} tokens/s "
+            f"(95%: {confirmed.speed.low:,.0f} to {confirmed.speed.high:,.0f})",
+        )
+    ]
+    checks = list(_checks(result, confirmed, missing))
+    causes = [check.text for check in checks if check.shown]
+    if causes:
+        return Diagnosis([*rows, *(("likely cause", text) for text in causes)])
+    recorded = "; ".join(check.text for check in checks) or "nothing"
+    return Diagnosis([*rows, ("likely cause", f"none found in what was recorded: {recorded}")])
+
+
+def _checks(result: RunResult, confirmed: Confirmed, missing: float) -> Iterator[Check]:
+    """Every cause about which something was recorded."""
+    if confirmed.device and result.device != confirmed.device:
+        yield Check(True, f"it ran on {result.device}, the search on {confirmed.device}")
+    elif confirmed.machines and result.machine and result.machine not in confirmed.machines:
+        yield Check(True, f"it ran on {result.machine}, the search on {', '.join(confirmed.machines)}")
+    if result.data_wait_fraction is not None:
+        wait, usual = result.data_wait_fraction, confirmed.data_wait_fraction
+        text = f"it waited for data in {wait:.1%} of the time"
+        yield Check(wait - (usual or 0.0) >= SHARE * missing, text + _in_search(usual, ".1%"))
+    now, then = result.telemetry, confirmed.telemetry
+    if clock := now.get("system/gpu_sm_clock_mhz"):
+        usual = then.get("system/gpu_sm_clock_mhz")
+        slowed = {cause: now.get(f"system/gpu_throttled_by_{cause}_percent", 0.0) for cause in THROTTLED}
+        text = f"the GPU's clock was {clock:,.0f} MHz{_in_search(usual, ',.0f')}"
+        text += "".join(f", lowered by {cause} in {share:.0f}% of the time" for cause, share in slowed.items() if share)
+        # The power limit lowers a healthy GPU's clock too; heat does not.
+        faulty = max(slowed["heat"], slowed["hardware"]) >= OFTEN
+        yield Check(1 - clock / usual >= SHARE * missing if usual else faulty, text)
+    others, usual = _others(now), _others(then)
+    if others is not None:
+        count, busy = now["system/processors"], now["system/machine_cpu_percent"]
+        text = f"other processes used {others:.1f} of the machine's {count:.0f} processors"
+        more = (others - usual) / count if usual is not None else 0.0
+        yield Check(busy >= BUSY and more >= SHARE * missing, text + _in_search(usual, ".1f"))
+    if held := now.get("system/gpu_memory_gib"):
+        foreign = max(0.0, held * 2**30 - result.memory.process)
+        yield Check(foreign >= NEIGHBOUR, f"other processes held {foreign / 1e9:.2f} GB of the GPU's memory")
+    if result.memory.allocated is not None:
+        retries = result.memory.allocator_retries
+        yield Check(retries >= RETRIES, f"torch's allocator had to free its cache {retries} times")
+
+
+def _others(telemetry: Mapping[str, float]) -> float | None:
+    """Processors that other processes than the worker used."""
+    names = ("system/machine_cpu_percent", "system/processors", "system/worker_cpu_percent")
+    if any(name not in telemetry for name in names):
+        return None
+    machine, count, worker = (telemetry[name] for name in names)
+    return max(0.0, (machine * count - worker) / 100)
+
+
+def _in_search(usual: float | None, form: str) -> str:
+    return "" if usual is None else f" ({usual:{form}} in the search)"
