@@ -76,8 +76,8 @@ def confirmed_by(file: Path, config: TrainConfig) -> Confirmed | None:
     return Confirmed(file.resolve().parent.name, speed, machines=tuple(measured.get("machines", ())), **recorded)
 
 
-def slower(result: RunResult, confirmed: Confirmed) -> Diagnosis | None:
-    """That the run is slower than ``confirmed``, with the causes that its records show; None when it is not."""
+def slower(result: RunResult, confirmed: Confirmed, config: TrainConfig) -> Diagnosis | None:
+    """That the run of ``config`` is slower than ``confirmed``, with the causes that its records show; else None."""
     run = result.throughput
     if run is None or run.high >= confirmed.speed.low:
         return None
@@ -94,6 +94,8 @@ def slower(result: RunResult, confirmed: Confirmed) -> Diagnosis | None:
     if causes:
         return Diagnosis([*rows, *(("likely cause", text) for text in causes)])
     recorded = "; ".join(check.text for check in checks) or "nothing"
+    if config.compile != "off":  # torch has no documented count of it
+        recorded += ". Whether it compiled again is not recorded: with TORCH_LOGS=recompiles torch prints that"
     return Diagnosis([*rows, ("likely cause", f"none found in what was recorded: {recorded}")])
 
 

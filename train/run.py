@@ -92,13 +92,7 @@ def train(options: RunOptions) -> int:
 
     Invalid options are refused first. torch and MLflow are then imported while Ray starts.
     """
-    config, limits = options.training, {"memory_limit": options.memory_limit, "address": options.address}
-    if options.resume:
-        run = Run.continued(config, options.resume, options.out, **limits)
-    else:
-        run = Run.new(config, new_run(options.out, options.name or default_name(config)), **limits)
-        if options.config:
-            run = dataclasses.replace(run, confirmed=confirmed_by(options.config, config))
+    run = planned(options)
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as locks:
         if run.resume:
             locks.enter_context(run.home.command_lock())
@@ -117,6 +111,16 @@ def train(options: RunOptions) -> int:
                 locks.enter_context(run.home.command_lock())
                 locks.enter_context(run.home.removed_on_failure())
             return recorded(run, options)
+
+
+def planned(options: RunOptions) -> Run:
+    """The run that the options describe. Raises ``UserError``."""
+    config, limits = options.training, {"memory_limit": options.memory_limit, "address": options.address}
+    if options.resume:
+        return Run.continued(config, options.resume, options.out, **limits)
+    run = Run.new(config, new_run(options.out, options.name or default_name(config)), **limits)
+    confirmed = confirmed_by(options.config, config) if options.config else None
+    return dataclasses.replace(run, confirmed=confirmed)
 
 
 def default_name(config: TrainConfig) -> str:

@@ -17,6 +17,7 @@ from train.launch.driver import diagnosed
 from train.launch.run import Run
 from train.report import summary
 from train.result import Memory, RunResult, Shortage, Throughput
+from train.run import RunOptions, planned
 
 Make = Callable[..., RunResult]
 
@@ -26,6 +27,9 @@ CONFIRMED = Confirmed(
     "fast", Estimate(1000.0, 980.0, 1020.0), "NVIDIA H100", ("w1",), 0.01, CARD | {"system/machine_cpu_percent": 70.0}
 )
 OLD = Confirmed("fast", Estimate(1000.0, 980.0, 1020.0))
+
+
+EAGER = TrainConfig()
 
 
 def ran(make_result: Make, speed: float = 850.0, retries: int = 0, **changes: Any) -> RunResult:
@@ -66,7 +70,7 @@ def ran(make_result: Make, speed: float = 850.0, retries: int = 0, **changes: An
 def test_a_cause_that_the_records_show_is_named_and_no_other(
     make_result: Make, changes: dict[str, Any], cause: str
 ) -> None:
-    found = slower(ran(make_result, **changes), CONFIRMED)
+    found = slower(ran(make_result, **changes), CONFIRMED, EAGER)
     assert found
     assert found.rows == [
         ("speed", "slower by 15.0% than the search fast found: 1,000 tokens/s (95%: 980 to 1,020)"),
@@ -78,16 +82,19 @@ def test_a_cause_that_the_records_show_is_named_and_no_other(
 @pytest.mark.parametrize("confirmed", [CONFIRMED, OLD])
 def test_without_evidence_no_cause_is_named(make_result: Make, confirmed: Confirmed) -> None:
     """Nothing but the speed is other than it was; of a search by an earlier version only the speed is known."""
-    found = slower(ran(make_result), confirmed)
+    found = slower(ran(make_result), confirmed, EAGER)
     assert found
     ((name, text),) = found.rows[1:]
     assert name == "likely cause"
     assert text.startswith("none found in what was recorded: it waited for data in 1.0% of the time")
     assert "the GPU's clock was 1,755 MHz" in text
     assert "other processes used 0.6 of the machine's 8 processors" in text
-    assert "had to free its cache 0 times" in text
+    assert text.endswith("had to free its cache 0 times")
+    compiled = slower(ran(make_result), confirmed, replace(EAGER, compile="whole"))
+    assert compiled
+    assert compiled.rows[1][1].endswith("with TORCH_LOGS=recompiles torch prints that")
     on_cpu = ran(make_result, telemetry={}, device="cpu", memory=Memory(None, None, 2**30, "rss"))
-    found = slower(on_cpu, OLD)
+    found = slower(on_cpu, OLD, EAGER)
     assert found
     assert found.rows[1] == (
         "likely cause", "none found in what was recorded: it waited for data in 1.0% of the time"
@@ -97,10 +104,10 @@ def test_without_evidence_no_cause_is_named(make_result: Make, confirmed: Confir
 def test_a_power_limit_is_no_cause_and_heat_is_one_where_the_searchs_clock_is_not_known(make_result: Make) -> None:
     """A healthy GPU runs at its power limit."""
     limited = CARD | {"system/machine_cpu_percent": 70.0, "system/gpu_throttled_by_power_percent": 97.0}
-    found = slower(ran(make_result, telemetry=limited), OLD)
+    found = slower(ran(make_result, telemetry=limited), OLD, EAGER)
     assert found
     assert found.rows[1][1].startswith("none found")
-    hot = slower(ran(make_result, telemetry=limited | {"system/gpu_throttled_by_heat_percent": 40.0}), OLD)
+    hot = slower(ran(make_result, telemetry=limited | {"system/gpu_throttled_by_heat_percent": 40.0}), OLD, EAGER)
     assert hot
     assert hot.rows[1:] == [
         (
@@ -112,8 +119,8 @@ def test_a_power_limit_is_no_cause_and_heat_is_one_where_the_searchs_clock_is_no
 
 @pytest.mark.parametrize("speed", [980.0, 1000.0, 1200.0])
 def test_a_run_whose_interval_reaches_the_searchs_is_not_slower(make_result: Make, speed: float) -> None:
-    assert slower(ran(make_result, speed, data_wait_fraction=0.5), CONFIRMED) is None
-    assert slower(ran(make_result, throughput=None), CONFIRMED) is None
+    assert slower(ran(make_result, speed, data_wait_fraction=0.5), CONFIRMED, EAGER) is None
+    assert slower(ran(make_result, throughput=None), CONFIRMED, EAGER) is None
 
 
 @pytest.fixture
@@ -152,12 +159,21 @@ def test_a_run_that_is_executed_in_another_way_is_not_compared(best: Path) -> No
     assert confirmed_by(best.with_name("absent.json"), TrainConfig()) is None
 
 
+def test_the_command_compares_with_the_file_that_it_was_given(best: Path, small_shards: Path, tmp_path: Path) -> None:
+    config = TrainConfig(data=str(small_shards), model=replace(TrainConfig().model, vocabulary=257))
+    values = json.loads(best.read_text())
+    best.write_text(json.dumps(values | {"config": config.to_json()}))
+    options = RunOptions(training=config, config=best, out=str(tmp_path))
+    assert planned(options).confirmed == OLD
+    assert planned(replace(options, config=None)).confirmed is None
+
+
 def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, small_shards: Path, tmp_path: Path) -> None:
     config = TrainConfig(data=str(small_shards), precision="fp32", device="cpu", attention="sdpa")
     run = Run(config, read_manifest(small_shards), RunFolder(tmp_path), confirmed=CONFIRMED)
     result = ran(make_result, data_wait_fraction=0.12)
     found = diagnosed(run, config, result)
-    assert found == slower(result, CONFIRMED)
+    assert found == slower(result, CONFIRMED, EAGER)
     rows = summary(config, replace(result, diagnosis=found))
     assert ("likely cause", "it waited for data in 12.0% of the time (1.0% in the search)") in rows
     assert diagnosed(replace(run, confirmed=None), config, result) is None

@@ -86,7 +86,7 @@ def measure(
 def diagnosed(run: Run, config: TrainConfig, result: RunResult) -> Diagnosis | None:
     """What was wrong with the ``result`` of a run: that it did not fit in memory, or was slower than its search."""
     found = diagnosis.of_memory(config, result, run.home.place, run.memory_limit)
-    return found or (slower(result, run.confirmed) if run.confirmed else None)
+    return found or (slower(result, run.confirmed, config) if run.confirmed else None)
 
 
 def train(
