@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from infra.telemetry import THROTTLED
 from train.config import TrainConfig, config_from_json
@@ -32,8 +32,8 @@ BUSY = 90.0
 OFTEN = 5.0
 """Percent of the time that a GPU must be too hot to count."""
 
-RETRIES = 2
-"""Of the allocator that make a search discard a trial."""
+FIRST_STEPS = 2
+"""Steps in which the allocator finds its sizes: one compiles, the next is the first with the optimizer's state."""
 
 NEIGHBOUR = 2e9
 """Bytes of a GPU that other processes hold; the driver itself takes less."""
@@ -65,15 +65,18 @@ def confirmed_by(file: Path, config: TrainConfig) -> Confirmed | None:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         searched, measured = config_from_json(values["config"], str(file)), values["measured"]
-        speed = Estimate(measured["tokens_per_second"], measured["low"], measured["high"])
+        confirmed = Confirmed(
+            name=file.resolve().parent.name,
+            speed=Estimate(measured["tokens_per_second"], measured["low"], measured["high"]),
+            device=measured.get("device"),
+            machines=tuple(measured.get("machines", ())),
+            data_wait_fraction=measured.get("data_wait_fraction"),
+            telemetry=measured.get("telemetry", {}),
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if any(getattr(searched, name) != getattr(config, name) for name in SAME):
-        return None
-    recorded: dict[str, Any] = {
-        name: measured[name] for name in ("device", "data_wait_fraction", "telemetry") if measured.get(name)
-    }
-    return Confirmed(file.resolve().parent.name, speed, machines=tuple(measured.get("machines", ())), **recorded)
+    same = all(getattr(searched, name) == getattr(config, name) for name in SAME)
+    return confirmed if same else None
 
 
 def slower(result: RunResult, confirmed: Confirmed, config: TrainConfig) -> Diagnosis | None:
@@ -128,8 +131,10 @@ def _checks(result: RunResult, confirmed: Confirmed, missing: float) -> Iterator
         foreign = max(0.0, held * 2**30 - result.memory.process)
         yield Check(foreign >= NEIGHBOUR, f"other processes held {foreign / 1e9:.2f} GB of the GPU's memory")
     if result.memory.allocated is not None:
-        retries = result.memory.allocator_retries
-        yield Check(retries >= RETRIES, f"torch's allocator had to free its cache {retries} times")
+        retries, steps = result.memory.allocator_retries, result.steps
+        # As if each took as long as a step; a search takes no notice of those in the first steps either.
+        often = retries > FIRST_STEPS and retries / steps >= SHARE * missing
+        yield Check(often, f"torch's allocator had to free its cache {retries} times in {steps:,} steps")
 
 
 def _others(telemetry: Mapping[str, float]) -> float | None:

@@ -43,7 +43,7 @@ def of_memory(config: TrainConfig, result: RunResult, place: Place, memory_limit
     rows += [(change.flag, f"{_gb(change.peak)}, {change.cost}") for change in fitting.values()]
     first = next(iter(fitting.values()))
     again = "the last checkpoint is kept; continue" if result.checkpoint else "try again"
-    advice = f"{again} with {first.flag}, which is predicted to take {_gb(first.peak)}, {first.cost}: "
+    advice = f"{again} with {first.flag}, which is predicted to take {_gb(first.peak)} ({first.cost}): "
     return Diagnosis(rows, advice, command(first.flag, result, place, memory_limit))
 
 

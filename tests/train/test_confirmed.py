@@ -61,7 +61,7 @@ def ran(make_result: Make, speed: float = 850.0, retries: int = 0, **changes: An
             {"telemetry": {"system/gpu_memory_gib": 30.0}},
             "other processes held 10.74 GB of the GPU's memory",
         ),
-        ({"retries": 3}, "torch's allocator had to free its cache 3 times"),
+        ({"retries": 3}, "torch's allocator had to free its cache 3 times in 10 steps"),
         ({"device": "NVIDIA A100"}, "it ran on NVIDIA A100, the search on NVIDIA H100"),
         ({"machine": "w2"}, "it ran on w2, the search on w1"),
     ],
@@ -89,7 +89,7 @@ def test_without_evidence_no_cause_is_named(make_result: Make, confirmed: Confir
     assert text.startswith("none found in what was recorded: it waited for data in 1.0% of the time")
     assert "the GPU's clock was 1,755 MHz" in text
     assert "other processes used 0.6 of the machine's 8 processors" in text
-    assert text.endswith("had to free its cache 0 times")
+    assert text.endswith("had to free its cache 0 times in 10 steps")
     compiled = slower(ran(make_result), confirmed, replace(EAGER, compile="whole"))
     assert compiled
     assert compiled.rows[1][1].endswith("with TORCH_LOGS=recompiles torch prints that")
@@ -99,6 +99,12 @@ def test_without_evidence_no_cause_is_named(make_result: Make, confirmed: Confir
     assert found.rows[1] == (
         "likely cause", "none found in what was recorded: it waited for data in 1.0% of the time"
     )  # fmt: skip
+
+
+def test_few_retries_in_many_steps_are_no_cause(make_result: Make) -> None:
+    found = slower(ran(make_result, retries=30, steps=10_000), CONFIRMED, EAGER)
+    assert found
+    assert found.rows[1][1].startswith("none found")
 
 
 def test_a_power_limit_is_no_cause_and_heat_is_one_where_the_searchs_clock_is_not_known(make_result: Make) -> None:

@@ -67,7 +67,7 @@ def test_what_was_predicted_is_beside_what_was_measured(config: TrainConfig, mak
         ("--micro-batch 24", "29.29 GB, the same arithmetic in 20 micro-batches instead of 15"),
         ("--checkpointing full", "27.14 GB, 24% more arithmetic"),
     ]
-    assert found.advice == ("try again with --loss fused, which is predicted to take 18.14 GB, no more arithmetic: ")
+    assert found.advice == ("try again with --loss fused, which is predicted to take 18.14 GB (no more arithmetic): ")
     kept = replace(result, diagnosis=found)
     assert from_json(RunResult, to_json(kept), "it") == kept
 
