@@ -127,8 +127,8 @@ def _checks(result: RunResult, confirmed: Confirmed, missing: float) -> Iterator
         text = f"other processes used {others:.1f} of the machine's {count:.0f} processors"
         more = (others - usual) / count if usual is not None else 0.0
         yield Check(busy >= BUSY and more >= SHARE * missing, text + _in_search(usual, ".1f"))
-    if held := now.get("system/gpu_memory_gib"):
-        foreign = max(0.0, held * 2**30 - result.memory.process)
+    if held := now.get("system/gpu_memory_gb"):
+        foreign = max(0.0, held * 1e9 - result.memory.process)
         yield Check(foreign >= NEIGHBOUR, f"other processes held {foreign / 1e9:.2f} GB of the GPU's memory")
     if result.memory.allocated is not None:
         retries, steps = result.memory.allocator_retries, result.steps

@@ -22,7 +22,7 @@ from train.run import RunOptions, planned
 Make = Callable[..., RunResult]
 
 MACHINE = {"system/processors": 8.0, "system/machine_cpu_percent": 95.0, "system/worker_cpu_percent": 500.0}
-CARD = MACHINE | {"system/gpu_sm_clock_mhz": 1755.0, "system/gpu_memory_gib": 20.0}
+CARD = MACHINE | {"system/gpu_sm_clock_mhz": 1755.0, "system/gpu_memory_gb": 20.0}
 CONFIRMED = Confirmed(
     "fast", Estimate(1000.0, 980.0, 1020.0), "NVIDIA H100", ("w1",), 0.01, CARD | {"system/machine_cpu_percent": 70.0}
 )
@@ -58,8 +58,8 @@ def ran(make_result: Make, speed: float = 850.0, retries: int = 0, **changes: An
             "other processes used 2.9 of the machine's 8 processors (0.6 in the search)",
         ),
         (
-            {"telemetry": {"system/gpu_memory_gib": 30.0}},
-            "other processes held 10.74 GB of the GPU's memory",
+            {"telemetry": {"system/gpu_memory_gb": 30.0}},
+            "other processes held 8.53 GB of the GPU's memory",
         ),
         ({"retries": 3}, "torch's allocator had to free its cache 3 times in 10 steps"),
         ({"device": "NVIDIA A100"}, "it ran on NVIDIA A100, the search on NVIDIA H100"),

@@ -57,7 +57,7 @@ def test_a_trial_keeps_what_its_machine_did(
 ) -> None:
     monkeypatch.setattr(telemetry, "PERIOD", 0.001)
     found = attempt(training, tmp_path, steps=60).telemetry
-    assert found["system/worker_memory_gib"] > 0.05
+    assert found["system/worker_memory_gb"] > 0.05
     assert found["system/processors"] >= 1
 
 
