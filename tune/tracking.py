@@ -108,12 +108,15 @@ class Evidence:
         self.closed.add(key.run_id)
 
     def _words(self, row: TrialRow) -> dict[str, str]:
-        """The speed with its interval and the memory with its limit, as tags that are columns of MLflow's list."""
+        """The speed with its interval, and the memory with its limit and as predicted, as columns of MLflow's list."""
         words = {}
         if row.tokens_per_second and row.low and row.high:
             words["tokens/s"] = f"{row.tokens_per_second:,.0f} ({row.low:,.0f} to {row.high:,.0f})"
         if row.memory is not None:
             words["memory"] = f"{row.memory / GB:.2f} of {self.search.limit / GB:.2f} GB"
+        if row.predicted_memory:
+            error = f" ({row.predicted_memory / row.memory - 1:+.0%})" if row.memory else ""
+            words["predicted memory"] = f"{row.predicted_memory / GB:.2f} GB{error}"
         return words
 
     def _opening_lines(self, row: TrialRow, words: dict[str, str]) -> list[tuple[str, str]]:

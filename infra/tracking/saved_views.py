@@ -4,6 +4,9 @@ MLflow 3.15 and later keeps a view that a user saves as a tag of the experiment,
 opens it by ``?viewStateShareKey=KEY``. The format is that of a view saved in a browser with MLflow 3.17: a JSON object
 with a name and the page's state, which is JSON compressed by zlib, in base64. A tag with the state alone opens in the
 same way and is not in the menu. A later MLflow that ignores the key opens the plain list of runs.
+
+The state includes charts but not whether they or the table are shown: that is ``compareRunsMode=CHART`` in the page's
+address, or its button "Chart view". A chart needs a section; MLflow adds one of each other metric below.
 """
 
 import base64
@@ -19,13 +22,31 @@ from mlflow.tracking import MlflowClient
 from infra.command import uninterrupted
 from infra.tracking.views import children_view
 
-VERSION = 2
+VERSION = 3
 """Of the views below: an experiment with views of an older version gets them anew."""
 
 PREFIX = "mlflow.sharedViewState."
 
 MARK = "throughline"
 """Field of a view's JSON object that tells ours, with its version, from those of users."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of one metric over another: a line per run or, of metrics with one value, a point per run."""
+
+    metric: str
+    over: str
+    points: bool = False
+
+    def card(self) -> dict[str, Any]:
+        """The chart as MLflow keeps it in the state of its page."""
+        place = {"uuid": f"{self.metric} over {self.over}", "metricSectionId": MARK}
+        if self.points:
+            axes = {"xaxis": {"key": self.over, "type": "METRIC"}, "yaxis": {"key": self.metric, "type": "METRIC"}}
+            return place | axes | {"type": "SCATTER", "runsCountToCompare": 100}
+        over = {"xAxisKey": "metric", "selectedXAxisMetricKey": self.over, "useGlobalXaxisKey": False}
+        return place | over | {"type": "LINE", "metricKey": self.metric, "useGlobalLineSmoothing": True}
 
 
 @dataclass(frozen=True)
@@ -38,6 +59,7 @@ class View:
     columns: dict[str, int]
     order: str
     ascending: bool = False
+    charts: tuple[Chart, ...] = ()
 
     def state(self) -> str:
         """The view as MLflow keeps the state of its page."""
@@ -51,6 +73,11 @@ class View:
             "columnOrder": [*FIRST, *self.columns],
             "columnWidths": FIRST | self.columns,
         }
+        if self.charts:
+            wide = min(2, len(self.charts))
+            section = {"uuid": MARK, "name": self.name, "display": True, "isReordered": False, "columns": wide}
+            page |= {"compareRunCharts": [chart.card() for chart in self.charts], "compareRunSections": [section]}
+            page["isAccordionReordered"] = True  # our section stays the first
         return "deflate;" + base64.b64encode(zlib.compress(json.dumps(page).encode())).decode()
 
     def saved(self) -> str:
@@ -74,86 +101,148 @@ MEASURED = {"tags.`tokens/s`": 210, "tags.`memory`": 220}
 
 BATCH = {"params.`micro_batch`": 110, "params.`accumulation`": 115}
 
-VIEWS = {
-    "pipeline": View(
-        "Data",
-        "",
+
+def _curves(runs: str) -> View:
+    """Loss, speed and learning rate of training runs by the tokens that they have seen."""
+    tokens = "progress/train_tokens"
+    return View(
+        "Curves",
+        runs,
         {
-            "metrics.`books/kept`": 110,
-            "tags.`dropped`": 260,
-            "metrics.`tokens/train`": 125,
-            "metrics.`tokens/val`": 110,
-            "metrics.`throughput/MB_per_second`": 210,
-            "params.`out`": 300,
-        },
-        CREATED,
-    ),
-    "train": View(
-        "Runs",
-        "tags.kind = 'run'",
-        {
-            "tags.`outcome`": 100,
-            **MEASURED,
-            "tags.`reason`": 200,
+            "metrics.`loss/train`": 130,
             "metrics.`result/val_loss`": 130,
-            "metrics.`result/mfu`": 100,
-            "params.`model`": 140,
-            **BATCH,
+            "metrics.`progress/train_tokens`": 190,
+            "tags.`tokens/s`": 210,
+            "metrics.`optimizer/learning_rate`": 190,
+            "params.`global_batch`": 115,
             "params.`data`": 220,
         },
         CREATED,
+        charts=tuple(
+            Chart(metric, tokens)
+            for metric in ("loss/train", "loss/val", "throughput/tokens_per_second", "optimizer/learning_rate")
+        ),
+    )
+
+
+def _memory(runs: str, predicted: str, columns: dict[str, int]) -> View:
+    """Measured memory against the metric ``predicted``, the largest first."""
+    measured = "memory/process_gb"
+    return View("Memory", runs, columns, f"metrics.`{measured}`", charts=(Chart(measured, predicted, points=True),))
+
+
+TRAINING_MEMORY = {
+    "tags.`memory`": 220,
+    "metrics.`detail/memory/prediction_error`": 240,
+    "tags.`outcome`": 100,
+    **BATCH,
+    "params.`precision`": 100,
+    "params.`model`": 200,
+}
+
+VIEWS = {
+    "pipeline": (
+        View(
+            "Data",
+            "",
+            {
+                "metrics.`books/kept`": 110,
+                "tags.`dropped`": 260,
+                "metrics.`tokens/train`": 125,
+                "metrics.`tokens/val`": 110,
+                "metrics.`throughput/MB_per_second`": 210,
+                "params.`out`": 300,
+            },
+            CREATED,
+        ),
     ),
-    "ladder": View(
-        "Ladder",
-        "tags.kind != 'ladder'",
-        {
-            "tags.`rung`": 160,
-            **MEASURED,
-            "metrics.`loss/train`": 130,
-            "metrics.`result/mfu`": 100,
-            **BATCH,
-            "tags.`reason`": 300,
-        },
-        NAMED,
-        ascending=True,
+    "train": (
+        View(
+            "Runs",
+            "tags.kind = 'run'",
+            {
+                "tags.`outcome`": 100,
+                **MEASURED,
+                "tags.`reason`": 200,
+                "metrics.`result/val_loss`": 130,
+                "metrics.`result/mfu`": 100,
+                "params.`model`": 140,
+                **BATCH,
+                "params.`data`": 220,
+            },
+            CREATED,
+        ),
+        _curves("tags.kind = 'run'"),
+        _memory("tags.kind = 'run'", "detail/memory/predicted_gb", TRAINING_MEMORY),
     ),
-    "tune": View(
-        "Leaderboard",
-        "tags.kind = 'trial'",
-        {
-            **MEASURED,
-            "tags.`outcome`": 100,
-            "tags.`reason`": 300,
-            **BATCH,
-            "params.`stage`": 80,
-        },
-        SPEED,
+    "ladder": (
+        View(
+            "Ladder",
+            "tags.kind != 'ladder'",
+            {
+                "tags.`rung`": 160,
+                **MEASURED,
+                "metrics.`loss/train`": 130,
+                "metrics.`result/mfu`": 100,
+                **BATCH,
+                "tags.`reason`": 300,
+            },
+            NAMED,
+            ascending=True,
+        ),
+        _curves("tags.kind != 'ladder'"),
+        _memory("tags.kind != 'ladder'", "detail/memory/predicted_gb", {"tags.`rung`": 160} | TRAINING_MEMORY),
+    ),
+    "tune": (
+        View(
+            "Leaderboard",
+            "tags.kind = 'trial'",
+            {
+                **MEASURED,
+                "tags.`outcome`": 100,
+                "tags.`reason`": 300,
+                **BATCH,
+                "params.`stage`": 80,
+            },
+            SPEED,
+        ),
+        _memory(
+            "tags.kind = 'trial'",
+            "prediction/memory_gb",
+            {
+                "tags.`memory`": 150,
+                "tags.`predicted memory`": 170,
+                "tags.`outcome`": 100,
+                **BATCH,
+                "params.`stage`": 80,
+                "tags.`reason`": 300,
+            },
+        ),
     ),
 }
-"""The view of each experiment's runs; of ``ladder`` and ``tune``, the view of each run's children too."""
+"""The views of each experiment's runs; the first of ``ladder`` and ``tune`` is that of each run's children too."""
 
 PARENTS = ("ladder", "tune")
 
 
 @uninterrupted()
 def offer(client: MlflowClient, experiment: str, experiment_id: str, run_id: str) -> None:
-    """Save the view of ``experiment`` where it is missing or of an older version, and one of the new run's children.
+    """Save the views of ``experiment`` that are missing or of an older version, and one of the new run's children.
 
     A user's view stays as it is, and the only one of its name. Never raises, because a view is a convenience: where
     the store does not answer, what needs it reports that.
     """
-    view = VIEWS.get(experiment)
-    if view is None:
-        return
+    views = VIEWS.get(experiment, ())
     with suppress(Exception):
         tags = client.get_experiment(experiment_id).tags
-        tag = f"{PREFIX}{MARK}-{view.name.lower()}"
-        others = [_read(value) for key, value in tags.items() if key.startswith(PREFIX) and key != tag]
-        ours = _read(tags[tag]).get(MARK) if tag in tags else 0
-        if isinstance(ours, int) and ours < VERSION and view.name not in [other.get("name") for other in others]:
-            client.set_experiment_tag(experiment_id, tag, view.saved())
+        for view in views:
+            tag = f"{PREFIX}{MARK}-{view.name.lower()}"
+            others = [_read(value) for key, value in tags.items() if key.startswith(PREFIX) and key != tag]
+            ours = _read(tags[tag]).get(MARK) if tag in tags else 0
+            if isinstance(ours, int) and ours < VERSION and view.name not in [other.get("name") for other in others]:
+                client.set_experiment_tag(experiment_id, tag, view.saved())
         if experiment in PARENTS:
-            own = replace(view, runs=f"tags.`mlflow.parentRunId` = '{run_id}'")
+            own = replace(views[0], runs=f"tags.`mlflow.parentRunId` = '{run_id}'")
             client.set_experiment_tag(experiment_id, f"{PREFIX}{children_view(run_id)}", own.state())
 
 

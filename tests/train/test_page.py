@@ -75,9 +75,11 @@ def test_a_page_begins_with_few_numbers_and_keeps_the_others(config: TrainConfig
         "detail/result/tokens_per_second_low", "detail/result/tokens_per_second_high", "detail/result/hfu",
         "detail/memory/predicted_gb", "detail/gpu/highest_celsius", "detail/time/data_wait_fraction",
     } <= details  # fmt: skip
-    for column in VIEWS["train"].columns:
+    for column in {column for view in VIEWS["train"] for column in view.columns}:
         kind, _, name = column.partition(".")
         assert name.strip("`") in getattr(run.data, kind), column
+    drawn = {metric for view in VIEWS["train"] for chart in view.charts for metric in (chart.metric, chart.over)}
+    assert drawn <= run.data.metrics.keys()
 
 
 @pytest.mark.usefixtures("working_folder")
@@ -131,7 +133,7 @@ def test_the_list_says_why_a_run_failed(config: TrainConfig, result: RunResult, 
         with pytest.raises(RuntimeError), Tracker(key):
             raise RuntimeError(said + "\nand a traceback")
     assert MlflowClient(key.store).get_run(key.run_id).data.tags["reason"] == said
-    assert "tags.`reason`" in VIEWS["train"].columns
+    assert "tags.`reason`" in VIEWS["train"][0].columns
 
 
 def note(key: RunKey) -> list[str]:

@@ -95,11 +95,13 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
         assert {"detail/result/tokens_per_second_low", "detail/result/tokens_per_second_high"} <= data.metrics.keys()
     assert set(TRIAL_METRICS) <= trial.metrics.keys()
     assert failed.tags["reason"] == "RuntimeError: no kernel"
-    columns = list(VIEWS["tune"].columns)
+    columns = list(VIEWS["tune"][0].columns)
     assert columns.index("tags.`reason`") < columns.index("params.`micro_batch`"), "it is in sight"
-    for column in columns:
+    for column in {column for view in VIEWS["tune"] for column in view.columns}:
         kind, _, name = column.partition(".")
         assert name.strip("`") in getattr(trial, kind), column
+    drawn = {metric for view in VIEWS["tune"] for chart in view.charts for metric in (chart.metric, chart.over)}
+    assert drawn <= trial.metrics.keys()
     assert whole.params["changed.knobs"] == "checkpointing"
     assert whole.params["memory_limit"].endswith(" GB")
     assert "trial_steps" not in whole.params

@@ -49,6 +49,20 @@ def test_the_first_command_saves_the_view_that_later_ones_leave_as_it_is() -> No
     assert tags_of(create_run("tune", "second"))[LEADERBOARD] == saved
 
 
+def test_the_charts_of_a_view_stand_in_its_own_section() -> None:
+    """Before those that MLflow adds, and with losses by tokens."""
+    saved = tags_of(create_run("train", "first"))
+    curves, memory = (page(json.loads(saved[f"{PREFIX}throughline-{name}"])["state"]) for name in ("curves", "memory"))
+    for shown in (curves, memory):
+        (section,) = shown["compareRunSections"]
+        assert {chart["metricSectionId"] for chart in shown["compareRunCharts"]} == {section["uuid"]}
+        assert shown["isAccordionReordered"]
+    loss = next(chart for chart in curves["compareRunCharts"] if chart["metricKey"] == "loss/train")
+    assert (loss["type"], loss["selectedXAxisMetricKey"]) == ("LINE", "progress/train_tokens")
+    assert [chart["type"] for chart in memory["compareRunCharts"]] == ["SCATTER"]
+    assert "compareRunCharts" not in page(json.loads(saved[f"{PREFIX}throughline-runs"])["state"])
+
+
 @pytest.mark.parametrize(
     ("before", "replaced"),
     [
@@ -97,11 +111,11 @@ def test_mlflow_takes_the_filter_and_the_order_of_each_view(experiment: str, sho
         "tune": ("trial", "search"),
     }
     keys = [create_run(experiment, "a run", tags={"kind": kind}) for kind in kinds[experiment]]
-    view = VIEWS[experiment]
-    order = f"{view.order} {'ASC' if view.ascending else 'DESC'}"
-    found = MlflowClient(keys[0].store).search_runs([keys[0].experiment_id], view.runs, order_by=[order])
-    assert len(found) == shown
-    assert keys[0].run_id in [run.info.run_id for run in found]
+    for view in VIEWS[experiment]:
+        order = f"{view.order} {'ASC' if view.ascending else 'DESC'}"
+        found = MlflowClient(keys[0].store).search_runs([keys[0].experiment_id], view.runs, order_by=[order])
+        assert len(found) == shown
+        assert keys[0].run_id in [run.info.run_id for run in found]
 
 
 def test_a_store_without_the_experiment_does_not_stop_a_command() -> None:
