@@ -8,12 +8,17 @@ def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(map(_cell, line))} |" for line in (heading, ["---"] * len(heading), *rows)]
 
 
-def facts(rows: Iterable[tuple[str, str]]) -> str:
-    """A paragraph with a line ``**name:** text`` per row; a text may contain Markdown but no HTML.
+def facts(rows: Iterable[tuple[str, str]], *, apart: bool = False) -> str:
+    """A paragraph of ``**name:** text``; a text may contain Markdown but no HTML.
 
-    MLflow shows the first 100 pixels of a run's description, which are five such lines, and folds the rest.
+    The first and the last row have a line each, and the rows between them share one; ``apart`` gives each row its own,
+    for a terminal. MLflow shows the first 100 pixels of a run's description, which are five lines, and fades the lower
+    60 of them: three lines are easy to read, a fourth and a fifth, into which they may wrap, hardly.
     """
-    return "  \n".join(f"**{name}:** {' '.join(text.replace('<', '&lt;').split())}" for name, text in rows)
+    lines = [f"**{name}:** {' '.join(text.replace('<', '&lt;').split())}" for name, text in rows]
+    if not apart and len(lines) > 3:
+        lines[1:-1] = [" · ".join(lines[1:-1])]
+    return "  \n".join(lines)
 
 
 def _cell(text: str) -> str:

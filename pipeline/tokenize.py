@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.markdown import Markdown
@@ -119,8 +120,8 @@ def _make(job: Job, todo: list[Piece], progress: report.Progress, *, fresh: bool
             forget(tracker.key.run_id)
     from infra.tracking.views import ui_link
 
-    note = report.as_markdown(str(config.out), manifest.report, progress, manifest.fingerprint)
-    tracker.note(note)
+    told = partial(report.as_markdown, str(config.out), manifest.report, progress, manifest.fingerprint)
+    tracker.note(told())
     tracker.metrics(shown(progress.metrics() | _counts(manifest), report.METRICS))
     tracker.tags({"dropped": report.dropped(manifest.report)})
     copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name in (MANIFEST, QUARANTINE))
@@ -128,7 +129,7 @@ def _make(job: Job, todo: list[Piece], progress: report.Progress, *, fresh: bool
     tracker.file(copy.folder / QUARANTINE)
     tracker.data(place.name, manifest.fingerprint, str(place), manifest.report, "output")
     tracker.finish()
-    console.print(Markdown(note), soft_wrap=False)
+    console.print(Markdown(told(apart=True)), soft_wrap=False)
     console.print(ui_link(tracker.key), markup=False)
 
 

@@ -336,7 +336,7 @@ def _named(place: Place) -> str:
 def opening_lines(
     config: TrainConfig, result: RunResult, place: Place, memory_limit: int | None
 ) -> list[tuple[str, str]]:
-    """What someone who opens the run's page wants to know first, in five lines."""
+    """What someone who opens the run's page wants to know first."""
     ended = f"{result.outcome}: {result.reason}"
     speed, memory = result.throughput, result.memory.process / GB
     fast = "not measured, because the run was too short"
@@ -359,7 +359,7 @@ def opening_lines(
     else:
         step = f"repeat it with `python -m train.run --config {shlex.quote(str(place / 'config.json'))}`"
     return [
-        ("What", f"{format_model(config.model)} on `{config.source}`; {ended}"),
+        ("What", f"{format_model(config.model)} on `{Path(config.source).name}`; {ended}"),
         ("Speed", fast),
         ("Memory", large),
         ("Loss", good),

@@ -243,7 +243,7 @@ def summary(search: Search, rows: Sequence[TrialRow]) -> str:
 
 
 def opening_lines(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, str]]:
-    """What someone who opens the search's page wants to know first, in five lines."""
+    """What someone who opens the search's page wants to know first."""
     space, ranked = search.space, rank(rows)
     spent = format_duration(round(sum(row.seconds for row in rows)))
     what = f"the fastest way to {space.batch_label} under {format_size(search.limit)}"

@@ -136,8 +136,8 @@ class Progress:
         return values
 
 
-def as_markdown(name: str, counts: dict[str, Any], progress: Progress, fingerprint: str) -> str:
-    """The report for people, on the terminal and in MLflow."""
+def as_markdown(name: str, counts: dict[str, Any], progress: Progress, fingerprint: str, *, apart: bool = False) -> str:
+    """The report for people, in MLflow or, with a line of its own for each of its first facts, on the terminal."""
     ratio = counts["chars"] / counts["tokens"] if counts["tokens"] else 0.0
     opening = [
         (
@@ -160,7 +160,7 @@ def as_markdown(name: str, counts: dict[str, Any], progress: Progress, fingerpri
             )
         ]
     lines = [
-        facts(opening),
+        facts(opening, apart=apart),
         "",
         f"- normalized: {_list(counts['traits']) or 'nothing'}; {counts['replaced_bytes']:,} undecodable bytes",
         f"- checked against tiktoken: {counts['verified_bytes'] / 1e6:.1f} MB, equal",

@@ -1,6 +1,6 @@
 """Text from elsewhere stays in its cell."""
 
-from infra.markdown import table
+from infra.markdown import facts, table
 
 
 def test_a_cell_cannot_leave_its_table() -> None:
@@ -15,3 +15,10 @@ def test_a_cell_cannot_leave_its_table() -> None:
 
 def test_a_table_without_a_heading_has_empty_cells() -> None:
     assert table(["", ""], [["model", "tiny"]]) == ["|  |  |", "| --- | --- |", "| model | tiny |"]
+
+
+def test_facts_are_three_lines_or_as_many_as_they_are() -> None:
+    rows = [("What", "tiny"), ("Speed", "1 <b>"), ("Loss", "2"), ("Next", "`go`")]
+    assert facts(rows).split("  \n") == ["**What:** tiny", "**Speed:** 1 &lt;b> · **Loss:** 2", "**Next:** `go`"]
+    assert facts(rows, apart=True).count("  \n") == 3
+    assert facts(rows[:3]) == facts(rows[:3], apart=True)

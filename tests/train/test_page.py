@@ -142,16 +142,16 @@ def note(key: RunKey) -> list[str]:
 
 
 @pytest.mark.usefixtures("working_folder")
-def test_the_description_begins_with_five_lines(config: TrainConfig, result: RunResult) -> None:
-    """What MLflow shows of it unfolded."""
+def test_the_description_begins_with_three_lines(config: TrainConfig, result: RunResult) -> None:
+    """What MLflow shows of it unfolded, and legibly."""
     key, _ = recorded(config, result, read_manifest(config.data))
     first, *rest = note(key)
     predicted = predict_peak(replace(config, attention="sdpa")).total / 1e9
     assert first.split("  \n") == [
         "**What:** tiny,width=32,context_length=32,vocabulary=257,padded_vocabulary=320 on "
-        f"`{config.data}`; finished: reached 10 steps",
-        "**Speed:** 1,000 tokens/s (95%: 990 to 1,020), MFU 40.0%",
-        f"**Memory:** 4.00 of 8.00 GB (predicted {predicted:.2f})",
+        f"`{Path(config.data).name}`; finished: reached 10 steps",
+        "**Speed:** 1,000 tokens/s (95%: 990 to 1,020), MFU 40.0% · "
+        f"**Memory:** 4.00 of 8.00 GB (predicted {predicted:.2f}) · "
         "**Loss:** training 3.250, validation 3.500, after 320 tokens",
         "**Next:** `python -m train.export --checkpoint one --to exported`",
     ]

@@ -124,14 +124,13 @@ def test_the_winner_is_kept_with_what_its_machine_did() -> None:
     }  # fmt: skip
 
 
-def test_a_search_is_told_in_five_lines_above_its_table() -> None:
+def test_a_search_is_told_in_three_lines_above_its_table() -> None:
     rows = [row(4, speed=100.0), row(8, speed=150.0), row(16, "oom", "tried | to <allocate>")]
     first, table, *_ = summary(SEARCH, rows).split("\n\n")
     assert first.split("  \n") == [
         "**What:** the fastest way to 16 sequences per step under 4GB: micro-batch 8 x 2; "
         "3 trials in 30s, searcher memory",
-        "**Speed:** 150 tokens/s (95%: 149 to 152)",
-        "**Memory:** 8.00 of 4.00 GB",
+        "**Speed:** 150 tokens/s (95%: 149 to 152) · **Memory:** 8.00 of 4.00 GB · "
         "**Gain:** 1.500 x the control's speed",
         f"**Next:** `python -m train.run --config {SEARCH.place}/best.json`",
     ]

@@ -347,7 +347,7 @@ def table(suite: Suite, rows: list[Row], width: int) -> list[Table]:
 
 
 def opening_lines(suite: Suite, rows: list[Row], device: str, name: str) -> list[tuple[str, str]]:
-    """What someone who opens the page of the ladder ``name`` wants to know first, in five lines."""
+    """What someone who opens the page of the ladder ``name`` wants to know first."""
     ran = [row for row in rows if row.speed is not None and row.low is not None and row.high is not None]
     base, best = ran[0], max(ran, key=lambda row: row.speed or 0.0)
     speed = f"{best.speed:,.0f} tokens/s (95%: {best.low:,.0f} to {best.high:,.0f})"
