@@ -20,7 +20,7 @@ DEMO_RUN := --model gpt2-124m --micro-batch 32 --global-batch 96 --steps 100 --c
 DEMO_SEARCH := --model gpt2-124m --global-batch 96 --memory-limit 40GB --compile whole --device cuda
 endif
 
-.PHONY: install demo test lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-memory campaign-pipeline campaign-train campaign-search campaign-gpu
+.PHONY: install demo test lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-memory bench-scale campaign-pipeline campaign-train campaign-search campaign-gpu
 
 install: $(INSTALLED)
 
@@ -78,6 +78,9 @@ bench-aa: install
 
 bench-memory: install
 	$(BIN)/python -P tests/benchmarks/memory.py --record $(RECORDS)/memory.json
+
+bench-scale: install
+	$(BIN)/python -P tests/benchmarks/scale.py --record $(RECORDS)/scale.json
 
 campaign-pipeline: install
 	RECORD=$(RECORDS)/campaign-pipeline.json $(BIN)/pytest tests/pipeline/campaign.py

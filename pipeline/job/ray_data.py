@@ -6,7 +6,7 @@ writers use random names. Ray is imported in the functions: planning and dry run
 
 import logging
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from infra.command import collect_rarely
@@ -46,9 +46,7 @@ def do_pieces(
     context.downstream_capacity_backpressure_ratio = None  # would stop all but one worker over a queue of 200 bytes
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    size = min(MOST, max(1, len(pieces) // (TASKS * (workers or SLOTS))))
-    groups = [pieces[first : first + size] for first in range(0, len(pieces), size)]
-    items = [{"pieces": pickle.dumps(group), "place": place.address, "run": run} for group in groups]
+    items = [{"pieces": pickle.dumps(group), "place": place.address, "run": run} for group in grouped(pieces, workers)]
     limit = workers and min(len(items), IN_FLIGHT * workers if ours else workers)
     work = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         _task, batch_size=1, compute=ray.data.TaskPoolStrategy(size=limit), num_cpus=1
@@ -59,6 +57,12 @@ def do_pieces(
             if isinstance(summary, Exception):
                 raise summary
             yield summary
+
+
+def grouped(pieces: Sequence[Piece], workers: int | None) -> list[Sequence[Piece]]:
+    """``pieces`` by the task that does them: enough tasks for all workers, and no more of them than that."""
+    size = min(MOST, max(1, len(pieces) // (TASKS * (workers or SLOTS))))
+    return [pieces[first : first + size] for first in range(0, len(pieces), size)]
 
 
 def _task(batch: Any) -> dict[str, list[bytes]]:

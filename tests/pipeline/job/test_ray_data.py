@@ -5,6 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from pipeline.config import TokenizeConfig
+from pipeline.job.plan import Piece
+from pipeline.job.ray_data import grouped
+
 PROGRAM = """
 import json, sys, threading, uuid
 from pathlib import Path
@@ -33,6 +39,23 @@ with connected(cpus=1):
             sentence = str(gone)
     print(json.dumps([sentence, threads]))
 """
+
+
+@pytest.mark.parametrize(
+    ("pieces", "workers", "tasks", "largest"),
+    [
+        (1, 2, 1, 1), (40, 1, 14, 3), (40, None, 40, 1),  # a cluster of which no size is known
+        (62_500, None, 3_125, 20), (100_000, None, 3_125, 32), (100_000, 2, 3_125, 32),
+    ],
+)  # fmt: skip
+def test_many_pieces_are_few_tasks_and_few_pieces_a_task_each(
+    pieces: int, workers: int | None, tasks: int, largest: int
+) -> None:
+    settings = TokenizeConfig()
+    plan = [Piece(number, (), settings) for number in range(pieces)]
+    groups = grouped(plan, workers)
+    assert [piece for group in groups for piece in group] == plan
+    assert (len(groups), max(map(len, groups))) == (tasks, largest)
 
 
 def test_every_piece_is_done_and_no_thread_outlives_its_caller(tmp_path: Path) -> None:
