@@ -228,7 +228,7 @@ def _mlflow_server(empty_store: Path, folder: Path, port: int) -> Iterator[subpr
         command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
@@ -244,7 +244,7 @@ def _mlflow_server(empty_store: Path, folder: Path, port: int) -> Iterator[subpr
         process.wait()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def mlflow_server(empty_store: Path) -> Callable[[Path, int], AbstractContextManager[subprocess.Popen[bytes]]]:
     """``mlflow_server(folder, port)``: a real one while the block runs, with its database in ``folder``."""
     return partial(_mlflow_server, empty_store)

@@ -1,0 +1,266 @@
+"""MLflow's pages and a report, as a person sees them: in a real browser, with the numbers that the terminal prints.
+
+One store, which our own code writes, one MLflow server and one browser for all tests; without Ray.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from infra.place import Place
+from infra.report.folders import page_of
+from infra.schema import to_json
+from infra.tracking.key import RunKey
+from infra.tracking.store import create_run
+from infra.tracking.tracker import Tracker
+from infra.tracking.views import ui_link
+from pipeline.shards import read_manifest
+from train import report
+from train.config import TrainConfig
+from train.model_config import PRESETS
+from train.result import CycleReport, Memory, RunResult, Throughput
+from tune.config import SearchConfig
+from tune.plan import make_search
+from tune.report import summary
+from tune.space import Candidate
+from tune.tracking import Evidence, open_parent
+from tune.trial.row import TrialRow
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
+    pytest.mark.timeout(900),
+]
+
+PATIENCE = 120_000
+"""Milliseconds that a page may take: it takes one or two seconds, and far longer beside another test."""
+
+QUIET = ("--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-component-update")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=[*QUIET, *(["--no-sandbox"] if os.geteuid() == 0 else [])], timeout=PATIENCE
+        )
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def page(browser: Browser) -> Iterator[Page]:
+    """A window in which every test opens its page, so that MLflow's scripts are read once."""
+    context = browser.new_context(viewport={"width": 1920, "height": 1080})
+    context.set_default_timeout(PATIENCE)
+    expect.set_options(timeout=PATIENCE)
+    yield context.new_page()
+    context.close()
+
+
+def cycle(step: int) -> CycleReport:
+    return CycleReport(
+        step=step, batches=step, train_loss=8.0 - step / 10, val_loss=8.5 - step / 10, train_tokens=step * 128,
+        val_tokens=64, books=0.5, seconds=2.0, train_seconds=1.5, data_wait_seconds=0.1, optimizer_seconds=0.2,
+        elapsed=2.0 * step, cycle_tokens=1280, epoch_seconds=1.0, learning_rate=1e-3, gradient_norm=1.0,
+        step_losses=[8.0 - number / 10 for number in range(step - 9, step + 1)],
+    )  # fmt: skip
+
+
+def result(speed: float) -> RunResult:
+    return RunResult(
+        outcome="finished", reason="reached 20 steps", steps=20,
+        throughput=Throughput(speed, speed - 10, speed + 20, 17, 3), memory=Memory(None, None, 2**30, "rss"),
+        train_loss=6.25, val_loss=6.5, train_tokens=2560, val_tokens=64, books=0.5, seconds=40.0,
+        first_step_seconds=1.5, data_wait_fraction=0.01, optimizer_fraction=0.09, flops_per_token=2e6,
+        flops_formula="PaLM", flops_per_second=2e9, mfu=None, device="cpu", checkpoint=None,
+        data_fingerprint="0" * 64, loss_curve=[(10, 7.0, None), (20, 6.25, 6.5)], val_perplexity=665.1,
+        val_bits_per_byte=1.5,
+    )  # fmt: skip
+
+
+def trained(experiment: str, name: str, config: TrainConfig, speed: float, **where: Any) -> RunKey:
+    """A run of two cycles, as the driver of a run or a ladder records it."""
+    key = create_run(experiment, name, **where)
+    with Tracker(key) as tracker:
+        report.record_start(tracker, config, read_manifest(config.data), config)
+        for step in (10, 20):
+            for position, values in report.cycle_metrics(to_json(cycle(step))):
+                tracker.metrics(values, position)
+        report.record_end(tracker, config, result(speed), None, Place.of(f"runs/{name}"), 8 * 2**30)
+    return key
+
+
+def trial(size: int, speed: float | None, reason: str = "") -> TrialRow:
+    return TrialRow(
+        key=f"m{size}", number=size, stage="probe", round=0, candidate=Candidate(size, ()), accumulation=8 // size,
+        outcome="ok" if speed else "failed", reason=reason, seconds=10.0, tokens_per_second=speed,
+        low=speed and speed - 10, high=speed and speed + 20, memory=size * 10**9 if speed else None,
+        predicted_memory=size * 1.1e9,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def links(
+    tmp_path_factory: pytest.TempPathFactory,
+    mlflow_server: Callable[[Path, int], AbstractContextManager[object]],
+    small_shards: Path,
+) -> Iterator[dict[str, str]]:
+    """The addresses of the pages that commands print, by what they show, on a server that runs."""
+    folder = tmp_path_factory.mktemp("pages")
+    config = TrainConfig(
+        data=str(small_shards), model=PRESETS["tiny"], micro_batch=2, global_batch=4, precision="fp32", device="cpu"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.MonkeyPatch.context() as patch, mlflow_server(folder, port):
+        patch.chdir(folder)
+        patch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+        made = create_run("pipeline", "tokens")
+        with Tracker(made) as tracker:
+            tracker.params({"out": "data/books"})
+            tracker.metrics({"books/kept": 66, "tokens/train": 975165, "throughput/MB_per_second": 81.5})
+            tracker.tags({"dropped": "2 empty"})
+        run = trained("train", "first", config, 1234.0, tags={"kind": "run"})
+        trained("train", "second", config, 1567.0, tags={"kind": "run"})
+        ladder = create_run("ladder", "rungs", tags={"kind": "ladder"})
+        for name, speed in (("baseline", 1100.0), ("compile", 1650.0)):
+            where = {"parent": ladder, "tags": {"kind": "rung", "rung": name}}
+            trained("ladder", f"rungs/{name}", config, speed, **where)
+        Tracker(ladder).finish()
+        training = replace(config, global_batch=8)
+        search = make_search(
+            SearchConfig(training=training, name="search", knobs=(), out=str(folder), memory_limit=10**10)
+        )
+        search.folder.mkdir()
+        parent = open_parent(search)
+        rows = [trial(1, 900.0), trial(2, 1400.0), trial(4, 1900.0), trial(8, None, "RuntimeError: no kernel")]
+        Evidence(search, parent).catch_up(rows)
+        with Tracker(parent) as tracker:
+            tracker.note(summary(search, rows))
+        keys = {"data": made, "run": run, "ladder": ladder, "search": parent}
+        printed = {name: ui_link(key, children=name in ("ladder", "search")) for name, key in keys.items()}
+        yield printed | {"search's page": ui_link(parent)}
+
+
+def view(link: str, name: str, *, charts: bool = False) -> str:
+    """The address of a view of the experiment of ``link``, as MLflow's menu opens it, and as its chart view does."""
+    experiment = link.partition("/runs")[0]
+    shown = "&compareRunsMode=CHART" if charts else ""
+    return f"{experiment}/runs?workflowType=machine_learning&viewStateShareKey=throughline-{name}{shown}"
+
+
+LEADERBOARD = ("1,900 (1,890 to 1,920)", "4.00 of 10.00 GB", "1,400 (1,390 to 1,420)", "RuntimeError: no kernel")
+
+
+@pytest.mark.parametrize(
+    ("link", "name", "shown"),
+    [
+        ("search", None, LEADERBOARD),
+        ("search", "leaderboard", LEADERBOARD),
+        ("search", "memory", ("4.00 of 10.00 GB", "4.40 GB (+10%)", "8.80 GB")),
+        ("ladder", None, ("baseline", "compile", "1,650 (1,640 to 1,670)", "1,100 (1,090 to 1,120)")),
+        ("run", "runs", ("1,234 (1,224 to 1,254)", "1,567 (1,557 to 1,587)", "1.00 GiB", "finished")),
+        ("run", "curves", ("1,234 (1,224 to 1,254)", "2560")),
+        ("run", "memory", ("1.00 GiB",)),
+        ("data", "data", ("66", "975165", "2 empty")),
+    ],
+)
+def test_a_view_shows_the_numbers(
+    links: dict[str, str], page: Page, link: str, name: str | None, shown: tuple[str, ...]
+) -> None:
+    """The links of a search and a ladder, and the views in the menu of each experiment."""
+    page.goto(view(links[link], name) if name else links[link])
+    for text in shown:
+        expect(page.get_by_role("gridcell").filter(has_text=text).first).to_be_visible()
+
+
+def test_the_winner_of_a_search_is_the_first_row(links: dict[str, str], page: Page) -> None:
+    page.goto(links["search"])
+    first = page.locator('.ag-center-cols-container [row-index="0"]')
+    expect(first).to_contain_text("1,900 (1,890 to 1,920)")
+    expect(first).to_be_in_viewport()
+
+
+@pytest.mark.parametrize(
+    ("link", "name", "titles"),
+    [
+        ("run", "curves", ("loss/train", "loss/val", "throughput/tokens_per_second", "optimizer/learning_rate")),
+        ("run", "memory", ("detail/memory/predicted_gib vs. memory/process_gib",)),
+        ("search", "memory", ("prediction/memory_gib vs. memory/process_gib",)),
+    ],
+)
+def test_a_view_has_its_charts(links: dict[str, str], page: Page, link: str, name: str, titles: tuple[str]) -> None:
+    page.goto(view(links[link], name, charts=True))
+    for title in titles:
+        expect(page.get_by_text(title, exact=True).first).to_be_visible()
+    expect(page.locator(".js-plotly-plot .trace").first).to_be_visible()
+
+
+@pytest.mark.parametrize(
+    ("link", "shown"),
+    [
+        ("run", ("1,234 tokens/s (95%: 1,224 to 1,254)", "1.00 of 8.00 GiB", "training 6.250, validation 6.500")),
+        ("search's page", ("1,900 tokens/s (95%: 1,885 to 1,915)", "4.00 of 10.00 GB", "1.357 x the control's speed")),
+    ],
+)
+def test_what_matters_of_a_description_is_legible(
+    links: dict[str, str], page: Page, link: str, shown: tuple[str, ...]
+) -> None:
+    """MLflow shows 100 pixels of a description, of which the lower 60 fade to white."""
+    page.goto(links[link])
+    for text in shown:
+        expect(page.get_by_text(text).first).to_be_in_viewport()
+    fade = page.get_by_test_id("truncation-gradient").bounding_box()
+    assert fade
+    for name in ("What:", "Speed:", "Memory:", "Next:"):
+        line = page.locator("p strong").filter(has_text=name).first.bounding_box()
+        assert line
+        assert line["y"] + line["height"] <= fade["y"] + 0.6 * fade["height"], name
+
+
+def test_a_key_that_does_not_exist_opens_the_plain_list(links: dict[str, str], page: Page) -> None:
+    """MLflow opens the experiment's first page, which is the list for those who have chosen model training."""
+    page.goto(links["run"].partition("#")[0])
+    page.get_by_role("button", name="Model training").click()
+    page.goto(view(links["run"], "gone"))
+    for name in ("first", "second"):
+        expect(page.get_by_role("link", name=name, exact=True).first).to_be_visible()
+    expect(page).not_to_have_url(re.compile("gone"))
+
+
+def test_a_report_needs_no_network_and_no_script(browser: Browser, tmp_path: Path, small_shards: Path) -> None:
+    folder = tmp_path / "first"
+    folder.mkdir()
+    kept = {
+        "result.json": to_json(result(1234.0)),
+        "config.json": TrainConfig(data=str(small_shards)).to_json(),
+        "tracking.json": {"store": "sqlite:////home/mlflow.db", "experiment_id": "3", "run_id": "ee94", "journal": ""},
+    }
+    for name, content in kept.items():
+        (folder / name).write_text(json.dumps(content))
+    (folder / "cycles.jsonl").write_text("".join(json.dumps(to_json(cycle(step))) + "\n" for step in (10, 20)))
+    (folder / "report.html").write_text(page_of(folder).html())
+    context = browser.new_context(offline=True, java_script_enabled=False, viewport={"width": 800, "height": 900})
+    asked: list[str] = []
+    context.on("request", lambda request: asked.append(urlsplit(request.url).scheme))
+    page = context.new_page()
+    page.goto((folder / "report.html").as_uri(), timeout=PATIENCE)
+    for text in ("1,234 tokens/s", "95%: 1,224 to 1,254", "1.00 GiB", "6.500", "python -m train.run --config"):
+        expect(page.get_by_text(text).first).to_be_visible()
+    expect(page.locator("svg").first).to_be_visible()
+    assert asked == ["file"]
+    context.close()
