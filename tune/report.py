@@ -247,9 +247,10 @@ def opening_lines(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, s
     space, ranked = search.space, rank(rows)
     spent = format_duration(round(sum(row.seconds for row in rows)))
     what = f"the fastest way to {space.batch_label} under {format_size(search.limit)}"
-    trials = f"{len(rows)} trials in {spent}, searcher {search.config.searcher}"
+    trials = f"{len(rows)} trials in {spent}"
     if not ranked:
-        return [("What", f"{what}: none was found"), ("Why", no_winner(search, rows)[0]), ("Trials", trials)]
+        tried = f"{trials}, searcher {search.config.searcher}"
+        return [("What", f"{what}: none was found"), ("Why", no_winner(search, rows)[0]), ("Trials", tried)]
     best = ranked[0]
     control = next((entry for entry in ranked if entry.candidate == space.control), None)
     tied = [space.name(entry.candidate) for entry in ranked[1:] if entry.tied]

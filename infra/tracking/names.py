@@ -15,8 +15,12 @@ Value = TypeVar("Value")
 
 
 def shown(values: Mapping[str, Value], first: Collection[str]) -> dict[str, Value]:
-    """``values``, those that are not among the ``first`` under ``detail/``."""
-    return {name if name in first else f"detail/{name}": value for name, value in values.items()}
+    """``values``: those among the ``first``, then the others under ``detail/``.
+
+    MLflow's page lists metrics in the order in which a run has begun to log them.
+    """
+    named = {name: value for name, value in values.items() if name in first}
+    return named | {f"detail/{name}": value for name, value in values.items() if name not in first}
 
 
 def changed(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,8 +128,7 @@ def test_a_search_is_told_in_three_lines_above_its_table() -> None:
     rows = [row(4, speed=100.0), row(8, speed=150.0), row(16, "oom", "tried | to <allocate>")]
     first, table, *_ = summary(SEARCH, rows).split("\n\n")
     assert first.split("  \n") == [
-        "**What:** the fastest way to 16 sequences per step under 4GB: micro-batch 8 x 2; "
-        "3 trials in 30s, searcher memory",
+        "**What:** the fastest way to 16 sequences per step under 4GB: micro-batch 8 x 2; 3 trials in 30s",
         "**Speed:** 150 tokens/s (95%: 149 to 152) · **Memory:** 8.00 of 4.00 GB · "
         "**Gain:** 1.500 x the control's speed",
         f"**Next:** `python -m train.run --config {SEARCH.place}/best.json`",
