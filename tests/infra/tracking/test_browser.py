@@ -82,7 +82,7 @@ def cycle(step: int) -> CycleReport:
 def result(speed: float) -> RunResult:
     return RunResult(
         outcome="finished", reason="reached 20 steps", steps=20,
-        throughput=Throughput(speed, speed - 10, speed + 20, 17, 3), memory=Memory(None, None, 2**30, "rss"),
+        throughput=Throughput(speed, speed - 10, speed + 20, 17, 3), memory=Memory(None, None, 10**9, "rss"),
         train_loss=6.25, val_loss=6.5, train_tokens=2560, val_tokens=64, books=0.5, seconds=40.0,
         first_step_seconds=1.5, data_wait_fraction=0.01, optimizer_fraction=0.09, flops_per_token=2e6,
         flops_formula="PaLM", flops_per_second=2e9, mfu=None, device="cpu", checkpoint=None,
@@ -99,7 +99,7 @@ def trained(experiment: str, name: str, config: TrainConfig, speed: float, **whe
         for step in (10, 20):
             for position, values in report.cycle_metrics(to_json(cycle(step))):
                 tracker.metrics(values, position)
-        report.record_end(tracker, config, result(speed), None, Place.of(f"runs/{name}"), 8 * 2**30)
+        report.record_end(tracker, config, result(speed), None, Place.of(f"runs/{name}"), 8 * 10**9)
     return key
 
 
@@ -173,9 +173,9 @@ LEADERBOARD = ("1,900 (1,890 to 1,920)", "4.00 of 10.00 GB", "1,400 (1,390 to 1,
         ("search", "leaderboard", LEADERBOARD),
         ("search", "memory", ("4.00 of 10.00 GB", "4.40 GB (+10%)", "8.80 GB")),
         ("ladder", None, ("baseline", "compile", "1,650 (1,640 to 1,670)", "1,100 (1,090 to 1,120)")),
-        ("run", "runs", ("1,234 (1,224 to 1,254)", "1,567 (1,557 to 1,587)", "1.00 GiB", "finished")),
+        ("run", "runs", ("1,234 (1,224 to 1,254)", "1,567 (1,557 to 1,587)", "1.00 GB", "finished")),
         ("run", "curves", ("1,234 (1,224 to 1,254)", "2560")),
-        ("run", "memory", ("1.00 GiB",)),
+        ("run", "memory", ("1.00 GB",)),
         ("data", "data", ("66", "975165", "2 empty")),
     ],
 )
@@ -199,8 +199,8 @@ def test_the_winner_of_a_search_is_the_first_row(links: dict[str, str], page: Pa
     ("link", "name", "titles"),
     [
         ("run", "curves", ("loss/train", "loss/val", "throughput/tokens_per_second", "optimizer/learning_rate")),
-        ("run", "memory", ("detail/memory/predicted_gib vs. memory/process_gib",)),
-        ("search", "memory", ("prediction/memory_gib vs. memory/process_gib",)),
+        ("run", "memory", ("detail/memory/predicted_gb vs. memory/process_gb",)),
+        ("search", "memory", ("prediction/memory_gb vs. memory/process_gb",)),
     ],
 )
 def test_a_view_has_its_charts(links: dict[str, str], page: Page, link: str, name: str, titles: tuple[str]) -> None:
@@ -213,7 +213,7 @@ def test_a_view_has_its_charts(links: dict[str, str], page: Page, link: str, nam
 @pytest.mark.parametrize(
     ("link", "shown"),
     [
-        ("run", ("1,234 tokens/s (95%: 1,224 to 1,254)", "1.00 of 8.00 GiB", "training 6.250, validation 6.500")),
+        ("run", ("1,234 tokens/s (95%: 1,224 to 1,254)", "1.00 of 8.00 GB", "training 6.250, validation 6.500")),
         ("search's page", ("1,900 tokens/s (95%: 1,885 to 1,915)", "4.00 of 10.00 GB", "1.357 x the control's speed")),
     ],
 )
@@ -259,7 +259,7 @@ def test_a_report_needs_no_network_and_no_script(browser: Browser, tmp_path: Pat
     context.on("request", lambda request: asked.append(urlsplit(request.url).scheme))
     page = context.new_page()
     page.goto((folder / "report.html").as_uri(), timeout=PATIENCE)
-    for text in ("1,234 tokens/s", "95%: 1,224 to 1,254", "1.00 GiB", "6.500", "python -m train.run --config"):
+    for text in ("1,234 tokens/s", "95%: 1,224 to 1,254", "1.00 GB", "6.500", "python -m train.run --config"):
         expect(page.get_by_text(text).first).to_be_visible()
     expect(page.locator("svg").first).to_be_visible()
     assert asked == ["file"]
