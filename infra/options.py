@@ -1,7 +1,6 @@
 """Options that several commands have, described once."""
 
 import os
-from pathlib import Path
 from typing import Annotated
 
 from typing_extensions import Doc
@@ -10,7 +9,9 @@ TrackingUri = Annotated[str | None, Doc("MLflow store; default MLFLOW_TRACKING_U
 
 Address = Annotated[str | None, Doc("Ray cluster to run on; default RAY_ADDRESS, else a Ray of its own here.")]
 
-ConfigFile = Annotated[Path | None, Doc("Read the training settings from this JSON file; flags override it.")]
+ConfigFile = Annotated[
+    str | None, Doc("Read the training settings from this JSON file, also in object storage; flags override it.")
+]
 
 Checkpoint = Annotated[
     str,

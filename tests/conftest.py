@@ -16,9 +16,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow.fs
 import pytest
 import torch
 
+from infra.place import Place
 from pipeline.shards import END_OF_TEXT, Manifest, ShardRow, write_shard
 from train.model_config import ModelConfig
 
@@ -206,6 +208,23 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[[float],
 
     yield f"?endpoint_override={host}:{port}&scheme=http&region=us-east-1", set_rate
     server.stop()
+
+
+@pytest.fixture
+def bucket(s3: tuple[str, Callable[[float], None]]) -> str:
+    """The query of the S3 server, which has the bucket ``places``."""
+    query, _ = s3
+    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://places{query}&allow_bucket_creation=true")
+    system.create_dir("places")
+    return query
+
+
+@pytest.fixture(params=["folder", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """An empty place: a folder, or one in object storage."""
+    if request.param == "folder":
+        return Place.of(tmp_path / "place")
+    return Place.of(f"s3://places/place/{request.getfixturevalue('bucket')}")
 
 
 def _free_port() -> int:

@@ -259,9 +259,9 @@ def as_of_now(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_config(path: Path | str, flag: str = "--config") -> TrainConfig:
-    """Read the file that ``flag`` names: a run's ``config.json`` or a search's ``best.json``. Raises ``UserError``.
+    """Read the file that ``flag`` names: a run's ``config.json`` or a search's ``best.json``, also in object storage.
 
-    As a ``str`` it may also be in object storage.
+    Raises ``UserError``.
     """
     where = Place.of(path)
     try:

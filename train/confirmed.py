@@ -8,9 +8,9 @@ recorded of its trials, shows it.
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
+from infra.place import Place
 from infra.telemetry import THROTTLED
 from train.config import TrainConfig, config_from_json
 from train.intervals import Estimate
@@ -60,13 +60,14 @@ class Check(NamedTuple):
     text: str
 
 
-def confirmed_by(file: Path, config: TrainConfig) -> Confirmed | None:
+def confirmed_by(file: str, config: TrainConfig) -> Confirmed | None:
     """What the search that left ``file`` found; None when no search has, or ``config`` is executed in another way."""
+    where = Place.of(file)
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(where.parent.read(where.name))
         searched, measured = config_from_json(values["config"], str(file)), values["measured"]
         confirmed = Confirmed(
-            name=file.resolve().parent.name,
+            name=where.parent.name,
             speed=Estimate(measured["tokens_per_second"], measured["low"], measured["high"]),
             device=measured.get("device"),
             machines=tuple(measured.get("machines", ())),

@@ -80,15 +80,15 @@ def params(config: TrainConfig, asked: TrainConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def record_search(tracker: Tracker, name: str, config_file: Path) -> None:
+def record_search(tracker: Tracker, name: str, config_file: str) -> None:
     """Link the run ``name`` with the search that found its settings, if ``config_file`` is what a search has left.
 
     The search's page gets a link to this run, and this run the tag ``search.run``.
     """
-    folder = config_file.resolve().parent
+    place = Place.of(config_file).parent
     try:
-        kept = json.loads((folder / "search.json").read_text(encoding="utf-8"))["parent"]
-        search = from_json(RunKey, kept, "it").found_in(folder, "search again")
+        kept = json.loads(place.read("search.json"))["parent"]
+        search = from_json(RunKey, kept, "it").valid_in(place, "search again")
     except (OSError, ValueError, KeyError, TypeError):
         return
     tracker.tags({"search.run": search.run_id})

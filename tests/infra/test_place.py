@@ -2,10 +2,9 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow.fs
 import pytest
 import xxhash
 
@@ -13,23 +12,6 @@ from infra.errors import UserError
 from infra.place import Place, WorkingCopy, scratch
 
 S3 = tuple[str, Callable[[float], None]]
-
-
-@pytest.fixture(params=["folder", "s3"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    if request.param == "folder":
-        yield Place.of(tmp_path / "place")
-    else:
-        yield Place.of(f"s3://places/place/{request.getfixturevalue('bucket')}")
-
-
-@pytest.fixture
-def bucket(s3: S3) -> str:
-    """The query of a real S3 server on loopback, with the bucket ``places``."""
-    query, _ = s3
-    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://places{query}&allow_bucket_creation=true")
-    system.create_dir("places")
-    return query
 
 
 def test_files_are_written_listed_read_and_removed(place: Place, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from infra.place import Place
 from pipeline.shards import read_manifest
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
@@ -147,29 +148,36 @@ def best(tmp_path: Path) -> Path:
 
 
 def test_what_a_search_found_is_read_from_its_file(best: Path) -> None:
-    assert confirmed_by(best, TrainConfig()) == OLD
+    assert confirmed_by(str(best), TrainConfig()) == OLD
     values = json.loads(best.read_text())
     values["measured"] |= {
         "device": CONFIRMED.device, "machines": ["w1"], "data_wait_fraction": 0.01, "telemetry": CONFIRMED.telemetry,
     }  # fmt: skip
     best.write_text(json.dumps(values))
-    assert confirmed_by(best, TrainConfig(learning_rate=1e-4, steps=7, data="elsewhere", seed=3)) == CONFIRMED
+    assert confirmed_by(str(best), TrainConfig(learning_rate=1e-4, steps=7, data="elsewhere", seed=3)) == CONFIRMED
+
+
+def test_it_is_also_read_from_object_storage(best: Path, bucket: str) -> None:
+    place = Place.of(f"s3://places/fast/{bucket}")
+    place.put(best, "best.json")
+    assert confirmed_by(str(place / "best.json"), TrainConfig()) == OLD
+    assert confirmed_by(str(place / "absent.json"), TrainConfig()) is None
 
 
 def test_a_run_that_is_executed_in_another_way_is_not_compared(best: Path) -> None:
     for changes in ({"micro_batch": 16}, {"compile": "whole"}, {"loss": "fused"}, {"device": "cpu"}):
-        assert confirmed_by(best, replace(TrainConfig(), **changes)) is None
+        assert confirmed_by(str(best), replace(TrainConfig(), **changes)) is None
     run = best.with_name("config.json")
     run.write_text(json.dumps(TrainConfig().to_json()))
-    assert confirmed_by(run, TrainConfig()) is None
-    assert confirmed_by(best.with_name("absent.json"), TrainConfig()) is None
+    assert confirmed_by(str(run), TrainConfig()) is None
+    assert confirmed_by(str(best.with_name("absent.json")), TrainConfig()) is None
 
 
 def test_the_command_compares_with_the_file_that_it_was_given(best: Path, small_shards: Path, tmp_path: Path) -> None:
     config = TrainConfig(data=str(small_shards), model=replace(TrainConfig().model, vocabulary=257))
     values = json.loads(best.read_text())
     best.write_text(json.dumps(values | {"config": config.to_json()}))
-    options = RunOptions(training=config, config=best, out=str(tmp_path))
+    options = RunOptions(training=config, config=str(best), out=str(tmp_path))
     assert planned(options).confirmed == OLD
     assert planned(replace(options, config=None)).confirmed is None
 

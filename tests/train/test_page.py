@@ -210,16 +210,14 @@ def test_a_run_in_another_store_is_named_and_an_unknown_one_is_not(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("working_folder")
-def test_a_search_links_to_the_run_that_trained_with_its_winner(tmp_path: Path) -> None:
+def test_a_search_links_to_the_run_that_trained_with_its_winner(place: Place, tmp_path: Path) -> None:
     search, run = create_run("tune", "search"), create_run("train", "best")
     with Tracker(search) as tracker:
         tracker.note("**What:** the fastest way\n\n| a table |")
-    home = tmp_path / "runs" / "search"
-    home.mkdir(parents=True)
-    write_json(home / "search.json", {"parent": search.kept_in(home)})
+    place.write_json("search.json", {"parent": search.kept_in(place.address)})
     with Tracker(run) as tracker:
-        report.record_search(tracker, "best", home / "best.json")
-        report.record_search(tracker, "best", tmp_path / "config.json")  # which no search has left
+        report.record_search(tracker, "best", str(place / "best.json"))
+        report.record_search(tracker, "best", str(tmp_path / "config.json"))  # which no search has left
     assert note(search) == [
         "**What:** the fastest way",
         f"Trained with its winner: [best](#/experiments/{run.experiment_id}/runs/{run.run_id}"

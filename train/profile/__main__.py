@@ -58,7 +58,7 @@ def main() -> None:
     try:
         path = command.flag_value("--config")
         if path:
-            defaults = replace(defaults, training=load_config(Path(path)))
+            defaults = replace(defaults, training=load_config(path))
     except UserError as mistake:
         command.refuse(mistake)
     command.run(
