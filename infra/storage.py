@@ -4,11 +4,14 @@ A reader never sees half a file: data goes to a temporary name in the same folde
 renamed to the final name.
 """
 
+import atexit
+import gc
 import io
 import json
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -187,6 +190,21 @@ def _filesystem(scheme: str, bucket: str, query: str) -> Any:
         raise UserError(f"{uri} needs the package huggingface_hub: 'pip install huggingface_hub'.") from missing
     except (OSError, ValueError) as wrong:
         raise UserError(f"{uri} cannot be opened: {first_line(wrong)}") from wrong
+
+
+@atexit.register  # runs before Arrow's own, which was registered when Arrow was imported
+def _release() -> None:
+    """Drop every filesystem, also those in the frames of an exception that nobody caught.
+
+    Arrow shuts its S3 client down when Python exits, and waits for ever for credentials that a filesystem still holds:
+    from version 24 on always with a web identity, as Kubernetes gives it, and now and then without
+    (https://github.com/apache/arrow/issues/50188).
+    """
+    if _filesystem.cache_info().currsize:
+        _filesystem.cache_clear()
+        for name in ("last_exc", "last_value", "last_traceback"):
+            setattr(sys, name, None)
+        gc.collect()
 
 
 def listing(uri: str) -> Iterator[Entry]:

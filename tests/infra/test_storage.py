@@ -150,3 +150,29 @@ def test_a_lock_is_waited_for(tmp_path: Path) -> None:
         release.start()
         with lock(path, "taken", patience=30.0):
             release.join()
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(2)", "raise RuntimeError('a bug')"])
+def test_a_process_that_used_a_bucket_ends(end: str, bucket: str, tmp_path: Path) -> None:
+    """With the credentials of a pod, Arrow waits at the end of the process for filesystems that are still there."""
+    (tmp_path / "token").write_text("token")
+    program = (
+        "from infra.place import Place\n"
+        f"place = Place.of('s3://places/one/{bucket}')\n"
+        "place.write('file', b'content')\n"
+        "try:\n"
+        "    place.read('missing')\n"
+        "except FileNotFoundError as missing:\n"
+        f"    {end or 'pass'}\n"
+        "print(place.read('file'))"
+    )
+    identity = {
+        "AWS_ROLE_ARN": "arn:aws:iam::123456789012:role/trainer",
+        "AWS_REGION": "us-east-1",
+        "AWS_WEB_IDENTITY_TOKEN_FILE": str(tmp_path / "token"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | identity, capture_output=True, text=True, timeout=20
+    )
+    expected = {"": (0, "b'content'\n"), "raise SystemExit(2)": (2, ""), "raise RuntimeError('a bug')": (1, "")}
+    assert (done.returncode, done.stdout) == expected[end], done.stderr
