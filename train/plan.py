@@ -7,6 +7,7 @@ only.
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -41,6 +42,8 @@ class PlanOptions:
     """Training speed in tokens/s over all workers, above 0, to predict hours; python -m train.run measures it."""
     price: float | None = None
     """Price per hour of one worker's machine, above 0, in any currency."""
+    doctor: Path = Path("runs/doctor.json")
+    """What infra.doctor --workers measured, to predict with --workers whether the network slows training down."""
     compare: Literal["study"] | None = None
     """Predict the memory of each rung of the study that train.ladder --suite a100 repeats, beside what it published,
     instead of this run's needs."""
@@ -68,7 +71,7 @@ def main() -> None:
 
 def plan(options: PlanOptions) -> None:
     """Print every table of the plan. torch is imported only now, when the flags are known to be valid."""
-    from train.estimate import forecast
+    from train.estimate import forecast, network
 
     if options.compare:
         print_study()
@@ -85,6 +88,7 @@ def plan(options: PlanOptions) -> None:
         ("Largest micro-batch", forecast.limit_rows(config, options.memory_limit)),
         ("Arithmetic", forecast.arithmetic_rows(config)),
         *([("Waste of tiles and waves", forecast.tile_rows(config))] if config.device == "cuda" else []),
+        *([("Network", network.network_rows(config, options.doctor))] if config.workers > 1 else []),
         ("Data, time and cost", forecast.time_rows(config, options.tokens_per_second, options.price)),
     ):
         table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))

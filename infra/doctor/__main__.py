@@ -116,15 +116,15 @@ def examine(options: DoctorOptions) -> int:
     if options.workers > 1:
         with doing(f"measuring all-reduce between {options.workers} workers"):
             reduced = allreduce.measure(options.workers, options.address)
-        best = max((rates["matmul"] if rates else {}).values(), default=None)
-        verdict = allreduce.verdict(reduced, best) if best else ""
-        found["allreduce"] = asdict(reduced) | {"verdict": verdict}
-        print_allreduce(reduced, verdict)
+        found["allreduce"] = asdict(reduced)
+        print_allreduce(reduced)
         metrics |= {f"allreduce/{size}": rate for size, rate in reduced.bus_bytes_per_second.items()}
     saved = "nothing was measured; an earlier doctor.json is left as it is"
     if not options.quick:
         write_json(options.out / "doctor.json", found)
         saved = f"saved in {options.out / 'doctor.json'}"
+        if options.workers > 1:
+            saved += f", from which 'python -m train.plan --workers {options.workers}' tells what the network means"
     key = create_run("doctor", name, tracking_uri=options.tracking_uri, tags=provenance.collect() | {"kind": "doctor"})
     with Tracker(key) as tracker:
         tracker.metrics(metrics)
@@ -194,17 +194,16 @@ def print_rates(rates: dict[str, dict[str, float]]) -> None:
     console.print(table)
 
 
-def print_allreduce(reduced: allreduce.Reduced, verdict: str) -> None:
-    """Bus bandwidth by size, and if there is one, the verdict whether the network would slow training down."""
+def print_allreduce(reduced: allreduce.Reduced) -> None:
+    """Bus bandwidth by size."""
+    machines = ", ".join(dict.fromkeys(reduced.machines))
     table = Table(
-        title=f"All-reduce, {reduced.workers} workers, {reduced.backend}", title_justify="left", show_header=False,
-        box=None, padding=(0, 2, 0, 0),
+        title=f"All-reduce, {reduced.workers} workers on {machines}, {reduced.backend}",
+        title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0),
     )  # fmt: skip
     for size, rate in reduced.bus_bytes_per_second.items():
         table.add_row(f"  {int(size) / 2**20:,.2f} MiB", f"{rate / 1e9:,.3f} GB/s")
     console.print(table)
-    if verdict:
-        console.print(verdict)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """How fast workers can average gradients: all-reduce between Ray Train workers, by size.
 
-In: a number of workers. Out: bus bandwidth, which does not depend on their number (NCCL tests' convention:
-each byte crosses the bus 2 (n - 1) / n times), and the verdict for data-parallel GPT-2 124M.
+In: a number of workers, which are spread over the machines. Out: their matrix products' speed, and bus bandwidth, which
+does not depend on their number (NCCL tests' convention: each byte crosses the bus 2 (n - 1) / n times). ``train.plan``
+tells what it means for a model.
 """
 
+import socket
 import tempfile
 import time
 from dataclasses import dataclass
@@ -14,17 +16,22 @@ from infra.errors import UserError
 
 SIZES = (2**18, 2**22, 2**26)
 """Bytes reduced at once; DDP's buckets are 25 MiB."""
-PARAMETERS, FLOPS_PER_TOKEN, TOKENS = 124_475_904, 854.7e6, 32 * 1024
-"""GPT-2 124M: parameters (4 bytes of gradient each), FLOPs per token, and tokens in a micro-batch of 32."""
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """Bus bandwidth in bytes/s by the number of bytes reduced."""
+    """What workers reach together."""
 
     workers: int
     backend: str
     bus_bytes_per_second: dict[str, float]
+    """By the number of bytes reduced."""
+    device: str
+    """Of the first worker, as torch names it, or cpu."""
+    matmul: dict[str, float]
+    """FLOP/s of its matrix products by precision, while the others multiply, too."""
+    machines: list[str]
+    """That the workers were on, by rank."""
 
 
 def measure(workers: int, address: str | None = None) -> Reduced:
@@ -42,22 +49,29 @@ def measure(workers: int, address: str | None = None) -> Reduced:
         with tempfile.TemporaryDirectory() as folder:
             trainer = ray.train.torch.TorchTrainer(
                 reduce_all,
-                scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu, resources_per_worker=each),
+                scaling_config=ray.train.ScalingConfig(
+                    num_workers=workers, use_gpu=use_gpu, resources_per_worker=each, placement_strategy="SPREAD"
+                ),
                 run_config=ray.train.RunConfig(name="allreduce", storage_path=folder),
             )
             with placing("the all-reduce", [each] * workers, lambda: False):
                 found = trainer.fit().return_value
     assert found is not None
-    return Reduced(workers, found["backend"], found["rates"])
+    return Reduced(workers, **found)
 
 
 def reduce_all() -> dict[str, Any]:
-    """Runs in each worker: measures the fastest of several reductions of each size."""
+    """Runs in each worker: measures its matrix products, and the fastest of several reductions of each size."""
     import torch
     import torch.distributed as dist
 
+    from infra.doctor import ceilings
+
     cuda = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    machines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(machines, socket.gethostname())
+    matmul = ceilings.matmul_rates(device)
     rates = {}
     for size in SIZES:
         values = torch.ones(size // 4, device=device)
@@ -71,18 +85,10 @@ def reduce_all() -> dict[str, Any]:
             best = min(best, time.perf_counter() - began)
         workers = dist.get_world_size()
         rates[str(size)] = 2 * (workers - 1) / workers * size / best
-    return {"backend": dist.get_backend(), "rates": rates}
-
-
-def verdict(reduced: Reduced, flops_per_second: float) -> str:
-    """Whether averaging GPT-2's gradients takes longer than the backward pass that could hide it."""
-    rate = max(reduced.bus_bytes_per_second.values())
-    reducing = 2 * (reduced.workers - 1) / reduced.workers * 4 * PARAMETERS / rate
-    backward = 2 / 3 * FLOPS_PER_TOKEN * TOKENS / flops_per_second
-    text = (
-        f"Averaging GPT-2 124M's gradients takes {reducing:.3g} s, and the backward pass of {TOKENS:,} tokens at this "
-        f"machine's matmul rate {backward:.3g} s: data-parallel training would "
-    )
-    if reducing < backward:
-        return text + "not be network-bound."
-    return text + f"be network-bound; accumulate {int(reducing / backward) + 1} or more micro-batches per step."
+    return {
+        "backend": dist.get_backend(),
+        "bus_bytes_per_second": rates,
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "matmul": matmul,
+        "machines": machines,
+    }

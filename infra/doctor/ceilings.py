@@ -9,8 +9,9 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -126,9 +127,12 @@ def read_matmul_rate(path: Path, device: str, precision: str) -> float | None:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if found.get("device") != device:
-        return None
+    return matmul_rate_of(found, precision) if found.get("device") == device else None
+
+
+def matmul_rate_of(found: Mapping[str, Any], precision: str) -> float | None:
+    """FLOP/s of a matrix product in ``precision`` on the device of which ``found`` has what was measured."""
     if precision == "auto":
-        precision = "fp32" if device == "cpu" else "bf16"
+        precision = "fp32" if found["device"] == "cpu" else "bf16"
     kind = precision if precision in ("fp32", "tf32") else "bf16"  # fp16 runs at bf16's rate
     return found.get("matmul", {}).get(kind)

@@ -181,19 +181,10 @@ def test_a_mistake_is_refused(monkeypatch: pytest.MonkeyPatch, flags: list[str])
 def test_all_reduce_between_two_workers() -> None:
     reduced = allreduce.measure(2)
     assert reduced.backend == "gloo"
+    assert reduced.machines == [socket.gethostname()] * 2
+    assert reduced.matmul["fp32"] > 1e8
     assert set(reduced.bus_bytes_per_second) == {str(size) for size in allreduce.SIZES}
     assert all(rate > 1e5 for rate in reduced.bus_bytes_per_second.values())
-
-
-def test_the_verdict_on_the_network() -> None:
-    """8 workers send 1.75 times 498 MB of gradients; two thirds of 32,768 tokens' FLOPs are the backward pass's."""
-    slow = allreduce.Reduced(8, "nccl", {"1": 1e9})
-    fast = allreduce.Reduced(8, "nccl", {"1": 400e9})
-    said = allreduce.verdict(slow, 312e12)
-    assert "takes 0.871 s, and the backward pass of 32,768 tokens at this machine's matmul rate 0.0598" in said
-    assert said.endswith("would be network-bound; accumulate 15 or more micro-batches per step.")
-    assert "gradients takes 0.00218 s" in allreduce.verdict(fast, 312e12)
-    assert allreduce.verdict(fast, 312e12).endswith("would not be network-bound.")
 
 
 @pytest.mark.parametrize(

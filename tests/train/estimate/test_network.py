@@ -1,0 +1,62 @@
+"""What workers exchange, and whether the measured network hides it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.errors import UserError
+from train.config import TrainConfig
+from train.estimate.network import exchange, network_rows
+from train.model_config import PRESETS
+
+CONFIG = TrainConfig(
+    model=PRESETS["gpt2-124m"], workers=8, micro_batch=32, global_batch=512, precision="bf16", device="cuda"
+)
+PARAMETERS = 124_475_904
+
+
+def saved(file: Path, rate: float) -> Path:
+    """What the doctor saves of eight workers whose network carries ``rate`` bytes/s."""
+    reduced = {
+        "workers": 8, "backend": "nccl", "bus_bytes_per_second": {"262144": rate / 9, "67108864": rate},
+        "device": "NVIDIA A100", "matmul": {"bf16": 312e12, "fp32": 19.5e12},
+    }  # fmt: skip
+    file.write_text(json.dumps({"device": "cpu", "matmul": {"fp32": 1e11}, "allreduce": reduced}))
+    return file
+
+
+def test_gradients_cross_the_bus_twice_per_step_and_weights_with_every_micro_batch() -> None:
+    """Of 498 MB 7/8 cross each time: gradients twice; with FSDP and two micro-batches weights four times."""
+    assert exchange(CONFIG).bytes == pytest.approx(2 * 7 / 8 * 4 * PARAMETERS)
+    assert exchange(replace(CONFIG, shard=True)).bytes == pytest.approx((4 + 1) * 7 / 8 * 4 * PARAMETERS)
+    assert exchange(replace(CONFIG, workers=2)).bytes == pytest.approx(4 * PARAMETERS)
+
+
+def test_the_verdict_follows_from_what_was_measured(tmp_path: Path) -> None:
+    """Two thirds of the last 32,768 tokens' FLOPs, 854.7 MFLOP each, are the backward pass's: 59.8 ms at 312 TFLOP/s.
+
+    A step has two micro-batches on each worker, 179.5 ms, and at 1 GB/s takes 871 - 59.8 ms longer.
+    """
+    slow = dict(network_rows(CONFIG, saved(tmp_path / "doctor.json", 1e9)))
+    assert slow["exchanged per step"] == "0.871 GB on the bus: gradients averaged once (DDP)"
+    assert slow["bandwidth"] == "1 GB/s on the bus of 8 workers, nccl"
+    assert slow["takes"].startswith("0.871 s; the backward pass of the last micro-batch takes 0.0598 s")
+    assert slow["verdict"] == "network-bound: a step takes 0.811 s longer, 5.52 times as long"
+    fast = dict(network_rows(CONFIG, saved(tmp_path / "doctor.json", 400e9)))
+    assert fast["verdict"].startswith("not network-bound")
+    sharded = dict(network_rows(replace(CONFIG, shard=True), tmp_path / "doctor.json"))
+    assert "(FSDP)" in sharded["exchanged per step"]
+    assert sharded["verdict"].startswith("not network-bound")
+
+
+def test_without_a_measurement_it_says_how_to_make_one(tmp_path: Path) -> None:
+    file = tmp_path / "doctor.json"
+    assert "python -m infra.doctor --workers 8" in dict(network_rows(CONFIG, file))["bandwidth"]
+    of_an_older_version = {"workers": 2, "backend": "gloo", "bus_bytes_per_second": {"1": 2.0}, "verdict": ""}
+    file.write_text(json.dumps({"device": "cpu", "allreduce": of_an_older_version}))
+    assert "python -m infra.doctor --workers 8" in dict(network_rows(CONFIG, file))["bandwidth"]
+    file.write_text("{")
+    with pytest.raises(UserError, match=r"doctor\.json cannot be read as JSON: .* run infra\.doctor again"):
+        network_rows(CONFIG, file)

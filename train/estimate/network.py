@@ -1,0 +1,83 @@
+"""What workers exchange in a step, and whether the network between them slows training down.
+
+In: a config with several workers, and the file in which ``infra.doctor --workers`` saved what it measured. Out: the
+rows of a table. An exchange is bandwidth times bytes on the bus, each of which crosses it (n - 1) / n times in a
+gather or a scatter and twice as often in an all-reduce, as NCCL's tests count.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infra.doctor.ceilings import matmul_rate_of
+from infra.errors import UserError
+from train.config import TrainConfig
+from train.estimate import flops
+from train.model.gpt import parameter_count
+
+
+class Exchange(NamedTuple):
+    """What one worker sends in a step, and the arithmetic during which it can do so."""
+
+    what: str
+    bytes: float
+    """That cross the bus."""
+    flops: float
+    """Of this worker, while the exchange can go on."""
+    beside: str
+
+
+def exchange(config: TrainConfig) -> Exchange:
+    """What a worker of ``config`` exchanges in a step; weights and gradients have 4 bytes per parameter."""
+    passed = (config.workers - 1) / config.workers * 4 * parameter_count(config.model)
+    micro_batch = flops.palm(config.model) * config.micro_batch * config.model.context_length
+    if config.shard:
+        return Exchange(
+            "weights gathered twice per micro-batch, gradients scattered once (FSDP)",
+            (2 * config.accumulation + 1) * passed,
+            config.accumulation * micro_batch,
+            "a whole step",
+        )
+    return Exchange(
+        "gradients averaged once (DDP)", 2 * passed, 2 / 3 * micro_batch, "the backward pass of the last micro-batch"
+    )
+
+
+def network_rows(config: TrainConfig, measured: Path) -> list[tuple[str, str]]:
+    """How long a step's exchange takes by what ``measured`` holds, and what of it arithmetic cannot hide.
+
+    Raises ``UserError`` when the file exists and is not the doctor's.
+    """
+    what, size, during, beside = exchange(config)
+    rows = [("exchanged per step", f"{size / 1e9:.3g} GB on the bus: {what}")]
+    found = _measured(measured)
+    arithmetic = matmul_rate_of(found, config.precision) if found else None
+    if not arithmetic:
+        command = f"python -m infra.doctor --workers {config.workers}"
+        return [*rows, ("bandwidth", f"not in {measured}: measure it with '{command}' (--address of the cluster)")]
+    rate = max(found["bus_bytes_per_second"].values())
+    seconds, hidden = size / rate, during / arithmetic
+    rows += [
+        ("bandwidth", f"{rate / 1e9:.3g} GB/s on the bus of {found['workers']} workers, {found['backend']}"),
+        ("takes", f"{seconds:.3g} s; {beside} takes {hidden:.3g} s at the matmul rate of {found['device']}"),
+    ]
+    if seconds <= hidden:
+        return [*rows, ("verdict", "not network-bound: the exchange can be hidden behind the arithmetic")]
+    step = flops.palm(config.model) * config.step_tokens / config.workers / arithmetic
+    longer = (step + seconds - hidden) / step
+    return [
+        *rows,
+        ("verdict", f"network-bound: a step takes {seconds - hidden:.3g} s longer, {longer:.3g} times as long"),
+    ]
+
+
+def _measured(file: Path) -> dict[str, Any]:
+    """What the doctor measured of several workers; empty where it has not."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as damage:
+        raise UserError(f"--doctor {file} cannot be read as JSON: {damage}; run infra.doctor again.") from damage
+    reduced = found.get("allreduce", {}) if isinstance(found, dict) else {}
+    return reduced if "matmul" in reduced else {}
