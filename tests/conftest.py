@@ -25,7 +25,7 @@ from pipeline.shards import END_OF_TEXT, Manifest, ShardRow, write_shard
 from train.model_config import ModelConfig
 
 os.environ["RAY_AUTH_MODE"] = "token"  # before Ray is imported: what it does for a Ray of its own, but not to join one
-os.environ["RAY_worker_niceness"] = "0"  # by default 15, with which a worker beside a busy program starts in minutes
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 with the default, 15, a worker starts in minutes beside a busy program
 
 SMALL_VOCABULARY = 257
 """GPT-2's own 50,257 make the head 97% of a small model's work; tests of the loop do without."""
