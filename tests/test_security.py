@@ -2,13 +2,15 @@
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "infra/SECURITY.md").read_text(encoding="utf-8")
+PAGE, DEPENDENCIES = (ROOT / "infra/SECURITY.md").read_text(encoding="utf-8").split("## Dependencies")
 
 OURS = {"pipeline/job/ray_data.py", "pipeline/stream.py"}
 """Unpickle what another process of the same command has sent through Ray."""
@@ -25,6 +27,25 @@ def test_every_row_names_tests_that_exist() -> None:
         assert named, row
         for file, test in named:
             assert re.search(rf"^(    )?def {test}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), test
+
+
+def named_like(package: str) -> str:
+    """A package's name as indexes write it."""
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
+def test_the_table_of_dependencies_has_the_tested_versions_and_their_dates() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    requirements = [
+        *project["dependencies"],
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
+    ]
+    direct = {named_like(re.split(r"[^\w.-]", requirement)[0]) for requirement in requirements}
+    pins = re.findall(r"(?m)^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"))
+    tested = {named_like(name): version for name, version in pins}
+    rows = re.findall(r"(?m)^\| ([\w-]+) \| ([\w.]+) \| ([\d-]+) \|$", DEPENDENCIES)
+    assert [(name, version) for name, version, _ in rows] == [(name, tested[name]) for name in sorted(direct)]
+    assert all(date(2020, 1, 1) < date.fromisoformat(released) for *_, released in rows)
 
 
 def calls(source: str) -> Iterator[tuple[str, str, ast.Call]]:
