@@ -15,7 +15,7 @@ from infra.report.__main__ import ReportOptions, report
 from infra.report.folders import page_of
 
 ROOT = Path(__file__).resolve().parents[2]
-HOSTILE = '<script>alert(1)</script> & "Sons"'
+HOSTILE = '<script>alert(1)</script> & "Sons" | <a href="javascript:alert(1)">here</a>'
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII=")
 
 MODEL = {"layers": 1, "heads": 2, "width": 64, "bias": True}
