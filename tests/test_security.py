@@ -1,4 +1,4 @@
-"""What infra/SECURITY.md says of tests is true, and nothing that was stored is unpickled."""
+"""What infra/SECURITY.md says of tests is true, and nothing that was stored is unpickled or unpacked."""
 
 import ast
 import re
@@ -56,7 +56,7 @@ def calls(source: str) -> Iterator[tuple[str, str, ast.Call]]:
 
 
 def unsafe(source: str) -> list[str]:
-    """The calls in a program that would run code out of what they read."""
+    """The calls in a program that would run code out of what they read, or write files where it says."""
     found: list[str] = []
     for module, name, call in calls(source):
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
@@ -65,6 +65,7 @@ def unsafe(source: str) -> list[str]:
             or (module == "torch" and name == "load" and given.get("weights_only") != "True")
             or (module in ("np", "numpy") and name == "load" and given.get("allow_pickle", "False") != "False")
             or (module == "yaml" and name in ("load", "unsafe_load"))
+            or name in ("extractall", "unpack_archive")
         ):
             found.append(ast.unparse(call))
     return found
@@ -78,13 +79,14 @@ def unsafe(source: str) -> list[str]:
         "import torch\ntorch.load(path, weights_only=False)",
         "import numpy as np\nnp.load(path, allow_pickle=True)",
         "import joblib\njoblib.load(path)",
+        "import zipfile\nwith zipfile.ZipFile(path) as archive:\n    archive.extractall(folder)",
     ],
 )
 def test_an_unsafe_call_is_found(program: str) -> None:
     assert unsafe(program)
 
 
-def test_nothing_that_was_stored_is_unpickled() -> None:
+def test_nothing_that_was_stored_is_unpickled_and_no_archive_unpacked() -> None:
     packages = [path for name in ("infra", "pipeline", "train", "tune") for path in (ROOT / name).rglob("*.py")]
     assert len(packages) > 100
     found = {path.relative_to(ROOT).as_posix() for path in packages if unsafe(path.read_text(encoding="utf-8"))}

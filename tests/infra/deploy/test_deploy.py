@@ -181,6 +181,28 @@ def test_pods_have_limits_no_root_and_no_privileges() -> None:
                 assert container["securityContext"]["capabilities"]["drop"] == ["ALL"], name
 
 
+def test_a_pod_is_reached_only_by_those_that_a_rule_names() -> None:
+    rules = {
+        rule["metadata"]["name"]: rule["spec"] for rule in documents((KUBERAY / "platform/network.yaml").read_text())
+    }
+    assert rules.pop("deny-all") == {"podSelector": {}, "policyTypes": ["Ingress"]}
+    reached = {
+        name: [
+            (port["port"], *source.get("podSelector", source.get("namespaceSelector"))["matchLabels"].values())
+            for ingress in rule["ingress"]
+            for source in ingress["from"]
+            for port in ingress.get("ports", [{"port": "all"}])
+        ]
+        for name, rule in rules.items()
+    }
+    assert reached == {
+        "ray": [("all", "yes"), (8265, "submitter"), (8265, "kuberay")],
+        "mlflow": [(5000, "yes")],
+        "postgres": [(5432, "mlflow")],
+    }
+    assert rules["postgres"]["policyTypes"] == ["Ingress", "Egress"]
+
+
 def test_a_job_brings_its_own_cluster_and_gives_the_gpu_back() -> None:
     for name in JOBS:
         (job,) = built(KUBERAY / "jobs" / name)
