@@ -8,6 +8,11 @@ def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(map(_cell, line))} |" for line in (heading, ["---"] * len(heading), *rows)]
 
 
+def plain(text: str) -> str:
+    """``text`` that others may have written, for a cell: links and pictures in it are shown as they are written."""
+    return text.replace("\\", "\\\\").replace("[", "\\[")
+
+
 def facts(rows: Iterable[tuple[str, str]], *, apart: bool = False) -> str:
     """A paragraph of ``**name:** text``; a text may contain Markdown but no HTML.
 

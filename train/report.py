@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from infra.command import console, escape
-from infra.markdown import facts, table
+from infra.markdown import facts, plain, table
 from infra.place import Place
 from infra.schema import from_json, to_json
 from infra.thinning import stride
@@ -369,7 +369,7 @@ def opening_lines(
 
 def markdown(config: TrainConfig, result: RunResult) -> str:
     """The result as tables, for the run's description in MLflow."""
-    lines = table(("", ""), ((f"**{name}**", value) for name, value in summary(config, result)))
+    lines = table(("", ""), ((f"**{name}**", plain(value)) for name, value in summary(config, result)))
     lines += [
         "",
         f"Batch: {config.global_batch} sequences = {config.micro_batch} x {config.accumulation} accumulated x "

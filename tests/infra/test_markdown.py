@@ -1,6 +1,6 @@
 """Text from elsewhere stays in its cell."""
 
-from infra.markdown import facts, table
+from infra.markdown import facts, plain, table
 
 
 def test_a_cell_cannot_leave_its_table() -> None:
@@ -11,6 +11,11 @@ def test_a_cell_cannot_leave_its_table() -> None:
         "| A \\| B # C | 1 |",
         "| &lt;script>alert(1)&lt;/script> | **2** |",
     ]
+
+
+def test_plain_text_makes_no_link_and_no_picture() -> None:
+    assert plain("![x](http://a/b.png) [y](javascript:z)") == r"!\[x](http://a/b.png) \[y](javascript:z)"
+    assert plain(r"a \[x](y)") == r"a \\\[x](y)", "a backslash escapes nothing either"
 
 
 def test_a_table_without_a_heading_has_empty_cells() -> None:

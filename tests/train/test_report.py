@@ -32,6 +32,13 @@ def config(small_model: ModelConfig) -> TrainConfig:
     return TrainConfig(model=small_model, micro_batch=2, global_batch=8, workers=2, precision="fp32", device="cpu")
 
 
+def test_what_a_model_has_learned_to_write_is_text_in_mlflow(config: TrainConfig, make_result: Make) -> None:
+    """Books may contain Markdown, and a model that was trained on them writes it."""
+    page = report.markdown(config, make_result(sample="<script>a</script> ![x](http://a/b.png) | [y](javascript:z)"))
+    row = r"| **sample** | &lt;script>a&lt;/script> !\[x](http://a/b.png) \| \[y](javascript:z) |"
+    assert row in page.splitlines()
+
+
 def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
     rows = dict(report.summary(config, make_result(val_bits_per_character=1.25, sample="so\n it  goes")))
     predicted = predict_peak(replace(config, device="cpu")).total / GB
