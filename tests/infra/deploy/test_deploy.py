@@ -375,6 +375,8 @@ def test_a_lost_machine_is_noticed_in_seconds_and_joining_needs_a_token(name: st
     found = dict(re.findall(r"RAY_health_check_(\w+?)(?:=|: \"|, value: \")(\d+)", text))
     assert found == {"period_ms": "500", "timeout_ms": "1000", "failure_threshold": "3"}
     assert re.search(r"RAY_AUTH_MODE(=|: )token|mode: token", text)
+    if "slurm" not in name:  # there no job is submitted to Ray
+        assert re.search(r"RAY_JOB_STOP_WAIT_TIME_S(=|: \"|, value: \")60\b", text), "a stopped job can save"
 
 
 def test_values_to_fill_in_are_named_at_the_top() -> None:
