@@ -11,7 +11,9 @@ from infra import command
 from infra.command import console
 from infra.errors import UserError
 from infra.options import Checkpoint, Runs
+from infra.place import Place
 from infra.progress import doing
+from infra.storage import is_remote
 from infra.tracking.key import RunKey
 from train.checkpoint.find import find_checkpoint
 from train.checkpoint.progress import read_progress
@@ -45,25 +47,50 @@ def export(config: ExportConfig) -> int:
     if config.to.exists():
         raise UserError(f"--to {config.to} exists already: name a new folder.")
     checkpoint = find_checkpoint(config.checkpoint, config.out)
-    key = run_of(checkpoint, config.register) if config.register else None
+    key = run_of(checkpoint, config.register)
+    name = named(checkpoint, key)
     with doing("writing the model"):
         from train.hugging_face import write_model
 
-        write_model(checkpoint, config.to)
+        write_model(checkpoint, config.to, f"{name}, MLflow run {key.run_id}" if key else "")
     console.print(f"{config.to}: load it with transformers' GPT2LMHeadModel.from_pretrained({str(config.to)!r})")
-    if key and config.register:
-        vocabulary = config_from_json(read_progress(checkpoint).config, str(checkpoint)).model.vocabulary
+    if key is None:
+        return 0
+    progress, model = read_progress(checkpoint), None
+    if config.register:
+        vocabulary = config_from_json(progress.config, str(checkpoint)).model.vocabulary
         with doing("registering the model"):
             from infra.tracking.registry import register
+            from infra.tracking.views import page_link
 
-            version = register(key, config.register, config.to, vocabulary)
-        console.print(f"registered: mlflow.pyfunc.load_model('models:/{config.register}/{version}')")
+            trained = f"Trained by {page_link(key, name, store=key.store)}, {progress.step:,} steps"
+            model = (config.register, register(key, config.register, config.to, vocabulary, trained))
+        console.print(f"registered: mlflow.pyfunc.load_model('models:/{'/'.join(model)}')")
+    with doing("recording it on the run's page"):
+        from train.report import record_export
+
+        record_export(key, progress.step, config.to.resolve(), model)
     return 0
 
 
-def run_of(checkpoint: Path, name: str) -> RunKey:
-    """The MLflow run of ``checkpoint``, whose model is registered as ``name``. Raises ``UserError``."""
-    key = RunFolder(checkpoint.resolve().parent.parent).key()
+def named(checkpoint: Path, key: RunKey | None) -> str:
+    """The name of the run of ``checkpoint``, which is here under another if it was copied from object storage."""
+    return Place.of(key.home).name if key and is_remote(key.home) else checkpoint.resolve().parent.parent.name
+
+
+def run_of(checkpoint: Path, name: str | None) -> RunKey | None:
+    """The MLflow run of ``checkpoint``; None if it is not known here and no model is to be registered as ``name``.
+
+    Raises ``UserError``.
+    """
+    try:
+        key = RunFolder(checkpoint.resolve().parent.parent).key()
+    except UserError:  # its folder was copied without the store, which the model can do without
+        if name:
+            raise
+        key = None
+    if name is None:
+        return key
     if key is None:
         raise UserError(f"--register {name}: {checkpoint} is not in a run's folder, so its MLflow run is not known.")
     if find_spec("transformers") is None:

@@ -43,8 +43,11 @@ _BLOCK = {
 }
 
 
-def write_model(checkpoint: Path, folder: Path) -> None:
-    """Write the model of ``checkpoint`` to the new ``folder``, whole or not at all. Raises ``UserError``."""
+def write_model(checkpoint: Path, folder: Path, run: str = "") -> None:
+    """Write the model of ``checkpoint`` to the new ``folder``, whole or not at all. Raises ``UserError``.
+
+    ``run`` names the run that trained it, for its model card.
+    """
     progress = read_progress(checkpoint)
     model, vocabulary = load_model(checkpoint)
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
@@ -56,7 +59,7 @@ def write_model(checkpoint: Path, folder: Path) -> None:
         if is_gpt2(vocabulary):
             for name, content in tokenizer_files().items():
                 (temporary / name).write_text(content, encoding="utf-8")
-        (temporary / "README.md").write_text(model_card(progress, checkpoint), encoding="utf-8")
+        (temporary / "README.md").write_text(model_card(progress, checkpoint, run), encoding="utf-8")
         temporary.rename(folder)
     except (OSError, SafetensorError) as refused:
         shutil.rmtree(temporary, ignore_errors=True)  # on a disk that may be full
@@ -108,8 +111,8 @@ def published_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def model_card(progress: Progress, checkpoint: Path) -> str:
-    """What the model is: its data, its config, its measured loss."""
+def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
+    """What the model is: the ``run`` that trained it if that is known, its data, its config, its measured loss."""
     config = config_from_json(progress.config, str(checkpoint))
     result = checkpoint.parent.parent / "result.json"
     measured = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}
@@ -117,6 +120,7 @@ def model_card(progress: Progress, checkpoint: Path) -> str:
         measured = {}
     rows = [
         ("model", format_model(config.model)),
+        *([("trained by", run)] if run else []),
         ("steps", f"{progress.step:,}"),
         ("training tokens", f"{progress.step * config.step_tokens:,}"),
         ("data fingerprint", progress.data_fingerprint),

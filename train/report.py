@@ -18,7 +18,7 @@ from infra.tracking.key import RunKey
 from infra.tracking.names import changed, shown
 from infra.tracking.store import add_to_page
 from infra.tracking.tracker import Tracker
-from infra.tracking.views import page_link
+from infra.tracking.views import model_link, page_link
 from infra.units import GB, format_duration
 from pipeline.shards import Manifest, made_by
 from train.config import TrainConfig
@@ -94,6 +94,16 @@ def record_search(tracker: Tracker, name: str, config_file: str) -> None:
     tracker.tags({"search.run": search.run_id})
     link = page_link(tracker.key, name, store=search.store)
     add_to_page(search, f"Trained with its winner: {link}", {"trained.run": tracker.key.run_id})
+
+
+def record_export(key: RunKey, step: int, folder: Path, model: tuple[str, str] | None) -> None:
+    """Add to the page of the run that trained a model where that was exported to after ``step`` steps.
+
+    ``model`` is its name and version in the registry, if it is registered.
+    """
+    registered = f", and registered as {model_link(*model)}" if model else ""
+    paragraph = f"Exported after {step:,} steps to `{folder}`{registered}"
+    add_to_page(key, paragraph, {"exported.to": str(folder)})
 
 
 def record_resume(tracker: Tracker, config: TrainConfig, step: int) -> None:

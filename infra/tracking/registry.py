@@ -25,10 +25,11 @@ from infra.tracking.key import RunKey
 SERVED = Path(__file__).with_name("logits.py")
 
 
-def register(key: RunKey, name: str, folder: Path, vocabulary: int) -> str:
+def register(key: RunKey, name: str, folder: Path, vocabulary: int, description: str = "") -> str:
     """Log the model in ``folder`` to the run of ``key``, register it as ``name``, and return its version there.
 
-    Token ids are below ``vocabulary``. Raises ``UserError`` when the store rejects the model.
+    Token ids are below ``vocabulary``; the version's page shows ``description``, which is Markdown.
+    Raises ``UserError`` when the store rejects the model.
     """
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     ids, logits = np.dtype(np.int64), np.dtype(np.float32)
@@ -51,6 +52,7 @@ def register(key: RunKey, name: str, folder: Path, vocabulary: int) -> str:
             pip_requirements=[f"{package}=={version(package)}" for package in ("torch", "transformers")],
             registered_model_name=name,
         )
+        client.update_model_version(name, str(made.registered_model_version), description)
     except MlflowException as failure:
         raise UserError(f"--register {name}: {key.store} rejects the model: {first_line(failure)}") from failure
     return str(made.registered_model_version)

@@ -1,6 +1,7 @@
 """Links to what is in MLflow."""
 
 from pathlib import Path
+from urllib.parse import quote
 
 from infra.tracking.key import SQLITE, RunKey
 
@@ -18,6 +19,11 @@ def page_link(run: RunKey, text: str, *, store: str) -> str:
     if run.store != store:
         return f"{text} (MLflow run `{run.run_id}` in {run.store})"
     return f"[{text}](#/experiments/{run.experiment_id}/runs/{run.run_id}?workflowType=machine_learning)"
+
+
+def model_link(name: str, version: str) -> str:
+    """A Markdown link to the page of a version of a registered model, for a description in the same store."""
+    return f"[{name}, version {version}](#/models/{quote(name, safe='')}/versions/{version})"
 
 
 def ui_link(key: RunKey, *, children: bool = False) -> str:

@@ -14,7 +14,7 @@ from transformers import GPT2LMHeadModel, GPT2Tokenizer
 
 from infra.errors import UserError
 from infra.tracking.store import create_run
-from infra.tracking.tracker import Tracker
+from infra.tracking.tracker import NOTE, Tracker
 from pipeline.encoding import VOCABULARY_SHA256
 from pipeline.shards import END_OF_TEXT, checksum
 from train import hugging_face
@@ -79,6 +79,9 @@ def test_a_registered_model_has_a_signature_and_the_same_logits(
     assert len(run.outputs.model_outputs) == 1
     (version,) = MlflowClient(key.store).search_model_versions("name='books'")
     assert version.run_id == key.run_id
+    page = f"[one](#/experiments/{key.experiment_id}/runs/{key.run_id}?workflowType=machine_learning)"
+    assert version.description == f"Trained by {page}, 5 steps"
+    assert "registered as [books, version 1](#/models/books/versions/1)" in run.data.tags[NOTE]
     mlflow.set_tracking_uri(key.store)
     loaded = mlflow.pyfunc.load_model("models:/books/1")
     assert str(loaded.metadata.signature.inputs.inputs[0].type) == "int64"
@@ -87,6 +90,27 @@ def test_a_registered_model_has_a_signature_and_the_same_logits(
     with torch.no_grad():
         expected = ours(tokens)[..., :257]
     torch.testing.assert_close(torch.tensor(loaded.predict(tokens.numpy())), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("working_folder")
+def test_an_exported_model_and_its_run_name_each_other(
+    small_shards: Path, small_model: ModelConfig, tmp_path: Path
+) -> None:
+    saved = trained(small_shards, small_model, tmp_path / "runs" / "one")
+    key = create_run("train", "one")
+    with Tracker(key) as tracker:
+        tracker.note("**What:** tiny\n\n| a table |")
+    RunFolder(tmp_path / "runs" / "one").keep_key(key)
+    assert export(ExportConfig(checkpoint=str(saved), to=Path("exported"))) == 0
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert f"| trained by | one, MLflow run {key.run_id} |" in card
+    assert str(tmp_path) not in card
+    tags = MlflowClient(key.store).get_run(key.run_id).data.tags
+    assert tags["exported.to"] == str(tmp_path / "exported")
+    assert tags[NOTE] == f"**What:** tiny\n\nExported after 5 steps to `{tmp_path}/exported`\n\n| a table |"
+    (tmp_path / "mlflow.db").unlink()
+    assert export(ExportConfig(checkpoint=str(saved), to=tmp_path / "again")) == 0, "also without the store"
+    assert "trained by" not in (tmp_path / "again" / "README.md").read_text()
 
 
 def as_gpt2s(saved: Path, folder: Path) -> Path:
