@@ -32,10 +32,10 @@ class InspectConfig:
     """Compute every checksum again, in parallel."""
 
     passages: int = 3
-    """Passages to decode, from books spread over the data set."""
+    """Passages to decode, at least 0, from books spread over the data set."""
 
     length: int = 60
-    """Tokens per passage."""
+    """Tokens per passage, at least 1."""
 
     def __post_init__(self) -> None:
         if self.passages < 0 or self.length < 1:

@@ -97,9 +97,10 @@ class TrainConfig:
     model: Model = PRESETS["gpt2-124m"]
     """Preset, optionally with changes: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, small, tiny; tiny,layers=4."""
     seed: int = 0
-    """Seed of the weights, the order of the windows, and dropout."""
+    """Seed of the weights, the order of the windows, and dropout; at least 0."""
     global_batch: int = 480
-    """Sequences per optimizer step, over all micro-batches and workers; a multiple of --micro-batch x --workers."""
+    """Sequences per optimizer step, at least 1, over all micro-batches and workers; a multiple of --micro-batch x
+    --workers."""
     learning_rate: float = 6e-4
     """Peak learning rate; above 0."""
     schedule: Schedule = "cosine"
@@ -109,9 +110,9 @@ class TrainConfig:
     wsd: stays at the peak, and falls to zero over the last fifth
     constant: stays at the peak"""
     warmup_steps: int = 100
-    """Steps of linear warm-up; at most a tenth of the run."""
+    """Steps of linear warm-up, at least 0; a run spends at most a tenth of its steps on it."""
     weight_decay: float = 0.1
-    """Weight decay of the matrices; biases and norms have none."""
+    """Weight decay of the matrices, at least 0; biases and norms have none."""
     beta1: float = 0.9
     """Adam's decay rate of the first moment; at least 0 and below 1."""
     beta2: float = 0.95
@@ -204,12 +205,12 @@ class TrainConfig:
     tokens: int | None = None
     """Training tokens to train for; at least those of one step."""
     time_budget: SecondsOrNone = None
-    """Time to train for, such as 90s, 5m or 1h. It begins after the first step, which compiles."""
+    """Time to train for, above 0, such as 90s, 5m or 1h. It begins after the first step, which compiles."""
     within: float | None = None
     """End early once the speed is known to this fraction, between 0 and 1, by a confidence sequence: 0.005 is half a
     percent."""
     cycle: CycleText = Cycle()
-    """Training steps, then validation batches, between two reports."""
+    """Training steps, at least 1, then validation batches, between two reports."""
     checkpoint_every: int = 200
     """Steps between two checkpoints, at least 1; another one is written at the end."""
     keep_checkpoints: int = 2

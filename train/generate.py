@@ -21,9 +21,9 @@ class GenerateConfig:
     prompt: str = ""
     """Text to continue; without it a new book begins."""
     tokens: int = 100
-    """Number of tokens to write."""
+    """Number of tokens to write, at least 1."""
     temperature: float = 0.8
-    """Divides the logits before sampling; 0 always takes the likeliest token."""
+    """Divides the logits before sampling, at least 0.000001 and at most 1000000; 0 always takes the likeliest token."""
     top_k: int = 200
     """Sample from this many likeliest tokens; 0 means all."""
     seed: int = 0

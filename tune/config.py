@@ -41,11 +41,11 @@ class SearchConfig(JoinsRay):
     trial_steps: int = 20
     """Most optimizer steps of one trial, at least 7; it ends earlier when its speed is known."""
     trial_time: Seconds = 60.0
-    """Most time that one trial's steps may take, after the first. Where this is too short for a speed, the trial runs
-    once more with enough."""
+    """Most time, above 0, that one trial's steps may take, after the first. Where this is too short for a speed, the
+    trial runs once more with enough."""
     compile_time: Seconds = 900.0
-    """Most time that a trial may take before that, to start, to compile and to run its first step. One that takes
-    longer is killed and counts as failed."""
+    """Most time, above 0, that a trial may take before that, to start, to compile and to run its first step. One that
+    takes longer is killed and counts as failed."""
     trial_precision: float = 0.01
     """Half-width of a speed's 95% interval, as a fraction of it between 0 and 1, that ends a trial."""
     confirm: int = 3

@@ -1,14 +1,16 @@
 """Flags: help by groups, with the common flags first, and mistakes in one sentence."""
 
+import importlib
 import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import pytest
 import tyro
 
+from infra import cli
 from infra.errors import UserError
 from infra.flags import parsed, sentence
 from infra.help import Sections, flags_of, usage
@@ -16,8 +18,10 @@ from infra.units import Bytes, BytesOrNone
 from pipeline.config import Reading
 from train import plan, run
 from train.config import GROUPS, TrainConfig
+from train.generate import GenerateConfig
 from train.ladder.__main__ import LadderOptions
 from train.ladder.suites import SUITES
+from train.model_config import ModelConfig
 from train.profile import __main__ as profile
 from tune import search
 from tune.config import SearchConfig
@@ -184,6 +188,46 @@ def test_ten_flags_are_common(name: str) -> None:
     options, common = COMMANDS[name]
     assert len(common) == 10
     assert set(common) <= {flag.field for flag in flags_of(options)}
+
+
+NUMBERS = {int: (*range(10), 2048, 10**6), float: (0.0, 0.5)}
+"""Among which the least that a flag allows is looked for."""
+
+BESIDE: dict[type, dict[str, Any]] = {
+    TrainConfig: {"model": ModelConfig(context_length=1024), "micro_batch": 1, "global_batch": 2},
+    plan.PlanOptions: {"tokens_per_second": 1.0},
+    GenerateConfig: {"checkpoint": "first"},
+}
+"""Values of other flags with which the least of each is possible."""
+
+
+def test_the_help_names_the_bounds_of_numbers() -> None:
+    """Values are tried: where some are refused, the description names the least that is not, and what it is below."""
+    named = {2048: "those of one step", 10**6: "1MB"}
+    bounded: list[str] = []
+    commands = [command.options.split(":") for command in cli.COMMANDS.values()]
+    for options in (TrainConfig, *(getattr(importlib.import_module(module), kind) for module, kind in commands)):
+        texts = {flag.field: flag.text for flag in flags_of(options)}
+        for name, hint in get_type_hints(options).items():
+            kind = next((kind for kind in (int, float) if kind in (hint, *get_args(hint))), None)
+            if kind is None:
+                continue
+
+            def fits(value: float, options: type = options, name: str = name) -> bool:
+                try:
+                    options(**BESIDE.get(options, {}) | {name: value})
+                except ValueError as refused:
+                    return f"--{name.replace('_', '-')} " not in str(refused)
+                return True
+
+            if not fits(-1):
+                bounded.append(name)
+                least = next(number for number in NUMBERS[kind] if fits(number))
+                said = "(above|between) 0" if least == 0.5 else rf"(?<!\d){named.get(least, f'{least:g}')}(?!\d)"
+                assert re.search(said, texts[name]), name
+            if kind is float and not fits(1e9):
+                assert re.search("(below|and) 1|at most 1", texts[name]), name
+    assert len(bounded) > 30, bounded
 
 
 def test_every_setting_of_a_training_is_in_one_group() -> None:

@@ -73,12 +73,12 @@ class LadderOptions(JoinsRay):
     steps: int | None = None
     """Optimizer steps per rung, at least 8."""
     time_budget: SecondsOrNone = None
-    """Time per rung, from its first step on. Default: 5m, unless --steps is given."""
+    """Time per rung, above 0, from its first step on. Default: 5m, unless --steps is given."""
     within: float | None = None
-    """End a rung early, at the end of a cycle, once its speed is known to this fraction; 0 never does.
+    """End a rung early, at the end of a cycle, once its speed is known to this fraction, below 1; 0 never does.
     Default: 0.005, half a percent; 0 with --steps, which are for comparing losses."""
     cycle: CycleText = CYCLE
-    """Training steps and validation batches between two reports."""
+    """Training steps, at least 1, then validation batches, between two reports."""
     fit: bool = False
     """Give every rung the largest batch predicted to fit --memory-limit instead of the suite's."""
     memory_limit: BytesOrNone = None
@@ -88,7 +88,7 @@ class LadderOptions(JoinsRay):
     accelerator: str | None = None
     """Type of GPU that rungs need, by Ray's name for it: A100, H200. On a cluster without one, it is waited for."""
     seed: int = 0
-    """Seed of every rung."""
+    """Seed of every rung; at least 0."""
     seeds: int | None = None
     """Seeds, at least 1, with which rungs of another precision or other numerics are run, to compare their held-out
     losses with those of the rung before at equal steps. Default: 3 in the suite precision; 1, which compares none, in
