@@ -14,7 +14,7 @@ from train.config import TrainConfig
 from train.estimate.changes import Change, savings
 from train.estimate.memory import predict_peak
 from train.report import resume_command
-from train.result import Diagnosis, RunResult, Shortage
+from train.result import BUILDING, Diagnosis, RunResult, Shortage
 
 NEGLIGIBLE = 5e6
 """Bytes; less is 0.00 GB."""
@@ -69,9 +69,12 @@ def comparison(config: TrainConfig, result: RunResult, shortage: Shortage) -> Ro
 def unpredicted(config: TrainConfig, result: RunResult, shortage: Shortage) -> int:
     """Bytes by which the predicted peak is too low for this run, which needed more than it could use.
 
-    At least what it had and did not get; the optimizer's state comes on top if its first step was still ahead.
+    At least what it had and did not get; the optimizer's state comes on top if its first step was still ahead. While
+    the model was built, only the weights were to be there.
     """
     anatomy, needed = predict_peak(config), result.memory.process + (shortage.tried or 0)
+    if shortage.during.startswith(BUILDING):
+        return max(0, max(shortage.room, needed) - anatomy.weights - anatomy.context)
     needed += max(0, anatomy.optimizer - shortage.held.get("optimizer", anatomy.optimizer))
     return max(0, max(shortage.room, needed) - anatomy.total)
 

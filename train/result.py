@@ -11,6 +11,9 @@ Outcome = Literal["finished", "interrupted", "oom", "over_limit", "diverged"]
 TRAINING = "training"
 """What a loop does between its first step, which compiles, and its end."""
 
+BUILDING = "the building of the model"
+"""The stage of a loop before its first step: weights, optimizer and, of a run that is continued, its checkpoint."""
+
 
 @strict
 @dataclass(frozen=True)

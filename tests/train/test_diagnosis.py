@@ -18,7 +18,7 @@ from train.config import TrainConfig, load_config
 from train.diagnosis import of_memory
 from train.estimate.memory import predict_peak
 from train.resolve import resolve
-from train.result import Memory, RunResult, Shortage
+from train.result import BUILDING, Memory, RunResult, Shortage
 from train.run import RunOptions
 
 Make = Callable[..., RunResult]
@@ -87,6 +87,20 @@ def test_what_is_advised_is_predicted_to_fit_and_nothing_that_failed_is(
     else:
         assert found.advice.startswith(f"no single change is predicted to fit {room}.00 GB: the smallest prediction is")
         assert found.advice.endswith("with --micro-batch 1; use a smaller --model or a device with more memory")
+
+
+def test_a_smaller_batch_is_no_advice_where_the_model_itself_did_not_fit(
+    config: TrainConfig, make_result: Make
+) -> None:
+    """Neither where the weights alone are too large, nor where something else had taken the room for them."""
+    held = dict.fromkeys(("weights", "gradients", "optimizer"), 0)
+    for room, process in ((80 * GB, 6 * 10**8), (GB // 2, 4 * 10**8)):
+        shortage = Shortage(f"{BUILDING} on worker 1 of 2", 154_000_000, room, held, SAID)
+        result = failed(make_result, room, process=process, shortage=shortage)
+        found = of_memory(config, result, HOME, None)
+        assert found
+        assert found.advice.startswith(f"no single change is predicted to fit {room / GB:.2f} GB: ")
+        assert ("weights", "0.50 GB predicted, 0.00 GB measured") in found.rows
 
 
 def test_when_nothing_can_be_changed_it_is_said(config: TrainConfig, make_result: Make) -> None:

@@ -123,6 +123,21 @@ def test_two_workers(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd:
     assert command(monkeypatch, *flags) == 0, capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("shared_ray")
+def test_memory_that_runs_out_in_one_of_two_workers_ends_the_run_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    vast = [flag.replace("padded_vocabulary=320", f"padded_vocabulary={2**45}") for flag in FLAGS]
+    code = command(monkeypatch, "--data", str(small_shards), "--name", "vast", "--workers", "2", "--steps", "2", *vast)
+    printed = capfd.readouterr()
+    assert code == 1, printed.err
+    result = json.loads(Path("runs/vast/result.json").read_text())
+    assert result["outcome"] == "oom"
+    assert re.match(r"out of memory in the building of the model on worker [12] of 2: a tensor of", result["reason"])
+    assert "no single change is predicted to fit" in printed.out
+    assert "continuing on" not in printed.out, "it is not tried again"
+
+
 def test_the_first_signal_asks_and_the_second_leaves() -> None:
     signalled = """
 import os, signal, time

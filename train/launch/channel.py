@@ -28,6 +28,8 @@ class Past:
     """The steps that they started from."""
     refusal: str | None = None
     """Why one of several workers gave up, which all of them must do."""
+    result: dict[str, Any] | None = None
+    """The run's result as JSON values, if that worker gave up because its memory ran out."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Channel:
         self._second = second
         self._starts: list[int] = []
         self._refusal: str | None = None
+        self._result: dict[str, Any] | None = None
         self._stopping = False
         self._messages: list[tuple[str, Any]] = []
         self._heard: float | None = None
@@ -59,7 +62,7 @@ class Channel:
     def past(self) -> Past:
         """What the worker that asks must know of earlier ones; a refusal is told once."""
         refusal, self._refusal = self._refusal, None
-        return Past(tuple(self._starts), refusal)
+        return Past(tuple(self._starts), refusal, self._result)
 
     def begun(self, step: int, about: dict[str, Any]) -> tuple[int, int, int]:
         """A worker starts from ``step``; ``about`` it the driver is told.
@@ -100,9 +103,10 @@ class Channel:
     def flush(self) -> None:
         """Answer: what the caller has sent before has arrived."""
 
-    def refuse(self, why: str) -> None:
-        """One of several workers gives up; Ray starts all of them again, and they are told."""
-        self._refusal = why
+    def refuse(self, why: str, result: dict[str, Any] | None = None) -> None:
+        """One of several workers gives up; Ray starts all of them again, and they are told what the first one said."""
+        if self._refusal is None:
+            self._refusal, self._result = why, result
 
     def stop(self) -> None:
         """The driver wants the run to stop after the current step."""

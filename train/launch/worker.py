@@ -28,6 +28,7 @@ from train.data.dataset import ShardData
 from train.data.stream import StreamData
 from train.launch.channel import Line, Past
 from train.loop.memory_limit import Limit
+from train.loop.shortage import OutOfMemory
 from train.loop.trainer import Trainer
 from train.model.parallel import exchange
 from train.result import CycleReport, RunResult
@@ -71,6 +72,8 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
         if not alone:
             found = exchange((refusal, step_of(resume), hosts[0]))
             refusal, hosts = common_refusal(found), [host for _, _, host in found]
+        if past.result:
+            return {"result": with_checkpoint(past.result, home), "gpu": None, "stream": None}
         if refusal:
             return {"refused": refusal}
         try:
@@ -87,6 +90,10 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
             summary = data.summary() if isinstance(data, StreamData) else None
             gpu = telemetry and telemetry.gpu
             ended = {"result": to_json(result), "gpu": gpu, "stream": summary}
+        except OutOfMemory as failure:
+            result = replace(failure.result, machine=hosts[rank])
+            ray.get(channel.refuse.remote(result.reason, to_json(result)))
+            raise RuntimeError(result.reason) from None  # which Ray Train's controller reads without torch
         except UserError as mistake:
             if alone:
                 return {"refused": str(mistake)}
@@ -141,6 +148,12 @@ def stands(home: RunFolder) -> Path | None:
 def step_of(checkpoint: Path | None) -> int:
     """The step of ``checkpoint``; 0 without one."""
     return read_progress(checkpoint).step if checkpoint else 0
+
+
+def with_checkpoint(result: dict[str, Any], home: RunFolder) -> dict[str, Any]:
+    """``result`` of an earlier worker, which need not have been the one that knew the newest checkpoint."""
+    checkpoint = stands(home)
+    return result | {"checkpoint": home.named(checkpoint) if checkpoint else None}
 
 
 def refuse_other_step(home: RunFolder, start: Start, found: int) -> None:
@@ -212,7 +225,7 @@ def train(
 ) -> RunResult:
     """Train in ``home`` from ``resume`` as one worker; the first one has a ``line`` to the driver, and ``telemetry``.
 
-    ``memory_limit`` is in bytes, for each worker's process.
+    ``memory_limit`` is in bytes, for each worker's process. Raises ``OutOfMemory`` in one of several workers.
     """
     limit = Limit.impose(memory_limit, config.device) if memory_limit else None
     if line is None:
@@ -226,17 +239,22 @@ def train(
 
     trainer: Trainer | None = None
     line.doing = lambda: (trainer.doing, trainer.state.step) if trainer else ("building the model", reported)
-    trainer = Trainer(
-        config,
-        data=data,
-        on_cycle=on_cycle,
-        should_stop=line.stopping,
-        checkpoints=home.checkpoints,
-        copies=home.kept_at,
-        resume=resume,
-        limit=limit,
-        asked=asked,
-    )
+    try:
+        trainer = Trainer(
+            config,
+            data=data,
+            on_cycle=on_cycle,
+            should_stop=line.stopping,
+            checkpoints=home.checkpoints,
+            copies=home.kept_at,
+            resume=resume,
+            limit=limit,
+            asked=asked,
+        )
+    except OutOfMemory as failure:
+        if config.workers > 1:
+            raise
+        return replace(failure.result, machine=socket.gethostname())
     begun = trainer.state.step
     result = trainer.run()
     if telemetry:

@@ -20,7 +20,19 @@ from train.estimate.memory import predict_peak
 from train.loop.memory_limit import Limit
 from train.model import parallel
 from train.model.gpt import GPT
-from train.result import Shortage
+from train.result import RunResult, Shortage
+
+
+class OutOfMemory(RuntimeError):
+    """Memory ran out where the loop cannot return: before its first step, or while other workers wait for this one."""
+
+    @property
+    def result(self) -> RunResult:
+        """Of the run, as this worker saw it."""
+        return self.args[0]
+
+    def __str__(self) -> str:
+        return self.result.reason
 
 
 def over_limit(model: GPT, optimizer: torch.optim.Optimizer, limit: Limit, step: int) -> Shortage:
@@ -31,14 +43,14 @@ def over_limit(model: GPT, optimizer: torch.optim.Optimizer, limit: Limit, step:
 
 
 def out_of_memory(
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
+    model: GPT | None,
+    optimizer: torch.optim.Optimizer | None,
     limit: Limit | None,
     device: torch.device,
     stage: str,
     failure: RuntimeError,
 ) -> Shortage:
-    """Of a run that ran out of memory by ``failure`` while it was in ``stage``."""
+    """Of a run that ran out of memory by ``failure`` while it was in ``stage``, with what had been built by then."""
     frames = traceback.walk_tb(failure.__traceback__)
     if any(frame.f_code is GPT.mean_loss.__code__ for frame, _ in frames):  # compiled code has other frames
         stage = f"the loss in {stage}"
@@ -71,11 +83,11 @@ def available(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def held(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def held(model: GPT | None, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
     """Bytes of this worker's weights, gradients and optimizer state now, without what cannot be counted."""
-    parameters = list(model.parameters())
+    parameters = list(model.parameters()) if model else []
     sizes = {"weights": _bytes(parameters), "gradients": _bytes(p.grad for p in parameters if p.grad is not None)}
-    state = list(_tensors(optimizer.state_dict()))
+    state = list(_tensors(optimizer.state_dict())) if optimizer else []
     if all(type(parallel.local(tensor)) is Tensor for tensor in state):  # torchao's 8-bit ones hide what they take
         sizes["optimizer"] = _bytes(state)
     return sizes

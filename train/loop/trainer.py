@@ -29,13 +29,14 @@ from train.loop.conclusion import Spent, conclude
 from train.loop.cycle import RunningCycle, close_cycle, open_cycle, report, step_seconds, trouble
 from train.loop.execution import arithmetic, build, compiled, no_collections, torch_device
 from train.loop.memory_limit import Limit
+from train.loop.shortage import OutOfMemory
 from train.loop.throughput import is_precise
 from train.loop.validation import validate
 from train.model import parallel
 from train.model.optimizer import learning_rate, make_optimizer, set_rate
 from train.model.parallel import Workers
 from train.resolve import resolve
-from train.result import TRAINING, CycleReport, Outcome, RunResult
+from train.result import BUILDING, TRAINING, CycleReport, Outcome, RunResult, Shortage
 
 
 class Trainer:
@@ -46,7 +47,7 @@ class Trainer:
     ``copies`` the run's place in object storage, to which they are copied, ``resume`` the checkpoint to continue from,
     ``limit`` the limit on the memory of this process. A config that leaves something open is resolved for this machine;
     for one that is already resolved, ``asked`` is the original, which checkpoints keep. Raises ``UserError`` when this
-    machine, the data or the checkpoint do not fit the config.
+    machine, the data or the checkpoint do not fit the config, and ``OutOfMemory`` when memory does not hold the model.
     """
 
     def __init__(
@@ -73,6 +74,30 @@ class Trainer:
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
         self.data = data or ShardData(config)
         refuse_foreign_ids(config, self.data.manifest)
+        self.state = RunState()
+        self.spent = Spent()
+        self.elapsed_before = 0.0
+        self.earlier: list[float] = []
+        self.resumed = resume
+        self.checkpoints = None
+        if checkpoints and config.keep_checkpoints and self.workers.first:
+            self.checkpoints = save.Checkpoints(checkpoints, config.keep_checkpoints, copies)
+        self.saves = checkpoints is not None and config.keep_checkpoints > 0
+        self.doing = "building the model"
+        """What the loop does, for whoever watches it from another thread, as they may read ``state.step``."""
+        self.stage = BUILDING
+        """The part of a step, or of what comes before or after one, that the loop is in."""
+        try:
+            self._build()
+        except RuntimeError as failure:
+            if not memory.is_exhausted(failure):
+                raise
+            raise OutOfMemory(self._exhausted(failure)) from failure
+        self.doing = "running the first step" + ", which compiles" * (config.compile != "off")
+
+    def _build(self) -> None:
+        """Make the model and its optimizer, distributed over the workers, with their state from the checkpoint."""
+        config = self.config
         self.model = build(config, self.device)
         self.forward = compiled(self.model, config)
         if config.shard:
@@ -86,24 +111,11 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter)
         self.optimizer = make_optimizer(self.model, config)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision == "fp16")
-        self.doing = "running the first step" + ", which compiles" * (config.compile != "off")
-        """What the loop does, for whoever watches it from another thread, as they may read ``state.step``."""
-        self.stage = ""
-        """The part of a step, or of what follows one, that the loop is in."""
-        self.state = RunState()
-        self.spent = Spent()
-        self.elapsed_before = 0.0
-        self.earlier: list[float] = []
-        self.resumed = resume
-        if resume is not None:
-            self._restore(resume)
-        self.checkpoints = None
-        if checkpoints and config.keep_checkpoints and self.workers.first:
-            self.checkpoints = save.Checkpoints(checkpoints, config.keep_checkpoints, copies)
-        self.saves = checkpoints is not None and config.keep_checkpoints > 0
+        if self.resumed is not None:
+            self._restore(self.resumed)
 
     def run(self) -> RunResult:
-        """Train. Running out of memory and diverging are outcomes, unless other workers wait for this one."""
+        """Train. Running out of memory and diverging are outcomes; raises ``OutOfMemory`` where other workers wait."""
         memory.start_peak(self.device)
         missing = None
         try:
@@ -114,12 +126,25 @@ class Trainer:
             if outcome == "over_limit" and self.limit:
                 missing = shortage.over_limit(self.model, self.optimizer, self.limit, self.state.step)
         except RuntimeError as failure:
-            if not memory.is_exhausted(failure) or self.workers.size > 1:  # the others wait for this one
+            if not memory.is_exhausted(failure):
                 raise
-            missing = shortage.out_of_memory(
-                self.model, self.optimizer, self.limit, self.device, self.stage, failure
-            )  # fmt: skip
-            outcome, reason = "oom", shortage.reason(missing, self.config, self.limit)
+            result = self._exhausted(failure)
+            if self.workers.size > 1:
+                raise OutOfMemory(result) from failure
+            return result
+        return self._concluded(outcome, reason, missing)
+
+    def _exhausted(self, failure: RuntimeError) -> RunResult:
+        """The result of a run that ran out of memory by ``failure``."""
+        stage = self.stage
+        if self.workers.size > 1:
+            stage += f" on worker {self.workers.rank + 1} of {self.workers.size}"
+        model, optimizer = (vars(self).get(part) for part in ("model", "optimizer"))  # as far as they have been built
+        missing = shortage.out_of_memory(model, optimizer, self.limit, self.device, stage, failure)
+        return self._concluded("oom", shortage.reason(missing, self.config, self.limit), missing)
+
+    def _concluded(self, outcome: Outcome, reason: str, missing: Shortage | None) -> RunResult:
+        """The result, once the checkpoint that is being written is complete."""
         self.doing = "saving the checkpoint"
         saved = self.checkpoints.wait() or self.resumed if self.checkpoints else None
         checkpoint = self.checkpoints.address(saved) if self.checkpoints and saved else None

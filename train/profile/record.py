@@ -24,10 +24,12 @@ from train.estimate.forecast import activation_formula
 from train.estimate.memory import published_activations
 from train.loop import memory
 from train.loop.execution import arithmetic
+from train.loop.shortage import OutOfMemory
 from train.loop.trainer import Trainer
 from train.profile import intensity, memory_timeline
 from train.profile.trace import FORWARD, Profile, analyse, findings
 from train.resolve import resolve
+from train.result import RunResult
 
 WARM, STEPS = 3, 2
 """Steps before and while recording."""
@@ -53,7 +55,10 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
                 recorder.stop()
         return False
 
-    trainer = Trainer(config, should_stop=after_step)
+    try:
+        trainer = Trainer(config, should_stop=after_step)
+    except OutOfMemory as failure:
+        raise _ended_early(failure.result) from failure
     cuda = trainer.device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
     if cuda:
@@ -76,7 +81,7 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
             with _apart("memory.pickle", lost):
                 memory_timeline.dump(folder / "memory.pickle")
     if result.outcome != "finished":
-        raise UserError(f"the run to profile ended early, {result.outcome}: {result.reason}.")
+        raise _ended_early(result)
     _export(recorder, folder / "trace.json.gz")
     found = analyse(recorder.events() or [], STEPS, moments[1] - moments[0], cuda=cuda)
     activations = 0
@@ -109,6 +114,10 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     words += lost
     write_json(folder / "profile.json", asdict(found) | {"findings": words})
     return found, words
+
+
+def _ended_early(result: RunResult) -> UserError:
+    return UserError(f"the run to profile ended early, {result.outcome}: {result.reason}.")
 
 
 @contextmanager

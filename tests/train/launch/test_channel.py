@@ -72,5 +72,8 @@ def test_workers_learn_where_earlier_ones_started_and_why_one_gave_up() -> None:
     channel.begun(0, {})
     channel.begun(15, {})
     channel.refuse("the disk is full")
+    channel.refuse("the disk is full here, too", {"outcome": "oom"})
     assert channel.past() == Past((0, 15), "the disk is full")
     assert channel.past() == Past((0, 15)), "it is told once: the cause may be gone when the user tries again"
+    channel.refuse("out of memory", {"outcome": "oom"})
+    assert channel.past() == Past((0, 15), "out of memory", {"outcome": "oom"})

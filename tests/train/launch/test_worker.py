@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import socket
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 from infra.errors import UserError
 from infra.gpu import GpuReading
+from infra.schema import to_json
 from infra.storage import write_json
 from infra.telemetry import Telemetry
 from pipeline.shards import checksum, read_manifest
@@ -127,6 +129,17 @@ def test_a_worker_ends_when_its_driver_says_so(home: RunFolder, config: TrainCon
     result = train(home, config, None, Told(steps=1))
     assert (result.outcome, result.steps) == ("interrupted", 1)
     assert newest(home.checkpoints) == home.checkpoints / "step-00000001"
+
+
+def test_a_model_that_cannot_be_built_is_a_result_that_names_the_machine(home: RunFolder, config: TrainConfig) -> None:
+    """Of one worker; one of several ends them all, and is told apart when Ray has started them again."""
+    vast = replace(config, model=replace(config.model, padded_vocabulary=2**45))
+    result = train(home, vast, None)
+    assert (result.outcome, result.machine, result.checkpoint) == ("oom", socket.gethostname(), None)
+    assert result.shortage
+    train(home, replace(config, steps=7, schedule="constant"), None)
+    told = worker.with_checkpoint(to_json(result), home)
+    assert told == to_json(result) | {"checkpoint": str(home.checkpoints / "step-00000007")}
 
 
 def test_energy_is_told_for_the_steps_after_the_first(

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from train.checkpoint import save
 from train.config import Cycle, TrainConfig
 from train.estimate.memory import optimizer_bytes, predict_peak
 from train.loop.memory_limit import UNMEASURED, Limit
-from train.loop.shortage import held, tried_to_allocate
+from train.loop.shortage import OutOfMemory, held, tried_to_allocate
 from train.loop.trainer import Trainer
 from train.model import gpt
 from train.model.gpt import parameter_count
@@ -73,6 +74,48 @@ def test_where_memory_ran_out(config: TrainConfig, arrange: Callable[[Trainer], 
     assert result.shortage.held["weights"] == weights
     state = result.shortage.held["optimizer"]
     assert state >= optimizer_bytes(config, parameter_count(config.model)) if "step 2" in during else state == 0
+
+
+VAST_VOCABULARY = 2**45
+
+
+def vast(config: TrainConfig) -> TrainConfig:
+    """``config`` with an embedding of 2^52 bytes, which no machine has."""
+    return replace(config, model=replace(config.model, padded_vocabulary=VAST_VOCABULARY))
+
+
+def test_a_model_that_does_not_fit_is_explained_before_the_first_step(config: TrainConfig) -> None:
+    with pytest.raises(OutOfMemory) as failed:
+        Trainer(vast(config), limit=Limit.impose(10**12, "cpu"))
+    result = failed.value.result
+    assert (result.outcome, result.steps, result.reason) == ("oom", 0, str(failed.value))
+    assert result.reason.startswith("out of memory in the building of the model: a tensor of 4,503,599.63 GB did not")
+    assert result.shortage
+    assert (result.shortage.tried, result.shortage.room) == (VAST_VOCABULARY * 32 * 4, 10**12)
+    assert set(result.shortage.held.values()) == {0}
+
+
+def test_what_was_built_before_memory_ran_out_is_counted(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint of a run that is continued stays its checkpoint."""
+    saved = Trainer(replace(config, steps=2), checkpoints=Path(config.data).with_name("checkpoints")).run().checkpoint
+    assert saved
+    monkeypatch.setattr(save, "load", fail)
+    with pytest.raises(OutOfMemory) as failed:
+        Trainer(config, checkpoints=Path(saved).parent, resume=Path(saved))
+    result = failed.value.result
+    assert result.checkpoint == saved
+    assert result.shortage
+    assert result.shortage.held == {"weights": 4 * parameter_count(config.model), "gradients": 0, "optimizer": 0}
+
+
+def test_one_of_several_workers_says_which_it_is(config: TrainConfig) -> None:
+    """It cannot end by itself, because the others wait for it."""
+    trainer = Trainer(config)
+    trainer.workers.rank, trainer.workers.size = 1, 2
+    in_forward(trainer)
+    with pytest.raises(OutOfMemory, match="out of memory in the forward pass of step 1 on worker 2 of 2: ") as failed:
+        trainer.run()
+    assert failed.value.result.outcome == "oom"
 
 
 def test_the_loss_is_told_from_the_rest_of_the_forward_pass(
