@@ -34,9 +34,8 @@ def bars(title: str, rows: Sequence[Bar]) -> str:
     for number, (label, value, low, high, text) in enumerate(rows):
         top, end = number * ROW, LABEL + value * scale
         middle = top + ROW / 2
-        short = label if len(label) <= CHARACTERS else label[: CHARACTERS - 1] + "…"
         parts.append(f"<g><title>{escape(f'{label}: {text}')}</title>")
-        parts.append(f'<text x="{LABEL - 8}" y="{middle + 4}" text-anchor="end">{escape(short)}</text>')
+        parts.append(f'<text x="{LABEL - 8}" y="{middle + 4}" text-anchor="end">{escape(_cut(label))}</text>')
         parts.append(f'<rect class="bar" x="{LABEL}" y="{top + 5}" width="{value * scale:.1f}" height="{ROW - 10}"/>')
         if low is not None and high is not None:
             left, right = LABEL + low * scale, min(LABEL + high * scale, WIDTH - VALUE)
@@ -46,34 +45,133 @@ def bars(title: str, rows: Sequence[Bar]) -> str:
     return _figure(title, WIDTH, len(rows) * ROW, parts)
 
 
+class Step(NamedTuple):
+    """A step of a waterfall: its label, the values before and after it, and the text that stands at its end."""
+
+    label: str
+    before: float
+    after: float
+    text: str
+
+
+def waterfall(title: str, rows: Sequence[Step]) -> str:
+    """Bars from the value before each step to that after it, one below the other."""
+    scale = (WIDTH - LABEL - VALUE) / (max(value for row in rows for value in (row.before, row.after)) or 1.0)
+    parts = []
+    for number, (label, before, after, text) in enumerate(rows):
+        top, (left, right) = number * ROW, sorted((LABEL + before * scale, LABEL + after * scale))
+        kind = "bar" if not before else "gain" if after >= before else "loss"
+        parts.append(f"<g><title>{escape(f'{label}: {text}')}</title>")
+        parts.append(f'<text x="{LABEL - 8}" y="{top + ROW / 2 + 4}" text-anchor="end">{escape(_cut(label))}</text>')
+        width = max(right - left, 1.0)
+        parts.append(f'<rect class="{kind}" x="{left:.1f}" y="{top + 5}" width="{width:.1f}" height="{ROW - 10}"/>')
+        if number + 1 < len(rows):
+            end = LABEL + after * scale
+            parts.append(f'<path class="grid" d="M{end:.1f} {top + ROW - 5}V{top + ROW + 5}"/>')
+        parts.append(f'<text x="{right + 8:.1f}" y="{top + ROW / 2 + 4}">{escape(text)}</text></g>')
+    return _figure(title, WIDTH, len(rows) * ROW, parts)
+
+
+class Point(NamedTuple):
+    """A point of a chart, and what it is."""
+
+    x: float
+    y: float
+    label: str
+
+
+def points(
+    title: str,
+    shown: Sequence[Point],
+    x: str,
+    y: str,
+    *,
+    limit: float | None = None,
+    front: Sequence[tuple[float, float]] = (),
+    equal: bool = False,
+) -> str:
+    """Points over two axes that begin at 0, with their labels.
+
+    ``limit`` is drawn across the x axis and ``front`` as stairs; ``equal`` draws the line on which both values are
+    the same.
+    """
+    most = max([point.x for point in shown] + [limit or 0.0]) * 1.05
+    plane = _Plane((0.0, most), (0.0, max(point.y for point in shown) * 1.1), x, y)
+    parts = plane.parts
+    if equal:
+        end = min(plane.x[1], plane.y[1])
+        parts.append(f'<path class="grid" d="M{plane.place((0.0, 0.0))}L{plane.place((end, end))}"/>')
+    if limit is not None:
+        (across, top), (_, bottom) = (plane.place((limit, value)).split() for value in reversed(plane.y))
+        parts.append(f'<path class="limit" d="M{across} {top}V{bottom}"/>')
+        parts.append(f'<text x="{float(across) - 6:.1f}" y="{float(top) + 12:.1f}" text-anchor="end">limit</text>')
+    if front:
+        corners = [front[0]]
+        for point in front[1:]:
+            corners += [(point[0], corners[-1][1]), point]
+        parts.append(f'<path class="line line2" d="M{"L".join(map(plane.place, corners))}"/>')
+    for point in shown:
+        across, down = plane.place((point.x, point.y)).split()
+        parts.append(
+            f'<circle class="bar" cx="{across}" cy="{down}" r="4"><title>{escape(point.label)}</title></circle>'
+        )
+        if len(shown) <= LABELLED:
+            parts.append(
+                f'<text x="{float(across) + 8:.1f}" y="{float(down) - 6:.1f}">{escape(_cut(point.label))}</text>'
+            )
+    return _figure(title, WIDTH, plane.height, parts)
+
+
+LABELLED = 12
+"""Most points of a chart that have their labels beside them; those of more are in their tooltips alone."""
+
+
+class _Plane:
+    """Two axes with a grid, and where values are between them."""
+
+    height, left, bottom, right, top = 300, 66, 40, 14, 26
+
+    def __init__(self, across: tuple[float, float], up: tuple[float, float], x: str, y: str) -> None:
+        self.x, self.y = across, up
+        self.parts: list[str] = []
+        for step in range(5):
+            at_x, at_y = (low + (high - low) * step / 4 for low, high in (across, up))
+            (px, _), (_, py) = self.place((at_x, up[0])).split(), self.place((across[0], at_y)).split()
+            self.parts.append(f'<path class="grid" d="M{self.left} {py}H{WIDTH - self.right}"/>')
+            height = float(py) + 4
+            self.parts.append(f'<text x="{self.left - 8}" y="{height:.1f}" text-anchor="end">{_short(at_y)}</text>')
+            anchor, down = "end" if step == 4 else "middle", self.height - self.bottom + 18
+            self.parts.append(f'<text x="{px}" y="{down}" text-anchor="{anchor}">{_short(at_x)}</text>')
+        self.parts.append(f'<text x="{self.left}" y="14">{escape(y)}</text>')
+        self.parts.append(
+            f'<text x="{WIDTH - self.right}" y="{self.height - 4}" text-anchor="end">{escape(x)}</text>'
+        )  # fmt: skip
+
+    def place(self, point: tuple[float, float]) -> str:
+        """The pixels of ``point``, for a path."""
+        (x0, x1), (y0, y1) = self.x, self.y
+        across = self.left + (point[0] - x0) / (x1 - x0) * (WIDTH - self.left - self.right)
+        down = self.top + (y1 - point[1]) / (y1 - y0) * (self.height - self.top - self.bottom)
+        return f"{across:.1f} {down:.1f}"
+
+
 def lines(title: str, series: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str) -> str:
     """Lines over a common x axis, one per series, which a legend names; ``x`` and ``y`` are what the axes show."""
-    height, left, bottom, right, top = 300, 66, 40, 14, 26
-    points = [point for line in series.values() for point in line]
-    (x0, x1), (y0, y1) = (_range([point[axis] for point in points]) for axis in (0, 1))
-
-    def place(point: tuple[float, float]) -> str:
-        across = left + (point[0] - x0) / (x1 - x0) * (WIDTH - left - right)
-        return f"{across:.1f} {top + (y1 - point[1]) / (y1 - y0) * (height - top - bottom):.1f}"
-
-    parts = []
-    for step in range(5):
-        at_x, at_y = x0 + (x1 - x0) * step / 4, y0 + (y1 - y0) * step / 4
-        (px, _), (_, py) = place((at_x, y0)).split(), place((x0, at_y)).split()
-        parts.append(f'<path class="grid" d="M{left} {py}H{WIDTH - right}"/>')
-        parts.append(f'<text x="{left - 8}" y="{float(py) + 4:.1f}" text-anchor="end">{_short(at_y)}</text>')
-        anchor = "end" if step == 4 else "middle"
-        parts.append(f'<text x="{px}" y="{height - bottom + 18}" text-anchor="{anchor}">{_short(at_x)}</text>')
-    parts.append(f'<text x="{left}" y="14">{escape(y)}</text>')
-    parts.append(f'<text x="{WIDTH - right}" y="{height - 4}" text-anchor="end">{escape(x)}</text>')
+    values = [point for line in series.values() for point in line]
+    plane = _Plane(*(_range([value[axis] for value in values]) for axis in (0, 1)), x, y)
+    parts = plane.parts
     for number, (name, line) in enumerate(series.items()):
-        parts.append(f'<path class="line line{number % 4}" d="M{"L".join(map(place, line))}"/>')
+        parts.append(f'<path class="line line{number % 4}" d="M{"L".join(map(plane.place, line))}"/>')
         if not name:
             continue
-        across = WIDTH - right - 130 * (len(series) - number)
+        across = WIDTH - plane.right - 130 * (len(series) - number)
         parts.append(f'<path class="line line{number % 4}" d="M{across} 10h20"/>')
         parts.append(f'<text x="{across + 26}" y="14">{escape(name)}</text>')
-    return _figure(title, WIDTH, height, parts)
+    return _figure(title, WIDTH, plane.height, parts)
+
+
+def _cut(label: str) -> str:
+    return label if len(label) <= CHARACTERS else label[: CHARACTERS - 1] + "…"
 
 
 def _short(value: float) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from infra.errors import UserError
 from infra.report import charts
-from infra.report.charts import Bar
+from infra.report.charts import Bar, Point, Step
 from infra.report.page import Page
 from infra.units import GB
 
@@ -136,6 +136,9 @@ def _ladder(folder: Path) -> Page:
         page.section("Speed of each rung")
         bars = [Bar(row["name"], row["speed"], row["low"], row["high"], f"{row['speed']:,.0f}") for row in ran]
         page.parts.append(charts.bars("Training tokens/s, with 95% interval", bars))
+        if found.get("cumulative") and len(steps := list(_steps(ran))) > 1:
+            page.parts.append(charts.waterfall("From the baseline to the last rung, tokens/s", steps))
+            page.text("Relative to the runs of the baseline around each rung; in percent its share of the whole gain.")
         cells = [
             (
                 row["name"] + " *" * bool(row["changes_numerics"]),
@@ -165,6 +168,18 @@ def _ladder(folder: Path) -> Page:
         _provenance(page, path, _command("train.ladder", kept["options"], folder.name), given, kept["key"])
         _settings(page, kept["options"])
     return page
+
+
+def _steps(ran: list[dict[str, Any]]) -> Iterator[Step]:
+    """The steps of a cumulative ladder, each with its share of the gain of the last one over the baseline."""
+    base = ran[0]["speed"]
+    yield Step(ran[0]["name"], 0.0, base, f"{base:,.0f}")
+    before, whole = base, base * (ran[-1]["total"]["ratio"] - 1) if ran[-1]["total"] else 0.0
+    for row in ran[1:]:
+        after = base * row["total"]["ratio"]
+        share = f" ({(after - before) / whole:+.0%})" if whole > 0 else ""
+        yield Step(row["name"], before, after, f"{after - before:+,.0f}{share}")
+        before = after
 
 
 def _ratio(difference: Mapping[str, float] | None) -> str:
@@ -214,6 +229,7 @@ def _search(folder: Path) -> Page:
         ]  # fmt: skip
         if bars:
             page.parts.append(charts.bars("Tokens/s of each trial, with 95% interval", bars))
+        _memory(page, rows, knobs, limit)
         page.table(
             ("trial", "micro-batch", "accumulation", *knobs, "tokens/s", "95% interval", "GB", "stage", "outcome", ""),
             [
@@ -228,13 +244,33 @@ def _search(folder: Path) -> Page:
             ],
         )  # fmt: skip
         devices = sorted({row["device"] for row in rows if row["device"]})
-    _pictures(page, folder)
+    _pictures(page, folder, skip=("leaderboard", "pareto"))
     with _reading(folder / "search.json"):
         command = _command("tune.search", training | config, folder.name)
         given = {"device": ", ".join(devices), "fingerprint of the data": kept["identity"]["data"]}
         _provenance(page, path, command, given, kept["parent"])
         _settings(page, training | config)
     return page
+
+
+def _memory(page: Page, rows: list[dict[str, str]], knobs: list[str], limit: int) -> None:
+    """The memory of the trials: against their speed, with the limit and what nothing beats in both; and predicted."""
+    shown = [(float(row["memory"]) / GB, row) for row in rows if row["memory"]]
+    fast = [
+        Point(x, float(row["tokens_per_second"]), _label(row, knobs)) for x, row in shown if row["tokens_per_second"]
+    ]
+    if fast:
+        front: list[tuple[float, float]] = []
+        for point in sorted(fast, key=lambda point: (point.x, -point.y)):
+            if not front or point.y > front[-1][1]:
+                front.append((point.x, point.y))
+        title = "Speed against memory, with those that none beats in both"
+        page.parts.append(charts.points(title, fast, "GB", "tokens/s", limit=limit / GB, front=front))
+    known = [(x, float(row["predicted_memory"]) / GB, row) for x, row in shown if row.get("predicted_memory")]
+    if known:
+        compared = [Point(predicted, x, _label(row, knobs)) for x, predicted, row in known]
+        title = "Peak memory, measured against predicted; on the line both are the same"
+        page.parts.append(charts.points(title, compared, "predicted GB", "measured GB", equal=True))
 
 
 def _label(row: Mapping[str, str], knobs: list[str]) -> str:

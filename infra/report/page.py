@@ -28,9 +28,11 @@ pre { background: var(--card); border: 1px solid var(--rule); border-radius: 6px
 figure { margin: 1rem 0; } figcaption { margin-bottom: .4rem; }
 figure img { max-width: 100%; background: #fff; border: 1px solid var(--rule); }
 svg { width: 100%; height: auto; font-size: 12px; } svg text { fill: var(--ink); }
-.bar { fill: var(--a); } .interval { stroke: var(--ink); stroke-width: 1.5; } .grid { stroke: var(--rule); }
+.bar { fill: var(--a); } .gain { fill: var(--c); } .loss { fill: var(--b); }
+.interval { stroke: var(--ink); stroke-width: 1.5; } .grid { stroke: var(--rule); }
 .line { fill: none; stroke-width: 2; } .line0 { stroke: var(--a); } .line1 { stroke: var(--b); }
 .line2 { stroke: var(--c); } .line3 { stroke: var(--d); }
+.limit { stroke: var(--b); stroke-dasharray: 6 4; }
 @media print { :root { color-scheme: light; --paper: #fff; --ink: #000; --faint: #444; --rule: #bbb; --card: #fff;
   --a: #2f6fb3; --b: #c2571a; --c: #2c8a57; --d: #8451a8; }
   table { font-size: .75rem; } th, td { padding-right: .5rem; }

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -151,6 +152,44 @@ class Reader(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+
+
+def test_the_share_of_each_rung_is_drawn_where_they_add_up(ladder: Path) -> None:
+    standings = json.loads((ladder / "standings.json").read_text())
+    base = standings["rows"][0] | {"speed": 1000.0}
+    rows = [base]
+    for name, ratio in (("fast", 1.5), ("slow", 1.4), ("last", 2.0)):
+        total = {"ratio": ratio, "low": ratio - 0.01, "high": ratio + 0.01, "control_width": 0.1}
+        rows.append(base | {"name": name, "speed": 1000 * ratio, "total": total})
+    assert 'class="gain"' not in page_of(ladder).html(), "rungs that are each compared with the baseline do not add up"
+    (ladder / "standings.json").write_text(json.dumps(standings | {"rows": rows, "cumulative": True}))
+    shown = page_of(ladder).html()
+    for text in ("+500 (+50%)", "-100 (-10%)", "+600 (+60%)"):
+        assert text in shown
+    assert (shown.count('class="gain"'), shown.count('class="loss"')) == (2, 1)
+
+
+def test_the_memory_of_trials_is_drawn_with_the_limit_and_what_nothing_beats(search: Path) -> None:
+    """Of four trials one is slower and larger than another, and one has run out of memory."""
+    heading = "micro_batch,key,number,stage,accumulation,outcome,reason,tokens_per_second,low,high,memory,"
+    lines = [heading + "predicted_memory,device"]
+    for number, (speed, memory) in enumerate(((1000.0, 10**9), (900.0, 2 * 10**9), (1500.0, 3 * 10**9)), 1):
+        lines.append(f"{number},m{number},{number},probe,1,ok,,{speed},{speed},{speed},{memory},{memory},cpu")
+    lines.append("4,m4,4,probe,1,oom,,,,,,5e9,cpu")
+    (search / "trials.csv").write_text("\n".join(lines) + "\n")
+    (search / "pareto.png").write_bytes(PIXEL)
+    page = page_of(search)
+    fast, compared = (part for part in page.parts if "<circle" in part)
+    assert fast.count("<circle") == compared.count("<circle") == 3
+    assert 'class="limit"' in fast
+    (front,) = re.findall('class="line line2" d="M([^"]+)"', fast)
+    assert len(front.split("L")) == 3, "from the smallest trial to the right, and up to the fastest"
+    places = re.findall('cx="([^"]+)" cy="([^"]+)"', compared)
+    diagonal = re.findall(r'class="grid" d="M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)"', compared)
+    (x0, y0, x1, y1) = map(float, diagonal[0])
+    for x, y in places:
+        assert (float(y) - y0) / (float(x) - x0) == pytest.approx((y1 - y0) / (x1 - x0), rel=0.01), "as predicted"
+    assert page.html().count("data:image/png") == 1, "the picture that the chart replaces is left out"
 
 
 @pytest.mark.parametrize("kind", FACTS)

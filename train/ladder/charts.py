@@ -35,13 +35,18 @@ def speed_chart(rows: list[Row], title: str, path: Path) -> Path:
     return path
 
 
-def loss_chart(folders: dict[str, Path], title: str, path: Path) -> Path:
-    """Training loss against tokens seen, one line per run."""
+def loss_chart(folders: dict[str, Path], controls: list[Path], title: str, path: Path) -> Path:
+    """Training loss against tokens seen, one line per run, and the band between the lowest and highest control."""
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     for number, (name, folder) in enumerate(folders.items()):
         tokens, losses = loss_curve(folder)
         axes.plot(tokens, losses, ("-", "--", ":")[number // 10 % 3], linewidth=1, label=name)  # there are ten colours
+    curves = [loss_curve(folder) for folder in controls]
+    shared = min(len(losses) for _, losses in curves)
+    spread = list(zip(*(losses[:shared] for _, losses in curves), strict=True))
+    low, high = [min(losses) for losses in spread], [max(losses) for losses in spread]
+    axes.fill_between(curves[0][0][:shared], low, high, color="grey", alpha=0.4, linewidth=0, label="control, all runs")
     axes.set_xlabel("training tokens")
     axes.set_ylabel("training loss, nats per token")
     axes.set_title(title, loc="left", fontsize=10)

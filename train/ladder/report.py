@@ -35,6 +35,7 @@ def publish(
     speeds = [control.speed.middle for control in controls if control.speed]
     found = {
         "name": folder.name, "device": device, "commit": provenance.commit(), "suite": suite.name, "controls": speeds,
+        "cumulative": suite.cumulative,
         "rows": [asdict(row) for row in rows],
     }  # fmt: skip
     write_json(folder / "standings.json", found)
@@ -56,7 +57,8 @@ def publish(
     write_text(folder / "summary.md", text)
     title = f"{suite.title}; {device}"
     losses = {run.name: folder / run.folder for run in (controls[0], *rungs) if run.result}
-    charts = [speed_chart(rows, title, folder / "speed.png"), loss_chart(losses, title, folder / "loss.png")]
+    band = [folder / run.folder for run in controls if run.result]
+    charts = [speed_chart(rows, title, folder / "speed.png"), loss_chart(losses, band, title, folder / "loss.png")]
     for part in shown:
         if isinstance(part, str):
             console.prose(part)

@@ -128,9 +128,9 @@ def test_a_suite_runs_in_its_short_form(
     flags = ["--suite", suite, "--data", str(small_shards), "--model", model, "--device", "cpu", "--name", suite]
     drawn: dict[str, Path] = {}
 
-    def drawing(folders: dict[str, Path], title: str, path: Path) -> Path:
+    def drawing(folders: dict[str, Path], controls: list[Path], title: str, path: Path) -> Path:
         drawn.update(folders)
-        return charts.loss_chart(folders, title, path)
+        return charts.loss_chart(folders, controls, title, path)
 
     monkeypatch.setattr(report, "loss_chart", drawing)
     rungs = RUNGS[suite]
