@@ -108,8 +108,10 @@ class Evidence:
         self.closed.add(key.run_id)
 
     def _words(self, row: TrialRow) -> dict[str, str]:
-        """The speed with its interval, and the memory with its limit and as predicted, as columns of MLflow's list."""
+        """Columns of MLflow's list: speed with its interval, memory with its limit and as predicted, other settings."""
         words = {}
+        if row.candidate.knobs:
+            words["knobs"] = self.search.space.knobs_label(row.candidate.knobs) or "as the control"
         if row.tokens_per_second and row.low and row.high:
             words["tokens/s"] = f"{row.tokens_per_second:,.0f} ({row.low:,.0f} to {row.high:,.0f})"
         if row.memory is not None:

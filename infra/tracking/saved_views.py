@@ -22,7 +22,7 @@ from mlflow.tracking import MlflowClient
 from infra.command import uninterrupted
 from infra.tracking.views import children_view
 
-VERSION = 3
+VERSION = 4
 """Of the views below: an experiment with views of an older version gets them anew."""
 
 PREFIX = "mlflow.sharedViewState."
@@ -202,6 +202,7 @@ VIEWS = {
                 "tags.`outcome`": 100,
                 "tags.`reason`": 300,
                 **BATCH,
+                "tags.`knobs`": 200,
                 "params.`stage`": 80,
             },
             SPEED,

@@ -76,8 +76,11 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
     full |= dict.fromkeys(("predicted_speed", "mfu", "compile_seconds", "data_wait_fraction", "train_loss"), 0.5)
     rows = [
         finished(2, 100.0, step_seconds=[0.1] * 3, **full),
-        replace(finished(4, 1.0), outcome="failed", reason="RuntimeError: no kernel", tokens_per_second=None),
-    ]
+        replace(
+            finished(4, 1.0), outcome="failed", reason="RuntimeError: no kernel", tokens_per_second=None,
+            candidate=Candidate(4, (("checkpointing", "full"),)),
+        ),
+    ]  # fmt: skip
     search.folder.mkdir()
     parent = open_parent(search)
     evidence = Evidence(search, parent)
@@ -95,6 +98,7 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
         assert {"detail/result/tokens_per_second_low", "detail/result/tokens_per_second_high"} <= data.metrics.keys()
     assert set(TRIAL_METRICS) <= trial.metrics.keys()
     assert failed.tags["reason"] == "RuntimeError: no kernel"
+    assert (trial.tags["knobs"], failed.tags["knobs"]) == ("as the control", "checkpointing=full")
     columns = list(VIEWS["tune"][0].columns)
     assert columns.index("tags.`reason`") < columns.index("params.`micro_batch`"), "it is in sight"
     for column in {column for view in VIEWS["tune"] for column in view.columns}:
