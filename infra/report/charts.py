@@ -158,7 +158,7 @@ class _Plane:
 def lines(title: str, series: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str) -> str:
     """Lines over a common x axis, one per series, which a legend names; ``x`` and ``y`` are what the axes show."""
     values = [point for line in series.values() for point in line]
-    plane = _Plane(*(_range([value[axis] for value in values]) for axis in (0, 1)), x, y)
+    plane = _Plane(_range([across for across, _ in values]), _range([up for _, up in values]), x, y)
     parts = plane.parts
     for number, (name, line) in enumerate(series.items()):
         parts.append(f'<path class="line line{number % 4}" d="M{"L".join(map(plane.place, line))}"/>')

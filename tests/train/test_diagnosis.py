@@ -93,7 +93,7 @@ def test_a_smaller_batch_is_no_advice_where_the_model_itself_did_not_fit(
     config: TrainConfig, make_result: Make
 ) -> None:
     """Neither where the weights alone are too large, nor where something else had taken the room for them."""
-    held = dict.fromkeys(("weights", "gradients", "optimizer"), 0)
+    held: dict[str, int] = dict.fromkeys(["weights", "gradients", "optimizer"], 0)
     for room, process in ((80 * GB, 6 * 10**8), (GB // 2, 4 * 10**8)):
         shortage = Shortage(f"{BUILDING} on worker 1 of 2", 154_000_000, room, held, SAID)
         result = failed(make_result, room, process=process, shortage=shortage)

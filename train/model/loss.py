@@ -56,7 +56,7 @@ def _fused(
     """
     weight = head.to(hidden.dtype)
     exact = torch.promote_types(hidden.dtype, torch.float32)
-    overwrite = _compiled_probabilities() if compiled else _probabilities
+    overwrite = _compiled_probabilities if compiled else _probabilities
     total = torch.zeros((), dtype=exact, device=hidden.device)
     hidden_gradient = torch.empty_like(hidden if training else hidden[:0])
     head_gradient = torch.zeros_like(head if training else head[:0], dtype=exact)
@@ -86,10 +86,25 @@ def _probabilities(logits: Tensor, targets: Tensor) -> Tensor:
     return found
 
 
+def _compiled_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
+    """The same, compiled separately, because compiled code calls the operator without looking inside.
+
+    Targets are gathered before: torch 2.11 compiles a gather of the logarithms into a read of overwritten logits.
+    """
+    wanted = logits.gather(1, targets)
+    return wanted - _compiled_softmax()(logits)
+
+
 @cache
-def _compiled_probabilities() -> Any:
-    """Compiled separately, because compiled code calls the operator without looking inside."""
-    return torch.compile(_probabilities, dynamic=False)
+def _compiled_softmax() -> Any:
+    return torch.compile(_softmax, dynamic=False)
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """Overwrite ``logits`` (N, V) with their softmax; returns the logarithm of the sum of their exponentials (N, 1)."""
+    sums = logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(1, keepdim=True)
+    torch.exp(logits - sums, out=logits)
+    return sums
 
 
 @_fused.register_fake
