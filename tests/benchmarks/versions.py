@@ -53,7 +53,8 @@ TORCH = (
 )  # fmt: skip
 ENDS = (
     End("ray-2.55", "python3.11", "ray==2.55.0", ()),
-    End("ray-2.56", "python3.11", "ray==2.56.0", RAY),
+    End("ray-2.58", "python3.11", "ray==2.58.0", ("tests/infra/test_local_ray.py",)),
+    End("ray-2.59", "python3.11", "ray==2.59.0", RAY),
     End("mlflow-3.17", "python3.11", "mlflow==3.17.0", MLFLOW),
     End("torch-2.11", "python3.11", "torch==2.11.0", TORCH),
     End("python-3.12-torch-2.15", "python3.12", "torch==2.15.0", TORCH),
