@@ -197,8 +197,7 @@ def _release() -> None:
     """Drop every filesystem, also those in the frames of an exception that nobody caught.
 
     Arrow shuts its S3 client down when Python exits, and waits for ever for credentials that a filesystem still holds:
-    from version 24 on always with a web identity, as Kubernetes gives it, and now and then without
-    (https://github.com/apache/arrow/issues/50188).
+    from version 24 on with a web identity, as Kubernetes gives it (https://github.com/apache/arrow/issues/50188).
     """
     if _filesystem.cache_info().currsize:
         _filesystem.cache_clear()
