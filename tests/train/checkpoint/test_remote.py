@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
-import pyarrow.fs
 import pytest
 from mlflow.tracking import MlflowClient
 
@@ -35,15 +34,6 @@ from train.result import CycleReport
 
 
 @pytest.fixture
-def bucket(s3: tuple[str, Callable[[float], None]]) -> str:
-    """The query of a real S3 server on loopback, with the bucket ``runs``."""
-    query, _ = s3
-    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://runs{query}&allow_bucket_creation=true")
-    system.create_dir("runs")
-    return query
-
-
-@pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
     return TrainConfig(
         data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=30, cycle=Cycle(10, 1),
@@ -61,27 +51,27 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_run_continues_from_its_copy(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
-    place = Place.of(f"s3://runs/kept/run1{bucket}")
+    place = Place.of(f"s3://places/kept/run1{bucket}")
     straight: list[CycleReport] = []
     Trainer(config, on_cycle=straight.append).run()
     checkpoints = tmp_path / "here" / "checkpoints"
     stopping = iter([False] * 16 + [True]).__next__
     result = Trainer(config, checkpoints=checkpoints, copies=place, should_stop=stopping).run()
-    assert result.checkpoint == f"s3://runs/kept/run1/checkpoints/step-00000017{bucket}"
+    assert result.checkpoint == f"s3://places/kept/run1/checkpoints/step-00000017{bucket}"
     assert result.checkpoint is not None
     assert remote.copies(place) == ["checkpoints/step-00000015", "checkpoints/step-00000017"]
     with pytest.raises(UserError, match="there is no run with a checkpoint"):
-        find_run(f"s3://runs/kept/other{bucket}", "runs")
-    for text, out in ((place.address, "runs"), (result.checkpoint, "runs"), ("run1", f"s3://runs/kept{bucket}")):
+        find_run(f"s3://places/kept/other{bucket}", "runs")
+    for text, out in ((place.address, "runs"), (result.checkpoint, "runs"), ("run1", f"s3://places/kept{bucket}")):
         run = find_run(text, out)
         assert run.place == place
         assert read_progress(run.newest()).step == 17
         assert saved_config(text, out) == config
         found = find_checkpoint(text, out)
         assert (found.name, damage(found)) == ("step-00000017", None)
-    assert find_checkpoint(f"s3://runs/kept/run1/checkpoints/step-00000015{bucket}", "runs").name == "step-00000015"
+    assert find_checkpoint(f"s3://places/kept/run1/checkpoints/step-00000015{bucket}", "runs").name == "step-00000015"
     with pytest.raises(UserError, match="is not the newest checkpoint of its run"):
-        find_run(f"s3://runs/kept/run1/checkpoints/step-00000015{bucket}", "runs")
+        find_run(f"s3://places/kept/run1/checkpoints/step-00000015{bucket}", "runs")
     rest: list[CycleReport] = []
     Trainer(config, on_cycle=rest.append, resume=worker.stands(RunFolder(tmp_path / "there", place))).run()
     assert [(r.step, r.step_losses) for r in rest] == [(r.step, r.step_losses) for r in straight[1:]]
@@ -91,7 +81,7 @@ def test_a_worker_takes_from_storage_what_it_lacks_and_nothing_else(
     config: TrainConfig, bucket: str, tmp_path: Path
 ) -> None:
     """What its scratch has of another run or a later step is removed; a damaged copy is passed over and named."""
-    place = Place.of(f"s3://runs/kept/run2{bucket}")
+    place = Place.of(f"s3://places/kept/run2{bucket}")
     home = RunFolder(tmp_path / "one", place)
     Trainer(replace(config, steps=10), checkpoints=home.checkpoints, copies=place).run()
     fifth, tenth = checkpoints_in(home.checkpoints)
@@ -112,13 +102,13 @@ def test_a_worker_takes_from_storage_what_it_lacks_and_nothing_else(
 
 
 def test_a_new_run_takes_no_name_that_is_taken(bucket: str) -> None:
-    home = new_run(f"s3://runs/kept{bucket}", "run3")
+    home = new_run(f"s3://places/kept{bucket}", "run3")
     home.config.write_text("{}")
     home.send(home.config, home.result)
     assert home.place.files() == {"config.json": 2}
-    with pytest.raises(UserError, match=r"s3://runs/kept/\w+.* exists already: continue it with --resume run3, or"):
-        new_run(f"s3://runs/kept{bucket}", "run3")
-    with home.command_lock(), pytest.raises(UserError, match="another command is training in s3://runs/kept/run3"):
+    with pytest.raises(UserError, match=r"s3://places/kept/\w+.* exists already: continue it with --resume run3, or"):
+        new_run(f"s3://places/kept{bucket}", "run3")
+    with home.command_lock(), pytest.raises(UserError, match="another command is training in s3://places/kept/run3"):
         working_copy(home.place, fresh=False)
     with pytest.raises(UserError, match=r"--out s3://absent/.* cannot be written"):
         new_run(f"s3://absent{bucket}", "run3")
@@ -131,9 +121,9 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     here.mkdir()
     there.mkdir()
     write_json(here / "config.json", replace(config, checkpoint_every=7, steps=40_000).to_json())
-    flags = ["--config", "config.json", "--out", f"s3://runs/kept{bucket}", "--name", "run4"]
+    flags = ["--config", "config.json", "--out", f"s3://places/kept{bucket}", "--name", "run4"]
     lost = subprocess.Popen([sys.executable, "-m", "train.run", *flags], cwd=here)
-    place = Place.of(f"s3://runs/kept/run4{bucket}")
+    place = Place.of(f"s3://places/kept/run4{bucket}")
     deadline = time.monotonic() + 240
     while "checkpoints/step-00000056" not in remote.copies(place):
         assert lost.poll() is None
@@ -176,7 +166,7 @@ def test_unreachable_storage_is_retried(
     back = threading.Timer(3.0, set_rate, [0.0])
     back.start()
     away = time.monotonic()
-    place = Place.of(f"s3://runs/kept/run5{bucket}")
+    place = Place.of(f"s3://places/kept/run5{bucket}")
     done = Trainer(replace(config, steps=6), checkpoints=tmp_path / "here" / "checkpoints", copies=place).run()
     assert done.outcome == "finished"
     assert time.monotonic() - away > 3.0
@@ -189,8 +179,8 @@ def test_a_run_whose_storage_does_not_answer_is_named(
     monkeypatch.setattr(storage, "ATTEMPTS", 1)
     _, set_rate = s3
     set_rate(1.0)
-    with pytest.raises(UserError, match=r"s3://runs/kept/run6.* cannot be read, after 1 attempts"):
-        find_run(f"s3://runs/kept/run6{bucket}", "runs")
+    with pytest.raises(UserError, match=r"s3://places/kept/run6.* cannot be read, after 1 attempts"):
+        find_run(f"s3://places/kept/run6{bucket}", "runs")
 
 
 def test_a_storage_that_refuses_is_named(
@@ -241,7 +231,7 @@ def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path, monkeypatch: 
 
 def test_a_copy_is_as_far_as_its_checkpoint(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
     """Cycles that were reported while it was copied are left out."""
-    place = Place.of(f"s3://runs/kept/run9{bucket}")
+    place = Place.of(f"s3://places/kept/run9{bucket}")
     checkpoints = tmp_path / "one" / "checkpoints"
     lines = [json.dumps({"step": step}) + "\n" for step in (10, 12, 20)]
     checkpoints.mkdir(parents=True)
@@ -254,7 +244,7 @@ def test_a_copy_is_as_far_as_its_checkpoint(config: TrainConfig, bucket: str, tm
 
 
 def test_the_mlflow_run_of_a_run_in_storage_is_known_where_its_store_is(bucket: str, tmp_path: Path) -> None:
-    home = new_run(f"s3://runs/kept{bucket}", "run10")
+    home = new_run(f"s3://places/kept{bucket}", "run10")
     key = RunKey("http://127.0.0.1:5000", "1", "abc", "/elsewhere/mlflow-journal")
     home.keep_key(key)
     known = working_copy(home.place, fresh=False).key()
