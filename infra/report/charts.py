@@ -1,5 +1,6 @@
 """Charts as SVG inside an HTML page, whose colours follow the page's light or dark style."""
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
@@ -90,7 +91,7 @@ def points(
     front: Sequence[tuple[float, float]] = (),
     equal: bool = False,
 ) -> str:
-    """Points over two axes that begin at 0, with their labels.
+    """Points over two axes that begin at 0, with the labels for which there is room; all are in tooltips.
 
     ``limit`` is drawn across the x axis and ``front`` as stairs; ``equal`` draws the line on which both values are
     the same.
@@ -110,20 +111,24 @@ def points(
         for point in front[1:]:
             corners += [(point[0], corners[-1][1]), point]
         parts.append(f'<path class="line line2" d="M{"L".join(map(plane.place, corners))}"/>')
+    labelled: list[tuple[float, float]] = []
     for point in shown:
         across, down = plane.place((point.x, point.y)).split()
         parts.append(
             f'<circle class="bar" cx="{across}" cy="{down}" r="4"><title>{escape(point.label)}</title></circle>'
         )
-        if len(shown) <= LABELLED:
+        anchor, aside = ("end", -8) if float(across) > 0.75 * WIDTH else ("start", 8)
+        at = (float(across) + aside, float(down) - 6)
+        if all(abs(at[1] - y) > 12 or abs(at[0] - x) > 200 for x, y in labelled):  # else one would lie over another
+            labelled.append(at)
             parts.append(
-                f'<text x="{float(across) + 8:.1f}" y="{float(down) - 6:.1f}">{escape(_cut(point.label))}</text>'
+                f'<text x="{at[0]:.1f}" y="{at[1]:.1f}" text-anchor="{anchor}">{escape(_cut(point.label))}</text>'
             )
     return _figure(title, WIDTH, plane.height, parts)
 
 
-LABELLED = 12
-"""Most points of a chart that have their labels beside them; those of more are in their tooltips alone."""
+MARKED = 12
+"""Most points of a line that are marked each."""
 
 
 class _Plane:
@@ -134,14 +139,13 @@ class _Plane:
     def __init__(self, across: tuple[float, float], up: tuple[float, float], x: str, y: str) -> None:
         self.x, self.y = across, up
         self.parts: list[str] = []
-        for step in range(5):
-            at_x, at_y = (low + (high - low) * step / 4 for low, high in (across, up))
-            (px, _), (_, py) = self.place((at_x, up[0])).split(), self.place((across[0], at_y)).split()
-            self.parts.append(f'<path class="grid" d="M{self.left} {py}H{WIDTH - self.right}"/>')
-            height = float(py) + 4
-            self.parts.append(f'<text x="{self.left - 8}" y="{height:.1f}" text-anchor="end">{_short(at_y)}</text>')
-            anchor, down = "end" if step == 4 else "middle", self.height - self.bottom + 18
-            self.parts.append(f'<text x="{px}" y="{down}" text-anchor="{anchor}">{_short(at_x)}</text>')
+        for tick in _ticks(*up):
+            height = float(self.place((across[0], tick)).split()[1])
+            self.parts.append(f'<path class="grid" d="M{self.left} {height}H{WIDTH - self.right}"/>')
+            self.parts.append(f'<text x="{self.left - 8}" y="{height + 4:.1f}" text-anchor="end">{_short(tick)}</text>')
+        for tick in _ticks(*across):
+            place, down = self.place((tick, up[0])).split()[0], self.height - self.bottom + 18
+            self.parts.append(f'<text x="{place}" y="{down}" text-anchor="middle">{_short(tick)}</text>')
         self.parts.append(f'<text x="{self.left}" y="14">{escape(y)}</text>')
         self.parts.append(
             f'<text x="{WIDTH - self.right}" y="{self.height - 4}" text-anchor="end">{escape(x)}</text>'
@@ -155,19 +159,44 @@ class _Plane:
         return f"{across:.1f} {down:.1f}"
 
 
-def lines(title: str, series: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str) -> str:
-    """Lines over a common x axis, one per series, which a legend names; ``x`` and ``y`` are what the axes show."""
+def lines(
+    title: str,
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    x: str,
+    y: str,
+    *,
+    band: tuple[str, Sequence[tuple[float, float, float]]] = ("", ()),
+    limit: float | None = None,
+) -> str:
+    """Lines over a common x axis, one per series, which a legend names; ``x`` and ``y`` are what the axes show.
+
+    ``band`` is a name and an area behind the lines, given by its edges at each x; ``limit`` is drawn across the y axis.
+    """
+    what, area = band
     values = [point for line in series.values() for point in line]
-    plane = _Plane(_range([across for across, _ in values]), _range([up for _, up in values]), x, y)
-    parts = plane.parts
+    values += [(across, edge) for across, *edges in area for edge in edges]
+    heights = [up for _, up in values] + ([limit] if limit else [])
+    plane = _Plane(_range([across for across, _ in values]), _range(heights), x, y)
+    parts, legend = plane.parts, []
+    if area:
+        edge = [(across, low) for across, low, _ in area] + [(across, high) for across, _, high in reversed(area)]
+        parts.append(f'<path class="band" d="M{"L".join(map(plane.place, edge))}Z"/>')
+        legend.append(("band", what))
+    if limit:
+        height = plane.place((plane.x[0], limit)).split()[1]
+        parts.append(f'<path class="limit" d="M{plane.left} {height}H{WIDTH - plane.right}"/>')
+        legend.append(("limit", "limit"))
     for number, (name, line) in enumerate(series.items()):
-        parts.append(f'<path class="line line{number % 4}" d="M{"L".join(map(plane.place, line))}"/>')
-        if not name:
-            continue
-        across = WIDTH - plane.right - 130 * (len(series) - number)
-        parts.append(f'<path class="line line{number % 4}" d="M{across} 10h20"/>')
-        parts.append(f'<text x="{across + 26}" y="14">{escape(name)}</text>')
-    return _figure(title, WIDTH, plane.height, parts)
+        kind = f"line line{number % 4} dash{number // 4 % 4}"
+        parts.append(
+            f'<path class="{kind}" d="M{"L".join(map(plane.place, line))}"><title>{escape(name)}</title></path>'
+        )
+        if len(line) <= MARKED:
+            places = [plane.place(point).split() for point in line]
+            parts += [f'<circle class="dot{number % 4}" cx="{left}" cy="{top}" r="3"/>' for left, top in places]
+        if name:
+            legend.append((kind, name))
+    return _figure(title, WIDTH, plane.height, parts, legend)
 
 
 def _cut(label: str) -> str:
@@ -182,12 +211,25 @@ def _short(value: float) -> str:
     return f"{value:.4g}"
 
 
+def _ticks(low: float, high: float) -> list[float]:
+    """The round numbers between ``low`` and ``high``: three to seven, 1, 2 or 5 times a power of ten apart."""
+    power = 10.0 ** math.floor(math.log10((high - low) / 3))
+    step = max(power * factor for factor in (1, 2, 5) if power * factor <= (high - low) / 3 * (1 + 1e-9))
+    return [step * number for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
 def _range(values: Sequence[float]) -> tuple[float, float]:
     """The lowest and the highest of ``values``, never equal."""
     low, high = min(values), max(values)
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
-def _figure(title: str, width: int, height: int, parts: Sequence[str]) -> str:
+def _figure(title: str, width: int, height: int, parts: Sequence[str], legend: Sequence[tuple[str, str]] = ()) -> str:
+    """A chart, and below it a line for each entry of the legend: how it is drawn, and what it is."""
     chart = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
-    return f"<figure><figcaption>{escape(title)}</figcaption>{chart}</figure>"
+    key = "".join(
+        f'<span><svg viewBox="0 0 24 8"><path class="{kind}" d="M0 4h24"/></svg> {escape(name)}</span>'
+        for kind, name in legend
+    )
+    key = f'<p class="legend">{key}</p>' if key else ""
+    return f"<figure><figcaption>{escape(title)}</figcaption>{chart}{key}</figure>"

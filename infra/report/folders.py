@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from infra.errors import UserError
@@ -139,6 +140,10 @@ def _ladder(folder: Path) -> Page:
         if found.get("cumulative") and len(steps := list(_steps(ran))) > 1:
             page.parts.append(charts.waterfall("From the baseline to the last rung, tokens/s", steps))
             page.text("Relative to the runs of the baseline around each rung; in percent its share of the whole gain.")
+        if losses := found.get("losses"):
+            varied = ("control, all runs", found["control_losses"])
+            title = "Training loss of each rung, beside the range of the control's runs"
+            page.parts.append(charts.lines(title, losses, "training tokens", "nats per token", band=varied))
         cells = [
             (
                 row["name"] + " *" * bool(row["changes_numerics"]),
@@ -161,7 +166,7 @@ def _ladder(folder: Path) -> Page:
         )
         page.points([f"{row['name']}: not run, {row['reason']}" for row in rows if row["reason"]])
         given = {"device": found["device"], "commit": found["commit"]}
-    _pictures(page, folder, skip=("speed",))
+    _pictures(page, folder, skip=("speed", *["loss"] * ("losses" in found)))
     options = folder / "ladder.json"
     with _reading(options):
         kept = _json(options)
@@ -230,21 +235,23 @@ def _search(folder: Path) -> Page:
         if bars:
             page.parts.append(charts.bars("Tokens/s of each trial, with 95% interval", bars))
         _memory(page, rows, knobs, limit)
+        _by_micro_batch(page, rows, knobs, limit)
         page.table(
-            ("trial", "micro-batch", "accumulation", *knobs, "tokens/s", "95% interval", "GB", "stage", "outcome", ""),
+            ("trial", "batch", *["knobs"] * bool(knobs), "tokens/s", "95% interval", "GB", "stage", "outcome"),
             [
                 (
-                    row["number"], row["micro_batch"], row["accumulation"], *(row[knob] for knob in knobs),
+                    row["number"], f"{row['micro_batch']} x {row['accumulation']}",
+                    *[_knobs(row, knobs)] * bool(knobs),
                     f"{float(row['tokens_per_second']):,.0f}" if row["tokens_per_second"] else "-",
                     f"{float(row['low']):,.0f} to {float(row['high']):,.0f}" if row["low"] else "-",
                     f"{float(row['memory']) / GB:.2f}" if row["memory"] else "-",
-                    row["stage"], row["outcome"], row["reason"],
+                    row["stage"], f"{row['outcome']}: {row['reason']}",
                 )
                 for row in rows
             ],
         )  # fmt: skip
+        page.text("A batch is the micro-batch x how many are accumulated. GB is the peak memory of the process.")
         devices = sorted({row["device"] for row in rows if row["device"]})
-    _pictures(page, folder, skip=("leaderboard", "pareto"))
     with _reading(folder / "search.json"):
         command = _command("tune.search", training | config, folder.name)
         given = {"device": ", ".join(devices), "fingerprint of the data": kept["identity"]["data"]}
@@ -271,6 +278,27 @@ def _memory(page: Page, rows: list[dict[str, str]], knobs: list[str], limit: int
         compared = [Point(predicted, x, _label(row, knobs)) for x, predicted, row in known]
         title = "Peak memory, measured against predicted; on the line both are the same"
         page.parts.append(charts.points(title, compared, "predicted GB", "measured GB", equal=True))
+
+
+def _by_micro_batch(page: Page, rows: list[dict[str, str]], knobs: list[str], limit: int) -> None:
+    """What each combination of knobs holds and how fast it is, by micro-batch; the mean of trials that ran again."""
+    for title, column, y, unit, most in (
+        ("Peak memory by micro-batch", "memory", "GB", GB, limit / GB),
+        ("Speed by micro-batch", "tokens_per_second", "tokens/s", 1, None),
+    ):
+        seen: dict[str, dict[int, list[float]]] = {}
+        for row in rows:
+            if row[column]:
+                sizes = seen.setdefault(_knobs(row, knobs), {})
+                sizes.setdefault(int(row["micro_batch"]), []).append(float(row[column]) / unit)
+        lines = {name: [(size, fmean(sizes[size])) for size in sorted(sizes)] for name, sizes in sorted(seen.items())}
+        if lines:
+            page.parts.append(charts.lines(title, lines, "micro-batch (sequences)", y, limit=most))
+
+
+def _knobs(row: Mapping[str, str], knobs: list[str]) -> str:
+    """``compile whole, precision bf16``."""
+    return ", ".join(f"{knob} {row[knob]}" for knob in knobs)
 
 
 def _label(row: Mapping[str, str], knobs: list[str]) -> str:

@@ -32,10 +32,15 @@ svg { width: 100%; height: auto; font-size: 12px; } svg text { fill: var(--ink);
 .interval { stroke: var(--ink); stroke-width: 1.5; } .grid { stroke: var(--rule); }
 .line { fill: none; stroke-width: 2; } .line0 { stroke: var(--a); } .line1 { stroke: var(--b); }
 .line2 { stroke: var(--c); } .line3 { stroke: var(--d); }
+.dash1 { stroke-dasharray: 7 4; } .dash2 { stroke-dasharray: 2 3; } .dash3 { stroke-dasharray: 9 3 2 3; }
+.dot0 { fill: var(--a); } .dot1 { fill: var(--b); } .dot2 { fill: var(--c); } .dot3 { fill: var(--d); }
+.band { fill: var(--rule); stroke: var(--rule); stroke-width: 2; }
+.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; margin: .3rem 0 0; font-size: .87rem; }
+.legend svg { width: 24px; height: 8px; }
 .limit { stroke: var(--b); stroke-dasharray: 6 4; }
 @media print { :root { color-scheme: light; --paper: #fff; --ink: #000; --faint: #444; --rule: #bbb; --card: #fff;
   --a: #2f6fb3; --b: #c2571a; --c: #2c8a57; --d: #8451a8; }
-  table { font-size: .75rem; } th, td { padding-right: .5rem; }
+  .wide { overflow: visible; } table { font-size: .75rem; } th, td { padding-right: .5rem; }
   figure, .figures > div, tr { break-inside: avoid; } h2 { break-after: avoid; } }
 """
 

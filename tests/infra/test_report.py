@@ -179,7 +179,7 @@ def test_the_memory_of_trials_is_drawn_with_the_limit_and_what_nothing_beats(sea
     (search / "trials.csv").write_text("\n".join(lines) + "\n")
     (search / "pareto.png").write_bytes(PIXEL)
     page = page_of(search)
-    fast, compared = (part for part in page.parts if "<circle" in part)
+    fast, compared = (part for part in page.parts if '<circle class="bar"' in part)
     assert fast.count("<circle") == compared.count("<circle") == 3
     assert 'class="limit"' in fast
     (front,) = re.findall('class="line line2" d="M([^"]+)"', fast)
@@ -189,7 +189,33 @@ def test_the_memory_of_trials_is_drawn_with_the_limit_and_what_nothing_beats(sea
     (x0, y0, x1, y1) = map(float, diagonal[0])
     for x, y in places:
         assert (float(y) - y0) / (float(x) - x0) == pytest.approx((y1 - y0) / (x1 - x0), rel=0.01), "as predicted"
-    assert page.html().count("data:image/png") == 1, "the picture that the chart replaces is left out"
+    assert "data:image/png" not in page.html(), "charts follow the page's colours; the pictures are MLflow's"
+    memory, speed = (part for part in page.parts if "by micro-batch" in part)
+    assert [part.count('class="limit"') for part in (memory, speed)] == [2, 0], "across the chart, and in its legend"
+    assert [part.count("<circle") for part in (memory, speed)] == [3, 3]
+    assert re.findall(r'text-anchor="end">([^<]+)</text>', speed) == ["1k", "1.2k", "1.4k", "micro-batch (sequences)"]
+
+
+def test_a_ladders_losses_are_lines_over_the_band_of_its_control(ladder: Path) -> None:
+    standings = json.loads((ladder / "standings.json").read_text())
+    names = [f"rung {number}" for number in range(5)] + [HOSTILE]
+    losses = {name: [[tokens, 9.0 - tokens / 100] for tokens in range(0, 400, 10)] for name in names}
+    band = [[tokens, 8.5 - tokens / 100, 9.5 - tokens / 100] for tokens in range(0, 200, 10)]
+    (ladder / "loss.png").write_bytes(PIXEL)
+    assert page_of(ladder).html().count("data:image/png") == 2, "an earlier ladder has only the picture"
+    (ladder / "standings.json").write_text(json.dumps(standings | {"losses": losses, "control_losses": band}))
+    page = page_of(ladder)
+    assert page.html().count("data:image/png") == 1
+    (chart,) = (part for part in page.parts if "Training loss" in part)
+    drawn = re.findall(r'<path class="(line line\d dash\d)" d="M[^"]+"><title>', chart)
+    assert len(set(drawn)) == len(names), "no two lines look the same"
+    assert chart.count('class="band"') == 2, "the area, and its entry in the legend"
+    seen = Reader()
+    seen.feed(chart)
+    assert [name for name in [*names, "control, all runs"] if name not in seen.text] == []
+    edge = re.findall(r"([\d.]+) ([\d.]+)", re.findall(r'class="band" d="M([^"]+)Z"', chart)[0])
+    assert len(edge) == 2 * len(band), "there and back"
+    assert edge[0][0] == edge[-1][0]
 
 
 @pytest.mark.parametrize("kind", FACTS)
@@ -203,7 +229,7 @@ def test_a_report_shows_the_facts_and_runs_nothing(kind: str, request: pytest.Fi
     assert HOSTILE in page.text  # as text
     assert "script" not in page.tags
     assert "<script" not in html
-    assert [address[:22] for address in page.loaded] == ["data:image/png;base64,"] * (kind != "run" and kind != "data")
+    assert [address[:22] for address in page.loaded] == ["data:image/png;base64,"] * (kind in ("ladder", "profile"))
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Charts of a ladder, as PNG by matplotlib: speed and memory of each rung, and the loss against tokens."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from infra.units import GB
-from train.ladder.standings import Row, loss_curve
+from train.ladder.losses import Curve
+from train.ladder.standings import Row
 
 
 def speed_chart(rows: list[Row], title: str, path: Path) -> Path:
@@ -35,18 +37,18 @@ def speed_chart(rows: list[Row], title: str, path: Path) -> Path:
     return path
 
 
-def loss_chart(folders: dict[str, Path], controls: list[Path], title: str, path: Path) -> Path:
-    """Training loss against tokens seen, one line per run, and the band between the lowest and highest control."""
+def loss_chart(
+    losses: Mapping[str, Curve], controls: Sequence[tuple[int, float, float]], title: str, path: Path
+) -> Path:
+    """Training loss against tokens seen, one line per run, and the band of the ``controls``."""
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
-    for number, (name, folder) in enumerate(folders.items()):
-        tokens, losses = loss_curve(folder)
-        axes.plot(tokens, losses, ("-", "--", ":")[number // 10 % 3], linewidth=1, label=name)  # there are ten colours
-    curves = [loss_curve(folder) for folder in controls]
-    shared = min(len(losses) for _, losses in curves)
-    spread = list(zip(*(losses[:shared] for _, losses in curves), strict=True))
-    low, high = [min(losses) for losses in spread], [max(losses) for losses in spread]
-    axes.fill_between(curves[0][0][:shared], low, high, color="grey", alpha=0.4, linewidth=0, label="control, all runs")
+    for number, (name, curve) in enumerate(losses.items()):
+        style = ("-", "--", ":")[number // 10 % 3]  # there are ten colours
+        axes.plot([seen for seen, _ in curve], [loss for _, loss in curve], style, linewidth=1, label=name)
+    low, high = [low for _, low, _ in controls], [high for _, _, high in controls]
+    seen = [seen for seen, _, _ in controls]
+    axes.fill_between(seen, low, high, color="grey", alpha=0.4, linewidth=0, label="control, all runs")
     axes.set_xlabel("training tokens")
     axes.set_ylabel("training loss, nats per token")
     axes.set_title(title, loc="left", fontsize=10)

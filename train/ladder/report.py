@@ -16,6 +16,7 @@ from infra.tracking.tracker import Tracker
 from train.config import config_from_json
 from train.ladder import study
 from train.ladder.charts import loss_chart, speed_chart
+from train.ladder.losses import band, loss_curve, thinned
 from train.ladder.published import NAME
 from train.ladder.runner import Ladder, Measured
 from train.ladder.standings import Part, legend, markdown, opening_lines, parts, standings, table
@@ -33,10 +34,12 @@ def publish(
     suite, folder, device = ladder.suite, ladder.folder, controls[0].result.device
     rows = standings(controls, rungs, folder)
     speeds = [control.speed.middle for control in controls if control.speed]
+    losses = {run.name: thinned(loss_curve(folder / run.folder)) for run in (controls[0], *rungs) if run.result}
+    varied = thinned(band([loss_curve(folder / run.folder) for run in controls if run.result]))
     found = {
         "name": folder.name, "device": device, "commit": provenance.commit(), "suite": suite.name, "controls": speeds,
         "cumulative": suite.cumulative,
-        "rows": [asdict(row) for row in rows],
+        "rows": [asdict(row) for row in rows], "losses": losses, "control_losses": varied,
     }  # fmt: skip
     write_json(folder / "standings.json", found)
     text = f"{facts(opening_lines(suite, rows, device, folder.name))}\n\n{markdown(suite, rows, speeds)}"
@@ -56,9 +59,7 @@ def publish(
     shown += ["", *said] if said else []
     write_text(folder / "summary.md", text)
     title = f"{suite.title}; {device}"
-    losses = {run.name: folder / run.folder for run in (controls[0], *rungs) if run.result}
-    band = [folder / run.folder for run in controls if run.result]
-    charts = [speed_chart(rows, title, folder / "speed.png"), loss_chart(losses, band, title, folder / "loss.png")]
+    charts = [speed_chart(rows, title, folder / "speed.png"), loss_chart(losses, varied, title, folder / "loss.png")]
     for part in shown:
         if isinstance(part, str):
             console.prose(part)

@@ -3,7 +3,6 @@
 In: the controls and rungs of a ladder. Out: rows, for the terminal's table, Markdown, JSON and charts.
 """
 
-import json
 import math
 import shlex
 import statistics
@@ -15,9 +14,9 @@ from rich.table import Table
 
 from infra.table import tables
 from infra.units import GB
-from train.checkpoint.run_folder import RunFolder
 from train.intervals import t_quantile
 from train.ladder.compare import WIDEST, Difference, Interleaved
+from train.ladder.losses import loss_at
 from train.ladder.runner import SAME_BATCH, Measured
 from train.ladder.suites import Suite
 
@@ -105,25 +104,6 @@ def _row(
         changes_numerics=measured.changes_numerics,
         held_out=measured.held_out,
     )
-
-
-def loss_curve(folder: Path) -> tuple[list[int], list[float]]:
-    """Tokens seen and training loss after every step of the run in ``folder``."""
-    tokens: list[int] = []
-    losses: list[float] = []
-    path = RunFolder(folder).cycles
-    for cycle in map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
-        step_tokens = cycle["train_tokens"] // cycle["step"]
-        first = cycle["step"] - len(cycle["step_losses"]) + 1
-        tokens += [step_tokens * step for step in range(first, cycle["step"] + 1)]
-        losses += cycle["step_losses"]
-    return tokens, losses
-
-
-def loss_at(folder: Path, tokens: int) -> float | None:
-    """Mean training loss over the last fifth of the first ``tokens`` tokens, which rungs of any batch share."""
-    chosen = [loss for seen, loss in zip(*loss_curve(folder), strict=True) if 0.8 * tokens < seen <= tokens]
-    return sum(chosen) / len(chosen) if chosen else None
 
 
 def header(suite: Suite) -> tuple[str, ...]:

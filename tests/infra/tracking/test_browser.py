@@ -32,8 +32,8 @@ from train.model_config import PRESETS
 from train.result import CycleReport, Memory, RunResult, Throughput
 from tune.config import SearchConfig
 from tune.plan import make_search
-from tune.report import summary
-from tune.space import Candidate
+from tune.report import csv_text, summary
+from tune.space import KNOBS, Candidate
 from tune.tracking import Evidence, open_parent
 from tune.trial.row import TrialRow
 
@@ -263,4 +263,38 @@ def test_a_report_needs_no_network_and_no_script(browser: Browser, tmp_path: Pat
         expect(page.get_by_text(text).first).to_be_visible()
     expect(page.locator("svg").first).to_be_visible()
     assert asked == ["file"]
+    context.close()
+
+
+PRINTED = 718
+"""Pixels of a printed line: A4 between Chromium's margins."""
+
+
+def test_a_report_is_printed_dark_on_white_and_nothing_is_cut_off(browser: Browser, tmp_path: Path) -> None:
+    """Also from a dark desktop, and a table with all knobs."""
+    knobs = tuple((knob, KNOBS[knob][-1]) for knob in KNOBS)
+    rows = [replace(trial(size, 1e4 * size), candidate=Candidate(size, knobs)) for size in (1, 2, 4)]
+    rows.append(replace(trial(8, None, "RuntimeError: no kernel image is available"), candidate=Candidate(8, knobs)))
+    (tmp_path / "trials.csv").write_text(csv_text(rows))
+    kept = {
+        "config": {"training": TrainConfig().to_json(), "memory_limit": 4 * 10**10},
+        "identity": {"memory_limit": 4 * 10**10, "data": "0" * 64},
+        "parent": {"store": "sqlite:////home/mlflow.db", "experiment_id": "3", "run_id": "ee94", "journal": ""},
+    }
+    (tmp_path / "search.json").write_text(json.dumps(kept))
+    (tmp_path / "report.html").write_text(page_of(tmp_path).html())
+    context = browser.new_context(color_scheme="dark", viewport={"width": PRINTED, "height": 1000})
+    page = context.new_page()
+    page.goto((tmp_path / "report.html").as_uri(), timeout=PATIENCE)
+    style = "(element, name) => getComputedStyle(element)[name]"
+    assert page.locator("body").evaluate(style, "backgroundColor") == "rgb(20, 23, 26)"
+    page.emulate_media(media="print", color_scheme="dark")
+    assert page.locator("body").evaluate(style, "backgroundColor") == "rgb(255, 255, 255)"
+    assert page.locator("svg text").first.evaluate(style, "fill") == "rgb(0, 0, 0)"
+    expect(page.get_by_role("cell", name="40,000", exact=True)).to_be_visible()
+    for box in page.locator("table, figure, pre, .figures").all():
+        bounds = box.bounding_box()
+        assert bounds
+        assert bounds["x"] + bounds["width"] <= PRINTED, box.inner_text()[:200]
+    assert page.pdf(format="A4").startswith(b"%PDF")
     context.close()

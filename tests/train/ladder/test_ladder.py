@@ -26,7 +26,7 @@ from train.config import TrainConfig
 from train.data.stream import StreamData
 from train.estimate.memory import predict_peak
 from train.ladder import __main__ as ladder
-from train.ladder import charts, report, runner
+from train.ladder import report, runner
 from train.ladder.__main__ import LadderOptions, saved, with_ends
 from train.ladder.runner import refuse_short, refuse_unsuited
 from train.ladder.suites import SUITES, Rung
@@ -126,13 +126,6 @@ def test_a_suite_runs_in_its_short_form(
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)  # of which tests/train/test_switches.py is
     model = "tiny,layers=1,heads=2,width=48,context_length=32,vocabulary=257,padded_vocabulary=257"
     flags = ["--suite", suite, "--data", str(small_shards), "--model", model, "--device", "cpu", "--name", suite]
-    drawn: dict[str, Path] = {}
-
-    def drawing(folders: dict[str, Path], controls: list[Path], title: str, path: Path) -> Path:
-        drawn.update(folders)
-        return charts.loss_chart(folders, controls, title, path)
-
-    monkeypatch.setattr(report, "loss_chart", drawing)
     rungs = RUNGS[suite]
     if suite == "a100":
         flags += ["--compare", "study"]
@@ -150,7 +143,11 @@ def test_a_suite_runs_in_its_short_form(
     assert [row["name"] for row in rows] == rungs
     refused = {row["name"]: row["reason"] for row in rows if row["speed"] is None}
     assert refused.keys() == REFUSED.intersection(rungs)
-    assert [*drawn] == ["baseline", *(name for name in rungs if name not in refused)]
+    assert [*standing["losses"]] == ["baseline", *(name for name in rungs if name not in refused)]
+    drawn = zip(standing["losses"]["baseline"], standing["control_losses"], strict=True)
+    for (tokens, loss), (seen, low, high) in drawn:
+        assert tokens == seen
+        assert low <= loss <= high
     for name, reason in refused.items():
         assert f"{name}: not run, {reason}.\n" in printed, "one sentence with one full stop"
         assert not reason.endswith(".")

@@ -10,6 +10,7 @@ import pytest
 
 from infra.units import GB
 from train.ladder.compare import Difference
+from train.ladder.losses import loss_at
 from train.ladder.runner import Measured
 from train.ladder.standings import (
     EQUAL_WORK_TITLE,
@@ -21,7 +22,6 @@ from train.ladder.standings import (
     held_out,
     helps,
     legend,
-    loss_at,
     markdown,
     opening_lines,
     standings,
