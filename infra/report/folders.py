@@ -140,7 +140,8 @@ def _ladder(folder: Path) -> Page:
         if found.get("cumulative") and len(steps := list(_steps(ran))) > 1:
             page.parts.append(charts.waterfall("From the baseline to the last rung, tokens/s", steps))
             page.text("Relative to the runs of the baseline around each rung; in percent its share of the whole gain.")
-        if losses := found.get("losses"):
+        if kept := found.get("losses"):
+            losses = {row["name"]: kept[row["name"]] for row in rows if row["name"] in kept}
             varied = ("control, all runs", found["control_losses"])
             title = "Training loss of each rung, beside the range of the control's runs"
             page.parts.append(charts.lines(title, losses, "training tokens", "nats per token", band=varied))
