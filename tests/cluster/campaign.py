@@ -162,6 +162,7 @@ def test_a_command_that_was_struck_leaves_what_one_left_alone_leaves(
     while code not in (0, None) and row["again"] < 2:  # as a person would, by the printed command
         row["again"] += 1
         has_begun = command == "tokenize" or lab("on", "head", exists(lab, command, name)).strip() == "True"
+        name = name if has_begun else f"{name}-again"
         running, more = start(lab, (CONTINUED if has_begun else BEGUN)[command].format(name=name))
         code = ended(running, began)
         output += more
@@ -210,10 +211,10 @@ def strike(
         time.sleep(row["away_s"])
         lab("resume", away)
         return lambda: rejoined(lab)
-    patterns = {
+    patterns = {  # which do not match themselves in the command line of the shell that looks for them
         "driver": ("head", "python.* -m (pipeline|train|tune)[.]"),
-        "controller": ("head", "ray::TrainController"),
-        "worker": (machine, "ray::(RayTrainWorker|_Trial|ImplicitFunc|.*[Tt]rial)"),
+        "controller": ("head", "ray[:]:TrainController"),
+        "worker": (machine, "ray[:]:(RayTrainWorker|.*[Tt]rial)"),
     }
     where, pattern = patterns[kind]
     row["machine"] = where

@@ -206,17 +206,22 @@ def resume_command(module: str, place: Place) -> str:
 
 def new_run(out: str, name: str) -> RunFolder:
     """The folder of a new run in ``out``, a path or a URI. Raises ``UserError`` as :func:`new_folder` does."""
-    if not is_remote(out):
-        return RunFolder(new_folder(Path(out), name))
     _refuse_name(name)
-    return working_copy(_unused(Place.of(out) / name), fresh=True)
+    if not is_remote(out):
+        return RunFolder(new_folder(Path(out), name, resumable=RunFolder(Path(out) / name).has_checkpoint()))
+    return working_copy(_unused(Place.of(out) / name, PROGRESS), fresh=True)
 
 
-def _unused(place: Place) -> Place:
-    """``place``, in object storage. Raises ``UserError`` when it is taken, or cannot be written."""
+def _unused(place: Place, ending: str = "") -> Place:
+    """``place``, in object storage. Raises ``UserError`` when it is taken, or cannot be written.
+
+    ``ending`` is that of a file without which what is there cannot be continued.
+    """
     place.refuse_unusable("--out")
-    if place.files():
-        raise UserError(f"{place} exists already: continue it with --resume {place.name}, or give another --name.")
+    if files := place.files():
+        resumable = any(name.endswith(ending) for name in files)
+        resume = f"continue it with --resume {place.name}, or " if resumable else ""
+        raise UserError(f"{place} exists already: {resume}give another --name.")
     return place
 
 

@@ -106,6 +106,9 @@ def test_a_new_run_takes_no_name_that_is_taken(bucket: str) -> None:
     home.config.write_text("{}")
     home.send(home.config, home.result)
     assert home.place.files() == {"config.json": 2}
+    with pytest.raises(UserError, match=r"s3://places/kept/\w+.* exists already: give another --name"):
+        new_run(f"s3://places/kept{bucket}", "run3")
+    home.place.write("checkpoints/step-00000005.progress.json", b"{}")
     with pytest.raises(UserError, match=r"s3://places/kept/\w+.* exists already: continue it with --resume run3, or"):
         new_run(f"s3://places/kept{bucket}", "run3")
     with home.command_lock(), pytest.raises(UserError, match="another command is training in s3://places/kept/run3"):

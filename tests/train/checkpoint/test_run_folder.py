@@ -13,7 +13,7 @@ from infra.storage import write_json
 from infra.tracking.key import RunKey
 from train.checkpoint.find import find_checkpoint, find_run
 from train.checkpoint.progress import Progress
-from train.checkpoint.run_folder import RunFolder, new_folder
+from train.checkpoint.run_folder import RunFolder, new_folder, new_run
 from train.result import CycleReport
 
 
@@ -99,6 +99,19 @@ def test_a_run_continues_from_its_newest_checkpoint_alone(tmp_path: Path) -> Non
     assert find_checkpoint(str(older), tmp_path) == older
     newer.joinpath("progress.json").unlink()
     assert find_checkpoint("one", tmp_path).resolve() == older.resolve()
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_is_not_to_be_resumed(tmp_path: Path) -> None:
+    """Which would be refused."""
+    run = new_run(str(tmp_path), "one")
+    run.checkpoints.mkdir(parents=True)
+    run.config.touch()
+    with pytest.raises(UserError, match=r"one exists already: give another --name\.$"):
+        new_run(str(tmp_path), "one")
+    (run.checkpoints / "step-00000010").mkdir()
+    (run.checkpoints / "step-00000010" / "progress.json").touch()
+    with pytest.raises(UserError, match="one exists already: continue it with --resume one, or give another --name"):
+        new_run(str(tmp_path), "one")
 
 
 def test_a_folder_that_a_command_only_began_may_be_taken(tmp_path: Path) -> None:
