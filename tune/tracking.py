@@ -108,8 +108,8 @@ class Evidence:
         self.closed.add(key.run_id)
 
     def _words(self, row: TrialRow) -> dict[str, str]:
-        """Columns of MLflow's list: speed with its interval, memory with its limit and as predicted, other settings."""
-        words = {}
+        """Columns of MLflow's list: batch and other settings, speed and memory with interval, limit and prediction."""
+        words = {"batch": f"{row.candidate.micro_batch} x {row.accumulation}"}
         if row.candidate.knobs:
             words["knobs"] = self.search.space.knobs_label(row.candidate.knobs) or "as the control"
         if row.tokens_per_second and row.low and row.high:
@@ -125,9 +125,9 @@ class Evidence:
         """What someone who opens a trial's page wants to know first; ``words`` are those of :meth:`_words`."""
         expected = f" (predicted {row.predicted_memory / GB:.2f})" if row.predicted_memory else ""
         speed = f"{words['tokens/s']} tokens/s" if "tokens/s" in words else "none was measured"
-        label = f"{self.search.space.label(row.candidate)} x {row.accumulation}"
+        name = self.search.space.name(row.candidate)
         return [
-            ("What", f"{row.stage} of {label}, trial {row.number} of {self.search.place.name}"),
+            ("What", f"{row.stage} of {name}; trial {row.number} of {self.search.place.name}"),
             ("Speed", speed),
             ("Memory", words["memory"] + expected if "memory" in words else "not measured"),
             ("Outcome", f"{row.outcome}: {row.reason}"),

@@ -214,7 +214,7 @@ def strike(
     patterns = {  # which do not match themselves in the command line of the shell that looks for them
         "driver": ("head", "python.* -m (pipeline|train|tune)[.]"),
         "controller": ("head", "ray[:]:TrainController"),
-        "worker": (machine, "ray[:]:(RayTrainWorker|.*[Tt]rial)"),
+        "worker": (machine, "ray[:]:(RayTrainWorker|ImplicitFunc|trainable)"),
     }
     where, pattern = patterns[kind]
     row["machine"] = where

@@ -1,5 +1,6 @@
 """The search's children in MLflow: one a trial, complete whatever happened to the store meanwhile."""
 
+import itertools
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ from mlflow.tracking import MlflowClient
 
 from infra.tracking import tracker
 from infra.tracking.names import MOST
-from infra.tracking.saved_views import VIEWS
+from infra.tracking.saved_views import FIRST, VIEWS
 from infra.tracking.tracker import Tracker
 from infra.units import GB
 from train.config import TrainConfig
@@ -99,8 +100,10 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
     assert set(TRIAL_METRICS) <= trial.metrics.keys()
     assert failed.tags["reason"] == "RuntimeError: no kernel"
     assert (trial.tags["knobs"], failed.tags["knobs"]) == ("as the control", "checkpointing=full")
-    columns = list(VIEWS["tune"][0].columns)
-    assert columns.index("tags.`reason`") < columns.index("params.`micro_batch`"), "it is in sight"
+    assert (trial.tags["batch"], failed.tags["batch"]) == ("2 x 4", "4 x 2")
+    before = itertools.takewhile(lambda column: column != "tags.`reason`", VIEWS["tune"][0].columns)
+    widths = FIRST | VIEWS["tune"][0].columns
+    assert sum(widths[column] for column in (*FIRST, *before)) <= 1100, "it is in sight in a window of 1,500 pixels"
     for column in {column for view in VIEWS["tune"] for column in view.columns}:
         kind, _, name = column.partition(".")
         assert name.strip("`") in getattr(trial, kind), column

@@ -163,7 +163,13 @@ def view(link: str, name: str, *, charts: bool = False) -> str:
     return f"{experiment}/runs?workflowType=machine_learning&viewStateShareKey=throughline-{name}{shown}"
 
 
-LEADERBOARD = ("1,900 (1,890 to 1,920)", "4.00 of 10.00 GB", "1,400 (1,390 to 1,420)", "RuntimeError: no kernel")
+LEADERBOARD = (
+    "4 x 2",
+    "1,900 (1,890 to 1,920)",
+    "4.00 of 10.00 GB",
+    "1,400 (1,390 to 1,420)",
+    "RuntimeError: no kernel",
+)
 
 
 @pytest.mark.parametrize(
