@@ -20,7 +20,7 @@ DEMO_RUN := --model gpt2-124m --micro-batch 32 --global-batch 96 --steps 100 --c
 DEMO_SEARCH := --model gpt2-124m --global-batch 96 --memory-limit 40GB --compile whole --device cuda
 endif
 
-.PHONY: install demo test lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-memory bench-scale campaign-pipeline campaign-train campaign-search campaign-gpu
+.PHONY: install demo test lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-memory bench-scale campaign-pipeline campaign-train campaign-search campaign-cluster campaign-gpu
 
 install: $(INSTALLED)
 
@@ -90,6 +90,9 @@ campaign-search: install
 
 campaign-train: install
 	$(BIN)/python -P tests/benchmarks/campaign_train.py --data $(DATA) --kills 20 --record $(RECORDS)/campaign-train.json
+
+campaign-cluster: install
+	RECORD=$(RECORDS)/campaign-cluster.json $(BIN)/pytest tests/cluster/campaign.py
 
 # On a CUDA machine; run it until it says that it is done. NANOGPT and BUILD_NANOGPT are checkouts to compare with.
 campaign-gpu: install
