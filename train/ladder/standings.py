@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from infra.markdown import table as markdown_table
 from infra.table import tables
 from infra.units import GB
 from train.intervals import t_quantile
@@ -356,8 +357,3 @@ def markdown(suite: Suite, rows: list[Row], controls: Sequence[float]) -> str:
     for part in parts(suite, rows):
         text += ["", *part.markdown()]
     return "\n".join(text).rstrip() + "\n"
-
-
-def markdown_table(heading: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table in Markdown."""
-    return [f"| {' | '.join(line)} |" for line in (heading, ["---"] * len(heading), *lines)]

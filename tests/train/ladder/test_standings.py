@@ -210,6 +210,11 @@ def test_a_rung_with_a_larger_batch_shows_both() -> None:
     assert EQUAL_WORK_TITLE not in markdown(CUMULATIVE, ROWS, [100.0])
 
 
+def test_the_name_of_a_rung_cannot_end_its_cell_in_markdown() -> None:
+    renamed = [ROWS[0], replace(ROWS[1], name="a | b"), *ROWS[2:]]
+    assert "| a \\| b " in markdown(CUMULATIVE, renamed, [100.0])
+
+
 def test_a_precision_is_judged_by_the_held_out_losses_of_all_seeds() -> None:
     """Student's interval of three paired differences: 4.303 standard errors."""
     rows = [
