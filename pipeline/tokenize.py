@@ -96,39 +96,36 @@ def _make(job: Job, todo: list[Piece], progress: report.Progress, *, fresh: bool
         with phase("mlflow start"), doing("importing MLflow"):
             opening.result()
             tracker = _open_run(job)
-        if fresh:
-            output.clear(place)
-        output.begin(job, [piece.name for piece in todo])
-        place.write_json(TRACKING, tracker.key.kept_in(place.address))
-        identity, usual = config.identity(), TokenizeConfig().identity()
-        named = {"sources": identity.pop("sources"), "out": str(place), "workers": config.parallelism}
-        tracker.params(changed(identity, usual) | named | {"pieces": len(job.pieces)})
-        tracker.json(config.identity() | named, "config.json")
-        try:
-            if todo:
-                with phase("work"):
-                    _work(job, todo, progress, tracker.key.run_id)
-            stopping = background.submit(ray.close)
-            with phase("finish"), doing("checking and closing the data set"):
-                manifest = output.finish(job)
-            with phase("ray stop"), doing("stopping Ray"):
-                stopping.result()
-        except BaseException as failure:
-            tracker.finish("KILLED" if isinstance(failure, KeyboardInterrupt) else "FAILED")
-            raise
-        finally:
-            forget(tracker.key.run_id)
+        with tracker:
+            if fresh:
+                output.clear(place)
+            output.begin(job, [piece.name for piece in todo])
+            place.write_json(TRACKING, tracker.key.kept_in(place.address))
+            identity, usual = config.identity(), TokenizeConfig().identity()
+            named = {"sources": identity.pop("sources"), "out": str(place), "workers": config.parallelism}
+            tracker.params(changed(identity, usual) | named | {"pieces": len(job.pieces)})
+            tracker.json(config.identity() | named, "config.json")
+            try:
+                if todo:
+                    with phase("work"):
+                        _work(job, todo, progress, tracker.key.run_id)
+                stopping = background.submit(ray.close)
+                with phase("finish"), doing("checking and closing the data set"):
+                    manifest = output.finish(job)
+                with phase("ray stop"), doing("stopping Ray"):
+                    stopping.result()
+            finally:
+                forget(tracker.key.run_id)
+            told = partial(report.as_markdown, str(config.out), manifest.report, progress, manifest.fingerprint)
+            tracker.note(told())
+            tracker.metrics(shown(progress.metrics() | _counts(manifest), report.METRICS))
+            tracker.tags({"dropped": report.dropped(manifest.report)})
+            copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name in (MANIFEST, QUARANTINE))
+            tracker.file(copy.folder / MANIFEST)
+            tracker.file(copy.folder / QUARANTINE)
+            tracker.data(place.name, manifest.fingerprint, str(place), manifest.report, "output")
     from infra.tracking.views import ui_link
 
-    told = partial(report.as_markdown, str(config.out), manifest.report, progress, manifest.fingerprint)
-    tracker.note(told())
-    tracker.metrics(shown(progress.metrics() | _counts(manifest), report.METRICS))
-    tracker.tags({"dropped": report.dropped(manifest.report)})
-    copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name in (MANIFEST, QUARANTINE))
-    tracker.file(copy.folder / MANIFEST)
-    tracker.file(copy.folder / QUARANTINE)
-    tracker.data(place.name, manifest.fingerprint, str(place), manifest.report, "output")
-    tracker.finish()
     console.print(Markdown(told(apart=True)), soft_wrap=False)
     console.print(ui_link(tracker.key), markup=False)
 

@@ -112,7 +112,7 @@ def finish(job: Job) -> Manifest:
     dropped = write_quarantine(place, records.values())
     counts = report.totals(records.values())
     if not counts["books_kept"]:
-        first = f" Of {dropped[0].book} it is: {dropped[0].detail}." if dropped else ""
+        first = f" For {dropped[0].book} it is: {dropped[0].detail}." if dropped else ""
         raise UserError(
             f"none of {counts['books_in']:,} books could be kept: {place / QUARANTINE} gives the reason for each."
             f"{first}"

@@ -120,10 +120,16 @@ def test_other_settings_need_overwrite(make: Callable[..., Path], capsys: pytest
     assert contents(folder).keys() == before.keys()
 
 
-def test_the_reason_is_given_when_no_book_can_be_kept(make: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_reason_is_given_when_no_book_can_be_kept(make: Callable[..., Path], store: str, tmp_path: Path) -> None:
     (tmp_path / "lines.jsonl").write_text('{"content": "a book"}\n')
     with pytest.raises(UserError, match=r"none of 1 books.*lines\.jsonl#0 it is: no text in the field 'text'"):
         make("nothing", sources=(str(tmp_path / "lines.jsonl"),))
+    client = MlflowClient(store)
+    experiment = client.get_experiment_by_name("pipeline")
+    assert experiment
+    (run, *_) = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])
+    assert run.info.status == "FAILED"
+    assert run.data.tags["reason"].startswith("none of 1 books could be kept")
 
 
 def test_more_books_change_only_the_pieces_that_they_are_in(
