@@ -9,7 +9,6 @@ from pathlib import Path
 
 from infra.doctor.ceilings import read_matmul_rate
 from train.config import TrainConfig
-from train.estimate import flops
 from train.model_config import ModelConfig
 from train.result import RunResult
 
@@ -86,5 +85,3 @@ def utilisation(tokens_per_second: float, flops_per_token: float, peak: float | 
 
 
 FLOPS_FORMULA = "6 x matmul parameters + 12 x layers x context x width, per token (arXiv 2204.02311, appendix B)"
-
-flops_per_token = flops.palm

@@ -42,7 +42,7 @@ def conclude(
     """The result of a run that ``ended`` with an outcome and a reason; ``checkpoint`` is the newest one."""
     manifest = data.manifest
     speed = throughput.steady_state(spent.steps, config.step_tokens)
-    flops = flops_formula.flops_per_token(config.model)
+    flops = flops_formula.palm(config.model)
     again = flops_formula.recomputed_blocks(config)
     executed = flops_formula.hardware(config.model, recomputed=again) if again else None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -19,7 +19,7 @@ from infra.place import Place
 from infra.telemetry import Telemetry
 from pipeline.cache import on_this_machine
 from train.config import Cycle, TrainConfig, config_from_json
-from train.estimate.flops import flops_per_token, utilisation
+from train.estimate.flops import palm, utilisation
 from train.loop.memory import is_exhausted
 from train.loop.memory_limit import Limit
 from train.loop.throughput import steady_state
@@ -197,7 +197,7 @@ def make_row(
         reserved=result.memory.reserved if result else None,
         allocator_retries=result.memory.allocator_retries if result else 0,
         rejected_steps=len(watch.rejected()) if watch else 0,
-        mfu=utilisation(measured.tokens_per_second, flops_per_token(config.model), peak, 1) if measured else None,
+        mfu=utilisation(measured.tokens_per_second, palm(config.model), peak, 1) if measured else None,
         compile_seconds=max(0.0, watch.seconds[0] - steady) if watch and steady else None,
         data_wait_fraction=result.data_wait_fraction if result else None,
         train_loss=result.train_loss if result else None,

@@ -11,7 +11,7 @@ import torch
 from infra import telemetry
 from infra.errors import UserError
 from train.config import Cycle, Precision, TrainConfig
-from train.estimate.flops import flops_per_token
+from train.estimate.flops import palm
 from train.loop.memory_limit import Limit
 from train.loop.throughput import steady_state
 from train.loop.trainer import Trainer
@@ -179,7 +179,7 @@ def test_utilisation_is_of_one_device_at_the_trials_precision(
     watch = watched([1.0] * 8, retries=[0] * 9, folder=tmp_path)
     row = make_row(watch.request, replace(training, precision=precision), watch, on_gpu, "ok", "")
     peak = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}[precision]
-    assert row.mfu == pytest.approx((row.tokens_per_second or 0.0) * flops_per_token(training.model) / peak)
+    assert row.mfu == pytest.approx((row.tokens_per_second or 0.0) * palm(training.model) / peak)
 
 
 def test_a_damaged_row_is_named(training: TrainConfig, tmp_path: Path) -> None:
