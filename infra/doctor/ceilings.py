@@ -131,8 +131,6 @@ def read_matmul_rate(path: Path, device: str, precision: str) -> float | None:
 
 
 def matmul_rate_of(found: Mapping[str, Any], precision: str) -> float | None:
-    """FLOP/s of a matrix product in ``precision`` on the device of which ``found`` has what was measured."""
-    if precision == "auto":
-        precision = "fp32" if found["device"] == "cpu" else "bf16"
+    """FLOP/s of a matrix product in a resolved ``precision`` on the device of which ``found`` has what was measured."""
     kind = precision if precision in ("fp32", "tf32") else "bf16"  # fp16 runs at bf16's rate
     return found.get("matmul", {}).get(kind)
