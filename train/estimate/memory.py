@@ -12,7 +12,7 @@ CPU (tests/benchmarks/memory.py). What formulas cannot predict (segment rounding
 learned from probes: see :func:`correct`.
 """
 
-import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -273,11 +273,11 @@ def correct(predicted: float, probes: Sequence[tuple[float, float]]) -> float:
     """
     if not probes:
         return predicted
-    middle_x = math.fsum(x for x, _ in probes) / len(probes)
-    middle_y = math.fsum(y for _, y in probes) / len(probes)
-    spread = math.fsum((x - middle_x) ** 2 for x, _ in probes)
-    slope = math.fsum((x - middle_x) * (y - middle_y) for x, y in probes) / spread if spread else 1.0
-    return middle_y + slope * (predicted - middle_x)
+    sizes, measured = zip(*probes, strict=True)
+    if len(set(sizes)) == 1:
+        return predicted + statistics.fmean(measured) - sizes[0]
+    slope, intercept = statistics.linear_regression(sizes, measured)
+    return intercept + slope * predicted
 
 
 def largest_micro_batch(config: TrainConfig, limit: int) -> int | None:
