@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from infra.errors import UserError
-from infra.options import JoinsRay
+from infra.options import Address, JoinsRay, TrackingUri
 from infra.schema import strict
 from infra.units import Bytes
 
@@ -101,11 +101,9 @@ class TokenizeConfig(Reading, JoinsRay):
     overwrite: bool = False
     """Replace what is in --out instead of finishing it; after an interruption, the same command continues."""
 
-    tracking_uri: str | None = None
-    """MLflow store. Default: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db."""
+    tracking_uri: TrackingUri = None
 
-    address: str | None = None
-    """Ray cluster to use. Default: RAY_ADDRESS, else a local Ray of its own."""
+    address: Address = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
