@@ -220,7 +220,7 @@ def await_accelerator(accelerator: str) -> None:
     lack = f"--accelerator {accelerator} is not in the cluster, which has {', '.join(sorted(names)) or 'none'}"
     if ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback:
         raise UserError(f"{lack}.")
-    errors.print(f"{lack}: waiting until a machine with one joins, which an autoscaler is asked for; Ctrl-C exits.")
+    errors.print(f"{lack}: waiting for a machine with one, which Ray has asked its autoscaler for; Ctrl-C exits.")
     asked = [ray.remote(num_cpus=0, accelerator_type=accelerator)(_nothing).remote()]
     while not ray.wait(asked, timeout=1)[0]:
         pass
@@ -268,7 +268,7 @@ def sole_user(place: Place) -> Iterator[None]:
         ray.get(holder.ready.remote())
     except ValueError:
         raise UserError(
-            f"another command of this cluster is writing to {place}: wait for it, or give another name."
+            f"another command on this cluster is writing to {place}: wait for it, or give another name."
         ) from None
     try:
         yield

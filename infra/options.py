@@ -7,7 +7,7 @@ from typing_extensions import Doc
 
 TrackingUri = Annotated[str | None, Doc("MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db.")]
 
-Address = Annotated[str | None, Doc("Ray cluster to run on; default RAY_ADDRESS, else a Ray of its own here.")]
+Address = Annotated[str | None, Doc("Ray cluster to run on; default RAY_ADDRESS, else a local Ray of its own.")]
 
 ConfigFile = Annotated[
     str | None, Doc("Read the training settings from this JSON file, also in object storage; flags override it.")

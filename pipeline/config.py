@@ -96,7 +96,7 @@ class TokenizeConfig(Reading, JoinsRay):
     """Text per shard and per task, at least 1MB. The shards depend on it, but not on the number of workers."""
 
     dry_run: bool = False
-    """Only say what would be done. gutenberg: numbers are downloaded, to know their size."""
+    """Only print what would be done. gutenberg: numbers are downloaded, to know their size."""
 
     overwrite: bool = False
     """Replace what is in --out instead of finishing it; after an interruption, the same command continues."""

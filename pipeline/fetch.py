@@ -1,4 +1,4 @@
-"""Nothing any more: ``pipeline.tokenize`` writes to object storage itself, and training reads from there."""
+"""Removed: ``pipeline.tokenize`` writes to object storage itself, and training reads from there."""
 
 from infra.command import refuse
 from infra.errors import UserError

@@ -58,7 +58,7 @@ def main(config: InspectConfig) -> int:
         )
         return 1
     if config.verify:
-        console.print(f"All {len(manifest.shards):,} shards have the bytes that {MANIFEST} says.")
+        console.print(f"All {len(manifest.shards):,} shards match their checksums in {MANIFEST}.")
     for title, text in passages(place, manifest, config.passages, config.length):
         console.print(f"\n[bold]{escape(title)}[/bold]\n{escape(text)}")
     return 0

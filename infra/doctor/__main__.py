@@ -48,7 +48,7 @@ class DoctorOptions:
         if self.workers < 1:
             raise UserError(f"--workers {self.workers} must be at least 1.")
         if self.storage and not self.address:
-            raise UserError("--storage is what the machines of a cluster are asked about: give its --address, too.")
+            raise UserError("--storage is checked from the machines of a cluster: give its --address, too.")
         if self.storage and not is_remote(self.storage):
             raise UserError(f"--storage {self.storage} is not object storage: write for example s3://bucket/folder.")
 
@@ -124,7 +124,7 @@ def examine(options: DoctorOptions) -> int:
         write_json(options.out / "doctor.json", found)
         saved = f"saved in {options.out / 'doctor.json'}"
         if options.workers > 1:
-            saved += f", from which 'python -m train.plan --workers {options.workers}' tells what the network means"
+            saved += f", from which 'python -m train.plan --workers {options.workers}' estimates the network's effect"
     key = create_run("doctor", name, tracking_uri=options.tracking_uri, tags=provenance.collect() | {"kind": "doctor"})
     with Tracker(key) as tracker:
         tracker.metrics(metrics)

@@ -35,7 +35,7 @@ MOST_ROWS = 200
 
 
 def page_of(folder: Path) -> Page:
-    """The report on ``folder``, by the kind of which it is. Raises ``UserError`` for a folder of no known kind."""
+    """The report on ``folder``, by its kind. Raises ``UserError`` for a folder of no known kind."""
     for file, (_, write) in KINDS.items():
         if (folder / file).is_file():
             return write(folder)

@@ -89,7 +89,7 @@ def _download(number: str, mirror: str) -> bytes:
             if answer.headers.get("Content-Type", "").lower().startswith("text/html"):  # a network's login page
                 raise UserError(f"{url} is a web page and not a book: check the network, or name another --mirror.")
             if text is None:
-                raise UserError(f"{url} sends more than {MOST:,} bytes, which is no book: leave it out.")
+                raise UserError(f"{url} sends more than {MOST:,} bytes, too many for a book: leave it out.")
             return text
     raise UserError(f"book {number} has no plain text at {mirror}: leave it out.")
 

@@ -86,7 +86,7 @@ def assess(job: Job) -> Assessment:
     if todo or _records_of_no_piece(job, there):
         for name in list(done):
             if any(dropped.reason in (EXACT, NEAR) for dropped in done[name].dropped):
-                todo[name] = "held duplicates of books that may have changed"
+                todo[name] = "had duplicates of books that may have changed"
                 del done[name]
     return Assessment(done, todo)
 

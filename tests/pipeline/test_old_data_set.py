@@ -44,7 +44,7 @@ def test_it_is_read_verified_and_known_to_be_finished(
 ) -> None:
     shutil.copytree(FIXTURE / "tokens", config.out)
     assert inspect.main(InspectConfig(config.out, verify=True)) == 0
-    assert "All 3 shards have the bytes" in capsys.readouterr().out
+    assert "All 3 shards match their checksums" in capsys.readouterr().out
     assert sum(map(len, TokenShards(Path(config.out)).streams("train"))) == 247
     assert main(config) == 0
     assert "is finished; nothing to do" in capsys.readouterr().out

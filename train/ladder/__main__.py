@@ -289,7 +289,7 @@ def continued(options: LadderOptions, copy: WorkingCopy) -> tuple[LadderOptions,
     home, key = key.home, key.valid_in(place, "begin a new ladder")
     if not Place.of(options.data).exists(MANIFEST):
         raise UserError(
-            f"the data of {place} is not in {options.data}: bring it back, or begin a new ladder."
+            f"the data of {place} is not in {options.data}: restore it, or begin a new ladder."
             if home in ("", place.address)
             else f"{place} was copied or moved from {home} without its data: to continue it, copy the data to "
             f"{options.data}; or begin a new ladder with --data."

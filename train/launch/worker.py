@@ -166,7 +166,7 @@ def refuse_other_step(home: RunFolder, start: Start, found: int) -> None:
         there = f"ends at step {found:,}" if found else "has no intact checkpoint"
         raise UserError(
             f"the run continues from step {least:,}, and {home.place / 'checkpoints'} as {socket.gethostname()} finds "
-            f"it {there}: bring the checkpoint back, or remove its rest to continue from the one before it."
+            f"it {there}: restore the checkpoint, or remove its rest to continue from the one before it."
         )
 
 
@@ -208,7 +208,7 @@ def data_of(
     if data.manifest.fingerprint != fingerprint:
         raise UserError(
             f"--data {place} on {host}, where Ray placed the worker, has the fingerprint "
-            f"{data.manifest.fingerprint[:12]} and on the driver's machine {fingerprint[:12]}: they are other data."
+            f"{data.manifest.fingerprint[:12]} and on the driver's machine {fingerprint[:12]}: the data differ."
         )
     return data
 

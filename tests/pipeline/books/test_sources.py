@@ -289,7 +289,7 @@ def test_a_mirror_that_sends_more_than_a_book_is_not_listened_to(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(downloads, "MOST", 10)
-    with pytest.raises(UserError, match=r"pg84\.txt sends more than 10 bytes, which is no book: leave it out"):
+    with pytest.raises(UserError, match=r"pg84\.txt sends more than 10 bytes, too many for a book: leave it out"):
         find(["gutenberg:84"], mirror)
     assert list((tmp_path / "cache").rglob("*.txt")) == []
 

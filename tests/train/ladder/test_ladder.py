@@ -398,7 +398,7 @@ def test_a_ladder_of_an_earlier_version_is_continued(
 @pytest.mark.parametrize(
     ("project", "said"),
     [
-        (None, "the data of {0}/runs/old is not in {0}/tokens: bring it back, or begin a new ladder."),
+        (None, "the data of {0}/runs/old is not in {0}/tokens: restore it, or begin a new ladder."),
         (
             "/elsewhere",
             "{0}/runs/old was copied or moved from /elsewhere/runs/old without its data: to continue it, copy the data "
