@@ -220,7 +220,7 @@ def await_accelerator(accelerator: str) -> None:
     lack = f"--accelerator {accelerator} is not in the cluster, which has {', '.join(sorted(names)) or 'none'}"
     if ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback:
         raise UserError(f"{lack}.")
-    errors.print(f"{lack}: waiting for a machine with one, which Ray has asked its autoscaler for; Ctrl-C exits.")
+    errors.print(f"{lack}: waiting until a machine with one joins (an autoscaler may add it); Ctrl-C exits.")
     asked = [ray.remote(num_cpus=0, accelerator_type=accelerator)(_nothing).remote()]
     while not ray.wait(asked, timeout=1)[0]:
         pass
