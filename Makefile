@@ -94,10 +94,13 @@ campaign-train: install
 campaign-cluster: install
 	RECORD=$(RECORDS)/campaign-cluster.json $(BIN)/pytest tests/cluster/campaign.py
 
-# On a CUDA machine; run it until it says that it is done. NANOGPT and BUILD_NANOGPT are checkouts to compare with.
+# On a CUDA machine of your own; for a borrowed one see campaign_gpu.py. NANOGPT and BUILD_NANOGPT are checkouts to
+# compare with.
 campaign-gpu: install
-	$(BIN)/python -P tests/benchmarks/campaign_gpu.py --records $(RECORDS) \
+	test -e campaign/tokens/manifest.json || $(BIN)/python -m pipeline.tokenize --out campaign/tokens
+	$(BIN)/python -P tests/benchmarks/campaign_gpu.py run --minutes 600 \
 		$(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(BUILD_NANOGPT),--build-nanogpt $(BUILD_NANOGPT))
+	$(BIN)/python -P tests/benchmarks/campaign_gpu.py record --records $(RECORDS)
 
 # A grid that bench-search replays; it is run in parts, each of at most nine minutes, until it says complete.
 bench-real-grid: install

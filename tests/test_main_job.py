@@ -218,6 +218,7 @@ def test_the_readmes_ladder_is_interrupted_and_continued(used: Path, cluster: st
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.timeout(5400)  # the ladder alone is 31 runs of 20 seconds and their starts, half of them compiled anew
 def test_every_gpu_command_of_the_readme_works(demo: Path) -> None:
     for command in commands("sh gpu"):

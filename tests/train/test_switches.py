@@ -233,8 +233,11 @@ def test_a_tenth_of_a_short_time_warms_up() -> None:
     [
         {"attention": "flash"}, {"attention": "cudnn"}, {"attention": "efficient"}, {"attention": "flex"},
         {"mask_books": True}, {"precision": "bf16-activations"}, {"precision": "fp16"}, {"precision": "tf32"},
-        {"compile": "whole"}, {"compile": "blocks"}, {"compile": "max-autotune"}, {"compile": "reduce-overhead"},
-        {"compile": "coordinate-descent"}, {"compile": "max-autotune-graphs"}, {"checkpointing": "alternate"},
+        {"compile": "whole"}, {"compile": "blocks"}, {"compile": "reduce-overhead"}, {"checkpointing": "alternate"},
+        *(
+            pytest.param({"compile": mode}, marks=pytest.mark.slow)
+            for mode in ("coordinate-descent", "max-autotune", "max-autotune-graphs")
+        ),
         {"compile": "whole", "checkpointing": "selective"}, {"fp8": True},
         {"loss": "fused"}, {"loss_chunks": 2, "compile": "whole"},
         {"optimizer": "adamw-8bit"}, {"optimizer": "adamw-bf16", "precision": "bf16-activations"},

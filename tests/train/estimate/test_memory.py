@@ -173,6 +173,7 @@ def test_weights_and_optimizer_are_those_of_a_real_one(tied: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["off", "whole"])
 def test_two_probes_predict_reserved_memory_of_other_batches_within_3_percent(
     compiled: Compile, small_shards: Path

