@@ -48,7 +48,8 @@ def publish(
     compared: list[Part] = []
     said: list[str] = []
     if before == NAME:
-        compared, said = study.compare(rows, config_from_json(controls[0].config, "the baseline"))
+        ran = {run.name: config_from_json(run.config, run.folder) for run in (controls[0], *rungs) if run.speed}
+        compared, said = study.compare(rows, ran)
     elif isinstance(before, dict):
         heading, *lines = comparison(before, found)
         compared = [Part("Compared with the other ladder", heading, lines)]

@@ -3,18 +3,21 @@
 In: the rows of a ladder. Out: two tables of pairs, the study's figure and the one measured here, and sentences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from infra.units import GB
 from train.config import TrainConfig
-from train.ladder.published import A100_MATMUL, FIVE_MINUTES, STUDY, kinds, studied
+from train.ladder.published import A100_MATMUL, FIVE_MINUTES, STUDY, deviations, kinds, studied
 from train.ladder.runner import SAME_BATCH
 from train.ladder.standings import Part, Row, three_digits
 from train.model_config import format_model
 
 
-def compare(rows: Sequence[Row], baseline: TrainConfig) -> tuple[list[Part], list[str]]:
-    """The tables of memory and speed, and what they show. ``baseline`` is the config of the first of ``rows``."""
+def compare(rows: Sequence[Row], configs: Mapping[str, TrainConfig]) -> tuple[list[Part], list[str]]:
+    """The tables of memory and speed, and what they show. ``configs`` are those of the rows that ran, by name."""
+    others = {name: found for name in STUDY if name in configs and (found := deviations(name, configs[name]))}
+    rows = [replace(row, matmul_rate=None) if row.name in others else row for row in rows]  # with nothing to expect
     here = {row.name: row for row in rows}
     first = STUDY["baseline"].speed
     memory: list[tuple[str, ...]] = []
@@ -34,7 +37,9 @@ def compare(rows: Sequence[Row], baseline: TrainConfig) -> tuple[list[Part], lis
                 _pair(published.speed, row.speed, "{:,.0f}"),
                 _pair(study_before and published.speed / study_before, step, "{:.2f}x") if study_before else "",
                 _pair(published.speed / first, total, "{:.2f}x"),
-                _pair(_reached(published.speed), row.speed and _reached(row.speed), "{}"),
+                _pair(
+                    _millions(published.seen or published.speed * FIVE_MINUTES), row.speed and _reached(row.speed), "{}"
+                ),
                 f"{row.speed / scaled[name]:.0%}" if row.speed and name in scaled else "-",
             )
         )
@@ -51,7 +56,7 @@ def compare(rows: Sequence[Row], baseline: TrainConfig) -> tuple[list[Part], lis
             speed,
         ),
     ]
-    return parts, [*_caveats(baseline), verdict(rows), _last(rows)]
+    return parts, [*_caveats(configs["baseline"], others), verdict(rows), _last(rows)]
 
 
 def expected(rows: Sequence[Row]) -> list[tuple[str, float]]:
@@ -97,17 +102,28 @@ def _last(rows: Sequence[Row]) -> str:
     )
 
 
-def _caveats(baseline: TrainConfig) -> list[str]:
+def _caveats(baseline: TrainConfig, others: Mapping[str, list[str]]) -> list[str]:
+    said = [
+        "Tokens in 5 min are tokens/s times 300 s; those of the study's baseline are from its log, and fewer than its "
+        "speed would make."
+    ]
+    if others:
+        each = "; ".join(f"{name} ({', '.join(found)})" for name, found in others.items())
+        said.append(f"Not as in the study, and so without an expected speed: {each}.")
     _, first = next(studied())
-    if (baseline.model, baseline.micro_batch) == (first.model, first.micro_batch):
-        return []
-    ours, theirs = (f"{format_model(each.model)} at a batch of {each.micro_batch}" for each in (baseline, first))
-    return [f"The baseline here is {ours}, the study's {theirs}: compare the ratios, not memory and speed."]
+    if (baseline.model, baseline.micro_batch) != (first.model, first.micro_batch):
+        ours, theirs = (f"{format_model(each.model)} at a batch of {each.micro_batch}" for each in (baseline, first))
+        said.append(f"The baseline here is {ours}, the study's {theirs}: compare the ratios, not memory and speed.")
+    return said
 
 
 def _reached(speed: float) -> str:
-    """Millions of tokens in five minutes."""
-    return three_digits(speed * FIVE_MINUTES / 1e6)
+    """Millions of tokens in five minutes at this speed."""
+    return _millions(speed * FIVE_MINUTES)
+
+
+def _millions(tokens: float) -> str:
+    return three_digits(tokens / 1e6)
 
 
 def _ratio(row: Row) -> float | None:

@@ -13,6 +13,7 @@ from train.ladder.study import compare, verdict
 from train.ladder.suites import A100, apply
 
 BASELINE = apply(TrainConfig(device="cuda", steps=10), A100.base)
+CONFIGS = dict(studied()) | {"baseline": BASELINE}
 
 
 def row(name: str, *, faster: float = 1.0, card: float = 1.0, **changes: object) -> Row:
@@ -40,12 +41,13 @@ def test_the_studys_rungs_are_those_of_the_suite() -> None:
 
 
 def test_the_study_agrees_with_itself() -> None:
-    (memory, speed), said = compare([row(name) for name in STUDY], BASELINE)
+    (memory, speed), said = compare([row(name) for name in STUDY], CONFIGS)
     assert memory.lines[4] == ("compile", "48 / 48", "25.4 / -", "37.4 / 37.4")
     assert memory.lines[0] == ("baseline", "28 / 28", "", "37.0 / 37.0")
-    assert speed.lines[0] == ("baseline", "16,950 / 16,950", "", "1.00x / 1.00x", "5.08 / 5.08", "100%")
+    assert speed.lines[0] == ("baseline", "16,950 / 16,950", "", "1.00x / 1.00x", "4.60 / 5.08", "100%")
     assert speed.lines[4] == ("compile", "112,200 / 112,200", "2.57x / 2.57x", "6.62x / 6.62x", "33.7 / 33.7", "100%")
-    assert "falls behind at no rung" in said[0]
+    assert "those of the study's baseline are from its log" in said[0]
+    assert "falls behind at no rung" in said[1]
     assert said[-1] == "The study's last rung is 8.7 times its first; here 'data-loading workers' is 8.7 times."
 
 
@@ -53,7 +55,7 @@ def test_the_first_rung_that_is_too_slow_for_the_card_is_named() -> None:
     """A card that multiplies 2.9 times as fast should train 2.9 times as fast; faster than the study is not enough."""
     slow = {"compile": 0.8, "flash attention": 0.5}
     rows = [row(name, card=2.9, faster=slow.get(name, 1.0)) for name in STUDY]
-    _, speed = compare(rows, BASELINE)[0]
+    _, speed = compare(rows, CONFIGS)[0]
     assert [line[-1] for line in speed.lines][3:7] == ["100%", "80%", "50%", "100%"]
     assert "falls behind first at 'compile', with 80% of the expected speed" in verdict(rows)
     assert "up to 786 TFLOP/s" in verdict(rows)
@@ -64,7 +66,7 @@ def test_the_first_rung_that_is_too_slow_for_the_card_is_named() -> None:
 def test_what_was_not_measured_is_left_open() -> None:
     rows = [row("baseline"), replace(row("compile"), matmul_rate=None), Row("flash attention", "oom")]
     rows.insert(1, replace(rows[1], name="compile, same batch", memory=20 * GB))
-    (memory, speed), _ = compare(rows, BASELINE)
+    (memory, speed), _ = compare(rows, CONFIGS)
     assert memory.lines[4] == ("compile", "48 / 48", "25.4 / 20.0", "37.4 / 37.4")
     assert memory.lines[5] == ("flash attention", "64 / -", "29.6 / -", "38.9 / -")
     assert speed.lines[4][2] == "2.57x / -", "the rung before was not run here"
@@ -75,6 +77,16 @@ def test_what_was_not_measured_is_left_open() -> None:
 
 @pytest.mark.parametrize("changes", [{"model.context_length": 1024}, {"batch": 16}])
 def test_another_baseline_is_pointed_out(changes: dict[str, object]) -> None:
-    said = compare([row("baseline")], apply(BASELINE, changes))[1]
-    assert "compare the ratios, not memory and speed" in said[0]
-    assert "the study's gpt2-124m,context_length=512" in said[0]
+    said = compare([row("baseline")], {"baseline": apply(BASELINE, changes)})[1]
+    assert "compare the ratios, not memory and speed" in said[1]
+    assert "the study's gpt2-124m,context_length=512" in said[1]
+
+
+def test_a_rung_that_lacks_what_came_before_it_has_no_expected_speed() -> None:
+    """Such as compile in TF32, where fp16 could not be run: its matrix products are not those of the study."""
+    configs = CONFIGS | {"compile": replace(CONFIGS["compile"], precision="tf32", micro_batch=40, global_batch=40)}
+    rows = [row(name, faster=0.5 if name == "compile" else 1.0) for name in STUDY]
+    (_, speed), said = compare(rows, configs)
+    assert [line[-1] for line in speed.lines][3:6] == ["100%", "-", "100%"]
+    assert "without an expected speed: compile (precision tf32, not fp16)." in said[1]
+    assert "falls behind at no rung" in said[2]
