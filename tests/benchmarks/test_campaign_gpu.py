@@ -11,6 +11,12 @@ from typing import Any
 
 import pytest
 
+from infra import flags
+from infra.doctor.ceilings import read_matmul_rate
+from train.ladder.__main__ import LadderOptions
+from train.run import RunOptions
+from tune.config import SearchConfig
+
 FILE = Path(__file__).with_name("campaign_gpu.py")
 REPOSITORY = FILE.parents[2]
 
@@ -111,6 +117,8 @@ def test_a_verdict_stands_after_every_step(tmp_path: Path) -> None:
     assert "MISSED   tokens/s: 4.161e+05 (goal 5e+05)" in said, "an H100's goal"
     assert "unknown  times nanoGPT: - (goal 1.35)" in said
     assert "MISSED   of the measured matmul ceiling: 0.4504 (goal 0.6)" in said
+    doctor = tmp_path / "runs" / "doctor.json"
+    assert read_matmul_rate(doctor, "NVIDIA H100 80GB HBM3", "bf16") == 790e12, "which ladders compare with"
     path = campaign_gpu.record(tmp_path / "bring", tmp_path)
     kept = json.loads(path.read_text())
     assert path.name == "campaign-nvidia-h100-80gb-hbm3.json"
@@ -119,6 +127,18 @@ def test_a_verdict_stands_after_every_step(tmp_path: Path) -> None:
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"step": "train')  # the machine was taken away
     assert len(made.rows) == len((tmp_path / "rows.jsonl").read_text().splitlines()) - 1
+
+
+OPTIONS = {"train.run": RunOptions, "tune.search": SearchConfig, "train.ladder": LadderOptions}
+
+
+@pytest.mark.parametrize("step", campaign_gpu._commands(campaign_gpu.FIRST), ids=lambda step: step.name)
+def test_the_products_commands_have_these_flags(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, module, *given = step.command
+    monkeypatch.setattr(sys, "argv", [module, *given])
+    options = flags.parsed(OPTIONS[module], module, OPTIONS[module]())
+    assert options.name == step.run
+    assert step.result.startswith(f"runs/{step.run}/")
 
 
 def test_predicted_memory_is_judged_between_the_batches_that_correct_it() -> None:
