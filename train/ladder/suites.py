@@ -205,7 +205,10 @@ PRECISION = Suite(
 SIZES = Suite(
     "sizes",
     "Sizes that fill tiles and waves, and sizes that do not",
-    {"model": "gpt2-124m", "batch": 32, "vocabulary_multiple": 64, "schedule": "constant"},
+    {
+        "model": "gpt2-124m", "model.context_length": 512, "batch": 32, "vocabulary_multiple": 64,
+        "schedule": "constant",
+    },
     (
         Rung("vocabulary not padded", {"vocabulary_multiple": 1}, changes_numerics=True),
         Rung("vocabulary to 50,432", {"vocabulary_multiple": 256}, changes_numerics=True),
@@ -216,7 +219,7 @@ SIZES = Suite(
         Rung("width 832, 13 heads", {"model.width": 832, "model.heads": 13}, changes_numerics=True),
         *(Rung(f"batch {size}", {"batch": size}) for size in (7, 8, 9, 31, 33, 63, 64, 65)),
     ),
-)
+)  # fmt: skip
 
 AA = Suite(
     "aa",

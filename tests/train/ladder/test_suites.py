@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
+from infra.hardware import A100 as CARD
 from train.config import Cycle, TrainConfig
+from train.estimate.memory import predict_peak
 from train.ladder.runner import largest_batch
 from train.ladder.suites import A100, SUITES, Rung, Suite, apply, choose, find_suite, searched, short_form
 from train.model_config import PRESETS
+from train.resolve import resolve
 
 START = TrainConfig(device="cuda", steps=10)
 
@@ -68,6 +71,18 @@ def test_the_study_is_repeated_as_it_was() -> None:
     assert (state.optimizer, state.attention, state.compile, state.ablate) == (
         "adamw-fused", "auto", "max-autotune", (),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=lambda suite: suite.name)
+def test_every_rung_fits_the_card_that_the_suites_are_for(suite: Suite) -> None:
+    """One with 40 GB, by prediction."""
+    state = apply(replace(START, device="cuda"), suite.base)
+    peaks = {"baseline": predict_peak(resolve(state, CARD)).total}
+    for rung in suite.rungs:
+        config = apply(state, rung.changes)
+        peaks[rung.name] = predict_peak(resolve(config, CARD)).total
+        state = config if suite.cumulative else state
+    assert max(peaks.values()) < 38e9, peaks
 
 
 def test_accumulation_keeps_the_mathematics() -> None:
