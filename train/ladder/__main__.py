@@ -65,7 +65,8 @@ class LadderOptions(JoinsRay):
     sizes: sizes that fill a GPU's tiles and waves, and sizes that do not
     aa: the same run ten times, to see how often the verdict is a false alarm"""
     rungs: tuple[str, ...] = ()
-    """Only these rungs of the suite, by name; default all."""
+    """Only these rungs of the suite, by name; default all. In a suite whose rungs keep those before them, what is left
+    out is not kept either."""
     data: str = "data/tokens"
     """Token shards, made by python -m pipeline.tokenize: a folder, or s3://bucket/folder, gs://bucket/folder."""
     model: ModelOrNone = None
