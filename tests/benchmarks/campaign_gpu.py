@@ -28,6 +28,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -249,7 +250,7 @@ class Campaign:
     @property
     def rows(self) -> list[Row]:
         """Those of all calls, oldest first; one that a machine's end has cut in two is none."""
-        path = self.folder / "rows.jsonl"
+        path = self.folder / ROWS
         found = []
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
             try:
@@ -261,6 +262,7 @@ class Campaign:
     def work(self, seconds: float) -> bool:
         """Do one step after the other until none is left, which is True, or none fits into ``seconds``."""
         until = self.clock() + seconds
+        self._choose()
         while step := next_step(self.rows, self.sides, ray=self.ray):
             left = until - self.clock()
             if left < min(step.seconds + step.grace, STEP_SECONDS):
@@ -274,22 +276,26 @@ class Campaign:
 
     def keep(self, row: Row) -> None:
         """Add a row, and bring verdict and archive up to date."""
-        with (self.folder / "rows.jsonl").open("a", encoding="utf-8") as file:
+        with (self.folder / ROWS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         rows = self.rows
         if row["kind"] == "ceilings" and row["outcome"] == "finished":  # where ladders look for it
             (self.folder / "runs").mkdir(exist_ok=True)
             (self.folder / "runs" / "doctor.json").write_text(json.dumps(row), encoding="utf-8")
-        chosen = best(rows)
-        if chosen:
-            (self.folder / "best.json").write_text(json.dumps(chosen["config"]), encoding="utf-8")
+        self._choose()
         shown = {name: value for name, value in row.items() if name in ("outcome", "tokens_per_second", "reason")}
         print(f"  {row['seconds']:.0f} s: {json.dumps(shown)}", flush=True)
         text = "\n".join(sentences(rows))
         (self.folder / "verdict.txt").write_text(text + "\n", encoding="utf-8")
         self.out.mkdir(parents=True, exist_ok=True)
-        shutil.copy(self.folder / "verdict.txt", self.out)
+        for name in ("verdict.txt", ROWS):
+            shutil.copy(self.folder / name, self.out)
         pack(self.folder, self.out, self.room)
+
+    def _choose(self) -> None:
+        """Write the config of the best trainer, which the steps after the trainers start from."""
+        if chosen := best(self.rows):
+            (self.folder / "best.json").write_text(json.dumps(chosen["config"]), encoding="utf-8")
 
 
 def real(step: Step, seconds: float, *, folder: Path, options: argparse.Namespace) -> Row:
@@ -392,9 +398,13 @@ def sentences(rows: list[Row]) -> list[str]:
     lines = []
     for goal, (reached, wanted, more) in verdict(rows).items():
         word = "unknown" if reached is None else "reached" if (reached >= wanted) is more else "MISSED"
-        lines.append(f"{word:8} {goal}: {'-' if reached is None else f'{reached:,.4g}'} (goal {wanted:,.4g})")
+        lines.append(f"{word:8} {goal}: {_short(reached)} (goal {_short(wanted)})")
     spent = sum(row["seconds"] for row in rows)
     return [*lines, f"{len(rows)} rows in {spent / 60:.0f} minutes; last {rows[-1]['step']}, {rows[-1]['outcome']}"]
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def middle(rows: list[Row], side: str) -> float | None:
@@ -426,7 +436,8 @@ def _over(one: float | None, other: float | None) -> float | None:
 
 # --- What comes along and goes home -----------------------------------------------------------------------------------
 
-ARCHIVE = "campaign.tar.gz"
+ARCHIVE, ROWS = "campaign.tar.gz", "rows.jsonl"
+"""The rows also come home by themselves, in case that a machine ends while the archive's parts are written."""
 LARGE = ("inductor", "runs")
 """Folders of which the newest files are kept, as far as they fit; all else is small."""
 NOT_KEPT = (
@@ -477,10 +488,17 @@ def restore(bring: Path, folder: Path) -> None:
         if (bring / name).exists() and not target.exists():
             with tarfile.open(bring / name) as tar:
                 tar.extractall(target, filter="data")
-    parts = sorted(bring.glob(f"{ARCHIVE}.*"))
-    if parts and not (folder / "rows.jsonl").exists():
+    if (folder / ROWS).exists():
+        return
+    parts = sorted(bring.glob(f"{ARCHIVE}.??"))
+    try:
         with tarfile.open(fileobj=io.BytesIO(b"".join(part.read_bytes() for part in parts))) as tar:
             tar.extractall(folder, filter="data")
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as damage:
+        if parts:
+            print(f"The archive is damaged ({damage}): the rows are kept, the cache begins anew.")
+    if (bring / ROWS).exists():
+        shutil.copy(bring / ROWS, folder)
 
 
 def prepare(options: argparse.Namespace) -> None:
@@ -492,9 +510,9 @@ def prepare(options: argparse.Namespace) -> None:
         subprocess.run([sys.executable, "-m", "pipeline.tokenize", "--out", str(shards)], check=True)
     _tar(bring / "tokens.tar.gz", {path.name: path for path in shards.iterdir()})
     _tar(bring / "peers.tar.gz", sources(options))
-    if options.site:
+    if options.site and options.site.resolve() != (bring / "site.tar.xz").resolve():
         shutil.copy(options.site, bring / "site.tar.xz")
-    else:
+    elif not options.site:
         _light(bring / "site.tar.xz", options.python)
     left = room(bring)
     print(f"{bring}: {left / 2**20:.1f} of {BROUGHT_BYTES / 2**20:.0f} MiB are left for the archive of earlier calls")
@@ -503,10 +521,10 @@ def prepare(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as before:
         parts = Path(before, "parts")
         parts.mkdir()
-        for part in bring.glob(f"{ARCHIVE}.*"):
+        for part in (*bring.glob(f"{ARCHIVE}.??"), *bring.glob(ROWS)):
             shutil.copy(part, parts)
         restore(parts, Path(before, "state"))
-        if (Path(before, "state") / "rows.jsonl").exists():
+        if (Path(before, "state") / ROWS).exists():
             pack(Path(before, "state"), bring, left)
 
 
@@ -543,12 +561,10 @@ def _light(path: Path, python: str) -> None:
 
 def record(bring: Path, records: Path) -> Path:
     """Write what came home in ``bring`` as one record of all rows, with the verdict; returns its path."""
-    with tempfile.TemporaryDirectory() as scratch:
-        restore(bring, Path(scratch))
-        rows = Campaign(Path(scratch), bring, (), False, lambda step, seconds: {}).rows
+    rows = Campaign(bring, bring, (), False, lambda step, seconds: {}).rows
     device = next((row["device"] for row in rows if row.get("device")), None)
     if device is None:
-        sys.exit(f"{bring} has no archive of a machine's rows.")
+        sys.exit(f"{bring} has no {ROWS} of a machine: put there what came home.")
     path = records / f"campaign-{''.join(c if c.isalnum() else '-' for c in device.lower())}.json"
     path.write_text(json.dumps({"device": device, "verdict": verdict(rows), "rows": rows}, indent=1) + "\n")
     return path
