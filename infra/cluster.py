@@ -23,16 +23,12 @@ from typing import Any, TypeVar
 from infra.command import INTERRUPTED, errors, interrupt_on_termination, uninterrupted
 from infra.errors import UserError, first_line
 from infra.local_ray import environment_variables, on_loopback, own_process_group, refuse_exposed
-from infra.place import Place
 from infra.progress import doing
 from infra.storage import TEMPORARY
 
 PROJECT = Path(__file__).resolve().parent.parent
 
 PACKAGES = ("infra", "pipeline", "train", "tune")
-
-NAMESPACE = "throughline"
-"""Names of actors hold among all drivers that join a cluster in one namespace."""
 
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -105,7 +101,7 @@ def connected(
     local = address in (None, "", "local")
     if address and not local:
         with doing(f"joining the Ray cluster at {address}"):
-            _join(address, named, runtime_env=_travelling(variables), namespace=NAMESPACE, **quiet)
+            _join(address, named, runtime_env=_travelling(variables), **quiet)
     else:
         # Inherited rather than a runtime_env, for which Ray would discard the workers that it starts in advance.
         os.environ.update(variables)
@@ -250,37 +246,6 @@ def cores_each(nodes: Collection[Node], workers: int, *, gpu: bool) -> int:
         if sum(min(cores // size, gpus) if gpu else cores // size for cores, gpus in room) >= workers:
             return size
     return 0
-
-
-@contextmanager
-def sole_user(place: Place) -> Iterator[None]:
-    """Hold ``place``, in object storage, against other drivers of the connected Ray, for the block's duration.
-
-    Storage has no locks: an actor on this machine has the place's name, and ends with this process however it ends.
-    Raises ``UserError`` when another driver holds it.
-    """
-    import ray
-
-    actor: Any = ray.remote(num_cpus=0)(_Holder)
-    actor = actor.options(name=f"writes to {place}", scheduling_strategy=here())
-    try:
-        holder = actor.remote()
-        ray.get(holder.ready.remote())
-    except ValueError:
-        raise UserError(
-            f"another command on this cluster is writing to {place}: wait for it, or give another name."
-        ) from None
-    try:
-        yield
-    finally:
-        ray.kill(holder)
-
-
-class _Holder:
-    """Holds a name."""
-
-    def ready(self) -> None:
-        """Answer."""
 
 
 def here() -> Any:

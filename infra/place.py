@@ -37,6 +37,9 @@ from infra.storage import (
 
 _BLOCK = 8 << 20
 
+CLAIMS = ".claims"
+"""The folder in which commands say that they use a place in object storage; see ``infra.claim``."""
+
 REQUESTS = 32
 """Requests to object storage at a time, each of which takes tens of milliseconds and no CPU."""
 
@@ -148,13 +151,14 @@ class Place:
         """Bytes of every file by its name, of those in the folder ``below`` it and deeper; none where it is missing.
 
         Object storage allows names such as ``../key``, which would be outside a folder that they are copied to, and
-        which no program reads back: they are left out.
+        which no program reads back: they are left out. So are claims.
         """
         start = self / below if below else self
         if self.remote:
             _, root = locate(self.address)
             sizes = {entry.path.removeprefix(f"{root}/"): entry.size for entry in listing(start.address)}
-            return {name: size for name, size in sizes.items() if not {"", ".", ".."}.intersection(name.split("/"))}
+            hidden = {"", ".", "..", CLAIMS}
+            return {name: size for name, size in sizes.items() if not hidden.intersection(name.split("/"))}
         found: dict[str, int] = {}
         for parent, _, names in os.walk(start.folder):
             for path in (Path(parent) / name for name in names):

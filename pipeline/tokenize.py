@@ -16,7 +16,7 @@ from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from infra import command, provenance
-from infra.cluster import ask_others, connected, losses_reported, refuse_unshared, sole_user
+from infra.cluster import ask_others, connected, losses_reported, refuse_unshared
 from infra.command import console
 from infra.errors import UserError
 from infra.place import Place, WorkingCopy
@@ -44,10 +44,6 @@ def main(config: TokenizeConfig) -> int:
     with ExitStack() as held:
         if not config.dry_run:
             held.enter_context(output.sole_writer(job.place))
-            if job.place.remote and config.cluster:  # other machines may write there, which the cluster knows
-                with progress.wall.time("ray start"):
-                    held.enter_context(connected(config.address))
-                    held.enter_context(sole_user(job.place))
         return _continue(job, progress)
 
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 
 from infra import command
-from infra.cluster import connected, refuse_unshared, sole_user
+from infra.cluster import connected, refuse_unshared
 from infra.command import INTERRUPTED, console
 from infra.errors import UserError
 from infra.help import Sections
@@ -94,21 +94,19 @@ def train(options: RunOptions) -> int:
     """
     run = planned(options)
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as locks:
-        if run.resume:
+        if run.resume or run.home.kept_at:
             locks.enter_context(run.home.command_lock())
         store = options.tracking_uri or ((known := run.home.key()) and known.store)
         preparing = background.submit(prepare, store)
-        with connected(run.address, prestart=False), ExitStack() as held:
+        with connected(run.address, prestart=False):
             with doing(IMPORTING):
                 preparing.result()
-            if run.home.kept_at:
-                held.enter_context(sole_user(run.home.kept_at))
-            else:
+            if not run.home.kept_at:
                 refuse_unshared("--out", run.home.path.parent)
             if not run.resume:
                 if not run.home.kept_at:
                     make(run.home.path)
-                locks.enter_context(run.home.command_lock())
+                    locks.enter_context(run.home.command_lock())
                 locks.enter_context(run.home.removed_on_failure())
             return recorded(run, options)
 

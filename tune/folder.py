@@ -7,10 +7,10 @@ sends each file as it is written.
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-from infra.cluster import sole_user
+from infra.claim import sole_user
 from infra.errors import UserError
 from infra.place import Place, WorkingCopy
 from infra.schema import from_json
@@ -52,19 +52,14 @@ RENAMED = {"naive": "ablate"}
 
 
 @contextmanager
-def locked(place: Place, *, on_cluster: bool = False) -> Iterator[WorkingCopy]:
+def locked(place: Place) -> Iterator[WorkingCopy]:
     """Make ``place``, and hold it against other drivers however this one ends. Yields where to write what it holds.
 
-    Other drivers are those of this machine and, of a place in object storage and ``on_cluster``, those of the connected
-    Ray. Raises ``UserError``.
+    Raises ``UserError``.
     """
-    refusal = f"another process runs the search in {place}: wait for it, or end it."
-    with ExitStack() as held:
-        if place.remote:
-            place.refuse_unusable("--out")
-        held.enter_context(place.locked(LOCK, refusal))
-        if place.remote and on_cluster:
-            held.enter_context(sole_user(place))
+    if place.remote:
+        place.refuse_unusable("--out")
+    with sole_user(place, LOCK, f"another process runs the search in {place}: wait for it, or end it."):
         copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name == KEPT or name.startswith(f"{TRIALS}/"))
         (copy.folder / TRIALS).mkdir(exist_ok=True)
         clear_temporaries(copy.folder / TRIALS)

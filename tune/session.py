@@ -43,7 +43,7 @@ def search(config: SearchConfig) -> int:
             report.print_plan(planned)
             return 0
         open_store(config.tracking_uri)  # one that cannot be used is refused before anything is made
-        with folders.locked(planned.place, on_cluster=bool(config.cluster)) as copy:
+        with folders.locked(planned.place) as copy:
             return Session(replace(planned, copy=copy)).run()
 
 

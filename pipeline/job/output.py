@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from infra.claim import sole_user
 from infra.errors import UserError
 from infra.place import REQUESTS, Place
 from infra.storage import clear_temporaries
@@ -29,11 +30,11 @@ _RECORD = re.compile(rf"{PIECES}/\d{{6,}}\.json")
 
 
 def sole_writer(place: Place) -> AbstractContextManager[None]:
-    """Hold ``place`` for this process of this machine. Raises ``UserError`` when it is held, or cannot be written."""
+    """Hold ``place`` for this process. Raises ``UserError`` when it is held, or cannot be written."""
     if place.remote:
         place.refuse_unusable("--out")
     refusal = f"another run is writing to {place}: wait for it, or give another --out."
-    return place.locked(f"{PIECES}/{LOCK}", refusal)
+    return sole_user(place, f"{PIECES}/{LOCK}", refusal)
 
 
 def refuse_foreign(place: Place) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infra.claim import sole_user
 from infra.command import errors
 from infra.errors import UserError
 from infra.place import Place, WorkingCopy, refuse_name
@@ -25,7 +26,7 @@ from infra.tracking.key import RunKey
 from train.checkpoint.progress import PROGRESS, checkpoints_in, newest, skipped
 from train.result import CycleReport
 
-KEY = "tracking.json"
+KEY, COMMAND = "tracking.json", ".command"
 
 HANDOVER_SECONDS = 60.0
 """How long to wait for an earlier worker that is being killed; Ray's workers outlive their driver by a few seconds."""
@@ -108,8 +109,8 @@ class RunFolder:
             yield
 
     def command_lock(self) -> AbstractContextManager[None]:
-        """Lock the folder for the command that runs or continues this run. Raises ``UserError``."""
-        return self.place.locked(".command", f"another command is training in {self.place}: wait for it, or stop it.")
+        """Hold the run's place for the command that runs or continues this run. Raises ``UserError``."""
+        return sole_user(self.place, COMMAND, _in_use(self.place))
 
     def newest(self) -> Path:
         """The newest intact checkpoint of a run from :func:`find_run`, which has one; prints which ones are skipped.
@@ -231,8 +232,12 @@ def working_copy(place: Place, *, fresh: bool) -> RunFolder:
     Raises ``UserError`` when another command of this machine is using it.
     """
     there = {name for name in place.files() if "/" not in name} if not fresh else set[str]()
-    with RunFolder(WorkingCopy.folder_of(place), place).command_lock():
+    with place.locked(COMMAND, _in_use(place)):
         return RunFolder(WorkingCopy.of(place, fresh=fresh, wanted=there.__contains__).folder, place)
+
+
+def _in_use(place: Place) -> str:
+    return f"another command is training in {place}: wait for it, or stop it."
 
 
 def _refuse_name(name: str) -> None:

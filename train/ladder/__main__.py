@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from infra import command
-from infra.cluster import connected, refuse_unshared, sole_user
+from infra.cluster import connected, refuse_unshared
 from infra.command import INTERRUPTED, console, escape
 from infra.errors import UserError
 from infra.hardware import DeviceFacts, device_facts
@@ -166,9 +166,7 @@ def run(options: LadderOptions) -> int:
             from train.launch.placement import worker_facts
 
             held.enter_context(connected(options.address, prestart=False))
-            if place.remote:
-                held.enter_context(sole_user(place))
-            else:
+            if not place.remote:
                 refuse_unshared("--out", place.folder.parent)
             facts = worker_facts(start)
         else:

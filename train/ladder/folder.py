@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from infra.claim import sole_user
 from infra.errors import UserError
 from infra.place import Place, WorkingCopy
 from infra.schema import from_json
@@ -22,7 +23,7 @@ KEPT = "ladder.json"
 
 @contextmanager
 def opened(place: Place, *, fresh: bool) -> Iterator[WorkingCopy]:
-    """Hold ``place`` against other commands of this machine, for the block's duration; yields where to write.
+    """Hold ``place`` against other commands, for the block's duration; yields where to write.
 
     A ``fresh`` one is made. Raises ``UserError`` when another command runs the ladder.
     """
@@ -30,7 +31,7 @@ def opened(place: Place, *, fresh: bool) -> Iterator[WorkingCopy]:
         make(place.folder)
     elif not fresh and not place.exists(KEPT):
         raise _absent(place)
-    with place.locked(".command", f"another command runs the ladder in {place}: wait for it, or stop it."):
+    with sole_user(place, ".command", f"another command runs the ladder in {place}: wait for it, or stop it."):
         yield WorkingCopy.of(place, fresh=fresh, wanted=lambda name: "/checkpoints/" not in name)
 
 
