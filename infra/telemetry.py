@@ -39,6 +39,12 @@ def interval(second: int) -> int:
     return stride(second, POINTS)
 
 
+def of_machine(name: str, metrics: dict[str, float]) -> dict[str, float]:
+    """``metrics`` under names with that of their machine, as MLflow's own system metrics have it where there are
+    several: ``system/NAME/...``."""
+    return {metric.replace("system/", f"system/{name}/", 1): value for metric, value in metrics.items()}
+
+
 class Telemetry:
     """Reads this process's machine in the background until :meth:`stop`, or while its block runs.
 

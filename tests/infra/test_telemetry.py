@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from infra import telemetry
 from infra.gpu import GpuReading
-from infra.telemetry import Energy, Telemetry, extremes, interval, of_gpu
+from infra.telemetry import Energy, Telemetry, extremes, interval, of_gpu, of_machine
 
 CARD = GpuReading(97.0, 30 * 10**9, 690.0, 61, 1980, 0, 700.0, 1000.0)
 SILENT = GpuReading(None, None, None, None, None, None, None, None)
@@ -153,3 +153,7 @@ def test_energy_is_that_of_the_time_in_question(counter: bool) -> None:
     nothing = Energy()
     nothing.add(1.0, SILENT)
     assert nothing.between(0.0, 1.0) is None
+
+
+def test_metrics_of_several_machines_are_named_after_them_as_mlflows_own_are() -> None:
+    assert of_machine("w2", {"system/gpu_power_watts": 690.0}) == {"system/w2/gpu_power_watts": 690.0}

@@ -38,7 +38,7 @@ class News:
 
     messages: list[tuple[str, Any]] = field(default_factory=list)
     """(kind, content): ``begun`` with facts about the worker, ``say`` with a line for the terminal, ``cycle``,
-    ``system`` with a second and the metrics of its machine."""
+    ``system`` with a second and the metrics of a machine."""
     silence: float | None = None
     """Seconds since the worker that trains was heard from; None while there is none."""
     doing: tuple[str, int] | None = None
@@ -92,9 +92,13 @@ class Channel:
             self._messages.append(("cycle", cycle))
 
     def system(self, second: int, metrics: dict[str, float]) -> None:
-        """What the worker's machine did until ``second`` of the run."""
-        self._second = second
+        """What a machine that trains did until ``second`` of the run."""
+        self._second = max(self._second, second)
         self._messages.append(("system", (second, metrics)))
+
+    def second(self) -> int:
+        """The last known second of telemetry."""
+        return self._second
 
     def say(self, line: str) -> None:
         """A line for the driver's terminal."""
@@ -188,10 +192,6 @@ class Line:
     def cycle(self, cycle: dict[str, Any]) -> None:
         """Hand a cycle over."""
         self._channel.cycle.remote(cycle)
-
-    def system(self, second: int, metrics: dict[str, float]) -> None:
-        """Hand a point of telemetry over."""
-        self._channel.system.remote(second, metrics)
 
     def stopping(self) -> bool:
         """Whether the driver wants the run to stop."""

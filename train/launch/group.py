@@ -20,17 +20,18 @@ class WorkerGroup:
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._hosts: list[str] = []
-        self._node = ""
+        self._nodes: dict[str, str] = {}
+        """The machines' names by Ray's ids for them."""
         self.is_silent = False
         """Whether the first worker, once begun, is not heard from."""
         self.is_lost = False
-        """Whether the machine of the first worker is gone from the cluster, and no other has begun."""
+        """Whether the machine of a worker is gone from the cluster, and the workers have not begun anew."""
 
     def begun(self, about: dict[str, Any]) -> None:
         """Workers have started."""
         if self._hosts:
             console.print(f"continuing on {', '.join(about['hosts'])}", markup=False)
-        self._hosts, self._node = about["hosts"], about["node"]
+        self._hosts, self._nodes = about["hosts"], dict(zip(about["nodes"], about["hosts"], strict=True))
         self.is_silent = self.is_lost = False
         # Of the machine that trains; the driver's were recorded when the run was made.
         self._tracker.tags(
@@ -42,23 +43,30 @@ class WorkerGroup:
         return bool(self._hosts) and not self.is_silent
 
     def look(self, silence: float | None) -> None:
-        """Say when the first worker has not been heard from for some time, or its machine is lost.
+        """Say when the first worker has not been heard from for some time, or the machine of one is lost.
 
-        Ray Train alone would say nothing while it looks for another machine.
+        Ray Train alone would say nothing while it looks for another machine. When one of several is lost, the first
+        worker still answers, but waits for the lost one in a collective.
         """
-        if silence is None or silence < SILENT_SECONDS or self.is_lost:
-            if self.is_silent and silence is not None and silence < SILENT_SECONDS:
-                self.is_silent = False
-                console.print(f"{self._hosts[0]} answers again", markup=False)
+        if silence is None or self.is_lost:
             return
-        if any(node["NodeID"] == self._node and not node["Alive"] for node in ray.nodes()):
+        silent = silence >= SILENT_SECONDS
+        if self.is_silent and not silent:
+            self.is_silent = False
+            console.print(f"{self._hosts[0]} answers again", markup=False)
+        gone: list[str] = []
+        if silent or len(self._nodes) > 1:
+            dead = {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
+            gone = [name for node, name in self._nodes.items() if node in dead]
+        if gone:
             self.is_silent = self.is_lost = True
+            left = "which trains, has left" if len(gone) == 1 else "which train, have left"
             console.print(
-                f"{self._hosts[0]}, which trains, has left the cluster: the run continues from its newest checkpoint "
-                "on another machine, as soon as there is one with what it needs.",
+                f"{', '.join(gone)}, {left} the cluster: the run continues from its newest checkpoint on another "
+                "machine, as soon as there is one with what it needs.",
                 markup=False,
             )
-        elif not self.is_silent:
+        elif silent and not self.is_silent:
             self.is_silent = True
             console.print(
                 f"The worker on {self._hosts[0]} has not answered for {silence:.0f} s: its process, its machine or the "

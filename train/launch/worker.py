@@ -4,20 +4,21 @@ import shutil
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.train
+from ray.exceptions import RayError
 
 from infra.errors import UserError
 from infra.place import Place, scratch
 from infra.provenance import machine
 from infra.schema import to_json
-from infra.telemetry import Telemetry
+from infra.telemetry import Telemetry, of_machine
 from pipeline.shards import MANIFEST, Manifest
 from pipeline.stream import Stream
 from train.checkpoint.progress import newest, read_progress, trust
@@ -66,12 +67,14 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
     past: Any = ray.get(channel.past.remote()) if first else Past()
     marker = payload["marker"]
     start = Start(payload["step"], Path(marker) if marker else None, past)
-    hosts = [socket.gethostname()]
+    host, node = socket.gethostname(), ray.get_runtime_context().get_node_id()
+    hosts, nodes = [host], [node]
     with ExitStack() as locks:
         resume, refusal = begin(home, locks, start) if first else follow(home)
         if not alone:
-            found = exchange((refusal, step_of(resume), hosts[0]))
-            refusal, hosts = common_refusal(found), [host for _, _, host in found]
+            found = exchange((refusal, step_of(resume), host, node))
+            refusal = common_refusal([theirs[:3] for theirs in found])
+            hosts, nodes = [theirs[2] for theirs in found], [theirs[3] for theirs in found]
         if past.result:
             return {"result": with_checkpoint(past.result, home), "gpu": None, "stream": None}
         if refusal:
@@ -81,17 +84,19 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
             limit, stream, fingerprint = (payload[name] for name in ("memory_limit", "stream", "fingerprint"))
             line, telemetry = None, None
             if first:
-                node = ray.get_runtime_context().get_node_id()
-                about = {"hosts": hosts, "node": node, "machine": machine()}
+                about = {"hosts": hosts, "nodes": nodes, "machine": machine()}
                 line = locks.enter_context(Line(channel, step_of(resume), about))
-                telemetry = locks.enter_context(Telemetry(line.system, line.second))
+                name = host if len(set(nodes)) > 1 else None
+                telemetry = locks.enter_context(Telemetry(sender(channel, name), line.second))
+            elif nodes.index(node) == rank:  # the first worker of another machine
+                locks.enter_context(watched(channel, host))
             data = data_of(config, stream, fingerprint, channel.say.remote if first else lambda text: None)
             result = train(home, config, resume, line, limit, asked, data, telemetry)
             summary = data.summary() if isinstance(data, StreamData) else None
             gpu = telemetry and telemetry.gpu
             ended = {"result": to_json(result), "gpu": gpu, "stream": summary}
         except OutOfMemory as failure:
-            result = replace(failure.result, machine=hosts[rank])
+            result = replace(failure.result, machine=host)
             ray.get(channel.refuse.remote(result.reason, to_json(result)))
             raise RuntimeError(result.reason) from None  # which Ray Train's controller reads without torch
         except UserError as mistake:
@@ -106,6 +111,24 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
         if home.kept_at:
             shutil.rmtree(home.path, ignore_errors=True)  # all of it is in the run's place
         return ended
+
+
+def sender(channel: Any, name: str | None) -> Callable[[int, dict[str, float]], None]:
+    """What hands over a point of telemetry; with the ``name`` of its machine where there are several."""
+
+    def send(second: int, metrics: dict[str, float]) -> None:
+        channel.system.remote(second, of_machine(name, metrics) if name else metrics)
+
+    return send
+
+
+@contextmanager
+def watched(channel: Any, name: str) -> Iterator[None]:
+    """While the block runs, hand over what this machine does, where no worker has a :class:`Line`."""
+    with Telemetry(sender(channel, name), ray.get(channel.second.remote())):
+        yield
+    with suppress(RayError):  # the driver has died
+        ray.get(channel.flush.remote())
 
 
 def begin(home: RunFolder, locks: ExitStack, start: Start) -> tuple[Path | None, str | None]:

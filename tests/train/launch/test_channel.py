@@ -50,7 +50,8 @@ def test_a_restarted_worker_counts_its_telemetry_on() -> None:
     assert channel.begun(0, {})[2] == 90
     channel.system(92, {"system/worker_cpu_percent": 99.0})
     assert ("system", (92, {"system/worker_cpu_percent": 99.0})) in channel.news().messages
-    assert channel.begun(0, {})[2] == 92
+    channel.system(91, {"system/w2/worker_cpu_percent": 99.0})  # of another machine
+    assert channel.begun(0, {})[2] == channel.second() == 92
 
 
 def test_a_worker_is_told_to_stop_and_a_replaced_one_to_end() -> None:
