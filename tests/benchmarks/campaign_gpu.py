@@ -12,8 +12,7 @@ call may end anywhere. The archive holds the rows and Inductor's cache; what no 
 first, is compiled again.
 
 This file needs nothing but Python, so that it runs before the packages are unpacked. Only the last steps need Ray and
-MLflow: they wait for a machine to which ``prepare --site`` brought an archive with both, such as
-``../shared/tools/offline_bundle.py`` makes.
+MLflow: they wait for a machine to which ``prepare --site`` brought an archive with both.
 """
 
 import argparse
@@ -691,7 +690,7 @@ def main() -> None:
     done = campaign.work(60 * options.minutes)
     print("\n".join(sentences(campaign.rows)) if campaign.rows else "There was no time for a step.")
     if done and not ray:
-        sys.exit("What is left needs Ray and MLflow: bring offline_bundle.py's archive, by prepare --site.")
+        sys.exit("What is left needs Ray and MLflow: bring an archive of packages with both, by prepare --site.")
     if not done:
         sys.exit("Not finished: run the same command again.")
 
