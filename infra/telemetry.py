@@ -55,7 +55,7 @@ class Telemetry:
     def __init__(self, send: Callable[[int, dict[str, float]], object], second: int = 0) -> None:
         self._send = send
         self._last = second
-        self._machine = Machine()
+        self._machine = HostReader()
         self._meter = GpuMeter()
         self._energy = Energy()
         self._points: list[tuple[float, dict[str, list[float]]]] = []
@@ -133,7 +133,7 @@ class Telemetry:
         return values
 
 
-class Machine:
+class HostReader:
     """The processor time and memory of this process and of the machine."""
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ def main(config: TokenizeConfig) -> int:
     """Run the command; returns its exit code."""
     if not config.overwrite:
         output.refuse_foreign(Place.of(config.out))
-    progress = report.Progress()
+    progress = report.JobStats()
     with progress.wall.time("plan"), doing("listing the books"):
         job = Job(config)
     with ExitStack() as held:
@@ -47,7 +47,7 @@ def main(config: TokenizeConfig) -> int:
         return _continue(job, progress)
 
 
-def _continue(job: Job, progress: report.Progress) -> int:
+def _continue(job: Job, progress: report.JobStats) -> int:
     """Compare the plan with what the output holds, and do what is missing; returns the exit code."""
     config, place = job.config, job.place
     changed = output.changed_settings(job)
@@ -76,7 +76,7 @@ def _continue(job: Job, progress: report.Progress) -> int:
     return 0
 
 
-def _make(job: Job, todo: list[Piece], progress: report.Progress, *, fresh: bool) -> None:
+def _make(job: Job, todo: list[Piece], progress: report.JobStats, *, fresh: bool) -> None:
     """Do the pieces and finish the data set. MLflow is imported while Ray starts, and Ray stops while we finish."""
     config, place, phase = job.config, job.place, progress.wall.time
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as ray:
@@ -140,7 +140,7 @@ def _open_run(job: Job) -> "Tracker":
     return Tracker(create_run("pipeline", job.place.name, tracking_uri=uri, tags=provenance.collect()))
 
 
-def _work(job: Job, todo: list[Piece], progress: report.Progress, run: str) -> None:
+def _work(job: Job, todo: list[Piece], progress: report.JobStats, run: str) -> None:
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("pieces, {task.fields[rate]}"),
         TimeElapsedColumn(), TimeRemainingColumn(),

@@ -53,7 +53,7 @@ class Confirmed:
     telemetry: Mapping[str, float] = field(default_factory=dict)
 
 
-class Check(NamedTuple):
+class Cause(NamedTuple):
     """One possible cause: whether the records show it, and what they say."""
 
     shown: bool
@@ -103,16 +103,16 @@ def slower(result: RunResult, confirmed: Confirmed, config: TrainConfig) -> Diag
     return Diagnosis([*rows, ("likely cause", f"none found in what was recorded: {recorded}")])
 
 
-def _checks(result: RunResult, confirmed: Confirmed, missing: float) -> Iterator[Check]:
+def _checks(result: RunResult, confirmed: Confirmed, missing: float) -> Iterator[Cause]:
     """Every cause about which something was recorded."""
     if confirmed.device and result.device != confirmed.device:
-        yield Check(True, f"it ran on {result.device}, the search on {confirmed.device}")
+        yield Cause(True, f"it ran on {result.device}, the search on {confirmed.device}")
     elif confirmed.machines and result.machine and result.machine not in confirmed.machines:
-        yield Check(True, f"it ran on {result.machine}, the search on {', '.join(confirmed.machines)}")
+        yield Cause(True, f"it ran on {result.machine}, the search on {', '.join(confirmed.machines)}")
     if result.data_wait_fraction is not None:
         wait, usual = result.data_wait_fraction, confirmed.data_wait_fraction
         text = f"it waited for data in {wait:.1%} of the time"
-        yield Check(wait - (usual or 0.0) >= SHARE * missing, text + _in_search(usual, ".1%"))
+        yield Cause(wait - (usual or 0.0) >= SHARE * missing, text + _in_search(usual, ".1%"))
     now, then = result.telemetry, confirmed.telemetry
     if clock := now.get("system/gpu_sm_clock_mhz"):
         usual = then.get("system/gpu_sm_clock_mhz")
@@ -121,21 +121,21 @@ def _checks(result: RunResult, confirmed: Confirmed, missing: float) -> Iterator
         text += "".join(f", lowered by {cause} in {share:.0f}% of the time" for cause, share in slowed.items() if share)
         # The power limit lowers a healthy GPU's clock too; heat does not.
         faulty = max(slowed["heat"], slowed["hardware"]) >= OFTEN
-        yield Check(1 - clock / usual >= SHARE * missing if usual else faulty, text)
+        yield Cause(1 - clock / usual >= SHARE * missing if usual else faulty, text)
     others, usual = _others(now), _others(then)
     if others is not None:
         count, busy = now["system/processors"], now["system/machine_cpu_percent"]
         text = f"other processes used {others:.1f} of the machine's {count:.0f} processors"
         more = (others - usual) / count if usual is not None else 0.0
-        yield Check(busy >= BUSY and more >= SHARE * missing, text + _in_search(usual, ".1f"))
+        yield Cause(busy >= BUSY and more >= SHARE * missing, text + _in_search(usual, ".1f"))
     if held := now.get("system/gpu_memory_gb"):
         foreign = max(0.0, held * 1e9 - result.memory.process)
-        yield Check(foreign >= NEIGHBOUR, f"other processes held {foreign / 1e9:.2f} GB of the GPU's memory")
+        yield Cause(foreign >= NEIGHBOUR, f"other processes held {foreign / 1e9:.2f} GB of the GPU's memory")
     if result.memory.allocated is not None:
         retries, steps = result.memory.allocator_retries, result.steps
         # As if each took as long as a step; a search takes no notice of those in the first steps either.
         often = retries > FIRST_STEPS and retries / steps >= SHARE * missing
-        yield Check(often, f"torch's allocator had to free its cache {retries} times in {steps:,} steps")
+        yield Cause(often, f"torch's allocator had to free its cache {retries} times in {steps:,} steps")
 
 
 def _others(telemetry: Mapping[str, float]) -> float | None:

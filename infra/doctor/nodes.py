@@ -35,7 +35,7 @@ CLOCK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineReport:
     """What a machine reports about itself. Memory in bytes."""
 
     python: str
@@ -53,7 +53,7 @@ class Report:
 
     name: str
     cores: int
-    machine: Machine | None = None
+    machine: MachineReport | None = None
     """None when it did not answer."""
     clock: float | None = None
     """Seconds that its clock is ahead of the driver's."""
@@ -70,7 +70,7 @@ class Report:
 class Probe:
     """An actor on a machine, which describes it."""
 
-    def describe(self) -> Machine:
+    def describe(self) -> MachineReport:
         """This machine."""
         return describe()
 
@@ -93,7 +93,7 @@ class Probe:
             place.remove([name])
 
 
-def describe() -> Machine:
+def describe() -> MachineReport:
     """This machine."""
     hidden = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides all GPUs from what asked for none
     try:
@@ -108,7 +108,7 @@ def describe() -> Machine:
         except PackageNotFoundError:
             found[package] = "missing"
     folder = scratch()
-    return Machine(
+    return MachineReport(
         platform.python_version(), found, [f"{card.name} {card.memory_total / GB:.0f} GB" for card in cards],
         psutil.virtual_memory().total, os.getloadavg()[0], str(folder), shutil.disk_usage(folder).free,
     )  # fmt: skip
@@ -131,7 +131,7 @@ def examine(address: str, storage: str | None = None) -> list[Report]:
         for report, answer in zip(
             reports, _answers([p.describe.remote() for p in probes], ANSWER_SECONDS), strict=True
         ):
-            if isinstance(answer, Machine):
+            if isinstance(answer, MachineReport):
                 report.machine = answer
                 report.problems |= compare(answer, own)
             else:
@@ -152,7 +152,7 @@ def examine(address: str, storage: str | None = None) -> list[Report]:
         return reports
 
 
-def compare(machine: Machine, own: Machine) -> dict[str, bool]:
+def compare(machine: MachineReport, own: MachineReport) -> dict[str, bool]:
     """The problems of ``machine``, given the driver's ``own``: each with whether Ray or training would fail."""
     found = {}
     for name, theirs, ours in [

@@ -97,7 +97,7 @@ class Stopwatch(dict[str, float]):
 
 
 @dataclass
-class Progress:
+class JobStats:
     """What this run did itself, and how long it took."""
 
     pieces: int = 0
@@ -136,7 +136,7 @@ class Progress:
         return values
 
 
-def as_markdown(name: str, counts: dict[str, Any], progress: Progress, fingerprint: str, *, apart: bool = False) -> str:
+def as_markdown(name: str, counts: dict[str, Any], progress: JobStats, fingerprint: str, *, apart: bool = False) -> str:
     """The report for people, in MLflow or, with a line of its own for each of its first facts, on the terminal."""
     ratio = counts["chars"] / counts["tokens"] if counts["tokens"] else 0.0
     opening = [

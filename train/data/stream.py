@@ -27,7 +27,7 @@ BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamPosition:
     """Where a block begins: after ``position`` windows, at the token ``offset`` of a book of an epoch."""
 
     position: int = 0
@@ -50,7 +50,7 @@ class StreamWindows:
     ) -> None:
         self.context_length = context_length
         self.seed = seed
-        self.places = [Place()]
+        self.places = [StreamPosition()]
         """The places of all blocks so far, and of the next one."""
         self._read = read
         self._windows_per_block = max(1, block // context_length)
@@ -60,7 +60,7 @@ class StreamWindows:
         self._order = np.zeros(0, np.int64)
         self._start = 0
 
-    def go_to(self, place: Place) -> None:
+    def go_to(self, place: StreamPosition) -> None:
         """Begin at ``place``; call it before anything is read."""
         self.places, self._start = [place], place.position
 
@@ -96,7 +96,9 @@ class StreamWindows:
         self._start = place.position
         self._drop(count * length)
         book, offset = self._waiting[0]
-        self.places.append(Place(place.position + count, place.epoch, book.piece, book.source, book.book, offset))
+        self.places.append(
+            StreamPosition(place.position + count, place.epoch, book.piece, book.source, book.book, offset)
+        )
 
     def _drop(self, tokens: int) -> None:
         """Release the block's books, but for its last token, which is also the first token of the next block."""
@@ -106,18 +108,18 @@ class StreamWindows:
         book, offset = self._waiting[0]
         self._waiting[0] = (book, offset + tokens)
 
-    def _next_epoch(self, place: Place, size: int) -> None:
+    def _next_epoch(self, place: StreamPosition, size: int) -> None:
         """Begin the books again in another order; the rest of this epoch does not fill a window and is left out."""
         if not place.book:
             raise UserError(
                 f"the books of --stream have {size:,} tokens for training and one window needs "
                 f"{self.context_length + 1:,}: name more books, or choose a shorter context length."
             )
-        self.places[-1] = Place(place.position, place.epoch + 1)
+        self.places[-1] = StreamPosition(place.position, place.epoch + 1)
         self._waiting.clear()
         self._books = None
 
-    def _from(self, place: Place) -> Iterator[tuple[EncodedBook, int]]:
+    def _from(self, place: StreamPosition) -> Iterator[tuple[EncodedBook, int]]:
         """Books, starting at ``place``, each with the token to begin at."""
         books = self._read(place.epoch, place.piece)
         if place.book:
@@ -188,7 +190,7 @@ class StreamData:
     def go_to(self, place: dict[str, Any] | None) -> None:
         """Begin at a value of :meth:`place`."""
         if place:
-            self.windows.go_to(Place(**place))
+            self.windows.go_to(StreamPosition(**place))
 
 
 def _left_out(books: Sequence[EncodedBook]) -> str:

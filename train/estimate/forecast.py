@@ -74,7 +74,7 @@ def limit_rows(config: TrainConfig, limit: int | None) -> Rows:
     if limit is None:
         return [("", "give --memory-limit, for example 40GB, to see what fits")]
     rows = []
-    for name, variant in (("as configured", config), *savings(config)):
+    for name, variant in (("as configured", config), *_smaller(config)):
         size = largest_micro_batch(variant, limit)
         if size is None:
             rows.append((name, "not even one sequence fits"))
@@ -83,7 +83,7 @@ def limit_rows(config: TrainConfig, limit: int | None) -> Rows:
     return [("limit", format_size(limit)), *rows]
 
 
-def savings(config: TrainConfig) -> list[tuple[str, TrainConfig]]:
+def _smaller(config: TrainConfig) -> list[tuple[str, TrainConfig]]:
     """Variants of ``config``, each with one more setting that saves memory."""
     found = []
     if config.checkpointing != "full":

@@ -10,7 +10,7 @@ from pipeline.books.sources import SourceFile
 from pipeline.config import TokenizeConfig
 from pipeline.job.plan import Piece
 from pipeline.job.record import Record
-from pipeline.job.report import METRICS, Progress, Stopwatch, as_markdown, estimate, totals
+from pipeline.job.report import METRICS, JobStats, Stopwatch, as_markdown, estimate, totals
 from pipeline.shards import ShardInfo
 
 
@@ -53,7 +53,7 @@ def test_an_estimate_covers_the_remaining_work() -> None:
 
 
 def test_rates_are_of_this_run() -> None:
-    progress = Progress()
+    progress = JobStats()
     for _ in range(2):
         progress.add({"bytes": 3_000_000, "tokens": 1_000_000, "seconds": {"read": 0.25, "encode": 0.5}})
     progress.wall = Stopwatch({"plan": 1.0, "work": 4.0})
@@ -78,5 +78,5 @@ def test_rates_are_of_this_run() -> None:
     assert "8,008,008 characters, 4.00 characters per token" in told
     assert "this run: 2 pieces, 6.0 MB, 2 MB/s, 500,000 tokens/s" in told
     assert told.index("| encode | 1.00 | 6 | 2.0 |") < told.index("| read | 0.50 | 12 | 4.0 |")
-    assert Progress().metrics() == {}
-    assert "this run" not in as_markdown("tokens", totals(RECORDS), Progress(), "f" * 64)
+    assert JobStats().metrics() == {}
+    assert "this run" not in as_markdown("tokens", totals(RECORDS), JobStats(), "f" * 64)

@@ -33,7 +33,7 @@ from train.checkpoint.run_folder import RunFolder
 from train.config import Cycle, TrainConfig
 from train.data.loader import BatchLoader
 from train.data.source import estimate, stream_of
-from train.data.stream import Place, StreamData, StreamWindows
+from train.data.stream import StreamData, StreamPosition, StreamWindows
 from train.launch import driver
 from train.launch.run import Run
 from train.loop.trainer import Trainer
@@ -112,7 +112,7 @@ def test_blocks_hold_every_window_of_the_stream_once(books: Path) -> None:
     assert not np.array_equal(found, expected)
     assert windows.places[-1].epoch == 0
     rows(windows, count, count + 1)
-    assert windows.places[-2] == Place(position=count, epoch=1)
+    assert windows.places[-2] == StreamPosition(position=count, epoch=1)
 
 
 def test_each_block_and_each_epoch_has_an_order_of_its_own() -> None:
