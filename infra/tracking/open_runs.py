@@ -2,7 +2,8 @@
 
 In: a run that is about to be created or reopened. Out: a file next to the journals, which exists before the run
 does and is locked for as long as the process lives. Whenever and however the process is killed, the next command
-finds the note unlocked and closes the run.
+finds the note unlocked and closes the run. The note is locked itself, and renamed while it is, which filelock, that
+locks a file by its path, does not offer.
 """
 
 import atexit

@@ -1,6 +1,8 @@
 """Drop duplicate books once all pieces are done, because no task sees the books of another.
 
-Of several, the first by id is kept. Nothing is encoded again: a shard is written again with its other rows.
+Of several, the first by id is kept. Nothing is encoded again: a shard is written again with its other rows. Near
+duplicates are found, where that is asked for, because libraries hold a book in several editions that differ in a few
+words, which an exact comparison would all keep.
 """
 
 from concurrent.futures import ThreadPoolExecutor
