@@ -5,6 +5,7 @@ line and a fix for each problem, the best rates that were measured, ``runs/docto
 compute which fraction of them they reach), and an MLflow run. Wiring and tables only.
 """
 
+import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,7 +87,9 @@ def examine(options: DoctorOptions) -> int:
     results = checks.checks(device, options.out)
     print_checks(results)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    found: dict[str, object] = {"device": name, "checks": [asdict(check) for check in results]}
+    found: dict[str, object] = {
+        "device": name, "machine": socket.gethostname(), "checks": [asdict(check) for check in results],
+    }  # fmt: skip
     metrics: dict[str, float] = {}
     machines: list[nodes.Report] = []
     if options.address:

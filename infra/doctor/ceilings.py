@@ -121,13 +121,18 @@ def disk_rate(folder: Path) -> float:
         return DISK_BYTES / (time.perf_counter() - began)
 
 
-def read_matmul_rate(path: Path, device: str, precision: str) -> float | None:
-    """FLOP/s of a matrix product in ``precision`` on ``device`` from the doctor's file ``path``; None if not known."""
+def read_matmul_rate(path: Path, device: str, precision: str, machine: str | None = None) -> float | None:
+    """FLOP/s of a matrix product in ``precision`` on ``device`` from the doctor's file ``path``; None if not known.
+
+    A GPU's name says how fast it is. A processor has none here: ``machine`` must be the one that was measured, as far
+    as both are known.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return matmul_rate_of(found, precision) if found.get("device") == device else None
+    other = device == "cpu" and machine and found.get("machine", machine) != machine
+    return None if other or found.get("device") != device else matmul_rate_of(found, precision)
 
 
 def matmul_rate_of(found: Mapping[str, Any], precision: str) -> float | None:

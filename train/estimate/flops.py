@@ -73,7 +73,7 @@ def formulas(model: ModelConfig, parameters: int) -> list[Formula]:
 
 def with_matmul_efficiency(result: RunResult, config: TrainConfig, folder: Path) -> RunResult:
     """``result`` with its FLOP/s as a fraction of the matmul rate that the doctor saved in ``folder``."""
-    rate = read_matmul_rate(folder / "doctor.json", result.device, config.precision)
+    rate = read_matmul_rate(folder / "doctor.json", result.device, config.precision, result.machine)
     if not rate or not result.flops_per_second:
         return result
     return replace(result, matmul_utilisation=result.flops_per_second / (rate * config.workers))

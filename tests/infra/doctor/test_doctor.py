@@ -53,6 +53,9 @@ def test_the_whole_examination(
     assert ceilings.read_matmul_rate(left, found["device"], "fp32") == found["matmul"]["fp32"]
     assert ceilings.read_matmul_rate(left, found["device"], "fp16") == found["matmul"].get("bf16")
     assert ceilings.read_matmul_rate(left, "another", "fp32") is None
+    here = socket.gethostname()
+    assert found["device"] != "cpu" or ceilings.read_matmul_rate(left, "cpu", "fp32", here) == found["matmul"]["fp32"]
+    assert ceilings.read_matmul_rate(left, "cpu", "fp32", "another machine") is None
     assert ceilings.read_matmul_rate(Path("nothing.json"), "cpu", "fp32") is None
     assert command(monkeypatch, "--out", "runs", "--quick") == 0
     assert json.loads(left.read_text()) == found, "what was measured stays"

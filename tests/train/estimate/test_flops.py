@@ -76,4 +76,9 @@ def test_a_run_is_compared_with_the_measured_matmul_rate(
     beside = flops.with_matmul_efficiency(result, config, tmp_path)
     assert result.flops_per_second
     assert beside.matmul_utilisation == pytest.approx(result.flops_per_second / 1e12)
+    elsewhere = doctor | {"machine": "w2"}
+    (tmp_path / "doctor.json").write_text(json.dumps(elsewhere))
+    for machine, known in (("w1", False), ("w2", True)):
+        ran = flops.with_matmul_efficiency(replace(result, machine=machine), config, tmp_path)
+        assert (ran.matmul_utilisation is not None) is known, "another machine's processor is no ceiling of this one"
     assert "of the matmul that infra.doctor measured here" in dict(report.summary(config, beside))["arithmetic"]
