@@ -124,6 +124,17 @@ def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...
     return lines
 
 
+def places(search: Search, rows: Sequence[TrialRow]) -> dict[Candidate, str]:
+    """Every candidate's place in the leaderboard, as text that sorts: ``01 winner``, ``02 tie``, ``no place``."""
+    found = dict.fromkeys((row.candidate for row in rows), "no place")
+    for number, entry in enumerate(rank(rows), 1):
+        words = (
+            ["winner"] * (number == 1) + ["tie"] * entry.tied + ["control"] * (entry.candidate == search.space.control)
+        )
+        found[entry.candidate] = " ".join([f"{number:02d}", *words])
+    return found
+
+
 def _over(entry: Ranked, control: Ranked | None) -> str:
     """``1.234 x`` the control's speed; ``(1.234 x)`` when that may be no difference, ``1.000 x`` for the control."""
     if control is None:

@@ -14,6 +14,7 @@ from infra.errors import UserError
 from infra.markdown import facts
 from infra.tracking.key import RunKey
 from infra.tracking.names import changed, shown
+from infra.tracking.saved_views import show_places
 from infra.tracking.store import create_run, find_runs, reopen_run
 from infra.tracking.tracker import Tracker
 from infra.units import GB
@@ -213,6 +214,8 @@ def publish(search: Search, rows: Sequence[TrialRow], tracker: Tracker) -> None:
         tracker.file(chart, "charts")
         files.append(chart)
     tracker.note(report.summary(search, compared))
+    places = report.places(search, compared)
+    show_places(tracker.key, {row.key: places[row.candidate] for row in compared})
     search.send(*(file.name for file in files))
 
 

@@ -13,13 +13,16 @@ import base64
 import json
 import time
 import zlib
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
 from mlflow.tracking import MlflowClient
 
 from infra.command import uninterrupted
+from infra.tracking.key import RunKey
 from infra.tracking.views import children_view
 
 VERSION = 5
@@ -86,7 +89,7 @@ class View:
         return json.dumps({"name": self.name, "createdAt": now, "updatedAt": now, "state": self.state(), MARK: VERSION})
 
 
-FIRST = {"attributes.`Run Name`": 200, "runDateAndNestInfo": 150}
+FIRST = {"attributes.`Run Name`": 170, "runDateAndNestInfo": 150}
 """Columns that every table of runs begins with, under MLflow's names: the run's name, and when it was created."""
 
 CREATED = "attributes.start_time"
@@ -95,6 +98,9 @@ NAMED = "tags.`mlflow.runName`"
 """The order of a ladder's rungs; in the order of :data:`CREATED` MLflow would fold them under their parent."""
 
 SPEED = "metrics.`result/tokens_per_second`"
+
+PLACE = "tags.`place`"
+"""The place of a trial's candidate in a finished search, which also counts its other trials: ``01 winner``."""
 
 MEASURED = {"tags.`tokens/s`": 205, "tags.`memory`": 185}
 """Speed with its interval and memory with its limit or prediction, as text: MLflow shows metrics with all decimals."""
@@ -198,9 +204,10 @@ VIEWS = {
             "Leaderboard",
             "tags.kind = 'trial'",
             {
+                PLACE: 95,
                 **MEASURED,
                 "tags.`batch`": 70,
-                "tags.`knobs`": 200,
+                "tags.`knobs`": 180,
                 "tags.`outcome`": 85,
                 "tags.`reason`": 300,
                 "params.`stage`": 80,
@@ -243,8 +250,27 @@ def offer(client: MlflowClient, experiment: str, experiment_id: str, run_id: str
             if isinstance(ours, int) and ours < VERSION and view.name not in [other.get("name") for other in others]:
                 client.set_experiment_tag(experiment_id, tag, view.saved())
         if experiment in PARENTS:
-            own = replace(views[0], runs=f"tags.`mlflow.parentRunId` = '{run_id}'")
-            client.set_experiment_tag(experiment_id, f"{PREFIX}{children_view(run_id)}", own.state())
+            _offer_children(client, views[0], experiment_id, run_id)
+
+
+@uninterrupted()
+def show_places(search: RunKey, places: Mapping[str, str]) -> None:
+    """Tag the trials of a finished search with their ``places``, by the trial's key, and order their view by them.
+
+    Never raises, as :func:`offer`.
+    """
+    with suppress(Exception):
+        client = MlflowClient(search.store)
+        trials = f"tags.`mlflow.parentRunId` = '{search.run_id}'"
+        for trial in client.search_runs([search.experiment_id], trials, max_results=SEARCH_MAX_RESULTS_THRESHOLD):
+            client.set_tag(trial.info.run_id, "place", places[trial.data.tags["trial"]])
+        view = replace(VIEWS["tune"][0], order=PLACE, ascending=True)
+        _offer_children(client, view, search.experiment_id, search.run_id)
+
+
+def _offer_children(client: MlflowClient, view: View, experiment_id: str, run_id: str) -> None:
+    own = replace(view, runs=f"tags.`mlflow.parentRunId` = '{run_id}'")
+    client.set_experiment_tag(experiment_id, f"{PREFIX}{children_view(run_id)}", own.state())
 
 
 def _read(tag: str) -> dict[str, Any]:

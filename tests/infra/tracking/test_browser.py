@@ -32,9 +32,9 @@ from train.model_config import PRESETS
 from train.result import CycleReport, Memory, RunResult, Throughput
 from tune.config import SearchConfig
 from tune.plan import make_search
-from tune.report import csv_text, summary
+from tune.report import csv_text
 from tune.space import KNOBS, Candidate
-from tune.tracking import Evidence, open_parent
+from tune.tracking import Evidence, open_parent, publish
 from tune.trial.row import TrialRow
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -148,9 +148,11 @@ def links(
         search.folder.mkdir()
         parent = open_parent(search)
         rows = [trial(1, 900.0), trial(2, 1400.0), trial(4, 1900.0), trial(8, None, "RuntimeError: no kernel")]
+        larger = [replace(trial(8, 2500.0), key="m8-1", number=9), replace(trial(8, None), key="m8-2", outcome="oom")]
+        rows += larger  # the fastest trial is of a candidate that did not fit when it ran again
         Evidence(search, parent).catch_up(rows)
         with Tracker(parent) as tracker:
-            tracker.note(summary(search, rows))
+            publish(search, rows, tracker)
         keys = {"data": made, "run": run, "ladder": ladder, "search": parent}
         printed = {name: ui_link(key, children=name in ("ladder", "search")) for name, key in keys.items()}
         yield printed | {"search's page": ui_link(parent)}
@@ -197,6 +199,7 @@ def test_a_view_shows_the_numbers(
 def test_the_winner_of_a_search_is_the_first_row(links: dict[str, str], page: Page) -> None:
     page.goto(links["search"])
     first = page.locator('.ag-center-cols-container [row-index="0"]')
+    expect(first).to_contain_text("01 winner")
     expect(first).to_contain_text("1,900 (1,890 to 1,920)")
     expect(first).to_be_in_viewport()
 
