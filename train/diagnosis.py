@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from infra.place import Place
 from infra.units import format_size
+from train.checkpoint.find import resume_run
 from train.config import TrainConfig
 from train.estimate.changes import Change, savings
 from train.estimate.memory import predict_peak
-from train.report import resume_command
 from train.result import BUILDING, Diagnosis, RunResult, Shortage
 
 NEGLIGIBLE = 5e6
@@ -93,7 +93,7 @@ def none_fits(changes: Sequence[Change], now: int, room: int, memory_limit: int 
 def command(flag: str, result: RunResult, place: Place, memory_limit: int | None) -> str:
     """The command that continues the run with one more ``flag``, or starts it again where it left no checkpoint."""
     if result.checkpoint:
-        line = resume_command(place)
+        line = resume_run(place)
     else:
         line = f"python -m train.run --config {shlex.quote(str(place / 'config.json'))}"
         if place.parent != Place.of("runs"):

@@ -53,7 +53,7 @@ def generate(config: GenerateConfig) -> int:
     checkpoint = find_checkpoint(config.checkpoint, config.out)
     with doing("loading the model"):
         from train.data.text import is_gpt2, to_ids, to_text
-        from train.sampling import load_model, sample
+        from train.loop.sampling import load_model, sample
 
         model, vocabulary = load_model(checkpoint)
     if not is_gpt2(vocabulary):

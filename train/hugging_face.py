@@ -22,9 +22,9 @@ from infra.storage import TEMPORARY, write_json
 from train.checkpoint.progress import Progress, read_progress
 from train.config import config_from_json
 from train.data.text import is_gpt2, tokenizer_files
+from train.loop.sampling import load_model
 from train.model.gpt import GPT
 from train.model_config import ModelConfig, format_model
-from train.sampling import load_model
 
 _NAMES = {
     "token_embedding.weight": "transformer.wte.weight",

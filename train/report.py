@@ -21,6 +21,7 @@ from infra.tracking.tracker import Tracker
 from infra.tracking.views import model_link, page_link
 from infra.units import GB, format_duration
 from pipeline.shards import Manifest, made_by
+from train.checkpoint.find import resume_run, run_argument
 from train.config import TrainConfig
 from train.estimate.flops import formulas
 from train.estimate.memory import predict_peak
@@ -313,7 +314,7 @@ def remedy(config: TrainConfig, result: RunResult, place: Place) -> tuple[str, s
     """What to do about a run that did not finish: a sentence, and the command that ends it, if there is one."""
     if result.diagnosis and result.diagnosis.advice:
         return result.diagnosis.advice, result.diagnosis.command
-    resume = resume_command(place)
+    resume = resume_run(place)
     match result.outcome, bool(result.checkpoint):
         case "interrupted", True:
             return "continue with: ", resume
@@ -328,19 +329,6 @@ def remedy(config: TrainConfig, result: RunResult, place: Place) -> tuple[str, s
                 f"{config.learning_rate:g} or, in a long run, --warmup-steps above {config.warmup_steps}"
             ), ""
     return None
-
-
-def resume_command(place: Place) -> str:
-    """The command that continues the run at ``place``, for the folder in which this one was called.
-
-    Of a run in object storage it works on every machine.
-    """
-    return f"python -m train.run --resume {_named(place)}"
-
-
-def _named(place: Place) -> str:
-    """A run as commands take it, in the folder in which this one was called."""
-    return shlex.quote(place.name if place.parent == Place.of("runs") else str(place))
 
 
 def opening_lines(
@@ -363,9 +351,9 @@ def opening_lines(
         sentence, command = said
         step = f"{sentence}`{command}`" if command else sentence
     elif result.checkpoint and result.sample is not None:
-        step = f'`python -m train.generate --checkpoint {_named(place)} --prompt "In the beginning"`'
+        step = f'`python -m train.generate --checkpoint {run_argument(place)} --prompt "In the beginning"`'
     elif result.checkpoint:
-        step = f"`python -m train.export --checkpoint {_named(place)} --to exported`"
+        step = f"`python -m train.export --checkpoint {run_argument(place)} --to exported`"
     else:
         step = f"repeat it with `python -m train.run --config {shlex.quote(str(place / 'config.json'))}`"
     return [

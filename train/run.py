@@ -23,7 +23,7 @@ from infra.progress import IMPORTING, doing
 from infra.storage import write_json
 from infra.tracking.key import RunKey
 from infra.units import BytesOrNone, format_size
-from train.checkpoint.find import saved_config
+from train.checkpoint.find import resume_run, saved_config
 from train.checkpoint.progress import read_progress
 from train.checkpoint.run_folder import RunFolder, make, new_run
 from train.config import GROUPS, TrainConfig, load_config
@@ -164,7 +164,7 @@ def recorded(run: Run, options: RunOptions) -> int:
             if not home.has_checkpoint():
                 raise
             tracker.status = "KILLED"
-            console.print(f"continue with: {report.resume_command(home.place)}", markup=False)
+            console.print(f"continue with: {resume_run(home.place)}", markup=False)
             return INTERRUPTED
     report.print_result(config, result, home.place, ui_link(key))
     if result.outcome == "interrupted":

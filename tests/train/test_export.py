@@ -26,10 +26,10 @@ from train.data.text import to_ids, to_text, token_bytes, tokenizer_files
 from train.export import ExportConfig, export
 from train.generate import GenerateConfig, generate
 from train.hugging_face import model_card, write_model
+from train.loop.sampling import load_model, sample
 from train.loop.trainer import Trainer
 from train.model.gpt import GPT
 from train.model_config import ModelConfig
-from train.sampling import load_model, sample
 
 
 def trained(data: Path, model: ModelConfig, folder: Path) -> Path:

@@ -158,9 +158,3 @@ def test_the_last_line_says_what_to_do_next(
     printed = " ".join(capfd.readouterr().out.split())
     assert ("logits 19.78 GB predicted" in printed) == (outcome == "oom")
     assert said in printed.partition("the link")[1 if said == "the link" else 2]
-
-
-def test_a_run_elsewhere_is_continued_by_its_whole_path(tmp_path: Path) -> None:
-    assert report.resume_command(Place.of("runs/my run")) == "python -m train.run --resume 'my run'"
-    assert report.resume_command(Place("s3://bucket/runs/one")) == "python -m train.run --resume s3://bucket/runs/one"
-    assert report.resume_command(Place.of(tmp_path / "one")) == f"python -m train.run --resume {tmp_path / 'one'}"

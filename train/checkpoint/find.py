@@ -1,5 +1,6 @@
-"""Find the run or the checkpoint that a flag names, on disk or in object storage."""
+"""Find the run or the checkpoint that a flag names, on disk or in object storage; and how to name it."""
 
+import shlex
 from pathlib import Path
 
 from infra.errors import UserError
@@ -75,6 +76,16 @@ def find_checkpoint(text: str, out: Path | str) -> Path:
     if (Path(text) / "progress.json").is_file():
         return Path(text)
     return find_run(text, out, flag="--checkpoint").newest()
+
+
+def run_argument(place: Place) -> str:
+    """The run at ``place`` as :func:`find_run` finds it in the folder in which this command was called."""
+    return shlex.quote(place.name if place.parent == Place.of("runs") else str(place))
+
+
+def resume_run(place: Place) -> str:
+    """The command that continues the run at ``place``; of a run in object storage it works on every machine."""
+    return f"python -m train.run --resume {run_argument(place)}"
 
 
 def _remote_run(text: str, out: Path | str) -> Place | None:

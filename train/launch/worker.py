@@ -29,11 +29,11 @@ from train.data.dataset import ShardData
 from train.data.stream import StreamData
 from train.launch.channel import Line, Past
 from train.loop.memory_limit import Limit
+from train.loop.sampling import closing_sample
 from train.loop.shortage import OutOfMemory
 from train.loop.trainer import Trainer
 from train.model.parallel import exchange
 from train.result import CycleReport, RunResult
-from train.sampling import closing_sample
 
 ATTEMPTS = 3
 """Starts from the same step after which a worker that dies is not restarted."""

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from infra.errors import UserError
+from infra.place import Place
 from infra.storage import write_json
 from infra.tracking.key import RunKey
-from train.checkpoint.find import find_checkpoint, find_run
+from train.checkpoint.find import find_checkpoint, find_run, resume_run
 from train.checkpoint.progress import Progress
 from train.checkpoint.run_folder import RunFolder, new_folder, new_run
 from train.result import CycleReport
@@ -126,3 +127,9 @@ def test_a_folder_that_a_command_only_began_may_be_taken(tmp_path: Path) -> None
     for begun in ([], ["lock"], ["config.json"]):
         with pytest.raises(UserError, match="exists already: continue it with --resume one, or give another --name"):
             new_folder(tmp_path, "one", begun=begun)
+
+
+def test_a_run_elsewhere_is_continued_by_its_whole_path(tmp_path: Path) -> None:
+    assert resume_run(Place.of("runs/my run")) == "python -m train.run --resume 'my run'"
+    assert resume_run(Place("s3://bucket/runs/one")) == "python -m train.run --resume s3://bucket/runs/one"
+    assert resume_run(Place.of(tmp_path / "one")) == f"python -m train.run --resume {tmp_path / 'one'}"

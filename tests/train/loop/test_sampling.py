@@ -12,10 +12,10 @@ from pipeline.shards import END_OF_TEXT
 from train.config import Cycle, TrainConfig
 from train.data.text import to_ids, to_text
 from train.loop.execution import plain
+from train.loop.sampling import SAMPLE_TOKENS, closing_sample, load_model, sample
 from train.loop.trainer import Trainer
 from train.model.gpt import GPT
 from train.model_config import ModelConfig
-from train.sampling import SAMPLE_TOKENS, closing_sample, load_model, sample
 
 
 @pytest.fixture(scope="module")
