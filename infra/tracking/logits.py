@@ -1,5 +1,9 @@
 """An exported model as MLflow serves it: token ids in, logits out. MLflow keeps a copy of this file with the
-weights, so that loading a registered model needs transformers and torch, but not this program."""
+weights, so that loading a registered model needs transformers and torch, but not this program.
+
+MLflow's own flavour for transformers does not serve as well: it stores a pipeline from text to text, refuses a model
+without a tokenizer, which data sets with ids of their own do not have, and gives no logits.
+"""
 
 import mlflow.models
 import numpy as np

@@ -49,7 +49,7 @@ RAY = (
 MLFLOW = ("tests/infra/tracking", "tests/tune/test_tracking.py", "tests/train/test_page.py")
 TORCH = (
     "tests/train/model", "tests/train/loop", "tests/train/checkpoint", "tests/train/test_switches.py",
-    "tests/train/test_export.py", "tests/train/test_sampling.py", "tests/train/profile",
+    "tests/train/test_export.py", "tests/train/loop/test_sampling.py", "tests/train/profile",
 )  # fmt: skip
 ENDS = (
     End("ray-2.55", "python3.11", "ray==2.55.0", ()),
