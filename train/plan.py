@@ -7,7 +7,6 @@ only.
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -42,8 +41,9 @@ class PlanOptions:
     """Training speed in tokens/s over all workers, above 0, to predict hours; python -m train.run measures it."""
     price: float | None = None
     """Price per hour of one worker's machine, above 0, in any currency."""
-    doctor: Path = Path("runs/doctor.json")
-    """What infra.doctor --workers measured, to predict with --workers whether the network slows training down."""
+    doctor: str = "runs/doctor.json"
+    """What infra.doctor --workers measured, here or in object storage, to predict with --workers whether the
+    network slows training down."""
     compare: Literal["study"] | None = None
     """Predict the memory of each rung of the study that train.ladder --suite a100 repeats, beside what it published,
     instead of this run's needs."""

@@ -1,13 +1,14 @@
 """Entry: ``python -m infra.doctor`` checks whether this machine is ready, and measures how fast it is at best.
 
-With ``--address`` it also checks the machines of a Ray cluster. In: nothing but the machine. Out: a table with a red
-line and a fix for each problem, the best rates that were measured, ``runs/doctor.json`` (from which runs and ladders
-compute which fraction of them they reach), and an MLflow run. Wiring and tables only.
+With ``--address`` it also checks and measures the machines of a Ray cluster. In: nothing but the machine. Out: a table
+with a red line and a fix for each problem, the best rates that were measured, ``runs/doctor.json`` (from which runs and
+ladders compute which fraction of them they reach), and an MLflow run. Wiring and tables only.
 """
 
 import socket
 import time
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,8 @@ from infra.command import console
 from infra.doctor import allreduce
 from infra.errors import UserError
 from infra.options import TrackingUri
+from infra.place import Place, scratch
 from infra.progress import IMPORTING, doing
-from infra.storage import is_remote, write_json
 from infra.table import tables
 
 if TYPE_CHECKING:
@@ -34,24 +35,19 @@ class DoctorOptions:
     workers: int = 1
     """At least 1. With two or more, also all-reduce between as many Ray Train workers, with a GPU each where there are
     any."""
-    out: Path = Path("runs")
-    """Folder for doctor.json; also the disk whose speed is measured."""
+    out: str = "runs"
+    """Folder that holds runs, for doctor.json; also the disk whose speed is measured. With s3://bucket/runs, gs://...
+    that of scratch is, and with --address how fast each machine writes to and reads from there."""
     quick: bool = False
     """Only check whether the machine is ready, measure nothing."""
     tracking_uri: TrackingUri = None
     address: str | None = None
-    """Ray cluster whose machines to check, too. The all-reduce runs there; without it on RAY_ADDRESS, else on a Ray of
-    its own here."""
-    storage: str | None = None
-    """With --address: a place in object storage, s3://bucket/folder, that each machine writes to and reads from."""
+    """Ray cluster whose machines to check and measure, too. The all-reduce runs there; without it on RAY_ADDRESS, else
+    on a Ray of its own here."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise UserError(f"--workers {self.workers} must be at least 1.")
-        if self.storage and not self.address:
-            raise UserError("--storage is checked from the machines of a cluster: give its --address, too.")
-        if self.storage and not is_remote(self.storage):
-            raise UserError(f"--storage {self.storage} is not object storage: write for example s3://bucket/folder.")
 
 
 def main() -> None:
@@ -80,11 +76,10 @@ def examine(options: DoctorOptions) -> int:
 
     began = time.perf_counter()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as failure:
-        raise UserError(f"--out {options.out} cannot be created: {failure.strerror}.") from failure
-    results = checks.checks(device, options.out)
+    out = Place.of(options.out)
+    out.refuse_unusable("--out")
+    disk = scratch() if out.remote else Path(options.out)
+    results = checks.checks(device, disk)
     print_checks(results)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     found: dict[str, object] = {
@@ -94,7 +89,7 @@ def examine(options: DoctorOptions) -> int:
     machines: list[nodes.Report] = []
     if options.address:
         with doing("asking the machines of the cluster"):
-            machines = nodes.examine(options.address, options.storage)
+            machines = nodes.examine(options.address, out if out.remote else None, measure=not options.quick)
         found["nodes"] = [machine.to_json() for machine in machines]
         print_nodes(machines)
     rates: dict[str, dict[str, float]] = {}
@@ -105,11 +100,11 @@ def examine(options: DoctorOptions) -> int:
             rates["copy"] = ceilings.copy_rates(device)
         try:
             with doing("measuring the disk"):
-                rates["disk"] = {"reading": ceilings.disk_rate(options.out)}
+                rates["disk"] = {"reading": ceilings.disk_rate(disk)}
         except OSError as failure:
+            where = f"TMPDIR {disk}" if out.remote else f"--out {disk}"
             raise UserError(
-                f"the disk of --out {options.out} cannot be measured: {failure.strerror}; make room there, or give "
-                "--out elsewhere."
+                f"the disk of {where} cannot be measured: {failure.strerror}; make room there, or name another."
             ) from failure
         found |= rates
         print_rates(rates)
@@ -124,8 +119,8 @@ def examine(options: DoctorOptions) -> int:
         metrics |= {f"allreduce/{size}": rate for size, rate in reduced.bus_bytes_per_second.items()}
     saved = "nothing was measured; an earlier doctor.json is left as it is"
     if not options.quick:
-        write_json(options.out / "doctor.json", found)
-        saved = f"saved in {options.out / 'doctor.json'}"
+        out.write_json(ceilings.FILE, found)
+        saved = f"saved in {Path(options.out) / ceilings.FILE if not out.remote else out / ceilings.FILE}"
         if options.workers > 1:
             saved += f", from which 'python -m train.plan --workers {options.workers}' estimates the network's effect"
     key = create_run("doctor", name, tracking_uri=options.tracking_uri, tags=provenance.collect() | {"kind": "doctor"})
@@ -166,6 +161,7 @@ def print_nodes(machines: "list[Report]") -> None:
         "clock",
         "scratch",
         "storage up, down",
+        "matmul",
     )
     lines: list[tuple[str, ...]] = []
     for report in machines:
@@ -178,7 +174,9 @@ def print_nodes(machines: "list[Report]") -> None:
                 "?" if report.clock is None else f"{report.clock:+.3f} s", f"{machine.scratch_free / 1e9:,.0f} GB",
             )  # fmt: skip
         speeds = ", ".join(f"{rate / 1e6:,.0f} MB/s" for rate in report.storage.values())
-        lines.append((report.name, str(report.cores), *cells, speeds))
+        best = report.rates and max(report.rates.matmul.items(), key=itemgetter(1))
+        matmul = f"{best[1] / 1e12:,.2f} TFLOP/s {best[0]}" if best else ""
+        lines.append((report.name, str(report.cores), *cells, speeds, matmul))
     for table in tables(heads, lines, "Machines of the cluster", console.width):
         console.print(table)
     for report in machines:

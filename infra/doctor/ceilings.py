@@ -15,6 +15,11 @@ from typing import Any
 
 import torch
 
+from infra.errors import UserError
+from infra.place import Place
+
+FILE = "doctor.json"
+"""What the doctor saves where runs are kept."""
 SECONDS = 0.4
 """Time for each rate; all of them together take well under a minute."""
 LAUNCHES = 8
@@ -121,18 +126,21 @@ def disk_rate(folder: Path) -> float:
         return DISK_BYTES / (time.perf_counter() - began)
 
 
-def read_matmul_rate(path: Path, device: str, precision: str, machine: str | None = None) -> float | None:
-    """FLOP/s of a matrix product in ``precision`` on ``device`` from the doctor's file ``path``; None if not known.
+def read_matmul_rate(out: Place, device: str, precision: str, machine: str | None = None) -> float | None:
+    """FLOP/s of a matrix product in ``precision`` on ``device`` from the doctor's file in ``out``; None if not known.
 
-    A GPU's name says how fast it is. A processor has none here: ``machine`` must be the one that was measured, as far
-    as both are known.
+    A GPU's name says how fast it is. A processor has none here: ``machine`` must be one that was measured, as far as
+    both are known.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(out.read(FILE))
+    except (OSError, ValueError, UserError):  # a run that has ended is kept without it
         return None
-    other = device == "cpu" and machine and found.get("machine", machine) != machine
-    return None if other or found.get("device") != device else matmul_rate_of(found, precision)
+    for measured in (found, *(rates for node in found.get("nodes", []) if (rates := node.get("rates")))):
+        other = device == "cpu" and machine and measured.get("machine", machine) != machine
+        if measured.get("device") == device and not other:
+            return matmul_rate_of(measured, precision)
+    return None
 
 
 def matmul_rate_of(found: Mapping[str, Any], precision: str) -> float | None:

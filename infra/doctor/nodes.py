@@ -30,6 +30,8 @@ STORAGE_SECONDS = 60.0
 STORAGE_BYTES = 4 << 20
 SPARE = 20 * 10**9
 """Free scratch space below which copies of data sets and runs are in danger."""
+MEASURE_SECONDS = 120.0
+"""How long it may take to start a process with torch and to measure its matrix products."""
 CLOCK_SECONDS = 1.0
 """Difference of clocks above which the times of a run and of its machine's logs cannot be compared."""
 
@@ -47,6 +49,16 @@ class MachineReport:
     scratch_free: int
 
 
+@dataclass(frozen=True)
+class Rates:
+    """How fast a machine multiplies matrices: FLOP/s by precision, on one GPU or, without one, on all cores."""
+
+    machine: str
+    device: str
+    """The GPU as torch names it, or cpu."""
+    matmul: dict[str, float]
+
+
 @dataclass
 class Report:
     """One machine of the cluster."""
@@ -59,6 +71,8 @@ class Report:
     """Seconds that its clock is ahead of the driver's."""
     storage: dict[str, float] = field(default_factory=dict)
     """Bytes/s written and read, by ``up`` and ``down``."""
+    rates: Rates | None = None
+    """None where nothing was measured."""
     problems: dict[str, bool] = field(default_factory=dict)
     """Sentences, each with whether training would fail."""
 
@@ -78,9 +92,9 @@ class Probe:
         """The time of this machine's clock, in seconds since the epoch."""
         return time.time()
 
-    def storage(self, address: str) -> dict[str, float]:
-        """Bytes/s of writing and reading a file of a few MB at ``address``. Raises ``UserError``."""
-        place, name = Place.of(address), f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}"
+    def storage(self, place: Place) -> dict[str, float]:
+        """Bytes/s of writing and reading a file of a few MB at ``place``. Raises ``UserError``."""
+        name = f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}"
         content = os.urandom(STORAGE_BYTES)
         began = time.perf_counter()
         place.write(name, content)
@@ -114,8 +128,23 @@ def describe() -> MachineReport:
     )  # fmt: skip
 
 
-def examine(address: str, storage: str | None = None) -> list[Report]:
-    """A report for each live machine of the cluster at ``address``. Raises ``UserError`` when nothing answers there."""
+def rates() -> Rates:
+    """Measure this machine."""
+    import torch
+
+    from infra.doctor import ceilings
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    name = torch.cuda.get_device_name(device) if cuda else "cpu"
+    return Rates(socket.gethostname(), name, ceilings.matmul_rates(device))
+
+
+def examine(address: str, storage: Place | None = None, *, measure: bool = False) -> list[Report]:
+    """A report for each live machine of the cluster at ``address``. Raises ``UserError`` when nothing answers there.
+
+    Each reaches for ``storage``, and where ``measure`` multiplies matrices on a free GPU, or on all its cores.
+    """
     with connected(address, prestart=False):
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -143,13 +172,39 @@ def examine(address: str, storage: str | None = None) -> list[Report]:
                 problem = f"its clock is {report.clock:+.1f} s off this machine's: set it by NTP"
                 report.problems[problem] = False
         if storage:
-            asked = [probe.storage.remote(Place.of(storage).address) for _, probe in there]
+            asked = [probe.storage.remote(storage) for _, probe in there]
             for (report, _), answer in zip(there, _answers(asked, STORAGE_SECONDS), strict=True):
                 if isinstance(answer, dict):
                     report.storage = answer
                 else:
                     report.problems[f"cannot use {storage}: {answer}"] = True
+        if measure:
+            _measure([(report, node) for report, node in zip(reports, nodes, strict=True) if report.machine])
         return reports
+
+
+def _measure(machines: "list[tuple[Report, dict[str, Any]]]") -> None:
+    """Measure the matrix products of those of ``machines``, with Ray's description of each, that have what computes."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    able = [(report, node) for report, node in machines if report.cores or node["Resources"].get("GPU")]
+    asked = [
+        ray.remote(num_cpus=0 if node["Resources"].get("GPU") else report.cores)(rates)
+        .options(
+            num_gpus=min(1, node["Resources"].get("GPU", 0)),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        )
+        .remote()
+        for report, node in able
+    ]
+    for (report, _), task, answer in zip(able, asked, _answers(asked, MEASURE_SECONDS), strict=True):
+        if isinstance(answer, Rates):
+            report.rates = answer
+        else:
+            ray.cancel(task, force=True)
+            problem = f"its matrix products were not measured ({answer}): other work has its GPU or cores"
+            report.problems[problem] = False
 
 
 def compare(machine: MachineReport, own: MachineReport) -> dict[str, bool]:

@@ -14,6 +14,7 @@ import pytest
 
 from infra import flags
 from infra.doctor.ceilings import read_matmul_rate
+from infra.place import Place
 from train.ladder.__main__ import LadderOptions
 from train.run import RunOptions
 from tune.config import SearchConfig
@@ -118,8 +119,8 @@ def test_a_verdict_stands_after_every_step(tmp_path: Path) -> None:
     assert "MISSED   tokens/s: 416,129 (goal 500,000)" in said, "an H100's goal"
     assert "unknown  times nanoGPT: - (goal 1.35)" in said
     assert "MISSED   of the measured matmul ceiling: 0.4504 (goal 0.6)" in said
-    doctor = tmp_path / "runs" / "doctor.json"
-    assert read_matmul_rate(doctor, "NVIDIA H100 80GB HBM3", "bf16") == 790e12, "which ladders compare with"
+    measured = read_matmul_rate(Place.of(tmp_path / "runs"), "NVIDIA H100 80GB HBM3", "bf16")
+    assert measured == 790e12, "which ladders compare with"
     path = campaign_gpu.record(tmp_path / "bring", tmp_path)
     kept = json.loads(path.read_text())
     assert path.name == "campaign-nvidia-h100-80gb-hbm3.json"

@@ -5,9 +5,9 @@ and an addition are two FLOPs; the backward pass costs twice as much as the forw
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from infra.doctor.ceilings import read_matmul_rate
+from infra.place import Place
 from train.config import TrainConfig
 from train.model_config import ModelConfig
 from train.result import RunResult
@@ -71,9 +71,9 @@ def formulas(model: ModelConfig, parameters: int) -> list[Formula]:
     ]
 
 
-def with_matmul_efficiency(result: RunResult, config: TrainConfig, folder: Path) -> RunResult:
-    """``result`` with its FLOP/s as a fraction of the matmul rate that the doctor saved in ``folder``."""
-    rate = read_matmul_rate(folder / "doctor.json", result.device, config.precision, result.machine)
+def with_matmul_efficiency(result: RunResult, config: TrainConfig, out: Place) -> RunResult:
+    """``result`` with its FLOP/s as a fraction of the matmul rate that the doctor saved in ``out``."""
+    rate = read_matmul_rate(out, result.device, config.precision, result.machine)
     if not rate or not result.flops_per_second:
         return result
     return replace(result, matmul_utilisation=result.flops_per_second / (rate * config.workers))

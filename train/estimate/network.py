@@ -6,11 +6,11 @@ gather or a scatter and twice as often in an all-reduce, as NCCL's tests count.
 """
 
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.doctor.ceilings import matmul_rate_of
 from infra.errors import UserError
+from infra.place import Place
 from train.config import TrainConfig
 from train.estimate import flops
 from train.model.gpt import parameter_count
@@ -43,7 +43,7 @@ def exchange(config: TrainConfig) -> Exchange:
     )
 
 
-def network_rows(config: TrainConfig, measured: Path) -> list[tuple[str, str]]:
+def network_rows(config: TrainConfig, measured: str) -> list[tuple[str, str]]:
     """How long a step's exchange takes by what ``measured`` holds, and what of it arithmetic cannot hide.
 
     Raises ``UserError`` when the file exists and is not the doctor's.
@@ -71,10 +71,11 @@ def network_rows(config: TrainConfig, measured: Path) -> list[tuple[str, str]]:
     ]
 
 
-def _measured(file: Path) -> dict[str, Any]:
+def _measured(file: str) -> dict[str, Any]:
     """What the doctor measured of several workers; empty where it has not."""
+    place = Place.of(file)
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(place.parent.read(place.name))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as damage:

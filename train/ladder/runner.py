@@ -270,7 +270,9 @@ class Ladder:
             report.record_start(tracker, resolved, manifest, config)
             run = Run(config, manifest, home, None, self.memory_limit, self.address, stream)
             try:
-                result, gpu = measure(run, resolved, tracker, lambda line: self.say(f"  {line}"), self.folder.parent)
+                result, gpu = measure(
+                    run, resolved, tracker, lambda line: self.say(f"  {line}"), self.copy.place.parent
+                )
                 if result.outcome == "interrupted":
                     raise KeyboardInterrupt
                 if result.outcome != "finished":

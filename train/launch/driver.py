@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import ray
@@ -26,6 +25,7 @@ from ray.exceptions import RayActorError
 from infra.cluster import WAITER, Node, connected, placing, ray_files
 from infra.command import INTERRUPTED, console, errors
 from infra.errors import UserError
+from infra.place import Place
 from infra.progress import doing
 from infra.schema import from_json, to_json
 from infra.storage import write_json
@@ -66,15 +66,15 @@ class WorkerFailure(Exception):
 
 
 def measure(
-    run: Run, config: TrainConfig, tracker: Tracker, say: Callable[[str], None], out: Path | None = None
+    run: Run, config: TrainConfig, tracker: Tracker, say: Callable[[str], None], out: Place | None = None
 ) -> tuple[RunResult, dict[str, float] | None]:
     """Train ``run`` as ``config``, print each cycle's line with ``say``, and record the result.
 
-    ``out`` is the folder that holds runs, and what the doctor has measured; the one around the run's if left out.
+    ``out`` is where runs are, and what the doctor has measured; around the run's place if left out.
     Returns the result, and NVML's readings of the worker's GPU during the run. Raises as :func:`train` does.
     """
     result, gpu = train(run, config, tracker, lambda cycle: say(cycle["line"]))
-    result = with_matmul_efficiency(result, config, out or run.home.path.parent)
+    result = with_matmul_efficiency(result, config, out or run.home.place.parent)
     result = replace(result, diagnosis=diagnosed(run, config, result))
     write_json(run.home.result, to_json(result))
     run.home.send(run.home.cycles, run.home.stream, run.home.result)

@@ -20,6 +20,7 @@ from infra.doctor import __main__ as doctor
 from infra.doctor import allreduce, ceilings, checks, nodes
 from infra.gpu import GpuState
 from infra.hardware import peak_flops
+from infra.place import Place
 from infra.tracking.store import store_uri
 
 CPU = torch.device("cpu")
@@ -49,18 +50,18 @@ def test_the_whole_examination(
     found = json.loads(Path("runs/doctor.json").read_text())
     for rate, unit in ((found["matmul"]["fp32"] / 1e12, "TFLOP/s"), (found["copy"]["within the device"] / 1e9, "GB/s")):
         assert f"{rate:,.2f} {unit}" in output.out, "what is kept is what is shown"
-    left = Path("runs/doctor.json")
-    assert ceilings.read_matmul_rate(left, found["device"], "fp32") == found["matmul"]["fp32"]
-    assert ceilings.read_matmul_rate(left, found["device"], "fp16") == found["matmul"].get("bf16")
-    assert ceilings.read_matmul_rate(left, "another", "fp32") is None
+    left, runs = Path("runs/doctor.json"), Place.of("runs")
+    assert ceilings.read_matmul_rate(runs, found["device"], "fp32") == found["matmul"]["fp32"]
+    assert ceilings.read_matmul_rate(runs, found["device"], "fp16") == found["matmul"].get("bf16")
+    assert ceilings.read_matmul_rate(runs, "another", "fp32") is None
     here = socket.gethostname()
-    assert found["device"] != "cpu" or ceilings.read_matmul_rate(left, "cpu", "fp32", here) == found["matmul"]["fp32"]
-    assert ceilings.read_matmul_rate(left, "cpu", "fp32", "another machine") is None
-    assert ceilings.read_matmul_rate(Path("nothing.json"), "cpu", "fp32") is None
+    assert found["device"] != "cpu" or ceilings.read_matmul_rate(runs, "cpu", "fp32", here) == found["matmul"]["fp32"]
+    assert ceilings.read_matmul_rate(runs, "cpu", "fp32", "another machine") is None
+    assert ceilings.read_matmul_rate(Place.of("nothing"), "cpu", "fp32") is None
     assert command(monkeypatch, "--out", "runs", "--quick") == 0
     assert json.loads(left.read_text()) == found, "what was measured stays"
     left.write_text(json.dumps({"device": "cpu", "checks": []}))
-    assert ceilings.read_matmul_rate(left, "cpu", "fp32") is None
+    assert ceilings.read_matmul_rate(runs, "cpu", "fp32") is None
     client = MlflowClient(store_uri())
     (experiment,) = [e for e in client.search_experiments() if e.name == "doctor"]
     runs = client.search_runs([experiment.experiment_id])
@@ -174,7 +175,7 @@ def test_attention_that_runs_is_reported() -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [["--workers", "0"], ["--workers", "two"], ["--storage", "s3://lab"], ["--storage", "here", "--address", "a:1"]],
+    [["--workers", "0"], ["--workers", "two"], ["--out", "README.md/runs"]],
 )
 def test_a_mistake_is_refused(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
     assert command(monkeypatch, *flags) == 2

@@ -1,12 +1,12 @@
 """FLOPs a token by each formula, against figures worked out by others."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from infra.place import Place
 from train import report
 from train.config import TrainConfig
 from train.estimate import flops
@@ -58,7 +58,7 @@ def test_every_formula_counts_what_its_name_says() -> None:
 
 
 def test_a_run_is_compared_with_the_measured_matmul_rate(
-    small_shards: Path, small_model: ModelConfig, tmp_path: Path
+    small_shards: Path, small_model: ModelConfig, place: Place
 ) -> None:
     config = TrainConfig(
         data=str(small_shards),
@@ -70,15 +70,17 @@ def test_a_run_is_compared_with_the_measured_matmul_rate(
         precision="fp32",
     )
     result = Trainer(config).run()
-    assert flops.with_matmul_efficiency(result, config, tmp_path).matmul_utilisation is None, "the doctor was not asked"
+    assert flops.with_matmul_efficiency(result, config, place).matmul_utilisation is None, "the doctor was not asked"
     doctor = {"device": result.device, "matmul": {"fp32": 1e12}}
-    (tmp_path / "doctor.json").write_text(json.dumps(doctor))
-    beside = flops.with_matmul_efficiency(result, config, tmp_path)
+    place.write_json("doctor.json", doctor)
+    beside = flops.with_matmul_efficiency(result, config, place)
     assert result.flops_per_second
     assert beside.matmul_utilisation == pytest.approx(result.flops_per_second / 1e12)
     elsewhere = doctor | {"machine": "w2"}
-    (tmp_path / "doctor.json").write_text(json.dumps(elsewhere))
-    for machine, known in (("w1", False), ("w2", True)):
-        ran = flops.with_matmul_efficiency(replace(result, machine=machine), config, tmp_path)
-        assert (ran.matmul_utilisation is not None) is known, "another machine's processor is no ceiling of this one"
+    rates = {"machine": "w3", "device": result.device, "matmul": {"fp32": 2e12}}
+    place.write_json("doctor.json", elsewhere | {"nodes": [{"rates": None}, {"rates": rates}]})
+    for machine, rate in (("w1", None), ("w2", 1e12), ("w3", 2e12)):
+        ran = flops.with_matmul_efficiency(replace(result, machine=machine), config, place)
+        expected = pytest.approx(result.flops_per_second / rate) if rate else None
+        assert ran.matmul_utilisation == expected, "another machine's processor is no ceiling of this one"
     assert "of the matmul that infra.doctor measured here" in dict(report.summary(config, beside))["arithmetic"]

@@ -17,14 +17,14 @@ CONFIG = TrainConfig(
 PARAMETERS = 124_475_904
 
 
-def saved(file: Path, rate: float) -> Path:
+def saved(file: Path, rate: float) -> str:
     """What the doctor saves of eight workers whose network carries ``rate`` bytes/s."""
     reduced = {
         "workers": 8, "backend": "nccl", "bus_bytes_per_second": {"262144": rate / 9, "67108864": rate},
         "device": "NVIDIA A100", "matmul": {"bf16": 312e12, "fp32": 19.5e12},
     }  # fmt: skip
     file.write_text(json.dumps({"device": "cpu", "matmul": {"fp32": 1e11}, "allreduce": reduced}))
-    return file
+    return str(file)
 
 
 def test_gradients_cross_the_bus_twice_per_step_and_weights_with_every_micro_batch() -> None:
@@ -46,17 +46,17 @@ def test_the_verdict_follows_from_what_was_measured(tmp_path: Path) -> None:
     assert slow["verdict"] == "network-bound: a step takes 0.811 s longer, 5.52 times as long"
     fast = dict(network_rows(CONFIG, saved(tmp_path / "doctor.json", 400e9)))
     assert fast["verdict"].startswith("not network-bound")
-    sharded = dict(network_rows(replace(CONFIG, shard=True), tmp_path / "doctor.json"))
+    sharded = dict(network_rows(replace(CONFIG, shard=True), str(tmp_path / "doctor.json")))
     assert "(FSDP)" in sharded["exchanged per step"]
     assert sharded["verdict"].startswith("not network-bound")
 
 
 def test_without_a_measurement_it_says_how_to_make_one(tmp_path: Path) -> None:
     file = tmp_path / "doctor.json"
-    assert "python -m infra.doctor --workers 8" in dict(network_rows(CONFIG, file))["bandwidth"]
+    assert "python -m infra.doctor --workers 8" in dict(network_rows(CONFIG, str(file)))["bandwidth"]
     of_an_older_version = {"workers": 2, "backend": "gloo", "bus_bytes_per_second": {"1": 2.0}, "verdict": ""}
     file.write_text(json.dumps({"device": "cpu", "allreduce": of_an_older_version}))
-    assert "python -m infra.doctor --workers 8" in dict(network_rows(CONFIG, file))["bandwidth"]
+    assert "python -m infra.doctor --workers 8" in dict(network_rows(CONFIG, str(file)))["bandwidth"]
     file.write_text("{")
     with pytest.raises(UserError, match=r"doctor\.json cannot be read as JSON: .* run infra\.doctor again"):
-        network_rows(CONFIG, file)
+        network_rows(CONFIG, str(file))
