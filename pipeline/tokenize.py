@@ -41,9 +41,7 @@ def main(config: TokenizeConfig) -> int:
     progress = report.JobStats()
     with progress.wall.time("plan"), doing("listing the books"):
         job = Job(config)
-    with ExitStack() as held:
-        if not config.dry_run:
-            held.enter_context(output.sole_writer(job.place))
+    with nullcontext() if config.dry_run else output.sole_writer(job.place):
         return _continue(job, progress)
 
 

@@ -160,8 +160,8 @@ with stop_on_signal() as asked:
 
 def begin(folder: Path, start: Start) -> tuple[Path | None, str | None]:
     """What a worker that is told ``start`` makes of ``folder``."""
-    with ExitStack() as held:
-        return worker.begin(RunFolder(folder), held, start)
+    with ExitStack() as locks:
+        return worker.begin(RunFolder(folder), locks, start)
 
 
 def test_a_worker_that_is_told_why_another_gave_up_or_has_died_too_often_does_not_train(tmp_path: Path) -> None:

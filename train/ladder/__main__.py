@@ -151,10 +151,10 @@ def run(options: LadderOptions) -> int:
         from train.launch.driver import ControllerDied
 
     before = report.load(options.compare, options.out) if options.compare else None
-    with ExitStack() as held:
+    with ExitStack() as stack:
         if options.resume:
             place = Place.of(options.out) / options.resume
-            copy = held.enter_context(opened(place, fresh=False))
+            copy = stack.enter_context(opened(place, fresh=False))
             options, key = continued(options, copy)
         else:
             options = with_ends(options)
@@ -165,7 +165,7 @@ def run(options: LadderOptions) -> int:
         if options.cluster:
             from train.launch.placement import worker_facts
 
-            held.enter_context(connected(options.address, prestart=False))
+            stack.enter_context(connected(options.address, prestart=False))
             if not place.remote:
                 refuse_unshared("--out", place.folder.parent)
             facts = worker_facts(start)
@@ -182,7 +182,7 @@ def run(options: LadderOptions) -> int:
             tags = provenance.collect() | {"kind": "ladder", "suite": suite.name}
             with doing("opening MLflow's store"):
                 open_store(options.tracking_uri)
-            copy = held.enter_context(opened(place, fresh=True))
+            copy = stack.enter_context(opened(place, fresh=True))
             key = create_run(
                 "ladder", place.name, tracking_uri=options.tracking_uri, tags=tags,
                 keep=partial(begin, copy, saved(options)),

@@ -97,8 +97,8 @@ def test_a_resumed_run_reads_its_checkpoint_once_to_check_it(
     known = progress.known_checksums()
     progress._checksums.clear()  # the worker is another process
     progress.trust(known)
-    with ExitStack() as held:
-        assert worker.begin(home, held, worker.Start(7)) == (found, None)
+    with ExitStack() as locks:
+        assert worker.begin(home, locks, worker.Start(7)) == (found, None)
         assert train(home, replace(config, schedule="constant"), found).steps == 12
     assert sorted(checked) == ["model.safetensors", "state.pt"]
     os.utime(found / "state.pt", ns=(1, 1))
