@@ -11,10 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from infra.report.folders import WIDEST_CONTROL
 from train.intervals import Estimate, power_product, t_quantile
-
-WIDEST = 0.25
-"""Width of the control's interval, as a fraction of its speed, above which no conclusion is drawn."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Difference:
     @property
     def unclear(self) -> bool:
         """Whether the control is too imprecise for any conclusion."""
-        return self.control_width > WIDEST
+        return self.control_width > WIDEST_CONTROL
 
     @property
     def different(self) -> bool:

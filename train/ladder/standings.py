@@ -13,10 +13,11 @@ from pathlib import Path
 from rich.table import Table
 
 from infra.markdown import table as markdown_table
+from infra.report.folders import WIDEST_CONTROL
 from infra.table import tables
 from infra.units import GB
 from train.intervals import t_quantile
-from train.ladder.compare import WIDEST, Difference, Interleaved
+from train.ladder.compare import Difference, Interleaved
 from train.ladder.losses import loss_at
 from train.ladder.runner import SAME_BATCH, Measured
 from train.ladder.suites import Suite
@@ -184,7 +185,7 @@ def legend(suite: Suite, rows: list[Row], controls: Sequence[float]) -> list[str
     if unclear:
         lines.append(
             f"unclear: the control's 95% interval is up to {max(width for _, width in unclear):.0%} of its speed wide "
-            f"around {'; '.join(name for name, _ in unclear)}, and above {WIDEST:.0%} no conclusion is drawn. "
+            f"around {'; '.join(name for name, _ in unclear)}, and above {WIDEST_CONTROL:.0%} no conclusion is drawn. "
             "More steps per rung (--steps or --time-budget) or a quieter machine would help."
         )
     if not any(rung.changes for rung in suite.rungs):
