@@ -114,9 +114,12 @@ def compiled(model: GPT, config: TrainConfig) -> Callable[..., Tensor]:
 
 
 def keep_compiled_attention() -> None:
-    """Allow torch to cache graphs in which attention's kernel is chosen, by functions that it does not know.
+    """Allow torch to cache graphs in which attention's kernel is chosen; without this every process traces them again.
 
-    Their arguments are constants of the graph and therefore part of its key. Without this every process traces again.
+    ``sdpa_kernel`` is traced as two functions that torch 2.11 to 2.15 does not consider cacheable
+    (github.com/pytorch/pytorch/issues/194007), although their arguments are constants of the graph and therefore part
+    of the cache's key. No documented interface serves: the options of ``torch.compile`` exclude a mode, and around the
+    compiled call ``sdpa_kernel`` is not part of the key, so that a graph with another kernel would be taken.
     """
     import torch._inductor.config as inductor  # takes a second, for which uncompiled runs need not wait
 
