@@ -38,8 +38,14 @@ PIECES = "pieces"
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
 
-SHARD = re.compile(rf"({'|'.join(SPLITS)})/[0-9-]+\.arrow")
+SHARD = re.compile(rf"({'|'.join(SPLITS)})/\d{{6,}}-\d{{3,}}\.arrow")
 """What a shard is called: other files in a data set's folders are not this program's to read, write or delete."""
+
+
+def shard_path(split: Split, piece: str, number: int) -> str:
+    """Where a data set has the shard ``number`` of those that a piece wrote of ``split``."""
+    return f"{split}/{piece}-{number:03d}.arrow"
+
 
 SCHEMA = pa.schema(
     [

@@ -74,9 +74,9 @@ def write_small_shards(folder: Path, *, books: int = 12, tokens: int = 4000, see
         rows.append(ShardRow(f"book-{number}", f"Book {number}", None, "en", "made", "0" * 64, len(text), stream))
     assert END_OF_TEXT >= SMALL_VOCABULARY
     shards = [
-        write_shard(folder, "train/00000.arrow", "train", rows[: books // 2]),
-        write_shard(folder, "train/00001.arrow", "train", rows[books // 2 : -1]),
-        write_shard(folder, "val/00000.arrow", "val", rows[-1:]),
+        write_shard(folder, "train/000000-000.arrow", "train", rows[: books // 2]),
+        write_shard(folder, "train/000001-000.arrow", "train", rows[books // 2 : -1]),
+        write_shard(folder, "val/000000-000.arrow", "val", rows[-1:]),
     ]
     Manifest.of(shards, config={}, vocabulary_sha256="small", inputs={}, report={}).write(folder)
     return folder

@@ -21,12 +21,11 @@ from pipeline.job import report
 from pipeline.job.dedup import EXACT, NEAR, drop_duplicates, find_duplicates
 from pipeline.job.plan import Job, Piece
 from pipeline.job.record import Record, read_record, record_file, reopen
-from pipeline.shards import MANIFEST, PIECES, QUARANTINE, SPLITS, TRACKING, Manifest, read_manifest
+from pipeline.shards import MANIFEST, PIECES, QUARANTINE, SHARD, SPLITS, TRACKING, Manifest, read_manifest
 
 SETTINGS, LOCK = f"{PIECES}/settings.json", ".lock"
-# The names of this program's own files: other files in these folders are not ours to delete.
-_SHARD = re.compile(rf"({'|'.join(SPLITS)})/\d{{6,}}-\d{{3,}}\.arrow")
 _RECORD = re.compile(rf"{PIECES}/\d{{6,}}\.json")
+"""What a piece's record is called: other files in its folder are not ours to delete."""
 
 
 def sole_writer(place: Place) -> AbstractContextManager[None]:
@@ -190,7 +189,7 @@ def clear(place: Place) -> None:
     there = _files(place)
     place.remove(filter(_RECORD.fullmatch, there))
     place.remove([MANIFEST, QUARANTINE, TRACKING])
-    place.remove(filter(_SHARD.fullmatch, there))
+    place.remove(filter(SHARD.fullmatch, there))
     _clear_temporaries(place, *SPLITS)
     if not place.remote:
         for name in SPLITS:
@@ -221,7 +220,7 @@ def remove_strays(job: Job, records: dict[str, Record]) -> None:
     _clear_temporaries(job.place, *SPLITS, PIECES)
     there = _files(job.place)
     shards = {shard.path for record in records.values() for shard in record.shards}
-    strays = [name for name in there if _SHARD.fullmatch(name) and name not in shards]
+    strays = [name for name in there if SHARD.fullmatch(name) and name not in shards]
     job.place.remove(strays + _records_of_no_piece(job, there))
 
 

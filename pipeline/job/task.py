@@ -17,7 +17,7 @@ from pipeline.job.crash_guard import DEATHS, CrashGuard
 from pipeline.job.plan import Piece, split_of
 from pipeline.job.record import Record, reopen
 from pipeline.job.report import Stopwatch
-from pipeline.shards import END_OF_TEXT, SPLITS, ShardRow, Split, write_shard
+from pipeline.shards import END_OF_TEXT, SPLITS, ShardRow, Split, shard_path, write_shard
 
 VERIFIED_PIECES = 8
 """In one of this many pieces, the first book is encoded again by tiktoken, which is 15 times slower."""
@@ -118,7 +118,7 @@ class Work:
             for split in SPLITS:
                 if self.rows[split]:
                     number = sum(shard.split == split for shard in self.record.shards)
-                    path = f"{split}/{self.piece.name}-{number:03d}.arrow"
+                    path = shard_path(split, self.piece.name, number)
                     self.record.shards.append(write_shard(self.place, path, split, self.rows[split]))
                     self.rows[split] = []
         self.waiting = 0

@@ -78,8 +78,8 @@ def write_books(folder: Path) -> None:
     books = [np.append(draw.integers(0, 256, 20_000), 256).astype(np.uint16) for _ in range(3)]
     rows = [ShardRow(f"book-{n}", "", None, "en", "made", "0" * 64, len(b), b) for n, b in enumerate(books)]
     shards = [
-        write_shard(folder, "train/00000.arrow", "train", rows[:2]),
-        write_shard(folder, "val/00000.arrow", "val", rows[2:]),
+        write_shard(folder, "train/000000-000.arrow", "train", rows[:2]),
+        write_shard(folder, "val/000000-000.arrow", "val", rows[2:]),
     ]
     Manifest.of(shards, config={}, vocabulary_sha256="small", inputs={}, report={}).write(folder)
 

@@ -123,7 +123,7 @@ def training(**settings: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         tokens = np.random.default_rng(0).integers(0, 256, 20_000).astype(np.uint16)
         row = ShardRow("book", "Book", None, "en", "made", "0" * 64, len(tokens), tokens)
-        shard = write_shard(Path(folder), "train/00000.arrow", "train", [row])
+        shard = write_shard(Path(folder), "train/000000-000.arrow", "train", [row])
         manifest = Manifest.of([shard], config={}, vocabulary_sha256="made", inputs={}, report={})
         manifest.write(Path(folder))
         before: list[int] = []

@@ -84,17 +84,17 @@ def test_another_data_set_at_the_same_address_is_another_folder(
 def test_a_damaged_data_set_is_refused_and_described(
     data: Place, s3: S3, small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = (small_shards / "train/00000.arrow").read_bytes()
-    data.write("train/00000.arrow", whole[:-1] + b"?")
-    with pytest.raises(UserError, match=r"train/00000\.arrow\S* is damaged: its checksum"):
+    whole = (small_shards / "train/000000-000.arrow").read_bytes()
+    data.write("train/000000-000.arrow", whole[:-1] + b"?")
+    with pytest.raises(UserError, match=r"train/000000-000\.arrow\S* is damaged: its checksum"):
         on_this_machine(data)
-    data.remove(["train/00000.arrow"])
-    with pytest.raises(UserError, match=r"has lost train/00000\.arrow: run 'python -m pipeline\.tokenize"):
+    data.remove(["train/000000-000.arrow"])
+    with pytest.raises(UserError, match=r"has lost train/000000-000\.arrow: run 'python -m pipeline\.tokenize"):
         on_this_machine(data)
     assert not list(tmp_path.rglob("*.arrow")), "nothing of it is kept"
-    data.write("train/00000.arrow", whole)
+    data.write("train/000000-000.arrow", whole)
     values = json.loads(data.read(MANIFEST))
-    for path in ("../../escaped", "train/00000.arrow/../../../../escaped"):
+    for path in ("../../escaped", "train/000000-000.arrow/../../../../escaped"):
         values["shards"][0]["path"] = path
         data.write_json(MANIFEST, values)
         with pytest.raises(UserError, match=rf"damaged \(it: '{path}' is not the name of a shard\)"):
@@ -122,7 +122,7 @@ def test_a_full_disk_leaves_no_half_shard(
     old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most))
     try:
-        with pytest.raises(UserError, match=r"00000\.arrow cannot be written"):
+        with pytest.raises(UserError, match=r"000000-000\.arrow cannot be written"):
             on_this_machine(data)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))

@@ -20,18 +20,18 @@ def tokens(small_shards: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("change", [-8, 8])
 def test_a_shard_of_another_length_is_refused(tokens: Path, change: int) -> None:
-    path = tokens / "train/00001.arrow"
+    path = tokens / "train/000001-000.arrow"
     content = path.read_bytes()
     path.write_bytes(content[:change] if change < 0 else content + bytes(change))
-    said = f"00001.arrow has {len(content) + change:,} bytes where the manifest says {len(content):,}"
+    said = f"000001-000.arrow has {len(content) + change:,} bytes where the manifest says {len(content):,}"
     with pytest.raises(UserError, match=said):
         TokenShards(tokens).open("train")
     assert len(TokenShards(tokens).open("val")) == 1
 
 
 def test_a_missing_shard_is_refused(tokens: Path) -> None:
-    (tokens / "val/00000.arrow").unlink()
-    with pytest.raises(UserError, match=r"val/00000\.arrow is missing"):
+    (tokens / "val/000000-000.arrow").unlink()
+    with pytest.raises(UserError, match=r"val/000000-000\.arrow is missing"):
         TokenShards(tokens).open("val")
 
 
@@ -73,7 +73,7 @@ def test_a_manifest_depends_on_its_shards_and_not_on_their_order(tokens: Path) -
         "val": {"shards": 1, "books": 1, "tokens": val.tokens, "chars": 4_000},
     }
     others = [
-        of([*train, replace(val, checksum="0" * 32)]), of([*train, replace(val, path="val/00001.arrow")]),
+        of([*train, replace(val, checksum="0" * 32)]), of([*train, replace(val, path="val/000001-000.arrow")]),
         of([*train, replace(val, split="train")]), of(train), of(made.shards, "large"),
     ]  # fmt: skip
     assert len({manifest.fingerprint for manifest in (made, *others)}) == 6
@@ -97,15 +97,15 @@ def test_a_damaged_manifest_is_one_sentence(tokens: Path, damage: bytes) -> None
 
 
 def test_a_damaged_shard_is_one_sentence(tokens: Path) -> None:
-    path = tokens / "val/00000.arrow"
+    path = tokens / "val/000000-000.arrow"
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(UserError, match=r"cannot be read as a token shard .* --verify"):
         TokenShards(tokens).open("val")
 
 
 def test_a_part_of_a_batch_is_written_with_its_own_numbers(tokens: Path) -> None:
-    batch = Shard(tokens / "train/00000.arrow").batch
-    info = write_batch(tokens, "train/00002.arrow", "train", batch.slice(1, 2))
+    batch = Shard(tokens / "train/000000-000.arrow").batch
+    info = write_batch(tokens, "train/000002-000.arrow", "train", batch.slice(1, 2))
     shard = Shard(tokens / info.path)
     assert (info.rows, info.tokens, info.chars) == (2, 8002, 8000)
     assert len(shard.tokens) == info.tokens

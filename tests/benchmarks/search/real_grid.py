@@ -101,7 +101,7 @@ def write_data(folder: Path) -> None:
     """Token shards of one book of random ids of the model's vocabulary."""
     tokens = np.random.default_rng(0).integers(0, MODEL.vocabulary, 200_000).astype(np.uint16)
     rows = [ShardRow("book", "", None, "en", "made", "0" * 64, len(tokens), tokens)]
-    shards = [write_shard(folder, f"{split}/00000.arrow", split, rows) for split in ("train", "val")]
+    shards = [write_shard(folder, f"{split}/000000-000.arrow", split, rows) for split in ("train", "val")]
     Manifest.of(shards, config={}, vocabulary_sha256="made", inputs={}, report={}).write(folder)
 
 

@@ -443,14 +443,14 @@ def test_time_ends_a_rung_early_once_its_speed_is_known(
 def test_a_ladder_whose_baseline_is_refused_leaves_its_name_for_the_corrected_one(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
 ) -> None:
-    shard = shutil.copytree(small_shards, Path("tokens")) / "train/00000.arrow"
+    shard = shutil.copytree(small_shards, Path("tokens")) / "train/000000-000.arrow"
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", "tokens", "--device", "cpu"]
     flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0"]
     assert command(monkeypatch, *flags, "--name", "first", "--fit", "--memory-limit", "1MB") == 2
     assert "not even one sequence fits" in capfd.readouterr().err
     shard.rename("taken away")
     assert command(monkeypatch, *flags, "--name", "first") == 2
-    assert "00000.arrow" in capfd.readouterr().err
+    assert "000000-000.arrow" in capfd.readouterr().err
     Path("taken away").rename(shard)
     with monkeypatch.context() as closed:
         closed.setattr(runner, "connected", connected)
