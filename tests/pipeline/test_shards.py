@@ -37,7 +37,14 @@ def test_a_missing_shard_is_refused(tokens: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["../../etc/passwd", "/etc/passwd", "train/../../escaped.arrow", "C:\\shards\\0.arrow", "train/0.arrow/../x"],
+    [
+        "../../etc/passwd",
+        "/etc/passwd",
+        "train/../../escaped.arrow",
+        "C:\\shards\\0.arrow",
+        "train/0.arrow/../x",
+        "train/0001.arrow",
+    ],
 )
 def test_a_manifest_cannot_name_a_file_outside(tokens: Path, path: str) -> None:
     values = json.loads((tokens / MANIFEST).read_text())
