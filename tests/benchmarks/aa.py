@@ -1,4 +1,4 @@
-"""A/A: how often the ladder's verdict calls two runs of the same thing different. At most 5% is right.
+"""A/A: how often does the ladder's verdict call two runs of the same config different? At most 5% is expected.
 
     python -P tests/benchmarks/aa.py --pairs 100 --out tests/benchmarks/records
     python -P tests/benchmarks/aa.py --pairs 100 --busy 3 --out tests/benchmarks/records

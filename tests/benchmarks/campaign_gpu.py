@@ -39,13 +39,13 @@ STEP = str(Path(__file__).with_name("gpu_step.py"))
 PEERS = str(Path(__file__).with_name("peers.py"))
 
 STEP_SECONDS = 230.0
-"""Most time of a step, its start included; a longer one is stopped, and once more begun with a warmer cache."""
+"""Most time of a step, its start included; a longer one is stopped and tried once more with a warmer cache."""
 SLICES = 16
 """Times that one of the product's own commands may be stopped, and continued."""
 GRACE_SECONDS = 10.0
-"""For a step to end, once it was interrupted; commands, which save what they have, get more."""
+"""For a step to end after an interrupt; commands, which save what they have, get more."""
 PART_BYTES = 15 * 2**20
-"""Size of the archive's parts: files of 16 MiB, 8 at a time, come home."""
+"""Size of the archive's parts: at most 8 files of 16 MiB are copied back at a time."""
 BROUGHT_BYTES = 64 * 2**20
 """All that may be brought along, this repository included."""
 BEATEN = 0.8
@@ -436,7 +436,7 @@ def _over(one: float | None, other: float | None) -> float | None:
 # --- What comes along and goes home -----------------------------------------------------------------------------------
 
 ARCHIVE, ROWS = "campaign.tar.gz", "rows.jsonl"
-"""The rows also come home by themselves, in case that a machine ends while the archive's parts are written."""
+"""The rows are also copied on their own, in case the machine ends while the archive's parts are written."""
 LARGE = ("inductor", "runs")
 """Folders of which the newest files are kept, as far as they fit; all else is small."""
 NOT_KEPT = (
@@ -501,7 +501,7 @@ def restore(bring: Path, folder: Path) -> None:
             _extract(tar, folder)
     except (tarfile.TarError, EOFError, OSError, zlib.error) as damage:
         if parts:
-            print(f"The archive is damaged ({damage}): the rows are kept, the cache begins anew.")
+            print(f"The archive is damaged ({damage}): the rows are kept, the cache starts empty.")
     if (bring / ROWS).exists():
         shutil.copy(bring / ROWS, folder)
 
@@ -522,7 +522,7 @@ def prepare(options: argparse.Namespace) -> None:
     left = room(bring)
     print(f"{bring}: {left / 2**20:.1f} of {BROUGHT_BYTES / 2**20:.0f} MiB are left for the archive of earlier calls")
     if left < 2**20:
-        sys.exit("That is too much to bring along.")
+        sys.exit("That is too large to bring along.")
     with tempfile.TemporaryDirectory() as before:
         parts = Path(before, "parts")
         parts.mkdir()
@@ -565,11 +565,11 @@ def _light(path: Path, python: str) -> None:
 
 
 def record(bring: Path, records: Path) -> Path:
-    """Write what came home in ``bring`` as one record of all rows, with the verdict; returns its path."""
+    """Write what was copied back to ``bring`` as one record of all rows, with the verdict; returns its path."""
     rows = Campaign(bring, bring, (), False, lambda step, seconds: {}).rows
     device = next((row["device"] for row in rows if row.get("device")), None)
     if device is None:
-        sys.exit(f"{bring} has no {ROWS} of a machine: put there what came home.")
+        sys.exit(f"{bring} has no {ROWS} of a machine: copy there what the machine left in --out.")
     path = records / f"campaign-{''.join(c if c.isalnum() else '-' for c in device.lower())}.json"
     path.write_text(json.dumps({"device": device, "verdict": verdict(rows), "rows": rows}, indent=1) + "\n")
     return path
@@ -696,7 +696,7 @@ def main() -> None:
     done = campaign.work(60 * options.minutes)
     print("\n".join(sentences(campaign.rows)) if campaign.rows else "There was no time for a step.")
     if done and not ray:
-        sys.exit("What is left needs Ray and MLflow: bring an archive of packages with both, by prepare --site.")
+        sys.exit("The remaining steps need Ray and MLflow: bring an archive of packages with both, by prepare --site.")
     if not done:
         sys.exit("Not finished: run the same command again.")
 

@@ -1,11 +1,11 @@
-"""Searches killed at many random moments, and what they then found: the trials of a search left alone?
+"""Does a search that is killed at random moments find the same trials as one that is not disturbed?
 
     python -P tests/benchmarks/campaign_search.py [--ways trial,worker,driver,ray] [--seed 0] --record FILE.json
 
 Each way is ten SIGKILLs in as many searches of ten trials as that takes, at most one in a trial: of the trial's
 process, of another Ray worker, of the driver (with the Ray that it started), or of the raylet and the control
 service in turn. Where the driver ended it is resumed. In the end every leaderboard must hold what an undisturbed
-search's does, and MLflow one finished child a trial. ``best`` trains with a best.json and compares the speed.
+search's does, and MLflow one finished child per trial. ``best`` trains with a best.json and compares the speed.
 Ways already in the record stay.
 """
 
@@ -95,7 +95,7 @@ def start(folder: Path, flags: list[str]) -> subprocess.Popen[str]:
 
 
 def finish(driver: subprocess.Popen[str]) -> int:
-    """The exit code of a driver that is left alone."""
+    """The exit code of a driver that is not disturbed."""
     return driver.wait(timeout=10 * PATIENCE)
 
 
@@ -115,7 +115,7 @@ def campaign(folder: Path, way: str, chance: random.Random, undisturbed: list[li
 def search_with_kills(
     folder: Path, name: str, way: str, chance: random.Random, undisturbed: list[list[str]], events: list[dict[str, Any]]
 ) -> dict[str, bool]:
-    """One search with a kill in each of its trials, which ``events`` then tells of; what held of it in the end."""
+    """One search with a kill in each of its trials, recorded in ``events``; returns the checks of its result."""
     parts = itertools.cycle(("raylet", "gcs_server"))
     trials = folder / "runs" / name / "trials"
     driver = start(folder, ["--name", name, *TEN])
@@ -182,7 +182,7 @@ def wait_for_trial(driver: subprocess.Popen[str], trials: Path, met: set[int]) -
 
 
 def victim(driver: subprocess.Popen[str], way: str, part: str, running: psutil.Process) -> psutil.Process | None:
-    """Whom to kill; None when there is nobody."""
+    """The process to kill; None when there is none."""
     with contextlib.suppress(psutil.NoSuchProcess):
         match way:
             case "trial":
@@ -196,7 +196,7 @@ def victim(driver: subprocess.Popen[str], way: str, part: str, running: psutil.P
 
 
 def membership(folder: Path, name: str) -> list[list[str]]:
-    """Every trial of the finished search: its place in the space, and what became of it."""
+    """Every trial of the finished search: its place in the space, and its outcome."""
     rows = csv.DictReader((folder / "runs" / name / "trials.csv").open())
     return sorted([row["micro_batch"], row["stage"], row["round"], row["outcome"]] for row in rows)
 

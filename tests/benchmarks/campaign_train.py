@@ -1,10 +1,10 @@
-"""Runs killed at many random moments, and what they then computed: losses and curves of a run left alone?
+"""Does a run that is killed at random moments compute the same losses and curves as one that is not disturbed?
 
     python -P tests/benchmarks/campaign_train.py --data data/tokens --record FILE.json [--kills 20]
 
 Each kill is SIGKILL of the worker (Ray starts it again), of the driver, or of the driver with every process
 below it, as when the machine dies. After the last one the run is left to finish. Its losses must equal, bit
-for bit, those of the bare loop left alone, and every metric in MLflow must have each step once. Runs that
+for bit, those of the undisturbed bare loop, and every metric in MLflow must have each step once. Runs that
 the record holds already are not repeated, so a long campaign can be done in parts.
 """
 
@@ -33,7 +33,7 @@ from train.loop.trainer import Trainer
 from train.result import CycleReport
 
 WAYS = ("worker", "driver", "machine")
-KILLS_A_RUN = 5
+KILLS_PER_RUN = 5
 
 
 def main() -> None:
@@ -42,13 +42,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--model", default="tiny,width=32,context_length=32,dropout=0.1")
-    parser.add_argument("--kills", type=int, default=20, help=f"in all, {KILLS_A_RUN} in each run")
+    parser.add_argument("--kills", type=int, default=20, help=f"in all, {KILLS_PER_RUN} in each run")
     parser.add_argument("--steps", type=int, default=400, help="of each run")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)  # sums depend on the number
     runs = json.loads(options.record.read_text())["runs"] if options.record.exists() else []
-    for seed in range(len(runs), options.kills // KILLS_A_RUN):
+    for seed in range(len(runs), options.kills // KILLS_PER_RUN):
         runs.append(one_run(options, seed))
         print(runs[-1], flush=True)
         kills = Counter(event["way"] for run in runs for event in run["events"])
@@ -73,7 +73,7 @@ def one_run(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     ]  # fmt: skip
     events: list[dict[str, Any]] = []
     driver = start(folder, first)
-    while len(events) < KILLS_A_RUN and checkpoint_comes(home, driver):
+    while len(events) < KILLS_PER_RUN and checkpoint_comes(home, driver):
         way = chance.choice(WAYS)
         time.sleep(chance.uniform(0, 3))
         step = stands_at(home)
@@ -105,7 +105,7 @@ def stands_at(home: RunFolder) -> int:
 
 
 def checkpoint_comes(home: RunFolder, driver: subprocess.Popen[str]) -> bool:
-    """Wait until the run has got further than it stands; False when it ended."""
+    """Wait until the run has made progress; False when it ended."""
     before = stands_at(home)
     while driver.poll() is None:
         if stands_at(home) > before:
@@ -115,7 +115,7 @@ def checkpoint_comes(home: RunFolder, driver: subprocess.Popen[str]) -> bool:
 
 
 def kill(driver: subprocess.Popen[str], way: str) -> bool:
-    """Do it; False when there was nobody to kill just then."""
+    """Do it; False when there was nothing to kill just then."""
     family = psutil.Process(driver.pid).children(recursive=True)
     if way == "worker":
         victims = [child for child in family if child.is_running() and "TrainWorker" in " ".join(child.cmdline()[:1])]

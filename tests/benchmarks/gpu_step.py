@@ -69,7 +69,7 @@ def versions(options: argparse.Namespace) -> Found:
 
 
 def ceilings(options: argparse.Namespace) -> Found:
-    """FLOP/s by the median over some seconds, as the card's clocks settle: large products, and GPT-2's own.
+    """FLOP/s by the median over some seconds, until the card's clocks are steady: large products, and GPT-2's own.
 
     The model multiplies by a weight of (outputs, inputs): transposed in the forward pass, as it is for the gradient of
     the inputs; for that of the weight it multiplies the transposed gradient by the inputs.

@@ -3,8 +3,8 @@
     python -P tests/benchmarks/loader.py [--tokens 20000000] [--seconds 2] [--record FILE.json]
 
 Every loader gives (16, 1024) int64 inputs and targets from the same tokens, on one core, from a warm page
-cache, in a random order. Only ours and the two published ones visit every window once an epoch; random
-crops, nanoGPT's way, repeat some and leave out others. A loader that is not installed is left out and said so.
+cache, in a random order. Only ours and the two published ones visit every window once per epoch; random
+crops, nanoGPT's way, repeat some and leave out others. A loader that is not installed is left out, with a message.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def measured(name: str, count: int, seconds: float) -> float:
-    """Tokens a second that the loader ``name`` gives on one core, of ``count`` tokens that it has written itself."""
+    """Tokens per second that the loader ``name`` gives on one core, of ``count`` tokens that it has written itself."""
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -72,7 +72,7 @@ def measured(name: str, count: int, seconds: float) -> float:
 
 
 def rate(next_batch: Next, seconds: float) -> float:
-    """Tokens that ``next_batch`` gives a second of one core's time; neighbours on a shared machine do not count."""
+    """Tokens that ``next_batch`` gives per second of one core's time; neighbours on a shared machine do not count."""
     next_batch()
     count = 0
     began, worked = time.perf_counter(), time.process_time()

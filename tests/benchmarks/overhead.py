@@ -5,8 +5,8 @@
 Both run the same config in fresh processes with the same number of threads, in the order bare, wrapped,
 wrapped, bare, ..., because machines drift. Tokens/s is over all steps but those of the first cycle; the cost
 is the mean of the pairs' ratios with Student's interval. A machine that drifts by a fifth between two runs
-hides a few per cent that way, so one run of the command is also compared with itself: every process but its
-worker is stopped for some steps and goes on for as many, and each stopped stretch is held against those around
+hides a few percent that way, so one run of the command is also compared with itself: every process but its
+worker is stopped for some steps and continues for as many, and each stopped stretch is compared with those around
 it. The CPU time that these processes take is given as a share of the machine. Start-up is from the process's
 first line to the beginning of the first step. Pairs that the record holds already are not repeated, so a long
 benchmark can be done in parts.
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--stretches", type=int, default=120, help="alternately stopped and going on")
+    parser.add_argument("--stretches", type=int, default=120, help="alternately stopped and continued")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the training; fewer leave cores to Ray")
     parser.add_argument("--side", choices=["bare", "wrapped"])
     options = parser.parse_args()
@@ -115,7 +115,7 @@ def cost(logs: list[float]) -> dict[str, object]:
 
 
 CYCLE, CYCLES = 4, 3
-"""Steps of a cycle and cycles of a stretch; its first cycle, in which the others are stopped or go on, is left out."""
+"""Steps of a cycle and cycles of a stretch; the first cycle, in which others are stopped or continued, is left out."""
 
 
 def stop_and_go(config: TrainConfig, stretches: int) -> dict[str, object]:

@@ -8,8 +8,8 @@ AdamW, betas 0.9 and 0.95, decay 0.1 on matrices, gradients clipped at 1. The pe
 ``torch.compile``, fused AdamW, TF32 elsewhere, and our data loader, which flatters them. Each side uses the
 largest micro-batch up to its own ``--micro-batch`` that stays within the limit: a side that runs out of
 memory, or lives off freed cache as no trial of the search may, is tried again with the next smaller divisor.
-nanoGPT and build-nanogpt are read from a checkout that is laid beside; nothing of theirs is kept here. A run
-that was interrupted goes on from the rows beside its record.
+nanoGPT and build-nanogpt are read from local checkouts; none of their code is kept here. A run
+that was interrupted continues from the rows beside its record.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--model", default="gpt2-124m")
-    parser.add_argument("--global-batch", type=int, default=480, help="sequences a step")
+    parser.add_argument("--global-batch", type=int, default=480, help="sequences per step")
     parser.add_argument("--micro-batch", type=int, default=60, help="largest to try for every side but 'ours'")
     parser.add_argument("--config", type=Path, help="the search's best.json, for the side 'ours'")
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def largest(global_batch: int, most: int) -> int:
-    """The largest divisor of ``global_batch`` that is no more than ``most``."""
+    """The largest divisor of ``global_batch`` that is at most ``most``."""
     return max(size for size in divisors(global_batch) if size <= most)
 
 

@@ -9,7 +9,7 @@ system works with two processes and is timed as a whole, start-up included, in r
 the floor reads, encodes with gigatoken and writes, in two plain processes, and does nothing else. "Ours,
 warm" is the second execution on a Ray that has started: cleaning, hashing, checksums and fsync included.
 Peak memory is the proportional share (PSS) of the whole process tree of our command, in a run of its own,
-because to watch it takes a twentieth of the time.
+because watching it costs a twentieth of the time.
 """
 
 import argparse

@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def measured(end: End, environment: Path) -> dict[str, Any]:
-    """What became of the main job and the tests."""
+    """The outcome of the main job and the tests."""
     python = environment / "bin" / "python"
     if not python.exists() and (failed := install(end, environment)):
         return {"requirement": end.requirement, "installed": failed}
@@ -131,12 +131,12 @@ def ran(command: list[Any], folder: Path | str, environment: Any, seconds: float
 
 
 def last_line(output: str) -> str:
-    """What a command said last."""
+    """The last line that a command printed."""
     return next((line for line in reversed(output.splitlines()) if line.strip()), "")
 
 
 def summary(output: str) -> str:
-    """The line in which pytest counts."""
+    """The line with pytest's counts."""
     found = re.findall(r"(?m)^=* ?(\d+ (?:passed|failed).*?) in [\d.]+s", output)
     return found[-1] if found else last_line(output)
 

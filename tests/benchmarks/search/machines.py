@@ -27,7 +27,7 @@ PRECISION = 0.01
 GPU_LIMIT = 40e9
 START_SECONDS = 14.0
 
-# Saturated tokens/s, micro-batch at which half of it is reached, bytes a sequence, bytes at rest, compile seconds.
+# Saturated tokens/s, micro-batch at which half of it is reached, bytes per sequence, bytes at rest, compile seconds.
 BASE = {"speed": 150e3, "half": 1.6, "sequence": 0.62e9, "rest": 2.6e9, "compile": 2.0}
 EFFECTS: dict[tuple[str, str], dict[str, float]] = {
     ("compile", "off"): {"speed": 0.42, "sequence": 1.45, "half": 1.8},

@@ -3,7 +3,7 @@
     python tests/benchmarks/search/real_grid.py [--repeats 2] [--most-minutes 9] --record FILE.json
 
 Every candidate runs in a fresh process, ``repeats`` times; a repeat is the whole grid once, in an order of its
-own, so that a drift of the machine falls on all alike. It goes on where it was stopped: run it until it says
+own, so that a drift of the machine falls on all alike. It continues where it was stopped: run it until it says
 that the grid is complete.
 """
 

@@ -1,4 +1,4 @@
-"""FLOPs a token by each formula, against figures worked out by others."""
+"""FLOPs per token by each formula, against figures worked out by others."""
 
 from dataclasses import replace
 from pathlib import Path
