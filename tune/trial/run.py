@@ -19,6 +19,7 @@ from infra.place import Place
 from infra.telemetry import Telemetry
 from pipeline.cache import on_this_machine
 from train.config import Cycle, TrainConfig, config_from_json
+from train.confirmed import FIRST_STEPS
 from train.estimate.flops import palm, utilisation
 from train.loop.memory import is_exhausted
 from train.loop.memory_limit import Limit
@@ -30,9 +31,6 @@ from tune.trial.row import Proposal, TrialOutcome, TrialRow
 
 THRASHING_STEPS = 2
 """Counted steps with allocator retries that make the outcome ``thrash``: the allocator keeps freeing its cache."""
-
-FIRST_STEPS = 2
-"""Steps that may retry: the first compiles, the second is the first with the optimizer's state."""
 
 
 @dataclass(frozen=True)
