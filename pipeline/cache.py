@@ -35,7 +35,7 @@ def on_this_machine(data: Place, on_shard: Callable[[Manifest, int], None] = lam
                     data.fetch(shard.path, path, shard.checksum)
                 except FileNotFoundError:
                     raise UserError(
-                        f"{data} has lost {shard.path}: run 'python -m pipeline.tokenize --out {data}' again."
+                        f"{data / shard.path} is missing: run 'python -m pipeline.tokenize --out {data}' again."
                     ) from None
         if not (folder / MANIFEST).exists():
             manifest.write(folder)

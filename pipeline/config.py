@@ -114,9 +114,9 @@ class TokenizeConfig(Reading, JoinsRay):
         if not self.out:
             raise ValueError("--out is empty: name a folder or s3://bucket/folder for the shards, or leave it out")
         if not 0 <= self.val_fraction < 1:
-            raise ValueError(f"--val-fraction {self.val_fraction} is not a share: give at least 0 and less than 1")
+            raise ValueError(f"--val-fraction {self.val_fraction} must be at least 0 and below 1")
         if self.workers is not None and self.workers < 1:
-            raise ValueError(f"--workers {self.workers} is too few: give 1 or more")
+            raise ValueError(f"--workers {self.workers} must be at least 1")
         if self.shard_size < 1_000_000:
             raise ValueError(f"--shard-size {self.shard_size}B is too small for a task: give 1MB or more")
 

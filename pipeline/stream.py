@@ -179,8 +179,8 @@ def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
                 yield from _rows(table)
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as death:
         raise UserError(
-            f"a book of --stream kills the process that reads it, {DEATHS + 1} times over: 'python -m "
-            "pipeline.tokenize' with the same sources finds it and leaves it out; then give --data."
+            f"a book of --stream killed the process that read it {DEATHS + 1} times: 'python -m pipeline.tokenize' "
+            "with the same sources finds it and leaves it out; then give --data."
         ) from death
 
 

@@ -309,7 +309,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
     _reading(config)
     for (first, ours), (second, theirs), reason in _pairs(config):
         if ours and theirs:
-            raise UserError(f"{_flag(config, first)} and {_flag(config, second)} exclude each other: {reason}.")
+            raise UserError(f"{_flag(config, first)} and {_flag(config, second)} cannot be combined: {reason}.")
 
 
 def _flag(config: TrainConfig, name: str) -> str:
@@ -400,7 +400,7 @@ def _reading(config: TrainConfig) -> None:
 
 
 def _pairs(config: TrainConfig):
-    """Pairs of (field, whether its value is affected) that exclude each other, and the reason."""
+    """Pairs of (field, whether its value is affected) that cannot be combined, and the reason."""
     model, device = config.model, config.device
     attention, precision, optimizer = config.attention, config.precision, config.optimizer
     on_cpu = ("device", device == "cpu")

@@ -28,5 +28,5 @@ def find_fastest(config: "SearchConfig") -> "TrainConfig":
     search(named)
     place = place_of(named.out, search_name(named))
     if not place.exists("best.json"):
-        raise UserError(f"the search in {place} has no winner: its summary.md says what became of its trials.")
+        raise UserError(f"the search in {place} has no winner: its summary.md lists the outcome of every trial.")
     return config_from_json(json.loads(place.read("best.json"))["config"], f"{place}/best.json")

@@ -72,7 +72,7 @@ class SearchConfig(JoinsRay):
         if self.resume == "":
             raise UserError("--resume is empty: name a search.")
         if self.training.stream:
-            raise UserError("--stream and a search exclude each other: trials read token shards, by --data.")
+            raise UserError("--stream cannot be combined with a search, whose trials read token shards: give --data.")
         if self.trial_steps < FEWEST + 2:
             raise UserError(f"--trial-steps {self.trial_steps} gives no speed: {FEWEST + 2} or more are needed.")
         if self.parallel < 1:

@@ -325,7 +325,7 @@ class Placing(ray.tune.Stopper):
 
 
 def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
-    """What Ray Tune runs in a process of its own: it says that it has started, and then what became of it."""
+    """What Ray Tune runs in a process of its own: it reports that it has started, and then its outcome."""
     try:
         fetch_data(parameters["request"])  # its time is not the trial's
     except UserError as failure:

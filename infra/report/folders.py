@@ -54,7 +54,7 @@ def _reading(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except FileNotFoundError as missing:
-        raise UserError(f"{path.parent} has no {path.name}, without which there is no report.") from missing
+        raise UserError(f"{path} is missing: restore it, or run its command again.") from missing
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as damage:
         raise UserError(
             f"{path} is damaged ({type(damage).__name__}: {damage}): restore it, or run its command again."

@@ -79,7 +79,7 @@ class RunKey:
             database = now(before)
             if not database.exists():
                 raise UserError(
-                    f"{folder} was copied or moved from {self.home} without its MLflow store: to take the runs along, "
+                    f"{folder} was copied or moved from {self.home} without its MLflow store: to keep its runs, "
                     f"copy {before} to {database}, and the folder mlartifacts next to it; or {instead}."
                     if came
                     else f"the MLflow store {database} of {folder} does not exist: restore it, or {instead}."

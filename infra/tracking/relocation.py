@@ -39,7 +39,7 @@ def relocate(database: Path) -> list[Path]:
             if (folder / FILES).exists() and not (here / FILES).exists():
                 raise UserError(
                     f"the MLflow store {database} was copied or moved from {folder} and would continue to write files "
-                    f"there: to take its runs along, copy {folder / FILES} to {here / FILES}; or give another store "
+                    f"there: to move its runs as well, copy {folder / FILES} to {here / FILES}; or give another store "
                     "with --tracking-uri."
                 )
             old, new = (f"{place.as_uri()}/{FILES}/" for place in (folder, here))

@@ -75,7 +75,7 @@ def open_store(tracking_uri: str | None = None) -> None:
         raise _unusable(store, failure) from failure
     for place in moved_from:
         errors.print(
-            f"The MLflow store {store} was copied or moved here from {place}: its runs came along, and from now on "
+            f"The MLflow store {store} was copied or moved here from {place}: its runs were kept, and from now on "
             f"their files are read and written next to it, not in {place / FILES}."
         )
 

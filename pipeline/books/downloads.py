@@ -37,7 +37,9 @@ def fetch(source: str, mirror: str) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as refused:
-        raise UserError(f"{folder} cannot be made ({refused.strerror}): name another with XDG_CACHE_HOME.") from refused
+        raise UserError(
+            f"{folder} cannot be created ({refused.strerror}): name another with XDG_CACHE_HOME."
+        ) from refused
     asked = False
     for number in sorted(set(numbers), key=int):
         path = folder / f"pg{number}.txt"

@@ -85,8 +85,8 @@ def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Dropped]:
             yield from _books(part, opened, settings)
     except FileNotFoundError as gone:
         raise UserError(
-            f"{file.uri} was there when the work was planned and is gone: put it back, or run the same command "
-            "again to continue without it."
+            f"{file.uri} has disappeared since the work was planned: restore it, or run the same command again to "
+            "continue without it."
         ) from gone
     except PermissionError as refused:
         yield Dropped(file.id, "unreadable", f"{refused.strerror}")

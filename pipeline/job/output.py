@@ -39,7 +39,7 @@ def sole_writer(place: Place) -> AbstractContextManager[None]:
 def refuse_foreign(place: Place) -> None:
     """Raise ``UserError`` when ``place`` holds a data set without the settings that we note for ours."""
     if place.exists(MANIFEST) and not place.exists(SETTINGS):
-        raise UserError(f"{place} holds a data set that was not made here (no {SETTINGS}): name another --out.")
+        raise UserError(f"{place} holds a data set that this program did not make (no {SETTINGS}): name another --out.")
 
 
 def changed_settings(job: Job) -> dict[str, tuple[Any, Any]]:

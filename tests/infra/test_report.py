@@ -262,7 +262,7 @@ def test_a_damaged_file_is_named_in_one_sentence(
 def test_a_missing_file_is_named(kind: str, file: str, request: pytest.FixtureRequest) -> None:
     folder: Path = request.getfixturevalue(kind)
     (folder / file).unlink()
-    with pytest.raises(UserError, match=f"has no {file}"):
+    with pytest.raises(UserError, match=f"{file} is missing"):
         page_of(folder)
 
 

@@ -89,7 +89,7 @@ def test_a_damaged_data_set_is_refused_and_described(
     with pytest.raises(UserError, match=r"train/000000-000\.arrow\S* is damaged: its checksum"):
         on_this_machine(data)
     data.remove(["train/000000-000.arrow"])
-    with pytest.raises(UserError, match=r"has lost train/000000-000\.arrow: run 'python -m pipeline\.tokenize"):
+    with pytest.raises(UserError, match=r"train/000000-000\.arrow\S* is missing: run 'python -m pipeline\.tokenize"):
         on_this_machine(data)
     assert not list(tmp_path.rglob("*.arrow")), "nothing of it is kept"
     data.write("train/000000-000.arrow", whole)

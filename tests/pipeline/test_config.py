@@ -33,9 +33,17 @@ def test_the_limits_themselves_are_accepted(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("module", "arguments", "said"),
     [
-        ("pipeline.tokenize", ["--copy-to", "s3://bucket/tokens"], "--copy-to is gone: give --out s3://bucket/folder"),
-        ("pipeline.tokenize", ["--copy-to=s3://bucket/tokens"], "--copy-to is gone: give --out s3://bucket/folder"),
-        ("pipeline.fetch", ["s3://bucket/tokens", "--out", "here"], "pipeline.fetch is gone: train.run --data s3://"),
+        (
+            "pipeline.tokenize",
+            ["--copy-to", "s3://bucket/tokens"],
+            "--copy-to was removed: give --out s3://bucket/folder",
+        ),
+        ("pipeline.tokenize", ["--copy-to=s3://bucket/tokens"], "--copy-to was removed: give --out s3://bucket/folder"),
+        (
+            "pipeline.fetch",
+            ["s3://bucket/tokens", "--out", "here"],
+            "pipeline.fetch was removed: train.run --data s3://",
+        ),
     ],
 )
 def test_what_is_gone_names_what_to_use_instead(

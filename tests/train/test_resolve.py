@@ -87,6 +87,6 @@ def test_what_a_device_lacks_is_refused() -> None:
     with pytest.raises(UserError, match="--fp8 needs 8-bit matmuls, which NVIDIA A100 does not have"):
         resolve(TrainConfig(fp8=True), A100)
     assert resolve(TrainConfig(fp8=True), H100).fp8
-    with pytest.raises(UserError, match="--precision fp16 and --device cpu exclude each other"):
+    with pytest.raises(UserError, match="--precision fp16 and --device cpu cannot be combined"):
         resolve(TrainConfig(precision="fp16"), NEW_CPU)
     assert resolve_for_plan(TrainConfig(device="cuda"), OLD_CPU).precision == "bf16", "an A100 stands in"

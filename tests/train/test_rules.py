@@ -1,4 +1,4 @@
-"""Which settings exclude each other: every pair by its two names, and what stands just inside each border."""
+"""Which settings cannot be combined: every pair by its two names, and what stands just inside each border."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ SHARDED = {"shard": True, "workers": 2}
     ],
 )  # fmt: skip
 def test_a_pair_that_excludes_each_other_is_named(settings: dict[str, Any], first: str, second: str) -> None:
-    with pytest.raises(UserError, match="exclude each other") as refusal:
+    with pytest.raises(UserError, match="cannot be combined") as refusal:
         TrainConfig(**BATCH | settings)
     assert first in str(refusal.value)
     assert second in str(refusal.value)

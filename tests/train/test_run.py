@@ -199,10 +199,10 @@ def test_a_worker_begins_at_the_step_that_it_is_told_or_a_later_one(
     for start in (Start(6), Start(0, past=Past((0, 6)))):
         resume, refusal = begin(home.path, start)
         assert resume is None
-        assert re.search("the run continues from step 6, and .* finds it ends at step 3", refusal or "")
+        assert re.search("the run continues from step 6, but .*, seen from .*, ends at step 3", refusal or "")
     assert begin(home.path, Start(0, past=Past((0,)))) == (third, None), "a worker saved it since"
     shutil.rmtree(third)
-    assert "finds it has no intact checkpoint" in (begin(home.path, Start(3))[1] or "")
+    assert "has no intact checkpoint" in (begin(home.path, Start(3))[1] or "")
 
 
 def test_workers_that_find_different_checkpoints_train_nothing() -> None:
@@ -230,7 +230,7 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
     monkeypatch.setattr(driver, "train", lambda run, *how: trained(dataclasses.replace(run, home=there), *how))
     assert command(monkeypatch, "--resume", "one", "--steps", "8") == 2
     said = " ".join(capfd.readouterr().err.split())
-    assert "the run continues from step 6, and" in said
+    assert "the run continues from step 6, but" in said
     assert not (elsewhere / "cycles.jsonl").exists()
     assert not checkpoints_in(elsewhere / "checkpoints")
     (found,) = MlflowClient(store_uri()).search_runs(["1"])
@@ -249,7 +249,7 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
         (["--resume="], "--resume is empty"),
         (["--resume", "never"], "--resume never"),
         (["--resume", "one", "--name", "two"], "--name two: a resumed run keeps its name"),
-        (["--copy-to", "s3://bucket/folder"], "--copy-to is gone: --out s3://bucket/folder keeps the whole run there"),
+        (["--copy-to", "s3://bucket/folder"], "--copy-to was removed: --out s3://bucket/folder keeps the whole run"),
         (["--steps", "3", "--tokens", "70000000"], "--tokens"),
         (["--time-budget", "5"], "5m"),
         (["--text-field", "content"], "--text-field is about books, but this run reads none: name them with --stream"),

@@ -331,7 +331,7 @@ def refuse_unsuited(before: TrainConfig, config: TrainConfig, rung: Rung, facts:
     if config.compile != "off" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise UserError("torch.compile needs a C++ compiler on a CPU and there is none")
     if "attention" in changed and config.attention == "auto":
-        raise UserError("a CPU has one fused attention kernel, which it has used already")
+        raise UserError("a CPU has one fused attention kernel, which is already used")
 
 
 def equal_work_first(rung: Rung, state: TrainConfig, config: TrainConfig) -> list[tuple[Rung, TrainConfig]]:

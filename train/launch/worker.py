@@ -188,8 +188,8 @@ def refuse_other_step(home: RunFolder, start: Start, found: int) -> None:
     if found < least:
         there = f"ends at step {found:,}" if found else "has no intact checkpoint"
         raise UserError(
-            f"the run continues from step {least:,}, and {home.place / 'checkpoints'} as {socket.gethostname()} finds "
-            f"it {there}: restore the checkpoint, or remove its rest to continue from the one before it."
+            f"the run continues from step {least:,}, but {home.place / 'checkpoints'}, seen from {socket.gethostname()}"
+            f", {there}: restore the checkpoint, or remove what is left of it to continue from the one before it."
         )
 
 

@@ -95,7 +95,7 @@ def profile(options: ProfileOptions) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as refused:
-        raise UserError(f"--out {options.out} cannot be made ({refused.strerror}): name another.") from refused
+        raise UserError(f"--out {options.out} cannot be created ({refused.strerror}): name another.") from refused
     free = shutil.disk_usage(folder.parent).free
     if free < TRACE_ROOM:
         raise UserError(f"{options.out} has {free / 1e9:.1f} GB free and a trace may need {TRACE_ROOM / 1e9:g} GB.")

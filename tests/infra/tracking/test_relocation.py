@@ -63,7 +63,7 @@ def test_runs_continue_in_the_new_place_and_the_command_reports_it(
     key = kept(new / "runs" / "first")
     reopen_run(key)
     said = capfd.readouterr().err.replace("\n", " ")
-    assert f"sqlite:///{new}/mlflow.db was copied or moved here from {old}: its runs came along" in said
+    assert f"sqlite:///{new}/mlflow.db was copied or moved here from {old}: its runs were kept" in said
     with Tracker(key) as tracker:
         tracker.text("in the new place", "later.txt")
     with Tracker(create_run("train", "second")) as tracker:

@@ -270,7 +270,7 @@ def mirror(tmp_path: Path) -> Iterator[str]:
 def test_a_cache_that_cannot_be_made_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"cannot be made.*XDG_CACHE_HOME"):
+    with pytest.raises(UserError, match=r"cannot be created.*XDG_CACHE_HOME"):
         find(["gutenberg:11"])
 
 

@@ -82,7 +82,7 @@ def test_a_data_set_that_was_not_made_here_is_refused_before_anything_is_written
     out = tmp_path / "fetched"
     put(out, (MANIFEST, "train/000000-000.arrow"))
     before = files(out)
-    with pytest.raises(UserError, match=r"was not made here.*name another --out"):
+    with pytest.raises(UserError, match=r"this program did not make.*name another --out"):
         main(TokenizeConfig(out=str(out)))
     assert files(out) == before
 

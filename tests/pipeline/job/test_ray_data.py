@@ -74,6 +74,6 @@ def test_every_piece_is_done_and_no_thread_outlives_its_caller(tmp_path: Path) -
     assert pieces == 40, "of which a task does three, so that one is left"
     assert sorted(numbers) == list(range(40))
     sentence, threads = json.loads(gone)
-    assert "17.txt was there when the work was planned and is gone" in sentence
+    assert "17.txt has disappeared since the work was planned" in sentence
     executing = ("StreamingExecutor", "ray-data-metadata-prefetch", "iter_threaded")
     assert not [name for name in threads if name.startswith(executing)], "one that asks Ray after its end ends us"

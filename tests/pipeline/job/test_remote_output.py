@@ -134,7 +134,7 @@ def test_storage_that_does_not_answer_is_never_taken_for_an_empty_output(
 
 def test_a_data_set_that_was_not_made_here_and_a_missing_bucket_are_refused(config: TokenizeConfig) -> None:
     Manifest.of([], config={}, vocabulary_sha256="", inputs={}, report={}).write(Place.of(config.out))
-    with pytest.raises(UserError, match=r"was not made here.*name another --out"):
+    with pytest.raises(UserError, match=r"this program did not make.*name another --out"):
         main(config)
     assert contents(config.out).keys() == {MANIFEST}
     missing = replace(config, out=config.out.replace("corpus", "nobodys"))

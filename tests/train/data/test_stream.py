@@ -302,7 +302,7 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
         result, _ = driver.train(again, whole, tracker)
         gone = Stream([str(shutil.copytree(config.stream[0], tmp_path / "gone"))], 0, config.reading)
         (tmp_path / "gone" / "book 3.txt").unlink()
-        with pytest.raises(UserError, match=r"book 3\.txt was there when the work was planned and is gone"):
+        with pytest.raises(UserError, match=r"book 3\.txt has disappeared since the work was planned"):
             list(gone.read(0))
     assert result.outcome == "finished"
     found = [json.loads(line) for line in (folder / "cycles.jsonl").read_text().splitlines()]

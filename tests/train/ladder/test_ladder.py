@@ -494,7 +494,7 @@ def test_a_rung_that_says_nothing_here_is_named(small_shards: Path, small_model:
     with pytest.raises(UserError, match="large pages are for CPU memory"):
         refuse_unsuited(replace(config, ablate=("pages",)), without, rung, A100)
     refuse_unsuited(replace(config, ablate=("pages",)), without, rung, cpu_facts())
-    with pytest.raises(UserError, match="--precision fp16 and --device cpu exclude each other"):  # which auto finds
+    with pytest.raises(UserError, match="--precision fp16 and --device cpu cannot be combined"):  # which auto finds
         refuse_unsuited(config, replace(config, precision="fp16"), Rung("fp16", {"precision": "fp16"}), cpu_facts())
     with pytest.raises(UserError, match="--attention cudnn"):
         Trainer(replace(config, device="cpu", attention="cudnn")).run()

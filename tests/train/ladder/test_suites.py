@@ -139,11 +139,11 @@ def from_file(path: Path, text: str, start: TrainConfig = START) -> Suite:
         ("[Rung('a', {'optimizer': 'adamx'})]", "bad.py, rung 'a': optimizer is 'adamx'"),
         ("Suite('s', 'S', {'micro_batch': -1}, (Rung('a'),))", "bad.py, the base: --micro-batch -1 must be at least 1"),
         ("[Rung('a', {'model.heads': 7})]", "rung 'a': model width=768 is not divisible by heads=7"),
-        ("[Rung('a', {'attention': 'flash', 'precision': 'fp32'})]", "rung 'a': .*exclude each other"),
+        ("[Rung('a', {'attention': 'flash', 'precision': 'fp32'})]", "rung 'a': .*cannot be combined"),
         ("[Rung('a', {'tokens': 1000000})]", "rung 'a': --steps and --tokens both end the run"),
         (
             "Suite('s', 'S', {}, (Rung('a', {'checkpointing': 'selective'}), Rung('b', {'compile': 'blocks'})), True)",
-            "rung 'b': --checkpointing selective and --compile blocks exclude each other",
+            "rung 'b': --checkpointing selective and --compile blocks cannot be combined",
         ),
     ],
 )

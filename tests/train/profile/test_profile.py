@@ -342,7 +342,7 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     assert command(monkeypatch, "--data", str(small_shards), "--out", "file/runs") == 2
-    assert "--out file/runs cannot be made" in capfd.readouterr().err
+    assert "--out file/runs cannot be created" in capfd.readouterr().err
 
 
 def test_a_stream_is_not_mistaken_for_the_shards(
