@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 from infra.errors import UserError
 from infra.hardware import cpu_facts
 from train.config import Attention, Checkpointing, Cycle, Loss, Optimizer, Precision, Schedule, TrainConfig
-from train.loop.execution import build, keep_compiled_attention
+from train.loop.execution import AUTOCAST, build, compiled, keep_compiled_attention
 from train.loop.trainer import Trainer
 from train.model.attention import books_of, by_kernels
 from train.model.optimizer import learning_rate
@@ -125,6 +125,22 @@ def test_a_new_process_finds_compiled_attention_in_the_cache(tmp_path: Path, mon
         counters.clear()
         torch.compile(lambda x: attend(x, x, x, 0.0), dynamic=False)(x).sum().backward()  # it keeps both or none
         assert counters["aot_autograd"][outcome] == 1, dict(counters["aot_autograd"])
+
+
+def test_what_was_compiled_for_one_precision_is_not_run_for_another(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by torch 2.11, whose own key does not have the type of autocast."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    layer: Any = torch.nn.Linear(8, 8)
+    for precision, kind in AUTOCAST.items():
+        torch.compiler.reset()
+        counters.clear()
+        chosen = dataclasses.replace(config, compile="whole", precision=precision, device="cuda")
+        with torch.autocast("cpu", kind):
+            compiled(layer, chosen)(torch.randn(8, 8)).float().sum().backward()
+        found = counters["aot_autograd"]
+        assert (found["autograd_cache_miss"], found["autograd_cache_saved"]) == (1, 1), (precision, dict(found))
 
 
 OFTEN = {

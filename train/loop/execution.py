@@ -103,6 +103,9 @@ def compiled(model: GPT, config: TrainConfig) -> Callable[..., Tensor]:
     if config.compile == "off":
         return model
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(INDUCTOR_CACHE.expanduser()))
+    # Before 2.13, torch's key has whether autocast is on and not its type: fp16 would run what was compiled for bf16
+    # (pytorch issue 181564).
+    torch.compiler.config.cache_key_tag = config.precision
     keep_compiled_attention()
     if config.compile == "blocks":
         for block in model.blocks:
