@@ -81,7 +81,7 @@ def disk(out: Path) -> list[Check]:
     free = shutil.disk_usage(out).free
     found = [
         Check(
-            f"disk of {out}", f"{free / 1e9:,.0f} GB free", "" if free > SPARE else "make room, or give --out elsewhere"
+            f"disk of {out}", f"{free / 1e9:,.0f} GB free", "" if free > SPARE else "make room there"
         )
     ]
     shared = Path("/dev/shm")  # noqa: S108 the folder is only inspected, not written to
