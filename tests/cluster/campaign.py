@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,13 @@ client = MlflowClient(parent["store"])
 experiment = client.get_run(parent["run_id"]).info.experiment_id
 children = client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{parent['run_id']}'")
 rows = [json.loads(place.read(name)) for name in place.files() if name.startswith("trials/")]
+trials = sorted([row["stage"], row["round"], row["candidate"]["micro_batch"], row["outcome"]] for row in rows)
 print(json.dumps({
-    "trials": sorted([row["stage"], row["round"], row["candidate"]["micro_batch"], row["outcome"]] for row in rows),
-    "children": sorted(child.info.status for child in children),
+    "probes": [trial for trial in trials if trial[0] == "probe"],
+    "confirmed": sorted({trial[3] for trial in trials if trial[0] == "confirm"}),  # how many depends on their speeds
+    "twice": [trial for trial in trials if trials.count(trial) > 1],
+    "not_in_mlflow": len(trials) - len(children),
+    "children": sorted({child.info.status for child in children}),
     "parent": client.get_run(parent["run_id"]).info.status,
 }))
 """,
@@ -118,7 +123,11 @@ def recorded(lab: Any, small_shards: Path) -> Iterator[None]:
     lab.execute(COPY)
     yield
     if where := os.environ.get("RECORD"):
-        about = {"command": f"SEED={SEED} FAULTS={FAULTS} pytest tests/cluster/campaign.py", "faults": len(record)}
+        about = {
+            "command": f"SEED={SEED} FAULTS={FAULTS} pytest tests/cluster/campaign.py", "faults": len(record),
+            "versions": {name: version(name) for name in ("torch", "ray", "mlflow")},
+            "machine": {"cores": os.cpu_count(), "lab": "a head without cores, two workers with two each"},
+        }  # fmt: skip
         passed = sum(row["as_undisturbed"] for row in record)
         Path(where).write_text(json.dumps(about | {"as_undisturbed": passed, "rows": record}, indent=1) + "\n")
 
@@ -215,7 +224,9 @@ def strike(
         lab("pause", away)
         time.sleep(row["away_s"])
         lab("resume", away)
-        return lambda: rejoined(lab)
+        if kind == "partition":
+            restarted(lab, machine)
+        return lambda: None
     patterns = {  # which do not match themselves in the command line of the shell that looks for them
         "driver": (("head",), "python.* -m (pipeline|train|tune)[.]"),
         "controller": (("head",), "ray[:]:TrainController"),
@@ -223,16 +234,23 @@ def strike(
     }
     where, pattern = patterns[kind]
     kill = f"pkill -KILL -f '{pattern}' && echo yes || echo no"
-    row["machine"] = [each for each in where if lab("on", each, kill).strip() == "yes"]
+    row["machine"] = []
+    while not row["machine"] and running.poll() is None:  # between two trials there is no worker
+        row["machine"] = [each for each in where if lab("on", each, kill).strip() == "yes"]
+    row["struck"] = bool(row["machine"])
     return lambda: None
 
 
-def rejoined(lab: Any) -> None:
-    """Ray ends on a machine that was away too long for it: such a machine is started anew."""
-    for machine in MACHINES:
-        if not lab("on", machine, "pgrep raylet || true").strip():
-            lab("cut", machine)
-            started(lab, machine)
+def restarted(lab: Any, machine: str) -> None:
+    """Start a machine anew on which Ray ends because it was away too long, as what manages a cluster does."""
+    alive = "import ray; ray.init('auto'); print([n['NodeManagerHostname'] for n in ray.nodes() if n['Alive']])"
+    if machine in lab("on", "head", f'{lab.python} -c "{alive}" 2>/dev/null'):
+        return
+    deadline = time.monotonic() + 60
+    while lab("on", machine, "pgrep raylet || true").strip() and time.monotonic() < deadline:
+        time.sleep(1)
+    lab("cut", machine)
+    started(lab, machine)
 
 
 def started(lab: Any, machine: str) -> None:
