@@ -79,11 +79,7 @@ def software() -> list[Check]:
 def disk(out: Path) -> list[Check]:
     """Disk space for checkpoints where runs are written, and shared memory for Ray."""
     free = shutil.disk_usage(out).free
-    found = [
-        Check(
-            f"disk of {out}", f"{free / 1e9:,.0f} GB free", "" if free > SPARE else "make room there"
-        )
-    ]
+    found = [Check(f"disk of {out}", f"{free / 1e9:,.0f} GB free", "" if free > SPARE else "make room there")]
     shared = Path("/dev/shm")  # noqa: S108 the folder is only inspected, not written to
     if shared.exists():
         size = shutil.disk_usage(shared).free

@@ -6,12 +6,12 @@ from html import escape
 from typing import NamedTuple
 
 WIDTH = 760
-LABEL = 210
+LABEL = 230
 """Pixels for the labels on the left of bars."""
 VALUE = 150
 """Pixels for the values on their right."""
 ROW = 26
-CHARACTERS = 30
+CHARACTERS = 33
 """Of a label; the whole is in its tooltip."""
 
 

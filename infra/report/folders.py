@@ -207,35 +207,45 @@ def _search(folder: Path) -> Page:
         rows.sort(key=lambda row: float(row["tokens_per_second"] or 0), reverse=True)
         names = list(rows[0]) if rows else ["micro_batch", "key"]
         knobs = names[1 : names.index("key")]
+        first = min(rows, key=lambda row: int(row["number"]), default={})
     with _reading(folder / "search.json"):
         kept = _json(folder / "search.json")
         limit, config = kept["identity"]["memory_limit"], dict(kept["config"])
         training = config.pop("training")
+    bars: list[Bar] = []
     if (folder / "best.json").is_file():
         with _reading(folder / "best.json"):
             best = _json(folder / "best.json")
             winner, measured = best["config"], best["measured"]
-            batch = winner["micro_batch"] * winner["workers"]
+            batch = f"{winner['micro_batch']} x {winner['global_batch'] // (winner['micro_batch'] * winner['workers'])}"
+            speed = measured["tokens_per_second"]
             page.figures = [
-                (f"{measured['tokens_per_second']:,.0f} tokens/s", _interval(measured)),
-                (f"{winner['micro_batch']} x {winner['global_batch'] // batch}", "micro-batch x accumulation"),
+                (f"{speed:,.0f} tokens/s", _interval(measured)),
+                (batch, "micro-batch x accumulation"),
                 (f"{measured['memory_bytes'] / GB:.2f} GB", f"peak memory, of {limit / GB:.2f} GB"),
             ]
+            label = _label(f"winner: {batch}", winner, first, knobs)
+            bars.append(Bar(label, speed, measured["low"], measured["high"], f"{speed:,.0f}"))
     else:
         page.figures = [("no winner", "no candidate ran within the limit")]
     with _reading(path):
         page.figures.append((f"{len(rows)}", "trials"))
         page.section("Trials")
-        bars = [
+        labels = {
+            number: _label(f"{number}: {row['micro_batch']} x {row['accumulation']}", row, first, knobs)
+            for row in rows if (number := row["number"])
+        }  # fmt: skip
+        bars += [
             Bar(
-                _label(row, knobs), float(row["tokens_per_second"]), _float(row["low"]), _float(row["high"]),
+                labels[row["number"]], float(row["tokens_per_second"]), _float(row["low"]), _float(row["high"]),
                 f"{float(row['tokens_per_second']):,.0f}",
             )
             for row in rows[:40] if row["tokens_per_second"]
         ]  # fmt: skip
         if bars:
-            page.parts.append(charts.bars("Tokens/s of each trial, with 95% interval", bars))
-        _memory(page, rows, knobs, limit)
+            title = "Tokens/s with 95% interval, of the winner and of each trial"
+            page.parts.append(charts.bars(title, bars))
+        _memory(page, rows, labels, limit)
         _by_micro_batch(page, rows, knobs, limit)
         page.table(
             ("trial", "batch", *["knobs"] * bool(knobs), "tokens/s", "95% interval", "GB", "stage", "outcome"),
@@ -261,11 +271,11 @@ def _search(folder: Path) -> Page:
     return page
 
 
-def _memory(page: Page, rows: list[dict[str, str]], knobs: list[str], limit: int) -> None:
+def _memory(page: Page, rows: list[dict[str, str]], labels: Mapping[str, str], limit: int) -> None:
     """The memory of the trials: against their speed, with the limit and what nothing beats in both; and predicted."""
     shown = [(float(row["memory"]) / GB, row) for row in rows if row["memory"]]
     fast = [
-        Point(x, float(row["tokens_per_second"]), _label(row, knobs)) for x, row in shown if row["tokens_per_second"]
+        Point(x, float(row["tokens_per_second"]), labels[row["number"]]) for x, row in shown if row["tokens_per_second"]
     ]
     if fast:
         front: list[tuple[float, float]] = []
@@ -276,7 +286,7 @@ def _memory(page: Page, rows: list[dict[str, str]], knobs: list[str], limit: int
         page.parts.append(charts.points(title, fast, "GB", "tokens/s", limit=limit / GB, front=front))
     known = [(x, float(row["predicted_memory"]) / GB, row) for x, row in shown if row.get("predicted_memory")]
     if known:
-        compared = [Point(predicted, x, _label(row, knobs)) for x, predicted, row in known]
+        compared = [Point(predicted, x, labels[row["number"]]) for x, predicted, row in known]
         title = "Peak memory, measured against predicted; on the line both are the same"
         page.parts.append(charts.points(title, compared, "predicted GB", "measured GB", equal=True))
 
@@ -302,9 +312,9 @@ def _knobs(row: Mapping[str, str], knobs: list[str]) -> str:
     return ", ".join(f"{knob} {row[knob]}" for knob in knobs)
 
 
-def _label(row: Mapping[str, str], knobs: list[str]) -> str:
-    """A trial's micro-batch, accumulation and knobs."""
-    return " ".join([f"trial {row['number']}: {row['micro_batch']} x {row['accumulation']}", *(row[k] for k in knobs)])
+def _label(what: str, values: Mapping[str, Any], first: Mapping[str, str], knobs: list[str]) -> str:
+    """``what``, with the knobs in which ``values`` are not those of the ``first`` trial."""
+    return ", ".join([what, *(f"{knob} {values[knob]}" for knob in knobs if str(values[knob]) != first[knob])])
 
 
 def _data(folder: Path) -> Page:

@@ -79,7 +79,7 @@ def search(tmp_path: Path) -> Path:
         "4,off,m4-5b,1,probe,1,ok,ran its 8 steps,1510.2,1470.0,1540.0,920678400,cpu\n"
         f'8,whole,m8-ff,2,probe,1,oom,"{HOSTILE.replace(chr(34), chr(34) * 2)}",,,,,cpu\n'
     )
-    winner = {"micro_batch": 4, "workers": 1, "global_batch": 16}
+    winner = {"micro_batch": 4, "workers": 1, "global_batch": 16, "compile": "off"}
     measured = {"tokens_per_second": 1510.2, "low": 1470.0, "high": 1540.0, "memory_bytes": 920678400}
     kept = {
         "config": {"training": {"model": MODEL, "global_batch": 16}, "memory_limit": 4000000000, "trial_time": 60.0,
@@ -128,6 +128,7 @@ FACTS = {
         "--name ladder-again",
     ),
     "search": (
+        "winner: 4 x 4", "1: 4 x 1",
         "1,510 tokens/s", "4 x 4", "0.92 GB", "of 4.00 GB", "oom", "whole",
         "--global-batch 16 --memory-limit 4000000000B --trial-time 60s --name search-again",
     ),
