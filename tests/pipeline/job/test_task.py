@@ -146,7 +146,7 @@ def test_a_source_that_vanishes_stops_the_work(tmp_path: Path, write_books: Call
     books = write_books(tmp_path / "books", 3)
     (piece,) = plan_of(books)
     (books / "book 0001.txt").unlink()
-    with pytest.raises(UserError, match=r"book 0001\.txt was there"):
+    with pytest.raises(UserError, match=r"book 0001\.txt has disappeared"):
         do_piece(piece, Place.of(tmp_path / "out"), "test")
     assert not list((tmp_path / "out").rglob("*.arrow"))
 
