@@ -142,6 +142,17 @@ def test_what_cannot_be_read_is_quarantined_and_the_rest_is_kept(tmp_path: Path,
     assert len(found) == 3 + 7
 
 
+def test_a_piece_that_is_done_late_leaves_the_manifest(tmp_path: Path, write_books: Callable[..., Path]) -> None:
+    """As on a machine that was cut off: others have done its piece, and the data set is finished."""
+    (piece,) = plan_of(write_books(tmp_path / "books", 2))
+    place = Place.of(tmp_path / "out")
+    do_piece(piece, place, "test")
+    place.write("manifest.json", b"published")
+    do_piece(piece, place, "test")
+    assert place.read("manifest.json") == b"published"
+    assert read_record(place, piece.name)
+
+
 def test_a_source_that_vanishes_stops_the_work(tmp_path: Path, write_books: Callable[..., Path]) -> None:
     books = write_books(tmp_path / "books", 3)
     (piece,) = plan_of(books)
