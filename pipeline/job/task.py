@@ -15,7 +15,7 @@ from pipeline.config import TokenizeConfig
 from pipeline.encoding import encode, verify
 from pipeline.job.crash_guard import DEATHS, CrashGuard
 from pipeline.job.plan import Piece, split_of
-from pipeline.job.record import Record, record_file
+from pipeline.job.record import Record, record_file, reopen
 from pipeline.job.report import Stopwatch
 from pipeline.shards import END_OF_TEXT, SPLITS, ShardRow, Split, shard_path, write_shard
 
@@ -131,9 +131,12 @@ def do_piece(piece: Piece, place: Place, run: str) -> dict[str, Any]:
     source is gone or ``place`` cannot be written, ``EncodingMismatch`` when tiktoken disagrees; the piece is
     then done again from its beginning.
     """
-    # An earlier attempt may have recorded it before its worker died. The manifest is the driver's to remove: this may
-    # be an attempt on a machine that was cut off, while others have done the piece and the data set is finished.
-    place.remove([record_file(piece.name)])
+    if place.remote:
+        # An earlier attempt may have recorded it before its worker died. The manifest is left: the driver has removed
+        # an old one, and a machine that was cut off may be here only when others have finished the data set.
+        place.remove([record_file(piece.name)])
+    else:
+        reopen(place, [piece.name])  # the manifest, too: this may be another disk than the driver's
     with CrashGuard(run, piece.name) as guard:
         work = Work(piece, place, guard)
         record = work.run()

@@ -142,10 +142,12 @@ def test_what_cannot_be_read_is_quarantined_and_the_rest_is_kept(tmp_path: Path,
     assert len(found) == 3 + 7
 
 
-def test_a_piece_that_is_done_late_leaves_the_manifest(tmp_path: Path, write_books: Callable[..., Path]) -> None:
+def test_a_piece_that_is_done_late_leaves_the_manifest(
+    tmp_path: Path, write_books: Callable[..., Path], bucket: str
+) -> None:
     """As on a machine that was cut off: others have done its piece, and the data set is finished."""
     (piece,) = plan_of(write_books(tmp_path / "books", 2))
-    place = Place.of(tmp_path / "out")
+    place = Place.of(f"s3://places/late/{bucket}")
     do_piece(piece, place, "test")
     place.write("manifest.json", b"published")
     do_piece(piece, place, "test")
