@@ -85,9 +85,9 @@ _SENTENCES: dict[str, Callable[..., str]] = {
 
 def _numbers() -> ConstructorRegistry:
     """tyro's rules for numbers, so that one that cannot be read is named without Python's words for it."""
-    registry = ConstructorRegistry()
+    rules = ConstructorRegistry()
 
-    @registry.primitive_rule
+    @rules.primitive_rule
     def number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
         for kind, spec in _NUMBERS.items():
             if info.type is kind:
@@ -96,7 +96,7 @@ def _numbers() -> ConstructorRegistry:
                 return or_none(spec)
         return None
 
-    return registry
+    return rules
 
 
 def _number(kind: type[int] | type[float], name: str) -> PrimitiveConstructorSpec[Any]:
