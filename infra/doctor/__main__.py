@@ -67,21 +67,18 @@ def examine(options: DoctorOptions) -> int:
     torch and MLflow are imported only now, when the flags are known to be valid.
     """
     with doing(IMPORTING):
-        import torch
-
         from infra import provenance
         from infra.doctor import ceilings, checks, nodes
         from infra.tracking.store import create_run
         from infra.tracking.tracker import Tracker
 
     began = time.perf_counter()
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device, name = ceilings.first_device()
     out = Place.of(options.out)
     out.refuse_unusable("--out")
     disk = scratch() if out.remote else Path(options.out)
     results = checks.checks(device, disk)
     print_checks(results)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     found: dict[str, object] = {
         "device": name, "machine": socket.gethostname(), "checks": [asdict(check) for check in results],
     }  # fmt: skip

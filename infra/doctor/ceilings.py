@@ -35,6 +35,14 @@ SHAPES = {
 """(inner, columns) of GPT-2 124M's matrix products; rows are tokens."""
 
 
+def first_device() -> tuple[torch.device, str]:
+    """This machine's first GPU and its name as torch has it, or the processor and ``cpu``."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "cpu"
+    device = torch.device("cuda", 0)
+    return device, torch.cuda.get_device_name(device)
+
+
 def best_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of the fastest repetition of ``work`` within ``SECONDS``, of at least three, after one to warm up."""
     work()

@@ -130,13 +130,9 @@ def describe() -> MachineReport:
 
 def rates() -> Rates:
     """Measure this machine."""
-    import torch
-
     from infra.doctor import ceilings
 
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    name = torch.cuda.get_device_name(device) if cuda else "cpu"
+    device, name = ceilings.first_device()
     return Rates(socket.gethostname(), name, ceilings.matmul_rates(device))
 
 
