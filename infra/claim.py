@@ -88,6 +88,8 @@ class _Claim:
             while True:
                 self._write()
                 times = self._times()
+                if self._name not in times:  # whoever has just taken the place removed it with the stale ones
+                    continue
                 now = times.pop(self._name)
                 for other, changed in times.items():
                     if first.setdefault(other, changed) != changed:

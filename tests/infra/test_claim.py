@@ -131,6 +131,23 @@ def test_what_another_command_has_just_written_is_not_overlooked(place: Place, h
     ending.join()
 
 
+def test_a_claim_that_is_removed_as_soon_as_it_is_made_is_made_again(
+    place: Place, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a command that takes the place at that moment from one that was killed."""
+    write, lost = Place.write, list[str]()
+
+    def write_and_lose(self: Place, name: str, content: bytes) -> None:
+        write(self, name, content)
+        if not lost:
+            lost.append(name)
+            self.remove([name])
+
+    monkeypatch.setattr(Place, "write", write_and_lose)
+    with held("one"):
+        assert claims(place) == set(lost)
+
+
 def test_a_command_that_had_stopped_exits_when_its_place_has_been_taken(
     place: Place, held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
