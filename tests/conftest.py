@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.fs
 import pytest
+import requests
 import torch
 
 from infra.place import Place
@@ -203,6 +204,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[[float],
 
     running.app = flaky
     host, port = server.get_host_and_port()
+    requests.post(f"http://{host}:{port}/moto-api/reset", timeout=30)  # what it stores belongs to the process
 
     def set_rate(share: float) -> None:
         rate[0] = share
