@@ -74,6 +74,21 @@ def test_what_was_read_since_the_last_point_is_sent_at_the_end(monkeypatch: pyte
     assert metrics["system/worker_cpu_percent"] > 0
 
 
+def test_after_a_pause_of_the_process_the_missed_readings_are_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after SIGSTOP, or on a machine that was asleep."""
+    read, times = psutil.virtual_memory, list[float]()
+
+    def memory() -> object:
+        times.append(time.perf_counter())
+        if len(times) == 2:
+            time.sleep(1.0)
+        return read()
+
+    monkeypatch.setattr(psutil, "virtual_memory", memory)
+    watched(monkeypatch, 1.6)
+    assert len(times) < 20, "1.6 s have 32 periods, of which 20 passed in the pause"
+
+
 def test_means_are_those_of_the_readings_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "PERIOD", 0.02)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -149,6 +164,8 @@ def test_energy_is_that_of_the_time_in_question(counter: bool) -> None:
             energy.keep()
     assert energy.between(12.0, 25.5) == pytest.approx(13.5 * 700)
     assert energy.between(2.0, 10.0) == pytest.approx(8 * 300)
+    change = 500 if not counter else 700  # the mean of both powers, where only they are known
+    assert energy.between(10.0, 12.0) == pytest.approx(change + 700)
     assert energy.between(40.0, 50.0) is None
     nothing = Energy()
     nothing.add(1.0, SILENT)

@@ -72,6 +72,16 @@ def test_what_was_predicted_is_beside_what_was_measured(config: TrainConfig, mak
     assert from_json(RunResult, to_json(kept), "it") == kept
 
 
+def test_what_the_optimizer_held_already_is_not_needed_once_more(config: TrainConfig, make_result: Make) -> None:
+    """In a later step than the first."""
+    full = {"weights": 498_000_000, "gradients": 0, "optimizer": predict_peak(config).optimizer}
+    result = failed(make_result, 30 * GB)
+    assert result.shortage
+    found = of_memory(config, replace(result, shortage=replace(result.shortage, held=full)), HOME, None)
+    assert found
+    assert dict(found.rows)["not predicted"].startswith("2.37 GB of what it needed")
+
+
 @pytest.mark.parametrize("room", [1, 3, 5, 10, 15, 20, 25, 30, 33, 34, 80])
 def test_what_is_advised_is_predicted_to_fit_and_nothing_that_failed_is(
     config: TrainConfig, make_result: Make, room: int

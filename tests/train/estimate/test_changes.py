@@ -42,6 +42,7 @@ def test_the_cheapest_change_comes_first() -> None:
         ({"micro_batch": 1}, "--loss fused", "--micro-batch"),
         ({"device": "cpu"}, "--loss fused", "--attention"),
         ({"workers": 4}, "--micro-batch 8", "--micro-batch 16"),
+        ({"workers": 2, "global_batch": 40, "micro_batch": 10}, "--micro-batch 5", "--micro-batch 8"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

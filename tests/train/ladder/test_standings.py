@@ -198,6 +198,8 @@ def test_a_rung_with_a_larger_batch_shows_both() -> None:
         ("compile", "28", "-50%", "2.00x ±5%", "48", "+90%", "1.10x ±9%"),
         ("flash", "48", "-50%", "2.00x ±5%", "not run", "", ""),
     ]
+    failed = [TWICE[0], Row("refused", "no such GPU"), *TWICE[1:]]
+    assert equal_work(failed, cumulative=True) == equal_work(TWICE, cumulative=True), "over what ran before"
     (_, *over_baseline) = equal_work(TWICE, cumulative=False)[1]
     assert over_baseline[:3] == ["48", "-52%", "4.40x ±5%"]
     assert [cells(row, CUMULATIVE)[:2] for row in TWICE[1:4]] == [
@@ -220,12 +222,14 @@ def test_a_precision_is_judged_by_the_held_out_losses_of_all_seeds() -> None:
     rows = [
         Row("baseline"),
         Row("noise", held_out=((3.0, 3.01), (3.1, 3.09), (3.2, 3.21))),
+        Row("close", held_out=((3.0, 3.01), (3.1, 3.12), (3.2, 3.23))),
         Row("worse, same batch", held_out=((3.0, 3.1), (3.1, 3.201), (3.2, 3.299))),
         Row("better", held_out=((3.0, 2.9), (3.1, 2.999), (3.2, 3.101))),
         Row("one seed", held_out=((3.0, 2.0),)),
     ]
     assert held_out(rows) == [
         ("noise", "3.1033", "+0.0033 ±0.0287", "no difference seen"),
+        ("close", "3.1200", "+0.0200 ±0.0248", "no difference seen"),
         ("worse", "3.2000", "+0.1000 ±0.0025", "higher"),
         ("better", "3.0000", "-0.1000 ±0.0025", "lower"),
     ]

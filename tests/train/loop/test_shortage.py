@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from infra.gpu import GpuState
 from train.checkpoint import save
 from train.config import Cycle, TrainConfig
 from train.estimate.memory import optimizer_bytes, predict_peak
 from train.loop.memory_limit import UNMEASURED, Limit
-from train.loop.shortage import OutOfMemory, held, tried_to_allocate
+from train.loop.shortage import OutOfMemory, available, held, tried_to_allocate
 from train.loop.trainer import Trainer
 from train.model import gpt
 from train.model.gpt import parameter_count
@@ -162,6 +163,13 @@ def test_the_size_that_did_not_fit_is_read_from_torchs_message(message: str, siz
 
 def test_on_a_gpu_the_cap_leaves_some_of_the_limit() -> None:
     assert Limit(10**10, torch.device("cuda", 0), before=0).room == 10**10 - UNMEASURED
+
+
+def test_a_gpu_has_what_other_processes_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 GB, 50 are in use, of which this process has 20."""
+    state = GpuState("GPU", "580", 80 * 10**9, 50 * 10**9, 20 * 10**9, (), None, None, None, None)
+    monkeypatch.setattr("train.loop.shortage.read_gpu", lambda index: state)
+    assert available(torch.device("cuda", 0)) == 50 * 10**9
 
 
 @pytest.mark.gpu
