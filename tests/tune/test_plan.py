@@ -10,6 +10,7 @@ from infra.hardware import cpu_facts
 from train.config import Compile, TrainConfig
 from train.resolve import resolve
 from tune.config import SearchConfig
+from tune.device import Machine
 from tune.plan import make_search
 from tune.report import print_plan
 from tune.space import make_space
@@ -36,6 +37,16 @@ def test_the_time_counts_each_trials_start_compilation_and_steps(
     trials, minutes, left, said = found.groups()
     assert 60 * int(minutes) + int(left or 0) == int(trials) * (10 + seconds + 90)
     assert said == (f", {seconds}s per trial for compilation" if seconds else "")
+
+
+def test_the_limit_holds_on_every_machine(small_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --memory-limit it is what the smallest one has."""
+    training = TrainConfig(data=str(small_shards), device="cpu", global_batch=8, micro_batch=8)
+    machines = [Machine(f"w{size}", cpu_facts(), size * 10**9) for size in (8, 4, 16)]
+    monkeypatch.setattr("tune.plan.trial_machines", lambda config: tuple(machines))
+    together = make_search(SearchConfig(training=training, dry_run=True)).limit
+    monkeypatch.setattr("tune.plan.trial_machines", lambda config: tuple(machines[1:2]))
+    assert together == make_search(SearchConfig(training=training, dry_run=True)).limit <= 4 * 10**9
 
 
 def test_optunas_budget_grows_with_the_grid_within_bounds() -> None:

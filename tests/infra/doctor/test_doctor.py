@@ -7,12 +7,14 @@ import re
 import resource
 import socket
 import sys
+import time
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ray
 import torch
 from mlflow.tracking import MlflowClient
 
@@ -189,6 +191,23 @@ def test_all_reduce_between_two_workers() -> None:
     assert reduced.matmul["fp32"] > 1e8
     assert set(reduced.bus_bytes_per_second) == {str(size) for size in allreduce.SIZES}
     assert all(rate > 1e5 for rate in reduced.bus_bytes_per_second.values())
+
+
+@pytest.mark.usefixtures("joined")
+def test_a_clock_is_compared_by_the_fastest_answer() -> None:
+    """A slow one says little: the clock was read at any moment of it."""
+
+    class Probe:
+        asked = 0
+
+        def clock(self) -> float:
+            now = time.time()
+            self.asked += 1
+            time.sleep(0.5 if self.asked != 2 else 0.0)
+            return now + 100
+
+    probe = ray.remote(num_cpus=0)(Probe).remote()
+    assert nodes._clock_difference(probe) == pytest.approx(100, abs=0.2)
 
 
 @pytest.mark.parametrize(

@@ -216,8 +216,8 @@ def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Place, "remove", watched_remove)
     place = Place.of(tmp_path / "kept")
     for old in ("step-00000005", "checkpoints/step-00000020"):  # of an earlier version, and damaged
-        place.write(f"{old}/progress.json", b"")
-        place.write(f"{old}/state.pt", b"")
+        for name in ("model.safetensors", "progress.json", "state.pt"):
+            place.write(f"{old}/{name}", b"")
     made = tmp_path / "one" / "checkpoints" / "step-00000010"
     made.mkdir(parents=True)
     for name in ("model.safetensors", "progress.json", "state.pt"):
@@ -228,8 +228,9 @@ def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path, monkeypatch: 
     new = [f"+checkpoints/step-00000010/{name}" for name in ("cycles.jsonl", "model.safetensors", "state.pt")]
     assert sorted(did[:3]) == new
     assert did[3] == "+checkpoints/step-00000010/progress.json"
-    gone = [[f"-{old}/progress.json", f"-{old}/state.pt"] for old in ("step-00000005", "checkpoints/step-00000020")]
-    assert did[4:] == [name for names in gone for name in names]
+    for old, removed in (("step-00000005", did[4:7]), ("checkpoints/step-00000020", did[7:])):
+        assert removed[0] == f"-{old}/progress.json"
+        assert sorted(removed[1:]) == [f"-{old}/model.safetensors", f"-{old}/state.pt"]
     assert remote.copies(place) == ["checkpoints/step-00000010"]
 
 

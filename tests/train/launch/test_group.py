@@ -45,7 +45,9 @@ def test_the_loss_of_any_machine_that_trains_is_reported_once(
     assert group.is_heard()
     assert capsys.readouterr().out == ""
     alive["b"] = False
-    for silence in (0.1, 0.2, SILENT_SECONDS + 1):
+    group.look(0.1)
+    assert group.is_lost, "at once, while the first worker answers"
+    for silence in (0.2, SILENT_SECONDS + 1):
         group.look(silence)
     assert (group.is_lost, group.is_heard()) == (True, False)
     assert capsys.readouterr().out.count("w2, which trains, has left the cluster: the run continues") == 1

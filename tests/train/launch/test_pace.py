@@ -40,6 +40,10 @@ def test_the_line_has_step_speed_loss_and_time_left(config: TrainConfig, manifes
     pace.cycle({"train_loss": 6.87123, "elapsed": 4.5})
     assert pace.shown(TRAINING, 10) == (TRAINING, "step 10 of 100 | 640 tokens/s | loss 6.871 | 45s left")
     assert pace.shown("saving the checkpoint", 10) == ("saving the checkpoint", "")
+    clock.now += 60  # another worker continues from step 5
+    assert pace.shown(TRAINING, 6)[1].startswith("step 6 of 100 | loss"), "two steps make a speed"
+    clock.now += 1
+    assert "| 320 tokens/s |" in pace.shown(TRAINING, 7)[1]
 
 
 def test_the_speed_is_that_of_the_last_seconds_or_of_the_last_steps(config: TrainConfig, manifest: Manifest) -> None:
@@ -73,3 +77,5 @@ def test_a_time_budget_is_what_is_left_of_it(config: TrainConfig, manifest: Mani
 def test_without_an_end_the_run_is_an_epoch(config: TrainConfig, manifest: Manifest) -> None:
     pace = Pace(replace(config, steps=None), manifest)
     assert pace.shown(TRAINING, 1)[1] == f"step 1 of {manifest.splits['train']['tokens'] // 320:,}"
+    large = replace(config, steps=None, micro_batch=100_000, global_batch=100_000)
+    assert Pace(large, manifest).total == 1, "a step that is larger than an epoch is one all the same"
