@@ -172,6 +172,16 @@ def test_a_piece_whose_shard_did_not_arrive_is_not_published(small_pieces: Token
         tokenize(small_pieces, pieces=0)
 
 
+def test_a_shard_that_was_cut_short_is_done_again(small_pieces: TokenizeConfig) -> None:
+    before = tokenize(small_pieces)
+    shard = Path(small_pieces.out) / "train/000003-000.arrow"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    assert output.assess(Job(small_pieces)).todo == {"000003": "shards missing or cut short"}
+    assert tokenize(small_pieces) == before
+    assert shard.read_bytes() == content
+
+
 def test_a_source_of_the_same_size_and_a_new_time_is_done_again(small_pieces: TokenizeConfig, tmp_path: Path) -> None:
     before = tokenize(small_pieces)
     book = tmp_path / "books" / "book 0009.txt"
