@@ -1,9 +1,10 @@
 """How long do the shortest commands take, from their first import to their end, in two versions of the program?
 
-    python -P tests/benchmarks/startup.py OLD NEW [--pairs 3] [--record FILE.json] [--note TEXT]
+    python -P tests/benchmarks/startup.py OLD NEW [--pairs 3] [--books FOLDER] [--record FILE.json] [--note TEXT]
 
 OLD and NEW are source trees. Each command runs once per tree and pair, the trees in turn, in a folder of its own; the
 MLflow store is there already. What is measured is almost only starting and ending: Python's imports, Ray, its workers.
+With --books two longer ones follow, whose time beyond that is work: tokenizing the folder, and 200 training steps.
 Wall time depends on what else the machine does; processor time hardly does, but counts the command and those of its
 processes that it waits for, which leaves out Ray's workers.
 """
@@ -32,6 +33,10 @@ COMMANDS = {
         "--trial-steps", "8", "--trial-time", "5s", "--confirm", "0",
     ],
 }  # fmt: skip
+LONGER = {
+    "books": ["pipeline.tokenize", "{books}", "--out", "tokens"],
+    "training": ["train.run", *MODEL, "--steps", "200", "--cycle", "50+1", "--data", "../data", "--name", "one"],
+}
 
 
 def main() -> None:
@@ -42,7 +47,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--note", default="", help="what else the machine did, for the record")
+    parser.add_argument("--books", type=Path, help="a folder of texts to tokenize")
     options = parser.parse_args()
+    commands = COMMANDS | (LONGER if options.books else {})
     trees = {"old": options.old.resolve(), "new": options.new.resolve()}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
@@ -50,7 +57,8 @@ def main() -> None:
         os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
         run(trees["new"], folder, ["pipeline.tokenize", "--out", "data"])  # and creates the store
         for pair in range(options.pairs):
-            for command, words in COMMANDS.items():
+            for command, words in commands.items():
+                words = [str(options.books.resolve()) if word == "{books}" else word for word in words]
                 for tree in ("old", "new") if pair % 2 == 0 else ("new", "old"):
                     work = folder / "work"
                     work.mkdir()
@@ -64,7 +72,7 @@ def main() -> None:
                 tree: median(row[measure] for row in rows if (row["command"], row["tree"]) == (command, tree))
                 for tree in trees
             }
-            for command in COMMANDS
+            for command in commands
         }
         for measure in ("seconds", "processor_seconds")
     }
@@ -75,7 +83,7 @@ def main() -> None:
         "versions": {name: version(name) for name in ("ray", "mlflow", "torch")},
         "machine": {"cores": os.cpu_count(), "load_at_the_end": os.getloadavg()},
         "note": options.note,
-        "commands": {name: " ".join(["python -m", *words]) for name, words in COMMANDS.items()},
+        "commands": {name: " ".join(["python -m", *words]) for name, words in commands.items()},
         "median_seconds": medians["seconds"],
         "median_processor_seconds": medians["processor_seconds"],
         "rows": rows,
