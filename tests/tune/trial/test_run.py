@@ -135,6 +135,18 @@ def test_a_run_that_diverged_failed_whatever_it_measured(eight_steps: RunResult,
     assert judge(watch, diverged) == ("failed", "the loss is nan")
 
 
+@pytest.mark.parametrize("verdict", ["time", ""])
+def test_only_a_trial_whose_time_ended_it_was_too_short(
+    training: TrainConfig, eight_steps: RunResult, tmp_path: Path, verdict: str
+) -> None:
+    """A search repeats such a trial with more time, which would not help one that ran all its steps."""
+    watch = watched([9.0, 1.0], retries=[0] * 3, folder=tmp_path)
+    watch.verdict = verdict
+    outcome, reason = judge(watch, eight_steps)
+    assert reason.endswith("raise --trial-time") == (verdict == "time")
+    assert make_row(watch.request, training, watch, eight_steps, outcome, reason).too_short == (verdict == "time")
+
+
 @pytest.mark.parametrize("length", [{"tokens": 10**9}, {"time_budget": 0.001}, {"steps": 10**6}, {}])
 def test_a_trial_is_as_long_as_it_was_asked_for_however_long_the_training_is(
     training: TrainConfig, tmp_path: Path, length: dict[str, Any]
