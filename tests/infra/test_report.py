@@ -155,6 +155,15 @@ class Reader(HTMLParser):
         self.text += data
 
 
+def test_a_ratio_to_a_control_that_varied_too_much_is_in_brackets(ladder: Path) -> None:
+    standings = json.loads((ladder / "standings.json").read_text())
+    assert ">1.25x<" in page_of(ladder).html()
+    for row in standings["rows"][1:]:
+        row["total"] = {"ratio": 1.25, "low": 1.2, "high": 1.3, "control_width": 0.3}
+    (ladder / "standings.json").write_text(json.dumps(standings))
+    assert ">(1.25x)<" in page_of(ladder).html()
+
+
 def test_the_share_of_each_rung_is_drawn_where_they_add_up(ladder: Path) -> None:
     standings = json.loads((ladder / "standings.json").read_text())
     base = standings["rows"][0] | {"speed": 1000.0}

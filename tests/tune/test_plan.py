@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from infra.hardware import cpu_facts
+from infra.place import WorkingCopy
+from infra.tracking.key import RunKey
 from train.config import Compile, TrainConfig
 from train.resolve import resolve
 from tune.config import SearchConfig
 from tune.device import Machine
+from tune.folder import begin
 from tune.plan import make_search
 from tune.report import print_plan
 from tune.space import make_space
@@ -47,6 +50,23 @@ def test_the_limit_holds_on_every_machine(small_shards: Path, monkeypatch: pytes
     together = make_search(SearchConfig(training=training, dry_run=True)).limit
     monkeypatch.setattr("tune.plan.trial_machines", lambda config: tuple(machines[1:2]))
     assert together == make_search(SearchConfig(training=training, dry_run=True)).limit <= 4 * 10**9
+
+
+def test_a_search_that_is_continued_keeps_its_limit(
+    small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On machines with more memory it would be another search."""
+    training = TrainConfig(data=str(small_shards), device="cpu", global_batch=8, micro_batch=8)
+    config = SearchConfig(training=training, name="one", out=str(tmp_path))
+    for size in (4, 16):
+        machine = Machine("w1", cpu_facts(), size * 10**9)
+        monkeypatch.setattr("tune.plan.trial_machines", lambda config, machine=machine: (machine,))
+        search = make_search(config)
+        if size == 4:
+            search.folder.mkdir()
+            begin(WorkingCopy.of(search.place, fresh=True), config, search.identity(), RunKey("", "", "", ""))
+            config, limit = replace(config, name=None, resume="one"), search.limit
+    assert search.limit == limit
 
 
 def test_optunas_budget_grows_with_the_grid_within_bounds() -> None:

@@ -409,6 +409,8 @@ def test_the_batch_that_fits_is_the_largest_that_does(base: TrainConfig) -> None
         assert (fitted.micro_batch, fitted.global_batch) == (size, 3 * size), "with its accumulation"
         larger = predict_peak(replace(base, micro_batch=next_size, global_batch=3 * next_size)).total
         assert largest_batch(base, larger).micro_batch == next_size
+    two = replace(base, workers=2, micro_batch=4, global_batch=24)
+    assert largest_batch(two, predict_peak(two).total).global_batch == 24, "with its workers"
 
 
 def test_a_baseline_too_short_says_how_long_it_needs(make_result: Make) -> None:
