@@ -228,11 +228,31 @@ def test_a_later_run_delivers_the_journal_of_an_earlier_one(tmp_path: Path) -> N
     key = create_run("train", "killed")
     journal = Path(key.journal)
     entry = {"kind": "metric", "key": "loss", "value": 4.0, "step": 1, "time": 1, "store": key.store}
-    (journal / f"{key.run_id}.jsonl").write_text(json.dumps(entry) + '\n{"kind": "metr')
+    ended = {"kind": "finish", "status": "FAILED", "time": 1_700_000_000_000, "store": key.store}
+    (journal / f"{key.run_id}.jsonl").write_text(f'{json.dumps(entry)}\n{json.dumps(ended)}\n{{"kind": "metr')
     (journal / "torn.jsonl").write_text('{"kind": "met')
     create_run("train", "later")
-    assert MlflowClient(key.store).get_run(key.run_id).data.metrics == {"loss": 4.0}
+    run = MlflowClient(key.store).get_run(key.run_id)
+    assert run.data.metrics == {"loss": 4.0}
+    assert (run.info.status, run.info.end_time) == ("FAILED", 1_700_000_000_000), "when it ended, not when that arrived"
     assert [left.name for left in journal.glob("*.jsonl")] == ["torn.jsonl"], "which says of no store that it is its"
+
+
+def test_the_journal_of_another_stores_run_is_left_for_its_own(
+    tmp_path: Path, empty_store: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    other = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'other.db')}"
+    key = create_run("train", "first", tracking_uri=other)
+    journal = Path(key.journal) / f"{key.run_id}.jsonl"
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    entry = {"kind": "metric", "key": "loss", "value": 1.0, "step": 1, "time": 1, "store": other}
+    journal.write_text(json.dumps(entry) + "\n")
+    create_run("train", "elsewhere")
+    assert journal.exists()
+    assert "could not be delivered" not in capfd.readouterr().err
+    create_run("train", "second", tracking_uri=other)
+    assert not journal.exists()
+    assert MlflowClient(other).get_run(key.run_id).data.metrics == {"loss": 1.0}
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
