@@ -27,3 +27,5 @@ def test_facts_are_three_lines_or_as_many_as_they_are() -> None:
     assert facts(rows).split("  \n") == ["**What:** tiny", "**Speed:** 1 &lt;b> · **Loss:** 2", "**Next:** `go`"]
     assert facts(rows, apart=True).count("  \n") == 3
     assert facts(rows[:3]) == facts(rows[:3], apart=True)
+    assert facts(rows[:2]).split("  \n") == ["**What:** tiny", "**Speed:** 1 &lt;b>"]
+    assert facts(rows[:1]) == "**What:** tiny"

@@ -25,6 +25,7 @@ def test_the_two_gigabytes_differ() -> None:
     assert parse_size("40GB") == 40 * 10**9
     assert parse_size("40GiB") == 40 * 2**30
     assert parse_size("1GB") == GB
+    assert parse_size("2.3GB") == 2_300_000_000, "which floating point makes one byte less"
     assert parse_duration("1h30m") == 5400
 
 

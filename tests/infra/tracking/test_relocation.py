@@ -76,6 +76,19 @@ def test_runs_continue_in_the_new_place_and_the_command_reports_it(
     assert contents(old) == before
 
 
+def test_a_registered_model_is_read_next_to_its_store(old: Path) -> None:
+    client = MlflowClient(store_uri())
+    client.create_registered_model("books")
+    client.create_model_version("books", f"{old.as_uri()}/mlartifacts/1/models/m-1/artifacts")
+    new = old.with_name("new")
+    shutil.copytree(old, new)
+    store = f"sqlite:///{new}/mlflow.db"
+    open_store(store)
+    there = f"{new.as_uri()}/mlartifacts/1/models/m-1/artifacts"
+    assert MlflowClient(store).get_model_version("books", "1").source == there
+    assert MlflowClient(store).get_model_version_download_uri("books", "1") == there
+
+
 def test_a_store_without_its_files_is_refused(old: Path) -> None:
     new = old.with_name("new")
     shutil.copytree(old, new, ignore=shutil.ignore_patterns("mlartifacts"))
