@@ -1,12 +1,18 @@
 """Every command ends with the code its outcome has, and a mistake gets one sentence."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+
+from infra.command import flag_value, uninterrupted
+from infra.errors import UserError
 
 SCRIPT = """
 import signal, sys, time, weakref
@@ -39,7 +45,7 @@ def main(options):
         command.errors.print("two")
         return 3
     if options.do == "name":
-        name = "books/\\x1b]0;renamed\\x07\\x1b[2J\\x9b2Jtext"
+        name = "books/\\x1b]0;renamed\\x07\\x1b[2J\\x9b2J\\x1f\\x7ftext"
         command.console.print(name + "\\n", markup=False)
         table = Table("book", title=name)
         table.add_row(name)
@@ -51,6 +57,8 @@ def main(options):
         raise KeyboardInterrupt
     if options.do in ("hang up", "left alone"):
         signal.raise_signal(signal.SIGHUP)
+    if options.do == "terminate":
+        signal.raise_signal(signal.SIGTERM)
     if options.do == "get stuck":
         command.LEAVING_SECONDS = 0.5
         signal.signal(signal.SIGINT, lambda *_: None)  # as a call that does not return has it
@@ -74,8 +82,12 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("what", "code"), [("work", 0), ("mistake", 2), ("contradict", 2), ("bug", 1), ("interrupt", 130), ("hang up", 130)]
-)
+    ("what", "code"),
+    [
+        ("work", 0), ("mistake", 2), ("contradict", 2), ("bug", 1), ("interrupt", 130), ("hang up", 130),
+        ("terminate", 130),
+    ],
+)  # fmt: skip
 def test_exit_codes(what: str, code: int) -> None:
     assert run("--do", what).returncode == code
 
@@ -123,7 +135,7 @@ def test_a_mistake_is_one_sentence_with_its_brackets_kept() -> None:
 def test_a_name_cannot_control_the_terminal() -> None:
     printed = subprocess.run([sys.executable, "-c", SCRIPT, "--do", "name"], capture_output=True, cwd=Path.cwd()).stdout
     shown = printed.decode()
-    assert shown.startswith("books/␛]0;renamed␇␛[2J\ufffd2Jtext\n\n")
+    assert shown.startswith("books/␛]0;renamed␇␛[2J\ufffd2J␟␡text\n\n")
     assert shown.count("␛]0;renamed") == 6, "as a line, a bar, Markdown, a table's title and cell, and text"
     assert not set(shown) & {chr(code) for code in (*range(32), *range(0x7F, 0xA0)) if chr(code) != "\n"}
 
@@ -163,3 +175,49 @@ def test_an_unknown_flag_is_refused_and_help_names_the_flags() -> None:
     help_text = run("--help")
     assert help_text.returncode == 0
     assert "--do" in help_text.stdout
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as a shell in the foreground leaves it: the tests may run where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_first_interrupt_waits_for_what_must_be_whole_and_a_second_does_not() -> None:
+    done: list[int] = []
+
+    @uninterrupted()
+    def work(interrupts: int) -> None:
+        for _ in range(interrupts):
+            signal.raise_signal(signal.SIGINT)
+        done.append(interrupts)
+
+    for interrupts in (0, 1, 2):
+        with pytest.raises(KeyboardInterrupt) if interrupts else nullcontext():
+            work(interrupts)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert done == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--steps", "3", "--config", "a.json"], "a.json"), (["--config=a.json"], "a.json"), (["--steps", "3"], None),
+        (["--conf", "a.json"], None), (["--config"], None),
+    ],
+)  # fmt: skip
+def test_one_flag_is_read_before_the_others(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], value: str | None
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["command", *words])
+    assert flag_value("--config") == value
+
+
+def test_a_flag_that_is_read_before_the_others_is_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--config "$FILE"`` of a variable that is not set."""
+    monkeypatch.setattr(sys, "argv", ["command", "--config", ""])
+    with pytest.raises(UserError, match="--config is empty"):
+        flag_value("--config")

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import pytest
 import tyro
+from typing_extensions import Doc
 
 from infra import cli
 from infra.errors import UserError
@@ -160,6 +161,37 @@ def test_the_help_shows_values_and_defaults_as_they_are_written() -> None:
     ) in text
     changed = usage(Options, "x", "", Sections(), Options(rate=0.5), whole=False, width=80)
     assert "How fast; decided later. [default: 0.5]" in changed
+
+
+@dataclass(frozen=True)
+class Narrower(Required):
+    """Options that say more about one of those they inherit."""
+
+    amount: int = 3
+    """How much, which is little."""
+    kind: Annotated[str, Doc("As its type explains.")] = "usual"
+
+
+def test_a_flag_is_described_by_its_class_the_base_or_its_type() -> None:
+    texts = {flag.field: flag.text for flag in flags_of(Narrower)}
+    assert texts == {
+        "place": "Where.", "source": "From where.", "amount": "How much, which is little.",
+        "kind": "As its type explains.",
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outdated:
+    """Options with something to warn of."""
+
+    def __post_init__(self) -> None:
+        print("this will change", file=sys.stderr)
+
+
+def test_a_warning_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["command"])
+    assert parsed(Outdated, "a command") == Outdated()
+    assert "this will change" in capsys.readouterr().err.splitlines()
 
 
 def test_the_common_flags_come_first_and_the_others_by_their_groups() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from infra import progress
-from infra.progress import doing
+from infra.progress import Doing, doing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,3 +82,27 @@ def test_what_is_inside_is_shown_and_then_what_is_around_it() -> None:
         with pytest.raises(ValueError, match="broken"), doing("another part"):
             raise ValueError("broken")
         assert str(progress._line()).startswith("the whole")
+
+
+def test_a_pipe_is_not_told_of_what_has_only_begun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However long this machine takes: its beginning is put into the future, then into the past."""
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(progress, "_last", [float("-inf")])
+    with doing("starting Ray") as shown:
+        shown._since = time.monotonic() + 3600
+        time.sleep(0.3)
+        assert capsys.readouterr().err == ""
+        shown._since = time.monotonic() - 3600
+        time.sleep(0.3)
+    assert capsys.readouterr().err.startswith("... starting Ray (1h")
+
+
+def test_the_seconds_are_those_of_what_is_done_now() -> None:
+    task = Doing("training")
+    task._since -= 3600
+    task.now("training", "step 1 of 2")
+    assert task.seconds >= 3600
+    task.now("saving")
+    assert task.seconds < 3600
