@@ -13,7 +13,7 @@ import pytest
 
 from infra.errors import UserError
 from infra.report.__main__ import ReportOptions, report
-from infra.report.folders import page_of
+from infra.report.folders import MOST_ROWS, page_of
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = '<script>alert(1)</script> & "Sons" | <a href="javascript:alert(1)">here</a>'
@@ -155,13 +155,18 @@ class Reader(HTMLParser):
         self.text += data
 
 
-def test_a_ratio_to_a_control_that_varied_too_much_is_in_brackets(ladder: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [({}, "1.25x"), ({"control_width": 0.3}, "(1.25x)"), ({"low": 0.9}, "(1.25x)"), ({"low": 1.0}, "(1.25x)")],
+    ids=["clear", "a control that varied too much", "an interval around 1", "an interval from 1"],
+)
+def test_a_ratio_that_may_be_no_difference_is_in_brackets(ladder: Path, changes: dict[str, float], shown: str) -> None:
     standings = json.loads((ladder / "standings.json").read_text())
-    assert ">1.25x<" in page_of(ladder).html()
-    for row in standings["rows"][1:]:
-        row["total"] = {"ratio": 1.25, "low": 1.2, "high": 1.3, "control_width": 0.3}
+    standings["rows"][1]["total"] |= changes
     (ladder / "standings.json").write_text(json.dumps(standings))
-    assert ">(1.25x)<" in page_of(ladder).html()
+    html = page_of(ladder).html()
+    assert f">{shown}<" in html
+    assert f"{shown} the baseline<" in html
 
 
 def test_the_share_of_each_rung_is_drawn_where_they_add_up(ladder: Path) -> None:
@@ -180,10 +185,10 @@ def test_the_share_of_each_rung_is_drawn_where_they_add_up(ladder: Path) -> None
 
 
 def test_the_memory_of_trials_is_drawn_with_the_limit_and_what_nothing_beats(search: Path) -> None:
-    """Of four trials one is slower and larger than another, and one has run out of memory."""
+    """Of four trials one is slower than another and no smaller, and one has run out of memory."""
     heading = "micro_batch,key,number,stage,accumulation,outcome,reason,tokens_per_second,low,high,memory,"
     lines = [heading + "predicted_memory,device"]
-    for number, (speed, memory) in enumerate(((1000.0, 10**9), (900.0, 2 * 10**9), (1500.0, 3 * 10**9)), 1):
+    for number, (speed, memory) in enumerate(((900.0, 10**9), (1000.0, 10**9), (1500.0, 3 * 10**9)), 1):
         lines.append(f"{number},m{number},{number},probe,1,ok,,{speed},{speed},{speed},{memory},{memory},cpu")
     lines.append("4,m4,4,probe,1,oom,,,,,,5e9,cpu")
     (search / "trials.csv").write_text("\n".join(lines) + "\n")
@@ -204,6 +209,46 @@ def test_the_memory_of_trials_is_drawn_with_the_limit_and_what_nothing_beats(sea
     assert [part.count('class="limit"') for part in (memory, speed)] == [2, 0], "across the chart, and in its legend"
     assert [part.count("<circle") for part in (memory, speed)] == [3, 3]
     assert re.findall(r'text-anchor="end">([^<]+)</text>', speed) == ["1k", "1.2k", "1.4k", "micro-batch (sequences)"]
+
+
+def test_trials_are_listed_from_the_fastest_and_drawn_as_the_mean_of_each_batch(search: Path) -> None:
+    heading = "micro_batch,key,number,stage,accumulation,outcome,reason,tokens_per_second,low,high,memory,device\n"
+    speeds = ((1, 4, "900.0"), (2, 4, "1100.0"), (3, 8, "2000.0"), (4, 16, ""))
+    lines = [f"{size},m{size},{number},probe,1,ok,,{speed},,,,cpu\n" for number, size, speed in speeds]
+    (search / "trials.csv").write_text(heading + "".join(lines))
+    page = page_of(search)
+    (table,) = (part for part in page.parts if "<th" in part and "outcome" in part)
+    assert re.findall(r'<tr><td class="number">(\d)<', table) == ["3", "2", "1", "4"]
+    (drawn,) = (part for part in page.parts if "Speed by micro-batch" in part)
+    low, high = re.findall(r'<circle class="dot0" cx="[\d.]+" cy="([\d.]+)"', drawn)
+    ticks = {text: float(down) for down, text in re.findall(r'H746"/><text x="58" y="([\d.]+)"[^>]*>([^<]+)<', drawn)}
+    assert (float(low), float(high)) == (ticks["1k"] - 4, ticks["2k"] - 4)
+
+
+def test_a_trial_is_labelled_with_the_knobs_that_are_not_the_first_ones(search: Path) -> None:
+    """Also where the first one is not the fastest."""
+    trials = (search / "trials.csv").read_text().splitlines()
+    other = trials[1].replace("4,off,m4-5b,1,", "4,whole,m4-ff,2,").replace("1510.2", "1700.0")
+    (search / "trials.csv").write_text("\n".join([trials[0], other, trials[1]]) + "\n")
+    html = page_of(search).html()
+    labels = re.findall(r'<text x="222" y="[\d.]+" text-anchor="end">([^<]+)<', html)
+    assert labels == ["winner: 4 x 4", "2: 4 x 1, compile whole", "1: 4 x 1"]
+
+
+def test_a_data_sets_sizes_are_in_order_and_its_dropped_books_few(data: Path) -> None:
+    """JSON keeps names by letters, where ``over`` comes first."""
+    manifest = json.loads((data / "manifest.json").read_text())
+    manifest["report"]["tokens_a_book"]["up to 1,000,000"] = 2
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    dropped = [json.dumps({"book": f"book {n:03}", "reason": "empty", "detail": ""}) for n in range(MOST_ROWS + 1)]
+    (data / "quarantine.jsonl").write_text("\n".join(dropped[:-1]) + "\n")
+    assert "The first" not in page_of(data).html()
+    (data / "quarantine.jsonl").write_text("\n".join(dropped) + "\n")
+    html = page_of(data).html()
+    sizes = re.findall(r"<title>((?:up to|over) [\d,]+): ", html)
+    assert sizes == ["up to 1,000", "up to 30,000", "up to 1,000,000", "over 1,000,000"]
+    assert re.findall(r"<td>book (\d+)</td>", html) == [f"{number:03}" for number in range(MOST_ROWS)]
+    assert "The first 200 of 201; quarantine.jsonl lists all." in html
 
 
 def test_a_ladders_losses_are_lines_over_the_band_of_its_control(ladder: Path) -> None:

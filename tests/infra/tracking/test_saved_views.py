@@ -14,7 +14,7 @@ from infra.tracking import saved_views
 from infra.tracking.key import RunKey
 from infra.tracking.saved_views import MARK, PREFIX, VERSION, VIEWS
 from infra.tracking.store import create_run
-from infra.tracking.views import ui_link
+from infra.tracking.views import children_view, ui_link
 
 LEADERBOARD = f"{PREFIX}throughline-leaderboard"
 
@@ -100,6 +100,23 @@ def test_the_link_of_a_search_is_short_and_opens_its_trials_alone() -> None:
     shown = page(tags_of(key)[f"{PREFIX}{link.partition('viewStateShareKey=')[2]}"])
     found = MlflowClient(key.store).search_runs([key.experiment_id], shown["searchFilter"])
     assert [run.info.run_id for run in found] == [trial.run_id]
+
+
+def test_the_trials_of_a_finished_search_are_in_the_order_of_their_places() -> None:
+    """Those of another search and their view stay as they are."""
+    key, other = (create_run("tune", name, tags={"kind": "search"}) for name in ("first", "second"))
+    trials = [create_run("tune", name, parent=key, tags={"trial": name}) for name in ("m4", "m8")]
+    stranger = create_run("tune", "m4", parent=other, tags={"trial": "m4"})
+    before = tags_of(key)[f"{PREFIX}{children_view(other.run_id)}"]
+    saved_views.show_places(key, {"m4": "02", "m8": "01 winner"})
+    client = MlflowClient(key.store)
+    assert [client.get_run(trial.run_id).data.tags["place"] for trial in trials] == ["02", "01 winner"]
+    assert "place" not in client.get_run(stranger.run_id).data.tags
+    assert tags_of(key)[f"{PREFIX}{children_view(other.run_id)}"] == before
+    shown = page(tags_of(key)[f"{PREFIX}{children_view(key.run_id)}"])
+    order = f"{shown['orderByKey']} {'ASC' if shown['orderByAsc'] else 'DESC'}"
+    found = client.search_runs([key.experiment_id], shown["searchFilter"], order_by=[order])
+    assert [run.info.run_id for run in found] == [trials[1].run_id, trials[0].run_id]
 
 
 @pytest.mark.parametrize(("experiment", "shown"), [("pipeline", 2), ("train", 1), ("ladder", 1), ("tune", 1)])
