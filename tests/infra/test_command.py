@@ -1,5 +1,6 @@
 """Every command ends with the code its outcome has, and a mistake gets one sentence."""
 
+import io
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.command import flag_value, uninterrupted
+from infra.command import _Console, flag_value, uninterrupted
 from infra.errors import UserError
 
 SCRIPT = """
@@ -221,3 +222,10 @@ def test_a_flag_that_is_read_before_the_others_is_not_empty(monkeypatch: pytest.
     monkeypatch.setattr(sys, "argv", ["command", "--config", ""])
     with pytest.raises(UserError, match="--config is empty"):
         flag_value("--config")
+
+
+@pytest.mark.parametrize(("terminal", "widest"), [(False, 7 * 30 - 1), (True, 7 * 5 - 1)])
+def test_a_paragraph_is_wrapped_on_a_terminal_and_one_line_in_a_pipe(terminal: bool, widest: int) -> None:
+    file = io.StringIO()
+    _Console(file=file, force_terminal=terminal, width=40, highlight=False).prose(" ".join(["[word]"] * 30))
+    assert max(len(line.rstrip()) for line in file.getvalue().splitlines()) == widest
