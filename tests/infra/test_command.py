@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -178,15 +177,6 @@ def test_an_unknown_flag_is_refused_and_help_names_the_flags() -> None:
     assert "--do" in help_text.stdout
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Ctrl-C as a shell in the foreground leaves it: the tests may run where it is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_a_first_interrupt_waits_for_what_must_be_whole_and_a_second_does_not() -> None:
     done: list[int] = []
 
