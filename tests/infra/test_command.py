@@ -38,6 +38,8 @@ def main(options):
         raise command.UserError("books[1].txt is missing: run something else.")
     if options.do == "long":
         Path("x" * 300).stat()
+    if options.do == "gone":
+        Path("gone").stat()
     if options.do == "bug":
         raise RuntimeError("our bug")
     if options.do == "print":
@@ -85,7 +87,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
     ("what", "code"),
     [
         ("work", 0), ("mistake", 2), ("contradict", 2), ("bug", 1), ("interrupt", 130), ("hang up", 130),
-        ("terminate", 130),
+        ("terminate", 130), ("gone", 1),
     ],
 )  # fmt: skip
 def test_exit_codes(what: str, code: int) -> None:
