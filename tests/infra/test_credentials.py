@@ -12,7 +12,7 @@ from infra.credentials import has_secret
         "postgresql://me:secret@host/mlflow", "postgresql://host/mlflow?user=me&password=secret",
         "mysql+pymysql://host/mlflow?passwd=secret", "s3://KEY:secret@bucket/books", "s3://bucket/books?secret_key=secret",
         "https://host/book.txt?X-Amz-Signature=secret", "https://host/book.txt?se=2030&sig=secret",
-        "hf://datasets/org/books?token=secret",
+        "hf://datasets/org/books?token=secret", "https://host/book.txt?X-Amz-Credential=KEY",
     ],
 )  # fmt: skip
 def test_a_secret_in_an_address_is_seen(address: str) -> None:
