@@ -8,7 +8,7 @@ import pytest
 
 from infra.errors import UserError
 from infra.schema import from_json
-from train.config import TrainConfig
+from train.config import Cycle, TrainConfig
 from tune.config import SearchConfig
 
 CONFIG = SearchConfig()
@@ -38,7 +38,9 @@ def test_what_may_change_when_it_is_resumed(change: dict[str, Any]) -> None:
     assert replace(CONFIG, **change).identity() == CONFIG.identity()
 
 
-@pytest.mark.parametrize("change", [{"steps": 5}, {"tokens": 10**9}, {"time_budget": 60.0}, {"data": "moved"}])
+@pytest.mark.parametrize(
+    "change", [{"steps": 5}, {"tokens": 10**9}, {"time_budget": 60.0}, {"cycle": Cycle(5, 1)}, {"data": "moved"}]
+)
 def test_the_length_of_the_training_is_not_the_searchs(change: dict[str, Any]) -> None:
     assert replace(CONFIG, training=replace(TrainConfig(), **change)).identity() == CONFIG.identity()
 

@@ -87,6 +87,7 @@ def test_one_device() -> None:
 def test_settings_survive_their_file() -> None:
     config = SearchConfig(knobs=("compile",), memory_limit=10**9, training=TrainConfig(data=str(Path("/somewhere"))))
     assert from_json(SearchConfig, config.to_json(), "test") == config
+    assert replace(config, resume="one", config=Path("one.json")).to_json() == config.to_json(), "of one command alone"
 
 
 def test_a_damaged_search_is_named(tmp_path: Path) -> None:

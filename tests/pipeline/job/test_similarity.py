@@ -46,3 +46,9 @@ def test_a_book_duplicates_the_most_similar_one_that_is_kept() -> None:
 def test_books_with_something_in_common_are_not_the_same_work() -> None:
     words = text(1)
     assert near_duplicates({"a": signed(words), "b": signed(words[:1000] + text(2, 1000))}) == {}
+
+
+def test_what_was_found_to_be_a_duplicate_is_no_original() -> None:
+    """The third resembles only the second, which is left out itself: without the third its text would be lost."""
+    books = {"a": [0] * 128, "b": [0] * 88 + [1] * 40, "c": [0] * 68 + [2] * 20 + [1] * 40}
+    assert near_duplicates(books) == {"b": ("a", 88 / 128)}

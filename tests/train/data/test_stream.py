@@ -272,6 +272,24 @@ def test_a_stream_reads_what_shards_hold(
         assert not any(book.tokens.tolist() in shards.values() for book in apart.read(0))
 
 
+def test_books_are_held_out_until_there_are_enough_or_much_has_been_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read counts over all pieces: in a large corpus none of them alone is much."""
+    monkeypatch.setattr(stream, "PIECE", 1_000_000)
+    monkeypatch.setattr(stream, "HELD_OUT", 0.3)
+    line = json.dumps({"text": " ".join(WORDS * 20), "of no use": "x" * 40_000})
+    (tmp_path / "books.jsonl").write_text(f"{line}\n" * 150)
+    found = Inline([str(tmp_path)], 0, Reading())
+    pieces = make_plan(found.inventory, found.settings)
+    books = [[book.book for book in encoded_books(piece, "val")] for piece in pieces]
+    assert all(books)
+    assert [book.book for book in found.held_out(10**9)] == list(itertools.chain(*books))
+    assert [book.book for book in found.held_out(1)] == books[0][:1]
+    monkeypatch.setattr(stream, "SEARCHED", 3_000_000)
+    assert [book.book for book in found.held_out(10**9)] == list(itertools.chain(*books[:4]))
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [

@@ -225,6 +225,15 @@ def test_a_control_that_is_predicted_a_little_too_large_is_tried_anyway() -> Non
     assert hopeless.candidate == Candidate(4)
 
 
+def test_a_control_that_fits_after_all_runs_to_its_end() -> None:
+    """It was taken for too large until another size took less; no bar ends what all are compared with."""
+    searcher = MemorySearcher(plain().space, lambda candidate: 1e9 * candidate.micro_batch, 7.9e9 / HOPELESS)
+    row = finished(4, "ok", tokens_per_second=100.0, low=99.0, high=101.0, memory=10**9)
+    proposal = searcher.propose([row])
+    assert proposal
+    assert (proposal.candidate, proposal.bar) == (searcher.space.control, None)
+
+
 def test_knobs_whose_trial_failed_are_given_up() -> None:
     searcher = plain("checkpointing")
     own = searcher.space.control.knobs

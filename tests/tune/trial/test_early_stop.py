@@ -26,6 +26,7 @@ def test_a_slow_trial_is_stopped_early(benchmark: Benchmark) -> None:
 
 def test_it_ends_when_the_speed_is_known() -> None:
     assert verdict([1.0] * (FEWEST + 10), bar_seconds=None, precision=0.01) == "precise"
+    assert verdict([1.0] * (1 + FEWEST), bar_seconds=None, precision=0.01) == "precise", "the first is warm-up"
     assert verdict([1.0] * FEWEST, bar_seconds=None, precision=0.01) is None
 
 

@@ -23,8 +23,10 @@ def test_every_trial_has_a_key_of_its_own() -> None:
         replace(PROPOSAL, stage="probe"),
         replace(PROPOSAL, candidate=Candidate(4, PROPOSAL.candidate.knobs)),
         replace(PROPOSAL, candidate=Candidate(8, (("compile", "whole"),))),
+        replace(PROPOSAL, node="one"),
+        replace(PROPOSAL, node="two"),
     ]
-    assert len({PROPOSAL.key("search"), PROPOSAL.key("other"), *(other.key("search") for other in others)}) == 6
+    assert len({PROPOSAL.key("search"), PROPOSAL.key("other"), *(other.key("search") for other in others)}) == 8
 
 
 def test_a_trial_keeps_its_key_whatever_was_predicted_of_it() -> None:
