@@ -77,6 +77,8 @@ def test_knob_names() -> None:
 def test_a_control_for_a_global_batch_that_the_default_does_not_divide() -> None:
     assert with_global_batch(TrainConfig(), 8).micro_batch == 8
     assert with_global_batch(TrainConfig(), 37).micro_batch == 1
+    assert with_global_batch(TrainConfig(micro_batch=4), 12).micro_batch == 4, "what divides it stays"
+    assert with_global_batch(TrainConfig(micro_batch=4), 6).micro_batch == 3
 
 
 def test_one_device() -> None:
