@@ -3,6 +3,7 @@
 import glob
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,19 @@ def test_a_passage_ends_with_its_book(tokens: Path) -> None:
         book = tokens.parent / title.split(", from token")[0]
         assert ", from token 0, " in title
         assert text.startswith(book.read_text(encoding="utf-8"))
+
+
+def test_each_split_is_shown_with_what_it_holds(
+    tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"train": 5_340_000, "val": 1_260_000}
+    shards = [replace(info, bytes=sizes[info.split]) for info in read_manifest(tokens).shards]
+    report = {"books_dropped": {"empty": 1200, "language": 1}}
+    made = Manifest.of(shards, config={"join_lines": False}, vocabulary_sha256="", inputs={}, report=report)
+    made.write(tmp_path)
+    assert main(InspectConfig(str(tmp_path), passages=0)) == 0
+    lines = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
+    for info, size in zip(shards, ("5.3 MB", "1.3 MB"), strict=True):
+        assert f"{info.split} 1 {info.rows:,} {info.tokens:,} {info.chars:,} {size}" in lines
+    assert "left out: 1,200 empty, 1 language" in lines
+    assert "made with: join_lines False" in lines

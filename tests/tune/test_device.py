@@ -72,6 +72,7 @@ def test_weights_gradients_and_optimizer_must_fit() -> None:
         device.memory_limit(19 * 10**8, training, 10**12)
     assert device.memory_limit(2 * 10**9, training, 10**12) == 2 * 10**9
     assert device.memory_limit(None, training, 3 * 10**9) == 3 * 10**9
+    assert device.memory_limit(3 * 10**9, training, 25 * 10**8) == 3 * 10**9, "as asked, on whichever machine"
 
 
 def test_a_trial_gets_what_the_largest_node_has(monkeypatch: pytest.MonkeyPatch) -> None:

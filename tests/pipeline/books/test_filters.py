@@ -47,6 +47,8 @@ def test_beginning_middle_and_end_are_tested() -> None:
     for parts in ((prose, signs, signs), (signs, prose, signs), (signs, signs, prose)):
         assert reason("".join(parts)) == "not text"
         assert reason("".join(prose if part is signs else signs for part in parts)) is None
+    between = SIGNS * 9
+    assert reason(f"{prose}{between}{prose}{between}{prose}") is None, "and nothing else"
 
 
 def test_a_short_refrain_is_not_repetitive() -> None:
