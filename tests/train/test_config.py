@@ -62,7 +62,12 @@ def test_a_models_changes_are_read_as_their_types() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [({"vocabulary": 0}, "vocabulary=0"), ({"dropout": 1.0}, "dropout=1.0"), ({"padded_vocabulary": 50256}, "50256")],
+    [
+        ({"vocabulary": 0}, "vocabulary=0"),
+        ({"context_length": 0}, "context_length=0"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"padded_vocabulary": 50256}, "50256"),
+    ],
 )
 def test_a_size_that_no_model_has_is_named(changes: dict[str, float], named: str) -> None:
     with pytest.raises(UserError, match=named):

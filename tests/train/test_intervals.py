@@ -61,6 +61,17 @@ def test_stopping_by_the_sequence_is_wrong_in_at_most_one_of_twenty() -> None:
     assert wrong / 200 <= 0.05
 
 
+def test_the_sequence_is_narrowest_at_thirty_values() -> None:
+    """Relative to the standard error, of which it takes three where an interval that is read once takes two."""
+    factors = {
+        count: anytime_half_width([1.0, 2.0] * (count // 2)) / np.std([1.0, 2.0] * (count // 2), ddof=1) * count**0.5
+        for count in range(2, 100, 2)
+    }
+    assert abs(min(factors, key=lambda count: factors[count]) - 30) <= 2
+    assert factors[30] == pytest.approx(3.035, abs=0.001)
+    assert anytime_half_width([1.0]) == math.inf
+
+
 def test_short_series_use_students_interval() -> None:
     middle, low, high = median_interval([1.0, 1.1, 0.9])
     assert middle == 1.0

@@ -4,13 +4,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infra.command import console
 from infra.errors import UserError
 from train.config import TrainConfig
-from train.estimate.forecast import epoch_tokens, limit_rows, memory_rows, parameter_rows, time_rows
+from train.estimate.forecast import arithmetic_rows, epoch_tokens, limit_rows, memory_rows, parameter_rows, time_rows
 from train.estimate.memory import published_activations
 from train.model_config import PRESETS, ModelConfig
 from train.plan import PlanOptions, plan
@@ -34,12 +35,37 @@ def test_time_and_cost_follow_from_speed_and_price(small_shards: Path, small_mod
     assert "25,600 tokens" in rows["the planned run"]
     assert "1m40s, cost 1.00" in rows["the planned run"]
     assert f"{25600 / tokens:.3g} epochs" in rows["the planned run"]
+    assert "1m40s, cost 2.00" in dict(time_rows(replace(config, workers=2), 256, 36))["the planned run"]
 
 
 def test_the_limit_names_a_batch_or_says_that_none_fits() -> None:
     config = TrainConfig(device="cuda", precision="bf16")
     assert dict(limit_rows(config, 40 * 10**9))["as configured"].startswith("32 sequences")
     assert dict(limit_rows(config, 10**9))["as configured"] == "not even one sequence fits"
+    two = replace(config, workers=2, micro_batch=30)
+    assert dict(limit_rows(two, 40 * 10**9))["as configured"] == "30 sequences x 8 accumulated"
+
+
+@pytest.mark.parametrize(
+    ("settings", "variants"),
+    [
+        ({}, ["with --checkpointing full", "with --loss-chunks 8"]),
+        ({"checkpointing": "alternate", "loss": "fused"}, ["with --checkpointing full"]),
+        ({"checkpointing": "full"}, ["with --loss-chunks 8"]),
+        ({"checkpointing": "full", "loss_chunks": 2}, []),
+        ({"checkpointing": "full", "model": replace(PRESETS["tiny"], context_length=100)}, []),
+    ],
+)
+def test_what_would_save_more_memory_is_tried(settings: dict[str, Any], variants: list[str]) -> None:
+    rows = limit_rows(TrainConfig(**settings, micro_batch=1, device="cpu", precision="fp32"), 40 * 10**9)
+    assert [name for name, _ in rows] == ["limit", "as configured", *variants]
+
+
+def test_the_arithmetic_of_the_run_is_that_of_its_tokens() -> None:
+    """GPT-2 124M on 491,520,000 tokens: 4.2e17 FLOP, of which a petaflop-day has 8.64e19."""
+    rows = dict(arithmetic_rows(TrainConfig(steps=1000)))
+    assert rows["1,000 steps"] == "4.201e+17 FLOP = 0.004862 PF-days (PaLM)"
+    assert "steps" not in " ".join(dict(arithmetic_rows(TrainConfig())))
 
 
 def test_the_whole_plan_prints_every_table() -> None:

@@ -55,6 +55,8 @@ def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
         "checkpoint": "runs/one/checkpoints/step-00000010",
         "sample": "so it goes",
     }
+    streamed = dict(report.summary(config, make_result(machine="w1", encoded_on={"w2": 300, "w1": 100})))
+    assert streamed["step time"].endswith("1.00% waiting for data: w1 waited for books encoded on w1 (25%), w2 (75%)")
     on_gpu = make_result(
         device="NVIDIA H100", mfu=0.5, memory=Memory(2 * GB, 3 * GB, 4 * GB, "nvml"), throughput=None, val_loss=None
     )
@@ -115,6 +117,14 @@ def test_a_result_in_mlflow(config: TrainConfig, make_result: Make) -> None:
         "memory/allocated_gb": 2.0, "memory/reserved_gb": 3.0, "memory/allocator_retries": 5,
         "time/first_step_seconds": 1.5, "time/data_wait_fraction": 0.01, "time/optimizer_fraction": 0.09,
     }  # fmt: skip
+    peak = predict_peak(config)
+    assert report.columns(config, result) == {
+        "memory": f"4.00 GB (predicted {peak.total / GB:.2f})", "tokens/s": "1,000 (990 to 1,020)",
+    }  # fmt: skip
+    assert "tokens/s" not in report.columns(config, replace(result, throughput=None))
+    rows = report.memory_markdown(config, result).splitlines()
+    assert f"| in torch's allocator | {peak.allocated / GB:.3f} | 2.000 |" in rows
+    assert f"| **process** | {peak.total / GB:.3f} | 4.000 |" in rows
     formulas = report.formula_metrics(config, result)
     assert formulas["result/mfu_causal"] == pytest.approx(0.4 * causal(config.model) / palm(config.model))
     for device, kind in (("cpu", "cpu"), ("NVIDIA H100", "cuda")):

@@ -15,6 +15,7 @@ from tune.space import make_space
 
 V100 = DeviceFacts("cuda", "Tesla V100-SXM2-16GB", (7, 0))
 T4 = DeviceFacts("cuda", "Tesla T4", (7, 5))
+L4 = DeviceFacts("cuda", "NVIDIA L4", (8, 9), bf16=True)
 H100 = DeviceFacts("cuda", "NVIDIA H100 80GB HBM3", (9, 0), bf16=True)
 OLD_CPU, NEW_CPU = DeviceFacts("cpu", "cpu"), DeviceFacts("cpu", "cpu", bf16=True)
 DEVICES = (V100, T4, A100, H100, OLD_CPU, NEW_CPU)
@@ -81,12 +82,14 @@ def test_attention_within_books_is_flexible_where_it_can_be() -> None:
     assert resolve(with_dropout, A100).attention == "auto", "FlexAttention has no dropout"
     narrow = replace(masked, model=replace(masked.model, heads=96))
     assert resolve(narrow, A100).attention == "auto", "its heads are at least 16 wide"
+    assert resolve(replace(masked, model=replace(masked.model, heads=48)), A100).attention == "flex", "as wide as that"
 
 
 def test_what_a_device_lacks_is_refused() -> None:
     with pytest.raises(UserError, match="--fp8 needs 8-bit matmuls, which NVIDIA A100 does not have"):
         resolve(TrainConfig(fp8=True), A100)
     assert resolve(TrainConfig(fp8=True), H100).fp8
+    assert resolve(TrainConfig(fp8=True), L4).fp8, "the first that has them"
     with pytest.raises(UserError, match="--precision fp16 and --device cpu cannot be combined"):
         resolve(TrainConfig(precision="fp16"), NEW_CPU)
     assert resolve_for_plan(TrainConfig(device="cuda"), OLD_CPU).precision == "bf16", "an A100 stands in"

@@ -14,7 +14,7 @@ from infra.storage import write_json
 from infra.tracking.key import RunKey
 from train.checkpoint.find import find_checkpoint, find_run, resume_run
 from train.checkpoint.progress import Progress
-from train.checkpoint.run_folder import RunFolder, new_folder, new_run
+from train.checkpoint.run_folder import RunFolder, make, new_folder, new_run, resume_command
 from train.result import CycleReport
 
 
@@ -81,7 +81,7 @@ def test_a_cycle_is_on_the_disk_when_it_is_told(home: RunFolder, monkeypatch: py
     assert synced == [(home.cycles.stat().st_ino, home.cycles.stat().st_size)]
 
 
-def test_a_run_continues_from_its_newest_checkpoint_alone(tmp_path: Path) -> None:
+def test_a_run_continues_from_its_newest_checkpoint_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One before it can be asked, but to train on from there would leave those behind it to be mistaken for its own."""
     checkpoints = RunFolder(tmp_path / "one").checkpoints
     for step in (10, 20):
@@ -99,7 +99,32 @@ def test_a_run_continues_from_its_newest_checkpoint_alone(tmp_path: Path) -> Non
         assert find_checkpoint(named, tmp_path).resolve() == newer.resolve()
     assert find_checkpoint(str(older), tmp_path) == older
     newer.joinpath("progress.json").unlink()
+    capfd.readouterr()
     assert find_checkpoint("one", tmp_path).resolve() == older.resolve()
+    said = " ".join(capfd.readouterr().err.split())
+    assert "step-00000020 is damaged: " in said
+    assert said.endswith("; step-00000010 is used instead.")
+    assert said.count("is damaged") == 1
+
+
+def test_a_name_is_first_looked_for_among_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in (Path("one"), Path("runs/one"), Path("two")):
+        checkpoint = RunFolder(folder).checkpoints / "step-00000010"
+        checkpoint.mkdir(parents=True)
+        progress = Progress(10, data_fingerprint="", vocabulary_sha256="", config={})
+        write_json(checkpoint / "progress.json", asdict(progress))
+        RunFolder(folder).config.touch()
+    assert find_run("one", "runs").path == (tmp_path / "runs/one").resolve()
+    assert find_run("two", "runs").path == (tmp_path / "two").resolve()
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"one cannot be created .*: give another --out"):
+        make(tmp_path / "file" / "one")
+    with pytest.raises(UserError, match="exists already: give another --name"):
+        make(tmp_path)
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_is_not_to_be_resumed(tmp_path: Path) -> None:
@@ -133,3 +158,6 @@ def test_a_run_elsewhere_is_continued_by_its_whole_path(tmp_path: Path) -> None:
     assert resume_run(Place.of("runs/my run")) == "python -m train.run --resume 'my run'"
     assert resume_run(Place("s3://bucket/runs/one")) == "python -m train.run --resume s3://bucket/runs/one"
     assert resume_run(Place.of(tmp_path / "one")) == f"python -m train.run --resume {tmp_path / 'one'}"
+    assert resume_command("tune.search", Place.of("runs/one")) == "python -m tune.search --resume one"
+    there = resume_command("tune.search", Place.of(tmp_path / "one"))
+    assert there == f"python -m tune.search --resume one --out {tmp_path}"

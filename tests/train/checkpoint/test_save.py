@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 
@@ -105,6 +106,7 @@ def test_a_spike_is_trouble() -> None:
     )
     assert trouble([9.0], 3.0, 0, 100) is None
     assert trouble([9.0], None, 3.0, 100) is None
+    assert trouble([3.0, math.inf], None, 0, 100) == "the loss is inf at step 102", "also where no spike is looked for"
 
 
 def test_a_full_disk_is_said_in_one_sentence(config: TrainConfig, tmp_path: Path) -> None:
@@ -120,6 +122,8 @@ def test_another_run_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     assert saved
     for change, named in [
         ({"seed": 1}, "--seed 0, not 1"),
+        ({"global_batch": 8}, "--global-batch 4, not 8"),
+        ({"mask_books": True}, "--mask-books False, not True"),
         ({"optimizer": "adamw"}, "--optimizer adamw-fused, not adamw"),
         ({"model": dataclasses.replace(config.model, layers=3)}, "layers=2, not 3"),
     ]:
@@ -272,6 +276,22 @@ def test_a_checkpoint_without_one_of_its_files_is_damaged(
     (write(tmp_path, *taken) / file).unlink()
     assert damage(tmp_path / "step-00000002") == f"{file} is missing"
     assert newest(tmp_path) is None
+
+
+def test_a_file_that_changes_after_it_was_found_intact_is_damaged(
+    tmp_path: Path, taken: tuple[Snapshot, Progress]
+) -> None:
+    """Also in its place and of its size: checksums are remembered only as long as a file's time stays."""
+    weights = write(tmp_path, *taken) / "model.safetensors"
+    assert damage(weights.parent) is None
+    before = weights.stat()
+    with weights.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
+    assert damage(weights.parent) == "model.safetensors does not match its checksum"
 
 
 def test_a_checkpoint_that_names_a_file_outside_is_damaged(tmp_path: Path, taken: tuple[Snapshot, Progress]) -> None:

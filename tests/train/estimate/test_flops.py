@@ -43,6 +43,12 @@ def test_palm_is_what_torch_counts(small_model: ModelConfig) -> None:
     assert counter.get_total_flops() / tokens.numel() == pytest.approx(flops.palm(small_model), rel=1e-6)
 
 
+def test_every_second_block_is_computed_again_from_the_first_on() -> None:
+    config = TrainConfig(model=replace(GPT2, layers=5))
+    for checkpointing, blocks in (("none", 0), ("selective", 0), ("alternate", 3), ("full", 5)):
+        assert flops.recomputed_blocks(replace(config, checkpointing=checkpointing)) == blocks
+
+
 def test_utilisation_is_of_all_devices_and_none_of_unknown_ones(small_model: ModelConfig) -> None:
     assert flops.utilisation(1e5, flops.palm(small_model), None, 1) is None
     assert flops.utilisation(182_000, flops.palm(GPT2), 312e12, 1) == pytest.approx(0.50, abs=0.01)
@@ -76,6 +82,8 @@ def test_a_run_is_compared_with_the_measured_matmul_rate(
     beside = flops.with_matmul_efficiency(result, config, place)
     assert result.flops_per_second
     assert beside.matmul_utilisation == pytest.approx(result.flops_per_second / 1e12)
+    two = flops.with_matmul_efficiency(result, replace(config, workers=2, micro_batch=2), place)
+    assert two.matmul_utilisation == pytest.approx(result.flops_per_second / 2e12), "each worker has such a device"
     elsewhere = doctor | {"machine": "w2"}
     rates = {"machine": "w3", "device": result.device, "matmul": {"fp32": 2e12}}
     place.write_json("doctor.json", elsewhere | {"nodes": [{"rates": None}, {"rates": rates}]})

@@ -37,6 +37,20 @@ def test_sizes_off_the_tensor_cores_multiples_are_warned_of() -> None:
     odd = warnings(replace(GPT2, model=replace(GPT2.model, width=780)), 108)
     assert any("the width of 780 is not a multiple of 8" in line for line in odd)
     assert any("head's width of 65" in line for line in odd)
+    in_fp32 = warnings(replace(GPT2, precision="fp32", model=replace(GPT2.model, width=780)), 108)
+    assert not any("the width of" in line for line in in_fp32), "a multiple of 4 is enough"
+    assert any("head's width of 65 is not a multiple of 4" in line for line in in_fp32)
     few = replace(GPT2, model=replace(GPT2.model, context_length=128), micro_batch=1, global_batch=1)
     assert any("on an incomplete wave" in line for line in warnings(few, 108))
     assert ("multiprocessors", "108") in tile_rows(few)
+    both = replace(GPT2, model=replace(GPT2.model, context_length=192), micro_batch=1, global_batch=1)
+    assert (
+        "projections to the width, 192 x 768, wastes 96%: 25% on incomplete tiles and 94% on an incomplete wave"
+        in warnings(both, 108)
+    )
+
+
+def test_the_products_are_those_of_the_forward_pass() -> None:
+    assert [(product.rows, product.columns) for product in products(GPT2, 108)] == [
+        (32 * 1024, 3 * 768), (32 * 1024, 768), (32 * 1024, 4 * 768), (32 * 1024, 50304),
+    ]  # fmt: skip

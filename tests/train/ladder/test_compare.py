@@ -66,6 +66,8 @@ def test_the_control_may_be_as_wide_as_a_quarter_of_its_speed() -> None:
     assert not replace(at_the_limit, control_width=0.26).different
     apart = Interleaved(exact(1000.0, 1300.0), exact(4000.0))
     assert verdict(apart).control_width == pytest.approx(300 / math.sqrt(1.3e6)), "its drift makes it wide, too"
+    around = Interleaved([Estimate(1000.0, 900.0, 1300.0), Estimate(1000.0, 950.0, 1100.0)], exact(4000.0))
+    assert around.control_around(0) == Estimate(1000.0, 900.0, 1300.0), "as wide as both"
     drifted = Interleaved(exact(1000.0, 1300.0, 1310.0), exact(4000.0, 4000.0))
     step = drifted.over_rung(1, 0)
     assert step is not None

@@ -86,3 +86,7 @@ def test_two_ladders_are_compared_wherever_they_are(out: str, tmp_path: Path) ->
         loaded = report.load(text, where)
         assert isinstance(loaded, dict)
         assert loaded["rows"] == rows
+    (Place.of(tmp_path) / "others/one").write("standings.json", found.replace(b"5", b"6"))
+    named = report.load("one", str(tmp_path / "others"))
+    assert isinstance(named, dict)
+    assert named["rows"] == [{"name": "baseline", "speed": 6.0}], "a name in --out comes before a folder of that name"

@@ -17,7 +17,8 @@ from train.config import TrainConfig, config_from_json
 from train.estimate.memory import predict_peak
 from train.ladder import runner
 from train.ladder.runner import Ladder, Measured, largest_batch, refuse_short, refuse_unsuited, worker_reason
-from train.ladder.suites import SUITES, Rung, Suite, short_form
+from train.ladder.suites import STREAMING, SUITES, Rung, Suite, short_form, streamed
+from train.loop.memory_limit import UNMEASURED
 from train.model_config import ModelConfig
 from train.result import RunResult
 
@@ -212,6 +213,20 @@ def test_a_fitted_rung_is_first_run_at_the_batch_before_it(
     assert same.config["checkpointing"] == larger.config["checkpointing"] == "full"
 
 
+@pytest.mark.parametrize(("beyond", "fitted"), [(UNMEASURED, 64), (UNMEASURED - 1, 56)])
+def test_a_gpus_limit_leaves_room_for_what_is_not_predicted(
+    beyond: int, fitted: int, base: TrainConfig, make_result: Make, tmp_path: Path, manifest: Manifest
+) -> None:
+    on_gpu = replace(base, device="cuda")
+    limit = predict_peak(replace(on_gpu, micro_batch=64, global_batch=192)).total + beyond
+    made = MadeUp(
+        in_folder(tmp_path), KEY, Suite("mine", "Mine", {}, (Rung("seed", {"seed": 1}),)), on_gpu, manifest,
+        memory_limit=limit, fit=True, facts=A100, result=make_result(),
+    )  # fmt: skip
+    controls, _ = made.run()
+    assert controls[0].config["micro_batch"] == fitted
+
+
 @dataclass(frozen=True)
 class Misjudged(MadeUp):
     """One in which batches above ``most`` do not fit, whatever was predicted."""
@@ -298,6 +313,7 @@ def test_other_numerics_are_run_with_several_seeds(
         Rung("rate", {"checkpointing": "full"}),
         Rung("bf16", {"precision": "bf16", "batch": 8}, changes_numerics=True),
         Rung("Adafactor", {"optimizer": "adafactor"}, changes_numerics=True),
+        streamed(["books"]),
     )
     suite = Suite("mine", "Mine", {"batch": 4}, rungs, cumulative, seeds=3)
     modern = DeviceFacts("cpu", "cpu", bf16=True)
@@ -314,6 +330,7 @@ def test_other_numerics_are_run_with_several_seeds(
     _, measured = made.run()
     pairs = {rung.name: rung.held_out for rung in measured}
     assert pairs["rate"] == pairs["bf16"] == (), "equal numerics, and another batch, whose loss may differ anyway"
+    assert pairs[STREAMING] == (), "other windows"
     assert pairs["bf16, same batch"] == ((3.0, 3.5), (3.1, 3.6), (3.2, 3.7))
     before = 0.5 * cumulative
     expected = [(3.0 + before + seed / 10, 3.25 + before + seed / 10) for seed in range(3)]

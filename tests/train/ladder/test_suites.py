@@ -56,6 +56,8 @@ def test_the_short_form_is_an_eighth_on_a_tiny_model() -> None:
 def test_the_short_form_of_a_suite_without_a_model_or_batch_is_short_too() -> None:
     state = apply(START, short_form(Suite("mine", "Mine", {"attention": "manual"}, ())).base)
     assert (state.model, state.micro_batch, state.global_batch) == (PRESETS["tiny"], 4, 60)
+    larger = short_form(Suite("mine", "Mine", {}, (Rung("larger", {"model": "gpt2-355m"}),)))
+    assert apply(state, larger.rungs[0].changes).model == PRESETS["tiny"]
 
 
 def test_the_study_is_repeated_as_it_was() -> None:
@@ -93,7 +95,9 @@ def test_accumulation_keeps_the_mathematics() -> None:
     assert rung.accumulation == 4
 
 
-@pytest.mark.parametrize(("wrong", "offered"), [("a10", "a100"), ("memroy", "memory"), ("xyz", "a100, loop")])
+@pytest.mark.parametrize(
+    ("wrong", "offered"), [("a10", "a100"), ("memroy", "memory"), ("MEMORY", r"mean memory\?"), ("xyz", "a100, loop")]
+)
 def test_an_unknown_suite_is_answered_with_the_nearest(wrong: str, offered: str) -> None:
     with pytest.raises(UserError, match=offered):
         find_suite(wrong, START)

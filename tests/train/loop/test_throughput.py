@@ -32,6 +32,12 @@ def test_a_run_that_is_steady_from_the_start_loses_its_first_step_alone() -> Non
     assert warmup_steps([9.0, *series(0.1, 100)]) == 1
 
 
+def test_seven_steps_are_the_fewest_that_show_a_warm_up() -> None:
+    assert warmup_steps([9.0, 3.0, 3.0, 1.0, 1.0, 1.0]) == 1, "two windows of three do not fit behind the first step"
+    assert warmup_steps([9.0, 3.0, 3.0, 3.0, 1.0, 1.0, 1.0]) == 3
+    assert warmup_steps([9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]) == 1
+
+
 def test_a_run_without_a_steady_state_discards_half() -> None:
     assert warmup_steps([0.1 * (1 + 0.02 * n) for n in range(100)]) == 50
 

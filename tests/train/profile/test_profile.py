@@ -22,7 +22,7 @@ from train.model.gpt import GPT
 from train.model_config import ModelConfig
 from train.profile import __main__ as profile
 from train.profile import intensity, memory_timeline, record
-from train.profile.trace import FORWARD, analyse, attention_kernel, findings, idle_gaps, kind_of
+from train.profile.trace import FORWARD, Profile, analyse, attention_kernel, findings, idle_gaps, kind_of
 
 MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
 
@@ -121,11 +121,11 @@ def test_waits_in_the_loop_are_a_finding_with_their_cost() -> None:
 
 
 def event(name: str, start: float, end: float, kind: DeviceType = DeviceType.CUDA, inside: float = 0.0) -> Any:
-    """One of torch's events, in microseconds, of which ``inside`` were spent in others."""
+    """One of torch's events, in microseconds, of which ``inside`` were spent in others, and half on the device."""
     span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
     return SimpleNamespace(
         name=name, time_range=span, device_type=kind, is_user_annotation=False, cpu_time_total=end - start,
-        self_cpu_time_total=end - start - inside, device_time_total=end - start,
+        self_cpu_time_total=end - start - inside, device_time_total=(end - start) / 2,
     )  # fmt: skip
 
 
@@ -147,7 +147,7 @@ def test_a_profile_is_of_one_step() -> None:
         ("nvjet_gemm", 2, 8.0), ("multi_tensor_apply_kernel", 2, 8.0)
     ]  # fmt: skip
     assert found.by_class == {"matmul": 4.0, "optimizer": 4.0}
-    assert (found.forward, found.backward, found.loader) == (2.0, 3.0, 0.5)
+    assert (found.forward, found.backward, found.loader) == (1.0, 1.5, 0.5)
     assert found.gaps == {"the loader": 2.0}
     assert found.idle == 2.0
     assert (found.waits, found.wait_calls) == (1.0, 1.0)
@@ -155,13 +155,51 @@ def test_a_profile_is_of_one_step() -> None:
 
 def test_a_cpus_operators_count_without_what_they_call() -> None:
     host = DeviceType.CPU
-    events = [event("aten::linear", 0, 5000, host, inside=4000), event("aten::addmm", 500, 4500, host),
-              event("aten::copy_", 6000, 8000, host)]  # fmt: skip
+    events = [
+        event("aten::linear", 0, 5000, host, inside=4000), event("aten::addmm", 500, 4500, host),
+        event("aten::copy_", 6000, 8000, host), event("train/loop/trainer.py(90): run", 0, 8000, host),
+        event("autograd::engine::evaluate_function: Mm", 0, 5000, host), event(FORWARD, 0, 2000, host),
+    ]  # fmt: skip
+    events[-1].is_user_annotation = True
     found = analyse(events, 1, 0.010, cuda=False)
     assert [(kernel.name, kernel.milliseconds) for kernel in found.kernels] == [
         ("aten::addmm", 4.0), ("aten::copy_", 2.0), ("aten::linear", 1.0)
     ], "the costliest first"  # fmt: skip
     assert list(found.by_class.items()) == [("matmul", 5.0), ("copies", 2.0)]
+    assert (found.forward, found.backward) == (2.0, 5.0)
+
+
+NOTHING = Profile(
+    steps=1, step=100.0, kernels=[], by_class={"matmul": 80.0, "element-wise": 20.0}, idle=2.0,
+    gaps={"launching": 1.0, "the loader": 1.0}, forward=0.0, backward=0.0, loader=0.0, waits=0.0, wait_calls=0.0,
+    attention="flash",
+)  # fmt: skip
+"""A profile just below all that is remarkable."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "optimizer", "sentence"),
+    [
+        ({}, "muon", None),
+        ({"gaps": {"the loader": 1.5}}, "muon", "the device waits 1.50 ms per step for batches (1.5%)"),
+        ({"idle": 3.0}, "muon", "the GPU is idle 3.00 ms per step"),
+        ({"by_class": {"element-wise": 30.0, "matmul": 70.0}}, "muon", "element-wise work is 30%"),
+        ({}, "adamw", "the optimizer launches many small kernels"),
+        ({"forward": 20.0, "backward": 50.0}, "muon", "the backward pass takes 2.5 times the forward pass"),
+        ({"attention": "none fused"}, "muon", "attention is not fused"),
+        ({"wait_calls": 1.0, "gaps": {"a synchronisation": 0.5}}, "muon", "waits in the loop: 1 per step, 0.50 ms"),
+    ],
+)
+def test_only_what_stands_out_is_a_finding(changes: dict[str, Any], optimizer: str, sentence: str | None) -> None:
+    first, *others = findings(replace(NOTHING, **changes), optimizer=optimizer, compiled=False, cuda=True)
+    assert "of the device's time" in first
+    assert len(others) == (sentence is not None)
+    assert all(sentence and sentence in other for other in others)
+
+
+def test_a_compiled_model_is_not_advised_to_be_compiled() -> None:
+    profile = replace(NOTHING, by_class={"element-wise": 100.0})
+    assert len(findings(profile, optimizer="muon", compiled=True, cuda=True)) == 1
 
 
 def test_overlapping_kernels_leave_no_gap() -> None:
@@ -204,6 +242,18 @@ def test_contractions_are_the_most_intense(small_model: ModelConfig) -> None:
     classes = intensity.measure(lambda: model(tokens, tokens).backward())
     assert classes["contractions"].intensity > 5 * classes["element-wise"].intensity
     assert classes["element-wise"].bytes > 0
+
+
+def test_every_operator_reads_its_inputs_and_writes_its_output_once() -> None:
+    """A view moves nothing; a matrix product has two FLOPs per multiplication, a sum of elements one each."""
+    left, right, columns = torch.ones(4, 8), torch.ones(16, 8), torch.ones(16, dtype=torch.float64)
+    classes = intensity.measure(lambda: left @ right.t())
+    assert (classes["contractions"].flops, classes["contractions"].bytes) == (2 * 4 * 8 * 16, 4 * (32 + 128 + 64))
+    assert classes["element-wise"] == classes["normalisations"] == intensity.Work()
+    classes = intensity.measure(lambda: (columns + columns).softmax(0))
+    assert (classes["element-wise"].flops, classes["element-wise"].bytes) == (16, 8 * 3 * 16)
+    assert (classes["normalisations"].flops, classes["normalisations"].bytes) == (16, 8 * 2 * 16)
+    assert classes["normalisations"].intensity == 1 / 16
 
 
 def test_a_profile_on_the_cpu(
