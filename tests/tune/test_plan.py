@@ -14,7 +14,7 @@ from train.resolve import resolve
 from tune.config import SearchConfig
 from tune.device import Machine
 from tune.folder import begin
-from tune.plan import make_search
+from tune.plan import Search, make_search
 from tune.report import print_plan
 from tune.space import make_space
 from tune.strategy.memory_aware import MemorySearcher
@@ -58,15 +58,16 @@ def test_a_search_that_is_continued_keeps_its_limit(
     """On machines with more memory it would be another search."""
     training = TrainConfig(data=str(small_shards), device="cpu", global_batch=8, micro_batch=8)
     config = SearchConfig(training=training, name="one", out=str(tmp_path))
-    for size in (4, 16):
-        machine = Machine("w1", cpu_facts(), size * 10**9)
-        monkeypatch.setattr("tune.plan.trial_machines", lambda config, machine=machine: (machine,))
-        search = make_search(config)
-        if size == 4:
-            search.folder.mkdir()
-            begin(WorkingCopy.of(search.place, fresh=True), config, search.identity(), RunKey("", "", "", ""))
-            config, limit = replace(config, name=None, resume="one"), search.limit
-    assert search.limit == limit
+
+    def search_on(size: int, config: SearchConfig) -> Search:
+        machines = (Machine("w1", cpu_facts(), size * 10**9),)
+        monkeypatch.setattr("tune.plan.trial_machines", lambda config: machines)
+        return make_search(config)
+
+    before = search_on(4, config)
+    before.folder.mkdir()
+    begin(WorkingCopy.of(before.place, fresh=True), config, before.identity(), RunKey("", "", "", ""))
+    assert search_on(16, replace(config, name=None, resume="one")).limit == before.limit
 
 
 def test_optunas_budget_grows_with_the_grid_within_bounds() -> None:
