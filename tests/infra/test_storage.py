@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -216,7 +217,8 @@ def test_a_remote_file_reads_like_a_local_one(bucket: str, data: st.DataObject) 
     Place.of(f"s3://places/like/{bucket}").write("file", content)
     local = io.BytesIO(content)
     with open_file(f"s3://places/like/file{bucket}") as buffered:
-        remote = buffered.raw if data.draw(st.booleans()) else buffered
+        whole: Any = buffered
+        remote = whole.raw if data.draw(st.booleans()) else whole
         for _ in range(data.draw(st.integers(1, 8))):
             whence = data.draw(st.sampled_from([io.SEEK_SET, io.SEEK_CUR, io.SEEK_END]))
             least = {io.SEEK_SET: 0, io.SEEK_CUR: -local.tell(), io.SEEK_END: -len(content)}[whence]
