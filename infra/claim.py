@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from infra.command import errors
+from infra.console import errors
 from infra.errors import UserError
+from infra.object_storage import listing
 from infra.place import CLAIMS, Place, scratch
-from infra.storage import listing, write_text
+from infra.storage import write_text
 
 RENEW_SECONDS = 10.0
 """Between two renewals; as long as it takes to find out that another command is running."""

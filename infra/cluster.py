@@ -20,7 +20,8 @@ from contextlib import AbstractContextManager, chdir, contextmanager, nullcontex
 from pathlib import Path
 from typing import Any, TypeVar
 
-from infra.command import INTERRUPTED, errors, interrupt_on_termination, uninterrupted
+from infra.command import INTERRUPTED, interrupt_on_termination, uninterrupted
+from infra.console import errors
 from infra.errors import UserError, first_line
 from infra.local_ray import environment_variables, on_loopback, own_process_group, refuse_exposed
 from infra.progress import doing

@@ -20,75 +20,16 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
-from rich.console import Console
 from rich.markup import escape
-from rich.segment import Segment
 
 from infra import flags
+from infra.console import console, errors
 from infra.credentials import has_secret
 from infra.errors import UserError
 from infra.help import HELP, HELP_ALL, Sections, usage
+from infra.retries import exit_if_unanswered
 
 Config = TypeVar("Config")
-
-
-_VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
-_VISIBLE |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-"""Pictures of the control characters: Unicode has them for those of ASCII."""
-
-
-class _Console(Console):
-    """A console whose reader may go away without ending the work: Ctrl-C also ends the ``tee`` of ``| tee log``.
-
-    Control characters are shown and not sent: the name of a file or book could move the cursor or rename the window.
-    """
-
-    _other: Console | None = None
-
-    def print(self, *objects: Any, **how: Any) -> None:
-        if self._other and self.is_terminal:
-            self._other.print(*objects, **how)
-            return
-        shown = [thing.translate(_VISIBLE) if isinstance(thing, str) else thing for thing in objects]
-        try:
-            super().print(*shown, **how)
-        except OSError:  # a terminal that was closed, a log on a disk that is full
-            self.on_broken_pipe()
-
-    def render(self, *things: Any, **how: Any) -> Iterator[Segment]:
-        """What rich makes of tables, Markdown and live lines, which may contain such names, too."""
-        for segment in super().render(*things, **how):
-            yield segment if segment.control else Segment(segment.text.translate(_VISIBLE), segment.style)
-
-    def prose(self, text: str) -> None:
-        """Print a paragraph: on a terminal wrapped between words, in a pipe in one line."""
-        self.print(text, markup=False, soft_wrap=not self.is_terminal)
-
-    @contextmanager
-    def printed_by(self, other: Console) -> Iterator[None]:
-        """During the block, which shows a live line on ``other``, what would appear within that is printed above it."""
-        self._other = other
-        try:
-            yield
-        finally:
-            self._other = None
-
-    def show_cursor(self, show: bool = True) -> bool:
-        """Never hide the cursor: where a command exits at once, nothing would show it again."""
-        return super().show_cursor(True)
-
-    def on_broken_pipe(self) -> None:
-        """Discard all further output, where rich would exit."""
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, self.file.fileno())
-        os.close(nothing)
-
-
-console = _Console(highlight=False, emoji=False, soft_wrap=True)
-"""Where commands print their output."""
-
-errors = _Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
-"""Where commands print errors and warnings."""
 
 INTERRUPTED = 130
 
@@ -101,6 +42,20 @@ LEAVING_SECONDS = 28.0
 """How long a command may take to end after Ctrl-C or SIGTERM; schedulers often follow the latter by SIGKILL in 30 s."""
 
 
+@contextmanager
+def _no_waiting_at_exit() -> Iterator[None]:
+    """Let the process exit, with the code that the block ends with, though storage has not answered."""
+    code = 1  # of a traceback
+    # After the handlers of Ray and MLflow, which are imported later, and before that of Arrow, which waits.
+    atexit.register(lambda: exit_if_unanswered(code))
+    try:
+        yield
+    except SystemExit as leaving:
+        code = int(leaving.code or 0)
+        raise
+
+
+@_no_waiting_at_exit()
 def run(
     main: Callable[[Config], int | None],
     config: type[Config],

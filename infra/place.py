@@ -21,19 +21,9 @@ import pyarrow.fs as fs
 import xxhash
 
 from infra.errors import UserError
-from infra.storage import (
-    TEMPORARY,
-    atomic_file,
-    is_remote,
-    json_text,
-    listing,
-    locate,
-    lock,
-    reason,
-    store,
-    sync_folder,
-    with_retries,
-)
+from infra.object_storage import is_remote, listing, locate, open_file, store
+from infra.retries import reason, with_retries
+from infra.storage import TEMPORARY, atomic_file, json_text, lock, sync_folder
 
 _BLOCK = 8 << 20
 
@@ -191,7 +181,7 @@ class Place:
             with system.open_output_stream(f"{root}/{name}") as file:
                 file.write(content)
 
-        with_retries(str(self / name), write, "written")
+        with_retries(str(self / name), write, "written", size=memoryview(content).nbytes)
 
     def write_json(self, name: str, value: Any) -> None:
         """Replace a file by ``value`` as JSON, of which equal values give equal bytes."""
@@ -201,7 +191,8 @@ class Place:
         """Copy a local file to here, whole; where it is here already, nothing is done."""
         if self.remote:
             system, root = locate(self.address)
-            with_retries(str(self / name), lambda: store(file, system, f"{root}/{name}"), "written")
+            bytes_ = file.stat().st_size
+            with_retries(str(self / name), lambda: store(file, system, f"{root}/{name}"), "written", size=bytes_)
         elif file != self.folder / name:
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             with file.open("rb") as source, atomic_file(self.folder / name) as sink:
@@ -215,37 +206,21 @@ class Place:
         """
         file.parent.mkdir(parents=True, exist_ok=True)
 
-        def fetch() -> None:
-            found = xxhash.xxh3_128()
-            with self._blocks(name) as blocks, atomic_file(file) as sink:
-                for block in blocks:
-                    found.update(block)
-                    sink.write(block)
-                if expected and found.hexdigest() != expected:
-                    raise UserError(
-                        f"{self / name} is damaged: its checksum is not that of its manifest; make it again."
-                    )
-
-        with_retries(str(self / name), fetch)
+        found = xxhash.xxh3_128()
+        with open_file(str(self / name)) as source, atomic_file(file) as sink:
+            while block := source.read(_BLOCK):
+                found.update(block)
+                sink.write(block)
+            if expected and found.hexdigest() != expected:
+                raise UserError(f"{self / name} is damaged: its checksum is not that of its manifest; make it again.")
 
     def checksum(self, name: str) -> str:
         """xxh3-128 of a file's bytes, in hexadecimal. Raises ``FileNotFoundError`` when there is none."""
-
-        def add_up() -> str:
-            found = xxhash.xxh3_128()
-            with self._blocks(name) as blocks:
-                for block in blocks:
-                    found.update(block)
-            return found.hexdigest()
-
-        return with_retries(str(self / name), add_up)
-
-    @contextmanager
-    def _blocks(self, name: str) -> Iterator[Iterator[bytes]]:
-        """The bytes of a file in blocks."""
-        system, path = locate(str(self / name)) if self.remote else (fs.LocalFileSystem(), str(self.folder / name))
-        with system.open_input_stream(path) as stream:
-            yield iter(lambda: stream.read(_BLOCK), b"")
+        found = xxhash.xxh3_128()
+        with open_file(str(self / name)) as file:
+            while block := file.read(_BLOCK):
+                found.update(block)
+        return found.hexdigest()
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, durably; those that do not exist are skipped. Those of a folder go in the given order."""

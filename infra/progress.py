@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from rich.live import Live
 from rich.text import Text
 
-from infra.command import console, errors
+from infra.console import console, errors
 from infra.units import format_duration
 
 FIRST_SECONDS = 2.0

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from rich.markup import escape
 from rich.table import Table
-
-from infra.command import escape
 
 GAP = 2
 """Spaces between two columns."""

@@ -12,10 +12,11 @@ from typing import Annotated
 
 import numpy as np
 import tyro
+from rich.markup import escape
 from rich.table import Table
 
 from infra import command
-from infra.command import console, errors, escape
+from infra.console import console, errors
 from infra.place import Place
 from pipeline.encoding import decode
 from pipeline.shards import MANIFEST, SPLITS, Manifest, Shard, ShardInfo, read_manifest

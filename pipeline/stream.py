@@ -19,7 +19,7 @@ import pyarrow as pa
 import xxhash
 
 from infra.errors import UserError
-from infra.storage import is_remote
+from infra.object_storage import is_remote
 from pipeline.books.downloads import PREFIX
 from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import Inventory, find

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from infra import command, provenance
 from infra.cluster import ask_others, connected, losses_reported, refuse_unshared
-from infra.command import console
+from infra.console import console
 from infra.errors import UserError
 from infra.place import Place, WorkingCopy
 from infra.progress import doing

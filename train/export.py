@@ -8,12 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from infra import command
-from infra.command import console
+from infra.console import console
 from infra.errors import UserError
+from infra.object_storage import is_remote
 from infra.options import Checkpoint, Runs
 from infra.place import Place
 from infra.progress import doing
-from infra.storage import is_remote
 from infra.tracking.key import RunKey
 from train.checkpoint.find import find_checkpoint
 from train.checkpoint.progress import read_progress

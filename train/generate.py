@@ -6,7 +6,7 @@ In: a checkpoint and a prompt. Out: text. Wiring only.
 from dataclasses import dataclass
 
 from infra import command
-from infra.command import console
+from infra.console import console
 from infra.errors import UserError
 from infra.options import Checkpoint, Runs
 from infra.progress import doing

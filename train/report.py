@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
-from infra.command import console, escape
+from infra.console import console
 from infra.markdown import facts, plain, table
 from infra.place import Place
 from infra.schema import from_json, to_json

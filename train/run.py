@@ -15,7 +15,8 @@ import tyro
 
 from infra import command
 from infra.cluster import connected, refuse_unshared
-from infra.command import INTERRUPTED, console
+from infra.command import INTERRUPTED
+from infra.console import console
 from infra.errors import UserError
 from infra.help import Sections
 from infra.options import Address, ConfigFile, TrackingUri

@@ -24,7 +24,7 @@ import ray.tune
 from ray.tune.search import Searcher
 
 from infra.cluster import lack, placing, ray_files
-from infra.command import console, errors
+from infra.console import console, errors
 from infra.errors import UserError, first_line
 from infra.schema import from_json, to_json
 from infra.storage import write_text

@@ -12,9 +12,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
-from infra.command import console, escape
+from infra.console import console
 from infra.markdown import facts
 from infra.markdown import table as markdown_table
 from infra.place import Place

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from infra.cluster import connected
-from infra.command import INTERRUPTED, console
+from infra.command import INTERRUPTED
+from infra.console import console
 from infra.progress import doing
 from infra.tracking.store import open_store
 from infra.tracking.tracker import Tracker

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from infra import provenance
-from infra.command import errors
+from infra.console import errors
 from infra.errors import UserError
 from infra.markdown import facts
 from infra.tracking.key import RunKey

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from infra import command
-from infra.command import console
+from infra.console import console
 from infra.doctor import allreduce
 from infra.errors import UserError
 from infra.options import TrackingUri

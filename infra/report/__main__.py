@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from infra import command
-from infra.command import console
+from infra.console import console
 from infra.errors import UserError
 from infra.report.folders import page_of
 from infra.storage import write_text

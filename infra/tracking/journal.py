@@ -10,7 +10,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, TEMPORARILY_UNAVAILABLE, ErrorCode
 from mlflow.tracking import MlflowClient
 
-from infra.command import errors, uninterrupted
+from infra.command import uninterrupted
+from infra.console import errors
 from infra.errors import first_line
 
 METRICS_PER_BATCH = 500

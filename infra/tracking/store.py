@@ -15,7 +15,8 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
 from mlflow.tracking import MlflowClient
 
-from infra.command import errors, uninterrupted
+from infra.command import uninterrupted
+from infra.console import errors
 from infra.credentials import has_secret
 from infra.errors import UserError, first_line
 from infra.provenance import user

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from mlflow.tracking import MlflowClient
 
-from infra.command import errors
+from infra.console import errors
 from infra.errors import first_line
 from infra.tracking import open_runs
 from infra.tracking.journal import METRICS_PER_BATCH, Entry, deliver_journal, send

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Literal
 from urllib.parse import quote, urlsplit
 
 from infra.errors import UserError
-from infra.storage import is_remote, listing, locate, open_file
+from infra.object_storage import is_remote, listing, locate, open_file
 from pipeline.books import downloads
 from pipeline.config import MIRROR, SAMPLE
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from infra.cluster import ask_others
 from infra.errors import UserError
-from infra.storage import is_remote
+from infra.object_storage import is_remote
 from pipeline.books.readers import Part
 from pipeline.books.sources import CarriedFile
 from pipeline.job.plan import Piece

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.command import _Console, flag_value, uninterrupted
+from infra.command import flag_value, uninterrupted
+from infra.console import _Console
 from infra.errors import UserError
 
 SCRIPT = """

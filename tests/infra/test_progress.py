@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
 import time
-from infra.command import console, errors
+from infra.console import console, errors
 from infra.progress import doing
 with doing("starting Ray") as shown:
     time.sleep(0.7)

@@ -1,6 +1,5 @@
 """Files appear whole or not at all, whatever happens to the writer."""
 
-import io
 import os
 import resource
 import signal
@@ -8,27 +7,13 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from infra.errors import UserError
-from infra.place import Place
-from infra.storage import (
-    TEMPORARY,
-    atomic_file,
-    clear_temporaries,
-    locate,
-    lock,
-    open_file,
-    with_retries,
-    write_json,
-)
+from infra.storage import TEMPORARY, atomic_file, clear_temporaries, lock, write_json
 
 
 def test_an_error_leaves_the_old_file_and_no_temporary_one(tmp_path: Path) -> None:
@@ -165,65 +150,3 @@ def test_a_lock_is_waited_for(tmp_path: Path) -> None:
         release.start()
         with lock(path, "taken", patience=30.0):
             release.join()
-
-
-@pytest.mark.parametrize("end", ["", "raise SystemExit(2)", "raise RuntimeError('a bug')"])
-def test_a_process_that_used_a_bucket_ends(end: str, bucket: str, tmp_path: Path) -> None:
-    """With the credentials of a pod, Arrow waits at the end of the process for filesystems that are still there."""
-    (tmp_path / "token").write_text("token")
-    program = (
-        "from infra.place import Place\n"
-        f"place = Place.of('s3://places/one/{bucket}')\n"
-        "place.write('file', b'content')\n"
-        "try:\n"
-        "    place.read('missing')\n"
-        "except FileNotFoundError as missing:\n"
-        f"    {end or 'pass'}\n"
-        "print(place.read('file'))"
-    )
-    identity = {
-        "AWS_ROLE_ARN": "arn:aws:iam::123456789012:role/trainer",
-        "AWS_REGION": "us-east-1",
-        "AWS_WEB_IDENTITY_TOKEN_FILE": str(tmp_path / "token"),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | identity, capture_output=True, text=True, timeout=20
-    )
-    expected = {"": (0, "b'content'\n"), "raise SystemExit(2)": (2, ""), "raise RuntimeError('a bug')": (1, "")}
-    assert (done.returncode, done.stdout) == expected[end], done.stderr
-
-
-def test_what_storage_refuses_for_good_is_not_tried_again(s3: tuple[str, Callable[[float], None]]) -> None:
-    system, path = locate(f"s3://nowhere/file{s3[0]}")
-    tried = []
-
-    def write() -> None:
-        tried.append(path)
-        with system.open_output_stream(path) as file:
-            file.write(b"content")
-
-    with pytest.raises(UserError, match=r"cannot be written \(.*bucket does not exist\): check the address and your"):
-        with_retries("s3://nowhere/file", write, "written")
-    assert len(tried) == 1
-
-
-@given(st.data())
-@settings(
-    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)  # each example has a file of its own
-def test_a_remote_file_reads_like_a_local_one(bucket: str, data: st.DataObject) -> None:
-    """Whatever its reader looks for: archives are read from their end."""
-    content = bytes(range(256)) * 3
-    Place.of(f"s3://places/like/{bucket}").write("file", content)
-    local = io.BytesIO(content)
-    with open_file(f"s3://places/like/file{bucket}") as buffered:
-        whole: Any = buffered
-        remote = whole.raw if data.draw(st.booleans()) else whole
-        for _ in range(data.draw(st.integers(1, 8))):
-            whence = data.draw(st.sampled_from([io.SEEK_SET, io.SEEK_CUR, io.SEEK_END]))
-            least = {io.SEEK_SET: 0, io.SEEK_CUR: -local.tell(), io.SEEK_END: -len(content)}[whence]
-            offset = data.draw(st.integers(least, least + len(content)))
-            assert remote.seek(offset, whence) == local.seek(offset, whence)
-            size = data.draw(st.integers(0, 300))
-            assert remote.read(size) == local.read(size)
-            assert remote.tell() == local.tell()

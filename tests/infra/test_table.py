@@ -2,7 +2,7 @@
 
 import pytest
 
-from infra.command import console
+from infra.console import console
 from infra.table import GAP, tables
 
 HEADING = ("rung", "tokens/s", "step", "GB", "[loss]")

@@ -1,8 +1,6 @@
 """Reading remote books: a real Google Cloud Storage emulator and the Hugging Face hub's protocol, on loopback."""
 
-import io
 import json
-import random
 import socket
 import subprocess
 import sys
@@ -14,14 +12,12 @@ from pathlib import Path, PurePosixPath
 from typing import ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
-import pyarrow as pa
 import pyarrow.fs
 import pytest
 
-from infra import storage
 from infra.errors import UserError
+from infra.object_storage import locate
 from infra.place import Place
-from infra.storage import locate
 from pipeline.books.readers import RawBook, read_books
 from pipeline.books.sources import find
 from pipeline.cache import on_this_machine
@@ -152,8 +148,8 @@ sys.path.insert(0, sys.argv[1])
 from test_object_storage import books_of
 from infra.errors import UserError
 print(json.dumps({name: data.decode() for name, data in books_of("hf://datasets/org/books/data").items()}))
-from infra import storage
-storage.ATTEMPTS = 2
+from infra import retries
+retries.ATTEMPTS = 2
 for folder in ("nothing", "refused"):
     try:
         books_of(f"hf://datasets/org/{folder}")
@@ -175,62 +171,3 @@ def test_an_address_with_a_secret_key_is_refused_and_not_repeated() -> None:
     with pytest.raises(UserError, match=r"bucket corpus contains a secret key.*AWS_SECRET_ACCESS_KEY") as refused:
         locate("s3://KEY:S3CRET@corpus/books")
     assert "S3CRET" not in str(refused.value)
-
-
-def test_a_remote_file_is_read_from_any_place_like_a_local_one() -> None:
-    data = random.Random(0).randbytes(1000)
-    ours, local = storage._RetryingFile("s3://bucket/file", pa.BufferReader(data)), io.BytesIO(data)
-    chance = random.Random(1)
-    for _ in range(300):
-        whence = chance.choice([io.SEEK_SET, io.SEEK_CUR, io.SEEK_END])
-        offset = {io.SEEK_SET: 0, io.SEEK_CUR: -local.tell(), io.SEEK_END: -1000}[whence] + chance.randrange(1100)
-        assert ours.seek(offset, whence) == local.seek(offset, whence) == ours.tell()
-        size = chance.randrange(200)
-        assert ours.read(size) == local.read(size)
-        assert ours.tell() == local.tell()
-    assert (ours.seek(300), ours.readall()) == (300, data[300:])
-
-
-def test_a_whole_book_is_one_request() -> None:
-    """It was one for every 8 KiB."""
-    data, asked = random.Random(0).randbytes(1_000_000), list[int]()
-
-    class Storage(pa.BufferReader):
-        def read_at(self, size: int, offset: int) -> bytes:
-            asked.append(size)
-            return super().read_at(size, offset)
-
-    with io.BufferedReader(storage._RetryingFile("s3://bucket/file", Storage(data))) as file:
-        assert file.read() == data
-    assert asked == [1_000_000]
-
-
-@pytest.mark.parametrize("failures", range(storage.ATTEMPTS + 1))
-def test_failures_are_retried_with_growing_pauses(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(storage.time, "sleep", pauses.append)
-    left = iter(range(failures))
-
-    def act() -> str:
-        if next(left, None) is not None:
-            raise OSError("busy")
-        return "done"
-
-    if failures < storage.ATTEMPTS:
-        assert storage.with_retries("s3://bucket/file", act) == "done"
-        assert pauses == [0.2, 0.4, 0.8, 1.6][:failures]
-    else:
-        with pytest.raises(UserError, match="cannot be read, after 5 attempts: busy"):
-            storage.with_retries("s3://bucket/file", act)
-
-
-def test_a_missing_file_is_not_retried() -> None:
-    asked: list[int] = []
-
-    def act() -> None:
-        asked.append(1)
-        raise FileNotFoundError
-
-    with pytest.raises(FileNotFoundError):
-        storage.with_retries("s3://bucket/file", act)
-    assert len(asked) == 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infra.command import console
+from infra.console import console
 from infra.errors import UserError
 from train.config import TrainConfig
 from train.estimate.forecast import arithmetic_rows, epoch_tokens, limit_rows, memory_rows, parameter_rows, time_rows

@@ -4,8 +4,9 @@ import shlex
 from pathlib import Path
 
 from infra.errors import UserError
+from infra.object_storage import is_remote
 from infra.place import Place, scratch
-from infra.storage import is_remote, write_json
+from infra.storage import write_json
 from train.checkpoint.progress import checkpoints_in, newest, read_progress
 from train.checkpoint.remote import fetch_newest, fetch_progress, newest_copy, step_name
 from train.checkpoint.run_folder import KEY, RunFolder, working_copy

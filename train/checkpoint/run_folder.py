@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from infra.claim import sole_user
-from infra.command import errors
+from infra.console import errors
 from infra.errors import UserError
+from infra.object_storage import is_remote
 from infra.place import Place, WorkingCopy, refuse_name
 from infra.schema import from_json, to_json
-from infra.storage import atomic_file, is_remote, lock, write_json
+from infra.storage import atomic_file, lock, write_json
 from infra.tracking.key import RunKey
 from train.checkpoint.progress import PROGRESS, checkpoints_in, newest, skipped
 from train.result import CycleReport

@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from rich.markup import escape
+
 from infra import command
 from infra.cluster import connected, refuse_unshared
-from infra.command import INTERRUPTED, console, escape
+from infra.command import INTERRUPTED
+from infra.console import console
 from infra.errors import UserError
 from infra.hardware import DeviceFacts, device_facts
 from infra.options import Address, JoinsRay, TrackingUri

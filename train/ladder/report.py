@@ -7,11 +7,12 @@ from typing import Any
 from rich.table import Table
 
 from infra import provenance
-from infra.command import console
+from infra.console import console
 from infra.errors import UserError
 from infra.markdown import facts
+from infra.object_storage import is_remote
 from infra.place import Place
-from infra.storage import is_remote, write_json, write_text
+from infra.storage import write_json, write_text
 from infra.tracking.tracker import Tracker
 from train.config import config_from_json
 from train.ladder import study

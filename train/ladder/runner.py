@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, Field
+from rich.markup import escape
 
 from infra.cluster import connected
-from infra.command import escape
 from infra.errors import UserError, first_line
 from infra.hardware import DeviceFacts
 from infra.place import WorkingCopy

@@ -23,7 +23,8 @@ import ray.train.torch
 from ray.exceptions import RayActorError
 
 from infra.cluster import WAITER, Node, connected, placing, ray_files
-from infra.command import INTERRUPTED, console, errors
+from infra.command import INTERRUPTED
+from infra.console import console, errors
 from infra.errors import UserError
 from infra.place import Place
 from infra.progress import doing

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from infra.command import console
+from infra.console import console
 from infra.tracking.tracker import Tracker
 
 SILENT_SECONDS = 8.0

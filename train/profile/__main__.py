@@ -15,7 +15,7 @@ import tyro
 from rich.table import Table
 
 from infra import command
-from infra.command import console
+from infra.console import console
 from infra.errors import UserError
 from infra.help import Sections
 from infra.options import ConfigFile, TrackingUri

@@ -23,7 +23,7 @@ from false_stops import rates
 from machines import GPU_LIMIT, Machine, Replayed, Simulated
 from rich.table import Table
 
-from infra.command import console
+from infra.console import console
 from infra.hardware import A100
 from infra.storage import write_json
 from train.config import TrainConfig

@@ -16,7 +16,7 @@ import psutil
 import pyarrow.fs
 import pytest
 
-from infra import storage
+from infra import retries
 from infra.errors import UserError
 from pipeline.books.readers import RawBook, read_books
 from pipeline.books.sources import find
@@ -158,6 +158,6 @@ def test_books_are_read_from_s3_that_fails_now_and_then(
             with pytest.raises(UserError, match="holds no books"):
                 find([f"s3://corpus/{pattern}{query}"])
     set_rate(1.0)
-    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    monkeypatch.setattr(retries, "ATTEMPTS", 1)
     with pytest.raises(UserError, match="attempts"):
         list(read_books(plan[0].parts[0], settings))

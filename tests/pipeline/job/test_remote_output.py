@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.fs
 import pytest
 
-from infra import storage
+from infra import retries
 from infra.errors import UserError
 from infra.place import Place
 from pipeline import inspect
@@ -121,7 +121,7 @@ def test_storage_that_does_not_answer_is_never_taken_for_an_empty_output(
     job, names = Job(replace(config, min_chars=7)), contents(config.out).keys()
     _, set_rate = s3
     set_rate(1.0)
-    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    monkeypatch.setattr(retries, "ATTEMPTS", 1)
     with ThreadPoolExecutor() as pool:  # Arrow itself tries for six seconds
         answers = [pool.submit(question, job) for question in (output.changed_settings, output.assess, output.collect)]
     for answer in answers:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from mlflow.tracking import MlflowClient
 
-from infra import storage
+from infra import retries
 from infra.errors import UserError
 from infra.place import CLAIMS, Place
 from infra.storage import write_json
@@ -180,7 +180,7 @@ def test_unreachable_storage_is_retried(
 def test_a_run_whose_storage_does_not_answer_is_named(
     bucket: str, s3: tuple[str, Callable[[float], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    monkeypatch.setattr(retries, "ATTEMPTS", 1)
     _, set_rate = s3
     set_rate(1.0)
     with pytest.raises(UserError, match=r"s3://places/kept/run6.* cannot be read, after 1 attempts"):
@@ -191,7 +191,7 @@ def test_a_storage_that_refuses_is_named(
     config: TrainConfig, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(save, "PAUSES", (0.1,))
-    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    monkeypatch.setattr(retries, "ATTEMPTS", 1)
     place = Place.of(f"s3://absent/kept{bucket}")
     with pytest.raises(UserError, match=r"or s3://absent/kept.* could not be written"):
         Trainer(config, checkpoints=tmp_path / "one" / "checkpoints", copies=place).run()
