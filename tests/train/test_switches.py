@@ -179,7 +179,8 @@ def test_every_combination_trains_or_is_refused(
         named = [name for name in changes if f"--{name.replace('_', '-')}" in str(refusal)]
         assert named, f"{refusal} names none of {changes}"  # noqa: PT017 most combinations are not refused
         return
-    result = trainer.run()
+    with torch.compiler.set_stance("force_eager"):  # torchao's optimizers compile their steps, each shape anew
+        result = trainer.run()
     assert result.outcome == "finished"
     assert result.steps == 2
 

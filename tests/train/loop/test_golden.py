@@ -163,7 +163,8 @@ def test_a_rung_is_labelled_when_its_curve_is_another(suite: Suite, plain: Train
             continue
         if config.optimizer in TORCHAO_OPTIMIZERS and not find_spec("torchao"):
             continue
-        same = curve(config) == pytest.approx(expected, abs=TOLERANCE / 10)  # sums in another order: 2e-6 at most
+        with torch.compiler.set_stance("force_eager"):  # torchao's optimizers compile their steps, which takes a minute
+            same = curve(config) == pytest.approx(expected, abs=TOLERANCE / 10)  # sums in another order: 2e-6 at most
         assert rung.changes_numerics is not same, rung.name
 
 
