@@ -73,10 +73,11 @@ def with_retries(
             _tell(uri, limit)
             wait([answer], max(0.0, limit - SILENT_SECONDS))
         if not answer.done():
+            silence = TimeoutError(f"the storage has not answered for {limit:.0f} s")
             raise UserError(
-                f"{uri} cannot be {doing}: the storage has not answered for {limit:.0f} s. Check the address and the "
-                "network, then run the same command again to continue from here."
-            )
+                f"{uri} cannot be {doing}: {silence}. Check the address and the network, then run the same command "
+                "again to continue from here."
+            ) from silence
         return answer.result()
     finally:
         given_up.set()

@@ -17,6 +17,7 @@ import pytest
 from infra import retries
 from infra.errors import UserError
 from infra.object_storage import locate
+from infra.place import Place
 
 
 def test_what_storage_refuses_for_good_is_not_tried_again(s3: tuple[str, Callable[[float], None]]) -> None:
@@ -99,6 +100,20 @@ def test_a_large_file_may_take_longer() -> None:
     assert retries.with_retries("s3://bucket/file", act, "written", seconds=0.1, size=10_000_000) == "sent"
     with pytest.raises(UserError, match="not answered"):
         retries.with_retries("s3://bucket/file", act, "written", seconds=0.1, size=10_000)
+
+
+def test_a_place_that_does_not_answer_is_refused_by_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+
+    def write(place: Place, name: str, content: bytes) -> None:
+        retries.with_retries(str(place / name), answer.wait, "written", seconds=0.05)
+
+    monkeypatch.setattr(Place, "write", write)
+    with pytest.raises(
+        UserError, match=r"^--out s3://bucket/run cannot be written \(the storage has not answered for 0 s"
+    ):
+        Place.of("s3://bucket/run").refuse_unusable("--out")
+    answer.set()
 
 
 @pytest.fixture(params=["silent", "byte by byte"])
