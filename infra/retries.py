@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -29,10 +30,10 @@ SILENT_SECONDS = 10.0
 """How long an action may take before the user is told what is being waited for."""
 
 PATIENCE_SECONDS = 300.0
-"""How long an action of a few requests may take, with all attempts. A partition of the network may last a minute."""
+"""How long an action may take by default, with all attempts. A partition of the network may last a minute."""
 
 SLOWEST_BYTES_PER_SECOND = 1e6
-"""What an action that sends a file is allowed to take in addition."""
+"""For how slow a connection an action that sends a file is given more time."""
 
 _LASTING = re.compile("NO_SUCH_BUCKET|ACCESS_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH")
 """S3's errors that do not go away by themselves, as Arrow names them."""
@@ -49,7 +50,7 @@ def with_retries(
 ) -> T:
     """The result of ``action()``, which is tried ``ATTEMPTS`` times unless the storage refuses it.
 
-    ``seconds`` is how long it may take (default: ``PATIENCE_SECONDS``), and a while more if it sends ``size`` bytes.
+    ``seconds`` is how long it may take (default: ``PATIENCE_SECONDS``), with more time if it sends ``size`` bytes.
     Raises ``FileNotFoundError`` at once and ``UserError``, which ``doing`` describes, after the last attempt or when
     the time is over.
     """
@@ -123,7 +124,8 @@ def exit_if_unanswered(code: int) -> None:
     """
     if any(thread.is_alive() for thread in tuple(_working)):
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with suppress(OSError, ValueError):  # whose reader has gone, or that is closed
+                stream.flush()
         os._exit(code)
 
 
