@@ -120,3 +120,16 @@ def test_an_interrupt_at_any_moment_leaves_no_run_running_and_none_twice(project
         command(name)
     assert all([run.info.status for run in runs()[name]] == ["FINISHED"] for name in again)
     assert not list(project.glob("mlflow-journal/*"))
+
+
+def test_a_run_that_ended_before_its_process_was_killed_stays_as_it_ended(project: Path) -> None:
+    child = os.fork()
+    if not child:
+        key = create_run("train", "ended", keep=lambda key: None)
+        MlflowClient(key.store).set_terminated(key.run_id, "FINISHED")
+        os.kill(os.getpid(), signal.SIGKILL)  # before its note is removed
+    os.waitpid(child, 0)
+    assert list(project.glob("mlflow-journal/*"))
+    command("next")
+    assert [run.info.status for run in runs()["ended"]] == ["FINISHED"]
+    assert not list(project.glob("mlflow-journal/*"))
