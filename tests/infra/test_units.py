@@ -21,6 +21,12 @@ def test_a_duration_survives_being_written_and_read(seconds: int) -> None:
     assert parse_duration(format_duration(seconds)) == seconds
 
 
+@given(st.floats(min_value=0.1, max_value=10**7))
+def test_a_duration_is_written_as_the_nearest_second_and_a_short_one_as_the_nearest_tenth(seconds: float) -> None:
+    nearest = 0.05 if seconds < 60 else 0.5
+    assert parse_duration(format_duration(seconds)) == pytest.approx(seconds, abs=nearest * (1 + 1e-9), rel=0)
+
+
 def test_the_two_gigabytes_differ() -> None:
     assert parse_size("40GB") == 40 * 10**9
     assert parse_size("40GiB") == 40 * 2**30
