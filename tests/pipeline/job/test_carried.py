@@ -54,6 +54,7 @@ def test_a_file_of_another_size_is_another_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"12345")
     assert not lacks_one([(str(tmp_path / "a.txt"), 5)])
     assert lacks_one([(str(tmp_path / "a.txt"), 6)])
+    assert lacks_one([(str(tmp_path / "a.txt"), 4)])
     assert lacks_one([(str(tmp_path / "b.txt"), 5)])
 
 

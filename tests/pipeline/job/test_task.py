@@ -103,6 +103,15 @@ def test_a_record_describes_its_shards_and_what_was_read(tmp_path: Path, prose: 
     assert other.verified_bytes == 0
 
 
+def test_undecodable_bytes_are_counted_over_all_books(tmp_path: Path, prose: Prose) -> None:
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    for number, undecodable in enumerate((3, 0, 2)):
+        data = prose(number).encode() + b"\xc3\xa9" * 50 + b"\xff" * undecodable
+        (folder / f"{number}.txt").write_bytes(data)
+    assert do(folder, tmp_path / "out").replaced == 5
+
+
 def test_what_cannot_be_read_is_quarantined_and_the_rest_is_kept(tmp_path: Path, prose: Prose) -> None:
     folder = tmp_path / "mixed"
     folder.mkdir()
