@@ -82,6 +82,14 @@ def test_what_the_optimizer_held_already_is_not_needed_once_more(config: TrainCo
     assert dict(found.rows)["not predicted"].startswith("2.37 GB of what it needed")
 
 
+def test_a_run_needed_at_least_what_it_could_use(config: TrainConfig, make_result: Make) -> None:
+    """CUDA's libraries do not say how much they asked for."""
+    shortage = Shortage("the backward pass of step 2", None, 40 * GB, {}, "CUBLAS_STATUS_ALLOC_FAILED")
+    found = of_memory(config, failed(make_result, 40 * GB, process=35 * GB, shortage=shortage), HOME, None)
+    assert found
+    assert dict(found.rows)["not predicted"].startswith("6.37 GB of what it needed")
+
+
 @pytest.mark.parametrize("room", [1, 3, 5, 10, 15, 20, 25, 30, 33, 34, 80])
 def test_what_is_advised_is_predicted_to_fit_and_nothing_that_failed_is(
     config: TrainConfig, make_result: Make, room: int

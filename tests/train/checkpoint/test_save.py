@@ -15,7 +15,7 @@ from infra.place import Place
 from pipeline.shards import checksum
 from train.checkpoint import save
 from train.checkpoint.find import find_run
-from train.checkpoint.progress import Progress, checkpoints_in, damage, newest
+from train.checkpoint.progress import Progress, checkpoints_in, damage, newest, refuse_finished
 from train.checkpoint.run_folder import RunFolder, make, new_folder
 from train.checkpoint.save import Checkpoints, Snapshot, snapshot, write
 from train.config import Cycle, TrainConfig
@@ -199,6 +199,25 @@ def taken(config: TrainConfig) -> tuple[Snapshot, Progress]:
         2, 8, 0, None, 0, 1.0, data_fingerprint="fingerprint", vocabulary_sha256="vocabulary", config=config.to_json()
     )
     return state, progress
+
+
+@pytest.mark.parametrize(
+    ("end", "longer", "said"),
+    [
+        ({"steps": 20}, {"steps": 21}, "one is at step 20 of 20: give a larger --steps"),
+        ({"tokens": 20 * 128 + 127}, {"tokens": 21 * 128}, "one is at step 20 of 20: give a larger --steps"),
+        ({"time_budget": 60.0}, {"time_budget": 60.5}, "one has already trained for its --time-budget: give a longer"),
+        ({}, {"steps": 21}, "one is at the end of its epoch: give --steps"),
+    ],
+)
+def test_a_finished_run_continues_only_for_longer(
+    config: TrainConfig, end: dict[str, float], longer: dict[str, float], said: str
+) -> None:
+    progress = Progress(20, 80, 20, None, 0, 60.0, data_fingerprint="", vocabulary_sha256="", config={})
+    endless = dataclasses.replace(config, steps=None)
+    with pytest.raises(UserError, match=said):
+        refuse_finished("one", progress, dataclasses.replace(endless, **end))
+    refuse_finished("one", progress, dataclasses.replace(endless, **longer))
 
 
 @pytest.mark.parametrize("wrong", ["", "weights", "losses"])

@@ -52,6 +52,11 @@ def test_the_order_is_a_function_of_the_place(count: int, seed: int, data: st.Da
     assert ((together >= 0) & (together < count)).all()
 
 
+def test_no_epoch_of_one_seed_repeats_an_epoch_of_another() -> None:
+    orders = {permute(np.arange(500), 500, seed, epoch).tobytes() for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+
+
 def test_epochs_and_seeds_differ() -> None:
     first, second = (permute(np.arange(500), 500, 0, epoch) for epoch in (0, 1))
     other = permute(np.arange(500), 500, 1, 0)
