@@ -32,7 +32,7 @@ from train.checkpoint.progress import read_progress, refuse_other_run
 from train.checkpoint.run_folder import RunFolder
 from train.config import Cycle, TrainConfig
 from train.data.loader import BatchLoader
-from train.data.source import estimate, stream_of
+from train.data.source import absolute, estimate, stream_of
 from train.data.stream import StreamData, StreamPosition, StreamWindows
 from train.launch import driver
 from train.launch.run import Run
@@ -197,6 +197,18 @@ def test_a_step_has_the_same_windows_however_it_is_executed(
     ]  # fmt: skip
     steps = [loader.next()[0].numpy() for _ in range(3) for loader in loaders for _ in range(accumulation)]
     assert np.array_equal(np.concatenate(steps), expected)
+
+
+def test_the_sources_of_a_run_mean_the_same_in_every_folder(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    elsewhere = ("sample", "gutenberg:1342,84", "s3://bucket/books", "gs://anonymous@bucket/*.txt", "hf://datasets/a/b")
+    named = dataclasses.replace(config, stream=("books", "shelf/*.txt", "~/library", *elsewhere))
+    whole = (str(tmp_path / "books"), str(tmp_path / "shelf/*.txt"), str(Path.home() / "library"), *elsewhere)
+    assert absolute(named).stream == whole
+    monkeypatch.chdir("/")
+    assert absolute(dataclasses.replace(config, stream=whole)).stream == whole
 
 
 def test_what_a_stream_cannot_do_is_said(config: TrainConfig, tmp_path: Path) -> None:
