@@ -1,6 +1,7 @@
 """What ran on several machines is compared over each machine's own control."""
 
 import math
+from dataclasses import replace
 
 from tune.space import Candidate
 from tune.strategy.nodes import comparable, control_of, scales
@@ -26,6 +27,13 @@ def test_a_machine_that_is_slower_throughout_ranks_no_candidate_lower() -> None:
     assert scaled.high
     width = math.log(scaled.high / scaled.low) / 2
     assert math.isclose(width, math.sqrt(3) * math.log(1.01)), "the controls are as uncertain as the trial"
+
+
+def test_what_was_predicted_of_a_machine_stays_as_far_from_what_was_measured_there() -> None:
+    measured = replace(row(3, "w2", 2, 600.0), predicted_speed=660.0)
+    _, scaled = comparable([row(1, "w1", 1, 1000.0), row(2, "w2", 1, 500.0, "control"), measured])
+    assert scaled.predicted_speed == 1320.0
+    assert scaled.tokens_per_second == 1200.0
 
 
 def test_one_machine_needs_no_other_control_and_its_rows_stay_as_they_are() -> None:
