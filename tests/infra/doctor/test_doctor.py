@@ -211,6 +211,16 @@ def test_a_clock_is_compared_by_the_fastest_answer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("precision", "rate"),
+    [("fp32", 51e12), ("tf32", 378e12), ("fp16", 756e12), ("bf16", 756e12), ("bf16-activations", 756e12)],
+)
+def test_every_precision_has_the_rate_of_its_matrix_products(precision: str, rate: float) -> None:
+    measured = {"matmul": {"bf16": 756e12, "tf32": 378e12, "fp32": 51e12}}
+    assert ceilings.matmul_rate_of(measured, precision) == rate
+    assert ceilings.matmul_rate_of({"matmul": {}}, precision) is None
+
+
+@pytest.mark.parametrize(
     ("name", "peak"),
     [
         ("NVIDIA H200", 989.4e12), ("NVIDIA H200 NVL", 835.5e12), ("NVIDIA H100 80GB HBM3", 989.4e12),

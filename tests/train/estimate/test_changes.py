@@ -31,6 +31,13 @@ def test_the_cheapest_change_comes_first() -> None:
     assert full.peak == predict_peak(replace(config, checkpointing="full")).total
 
 
+def test_a_smaller_micro_batch_says_how_many_each_worker_accumulates() -> None:
+    config = resolve(TrainConfig(global_batch=64, micro_batch=8, workers=4), A100)
+    costs = {change.flag: change.cost for change in savings(config)}
+    assert costs["--micro-batch 4"] == "the same arithmetic in 4 micro-batches instead of 2"
+    assert costs["--micro-batch 1"] == "the same arithmetic in 16 micro-batches instead of 2"
+
+
 @pytest.mark.parametrize(
     ("changes", "offered", "left_out"),
     [
