@@ -187,6 +187,8 @@ def test_the_best_so_far_is_of_complete_rounds() -> None:
     assert progress_text(SEARCH, rows) == (
         f"    best: micro-batch 8 x 2, 150 tokens/s | spent 20s | about {format_duration(10.0 * left)} left"
     )
+    two_at_a_time = replace(SEARCH, config=replace(SEARCH.config, parallel=2))
+    assert progress_text(two_at_a_time, rows).endswith(f"| about {format_duration(5.0 * left)} left")
     rows += [row(4, speed=200.0, stage="confirm", round=1)]
     assert progress_text(SEARCH, rows).startswith("    best: micro-batch 8 x 2, 150 tokens/s")
     assert progress_text(SEARCH, [row(4, "failed")]).startswith("    best: none yet | spent 10s")

@@ -238,6 +238,20 @@ def test_a_later_run_delivers_the_journal_of_an_earlier_one(tmp_path: Path) -> N
     assert [left.name for left in journal.glob("*.jsonl")] == ["torn.jsonl"], "which says of no store that it is its"
 
 
+def test_what_the_store_missed_to_the_end_of_a_command_is_delivered_by_the_next() -> None:
+    key = create_run("train", "outage")
+    with Tracker(key) as tracker:
+        database = Path("mlflow.db").rename("away.db")
+        tracker.metrics({"loss": 4.0})
+    journal = Path(key.journal) / f"{key.run_id}.jsonl"
+    assert journal.exists()
+    database.rename("mlflow.db")
+    create_run("train", "later")
+    assert not journal.exists()
+    run = MlflowClient(key.store).get_run(key.run_id)
+    assert (run.data.metrics, run.info.status) == ({"loss": 4.0}, "FINISHED")
+
+
 def test_the_journal_of_another_stores_run_is_left_for_its_own(
     tmp_path: Path, empty_store: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
