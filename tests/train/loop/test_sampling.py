@@ -109,6 +109,10 @@ def test_the_likeliest_ids_are_sampled_and_none_of_the_padding(by_hand: GPT) -> 
     assert max(everything) < 257
 
 
+def test_the_likeliest_of_more_ids_than_there_are_is_any_of_them(by_hand: GPT) -> None:
+    assert sample(by_hand, [0], 20, top_k=50_000) == sample(by_hand, [0], 20, top_k=0)
+
+
 def test_only_the_end_of_a_long_text_is_looked_at(small_model: ModelConfig) -> None:
     torch.manual_seed(0)
     model = GPT(small_model).eval()

@@ -250,6 +250,15 @@ def test_a_resumed_run_has_what_is_left_of_its_time(config: TrainConfig, tmp_pat
     assert reports[-1].learning_rate == pytest.approx(0.1 * config.learning_rate, rel=1e-3), "the schedule's end"
 
 
+@pytest.mark.parametrize(("asked", "read"), [(2, 2), (15, 15), (16, 15), (100, 15)])
+def test_validation_is_of_whole_batches_and_no_window_counts_twice(config: TrainConfig, asked: int, read: int) -> None:
+    """The split has 125 windows, and a batch eight."""
+    trainer = Trainer(dataclasses.replace(config, steps=2, cycle=Cycle(2, asked)))
+    assert trainer.data.validation
+    assert trainer.data.validation.count == 125
+    assert trainer.run().val_tokens == read * 8 * 32
+
+
 def test_validation_is_without_dropout_and_disturbs_nothing(config: TrainConfig) -> None:
     config = dataclasses.replace(config, steps=10, model=dataclasses.replace(config.model, dropout=0.2))
     trainer = Trainer(dataclasses.replace(config, cycle=Cycle(5, 1)))
