@@ -217,6 +217,21 @@ def test_a_flag_that_is_read_before_the_others_is_not_empty(monkeypatch: pytest.
         flag_value("--config")
 
 
+@pytest.mark.parametrize(("columns", "width"), [(40, 60), (80, 80), (200, 100)])
+def test_help_is_as_wide_as_the_terminal_within_reason(columns: int, width: int) -> None:
+    script = SCRIPT.replace("A command.", "word " * 100)
+    environment = os.environ | {"COLUMNS": str(columns)}
+    shown = subprocess.run([sys.executable, "-c", script, "--help"], capture_output=True, text=True, env=environment)
+    assert width - 5 < max(map(len, shown.stdout.splitlines())) <= width
+
+
+def test_no_control_character_reaches_the_terminal() -> None:
+    file = io.StringIO()
+    controls = [*range(0x20), *range(0x7F, 0xA0)]
+    _Console(file=file, width=200, highlight=False).print("".join(map(chr, controls)), markup=False)
+    assert not set(file.getvalue()) & set(map(chr, controls)) - {"\t", "\n"}
+
+
 @pytest.mark.parametrize(("terminal", "widest"), [(False, 7 * 30 - 1), (True, 7 * 5 - 1)])
 def test_a_paragraph_is_wrapped_on_a_terminal_and_one_line_in_a_pipe(terminal: bool, widest: int) -> None:
     file = io.StringIO()
