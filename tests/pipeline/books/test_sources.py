@@ -103,9 +103,9 @@ def test_a_file_is_not_split_at_a_separator_that_overlaps_itself(tmp_path: Path)
     file = SourceFile("many.txt", str(path), path.stat().st_size, 0)
     parts = {
         separator: len(split_file(file, TokenizeConfig(doc_separator=separator, shard_size=1_000_000)))
-        for separator in ("---", "k--", "-b-", "<|endoftext|>", "\n")
+        for separator in ("--", "---", "k--", "-b-", "<|endoftext|>", "\n")
     }
-    assert parts == {"---": 1, "k--": 3, "-b-": 1, "<|endoftext|>": 3, "\n": 3}
+    assert parts == {"--": 1, "---": 1, "k--": 3, "-b-": 1, "<|endoftext|>": 3, "\n": 3}
 
 
 def test_the_order_of_arguments_and_repeats_do_not_matter(tmp_path: Path) -> None:

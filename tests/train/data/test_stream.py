@@ -199,6 +199,13 @@ def test_a_step_has_the_same_windows_however_it_is_executed(
     assert np.array_equal(np.concatenate(steps), expected)
 
 
+def test_the_books_that_validate_are_counted_without_those_that_were_dropped(config: TrainConfig) -> None:
+    kept = EncodedBook(0, "a.txt", "a.txt", 90, np.zeros(30, np.uint16))
+    dropped = EncodedBook(0, "b.txt", "b.txt", 0, np.zeros(0, np.uint16), "too short", "8 characters, fewer than 200")
+    counted = estimate(stream_of(config), held_out=[kept, dropped]).splits["val"]
+    assert counted == {"books": 1, "tokens": 30, "chars": 90}
+
+
 def test_the_sources_of_a_run_mean_the_same_in_every_folder(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
