@@ -6,6 +6,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
@@ -18,7 +19,7 @@ from tune.charts import draw
 from tune.space import make_space
 from tune.strategy.memory_aware import MemorySearcher
 from tune.strategy.ranking import rank
-from tune.trial.row import TrialRow, feasible
+from tune.trial.row import Stage, TrialOutcome, TrialRow, feasible
 
 BASE = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
 
@@ -63,6 +64,9 @@ def test_the_leaderboard_begins_with_the_winner(
     ]
     speeds = [x for x, _ in path(axes.lines[0])]
     assert speeds == [entry.tokens_per_second for entry in ranked[:20]]
+    (intervals,) = [lines.get_segments() for lines in axes.collections if isinstance(lines, LineCollection)]
+    ends = [tuple(np.asarray(interval)[:, 0]) for interval in intervals]
+    assert ends == [pytest.approx((entry.low, entry.high)) for entry in ranked[:20]]
     assert axes.yaxis_inverted()
     assert labels(charts["leaderboard"]) == {"control"}
 
@@ -117,9 +121,14 @@ def test_the_best_so_far_never_falls(search: tuple[list[TrialRow], MemorySearche
     assert path(line)[-1][0] == pytest.approx(sum(row.seconds for row in rows))
 
 
-def test_a_confirmation_does_not_count_as_progress(search: tuple[list[TrialRow], MemorySearcher]) -> None:
+@pytest.mark.parametrize(
+    ("stage", "outcome"), [("confirm", "ok"), ("probe", "over_limit"), ("refine", "thrash"), ("probe", "stopped")]
+)
+def test_neither_a_confirmation_nor_a_trial_that_cannot_win_counts_as_progress(
+    search: tuple[list[TrialRow], MemorySearcher], stage: Stage, outcome: TrialOutcome
+) -> None:
     rows, memory = search
-    lucky = replace(rows[-1], stage="confirm", outcome="ok", tokens_per_second=1e9, low=1e9, high=1e9)
+    lucky = replace(rows[-1], stage=stage, outcome=outcome, tokens_per_second=1e9, low=1e9, high=1e9)
     (line,) = draw([*rows, lucky], memory)["progress"].axes[0].lines
     assert max(y for _, y in path(line)) < 1e9
 
