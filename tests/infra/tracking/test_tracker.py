@@ -18,7 +18,7 @@ from mlflow.tracking import MlflowClient
 from infra.errors import UserError
 from infra.tracking import tracker as tracking
 from infra.tracking.journal import send
-from infra.tracking.store import create_run, find_runs, open_store
+from infra.tracking.store import create_run, find_runs, open_store, store_uri
 from infra.tracking.tracker import Tracker
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -120,6 +120,15 @@ os._exit(os.waitpid(other, 0)[1] != 0 if other else 0)
     (experiment,) = [found for found in client.search_experiments() if found.name == "train"]
     assert len(client.search_runs([experiment.experiment_id])) == 2
     assert not list(Path.cwd().glob(".mlflow.db-*")), "what it was made in is gone"
+
+
+def test_the_store_that_a_flag_names_goes_before_that_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert store_uri() == f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    assert store_uri() == "http://127.0.0.1:1"
+    assert store_uri("sqlite:///other.db") == f"sqlite:///{tmp_path}/other.db"
 
 
 def test_a_store_that_does_not_answer_is_refused_before_any_work(free_port: int) -> None:

@@ -67,6 +67,7 @@ def test_three_steps_after_warm_up_are_a_speed_no_faster_than_the_fastest() -> N
 
 def test_measuring_stops_only_when_the_speed_is_known() -> None:
     assert is_precise([40.0, *series(0.1, 400, 0.01)], within=0.005), "the first step, which compiles, does not count"
+    assert not is_precise([40.0, *series(0.1, 400, 0.01)], within=0.001), "nor is the speed known to a share of it"
     assert not is_precise(series(0.1, 15, 0.01), within=0.005)
     assert is_precise(series(0.1, 400, 0.01), within=0.005)
     assert not is_precise(series(0.1, 400, 0.5), within=0.005)
