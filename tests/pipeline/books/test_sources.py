@@ -387,8 +387,9 @@ def test_downloads_are_polite_and_known_by_number_alone(
     assert len(pauses) == 2
 
 
-def test_a_mirror_that_refuses_is_distinguished_from_one_without_the_book(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("status", ["429 Too Many Requests", "503 Service Unavailable"])
+def test_a_mirror_that_refuses_is_distinguished_from_one_without_the_book_and_not_asked_again(
+    status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -397,8 +398,10 @@ def test_a_mirror_that_refuses_is_distinguished_from_one_without_the_book(
             connection, _ = server.accept()
             with connection:
                 connection.recv(4096)
-                connection.sendall(b"HTTP/1.0 429 Too Many Requests\r\n\r\n")
+                server.close()
+                connection.sendall(f"HTTP/1.0 {status}\r\nRetry-After: 0\r\n\r\n".encode())
 
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
         threading.Thread(target=refuse, daemon=True).start()
-        with pytest.raises(UserError, match="answers 429 Too Many Requests: try later"):
-            find(["gutenberg:11"], f"http://127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(UserError, match=f"answers {status}: try later"):
+            find(["gutenberg:11"], address)
