@@ -258,3 +258,6 @@ def test_the_mlflow_run_of_a_run_in_storage_is_known_where_its_store_is(bucket: 
     assert known.journal == str(Path("mlflow-journal").resolve())
     home.keep_key(replace(key, store=f"sqlite:///{tmp_path}/gone.db"))
     assert home.key() is None
+    named = home.key("http://127.0.0.1:5001")
+    assert named
+    assert (named.store, named.run_id) == ("http://127.0.0.1:5001", "abc")

@@ -140,7 +140,9 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
     assert size is not None
     assert predict_peak(replace(config, micro_batch=size)).total <= limit
     larger = min(n for n in memory.divisors(480) if n > size)
-    assert predict_peak(replace(config, micro_batch=larger)).total > limit
+    least = predict_peak(replace(config, micro_batch=larger)).total
+    assert least > limit
+    assert (largest_micro_batch(config, least), largest_micro_batch(config, least - 1)) == (larger, size)
     assert largest_micro_batch(config, 10**9) is None
 
 
