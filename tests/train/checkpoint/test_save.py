@@ -15,7 +15,7 @@ from infra.place import Place
 from pipeline.shards import checksum
 from train.checkpoint import save
 from train.checkpoint.find import find_run
-from train.checkpoint.progress import Progress, checkpoints_in, damage, newest, refuse_finished
+from train.checkpoint.progress import Progress, checkpoints_in, damage, newest, refuse_finished, skipped
 from train.checkpoint.run_folder import RunFolder, make, new_folder
 from train.checkpoint.save import Checkpoints, Snapshot, snapshot, write
 from train.config import Cycle, TrainConfig
@@ -295,6 +295,17 @@ def test_a_checkpoint_without_one_of_its_files_is_damaged(
     (write(tmp_path, *taken) / file).unlink()
     assert damage(tmp_path / "step-00000002") == f"{file} is missing"
     assert newest(tmp_path) is None
+
+
+def test_only_what_is_newer_than_the_checkpoint_in_use_is_said_to_be_skipped(
+    tmp_path: Path, taken: tuple[Snapshot, Progress]
+) -> None:
+    state, progress = taken
+    first, second, third = (write(tmp_path, state, dataclasses.replace(progress, step=step)) for step in (1, 2, 3))
+    for damaged in (first, third):
+        (damaged / "state.pt").unlink()
+    assert newest(tmp_path) == second
+    assert list(skipped(second)) == [f"{third} is damaged: state.pt is missing; step-00000002 is used instead."]
 
 
 def test_a_file_that_changes_after_it_was_found_intact_is_damaged(
