@@ -71,6 +71,9 @@ LOSS_SECONDS = 2.0
 PLACING_SECONDS = 1.0
 """How long Ray may look for free resources before we report it; it takes milliseconds where there are some."""
 
+ROOM_SECONDS = 0.2
+"""Between two looks at whether to wait any longer for room."""
+
 
 @contextmanager
 def connected(
@@ -360,6 +363,24 @@ def placing(what: str, bundles: Sequence[Node], placed: Callable[[], bool]) -> I
         yield waits
     finally:
         ended.set()
+
+
+def await_room(bundles: Sequence[Node], stopped: Callable[[], object]) -> bool:
+    """Wait until Ray has room for the ``bundles``; returns whether it has, or is not waited for because of ``stopped``.
+
+    For work whose own request would outlive it: the placement group of an actor that asks for one while its driver
+    ends is kept for ever by Ray 2.60, with what it reserves. This one is the driver's, and Ray removes it.
+    """
+    from ray.util import placement_group, remove_placement_group
+
+    group = placement_group([dict(bundle) for bundle in bundles])
+    try:
+        while not group.wait(ROOM_SECONDS):
+            if stopped():
+                return False
+        return True
+    finally:
+        remove_placement_group(group)
 
 
 def _is_pending(bundles: Sequence[Node]) -> bool:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import ray
 from mlflow.tracking import MlflowClient
 from ray._common.utils import get_default_ray_temp_dir
 
-from infra.cluster import PROJECT, connected, cores_each
+from infra.cluster import PROJECT, await_room, connected, cores_each
 from infra.errors import UserError
 from pipeline.config import TokenizeConfig
 from pipeline.tokenize import main
@@ -109,6 +110,30 @@ def test_a_worker_runs_on_one_machine(nodes: list[dict[str, float]], workers: in
     assert cores_each(nodes, workers, gpu=gpu) == cores
 
 
+def nothing_is_reserved() -> bool:
+    """Whether every placement group of the connected Ray is removed, within the seconds that it takes Ray."""
+    deadline = time.monotonic() + 20
+    while any(group["state"] != "REMOVED" for group in ray.util.placement_group_table().values()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_room_is_waited_for_and_none_of_it_is_kept(cluster: str) -> None:
+    with connected(cluster):
+        cores = int(ray.cluster_resources()["CPU"])
+        assert await_room([{"CPU": cores}], lambda: False)
+        assert nothing_is_reserved()
+        others = ray.util.placement_group([{"CPU": cores}])
+        assert others.wait(60)
+        stopped = iter([False, False, True])
+        assert not await_room([{"CPU": 1}], lambda: next(stopped))
+        threading.Timer(0.5, ray.util.remove_placement_group, [others]).start()
+        assert await_room([{"CPU": cores}], lambda: False), "as soon as there is some"
+        assert nothing_is_reserved()
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -136,9 +161,11 @@ def test_work_that_cannot_be_placed_is_reported_and_ends_on_ctrl_c(
         waiting.send_signal(signal.SIGTERM)
         asked = time.monotonic()
         waiting.communicate(timeout=60)
+        took = time.monotonic() - asked
         ray.util.remove_placement_group(others)
+        assert nothing_is_reserved(), "what has ended still has the cluster's cores"
     assert waiting.returncode == 130
-    assert time.monotonic() - asked < 30
+    assert took < 30
     assert not (tmp_path / "runs" / "one").exists(), "its name is free again"
     runs = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").search_runs(["1"])
     assert {run.info.status for run in runs} == {"KILLED"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.fs
 import pytest
 
-from infra import place, storage
+from infra import place, retries
 from infra.errors import UserError
 from infra.place import Place
 from pipeline.cache import on_this_machine
@@ -111,7 +111,7 @@ def test_a_damaged_data_set_is_refused_and_described(
         on_this_machine(data)
     _, set_rate = s3
     set_rate(1.0)
-    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    monkeypatch.setattr(retries, "ATTEMPTS", 1)
     with pytest.raises(UserError, match="cannot be read, after 1 attempts"):
         on_this_machine(data)
 

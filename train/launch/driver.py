@@ -15,14 +15,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import ray
 import ray.train
 import ray.train.torch
 from ray.exceptions import RayActorError
 
-from infra.cluster import WAITER, Node, connected, placing, ray_files
+from infra.cluster import WAITER, await_room, connected, placing, ray_files
 from infra.command import INTERRUPTED
 from infra.console import console, errors
 from infra.errors import UserError
@@ -43,7 +43,7 @@ from train.launch.channel import Inbox, News, opened
 from train.launch.controller import SingleWorker
 from train.launch.group import WorkerGroup
 from train.launch.pace import Pace
-from train.launch.placement import scaling
+from train.launch.placement import needs, scaling
 from train.launch.run import Run
 from train.launch.worker import train_function
 from train.loop.execution import worker_environment
@@ -158,7 +158,7 @@ def train(
                 done.append(failure)
 
         thread = threading.Thread(target=fit, name=WAITER, daemon=True)
-        bundles = [cast(Node, wanted.resources_per_worker)] * config.workers
+        bundles = [needs(wanted)] * config.workers
         group, pace = WorkerGroup(tracker), Pace(config, run.manifest)
         inbox = Inbox(channel)
         with (
@@ -190,6 +190,8 @@ def train(
                 elif news.doing:
                     shown.now(*pace.shown(*news.doing))
 
+            if not await_room(bundles, lambda: stopped):
+                raise KeyboardInterrupt
             told = False
             thread.start()
             while thread.is_alive():

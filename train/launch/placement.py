@@ -3,6 +3,8 @@
 In: a config, and the connected Ray. Out: Ray Train's scaling config, and facts about the device.
 """
 
+from typing import cast
+
 import ray
 import ray.train
 from ray.exceptions import GetTimeoutError
@@ -76,3 +78,9 @@ def scaling(config: TrainConfig) -> ray.train.ScalingConfig:
         resources_per_worker={"CPU": threads} | ({"GPU": 1} if use_gpu else {}),
         accelerator_type=config.accelerator,
     )
+
+
+def needs(wanted: ray.train.ScalingConfig) -> dict[str, float]:
+    """The resources that Ray sets aside for each of the workers that :func:`scaling` asks for."""
+    kind = {f"accelerator_type:{wanted.accelerator_type}": 0.001} if wanted.accelerator_type else {}
+    return cast(dict[str, float], wanted.resources_per_worker) | kind
