@@ -56,7 +56,7 @@ def format_duration(seconds: float) -> str:
     """``seconds`` for a person and for :func:`parse_duration`: ``42s``, ``5m``, ``1h30m``."""
     if not math.isfinite(seconds):
         return "unknown"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:g}s" if seconds == int(seconds) else f"{seconds:.1f}s"
     whole = round(seconds)
     hours, rest = divmod(whole, 3600)

@@ -83,7 +83,7 @@ def verify(place: Place, manifest: Manifest) -> Iterator[str]:
 
 
 def passages(place: Place, manifest: Manifest, count: int, length: int) -> Iterator[tuple[str, str]]:
-    """``count`` passages of ``length`` tokens, from the middle of evenly spaced books: title and text."""
+    """``count`` passages of at most ``length`` tokens, from the middle of evenly spaced books: title and text."""
     books = sum(info.rows for info in manifest.shards)
     wanted = {int(place) for place in np.linspace(0, books - 1, count)} if books else set()
     first = 0
@@ -93,7 +93,8 @@ def passages(place: Place, manifest: Manifest, count: int, length: int) -> Itera
             begin, end = int(shard.offsets[row]), int(shard.offsets[row + 1]) - 1
             middle = max(begin, (begin + end - length) // 2)
             book = shard.batch.column("book")[row].as_py()
-            yield f"{book}, from token {middle - begin:,}, {info.path}", decode(shard.tokens[middle : middle + length])
+            text = decode(shard.tokens[middle : min(middle + length, end)])
+            yield f"{book}, from token {middle - begin:,}, {info.path}", text
         first += info.rows
 
 

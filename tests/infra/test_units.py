@@ -27,6 +27,10 @@ def test_a_duration_is_written_as_the_nearest_second_and_a_short_one_as_the_near
     assert parse_duration(format_duration(seconds)) == pytest.approx(seconds, abs=nearest * (1 + 1e-9), rel=0)
 
 
+def test_what_rounds_to_a_minute_is_one() -> None:
+    assert [format_duration(seconds) for seconds in (59.9, 59.96, 60.4)] == ["59.9s", "1m", "1m"]
+
+
 def test_the_two_gigabytes_differ() -> None:
     assert parse_size("40GB") == 40 * 10**9
     assert parse_size("40GiB") == 40 * 2**30

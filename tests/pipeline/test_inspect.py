@@ -115,7 +115,7 @@ def test_a_passage_ends_with_its_book(tokens: Path) -> None:
     for title, text in found:
         book = tokens.parent / title.split(", from token")[0]
         assert ", from token 0, " in title
-        assert text.startswith(book.read_text(encoding="utf-8"))
+        assert text == book.read_text(encoding="utf-8")
 
 
 def test_each_split_is_shown_with_what_it_holds(
