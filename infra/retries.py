@@ -27,7 +27,7 @@ FIRST_PAUSE = 0.2
 """Seconds before the second attempt; the pause doubles with each further one."""
 
 SILENT_SECONDS = 10.0
-"""How long an action may take before the user is told what is being waited for."""
+"""How long an action may take before the user is told what is being waited for; longer if it sends a file."""
 
 PATIENCE_SECONDS = 300.0
 """How long an action may take by default, with all attempts. A partition of the network may last a minute."""
@@ -54,7 +54,9 @@ def with_retries(
     Raises ``FileNotFoundError`` at once and ``UserError``, which ``doing`` describes, after the last attempt or when
     the time is over.
     """
-    limit = (PATIENCE_SECONDS if seconds is None else seconds) + size / SLOWEST_BYTES_PER_SECOND
+    sending = size / SLOWEST_BYTES_PER_SECOND
+    limit = (PATIENCE_SECONDS if seconds is None else seconds) + sending
+    quiet = min(SILENT_SECONDS + sending, limit)
     answer: Future[T] = Future()
     given_up = threading.Event()
 
@@ -70,11 +72,11 @@ def with_retries(
     _working.add(thread)
     thread.start()
     try:
-        if not wait([answer], min(SILENT_SECONDS, limit)).done:
-            _tell(uri, limit)
-            wait([answer], max(0.0, limit - SILENT_SECONDS))
+        if not wait([answer], quiet).done:
+            _tell(uri, quiet, limit)
+            wait([answer], limit - quiet)
         if not answer.done():
-            silence = TimeoutError(f"the storage has not answered for {limit:.0f} s")
+            silence = TimeoutError(f"no complete answer within {limit:.0f} s")
             raise UserError(
                 f"{uri} cannot be {doing}: {silence}. Check the address and the network, then run the same command "
                 "again to continue from here."
@@ -105,7 +107,7 @@ def _attempts(uri: str, action: Callable[[], T], doing: str, given_up: threading
     raise AssertionError("the last attempt returns or raises")
 
 
-def _tell(uri: str, limit: float) -> None:
+def _tell(uri: str, quiet: float, limit: float) -> None:
     """Say it once for as long as a request may take."""
     if time.monotonic() - _told[0] < limit:
         return
@@ -113,7 +115,7 @@ def _tell(uri: str, limit: float) -> None:
     from infra.console import errors  # a tokenizing worker has no use for a terminal otherwise
 
     errors.print(
-        f"{uri} has not answered for {SILENT_SECONDS:.0f} s: waiting up to {limit:.0f} s; Ctrl-C exits.", markup=False
+        f"Still waiting for {uri} after {quiet:.0f} s, and for up to {limit:.0f} s; Ctrl-C exits.", markup=False
     )
 
 
