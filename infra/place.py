@@ -39,7 +39,7 @@ class Place:
     """A folder, by its path or its URI (``s3://bucket/folder``, ``gs://bucket/folder``).
 
     Names of files are relative to it, with ``/`` between parts. Storage that fails is tried again; when it keeps
-    failing, every method raises ``UserError``.
+    failing, or does not answer, every method raises ``UserError``.
     """
 
     address: str
