@@ -369,7 +369,8 @@ def await_room(bundles: Sequence[Node], stopped: Callable[[], object]) -> bool:
     """Wait until Ray has room for the ``bundles``; returns whether it has, or is not waited for because of ``stopped``.
 
     For work whose own request would outlive it: the placement group of an actor that asks for one while its driver
-    ends is kept for ever by Ray 2.60, with what it reserves. This one is the driver's, and Ray removes it.
+    ends is kept for ever by Ray 2.60, with what it reserves. This one is the driver's, and Ray removes it. A run that
+    has lost a machine and looks for another one still depends on Ray Train's own request.
     """
     from ray.util import placement_group, remove_placement_group
 
