@@ -230,6 +230,11 @@ def _nothing() -> None:
     """Need a machine."""
 
 
+def accelerator_resource(accelerator: str | None) -> dict[str, float]:
+    """What work asks Ray for to be placed on a machine with an accelerator of this type; nothing if it needs none."""
+    return {f"accelerator_type:{accelerator}": 0.001} if accelerator else {}
+
+
 def is_this_machine_alone() -> bool:
     """Whether the connected Ray has no other live machine than this one."""
     import ray

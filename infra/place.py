@@ -191,8 +191,8 @@ class Place:
         """Copy a local file to here, whole; where it is here already, nothing is done."""
         if self.remote:
             system, root = locate(self.address)
-            bytes_ = file.stat().st_size
-            with_retries(str(self / name), lambda: store(file, system, f"{root}/{name}"), "written", size=bytes_)
+            size = file.stat().st_size
+            with_retries(str(self / name), lambda: store(file, system, f"{root}/{name}"), "written", size=size)
         elif file != self.folder / name:
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             with file.open("rb") as source, atomic_file(self.folder / name) as sink:
@@ -205,7 +205,6 @@ class Place:
         ``expected`` one.
         """
         file.parent.mkdir(parents=True, exist_ok=True)
-
         found = xxhash.xxh3_128()
         with open_file(str(self / name)) as source, atomic_file(file) as sink:
             while block := source.read(_BLOCK):

@@ -12,7 +12,14 @@ from functools import cache
 
 import psutil
 
-from infra.cluster import ask_nodes, await_accelerator, cores_each, eligible_nodes, is_this_machine_alone
+from infra.cluster import (
+    accelerator_resource,
+    ask_nodes,
+    await_accelerator,
+    cores_each,
+    eligible_nodes,
+    is_this_machine_alone,
+)
 from infra.errors import UserError
 from infra.gpu import read_gpu
 from infra.hardware import DeviceFacts, cpu_facts, device_facts
@@ -132,8 +139,7 @@ def trial_resources(training: TrainConfig, *, use_gpu: bool) -> dict[str, float]
         raise UserError(
             "the Ray cluster has no cores for trials: start it with 'ray start --head --num-cpus=1' or more."
         )
-    type_of = {f"accelerator_type:{training.accelerator}": 0.001} if training.accelerator else {}
-    return {"CPU": float(cores)} | ({"GPU": 1.0} if use_gpu else {}) | type_of
+    return {"CPU": float(cores)} | ({"GPU": 1.0} if use_gpu else {}) | accelerator_resource(training.accelerator)
 
 
 def trial_nodes(resources: dict[str, float]) -> dict[str, str]:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import pairwise
 
 import pytest
 
@@ -35,24 +34,38 @@ def test_what_storage_refuses_for_good_is_not_tried_again(s3: tuple[str, Callabl
 
 
 @pytest.mark.parametrize("failures", range(retries.ATTEMPTS + 1))
-def test_failures_are_retried_with_growing_pauses(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "FIRST_PAUSE", 0.02)
-    times: list[float] = []
+def test_failures_are_retried_with_growing_pauses(failures: int) -> None:
+    pauses: list[float | None] = []
+
+    class Recorder(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout)
+            return False
+
+    left = iter(range(failures))
 
     def act() -> str:
-        times.append(time.monotonic())
-        if len(times) <= failures:
+        if next(left, None) is not None:
             raise OSError("busy")
         return "done"
 
     if failures < retries.ATTEMPTS:
-        assert retries.with_retries("s3://bucket/file", act) == "done"
+        assert retries._attempts("s3://bucket/file", act, "read", Recorder()) == "done"
     else:
         with pytest.raises(UserError, match="cannot be read, after 5 attempts: busy"):
-            retries.with_retries("s3://bucket/file", act)
-    pauses = [later - earlier for earlier, later in pairwise(times)]
-    assert len(pauses) == min(failures, retries.ATTEMPTS - 1)
-    assert all(pause >= least for pause, least in zip(pauses, (0.02, 0.04, 0.08, 0.16), strict=False))
+            retries._attempts("s3://bucket/file", act, "read", Recorder())
+    assert pauses == [0.2, 0.4, 0.8, 1.6][:failures]
+
+
+def test_a_failure_is_retried_until_it_has_gone() -> None:
+    left = iter(range(1))
+
+    def act() -> str:
+        if next(left, None) is not None:
+            raise OSError("busy")
+        return "done"
+
+    assert retries.with_retries("s3://bucket/file", act) == "done"
 
 
 def test_a_missing_file_is_not_retried() -> None:

@@ -9,7 +9,14 @@ import ray
 import ray.train
 from ray.exceptions import GetTimeoutError
 
-from infra.cluster import ask_nodes, await_accelerator, cores_each, eligible_nodes, is_this_machine_alone
+from infra.cluster import (
+    accelerator_resource,
+    ask_nodes,
+    await_accelerator,
+    cores_each,
+    eligible_nodes,
+    is_this_machine_alone,
+)
 from infra.errors import UserError
 from infra.hardware import DeviceFacts, cpu_facts, device_facts
 from train.config import TrainConfig
@@ -82,5 +89,4 @@ def scaling(config: TrainConfig) -> ray.train.ScalingConfig:
 
 def needs(wanted: ray.train.ScalingConfig) -> dict[str, float]:
     """The resources that Ray sets aside for each of the workers that :func:`scaling` asks for."""
-    kind = {f"accelerator_type:{wanted.accelerator_type}": 0.001} if wanted.accelerator_type else {}
-    return cast(dict[str, float], wanted.resources_per_worker) | kind
+    return cast(dict[str, float], wanted.resources_per_worker) | accelerator_resource(wanted.accelerator_type)
