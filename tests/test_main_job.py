@@ -18,6 +18,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from pipeline.shards import read_manifest
+from train.checkpoint.run_folder import KEY
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -177,7 +178,7 @@ def test_the_readmes_ladder_is_interrupted_and_continued(used: Path, cluster: st
         shlex.split(line), cwd=used, env=environment(RAY_ADDRESS=cluster, **NO_GPU), stdout=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 240
-    while not (ladder / "01-accumulation").exists() and time.monotonic() < deadline:
+    while not (ladder / "01-accumulation" / KEY).exists() and time.monotonic() < deadline:  # it is in MLflow
         time.sleep(0.1)
     started.send_signal(signal.SIGINT)
     printed, _ = started.communicate(timeout=120)
