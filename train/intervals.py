@@ -15,6 +15,9 @@ CONFIDENCE = 0.95
 MOST_BATCHES, FEWEST_BATCHES = 30, 10
 _CORRELATED = 0.2
 
+WIDEST_CONTROL = 0.25
+"""Widest 95% interval of a control, as a fraction of its speed, from which a conclusion is drawn."""
+
 
 class Estimate(NamedTuple):
     """A positive quantity and its 95% interval."""

@@ -14,6 +14,7 @@ from infra.console import console
 from infra.markdown import facts, plain, table
 from infra.place import Place
 from infra.schema import from_json, to_json
+from infra.storage import write_text
 from infra.thinning import stride
 from infra.tracking.key import RunKey
 from infra.tracking.names import changed, shown
@@ -23,6 +24,7 @@ from infra.tracking.views import model_link, page_link
 from infra.units import GB, format_duration
 from pipeline.shards import Manifest, made_by
 from train.checkpoint.find import resume_run, run_argument
+from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
 from train.estimate.flops import formulas
 from train.estimate.memory import predict_peak
@@ -153,10 +155,11 @@ def record_end(
     config: TrainConfig,
     result: RunResult,
     gpu: Mapping[str, float] | None,
-    place: Place,
+    home: RunFolder,
     memory_limit: int | None = None,
 ) -> None:
-    """Add the result of the run at ``place`` to its page, and NVML's readings of the ``gpu`` meanwhile.
+    """Add the result of the run to its page and as ``summary.md`` to its folder, NVML's readings of the ``gpu``
+    meanwhile to the page.
 
     At step 0, because MLflow compares runs in bar charts if that is the only step.
     """
@@ -170,8 +173,11 @@ def record_end(
     tracker.json(to_json(result), "result.json")
     if result.sample:
         tracker.text(result.sample, "sample.txt")
-    opening = facts(opening_lines(config, result, place, memory_limit))
-    tracker.note(f"{opening}{origin(tracker, config)}\n\n{markdown(config, result)}")
+    opening = facts(opening_lines(config, result, home.place, memory_limit))
+    text = f"{opening}{origin(tracker, config)}\n\n{markdown(config, result)}"
+    write_text(home.summary, text)
+    home.send(home.summary)
+    tracker.note(text)
 
 
 def columns(config: TrainConfig, result: RunResult) -> dict[str, str]:

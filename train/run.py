@@ -144,6 +144,7 @@ def recorded(run: Run, options: RunOptions) -> int:
     from infra.tracking.tracker import Tracker
     from infra.tracking.views import ui_link
     from train import report
+    from train.charts import record_curves
     from train.launch.driver import measure
     from train.launch.placement import worker_facts
 
@@ -169,6 +170,7 @@ def recorded(run: Run, options: RunOptions) -> int:
             tracker.status = "KILLED"
             console.print(f"continue with: {resume_run(home.place)}", markup=False)
             return INTERRUPTED
+        record_curves(tracker, config, result, home)
     report.print_result(config, result, home.place, ui_link(key))
     if result.outcome == "interrupted":
         return INTERRUPTED

@@ -22,10 +22,13 @@ from infra.tracking.tracker import Tracker
 from infra.tracking.views import page_link
 from pipeline.shards import TRACKING, Manifest, made_by, read_manifest
 from train import report
+from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
 from train.estimate.memory import predict_peak
 from train.model_config import ModelConfig
 from train.result import CycleReport, Diagnosis, Memory, RunResult
+
+HOME = RunFolder(Path("runs/one"))
 
 CYCLE = CycleReport(
     step=3, batches=4, train_loss=4.0, val_loss=3.5, train_tokens=384, val_tokens=128, books=0.5, seconds=4.0,
@@ -54,13 +57,14 @@ def result(make_result: Callable[..., RunResult]) -> RunResult:
 def recorded(config: TrainConfig, result: RunResult, manifest: Manifest) -> tuple[RunKey, Run]:
     """The run that the driver leaves, on a card that was watched."""
     key = create_run("train", "one", tags={"kind": "run"})
+    HOME.path.mkdir(parents=True)
     gpu = {"lowest_clock_mhz": 1200, "highest_celsius": 85, "throttle_reasons": 4, "power_limit_watts": 700.0}
     with Tracker(key) as tracker:
         report.record_start(tracker, replace(config, attention="sdpa"), manifest, config)
         for step, values in report.cycle_metrics(to_json(CYCLE)):
             tracker.metrics(values, step)
         tracker.metrics({"system/gpu_power_watts": 690.0}, 1)
-        report.record_end(tracker, config, result, gpu, Place.of("runs/one"), 8 * 10**9)
+        report.record_end(tracker, config, result, gpu, HOME, 8 * 10**9)
     return key, MlflowClient(key.store).get_run(key.run_id)
 
 
@@ -102,6 +106,7 @@ def test_a_run_that_an_earlier_version_began_is_continued(
 ) -> None:
     """Its page has a param for each setting, and its numbers had other names."""
     key = create_run("train", "old", tags={"kind": "run"})
+    HOME.path.mkdir(parents=True)
     with Tracker(key) as tracker:
         tracker.params({"model": "tiny", "seed": 7, "learning_rate": 6e-4})
         tracker.metrics({"time/elapsed_seconds": 9.0, "loss/train": 5.0}, 1)
@@ -111,7 +116,7 @@ def test_a_run_that_an_earlier_version_began_is_continued(
         report.record_resume(tracker, config, 1)
         for step, values in report.cycle_metrics(to_json(CYCLE)):
             tracker.metrics(values, step)
-        report.record_end(tracker, config, result, None, Place.of("runs/one"))
+        report.record_end(tracker, config, result, None, HOME)
     run = MlflowClient(key.store).get_run(key.run_id)
     assert run.info.status == "FINISHED"
     assert run.data.params["seed"] == "7"
@@ -126,9 +131,10 @@ def test_the_list_says_why_a_run_failed(config: TrainConfig, result: RunResult, 
     key = create_run("train", "one", tags={"kind": "run"})
     said = "CUDA out of memory. Tried to allocate 2.00 GiB"
     if outcome == "oom":
+        HOME.path.mkdir(parents=True)
         with Tracker(key) as tracker:
             failed = replace(result, outcome=outcome, reason=said)
-            report.record_end(tracker, config, failed, None, Place.of("runs/one"))
+            report.record_end(tracker, config, failed, None, HOME)
     else:
         with pytest.raises(RuntimeError), Tracker(key):
             raise RuntimeError(said + "\nand a traceback")

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 from mlflow.tracking import MlflowClient
 
 from infra.storage import write_json
@@ -84,6 +85,10 @@ def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pyt
     assert found.data.metrics["detail/result/flops_per_token_causal"] < result["flops_per_token"]
     assert found.inputs
     assert found.inputs.dataset_inputs[0].dataset.digest == result["data_fingerprint"][:36]
+    assert Path("runs/one/summary.md").read_text() == found.data.tags["mlflow.note.content"]
+    height, width, _ = imread("runs/one/curves.png").shape
+    assert width > height > 500
+    assert "curves.png" in {file.path for file in client.list_artifacts(found.info.run_id)}
 
     assert command(monkeypatch, "--data", str(small_shards), "--name", "one", "--steps", "25", *FLAGS) == 2
     assert "--resume one" in capfd.readouterr().err

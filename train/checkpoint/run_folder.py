@@ -63,6 +63,16 @@ class RunFolder:
         return self.path / "result.json"
 
     @property
+    def summary(self) -> Path:
+        """The description of a run that has ended, in Markdown."""
+        return self.path / "summary.md"
+
+    @property
+    def curves(self) -> Path:
+        """The chart of its losses and its speed."""
+        return self.path / "curves.png"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.path / "checkpoints"

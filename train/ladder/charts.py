@@ -1,5 +1,6 @@
 """Charts of a ladder, as PNG by matplotlib: speed and memory of each rung, and the loss against tokens."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,11 +11,14 @@ from train.ladder.losses import Curve
 from train.ladder.standings import Row
 
 
-def speed_chart(rows: list[Row], title: str, path: Path) -> Path:
-    """Bars of tokens/s with their intervals, annotated with peak memory."""
+def speed_chart(rows: list[Row], title: str, path: Path, *, cumulative: bool) -> Path:
+    """Bars of tokens/s with their intervals, annotated with peak memory.
+
+    Where rungs are ``cumulative``, a waterfall beside it has what each one adds, relative to the controls around it.
+    """
     ran = [row for row in rows if row.speed is not None]
-    figure = Figure(figsize=(9, 1.2 + 0.42 * len(ran)), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(15 if cumulative else 9, 1.2 + 0.42 * len(ran)), layout="constrained")
+    axes, *beside = figure.subplots(1, 2 if cumulative else 1, sharey=True, squeeze=False)[0]
     names = [row.name for row in ran]
     speeds = [row.speed or 0.0 for row in ran]
     reach = [[speed - (row.low or 0.0) for speed, row in zip(speeds, ran, strict=True)],
@@ -33,6 +37,15 @@ def speed_chart(rows: list[Row], title: str, path: Path) -> Path:
     axes.set_xlabel("training tokens/s, with 95% interval")
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
+    for waterfall in beside:
+        reached = [speeds[0] * (row.total.ratio if row.total else 1.0) for row in ran]
+        gains = [reached[0], *(after - before for before, after in itertools.pairwise(reached))]
+        colors = ["#4477aa", *("#228833" if gain > 0 else "#cc3311" for gain in gains[1:])]
+        bars = waterfall.barh(names, gains, left=[0.0, *reached[:-1]], color=colors)
+        waterfall.bar_label(bars, [f"{gains[0]:,.0f}", *(f"{gain:+,.0f}" for gain in gains[1:])], padding=4)
+        waterfall.set_xlabel("tokens/s that each rung adds")
+        waterfall.margins(x=0.15)
+        waterfall.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
     return path
 

@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from infra.report.folders import WIDEST_CONTROL
-from train.intervals import Estimate, power_product, t_quantile
+from train.intervals import WIDEST_CONTROL, Estimate, power_product, t_quantile
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,11 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from train.checkpoint.run_folder import RunFolder
 
-MOST_POINTS = 500
-"""Of a curve that is kept and drawn; of a longer one every second, third, ... step."""
-
 Curve = list[tuple[int, float]]
 """Tokens seen and training loss, in nats per token, after every step."""
-
-Point = TypeVar("Point")
 
 
 def loss_curve(folder: Path) -> Curve:
@@ -39,8 +33,3 @@ def band(controls: Sequence[Curve]) -> list[tuple[int, float, float]]:
         (points[0][0], min(loss for _, loss in points), max(loss for _, loss in points))
         for points in zip(*controls, strict=False)
     ]
-
-
-def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most ``MOST_POINTS`` of ``points``, evenly spaced."""
-    return list(points[:: -(-len(points) // MOST_POINTS) or 1])

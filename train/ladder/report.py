@@ -17,7 +17,7 @@ from infra.tracking.tracker import Tracker
 from train.config import config_from_json
 from train.ladder import study
 from train.ladder.charts import loss_chart, speed_chart
-from train.ladder.losses import band, loss_curve, thinned
+from train.ladder.losses import band, loss_curve
 from train.ladder.published import NAME
 from train.ladder.runner import Ladder, Measured
 from train.ladder.standings import Part, legend, markdown, opening_lines, parts, standings, table
@@ -35,22 +35,21 @@ def publish(
     suite, folder, device = ladder.suite, ladder.folder, controls[0].result.device
     rows = standings(controls, rungs, folder)
     speeds = [control.speed.middle for control in controls if control.speed]
-    losses = {run.name: thinned(loss_curve(folder / run.folder)) for run in (controls[0], *rungs) if run.result}
-    varied = thinned(band([loss_curve(folder / run.folder) for run in controls if run.result]))
+    ran = [run for run in (controls[0], *rungs) if run.result]
     found = {
         "name": folder.name, "device": device, "commit": provenance.commit(), "suite": suite.name, "controls": speeds,
-        "cumulative": suite.cumulative,
-        "rows": [asdict(row) for row in rows], "losses": losses, "control_losses": varied,
+        "rows": [asdict(row) for row in rows],
     }  # fmt: skip
     write_json(folder / "standings.json", found)
-    text = f"{facts(opening_lines(suite, rows, device, folder.name))}\n\n{markdown(suite, rows, speeds)}"
+    files = {run.name: str(ladder.copy.place / run.folder / "config.json") for run in ran}
+    text = f"{facts(opening_lines(suite, rows, device, files))}\n\n{markdown(suite, rows, speeds)}"
     shown: list[Table | str] = ["", *table(suite, rows, console.width), "", *legend(suite, rows, speeds)]
     shown += [piece for part in parts(suite, rows) for piece in ("", *part.terminal(console.width))]
     compared: list[Part] = []
     said: list[str] = []
     if before == NAME:
-        ran = {run.name: config_from_json(run.config, run.folder) for run in (controls[0], *rungs) if run.speed}
-        compared, said = study.compare(rows, ran)
+        settings = {run.name: config_from_json(run.config, run.folder) for run in ran if run.speed}
+        compared, said = study.compare(rows, settings)
     elif isinstance(before, dict):
         heading, *lines = comparison(before, found)
         compared = [Part("Compared with the other ladder", heading, lines)]
@@ -61,7 +60,12 @@ def publish(
     shown += ["", *said] if said else []
     write_text(folder / "summary.md", text)
     title = f"{suite.title}; {device}"
-    charts = [speed_chart(rows, title, folder / "speed.png"), loss_chart(losses, varied, title, folder / "loss.png")]
+    losses = {run.name: loss_curve(folder / run.folder) for run in ran}
+    varied = band([loss_curve(folder / run.folder) for run in controls if run.result])
+    charts = [
+        speed_chart(rows, title, folder / "speed.png", cumulative=suite.cumulative),
+        loss_chart(losses, varied, title, folder / "loss.png"),
+    ]
     for part in shown:
         if isinstance(part, str):
             console.prose(part)

@@ -6,17 +6,16 @@ In: the controls and rungs of a ladder. Out: rows, for the terminal's table, Mar
 import math
 import shlex
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.table import Table
 
 from infra.markdown import table as markdown_table
-from infra.report.folders import WIDEST_CONTROL
 from infra.table import tables
 from infra.units import GB
-from train.intervals import t_quantile
+from train.intervals import WIDEST_CONTROL, t_quantile
 from train.ladder.compare import Difference, Interleaved
 from train.ladder.losses import loss_at
 from train.ladder.runner import SAME_BATCH, Measured
@@ -328,8 +327,8 @@ def table(suite: Suite, rows: list[Row], width: int) -> list[Table]:
     return list(tables(heading, lines, suite.title, width))
 
 
-def opening_lines(suite: Suite, rows: list[Row], device: str, name: str) -> list[tuple[str, str]]:
-    """What someone who opens the page of the ladder ``name`` wants to know first."""
+def opening_lines(suite: Suite, rows: list[Row], device: str, configs: Mapping[str, str]) -> list[tuple[str, str]]:
+    """What someone who opens the page of the ladder wants to know first; ``configs`` has the file of each run."""
     ran = [row for row in rows if row.speed is not None and row.low is not None and row.high is not None]
     base, best = ran[0], max(ran, key=lambda row: row.speed or 0.0)
     speed = f"{best.speed:,.0f} tokens/s (95%: {best.low:,.0f} to {best.high:,.0f})"
@@ -345,7 +344,7 @@ def opening_lines(suite: Suite, rows: list[Row], device: str, name: str) -> list
         ("Speed", speed),
         ("Memory", f"{(best.memory or 0) / GB:.2f} GB, {(base.memory or 0) / GB:.2f} GB of the baseline"),
         ("Gain", over),
-        ("Next", f"`python -m infra.report {shlex.quote(name)}`"),
+        ("Next", f"`python -m train.run --config {shlex.quote(configs[best.name])}`"),
     ]
 
 

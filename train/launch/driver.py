@@ -79,7 +79,7 @@ def measure(
     result = replace(result, diagnosis=diagnosed(run, config, result))
     write_json(run.home.result, to_json(result))
     run.home.send(run.home.cycles, run.home.stream, run.home.result)
-    report.record_end(tracker, config, result, gpu, run.home.place, run.memory_limit)
+    report.record_end(tracker, config, result, gpu, run.home, run.memory_limit)
     tracker.status = {"finished": "FINISHED", "interrupted": "KILLED"}.get(result.outcome, "FAILED")
     return result, gpu
 

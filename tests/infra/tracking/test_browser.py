@@ -1,9 +1,8 @@
-"""MLflow's pages and a report, as a person sees them: in a real browser, with the numbers that the terminal prints.
+"""MLflow's pages, as a person sees them: in a real browser, with the numbers that the terminal prints.
 
 One store, which our own code writes, one MLflow server and one browser for all tests; without Ray.
 """
 
-import json
 import os
 import re
 import shutil
@@ -13,13 +12,10 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from infra.place import Place
-from infra.report.folders import page_of
 from infra.schema import to_json
 from infra.tracking.key import RunKey
 from infra.tracking.store import create_run
@@ -27,13 +23,13 @@ from infra.tracking.tracker import Tracker
 from infra.tracking.views import ui_link
 from pipeline.shards import read_manifest
 from train import report
+from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
 from train.model_config import PRESETS
 from train.result import CycleReport, Memory, RunResult, Throughput
 from tune.config import SearchConfig
 from tune.plan import make_search
-from tune.report import csv_text
-from tune.space import KNOBS, Candidate
+from tune.space import Candidate
 from tune.tracking import Evidence, open_parent, publish
 from tune.trial.row import TrialRow
 
@@ -93,13 +89,14 @@ def result(speed: float) -> RunResult:
 
 def trained(experiment: str, name: str, config: TrainConfig, speed: float, **where: Any) -> RunKey:
     """A run of two cycles, as the driver of a run or a ladder records it."""
-    key = create_run(experiment, name, **where)
+    key, folder = create_run(experiment, name, **where), Path("runs", name)
+    folder.mkdir(parents=True)
     with Tracker(key) as tracker:
         report.record_start(tracker, config, read_manifest(config.data), config)
         for step in (10, 20):
             for position, values in report.cycle_metrics(to_json(cycle(step))):
                 tracker.metrics(values, position)
-        report.record_end(tracker, config, result(speed), None, Place.of(f"runs/{name}"), 8 * 10**9)
+        report.record_end(tracker, config, result(speed), None, RunFolder(folder), 8 * 10**9)
     return key
 
 
@@ -249,61 +246,3 @@ def test_a_key_that_does_not_exist_opens_the_plain_list(links: dict[str, str], p
     for name in ("first", "second"):
         expect(page.get_by_role("link", name=name, exact=True).first).to_be_visible()
     expect(page).not_to_have_url(re.compile("gone"))
-
-
-def test_a_report_needs_no_network_and_no_script(browser: Browser, tmp_path: Path, small_shards: Path) -> None:
-    folder = tmp_path / "first"
-    folder.mkdir()
-    kept = {
-        "result.json": to_json(result(1234.0)),
-        "config.json": TrainConfig(data=str(small_shards)).to_json(),
-        "tracking.json": {"store": "sqlite:////home/mlflow.db", "experiment_id": "3", "run_id": "ee94", "journal": ""},
-    }
-    for name, content in kept.items():
-        (folder / name).write_text(json.dumps(content))
-    (folder / "cycles.jsonl").write_text("".join(json.dumps(to_json(cycle(step))) + "\n" for step in (10, 20)))
-    (folder / "report.html").write_text(page_of(folder).html())
-    context = browser.new_context(offline=True, java_script_enabled=False, viewport={"width": 800, "height": 900})
-    asked: list[str] = []
-    context.on("request", lambda request: asked.append(urlsplit(request.url).scheme))
-    page = context.new_page()
-    page.goto((folder / "report.html").as_uri(), timeout=PATIENCE)
-    for text in ("1,234 tokens/s", "95%: 1,224 to 1,254", "1.00 GB", "6.500", "python -m train.run --config"):
-        expect(page.get_by_text(text).first).to_be_visible()
-    expect(page.locator("svg").first).to_be_visible()
-    assert asked == ["file"]
-    context.close()
-
-
-PRINTED = 718
-"""Pixels of a printed line: A4 between Chromium's margins."""
-
-
-def test_a_report_is_printed_dark_on_white_and_nothing_is_cut_off(browser: Browser, tmp_path: Path) -> None:
-    """Also from a dark desktop, and a table with all knobs."""
-    knobs = tuple((knob, KNOBS[knob][-1]) for knob in KNOBS)
-    rows = [replace(trial(size, 1e4 * size), candidate=Candidate(size, knobs)) for size in (1, 2, 4)]
-    rows.append(replace(trial(8, None, "RuntimeError: no kernel image is available"), candidate=Candidate(8, knobs)))
-    (tmp_path / "trials.csv").write_text(csv_text(rows))
-    kept = {
-        "config": {"training": TrainConfig().to_json(), "memory_limit": 4 * 10**10},
-        "identity": {"memory_limit": 4 * 10**10, "data": "0" * 64},
-        "parent": {"store": "sqlite:////home/mlflow.db", "experiment_id": "3", "run_id": "ee94", "journal": ""},
-    }
-    (tmp_path / "search.json").write_text(json.dumps(kept))
-    (tmp_path / "report.html").write_text(page_of(tmp_path).html())
-    context = browser.new_context(color_scheme="dark", viewport={"width": PRINTED, "height": 1000})
-    page = context.new_page()
-    page.goto((tmp_path / "report.html").as_uri(), timeout=PATIENCE)
-    style = "(element, name) => getComputedStyle(element)[name]"
-    assert page.locator("body").evaluate(style, "backgroundColor") == "rgb(20, 23, 26)"
-    page.emulate_media(media="print", color_scheme="dark")
-    assert page.locator("body").evaluate(style, "backgroundColor") == "rgb(255, 255, 255)"
-    assert page.locator("svg text").first.evaluate(style, "fill") == "rgb(0, 0, 0)"
-    expect(page.get_by_role("cell", name="40,000", exact=True)).to_be_visible()
-    for box in page.locator("table, figure, pre, .figures").all():
-        bounds = box.bounding_box()
-        assert bounds
-        assert bounds["x"] + bounds["width"] <= PRINTED, box.inner_text()[:200]
-    assert page.pdf(format="A4").startswith(b"%PDF")
-    context.close()

@@ -143,11 +143,6 @@ def test_a_suite_runs_in_its_short_form(
     assert [row["name"] for row in rows] == rungs
     refused = {row["name"]: row["reason"] for row in rows if row["speed"] is None}
     assert refused.keys() == REFUSED.intersection(rungs)
-    assert standing["losses"].keys() == {"baseline", *rungs} - refused.keys()
-    drawn = zip(standing["losses"]["baseline"], standing["control_losses"], strict=True)
-    for (tokens, loss), (seen, low, high) in drawn:
-        assert tokens == seen
-        assert low <= loss <= high
     for name, reason in refused.items():
         assert f"{name}: not run, {reason}.\n" in printed, "one sentence with one full stop"
         assert not reason.endswith(".")

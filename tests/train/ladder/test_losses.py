@@ -1,13 +1,9 @@
-"""The curves that a ladder draws: by tokens, the band as far as every control ran, and short enough to be drawn."""
+"""The curves that a ladder draws: by tokens, and the band as far as every control ran."""
 
-import itertools
 import json
 from pathlib import Path
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from train.ladder.losses import MOST_POINTS, band, loss_curve, thinned
+from train.ladder.losses import band, loss_curve
 
 
 def test_a_curve_is_by_tokens_and_a_run_that_failed_has_none(tmp_path: Path) -> None:
@@ -24,12 +20,3 @@ def test_the_band_ends_with_the_shortest_control() -> None:
     controls = [[(10, 5.0), (20, 4.0), (30, 3.0)], [(10, 5.5), (20, 3.5)], [(10, 4.5), (20, 3.75)]]
     assert band(controls) == [(10, 4.5, 5.5), (20, 3.5, 4.0)]
     assert band([]) == []
-
-
-@given(st.integers(0, 20 * MOST_POINTS))
-def test_a_long_curve_is_thinned_evenly_from_its_first_point(length: int) -> None:
-    kept = thinned(range(length))
-    assert len(kept) <= MOST_POINTS
-    assert len(kept) > MOST_POINTS / 2 or len(kept) == length
-    assert kept[:1] == [0][:length]
-    assert len({after - before for before, after in itertools.pairwise(kept)}) <= 1

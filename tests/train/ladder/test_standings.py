@@ -58,14 +58,14 @@ def measured(tmp_path: Path, make_result: Callable[..., RunResult]) -> Callable[
 
 
 def test_a_ladder_is_told_in_five_lines() -> None:
-    assert opening_lines(FLAT, ROWS, "NVIDIA H100", "a ladder") == [
+    assert opening_lines(FLAT, ROWS, "NVIDIA H100", {"first": "runs/a ladder/01-first/config.json"}) == [
         ("What", "Mine; 2 of 3 rungs ran on NVIDIA H100"),
         ("Speed", "1,500 tokens/s (95%: 1,490 to 1,510) with first, 1,000 of the baseline"),
         ("Memory", "9.00 GB, 10.00 GB of the baseline"),
         ("Gain", "1.50 times the baseline (95%: 1.40 to 1.60)"),
-        ("Next", "`python -m infra.report 'a ladder'`"),
+        ("Next", "`python -m train.run --config 'runs/a ladder/01-first/config.json'`"),
     ]
-    alone = dict(opening_lines(FLAT, ROWS[:1], "cpu", "one"))
+    alone = dict(opening_lines(FLAT, ROWS[:1], "cpu", {"baseline": "runs/one/control-00/config.json"}))
     assert (alone["Speed"], alone["Gain"]) == (
         "1,000 tokens/s (95%: 990 to 1,003)", "no rung is faster than the baseline"
     )  # fmt: skip

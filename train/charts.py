@@ -1,0 +1,33 @@
+"""The chart of a finished run, ``curves.png``: losses and speed against training tokens."""
+
+from infra.tracking.tracker import Tracker
+from train.checkpoint.run_folder import RunFolder
+from train.config import TrainConfig
+from train.model_config import format_model
+from train.result import RunResult
+
+
+def record_curves(tracker: Tracker, config: TrainConfig, result: RunResult, home: RunFolder) -> None:
+    """Draw the cycles of the run in its folder and record the chart; a run without a cycle has none."""
+    cycles = list(home.cycles_until(result.steps))
+    if not cycles:
+        return
+    from matplotlib.figure import Figure  # half a second, for which training must not wait
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    losses, speed = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    for name, key in (("training", "train_loss"), ("validation", "val_loss")):
+        known = [cycle for cycle in cycles if cycle[key] is not None]
+        points = [cycle["train_tokens"] for cycle in known], [cycle[key] for cycle in known]
+        losses.plot(*points, ".-", linewidth=1, label=name)
+    losses.set_title(f"{format_model(config.model)}; {result.device}", loc="left", fontsize=10)
+    losses.set_ylabel("loss, nats per token")
+    losses.legend(frameon=False)
+    speeds = [cycle["cycle_tokens"] / cycle["seconds"] for cycle in cycles]
+    speed.plot([cycle["train_tokens"] for cycle in cycles], speeds, ".-", color="#4477aa", linewidth=1)
+    speed.set(xlabel="training tokens", ylabel="tokens/s of each cycle", ylim=(0, 1.1 * max(speeds)))
+    for axes in (losses, speed):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(home.curves, dpi=130)
+    home.send(home.curves)
+    tracker.file(home.curves)
