@@ -41,7 +41,6 @@ COMMANDS = {
     "export": Command("train.export", "train.export:ExportConfig", "write a model in the Hugging Face format"),
     "search": Command("tune.search", "tune.config:SearchConfig", "find the fastest configuration under a limit"),
     "doctor": Command("infra.doctor", "infra.doctor.__main__:DoctorOptions", "check and measure this machine"),
-    "report": Command("infra.report", "infra.report.__main__:ReportOptions", "write a run's folder as one HTML page"),
 }
 
 

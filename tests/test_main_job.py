@@ -228,7 +228,7 @@ def test_every_gpu_command_of_the_readme_works(demo: Path) -> None:
 
 COMMANDS = (
     "pipeline.tokenize", "pipeline.inspect", "train.run", "train.ladder", "train.plan",
-    "train.profile", "train.generate", "train.export", "tune.search", "infra.doctor", "infra.report",
+    "train.profile", "train.generate", "train.export", "tune.search", "infra.doctor",
 )  # fmt: skip
 
 
