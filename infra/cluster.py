@@ -81,14 +81,13 @@ def connected(
     *,
     cpus: int | None = None,
     prestart: bool = True,
-    environment: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
     """Join the Ray cluster at ``address`` or ``RAY_ADDRESS``, or start one on this machine, for the block's duration.
 
     ``cpus`` is the number of parallel tasks that a local Ray may run (default: the machine's cores), and
     ``prestart`` starts a worker for each in advance. That takes two seconds of a core per worker and is useless for
-    Ray Train, whose processes have a runtime_env and are therefore started separately. ``environment`` is added to
-    the environment of all workers. Raises ``UserError`` when nothing answers at ``address``.
+    Ray Train, whose processes have a runtime_env and are therefore started separately. Raises ``UserError`` when
+    nothing answers at ``address``.
     """
     named = "--address" if address else "RAY_ADDRESS"
     address = address or os.environ.get("RAY_ADDRESS")
@@ -100,7 +99,7 @@ def connected(
         yield
         return
     search_path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH", "")]))
-    variables = {"PYTHONPATH": search_path} | dict(environment or {})
+    variables = {"PYTHONPATH": search_path}
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     local = address in (None, "", "local")
     if address and not local:

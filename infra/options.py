@@ -7,7 +7,10 @@ from typing_extensions import Doc
 
 TrackingUri = Annotated[str | None, Doc("MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db.")]
 
-Address = Annotated[str | None, Doc("Ray cluster to run on; default RAY_ADDRESS, else a local Ray of its own.")]
+Address = Annotated[
+    str | None,
+    Doc("Ray cluster to run on; default RAY_ADDRESS, else this machine. local starts a Ray here in any case."),
+]
 
 ConfigFile = Annotated[
     str | None, Doc("Read the training settings from this JSON file, also in object storage; flags override it.")

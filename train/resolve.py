@@ -8,7 +8,7 @@ and the report cannot disagree. Does not import torch: the device may be another
 from dataclasses import replace
 
 from infra.errors import UserError
-from infra.hardware import A100, DeviceFacts
+from infra.hardware import A100, DeviceFacts, cpu_facts, device_facts
 from train.config import TrainConfig
 
 
@@ -34,6 +34,17 @@ def resolve(config: TrainConfig, facts: DeviceFacts) -> TrainConfig:
     if config.fp8 and facts.capability < (8, 9):
         raise UserError(f"--fp8 needs 8-bit matmuls, which {facts.name} does not have: leave it out.")
     return replace(config, device=kind, precision=precision, attention=attention)
+
+
+def facts_here(config: TrainConfig) -> DeviceFacts:
+    """The device of this machine on which ``config`` would train. Raises ``UserError`` without its accelerator."""
+    facts = cpu_facts() if config.device == "cpu" else device_facts()
+    if config.accelerator and config.accelerator not in facts.name:
+        raise UserError(
+            f"--accelerator {config.accelerator} is not in this machine, which has {facts.name}: leave it out, or name "
+            "a cluster with --address."
+        )
+    return facts
 
 
 def resolve_for_plan(config: TrainConfig, facts: DeviceFacts) -> TrainConfig:

@@ -7,7 +7,7 @@ result.json and checkpoints, and an MLflow run. Wiring only.
 import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -18,6 +18,7 @@ from infra.cluster import connected, refuse_unshared
 from infra.command import INTERRUPTED
 from infra.console import console
 from infra.errors import UserError
+from infra.hardware import DeviceFacts
 from infra.help import Sections
 from infra.options import Address, ConfigFile, TrackingUri
 from infra.progress import IMPORTING, doing
@@ -31,7 +32,7 @@ from train.config import GROUPS, TrainConfig, load_config
 from train.confirmed import confirmed_by
 from train.launch.run import Run
 from train.model_config import format_model
-from train.resolve import resolve
+from train.resolve import facts_here, resolve
 
 COMMON = (
     "data", "model", "global_batch", "micro_batch", "learning_rate", "compile", "steps", "time_budget", "name",
@@ -93,7 +94,7 @@ def main() -> None:
 def train(options: RunOptions) -> int:
     """Run one training from its options; returns the exit code.
 
-    Invalid options are refused first. torch and MLflow are then imported while Ray starts.
+    Invalid options are refused first. torch and MLflow are then imported, while Ray starts where the run needs it.
     """
     run = planned(options)
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as locks:
@@ -101,10 +102,10 @@ def train(options: RunOptions) -> int:
             locks.enter_context(run.home.command_lock())
         store = options.tracking_uri or ((known := run.home.key()) and known.store)
         preparing = background.submit(prepare, store)
-        with connected(run.address, prestart=False):
+        with nullcontext() if run.is_local else connected(run.address, prestart=False):
             with doing(IMPORTING):
                 preparing.result()
-            if not run.home.kept_at:
+            if not (run.home.kept_at or run.is_local):
                 refuse_unshared("--out", run.home.path.parent)
             if not run.resume:
                 if not run.home.kept_at:
@@ -146,9 +147,8 @@ def recorded(run: Run, options: RunOptions) -> int:
     from train import report
     from train.charts import record_curves
     from train.launch.driver import measure
-    from train.launch.placement import worker_facts
 
-    home, config = run.home, resolve(run.asked, worker_facts(run.asked))
+    home, config = run.home, resolve(run.asked, _facts(run))
     key, is_new = run_in_mlflow(home, options.tracking_uri, starts=run.resume is None)
     write_json(home.config, run.asked.to_json())
     home.send(home.config)
@@ -175,6 +175,15 @@ def recorded(run: Run, options: RunOptions) -> int:
     if result.outcome == "interrupted":
         return INTERRUPTED
     return 0 if result.outcome == "finished" else 1
+
+
+def _facts(run: Run) -> DeviceFacts:
+    """The device that will train."""
+    if run.is_local:
+        return facts_here(run.asked)
+    from train.launch.placement import worker_facts
+
+    return worker_facts(run.asked)
 
 
 def run_in_mlflow(home: RunFolder, tracking_uri: str | None, *, starts: bool) -> tuple[RunKey, bool]:

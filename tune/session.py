@@ -14,7 +14,6 @@ from infra.tracking.tracker import Tracker
 from infra.tracking.views import ui_link
 from infra.units import format_size
 from train.checkpoint.run_folder import resume_command
-from train.loop.execution import worker_environment
 from train.model_config import format_model
 from tune import folder as folders
 from tune import report
@@ -102,9 +101,8 @@ class Session:
             console.print(report.progress_text(search, rows), markup=False)
 
         running: dict[str, str] = {}
-        environment = worker_environment(search.space.base)
         # Where Ctrl-C falls elsewhere, the rows say as well where to continue.
-        with suppress(KeyboardInterrupt), connected(search.config.address, environment=environment):
+        with suppress(KeyboardInterrupt), connected(search.config.address):
             resources = search.resources()
             with doing("starting trials") as shown:
                 drive(Proposals(search, Listener(started, ended), partial(trial_nodes, resources)), resources)

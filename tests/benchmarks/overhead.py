@@ -1,11 +1,11 @@
-"""What Ray and MLflow cost a run: the same training by the bare loop and by the command's wrapper, itemised.
+"""What the command costs a run: the same training by the bare loop, in the command's process, and on Ray, itemised.
 
     python -P tests/benchmarks/overhead.py --data data/tokens --record FILE.json [--pairs 10] [--steps 100]
 
-Both run the same config in fresh processes with the same number of threads, in the order bare, wrapped,
-wrapped, bare, ..., because machines drift. Tokens/s is over all steps but those of the first cycle; the cost
-is the mean of the pairs' ratios with Student's interval. A machine that drifts by a fifth between two runs
-hides a few percent that way, so one run of the command is also compared with itself: every process but its
+All run the same config in fresh processes with the same number of threads, in the order bare, local, ray,
+ray, local, bare, ..., because machines drift. Tokens/s is over all steps but those of the first cycle; a cost
+is the mean of the ratios to bare with Student's interval. A machine that drifts by a fifth between two runs
+hides a few percent that way, so one run on Ray is also compared with itself: every process but its
 worker is stopped for some steps and continues for as many, and each stopped stretch is compared with those around
 it. The CPU time that these processes take is given as a share of the machine. Start-up is from the process's
 first line to the beginning of the first step. Pairs that the record holds already are not repeated, so a long
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,6 +39,8 @@ from train.resolve import resolve
 
 HERE = Path(__file__)
 
+SIDES = ("bare", "local", "ray")
+
 
 def main() -> None:
     """Measure the pairs that the record lacks and sum up. As a child: run one side and print what it found."""
@@ -51,14 +53,14 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--stretches", type=int, default=120, help="alternately stopped and continued")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the training; fewer leave cores to Ray")
-    parser.add_argument("--side", choices=["bare", "wrapped"])
+    parser.add_argument("--side", choices=SIDES)
     options = parser.parse_args()
     config = TrainConfig(
         data=str(options.data.resolve()), model=parse_model(options.model), steps=options.steps, cycle=Cycle(20, 1),
         global_batch=options.micro_batch, micro_batch=options.micro_batch, keep_checkpoints=0,
     )  # fmt: skip
     if options.side:
-        print(json.dumps(bare(config) if options.side == "bare" else wrapped(config)))
+        print(json.dumps(bare(config) if options.side == "bare" else wrapped(config, on_ray=options.side == "ray")))
         return
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     known = json.loads(options.record.read_text()) if options.record.exists() else {}
@@ -67,41 +69,44 @@ def main() -> None:
         alternated = stop_and_go(config, options.stretches)
         print(json.dumps({name: value for name, value in alternated.items() if name != "stretches"}), flush=True)
     while len(pairs) < options.pairs:
-        order = ["bare", "wrapped"] if len(pairs) % 2 == 0 else ["wrapped", "bare"]
+        order = SIDES if len(pairs) % 2 == 0 else SIDES[::-1]
         load = os.getloadavg()[0]
         pairs.append({side: child(side) for side in order} | {"load_before": load})
         found = summary(pairs)
         found |= {"threads": options.threads, "model": options.model, "stopping_the_others": alternated, "runs": pairs}
         options.record.write_text(json.dumps(found, indent=2) + "\n")
-        print(len(pairs), json.dumps({name: found[name] for name in ("cost", "cpu_share_of_others")}), flush=True)
+        print(
+            len(pairs), json.dumps({name: found[name] for name in ("cost", "start_up_seconds_beyond_bare")}), flush=True
+        )
     print(json.dumps(summary(pairs), indent=2))
 
 
 def child(side: str) -> dict[str, float]:
     """One side's figures, from a process of its own."""
-    from train.loop.execution import worker_environment
-
-    environment = os.environ | (worker_environment(TrainConfig(device="cpu")) if side == "bare" else {})
     line = [sys.executable, "-P", str(HERE), *sys.argv[1:], "--side", side]
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def summary(pairs: list[dict]) -> dict[str, object]:
     """The cost with its interval, the share of CPU time, and the medians of every item."""
-    logs = [math.log(pair["wrapped"]["tokens_per_second"] / pair["bare"]["tokens_per_second"]) for pair in pairs]
+    logs = {
+        side: [math.log(pair[side]["tokens_per_second"] / pair["bare"]["tokens_per_second"]) for pair in pairs]
+        for side in SIDES[1:]
+    }
     medians = {
         side: {name: round(statistics.median(pair[side][name] for pair in pairs), 3) for name in pairs[0][side]}
-        for side in ("bare", "wrapped")
+        for side in SIDES
     }
     return {
         "command": "make bench-overhead",
         "versions": {name: version(name) for name in ("torch", "ray", "mlflow")},
         "cores": os.cpu_count(),
         "pairs": len(pairs),
-        **cost(logs),
-        "cpu_share_of_others": medians["wrapped"]["cpu_share_of_others"],
-        "start_up_seconds_beyond_bare": medians["wrapped"]["start_up"] - medians["bare"]["start_up"],
+        "cost": {side: cost(found) for side, found in logs.items()},
+        "start_up_seconds_beyond_bare": {
+            side: round(medians[side]["start_up"] - medians["bare"]["start_up"], 3) for side in SIDES[1:]
+        },
         "median_seconds": medians,
     }
 
@@ -125,7 +130,7 @@ def stop_and_go(config: TrainConfig, stretches: int) -> dict[str, object]:
         line = [
             sys.executable, "-m", "train.run", "--data", str(config.data), "--model", format_model(config.model),
             "--global-batch", str(config.global_batch), "--micro-batch", str(config.micro_batch), "--steps", str(steps),
-            "--cycle", f"{CYCLE}+0", "--keep-checkpoints", "0", "--name", "run",
+            "--cycle", f"{CYCLE}+0", "--keep-checkpoints", "0", "--name", "run", "--address", "local",
         ]  # fmt: skip
         driver = subprocess.Popen(line, cwd=name, stdout=subprocess.DEVNULL)
         log, stopped, seen = Path(name) / "runs" / "run" / "cycles.jsonl", False, 0
@@ -174,8 +179,8 @@ def bare(config: TrainConfig) -> dict[str, float]:
     }
 
 
-def wrapped(config: TrainConfig) -> dict[str, float]:
-    """The same by Ray Train, recorded in a fresh MLflow store, as the command does it."""
+def wrapped(config: TrainConfig, *, on_ray: bool) -> dict[str, float]:
+    """The same by Ray Train, recorded in a fresh MLflow store, as the command does it: on Ray or in this process."""
     began = time.time()
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(max_workers=1) as background:
         os.chdir(name)
@@ -191,7 +196,7 @@ def wrapped(config: TrainConfig) -> dict[str, float]:
             busy.append((time.time(), cpu_seconds_of_others()))
 
         folder = Path(name) / "run"
-        with connected(prestart=False):
+        with connected(prestart=False) if on_ray else nullcontext():
             connected_at = time.time()
             preparing.result()
             prepared = time.time()
@@ -202,9 +207,8 @@ def wrapped(config: TrainConfig) -> dict[str, float]:
             key = create_run("train", "overhead")
             recorded = time.time()
             with Tracker(key) as tracker:
-                result, _ = driver.train(
-                    Run.new(config, RunFolder(folder)), resolve(config, cpu_facts()), tracker, on_cycle
-                )
+                run = Run.new(config, RunFolder(folder), address="local" if on_ray else None)
+                result, _ = driver.train(run, resolve(config, cpu_facts()), tracker, on_cycle)
             returned = time.time()
         started, ended = ((folder / file).stat().st_mtime for file in ("lock", "cycles.jsonl"))
     first_step = ended - result.seconds
@@ -220,7 +224,7 @@ def wrapped(config: TrainConfig) -> dict[str, float]:
         "start_up": first_step - began,
         "end_of_training_to_result": returned - ended,
         "ray_stop": time.time() - returned,
-        "cpu_share_of_others": (after - before) / (until - since) / (os.cpu_count() or 1),
+        **({"cpu_share_of_others": (after - before) / (until - since) / (os.cpu_count() or 1)} if on_ray else {}),
         "tokens_per_second": tokens / seconds,
     }
 

@@ -188,11 +188,15 @@ def test_a_machine_that_an_autoscaler_may_bring_is_waited_for(
     assert list(tmp_path.glob("runs/*")) == [], "nothing was made"
 
 
-def test_a_long_step_ends_on_ctrl_c(cluster: str, small_shards: Path, tmp_path: Path) -> None:
-    program = "import train.launch.driver; train.launch.driver.STOP_SECONDS = 1; from train.run import main; main()"
+@pytest.mark.parametrize("address", ["a cluster", None])
+def test_a_long_step_ends_on_ctrl_c(
+    address: str | None, request: pytest.FixtureRequest, small_shards: Path, tmp_path: Path
+) -> None:
+    program = "import train.launch.signals; train.launch.signals.STOP_SECONDS = 1; from train.run import main; main()"
+    where = ["--address", request.getfixturevalue("cluster")] if address else []
     flags = ["--model", "tiny", "--global-batch", "40000", "--micro-batch", "4", "--device", "cpu"]
     slow = subprocess.Popen(
-        [sys.executable, "-c", program, "--data", str(small_shards), "--name", "one", "--address", cluster, *flags],
+        [sys.executable, "-c", program, "--data", str(small_shards), "--name", "one", *where, *flags],
         cwd=tmp_path, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     locked = tmp_path / "runs/one/lock"  # by the worker, once it has begun

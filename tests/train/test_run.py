@@ -146,7 +146,7 @@ def test_memory_that_runs_out_in_one_of_two_workers_ends_the_run_with_the_reason
 def test_the_first_signal_asks_and_the_second_leaves() -> None:
     signalled = """
 import os, signal, time
-from train.launch.driver import stop_on_signal
+from train.launch.signals import stop_on_signal
 with stop_on_signal() as asked:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.1)

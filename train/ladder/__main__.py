@@ -151,7 +151,7 @@ def run(options: LadderOptions) -> int:
         from train.ladder import report
         from train.ladder.published import NAME
         from train.ladder.runner import Ladder, has_begun
-        from train.launch.driver import ControllerDied
+        from train.launch.there import ControllerDied
 
     before = report.load(options.compare, options.out) if options.compare else None
     with ExitStack() as stack:

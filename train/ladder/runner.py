@@ -37,8 +37,9 @@ from train.data.source import estimate, stream_of
 from train.estimate.memory import predict_peak
 from train.intervals import Estimate
 from train.ladder.suites import Rung, Suite, apply
-from train.launch.driver import ControllerDied, measure
+from train.launch.driver import measure
 from train.launch.run import Run
+from train.launch.there import ControllerDied
 from train.loop.memory_limit import UNMEASURED
 from train.resolve import resolve
 from train.result import RunResult
@@ -51,6 +52,9 @@ TOO_LARGE = ("oom", "over_limit")
 
 RETRIES = 3
 """Smaller batches that are tried after one that was predicted to fit has not."""
+
+FRESH = "local"
+"""The Ray of this machine that rungs share unless a cluster is named: each has a process of its own there."""
 
 SHORTEST = 8
 """Steps that a rung needs: one compiles, three warm up, four are measured."""
@@ -255,7 +259,9 @@ class Ladder:
         self, name: str, rung: Rung, config: TrainConfig
     ) -> tuple[RunResult | None, str, dict[str, float] | None]:
         """The result, why there is none or none with a speed, and what NVML said of the GPU."""
-        self._session.enter_context(connected(self.address, prestart=False))  # or refused, with no child left open
+        self._session.enter_context(
+            connected(self.address or FRESH, prestart=False)
+        )  # or refused, with no child left open
         home = self._home(name)
         home.path.mkdir(parents=True)
         tags = {"kind": "control" if name.startswith("control") else "rung", "rung": rung.name}
@@ -268,7 +274,7 @@ class Ladder:
             stream = stream_of(config) if config.stream else None
             manifest = estimate(stream) if stream else self.manifest
             report.record_start(tracker, resolved, manifest, config)
-            run = Run(config, manifest, home, None, self.memory_limit, self.address, stream)
+            run = Run(config, manifest, home, None, self.memory_limit, self.address or FRESH, stream)
             try:
                 result, gpu = measure(
                     run, resolved, tracker, lambda line: self.say(f"  {line}"), self.copy.place.parent

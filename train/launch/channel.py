@@ -1,4 +1,7 @@
-"""What the driver of a run and its workers tell each other: one actor on the driver's machine, which ends with it.
+"""What the driver of a run and its workers tell each other: one channel, which ends with the driver.
+
+A run in the command's own process calls the channel directly. For workers of Ray it is an actor on the driver's
+machine, which they call through a :class:`Remote`: the same methods.
 
 In: from the workers, where they started, their cycles, what their machine does, refusals; from the driver, the wish to
 stop. Driver and worker share no file and no clock. The loop never waits for an answer: it hands cycles over and looks
@@ -46,7 +49,7 @@ class News:
 
 
 class Channel:
-    """The actor. Each method takes microseconds; Ray runs them one by one, those of one caller in their order."""
+    """What was said and not yet heard. Each method takes microseconds; an actor runs them one by one."""
 
     def __init__(self, last: int, second: int) -> None:
         self._last = last
@@ -118,8 +121,45 @@ class Channel:
 
     def news(self) -> News:
         """What the driver has not been told yet."""
-        messages, self._messages = self._messages, []
+        told = len(self._messages)  # a thread that trains may append meanwhile
+        messages = [self._messages.pop(0) for _ in range(told)]
         return News(messages, None if self._heard is None else time.monotonic() - self._heard, self._doing)
+
+
+class Remote:
+    """A :class:`Channel` that is an actor: what returns something is waited for, the rest is sent and left."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def past(self) -> Past:
+        """As :meth:`Channel.past`, as are those below."""
+        return ray.get(self._actor.past.remote())
+
+    def begun(self, step: int, about: dict[str, Any]) -> tuple[int, int, int]:
+        return ray.get(self._actor.begun.remote(step, about))
+
+    def listen(self, number: int, doing: tuple[str, int] | None = None) -> str:
+        return ray.get(self._actor.listen.remote(number, doing))
+
+    def second(self) -> int:
+        return ray.get(self._actor.second.remote())
+
+    def refuse(self, why: str, result: dict[str, Any] | None = None) -> None:
+        ray.get(self._actor.refuse.remote(why, result))
+
+    def flush(self) -> None:
+        with suppress(RayError):  # the driver has died
+            ray.get(self._actor.flush.remote())
+
+    def cycle(self, cycle: dict[str, Any]) -> None:
+        self._actor.cycle.remote(cycle)
+
+    def system(self, second: int, metrics: dict[str, float]) -> None:
+        self._actor.system.remote(second, metrics)
+
+    def say(self, line: str) -> None:
+        self._actor.say.remote(line)
 
 
 @contextmanager
@@ -139,7 +179,7 @@ def opened(last: int, second: int) -> Iterator[Any]:
 
 
 class Inbox:
-    """The driver's end. Asks again only when it has been answered, and never waits."""
+    """The driver's end of an actor. Asks again only when it has been answered, and never waits."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -164,9 +204,9 @@ class Inbox:
 class Line:
     """The first worker's end: tells the driver about cycles, and listens while the block runs."""
 
-    def __init__(self, channel: Any, step: int, about: dict[str, Any]) -> None:
+    def __init__(self, channel: Channel | Remote, step: int, about: dict[str, Any]) -> None:
         self._channel = channel
-        self._number, self._last, self.second = ray.get(channel.begun.remote(step, about))
+        self._number, self._last, self.second = channel.begun(step, about)
         self._stop = threading.Event()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="channel", daemon=True)
@@ -180,8 +220,7 @@ class Line:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        with suppress(RayError):  # the driver has died
-            ray.get(self._channel.flush.remote())
+        self._channel.flush()
 
     def catch_up(self, cycles: Iterable[dict[str, Any]]) -> None:
         """Send those of the earlier ``cycles`` that did not arrive."""
@@ -191,7 +230,7 @@ class Line:
 
     def cycle(self, cycle: dict[str, Any]) -> None:
         """Hand a cycle over."""
-        self._channel.cycle.remote(cycle)
+        self._channel.cycle(cycle)
 
     def stopping(self) -> bool:
         """Whether the driver wants the run to stop."""
@@ -200,7 +239,7 @@ class Line:
     def _listen(self) -> None:
         while not self._ended.wait(LISTEN_SECONDS):
             try:
-                answer = ray.get(self._channel.listen.remote(self._number, self.doing()))
+                answer = self._channel.listen(self._number, self.doing())
             except RayError:  # the driver has died; Ray ends its workers
                 return
             if answer == "replaced":  # it was cut off, and its checkpoints would mix with those of the other

@@ -5,8 +5,6 @@ In: what the channel says. Out: lines on the terminal, and the run's tags in MLf
 
 from typing import Any
 
-import ray
-
 from infra.console import console
 from infra.tracking.tracker import Tracker
 
@@ -56,6 +54,8 @@ class WorkerGroup:
             console.print(f"{self._hosts[0]} answers again", markup=False)
         gone: list[str] = []
         if silent or len(self._nodes) > 1:
+            import ray  # which a run in this process does without
+
             dead = {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
             gone = [name for node, name in self._nodes.items() if node in dead]
         if gone:

@@ -1,5 +1,6 @@
 """One training run as its command hands it on: what is to be trained on what, where, and from which checkpoint."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,6 +34,11 @@ class Run:
     """Of a run straight from books: its inventory is taken once, here, and the workers get it."""
     confirmed: Confirmed | None = None
     """What the search found whose winner this is."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it trains in the command's own process: one worker on shards, and no cluster is named."""
+        return self.asked.workers == 1 and not self.stream and not (self.address or os.environ.get("RAY_ADDRESS"))
 
     @classmethod
     def new(

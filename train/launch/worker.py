@@ -1,18 +1,17 @@
-"""The worker's side of a run on Ray Train: the loop, which continues from the run's newest checkpoint."""
+"""The worker's side of a run on Ray Train, there or in this process: the loop, from the run's newest checkpoint."""
 
 import shutil
 import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.train
-from ray.exceptions import RayError
 
 from infra.errors import UserError
 from infra.place import Place, scratch
@@ -27,7 +26,7 @@ from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig, config_from_json
 from train.data.dataset import ShardData
 from train.data.stream import StreamData
-from train.launch.channel import Line, Past
+from train.launch.channel import Channel, Line, Past, Remote
 from train.loop.memory_limit import Limit
 from train.loop.sampling import closing_sample
 from train.loop.shortage import OutOfMemory
@@ -56,18 +55,23 @@ class Start:
 
 
 def train_function(payload: dict[str, Any]) -> dict[str, Any]:
-    """Runs in Ray's workers: the loop, from the step that the driver names or a newer checkpoint of this command."""
+    """The loop, from the step that the driver names or a newer checkpoint of this command.
+
+    It runs in Ray's workers, or in the driver's own process, where an error of ours is raised as it is.
+    """
     trust(payload["checksums"])
-    place, channel = Place(payload["place"]), payload["channel"]
+    place, told = Place(payload["place"]), payload["channel"]
+    local = isinstance(told, Channel)
+    channel = told if local else Remote(told)
     context = ray.train.get_context()
     rank, alone = context.get_world_rank(), context.get_world_size() == 1
     first = rank == 0
     # Workers on one machine do not share what they fetch and remove.
     home = RunFolder(scratch("runs", place.digest, str(rank)), place) if place.remote else RunFolder(place.folder)
-    past: Any = ray.get(channel.past.remote()) if first else Past()
+    past = channel.past() if first else Past()
     marker = payload["marker"]
     start = Start(payload["step"], Path(marker) if marker else None, past)
-    host, node = socket.gethostname(), ray.get_runtime_context().get_node_id()
+    host, node = socket.gethostname(), "" if local else ray.get_runtime_context().get_node_id()
     hosts, nodes = [host], [node]
     with ExitStack() as locks:
         resume, refusal = begin(home, locks, start) if first else follow(home)
@@ -90,22 +94,22 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
                 telemetry = locks.enter_context(Telemetry(sender(channel, name), line.second))
             elif nodes.index(node) == rank:  # the first worker of another machine
                 locks.enter_context(watched(channel, host))
-            data = data_of(config, stream, fingerprint, channel.say.remote if first else lambda text: None)
+            data = data_of(config, stream, fingerprint, channel.say if first else lambda text: None)
             result = train(home, config, resume, line, limit, asked, data, telemetry)
             summary = data.summary() if isinstance(data, StreamData) else None
             gpu = telemetry and telemetry.gpu
             ended = {"result": to_json(result), "gpu": gpu, "stream": summary}
         except OutOfMemory as failure:
             result = replace(failure.result, machine=host)
-            ray.get(channel.refuse.remote(result.reason, to_json(result)))
+            channel.refuse(result.reason, to_json(result))
             raise RuntimeError(result.reason) from None  # which Ray Train's controller reads without torch
         except UserError as mistake:
             if alone:
                 return {"refused": str(mistake)}
-            ray.get(channel.refuse.remote(str(mistake)))
+            channel.refuse(str(mistake))
             raise
         except Exception:
-            if alone:
+            if alone and not local:
                 return {"failed": traceback.format_exc()}
             raise  # the others wait in a collective until Ray stops the group and restarts it
         if home.kept_at:
@@ -113,22 +117,21 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
         return ended
 
 
-def sender(channel: Any, name: str | None) -> Callable[[int, dict[str, float]], None]:
+def sender(channel: Channel | Remote, name: str | None) -> Callable[[int, dict[str, float]], None]:
     """What hands over a point of telemetry; with the ``name`` of its machine where there are several."""
 
     def send(second: int, metrics: dict[str, float]) -> None:
-        channel.system.remote(second, of_machine(name, metrics) if name else metrics)
+        channel.system(second, of_machine(name, metrics) if name else metrics)
 
     return send
 
 
 @contextmanager
-def watched(channel: Any, name: str) -> Iterator[None]:
+def watched(channel: Channel | Remote, name: str) -> Iterator[None]:
     """While the block runs, hand over what this machine does, where no worker has a :class:`Line`."""
-    with Telemetry(sender(channel, name), ray.get(channel.second.remote())):
+    with Telemetry(sender(channel, name), channel.second()):
         yield
-    with suppress(RayError):  # the driver has died
-        ray.get(channel.flush.remote())
+    channel.flush()
 
 
 def begin(home: RunFolder, locks: ExitStack, start: Start) -> tuple[Path | None, str | None]:

@@ -27,7 +27,7 @@ from train.data.text import refuse_foreign_ids
 from train.loop import memory, shortage, timing
 from train.loop.conclusion import Spent, conclude
 from train.loop.cycle import RunningCycle, close_cycle, open_cycle, report, step_seconds, trouble
-from train.loop.execution import arithmetic, build, compiled, no_collections, torch_device
+from train.loop.execution import arithmetic, build, choose_pages, compiled, no_collections, torch_device
 from train.loop.memory_limit import Limit
 from train.loop.shortage import OutOfMemory
 from train.loop.throughput import is_precise
@@ -65,6 +65,7 @@ class Trainer:
     ) -> None:
         self.asked = asked or config
         self.config = config = resolve(config, device_facts())
+        choose_pages(config)
         self.on_cycle = on_cycle
         self.should_stop = should_stop
         self.limit = limit

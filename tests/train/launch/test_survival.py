@@ -51,15 +51,17 @@ def kill_worker(driver: subprocess.Popen) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_run_survives_everything(small_shards: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_ray", [False, True], ids=["in its own process", "begun on Ray"])
+def test_a_run_survives_everything(on_ray: bool, small_shards: Path, tmp_path: Path) -> None:
     home = RunFolder(tmp_path / "runs" / "long")
     driver = start(
         tmp_path, "--data", str(small_shards), "--name", "long", "--model", MODEL, "--steps", str(STEPS),
         "--global-batch", "8", "--micro-batch", "1", "--cycle", "20+1", "--checkpoint-every", "15",
-        "--device", "cpu", "--learning-rate", "3e-3",
+        "--device", "cpu", "--learning-rate", "3e-3", *(["--address", "local"] if on_ray else []),
     )  # fmt: skip
     wait_for_step(home, 15, driver)
-    kill_worker(driver)
+    if on_ray:
+        kill_worker(driver)
     wait_for_step(home, 45, driver)
     family = psutil.Process(driver.pid).children(recursive=True)
     for process in (psutil.Process(driver.pid), *family):  # as when the machine dies

@@ -1,6 +1,8 @@
 """How a config is executed here: its process, its collector, and the model that is asked after training."""
 
 import gc
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,18 +13,27 @@ import torch
 
 from infra.hardware import cpu_facts
 from train.config import TrainConfig
-from train.loop.execution import build, compiled, no_collections, plain, worker_environment
+from train.loop.execution import build, compiled, no_collections, plain
 from train.model_config import ModelConfig
 from train.resolve import resolve
 
 
 def test_a_cpus_large_tensors_are_in_large_pages_unless_told_otherwise() -> None:
-    """glibc's own name and value: 1 asks the system for transparent huge pages, 0 is its default."""
-    config = TrainConfig()
-    config = replace(config, device="cpu")
-    assert worker_environment(config) == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    assert worker_environment(replace(config, device="cuda")) == {}
-    assert worker_environment(replace(config, ablate=("pages",))) == {}
+    """Counted in page faults of a process that allocates 64 MB ten times: 16,384 small pages or 32 large ones each."""
+    program = (
+        "import resource, torch; from train.config import TrainConfig; from train.loop.execution import choose_pages\n"
+        "choose_pages(TrainConfig(device='cpu', ablate={}))\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "before = faults()\n"
+        "for _ in range(10): torch.ones(2**24)\n"
+        "print(faults() - before)"
+    )
+    small, large = (
+        int(subprocess.run([sys.executable, "-c", program.format(left_out)], capture_output=True, check=True).stdout)
+        for left_out in (("pages",), ())
+    )
+    assert small > 10 * 16_384
+    assert large < small / 5
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,52 @@
+"""A run in this process: Ray Train's local mode, which starts no Ray.
+
+The main thread trains, as in a plain script, so that debuggers, profilers and exceptions work as there; another one
+listens to what the loop says.
+"""
+
+import logging
+import threading
+from typing import Any
+
+from infra.progress import doing
+from train.launch.channel import LISTEN_SECONDS, Channel
+from train.launch.listener import Listener
+from train.launch.signals import interrupt_main, stop_on_signal
+
+
+def train(payload: dict[str, Any], listener: Listener, reported: int, second: int) -> dict[str, Any]:
+    """What the train function returns for ``payload``; cycles are known until ``reported``, telemetry to ``second``.
+
+    Raises ``KeyboardInterrupt`` when a stop takes too long.
+    """
+    import ray.train
+    import ray.train.torch
+
+    from train.launch.worker import train_function
+
+    logging.getLogger("ray.train").setLevel(logging.WARNING)  # it says that it runs here
+    channel, ended = Channel(reported, second), threading.Event()
+    with doing("loading the data") as shown, stop_on_signal() as stop, listener.sending():
+
+        def listen() -> None:
+            while not ended.wait(LISTEN_SECONDS):
+                listener.take(channel.news(), shown)
+                if stop:
+                    channel.stop()
+                if stop.is_late():
+                    interrupt_main()
+
+        thread = threading.Thread(target=listen, name="listener", daemon=True)
+        thread.start()
+        try:
+            trainer = ray.train.torch.TorchTrainer(
+                train_function,
+                train_loop_config=payload | {"channel": channel},
+                scaling_config=ray.train.ScalingConfig(num_workers=0),
+            )
+            returned: Any = trainer.fit().return_value
+        finally:
+            ended.set()
+            thread.join()
+        listener.take(channel.news(), shown)
+    return returned

@@ -1,0 +1,98 @@
+"""A run on Ray's workers, by Ray Train: several, those of a cluster, or one on a stream of books."""
+
+import threading
+import uuid
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+from ray.exceptions import RayActorError
+
+from infra.cluster import WAITER, await_room, connected, placing, ray_files
+from infra.errors import UserError
+from infra.progress import doing
+from train.launch.channel import Inbox, opened
+from train.launch.controller import SingleWorker
+from train.launch.listener import Listener
+from train.launch.placement import needs, scaling
+from train.launch.signals import stop_on_signal
+from train.launch.worker import train_function
+
+POLL_SECONDS = 0.2
+
+
+class ControllerDied(UserError):
+    """Ray Train's controller process has died; its workers' resources stay taken until our command ends."""
+
+
+def train(payload: dict[str, Any], listener: Listener, reported: int, second: int) -> dict[str, Any]:
+    """What the train function of the first worker returns for ``payload``; the rest as :func:`train.launch.here.train`.
+
+    Raises ``UserError``, ``ControllerDied``, and ``KeyboardInterrupt`` when a stop takes too long, or Ray has not
+    placed the workers yet.
+    """
+    run, config = listener.run, listener.config
+    home = run.home
+    with (
+        ray_files(home.path) as files,
+        connected(run.address, prestart=False),
+        opened(reported, second) as channel,
+    ):
+        wanted = scaling(config)
+        files.mkdir()
+        marker = files / f"driver-{uuid.uuid4().hex}"
+        marker.touch()
+        told = {"channel": channel, "marker": None if home.kept_at else str(marker)}
+        trainer = ray.train.torch.TorchTrainer(
+            train_function,
+            train_loop_config=payload | told,
+            torch_config=SingleWorker() if config.workers == 1 else None,  # type: ignore[arg-type]
+            scaling_config=wanted,
+            run_config=ray.train.RunConfig(
+                name=files.name,
+                storage_path=str(home.path),
+                failure_config=ray.train.FailureConfig(max_failures=-1),  # train_function counts failures itself
+            ),
+        )
+        done: list[Any] = []
+
+        def fit() -> None:
+            try:
+                done.append(trainer.fit())
+            except BaseException as failure:  # noqa: BLE001 carried to the main thread, which raises it
+                done.append(failure)
+
+        thread = threading.Thread(target=fit, name=WAITER, daemon=True)
+        bundles = [needs(wanted)] * config.workers
+        group, inbox = listener.group, Inbox(channel)
+        with (
+            doing("waiting for Ray to start the worker") as shown,
+            stop_on_signal() as stop,
+            placing("the training", bundles, group.is_heard) as waits,
+            listener.sending(),
+        ):
+            if not await_room(bundles, lambda: stop):
+                raise KeyboardInterrupt
+            asked = False
+            thread.start()
+            while thread.is_alive():
+                thread.join(POLL_SECONDS)
+                if news := inbox.poll():
+                    listener.take(news, shown)
+                if stop and not asked:
+                    asked = True
+                    channel.stop.remote()
+                if stop and (waits.is_set() or group.is_lost or stop.is_late()):
+                    raise KeyboardInterrupt
+            shown.now("ending")
+            for news in inbox.rest():
+                listener.take(news, shown)
+    if isinstance(done[0], RayActorError):
+        raise ControllerDied(
+            f"Ray Train's controller died (is the machine out of memory?). Finished work in {home.place.parent} is "
+            "kept: continue with --resume."
+        )
+    if isinstance(done[0], BaseException):
+        raise done[0]
+    return done[0].return_value
