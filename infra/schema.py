@@ -17,7 +17,7 @@ strict = with_config(ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="c
 
 def to_json(value: Any) -> Any:
     """The dataclass instance ``value`` as JSON values; :func:`from_json` reads them back."""
-    return _adapter(type(value)).dump_python(value, mode="json", by_alias=False)
+    return _adapter(type(value)).dump_python(value, mode="json")
 
 
 def from_json(kind: type[T], values: Any, source: object) -> T:

@@ -114,7 +114,7 @@ class Manifest:
     fingerprint: str
     """Hash over every shard's split and checksum: equal fingerprints mean byte-equal token streams."""
     format_version: int = FORMAT_VERSION
-    splits: dict[str, dict[str, int]] = field(default_factory=dict)
+    splits: dict[str, dict[str, int]] = field(kw_only=True)
     """Per split: shards, books, tokens, characters."""
 
     @classmethod
@@ -174,7 +174,7 @@ def read_manifest(where: Place | Path | str) -> Manifest:
 
 
 def made_by(where: Place | Path | str) -> RunKey | None:
-    """The run in MLflow that made a data set; None where that is not known here, as for those of earlier versions."""
+    """The run in MLflow that made a data set; None where that is not known here."""
     place = Place.of(where)
     try:
         return from_json(RunKey, json.loads(place.read(TRACKING)), place / TRACKING).valid_in(place, "make it again")

@@ -186,10 +186,6 @@ def _counts(manifest: Manifest) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    if command.flag_value("--copy-to"):
-        command.refuse(
-            UserError("--copy-to was removed: give --out s3://bucket/folder, which training reads by itself.")
-        )
     command.run(
         main,
         TokenizeConfig,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tyro
-from pydantic import AliasChoices, BeforeValidator, Field, PlainSerializer
+from pydantic import BeforeValidator, PlainSerializer
 
 from infra.errors import UserError
 from infra.place import Place
@@ -187,7 +187,7 @@ class TrainConfig:
     """Data-parallel workers, at least 1; with cuda each has one GPU."""
     shard: bool = False
     """Shard weights, gradients and optimizer state over the workers (FSDP2) instead of a copy on each (DDP)."""
-    ablate: Annotated[tuple[Ablation, ...], Field(validation_alias=AliasChoices("ablate", "naive"))] = ()
+    ablate: tuple[Ablation, ...] = ()
     """Optimizations of the loop to leave out, to measure what each gains.
 
     sync: read each loss at once, and wait for the device
@@ -245,18 +245,13 @@ class TrainConfig:
         """The config as JSON values; :func:`config_from_json` reads it back."""
         values = to_json(self)
         if not self.stream:
-            del values["reading"]  # it has no effect then, and configs stay equal to those saved before it existed
+            del values["reading"]  # it has no effect then
         return values
 
 
 def config_from_json(values: Any, source: str) -> TrainConfig:
     """The config that ``values`` describe. Raises ``UserError``, which names ``source`` as their origin."""
-    return from_json(TrainConfig, as_of_now(values) if isinstance(values, dict) else values, source)
-
-
-def as_of_now(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings that an earlier version saved, without those that are gone: ``copy_to``, which ``--out`` replaced."""
-    return {name: value for name, value in values.items() if name != "copy_to"}
+    return from_json(TrainConfig, values, source)
 
 
 def load_config(path: Path | str, flag: str = "--config") -> TrainConfig:

@@ -7,7 +7,7 @@ recorded of its trials, shows it.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from infra.place import Place
@@ -46,11 +46,10 @@ class Confirmed:
     name: str
     """Of the search."""
     speed: Estimate
-    device: str | None = None
-    """None in files of earlier versions, as all that follows."""
-    machines: tuple[str, ...] = ()
-    data_wait_fraction: float | None = None
-    telemetry: Mapping[str, float] = field(default_factory=dict)
+    device: str
+    machines: tuple[str, ...]
+    data_wait_fraction: float | None
+    telemetry: Mapping[str, float]
 
 
 class Cause(NamedTuple):
@@ -69,10 +68,10 @@ def confirmed_by(file: str, config: TrainConfig) -> Confirmed | None:
         confirmed = Confirmed(
             name=where.parent.name,
             speed=Estimate(measured["tokens_per_second"], measured["low"], measured["high"]),
-            device=measured.get("device"),
-            machines=tuple(measured.get("machines", ())),
-            data_wait_fraction=measured.get("data_wait_fraction"),
-            telemetry=measured.get("telemetry", {}),
+            device=measured["device"],
+            machines=tuple(measured["machines"]),
+            data_wait_fraction=measured["data_wait_fraction"],
+            telemetry=measured["telemetry"],
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -105,9 +104,9 @@ def slower(result: RunResult, confirmed: Confirmed, config: TrainConfig) -> Diag
 
 def _checks(result: RunResult, confirmed: Confirmed, missing: float) -> Iterator[Cause]:
     """Every cause about which something was recorded."""
-    if confirmed.device and result.device != confirmed.device:
+    if result.device != confirmed.device:
         yield Cause(True, f"it ran on {result.device}, the search on {confirmed.device}")
-    elif confirmed.machines and result.machine and result.machine not in confirmed.machines:
+    elif result.machine not in confirmed.machines:
         yield Cause(True, f"it ran on {result.machine}, the search on {', '.join(confirmed.machines)}")
     if result.data_wait_fraction is not None:
         wait, usual = result.data_wait_fraction, confirmed.data_wait_fraction

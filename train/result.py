@@ -157,8 +157,8 @@ class RunResult:
     """Energy of the GPU alone, over the steps after the first; None where no GPU reported it. With several workers it
     is that of the first one's GPU for its share of the tokens."""
     device: str
-    machine: str | None = field(default=None, kw_only=True)
-    """Name of the machine of the first worker; None in results of earlier versions."""
+    machine: str
+    """Name of the machine of the first worker."""
     encoded_on: dict[str, int] = field(default_factory=dict, kw_only=True)
     """Tokens of a stream of books by the machine that encoded them ahead of training; empty for shards."""
     checkpoint: str | None

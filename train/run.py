@@ -70,10 +70,6 @@ def main() -> None:
             raise UserError("--config and --resume both provide settings; give one of them.")
         if resume and (name := command.flag_value("--name")):
             raise UserError(f"--name {name}: a resumed run keeps its name; leave --name or --resume out.")
-        if target := command.flag_value("--copy-to"):
-            raise UserError(
-                f"--copy-to was removed: --out {target} keeps the whole run there, its checkpoints included."
-            )
         if resume:
             settings = saved_config(resume, command.flag_value("--out") or defaults.out)
             defaults = dataclasses.replace(defaults, training=settings)

@@ -16,7 +16,6 @@ from infra.place import Place, WorkingCopy
 from infra.schema import from_json
 from infra.storage import clear_temporaries, write_json
 from infra.tracking.key import RunKey
-from train.config import as_of_now
 from tune.config import SearchConfig
 
 KEPT, TRIALS, LOCK = "search.json", "trials", ".lock"
@@ -32,8 +31,7 @@ def kept_config(place: Place) -> SearchConfig:
     """The settings of the search in ``place``. Raises ``UserError`` when there is none."""
     content = _content(place)
     try:
-        kept = json.loads(content)["config"]
-        return from_json(SearchConfig, kept | {"training": as_of_now(kept["training"])}, "it")
+        return from_json(SearchConfig, json.loads(content)["config"], "it")
     except (ValueError, KeyError) as damage:
         raise UserError(f"--resume: {place / KEPT} is damaged ({damage}); begin a new search.") from damage
 
@@ -45,10 +43,6 @@ def _content(place: Place) -> bytes:
     except OSError:
         listed = f"look in {place.parent}" if place.remote else f"'ls {place.parent}' lists what was run"
         raise UserError(f"--resume: there is no {place / KEPT}; {listed}.") from None
-
-
-RENAMED = {"naive": "ablate"}
-"""Settings that searches of earlier versions keep under another name."""
 
 
 @contextmanager
@@ -74,9 +68,8 @@ def begin(copy: WorkingCopy, config: SearchConfig, identity: dict[str, Any], par
 
 
 def kept_identity(place: Place) -> dict[str, Any]:
-    """What the search in ``place`` was, under today's names of its settings."""
-    kept: dict[str, Any] = json.loads(_content(place))["identity"]
-    return {RENAMED.get(name, name): value for name, value in as_of_now(kept).items()}
+    """What the search in ``place`` was."""
+    return json.loads(_content(place))["identity"]
 
 
 def resumed_parent(place: Place, identity: dict[str, Any]) -> RunKey:

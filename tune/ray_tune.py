@@ -152,7 +152,7 @@ class Proposals(Searcher):
         order = sorted(there, key=lambda name: (name == self.avoided, name != (first and first.node), name))
         if not there and lost & known:
             self.failure = UserError(
-                f"the control failed on {', '.join(sorted(filter(None, lost & known)))}, so that no trial there can "
+                f"the control failed on {', '.join(sorted(lost & known))}, so that no trial there can "
                 f"be compared with those of {first.node if first else 'the others'}: continue when that is back."
             )
         return {name: there[name] for name in order}

@@ -65,7 +65,7 @@ def row_text(search: Search, row: TrialRow) -> str:
         parts.append(f"MFU {row.mfu:.1%}")
     if row.compile_seconds is not None:
         parts.append(f"compile {row.compile_seconds:.1f} s")
-    if row.node and search.config.cluster:
+    if search.config.cluster:
         parts.append(f"on {row.node}")
     parts.append(f"{row.outcome}: {row.reason}")
     return " | ".join(parts)
@@ -215,7 +215,7 @@ def circumstances(rows: Sequence[TrialRow]) -> dict[str, Any]:
     machines = [row.telemetry for row in rows if row.telemetry]
     return {
         "device": rows[0].device,
-        "machines": sorted({row.node for row in rows if row.node}),
+        "machines": sorted({row.node for row in rows}),
         "data_wait_fraction": fmean(waits) if waits else None,
         "telemetry": {name: fmean(seen[name] for seen in machines if name in seen) for name in chain(*machines)},
     }

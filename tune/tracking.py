@@ -101,7 +101,7 @@ class Evidence:
                 tracker.metrics({"time/step_seconds": seconds}, step)
             self._data(tracker)
             tracker.json(report.flat_row(row), "trial.json")
-            words = self._words(row) | ({"node": row.node} if row.node else {})
+            words = self._words(row) | {"node": row.node}
             tracker.note(facts(self._opening_lines(row, words)))
             tracker.tags({"outcome": row.outcome, "reason": row.reason} | words)
             tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED")

@@ -134,19 +134,17 @@ def disk_rate(folder: Path) -> float:
         return DISK_BYTES / (time.perf_counter() - began)
 
 
-def read_matmul_rate(out: Place, device: str, precision: str, machine: str | None = None) -> float | None:
+def read_matmul_rate(out: Place, device: str, precision: str, machine: str) -> float | None:
     """FLOP/s of a matrix product in ``precision`` on ``device`` from the doctor's file in ``out``; None if not known.
 
-    A GPU's name says how fast it is. A processor has none here: ``machine`` must be one that was measured, as far as
-    both are known.
+    A GPU's name says how fast it is. A processor has none here: ``machine`` must be one that was measured.
     """
     try:
         found = json.loads(out.read(FILE))
     except (OSError, ValueError, UserError):  # a run that has ended is kept without it
         return None
     for measured in (found, *(rates for node in found.get("nodes", []) if (rates := node.get("rates")))):
-        other = device == "cpu" and machine and measured.get("machine", machine) != machine
-        if measured.get("device") == device and not other:
+        if measured.get("device") == device and (device != "cpu" or measured.get("machine") == machine):
             return matmul_rate_of(measured, precision)
     return None
 

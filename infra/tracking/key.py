@@ -25,7 +25,7 @@ class RunKey:
     journal: str
     """Folder for entries that could not be delivered; absolute, because work can be continued from any folder."""
     home: str = ""
-    """The folder that the key is saved in, absolute; empty if it is not saved, and in keys of earlier versions."""
+    """The folder that the key is saved in, absolute; empty if it is not saved."""
 
     def kept_in(self, folder: Path | str) -> dict[str, str]:
         """The key as JSON values for a file in ``folder``, an absolute path or a URI."""
@@ -63,7 +63,7 @@ class RunKey:
         its original: nothing is written to another folder's run. The sentence ends with what to do ``instead``. A
         ``store`` that the user names is used as it is.
         """
-        old, new = Path(self.home or folder), folder
+        old, new = Path(self.home), folder
         came = old != new
         while came and old.name == new.name:
             old, new = old.parent, new.parent

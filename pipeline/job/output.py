@@ -57,7 +57,7 @@ def changed_settings(job: Job) -> dict[str, tuple[Any, Any]]:
         return {}
     now = json.loads(json.dumps(job.config.identity()))
     del now["sources"]
-    return {name: (there[name], now[name]) for name in now if there.get(name, now[name]) != now[name]}
+    return {name: (there.get(name), now[name]) for name in now if there.get(name) != now[name]}
 
 
 @dataclass(frozen=True)

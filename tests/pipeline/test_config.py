@@ -1,7 +1,5 @@
 """Invalid settings are refused, each with its own sentence."""
 
-import runpy
-import sys
 from typing import Any
 
 import pytest
@@ -28,29 +26,3 @@ def test_invalid_settings_are_refused(name: str, value: Any, said: str) -> None:
 )
 def test_the_limits_themselves_are_accepted(name: str, value: Any) -> None:
     assert getattr(TokenizeConfig(**{name: value}), name) == value
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments", "said"),
-    [
-        (
-            "pipeline.tokenize",
-            ["--copy-to", "s3://bucket/tokens"],
-            "--copy-to was removed: give --out s3://bucket/folder",
-        ),
-        ("pipeline.tokenize", ["--copy-to=s3://bucket/tokens"], "--copy-to was removed: give --out s3://bucket/folder"),
-        (
-            "pipeline.fetch",
-            ["s3://bucket/tokens", "--out", "here"],
-            "pipeline.fetch was removed: train.run --data s3://",
-        ),
-    ],
-)
-def test_what_is_gone_names_what_to_use_instead(
-    module: str, arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", [module, *arguments])
-    with pytest.raises(SystemExit) as leaving:
-        runpy.run_module(module, run_name="__main__")
-    assert leaving.value.code == 2
-    assert said in capsys.readouterr().err

@@ -164,21 +164,10 @@ def test_every_field_takes_back_what_it_gave() -> None:
         assert config_from_json(json.loads(json.dumps(config.to_json())), "a.json") == config
 
 
-def test_a_file_of_a_version_that_copied_checkpoints_is_read() -> None:
-    earlier = TrainConfig().to_json() | {"copy_to": "s3://bucket/folder"}
-    assert config_from_json(earlier, "a.json") == TrainConfig()
-
-
 def test_how_a_stream_is_read_is_in_a_file_and_under_the_pipelines_flags(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TrainConfig(stream=("a.jsonl",), steps=3, reading=Reading(text_field="body")).to_json()))
     default = RunOptions(training=load_config(path))
     parsed = tyro.cli(RunOptions, args=["--languages", "en", "fr", "--join-lines"], default=default)
     assert parsed.training.reading == Reading(text_field="body", languages=("en", "fr"), join_lines=True)
-
-
-def test_what_was_saved_before_a_stream_could_be_read_otherwise_is_the_same_run() -> None:
-    assert "reading" not in TrainConfig().to_json()
-    streamed = TrainConfig(stream=("books",), steps=3)
-    earlier = {name: value for name, value in streamed.to_json().items() if name != "reading"}
-    assert config_from_json(earlier, "a.json") == streamed
+    assert "reading" not in TrainConfig().to_json(), "which has no effect on shards"

@@ -27,7 +27,8 @@ CARD = MACHINE | {"system/gpu_sm_clock_mhz": 1755.0, "system/gpu_memory_gb": 20.
 CONFIRMED = Confirmed(
     "fast", Estimate(1000.0, 980.0, 1020.0), "NVIDIA H100", ("w1",), 0.01, CARD | {"system/machine_cpu_percent": 70.0}
 )
-OLD = Confirmed("fast", Estimate(1000.0, 980.0, 1020.0))
+BARE = replace(CONFIRMED, machines=("w1", "w2"), data_wait_fraction=None, telemetry={})
+"""Of trials that were too short for telemetry."""
 
 
 EAGER = TrainConfig()
@@ -80,9 +81,9 @@ def test_a_cause_that_the_records_show_is_named_and_no_other(
     assert not found.command
 
 
-@pytest.mark.parametrize("confirmed", [CONFIRMED, OLD])
+@pytest.mark.parametrize("confirmed", [CONFIRMED, BARE])
 def test_without_evidence_no_cause_is_named(make_result: Make, confirmed: Confirmed) -> None:
-    """Nothing but the speed is other than it was; of a search by an earlier version only the speed is known."""
+    """Nothing but the speed is other than it was, as far as the search recorded it."""
     found = slower(ran(make_result), confirmed, EAGER)
     assert found
     ((name, text),) = found.rows[1:]
@@ -95,7 +96,7 @@ def test_without_evidence_no_cause_is_named(make_result: Make, confirmed: Confir
     assert compiled
     assert compiled.rows[1][1].endswith("with TORCH_LOGS=recompiles torch prints that")
     on_cpu = ran(make_result, telemetry={}, device="cpu", memory=Memory(None, None, 2**30, "rss"))
-    found = slower(on_cpu, OLD, EAGER)
+    found = slower(on_cpu, replace(BARE, device="cpu"), EAGER)
     assert found
     assert found.rows[1] == (
         "likely cause", "none found in what was recorded: it waited for data in 1.0% of the time"
@@ -113,10 +114,10 @@ def test_what_is_usual_is_no_cause(make_result: Make, changes: dict[str, Any]) -
 def test_a_power_limit_is_no_cause_and_heat_is_one_where_the_searchs_clock_is_not_known(make_result: Make) -> None:
     """A healthy GPU runs at its power limit."""
     limited = CARD | {"system/machine_cpu_percent": 70.0, "system/gpu_throttled_by_power_percent": 97.0}
-    found = slower(ran(make_result, telemetry=limited), OLD, EAGER)
+    found = slower(ran(make_result, telemetry=limited), BARE, EAGER)
     assert found
     assert found.rows[1][1].startswith("none found")
-    hot = slower(ran(make_result, telemetry=limited | {"system/gpu_throttled_by_heat_percent": 40.0}), OLD, EAGER)
+    hot = slower(ran(make_result, telemetry=limited | {"system/gpu_throttled_by_heat_percent": 40.0}), BARE, EAGER)
     assert hot
     assert hot.rows[1:] == [
         (
@@ -134,7 +135,7 @@ def test_a_run_whose_interval_reaches_the_searchs_is_not_slower(make_result: Mak
 
 @pytest.fixture
 def best(tmp_path: Path) -> Path:
-    """What a search of an earlier version has left."""
+    """What a search has left."""
     file = tmp_path / "fast" / "best.json"
     file.parent.mkdir()
     measured = {
@@ -144,25 +145,24 @@ def best(tmp_path: Path) -> Path:
         "memory_bytes": 1,
         "runs": 3,
         "tied_with": [],
+        "device": CONFIRMED.device,
+        "machines": ["w1"],
+        "data_wait_fraction": 0.01,
+        "telemetry": CONFIRMED.telemetry,
     }
     file.write_text(json.dumps({"study": "s", "config": TrainConfig().to_json(), "measured": measured}))
     return file
 
 
 def test_what_a_search_found_is_read_from_its_file(best: Path) -> None:
-    assert confirmed_by(str(best), TrainConfig()) == OLD
-    values = json.loads(best.read_text())
-    values["measured"] |= {
-        "device": CONFIRMED.device, "machines": ["w1"], "data_wait_fraction": 0.01, "telemetry": CONFIRMED.telemetry,
-    }  # fmt: skip
-    best.write_text(json.dumps(values))
+    assert confirmed_by(str(best), TrainConfig()) == CONFIRMED
     assert confirmed_by(str(best), TrainConfig(learning_rate=1e-4, steps=7, data="elsewhere", seed=3)) == CONFIRMED
 
 
 def test_it_is_also_read_from_object_storage(best: Path, bucket: str) -> None:
     place = Place.of(f"s3://places/fast/{bucket}")
     place.put(best, "best.json")
-    assert confirmed_by(str(place / "best.json"), TrainConfig()) == OLD
+    assert confirmed_by(str(place / "best.json"), TrainConfig()) == CONFIRMED
     assert confirmed_by(str(place / "absent.json"), TrainConfig()) is None
 
 
@@ -180,7 +180,7 @@ def test_the_command_compares_with_the_file_that_it_was_given(best: Path, small_
     values = json.loads(best.read_text())
     best.write_text(json.dumps(values | {"config": config.to_json()}))
     options = RunOptions(training=config, config=str(best), out=str(tmp_path))
-    assert planned(options).confirmed == OLD
+    assert planned(options).confirmed == CONFIRMED
     assert planned(replace(options, config=None)).confirmed is None
 
 

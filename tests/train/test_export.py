@@ -135,9 +135,6 @@ def test_the_card_tells_what_the_model_is_and_nothing_of_who_trained_it(
     small_shards: Path, small_model: ModelConfig, tmp_path: Path
 ) -> None:
     saved = trained(small_shards, small_model, tmp_path)
-    progress = json.loads((saved / "progress.json").read_text())
-    progress["config"]["copy_to"] = "s3://a-teams-bucket/kept"
-    (saved / "progress.json").write_text(json.dumps(progress))
     result = tmp_path / "result.json"
     for steps, told in ((5, True), (9, False)):
         result.write_text(json.dumps({"steps": steps, "val_loss": 4.321, "device": "cpu"}))
@@ -146,8 +143,6 @@ def test_the_card_tells_what_the_model_is_and_nothing_of_who_trained_it(
         assert ("| trained on | cpu |" in card) is told
     assert "| steps | 5 |" in card
     assert f"| training tokens | {5 * 4 * 32} |" in card
-    assert '"copy_to"' not in card
-    assert "a-teams-bucket" not in card
     assert str(small_shards) not in card
     assert small_shards.name in card
 

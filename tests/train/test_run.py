@@ -255,7 +255,6 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
         (["--resume="], "--resume is empty"),
         (["--resume", "never"], "--resume never"),
         (["--resume", "one", "--name", "two"], "--name two: a resumed run keeps its name"),
-        (["--copy-to", "s3://bucket/folder"], "--copy-to was removed: --out s3://bucket/folder keeps the whole run"),
         (["--steps", "3", "--tokens", "70000000"], "--tokens"),
         (["--time-budget", "5"], "5m"),
         (["--text-field", "content"], "--text-field is about books, but this run reads none: name them with --stream"),

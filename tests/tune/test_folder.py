@@ -1,7 +1,6 @@
 """A search's folder: one process at a time, and only the search that it was."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.fs
@@ -12,10 +11,7 @@ from infra.place import Place, WorkingCopy
 from infra.storage import TEMPORARY
 from infra.tracking.key import RunKey
 from tune.config import SearchConfig
-from tune.folder import TRIALS, begin, kept_config, kept_identity, locked, place_of, resumed_parent
-from tune.plan import make_search
-from tune.report import summary
-from tune.trial.row import Proposal, read_rows
+from tune.folder import TRIALS, begin, kept_config, locked, place_of, resumed_parent
 
 IDENTITY = {"confirm": 3, "memory_limit": 10**9, "knobs": "compile"}
 
@@ -45,28 +41,6 @@ def test_one_process_at_a_time_and_no_halves_of_rows(tmp_path: Path) -> None:
     with locked(place):
         assert not half.exists()
         assert row.exists()
-
-
-def test_a_search_of_an_earlier_version_is_read(small_shards: Path) -> None:
-    """``fixtures/earlier`` was written by commit e44792d: a grid of two sizes, each confirmed once."""
-    earlier = Path(__file__).parent / "fixtures" / "earlier"
-    place = Place.of(earlier)
-    config = kept_config(place)
-    training = replace(config.training, data=str(small_shards))
-    search = make_search(replace(config, training=training, out=str(earlier.parent), resume=earlier.name))
-    rows = read_rows(earlier / TRIALS)
-    assert [(row.candidate.micro_batch, row.stage, row.outcome) for row in rows] == [
-        (1, "probe", "ok"), (2, "probe", "ok"), (1, "confirm", "ok"), (2, "confirm", "ok")
-    ]  # fmt: skip
-    assert search.strategy.propose(rows) is None, "nothing is left to run"
-    then = [line.split("|")[4:] for line in (earlier / "leaderboard.md").read_text().splitlines() if "±" in line]
-    now = [line.split("|")[3:] for line in summary(search, rows).splitlines() if line.startswith("|") and "±" in line]
-    assert now == then, "but for the names of the candidates"
-    kept = kept_identity(place)
-    assert search.identity() | {"data": ""} == kept | {"data": ""}, "it is continued as the search that it was"
-    assert {row.key for row in rows} == {
-        Proposal(row.candidate, row.stage, row.round).key(config.name or "") for row in rows
-    }
 
 
 def test_a_search_in_object_storage_is_continued_from_what_was_sent(

@@ -73,7 +73,9 @@ def test_a_trial_is_asked_for_as_the_search_says(search: Search, capfd: pytest.C
     assert request.config == search.space.config(Candidate(2)).to_json() | {"data": str(search.data)}
     assert request.proposal.predicted_memory == search.memory.prior(Candidate(2)) > 0
     assert capfd.readouterr().out == ""
-    row = TrialRow("m1", 1, "probe", 0, Candidate(1), 2, "failed", "", 1.0, too_short=True, step_seconds=[9.0, 10.0])
+    row = TrialRow(
+        "m1", 1, "probe", 0, Candidate(1), 2, "failed", "", 1.0, node=HERE, too_short=True, step_seconds=[9.0, 10.0]
+    )  # fmt: skip
     again = searcher.request(Proposal(Candidate(1), "probe", 1), [row], HERE)
     assert (again.number, again.most_seconds) == (2, 140.0)
     assert "its steps get 2m20s, because --trial-time was too short" in capfd.readouterr().out

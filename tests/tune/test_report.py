@@ -46,6 +46,7 @@ def row(
     return TrialRow(
         f"m{size}", size, stage, round, Candidate(size, OWN), 16 // size, outcome, reason, 10.0,
         tokens_per_second=speed, low=speed and 0.99 * speed, high=speed and 1.01 * speed, memory=size * 10**9,
+        node="w1",
     )  # fmt: skip
 
 
@@ -100,7 +101,7 @@ def test_who_won_and_by_how_much() -> None:
         "runs": 1,
         "tied_with": [],
         "device": None,
-        "machines": [],
+        "machines": ["w1"],
         "data_wait_fraction": None,
         "telemetry": {},
     }
@@ -242,7 +243,7 @@ def test_a_ratio_to_the_control_is_in_brackets_where_no_difference_is_shown() ->
     def row(size: int, speed: float, width: float) -> TrialRow:
         return TrialRow(
             f"{size}", 1, "probe", 0, Candidate(size), 1, "ok", "", 10.0, tokens_per_second=speed,
-            low=speed * (1 - width), high=speed * (1 + width), memory=1,
+            low=speed * (1 - width), high=speed * (1 + width), memory=1, node="w1",
         )  # fmt: skip
 
     space = make_space(resolve(TrainConfig(global_batch=8, micro_batch=2), cpu_facts()), ())

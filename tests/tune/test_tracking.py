@@ -44,7 +44,7 @@ def finished(size: int, speed: float, **more: Any) -> TrialRow:
     """A trial that measured ``speed``."""
     return TrialRow(
         key=f"m{size}", number=1, stage="probe", round=0, candidate=Candidate(size, (("checkpointing", "none"),)),
-        accumulation=8 // size,
+        accumulation=8 // size, node="w1",
         outcome="ok", reason="", seconds=10.0, tokens_per_second=speed, low=0.99 * speed, high=1.01 * speed, **more,
     )  # fmt: skip
 

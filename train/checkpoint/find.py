@@ -6,11 +6,10 @@ from pathlib import Path
 from infra.errors import UserError
 from infra.object_storage import is_remote
 from infra.place import Place, scratch
-from infra.storage import write_json
 from train.checkpoint.progress import checkpoints_in, newest, read_progress
-from train.checkpoint.remote import fetch_newest, fetch_progress, newest_copy, step_name
+from train.checkpoint.remote import CHECKPOINTS, fetch_newest, fetch_progress, newest_copy
 from train.checkpoint.run_folder import KEY, RunFolder, working_copy
-from train.config import TrainConfig, config_from_json, load_config
+from train.config import TrainConfig, load_config
 
 
 def find_run(text: str, out: Path | str, flag: str = "--resume") -> RunFolder:
@@ -24,8 +23,6 @@ def find_run(text: str, out: Path | str, flag: str = "--resume") -> RunFolder:
         run = working_copy(place, fresh=False)
         progress = read_progress(fetch_progress(place, copy, run.checkpoints))
         run.rewind(progress.reported)  # training continued while it was copied
-        if not run.config.exists():
-            write_json(run.config, progress.config)
         return run
     out = Path(out)
     for path in (out / text, Path(text)):
@@ -49,12 +46,8 @@ def saved_config(text: str, out: Path | str) -> TrainConfig:
     place = _remote_run(text, out)
     if place is None:
         return load_config(find_run(text, out).config)
-    copy = _newest(place, text, "--resume")
-    folder = scratch("fetched", place.digest)
-    if place.exists("config.json"):
-        place.fetch("config.json", folder / "config.json")
-        return load_config(folder / "config.json")
-    return config_from_json(read_progress(fetch_progress(place, copy, folder / "checkpoints")).config, str(place))
+    _newest(place, text, "--resume")
+    return load_config((place / "config.json").address, "--resume")
 
 
 def find_checkpoint(text: str, out: Path | str) -> Path:
@@ -94,16 +87,14 @@ def _remote_run(text: str, out: Path | str) -> Place | None:
     if not is_remote(text):
         return Place.of(out) / text if is_remote(str(out)) else None
     place = Place.of(text)
-    if not place.name.startswith("step-"):
-        return place
-    return place.parent.parent if place.parent.name == "checkpoints" else place.parent
+    return place.parent.parent if place.parent.name == CHECKPOINTS else place
 
 
 def _newest(place: Place, text: str, flag: str) -> str:
     """The newest copy of a checkpoint, which is also the one that ``text`` names if it names one."""
     copy = newest_copy(place, flag)
-    if is_remote(text) and (named := Place.of(text).name) != place.name and named != step_name(copy):
-        raise _not_newest(flag, text, step_name(copy))
+    if is_remote(text) and (named := Place.of(text).name) != place.name and named != copy:
+        raise _not_newest(flag, text, copy)
     return copy
 
 

@@ -7,7 +7,6 @@ nothing else of the run.
 """
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from infra.errors import UserError
@@ -15,7 +14,7 @@ from infra.place import Place
 from infra.storage import TEMPORARY
 from train.checkpoint.progress import PROGRESS, checkpoints_in, damage
 
-CYCLES = "cycles.jsonl"
+CHECKPOINTS, CYCLES = "checkpoints", "cycles.jsonl"
 
 
 def upload(checkpoint: Path, cycles: Path, place: Place, keep: int) -> None:
@@ -24,29 +23,19 @@ def upload(checkpoint: Path, cycles: Path, place: Place, keep: int) -> None:
     Copies of later steps go too: they are damaged, or the run would have continued from there. Raises ``UserError``
     when storage keeps failing.
     """
-    target = f"checkpoints/{checkpoint.name}"
     files = sorted(checkpoint.iterdir(), key=lambda file: file.name == PROGRESS)
     for file in [cycles, *files] if cycles.exists() else files:
-        place.put(file, f"{target}/{file.name}")
-    earlier = [copy for copy in copies(place) if step_name(copy) <= checkpoint.name]
+        place.put(file, f"{CHECKPOINTS}/{checkpoint.name}/{file.name}")
+    earlier = [copy for copy in copies(place) if copy <= checkpoint.name]
     for copy in copies(place):
         if copy not in earlier[-keep:]:
-            place.remove([f"{copy}/{PROGRESS}"])
-            place.remove(place.files(copy))
+            place.remove([f"{CHECKPOINTS}/{copy}/{PROGRESS}"])
+            place.remove(place.files(f"{CHECKPOINTS}/{copy}"))
 
 
 def copies(place: Place) -> list[str]:
-    """The complete checkpoints of the run at ``place``, oldest first, as names of folders in it.
-
-    Earlier versions kept them in the run's folder itself.
-    """
-    found = (name.rpartition("/")[0] for name in place.files() if name.endswith(f"/{PROGRESS}"))
-    return sorted(found, key=step_name)
-
-
-def step_name(copy: str) -> str:
-    """``step-00000123`` of a name from :func:`copies`."""
-    return copy.rpartition("/")[2]
+    """The names of the complete checkpoints of the run at ``place``, oldest first."""
+    return sorted(name.split("/")[1] for name in place.files(CHECKPOINTS) if name.endswith(f"/{PROGRESS}"))
 
 
 def fetch_newest(place: Place, checkpoints: Path, only: str | None = None) -> tuple[Path | None, list[str]]:
@@ -58,11 +47,11 @@ def fetch_newest(place: Place, checkpoints: Path, only: str | None = None) -> tu
     """
     lines: list[str] = []
     for copy in reversed(copies(place)):
-        if only and step_name(copy) != only:
+        if only and copy != only:
             continue
         found = fetch(place, copy, checkpoints)
         if fault := damage(found):
-            lines.append(f"{place / copy} is damaged: {fault}; the one before it is used instead.")
+            lines.append(f"{place / CHECKPOINTS / copy} is damaged: {fault}; the one before it is used instead.")
             continue
         break
     else:
@@ -79,15 +68,15 @@ def fetch_newest(place: Place, checkpoints: Path, only: str | None = None) -> tu
 
 def fetch(place: Place, copy: str, checkpoints: Path) -> Path:
     """The checkpoint ``copy`` of ``place``, below ``checkpoints``; only its cycles where the rest is here, intact."""
-    here = checkpoints / step_name(copy)
-    progress = place.read(f"{copy}/{PROGRESS}")
+    here, there = checkpoints / copy, place / CHECKPOINTS / copy
+    progress = there.read(PROGRESS)
     known = here / PROGRESS
     intact = known.exists() and known.read_bytes() == progress and damage(here) is None
     target = here if intact else checkpoints / f"{TEMPORARY}{here.name}"
     target.mkdir(parents=True, exist_ok=True)
-    for name in _names(place, copy):
+    for name in there.files():
         if not intact or name == CYCLES:
-            place.fetch(f"{copy}/{name}", target / name)
+            there.fetch(name, target / name)
     if not intact:
         shutil.rmtree(here, ignore_errors=True)
         target.rename(here)
@@ -96,15 +85,11 @@ def fetch(place: Place, copy: str, checkpoints: Path) -> Path:
 
 def fetch_progress(place: Place, copy: str, checkpoints: Path) -> Path:
     """What a driver needs of the checkpoint ``copy``: how far it got, below ``checkpoints``, and the cycles."""
-    here = checkpoints / step_name(copy)
-    place.fetch(f"{copy}/{PROGRESS}", here / PROGRESS)
-    if CYCLES in _names(place, copy):
-        place.fetch(f"{copy}/{CYCLES}", checkpoints.parent / CYCLES)
+    here, there = checkpoints / copy, place / CHECKPOINTS / copy
+    there.fetch(PROGRESS, here / PROGRESS)
+    if there.exists(CYCLES):
+        there.fetch(CYCLES, checkpoints.parent / CYCLES)
     return here
-
-
-def _names(place: Place, copy: str) -> Iterator[str]:
-    return (name.rpartition("/")[2] for name in place.files(copy))
 
 
 def newest_copy(place: Place, flag: str) -> str:

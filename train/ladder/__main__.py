@@ -281,18 +281,16 @@ def continued(options: LadderOptions, copy: WorkingCopy) -> tuple[LadderOptions,
     from infra.tracking.store import reopen_run
 
     place, found = copy.place, kept(copy)
-    values, key = found["options"], found["key"]
     try:
-        if not values["fit"] and values["memory_limit"] == FITTED:  # earlier versions kept it without --fit, too
-            values["memory_limit"] = None
+        values = {name: found["options"][name] for name in saved(options)}
         options = from_json(LadderOptions, to_json(options) | values, "its options")
     except (ValueError, KeyError) as damage:
         raise damaged(copy, damage) from damage
-    home, key = key.home, key.valid_in(place, "begin a new ladder")
+    home, key = found["key"].home, found["key"].valid_in(place, "begin a new ladder")
     if not Place.of(options.data).exists(MANIFEST):
         raise UserError(
             f"the data of {place} is not in {options.data}: restore it, or begin a new ladder."
-            if home in ("", place.address)
+            if home == place.address
             else f"{place} was copied or moved from {home} without its data: to continue it, copy the data to "
             f"{options.data}; or begin a new ladder with --data."
         )

@@ -94,7 +94,7 @@ def load(text: str, out: str) -> dict[str, Any] | str:
         try:
             found = json.loads(place.read("standings.json"))
             speeds = [{"name": row["name"], "speed": row["speed"] and float(row["speed"])} for row in found["rows"]]
-            return {"name": text, "device": found["device"], "commit": found.get("commit", ""), "rows": speeds}
+            return {"name": text, "device": found["device"], "commit": found["commit"], "rows": speeds}
         except OSError:
             continue
         except UserError:  # of storage

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AliasChoices, Field
 from rich.markup import escape
 
 from infra.cluster import connected
@@ -60,10 +59,6 @@ SHORTEST = 8
 """Steps that a rung needs: one compiles, three warm up, four are measured."""
 
 
-_CHANGES_NUMERICS = AliasChoices("changes_numerics", "new_mathematics")
-"""The name in files of this version, and of earlier ones."""
-
-
 @strict
 @dataclass(frozen=True)
 class Measured:
@@ -75,7 +70,7 @@ class Measured:
     result: RunResult | None = None
     reason: str = ""
     """Why there is no result; empty when there is one."""
-    changes_numerics: Annotated[bool, Field(validation_alias=_CHANGES_NUMERICS)] = False
+    changes_numerics: bool = False
     """Whether its loss may differ from that of the rung before."""
     predicted: int | None = None
     """Predicted peak of the process's memory, in bytes."""

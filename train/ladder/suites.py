@@ -240,8 +240,6 @@ def find_suite(text: str, start: TrainConfig) -> Suite:
     if text in SUITES:
         return SUITES[text]
     path = Path(text)
-    if path.suffix == ".toml":
-        raise UserError(f"--suite {path} is a TOML file: write a Python file with SUITE = [Rung(...), ...] instead.")
     if path.suffix != ".py":
         raise UserError(f"--suite {text!r} is not known{nearest(text, SUITES)} The name of a file ends in .py.")
     suite = _from_python(path)

@@ -100,9 +100,8 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
             gpu = telemetry and telemetry.gpu
             ended = {"result": to_json(result), "gpu": gpu, "stream": summary}
         except OutOfMemory as failure:
-            result = replace(failure.result, machine=host)
-            channel.refuse(result.reason, to_json(result))
-            raise RuntimeError(result.reason) from None  # which Ray Train's controller reads without torch
+            channel.refuse(failure.result.reason, to_json(failure.result))
+            raise RuntimeError(failure.result.reason) from None  # which Ray Train's controller reads without torch
         except UserError as mistake:
             if alone:
                 return {"refused": str(mistake)}
@@ -280,14 +279,14 @@ def train(
     except OutOfMemory as failure:
         if config.workers > 1:
             raise
-        return replace(failure.result, machine=socket.gethostname())
+        return failure.result
     begun = trainer.state.step
     result = trainer.run()
     if telemetry:
         result = replace(result, joules_per_million_tokens=energy(telemetry, trainer, result, begun))
         result = replace(result, telemetry=trainer.while_training(telemetry))
     encoded_on = dict(data.encoded_on) if isinstance(data, StreamData) else {}
-    return replace(result, sample=closing_sample(trainer, result), machine=socket.gethostname(), encoded_on=encoded_on)
+    return replace(result, sample=closing_sample(trainer, result), encoded_on=encoded_on)
 
 
 def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, begun: int) -> float | None:

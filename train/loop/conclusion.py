@@ -3,6 +3,7 @@
 In: a run's state, where its time went, and how it ended. Out: the RunResult that every command compares and saves.
 """
 
+import socket
 from dataclasses import dataclass, field
 
 import torch
@@ -76,6 +77,7 @@ def conclude(
         mfu=utilisation(speed.tokens_per_second, flops, peak, config.workers) if speed else None,
         hfu=utilisation(speed.tokens_per_second, executed, peak, config.workers) if speed and executed else None,
         device=name,
+        machine=socket.gethostname(),
         checkpoint=checkpoint,
         data_fingerprint=manifest.fingerprint,
         loss_curve=[(r.step, r.train_loss, r.val_loss) for r in spent.reports],

@@ -26,14 +26,12 @@ def first_row(rows: Sequence[TrialRow]) -> TrialRow | None:
     return min((row for row in rows if row.tokens_per_second), key=lambda row: row.number, default=None)
 
 
-def scales(rows: Sequence[TrialRow]) -> dict[str | None, Scale]:
-    """The scale of each machine that has run its control. Rows without a machine's name are the first machine's."""
+def scales(rows: Sequence[TrialRow]) -> dict[str, Scale]:
+    """The scale of each machine that has run its control."""
     first = first_row(rows)
     if first is None:
         return {}
-    found: dict[str | None, Scale] = {first.node: Scale(), None: Scale()}
-    if first.node is None:  # begun by an earlier version, which ran on one machine
-        found[next((row.node for row in sorted(rows, key=lambda row: row.number) if row.node), None)] = Scale()
+    found = {first.node: Scale()}
     for row in rows:
         if row.stage == "control" and row.tokens_per_second and first.tokens_per_second:
             error = math.hypot(_half_width(row), _half_width(first))
@@ -44,7 +42,7 @@ def scales(rows: Sequence[TrialRow]) -> dict[str | None, Scale]:
 def control_of(node: str, rows: Sequence[TrialRow]) -> Proposal | None:
     """The control that the machine ``node`` has to run before anything else there, if it has to run one."""
     first = first_row(rows)
-    if first is None or node in scales(rows) or (first.node is None and not any(row.node for row in rows)):
+    if first is None or node in scales(rows):
         return None
     return Proposal(first.candidate, "control", node=node)
 

@@ -80,10 +80,10 @@ class TrialRow:
     data_wait_fraction: float | None = None
     train_loss: float | None = None
     device: str | None = None
-    node: str | None = None
-    """Name of the machine that ran it; None in rows of earlier versions."""
+    node: str = field(kw_only=True)
+    """Name of the machine that ran it."""
     telemetry: dict[str, float] = field(default_factory=dict)
-    """Means of what its machine did after the first step, by metric; empty in rows of earlier versions."""
+    """Means of what its machine did after the first step, by metric; empty for a trial that failed."""
     too_short: bool = False
     """It failed because its time ended before enough steps were counted for a speed."""
     step_seconds: list[float] = field(default_factory=list)

@@ -93,7 +93,7 @@ def new_row(proposal: Proposal, number: int, space: Space, outcome: TrialOutcome
     return TrialRow(
         str(number), number, proposal.stage, proposal.round, proposal.candidate,
         space.config(proposal.candidate).accumulation, outcome, "not run here", seconds=seconds,
-        predicted_memory=proposal.predicted_memory,
+        predicted_memory=proposal.predicted_memory, node="simulated",
     )  # fmt: skip
 
 

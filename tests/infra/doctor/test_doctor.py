@@ -52,18 +52,16 @@ def test_the_whole_examination(
     found = json.loads(Path("runs/doctor.json").read_text())
     for rate, unit in ((found["matmul"]["fp32"] / 1e12, "TFLOP/s"), (found["copy"]["within the device"] / 1e9, "GB/s")):
         assert f"{rate:,.2f} {unit}" in output.out, "what is kept is what is shown"
-    left, runs = Path("runs/doctor.json"), Place.of("runs")
-    assert ceilings.read_matmul_rate(runs, found["device"], "fp32") == found["matmul"]["fp32"]
-    assert ceilings.read_matmul_rate(runs, found["device"], "fp16") == found["matmul"].get("bf16")
-    assert ceilings.read_matmul_rate(runs, "another", "fp32") is None
-    here = socket.gethostname()
-    assert found["device"] != "cpu" or ceilings.read_matmul_rate(runs, "cpu", "fp32", here) == found["matmul"]["fp32"]
+    left, runs, here = Path("runs/doctor.json"), Place.of("runs"), socket.gethostname()
+    assert ceilings.read_matmul_rate(runs, found["device"], "fp32", here) == found["matmul"]["fp32"]
+    assert ceilings.read_matmul_rate(runs, found["device"], "fp16", here) == found["matmul"].get("bf16")
+    assert ceilings.read_matmul_rate(runs, "another", "fp32", here) is None
     assert ceilings.read_matmul_rate(runs, "cpu", "fp32", "another machine") is None
-    assert ceilings.read_matmul_rate(Place.of("nothing"), "cpu", "fp32") is None
+    assert ceilings.read_matmul_rate(Place.of("nothing"), "cpu", "fp32", here) is None
     assert command(monkeypatch, "--out", "runs", "--quick") == 0
     assert json.loads(left.read_text()) == found, "what was measured stays"
-    left.write_text(json.dumps({"device": "cpu", "checks": []}))
-    assert ceilings.read_matmul_rate(runs, "cpu", "fp32") is None
+    left.write_text(json.dumps({"device": "cpu", "machine": here, "checks": []}))
+    assert ceilings.read_matmul_rate(runs, "cpu", "fp32", here) is None
     client = MlflowClient(store_uri())
     (experiment,) = [e for e in client.search_experiments() if e.name == "doctor"]
     runs = client.search_runs([experiment.experiment_id])

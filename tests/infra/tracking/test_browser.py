@@ -81,7 +81,7 @@ def result(speed: float) -> RunResult:
         throughput=Throughput(speed, speed - 10, speed + 20, 17, 3), memory=Memory(None, None, 10**9, "rss"),
         train_loss=6.25, val_loss=6.5, train_tokens=2560, val_tokens=64, books=0.5, seconds=40.0,
         first_step_seconds=1.5, data_wait_fraction=0.01, optimizer_fraction=0.09, flops_per_token=2e6,
-        flops_formula="PaLM", flops_per_second=2e9, mfu=None, device="cpu", checkpoint=None,
+        flops_formula="PaLM", flops_per_second=2e9, mfu=None, device="cpu", machine="w1", checkpoint=None,
         data_fingerprint="0" * 64, loss_curve=[(10, 7.0, None), (20, 6.25, 6.5)], val_perplexity=665.1,
         val_bits_per_byte=1.5,
     )  # fmt: skip
@@ -105,7 +105,7 @@ def trial(size: int, speed: float | None, reason: str = "") -> TrialRow:
         key=f"m{size}", number=size, stage="probe", round=0, candidate=Candidate(size, ()), accumulation=8 // size,
         outcome="ok" if speed else "failed", reason=reason, seconds=10.0, tokens_per_second=speed,
         low=speed and speed - 10, high=speed and speed + 20, memory=size * 10**9 if speed else None,
-        predicted_memory=size * 1.1e9,
+        predicted_memory=size * 1.1e9, node="w1",
     )  # fmt: skip
 
 

@@ -260,6 +260,25 @@ def test_killed_clearing_leaves_a_whole_data_set_or_nothing_that_looks_done(
             )
 
 
+@pytest.mark.parametrize(
+    ("whole", "damaged"),
+    [('"split": "train"', '"split": "test"'), ('"rows"', '"lines"'), ('"replaced": 0', '"replaced": "0"')],
+)
+def test_a_record_with_another_type_or_name_is_no_record(config: TokenizeConfig, whole: str, damaged: str) -> None:
+    path = Path(config.out) / "pieces/000000.json"
+    content = path.read_text(encoding="utf-8")
+    assert whole in content
+    path.write_text(content.replace(whole, damaged), encoding="utf-8")
+    assert read_record(Path(config.out), "000000") is None
+
+
+def test_a_data_set_without_its_quarantine_is_not_finished(small_pieces: TokenizeConfig) -> None:
+    tokenize(small_pieces)
+    assert output.is_finished(Job(small_pieces))
+    (Path(small_pieces.out) / output.QUARANTINE).unlink()
+    assert not output.is_finished(Job(small_pieces)), "the same command writes it again"
+
+
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
     with output.sole_writer(Place.of(tmp_path)):
         with pytest.raises(UserError, match="another run is writing to"), output.sole_writer(Place.of(tmp_path)):
@@ -270,12 +289,9 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
         pass
 
 
-def test_a_setting_unknown_to_older_folders_counts_as_unchanged(config: TokenizeConfig) -> None:
-    settings = Path(config.out) / output.SETTINGS
-    values = json.loads(settings.read_text(encoding="utf-8"))
+def test_settings_are_kept_beside_the_pieces_and_compared(config: TokenizeConfig) -> None:
+    values = json.loads((Path(config.out) / output.SETTINGS).read_text(encoding="utf-8"))
     assert values == config.identity() | {"sources": list(config.sources), "languages": []}
-    del values["join_lines"]
-    settings.write_text(json.dumps(values), encoding="utf-8")
     assert output.changed_settings(Job(config)) == {}
     assert output.changed_settings(Job(replace(config, min_chars=7))) == {"min_chars": (200, 7)}
 

@@ -77,7 +77,7 @@ def test_a_run_is_compared_with_the_measured_matmul_rate(
     )
     result = Trainer(config).run()
     assert flops.with_matmul_efficiency(result, config, place).matmul_utilisation is None, "the doctor was not asked"
-    doctor = {"device": result.device, "matmul": {"fp32": 1e12}}
+    doctor = {"machine": result.machine, "device": result.device, "matmul": {"fp32": 1e12}}
     place.write_json("doctor.json", doctor)
     beside = flops.with_matmul_efficiency(result, config, place)
     assert result.flops_per_second

@@ -77,7 +77,7 @@ def test_what_is_not_there_is_one_sentence(out: str, tmp_path: Path) -> None:
 
 
 def test_two_ladders_are_compared_wherever_they_are(out: str, tmp_path: Path) -> None:
-    found = b'{"device": "cpu", "rows": [{"name": "baseline", "speed": 5}]}'
+    found = b'{"device": "cpu", "commit": "", "rows": [{"name": "baseline", "speed": 5}]}'
     (Place.of(out) / "one").write("standings.json", found)
     (tmp_path / "one").mkdir()
     (tmp_path / "one/standings.json").write_bytes(found)

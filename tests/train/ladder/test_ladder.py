@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stdout
@@ -20,7 +21,8 @@ from infra.cluster import connected
 from infra.errors import UserError
 from infra.hardware import A100, cpu_facts
 from infra.storage import write_json
-from infra.tracking.store import create_run, store_uri
+from infra.tracking.key import RunKey
+from infra.tracking.store import store_uri
 from pipeline.stream import EncodedBook, Stream, encoded_books
 from train.config import TrainConfig
 from train.data.stream import StreamData
@@ -130,7 +132,8 @@ def test_a_suite_runs_in_its_short_form(
     if suite == "a100":
         flags += ["--compare", "study"]
         Path("runs").mkdir()
-        write_json(Path("runs/doctor.json"), {"device": "cpu", "matmul": {"fp32": 1e12}})  # as the doctor saves it
+        doctor = {"machine": socket.gethostname(), "device": "cpu", "matmul": {"fp32": 1e12}}
+        write_json(Path("runs/doctor.json"), doctor)  # as the doctor saves it
     assert command(monkeypatch, *flags, "--rungs", *rungs, "--steps", "8", "--cycle", "8+1") == 0
     printed = capfd.readouterr().out
     standing = json.loads((tmp_path / "runs" / suite / "standings.json").read_text())
@@ -363,40 +366,13 @@ def test_an_interrupted_ladder_says_how_to_continue_it(
     assert ended == {"control": "FINISHED", "rung": "KILLED", "ladder": "KILLED"}
 
 
-EARLIER = Path(__file__).parent / "fixtures/earlier"
-"""What ``--suite memory --rungs Adafactor`` left in /project before rungs were labelled ``changes_numerics``."""
-
-
-def earlier(project: Path, run_id: str = "0" * 32) -> None:
-    """Put the ladder of an earlier version into the folder runs/old, as if it had been run in ``project``."""
-    shutil.copytree(EARLIER, "runs/old")
-    for path in Path("runs/old").rglob("*.json"):
-        kept = path.read_text().replace("/project", str(project))
-        path.write_text(kept.replace("3ad8104658bb4021aec2151ca08ac2d1", run_id))
-
-
-def test_a_ladder_of_an_earlier_version_is_continued(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing is run again, for which there is no Ray here."""
-    monkeypatch.setattr(runner, "connected", lambda *_, **__: pytest.fail("a rung was not kept"))
-    earlier(tmp_path, create_run("ladder", "old").run_id)
-    shutil.copytree(small_shards, "tokens")
-    assert command(monkeypatch, "--resume", "old") == 0
-    printed = capfd.readouterr().out
-    assert printed.count("kept from") == 3
-    assert "Adafactor *" in printed
-    _, row = json.loads(Path("runs/old/standings.json").read_text())["rows"]
-    assert (row["name"], row["changes_numerics"], row["loss"]) == ("Adafactor", True, pytest.approx(5.55, abs=0.01))
-
-
 @pytest.mark.parametrize(
     ("project", "said"),
     [
-        (None, "the data of {0}/runs/old is not in {0}/tokens: restore it, or begin a new ladder."),
+        (None, "the data of {0}/runs/one is not in {0}/tokens: restore it, or begin a new ladder."),
         (
             "/elsewhere",
-            "{0}/runs/old was copied or moved from /elsewhere/runs/old without its data: to continue it, copy the data "
+            "{0}/runs/one was copied or moved from /elsewhere/runs/one without its data: to continue it, copy the data "
             "to /elsewhere/tokens; or begin a new ladder with --data.",
         ),
     ],
@@ -404,8 +380,11 @@ def test_a_ladder_of_an_earlier_version_is_continued(
 def test_a_ladder_without_its_data_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], project: str | None, said: str
 ) -> None:
-    earlier(Path(project or tmp_path))
-    assert command(monkeypatch, "--resume", "old") == 2
+    there = Path(project or tmp_path)
+    key = RunKey("http://mlflow:5000", "1", "abc", f"{there}/mlflow-journal").kept_in(there / "runs/one")
+    Path("runs/one").mkdir(parents=True)
+    write_json(Path("runs/one/ladder.json"), {"options": saved(LadderOptions(data=f"{there}/tokens")), "key": key})
+    assert command(monkeypatch, "--resume", "one") == 2
     assert said.format(tmp_path) in " ".join(capfd.readouterr().err.split())
 
 

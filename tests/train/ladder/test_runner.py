@@ -407,18 +407,6 @@ def test_a_rung_is_kept_with_its_very_config_and_a_speed(base: TrainConfig, make
     assert runner._kept(path, base) is None
 
 
-def test_a_rung_of_an_earlier_version_is_kept(base: TrainConfig, make_result: Make, tmp_path: Path) -> None:
-    """It called the changed numerics another name, and lacks the settings that came later."""
-    measured = to_json(Measured("one", "01-one", base.to_json(), make_result(), changes_numerics=True))
-    measured["new_mathematics"] = measured.pop("changes_numerics")
-    assert measured["config"].pop("accelerator") is None
-    write_json(tmp_path / "rung.json", measured)
-    kept = runner._kept(tmp_path / "rung.json", base)
-    assert kept is not None
-    assert kept.changes_numerics
-    assert "new_mathematics" not in to_json(kept)
-
-
 def test_the_batch_that_fits_is_the_largest_that_does(base: TrainConfig) -> None:
     for size, next_size in ((1, 2), (7, 8), (8, 16), (24, 32)):
         limit = predict_peak(replace(base, micro_batch=size, global_batch=3 * size)).total

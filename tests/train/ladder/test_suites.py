@@ -121,13 +121,6 @@ def test_a_suite_from_python(tmp_path: Path) -> None:
     assert find_suite(str(path), START) == replace(suite, title="mine", base={})
 
 
-def test_a_toml_file_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text('[[rung]]\nname = "one"\nbatch = 2\n')
-    with pytest.raises(UserError, match=r"mine\.toml is a TOML file: write a Python file with SUITE = \[Rung\("):
-        find_suite(str(path), START)
-
-
 def from_file(path: Path, text: str, start: TrainConfig = START) -> Suite:
     """The suite of a Python file with ``text``."""
     path.write_text(f"from train.ladder.suites import Rung, Suite\nSUITE = {text}\n")

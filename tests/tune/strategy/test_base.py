@@ -25,7 +25,7 @@ def row(size: int, *, stage: Stage = "probe", round: int = 0, speed: float = 100
     """A trial that measured ``speed`` within three percent."""
     return TrialRow(
         f"m{size}-{stage}-{round}", 1, stage, round, Candidate(size), 8 // size, "ok", "", 10.0,
-        tokens_per_second=speed, low=0.97 * speed, high=1.03 * speed, memory=size * 10**9,
+        tokens_per_second=speed, low=0.97 * speed, high=1.03 * speed, memory=size * 10**9, node="w1",
     )  # fmt: skip
 
 

@@ -21,8 +21,9 @@ def row(
     """A finished trial."""
     candidate = Candidate(size, knobs)
     return TrialRow(
-        f"m{size}", 1, "probe", 0, candidate, 1, outcome, "", 10.0, tokens_per_second=speed, memory=int(memory)
-    )
+        f"m{size}", 1, "probe", 0, candidate, 1, outcome, "", 10.0, tokens_per_second=speed, memory=int(memory),
+        node="w1",
+    )  # fmt: skip
 
 
 def curves(*rows: TrialRow, limit: float = 100e9) -> Curves:

@@ -105,7 +105,7 @@ def test_nothing_fits(space: Space) -> None:
 
 def finished(size: int, outcome: TrialOutcome, **measured: Any) -> TrialRow:
     """A trial of one size of :func:`plain`."""
-    return TrialRow(f"m{size}", 1, "probe", 0, Candidate(size), 1, outcome, "", 10.0, **measured)
+    return TrialRow(f"m{size}", 1, "probe", 0, Candidate(size), 1, outcome, "", 10.0, node="w1", **measured)
 
 
 def plain(*knobs: str, batch: int = 64) -> MemorySearcher:
@@ -155,9 +155,10 @@ def test_what_fails_everywhere_near_the_control_ends_the_search(compare: ModuleT
     searcher = compare.ours(compare.Simulated(space, 3)).explore
     rows: list[TrialRow] = []
     while (proposal := searcher.propose(rows)) is not None:
-        rows.append(
-            TrialRow(str(len(rows)), len(rows), proposal.stage, 0, proposal.candidate, 1, "failed", "no driver", 10.0)
-        )
+        row = TrialRow(
+            str(len(rows)), len(rows), proposal.stage, 0, proposal.candidate, 1, "failed", "no driver", 10.0, node="w1"
+        )  # fmt: skip
+        rows.append(row)
     assert len(rows) == 1 + len(space.neighbours(space.control.knobs)) < len(space.combinations)
 
 

@@ -8,7 +8,7 @@ from tune.strategy.nodes import comparable, control_of, scales
 from tune.trial.row import Proposal, Stage, TrialRow
 
 
-def row(number: int, node: str | None, size: int, speed: float | None, stage: Stage = "probe") -> TrialRow:
+def row(number: int, node: str, size: int, speed: float | None, stage: Stage = "probe") -> TrialRow:
     """A trial's, with an interval of one percent to either side."""
     low, high = (speed / 1.01, speed * 1.01) if speed else (None, None)
     return TrialRow(
@@ -37,13 +37,9 @@ def test_what_was_predicted_of_a_machine_stays_as_far_from_what_was_measured_the
 
 
 def test_one_machine_needs_no_other_control_and_its_rows_stay_as_they_are() -> None:
-    for name in (None, "w1"):
-        rows = [row(1, name, 1, None), row(2, name, 2, 900.0)]
-        assert comparable(rows) == rows
-        assert control_of("w1", rows) is None
-    old = [row(1, None, 1, 900.0), row(2, "w1", 2, 900.0)]
-    assert control_of("w1", old) is None, "begun by an earlier version, which ran on one machine"
-    assert control_of("w2", old) == Proposal(Candidate(1), "control", node="w2")
+    rows = [row(1, "w1", 1, None), row(2, "w1", 2, 900.0)]
+    assert comparable(rows) == rows
+    assert control_of("w1", rows) is None
 
 
 def test_another_machine_first_runs_what_the_first_one_ran() -> None:

@@ -15,7 +15,7 @@ def row(
     """A finished trial."""
     return TrialRow(
         f"{size}-{stage}-{speed}", 1, stage, 0, Candidate(size), 1, outcome, "", 10.0, tokens_per_second=speed,
-        low=speed * (1 - width), high=speed * (1 + width), memory=memory,
+        low=speed * (1 - width), high=speed * (1 + width), memory=memory, node="w1",
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ def row(proposal: Proposal, number: int) -> TrialRow:
     """A finished trial of ``proposal``."""
     return TrialRow(
         proposal.key("search"), number, proposal.stage, proposal.round, proposal.candidate, 1, "ok", "", 10.0,
-        tokens_per_second=100.0, step_seconds=[1.0, 0.5],
+        tokens_per_second=100.0, step_seconds=[1.0, 0.5], node="w1",
     )  # fmt: skip
 
 
