@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from infra.command import INTERRUPTED, interrupt_on_termination, uninterrupted
 from infra.console import errors
 from infra.errors import UserError, first_line
-from infra.local_ray import environment_variables, on_loopback, own_process_group, refuse_exposed
+from infra.local_ray import environment_variables, on_loopback, only_needed_processes, own_process_group, refuse_exposed
 from infra.progress import doing
 from infra.storage import TEMPORARY
 
@@ -80,13 +80,12 @@ def connected(
     address: str | None = None,
     *,
     cpus: int | None = None,
-    prestart: bool = True,
+    prestart: bool = False,
 ) -> Iterator[None]:
     """Join the Ray cluster at ``address`` or ``RAY_ADDRESS``, or start one on this machine, for the block's duration.
 
     ``cpus`` is the number of parallel tasks that a local Ray may run (default: the machine's cores), and
-    ``prestart`` starts a worker for each in advance. That takes two seconds of a core per worker and is useless for
-    Ray Train, whose processes have a runtime_env and are therefore started separately. Raises ``UserError`` when
+    ``prestart`` starts a worker for each in advance, for work that needs them all at once. Raises ``UserError`` when
     nothing answers at ``address``.
     """
     named = "--address" if address else "RAY_ADDRESS"
@@ -110,7 +109,14 @@ def connected(
         os.environ.update(variables)
         os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
         # A Ray whose ray.init was interrupted cannot be shut down: the command ended in a segmentation fault.
-        with doing("starting Ray"), on_loopback(), own_process_group(), uninterrupted(), _unshadowed():
+        with (
+            doing("starting Ray"),
+            on_loopback(),
+            own_process_group(),
+            only_needed_processes(),
+            uninterrupted(),
+            _unshadowed(),
+        ):
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
     interrupt_on_termination()
     try:

@@ -9,6 +9,9 @@ import importlib
 import ipaddress
 import logging
 import os
+import pkgutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -82,6 +85,71 @@ def own_process_group() -> Iterator[None]:
 
 
 @contextmanager
+def only_needed_processes() -> Iterator[None]:
+    """Start Ray in this block without the processes that serve nobody where one driver has one machine.
+
+    These are the autoscaler's monitor, the log monitor (nobody is shown what workers print), the dashboard's server,
+    which starts with ``include_dashboard=False`` too, and the dashboard's agent. They take three seconds of a core, and
+    ``ray.init`` waits for two of them. ``ray start`` has options against the first two, ``ray.init`` has none.
+    """
+    node = "ray._private.node:Node"
+    with (
+        _replaced(node, "start_monitor", _nothing),
+        _replaced(node, "start_log_monitor", _nothing),
+        _replaced(node, "start_api_server", _no_server),
+        _replaced("ray._private.services", "ConsolePopen", _no_agent),
+    ):
+        yield
+
+
+def _nothing(_: Any) -> Any:
+    return lambda *_, **__: None
+
+
+def _no_server(start: Any) -> Any:
+    """Instead of starting the dashboard's server, publish an address at which nothing listens.
+
+    Ray Train and Ray Data ask the server about actors and tasks. They do without an answer, but wait for an address.
+    """
+
+    def publish(node: Any, *arguments: Any, **settings: Any) -> Any:
+        try:
+            constants = importlib.import_module("ray._private.ray_constants")
+            key, namespace = constants.DASHBOARD_ADDRESS, constants.KV_NAMESPACE_DASHBOARD
+            put = node.get_gcs_client().internal_kv_put
+        except (ImportError, AttributeError):
+            return start(node, *arguments, **settings)
+        put(key.encode(), b"127.0.0.1:1", True, namespace)
+        return None
+
+    return publish
+
+
+def _no_agent(popen: Any) -> Any:
+    """Start the raylet with a program that only waits for its end, in place of the dashboard's agent.
+
+    The raylet ends when its agent does, and waits for the agent's ports: -1 says, as without ``ray[default]``, that
+    they are not in use.
+    """
+    agent = "--dashboard_agent_command="
+    wait = "import os, time\nwhile os.getppid() == int(os.environ['RAY_RAYLET_PID']): time.sleep(1)"
+    waiting = agent + subprocess.list2cmdline([sys.executable, "-ISc", wait])
+
+    def start(command: list[str], *arguments: Any, **settings: Any) -> Any:
+        if any(word.startswith(agent) for word in command):
+            with suppress(ImportError, AttributeError, KeyError):
+                ray = importlib.import_module("ray._raylet")
+                given = dict(word.split("=", 1) for word in command if "=" in word)
+                for port in ("METRICS_AGENT", "METRICS_EXPORT", "DASHBOARD_AGENT_LISTEN"):
+                    name = getattr(ray, f"{port}_PORT_NAME")
+                    ray.persist_port(given["--session_dir"], given["--node_id"], name, -1)
+                command = [waiting if word.startswith(agent) else word for word in command]
+        return popen(command, *arguments, **settings)
+
+    return start
+
+
+@contextmanager
 def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
     """Set these environment variables during the block."""
     before = {name: os.environ.get(name) for name in variables}
@@ -97,16 +165,19 @@ def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(module: str, name: str, change: Any) -> Iterator[bool]:
-    """Replace an attribute of a module by ``change`` of it during the block; yields whether the attribute exists."""
+def _replaced(place: str, name: str, change: Any) -> Iterator[bool]:
+    """Replace an attribute of a module, or of a class ("module:class"), by ``change`` of it during the block.
+
+    Yields whether the attribute exists.
+    """
     try:
-        place = importlib.import_module(module)
-        original = getattr(place, name)
+        owner = pkgutil.resolve_name(place)
+        original = getattr(owner, name)
     except (ImportError, AttributeError):
         yield False
         return
-    setattr(place, name, change(original))
+    setattr(owner, name, change(original))
     try:
         yield True
     finally:
-        setattr(place, name, original)
+        setattr(owner, name, original)

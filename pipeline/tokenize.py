@@ -81,7 +81,7 @@ def _make(job: Job, todo: list[Piece], progress: report.JobStats, *, fresh: bool
         opening = background.submit(_open_store, config.tracking_uri)
         if todo:
             with phase("ray start"):
-                ray.enter_context(connected(config.address, cpus=config.parallelism))
+                ray.enter_context(connected(config.address, cpus=config.parallelism, prestart=True))
                 warm_up(0 if config.cluster else min(config.parallelism, len(todo)))
             if config.cluster:
                 if not place.remote:

@@ -139,8 +139,10 @@ def cluster() -> Iterator[str]:
 import os, sys
 from infra.cluster import _SETTINGS
 os.environ.update(_SETTINGS, RAY_prestart_worker_first_driver="0")
+from infra.local_ray import only_needed_processes
 import ray  # and not by connected(), whose own Ray is for nobody else to join
-ray.init(address="local", include_dashboard=False, log_to_driver=False)
+with only_needed_processes():
+    ray.init(address="local", include_dashboard=False, log_to_driver=False)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """

@@ -98,7 +98,7 @@ def train(options: RunOptions) -> int:
             locks.enter_context(run.home.command_lock())
         store = options.tracking_uri or ((known := run.home.key()) and known.store)
         preparing = background.submit(prepare, store)
-        with nullcontext() if run.is_local else connected(run.address, prestart=False):
+        with nullcontext() if run.is_local else connected(run.address):
             with doing(IMPORTING):
                 preparing.result()
             if not (run.home.kept_at or run.is_local):

@@ -36,7 +36,7 @@ class Reduced:
 
 def measure(workers: int, address: str | None = None) -> Reduced:
     """All-reduce between ``workers`` fresh processes. Raises ``UserError`` when the cluster has too few cores."""
-    with connected(address, prestart=False):
+    with connected(address):
         import ray
         import ray.train
         import ray.train.torch

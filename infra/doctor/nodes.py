@@ -141,7 +141,7 @@ def examine(address: str, storage: Place | None = None, *, measure: bool = False
 
     Each reaches for ``storage``, and where ``measure`` multiplies matrices on a free GPU, or on all its cores.
     """
-    with connected(address, prestart=False):
+    with connected(address):
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

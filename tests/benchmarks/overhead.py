@@ -196,7 +196,7 @@ def wrapped(config: TrainConfig, *, on_ray: bool) -> dict[str, float]:
             busy.append((time.time(), cpu_seconds_of_others()))
 
         folder = Path(name) / "run"
-        with connected(prestart=False) if on_ray else nullcontext():
+        with connected() if on_ray else nullcontext():
             connected_at = time.time()
             preparing.result()
             prepared = time.time()

@@ -12,11 +12,12 @@ import psutil
 import pytest
 import ray
 import ray.util
-from ray._private import ray_constants, services
+from ray import _raylet
+from ray._private import node, ray_constants, services
 
 from infra.cluster import PROJECT, connected
 from infra.errors import UserError
-from infra.local_ray import on_loopback, own_process_group
+from infra.local_ray import on_loopback, only_needed_processes, own_process_group
 
 PROGRAM = """
 import json, os, psutil
@@ -68,6 +69,13 @@ def test_a_local_ray_listens_on_loopback_and_is_out_of_our_process_group(
         address.removeprefix("::ffff:") for listening in (ours, *(at for _, _, at in rays)) for address in listening
     }
     assert addresses == {"127.0.0.1"}
+
+
+def test_a_local_ray_has_no_processes_that_serve_nobody(local_ray: tuple[list[Any], str, str, str]) -> None:
+    """One Python waits in place of the dashboard's agent."""
+    _, *rays = local_ray[0]
+    names = [name for name, _, _ in rays if name != "ray::IDLE"]
+    assert sorted(names) == sorted(["gcs_server", "raylet", "ray::RuntimeEnvAgent", Path(sys.executable).name])
 
 
 def test_workers_import_our_packages_where_the_current_folder_has_one_of_the_same_name(
@@ -139,8 +147,28 @@ def test_a_ray_that_starts_processes_otherwise_stays_in_our_group_and_that_is_lo
     assert "stays in our process group" in caplog.text
 
 
+def test_a_ray_that_starts_its_processes_otherwise_has_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    raylet = ["raylet", "--session_dir=/tmp", "--node_id=1", "--dashboard_agent_command=agent"]
+    monkeypatch.delattr(node.Node, "start_monitor")
+    monkeypatch.delattr(node.Node, "start_log_monitor")
+    monkeypatch.setattr(node.Node, "start_api_server", lambda _, **settings: settings)
+    monkeypatch.setattr(services, "ConsolePopen", lambda command, **_: command)
+    monkeypatch.delattr(ray_constants, "DASHBOARD_ADDRESS")
+    monkeypatch.delattr(_raylet, "persist_port")
+    with only_needed_processes():
+        assert not hasattr(node.Node, "start_monitor")
+        assert not hasattr(node.Node, "start_log_monitor")
+        started: Any = node.Node.start_api_server
+        assert started(None, include_dashboard=False) == {"include_dashboard": False}
+        assert services.ConsolePopen(raylet) == raylet
+    assert not hasattr(node.Node, "start_monitor")
+
+
 def test_replaced_attributes_are_restored() -> None:
-    before: tuple[Any, ...] = ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen
-    with on_loopback(), own_process_group():
-        assert (ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen) != before
-    assert (ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen) == before
+    def replaced() -> tuple[Any, ...]:
+        return ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen, node.Node.start_monitor
+
+    before = replaced()
+    with on_loopback(), own_process_group(), only_needed_processes():
+        assert all(now != then for now, then in zip(replaced(), before, strict=True))
+    assert replaced() == before

@@ -168,7 +168,7 @@ def run(options: LadderOptions) -> int:
         if options.cluster:
             from train.launch.placement import worker_facts
 
-            stack.enter_context(connected(options.address, prestart=False))
+            stack.enter_context(connected(options.address))
             if not place.remote:
                 refuse_unshared("--out", place.folder.parent)
             facts = worker_facts(start)

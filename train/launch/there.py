@@ -36,7 +36,7 @@ def train(payload: dict[str, Any], listener: Listener, reported: int, second: in
     home = run.home
     with (
         ray_files(home.path) as files,
-        connected(run.address, prestart=False),
+        connected(run.address),
         opened(reported, second) as channel,
     ):
         wanted = scaling(config)
