@@ -34,7 +34,7 @@ demo: install
 ifeq ($(GPU),)
 	@echo "No GPU found: the demo trains the model 'tiny' on the CPU. With a GPU it trains GPT-2 124M."
 endif
-	cd $(DEMO) && $(PYTHON_HERE) -m pipeline.tokenize --out data/tokens
+	cd $(DEMO) && $(PYTHON_HERE) -m pipeline.tokenize --out data/tokens --workers 2
 	cd $(DEMO) && $(PYTHON_HERE) -m train.run --data data/tokens --name demo $(DEMO_RUN)
 	cd $(DEMO) && $(PYTHON_HERE) -m tune.search --data data/tokens --name demo-search $(DEMO_SEARCH)
 	@echo "Everything is in MLflow; look with: cd $(DEMO) && $(abspath $(BIN))/mlflow ui --backend-store-uri sqlite:///mlflow.db"

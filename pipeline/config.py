@@ -71,7 +71,8 @@ class TokenizeConfig(Reading, JoinsRay):
     """Where the token shards go: a folder on a disk that all workers share, or s3://bucket/folder, gs://bucket/folder."""
 
     workers: int | None = None
-    """Tasks at a time, at least 1. Default: every CPU of this machine, or of the cluster at --address."""
+    """Tasks at a time, at least 1, all by Ray Data. Default: every CPU of this machine, without Ray up to 2 GB of text,
+    or of the cluster at --address."""
 
     val_fraction: float = 0.01
     """Share of the books, at least 0 and below 1, held out for validation, chosen by a hash of each book's id."""

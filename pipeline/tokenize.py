@@ -6,9 +6,11 @@ functions of a ``-m`` file reach Ray's workers as ``__main__``, pickled by value
 """
 
 import time
+import uuid
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,15 +25,17 @@ from infra.place import Place, WorkingCopy
 from infra.progress import doing
 from infra.tracking.names import changed, shown
 from pipeline.config import TokenizeConfig
-from pipeline.job import output, report
+from pipeline.job import output, processes, ray_data, report
 from pipeline.job.carried import carried_or_refused
 from pipeline.job.crash_guard import forget
 from pipeline.job.plan import Job, Piece
-from pipeline.job.ray_data import do_pieces, warm_up
 from pipeline.shards import MANIFEST, QUARANTINE, TRACKING, Manifest
 
 if TYPE_CHECKING:
     from infra.tracking.tracker import Tracker
+
+WITHOUT_RAY = 2_000_000_000
+"""Bytes of text up to which processes of this machine are done before a Ray that has to start."""
 
 
 def main(config: TokenizeConfig) -> int:
@@ -75,95 +79,112 @@ def _continue(job: Job, progress: report.JobStats) -> int:
 
 
 def _make(job: Job, todo: list[Piece], progress: report.JobStats, *, fresh: bool) -> None:
-    """Do the pieces and finish the data set. MLflow is imported while Ray starts, and Ray stops while we finish."""
+    """Do the pieces and finish the data set. Its run in MLflow is created meanwhile, and Ray stops while we finish."""
     config, place, phase = job.config, job.place, progress.wall.time
-    with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as ray:
-        opening = background.submit(_open_store, config.tracking_uri)
-        if todo:
+    on_ray = _on_ray(config, todo)
+    with _recorded(job) as opening, ThreadPoolExecutor(max_workers=1) as background, ExitStack() as ray:
+        if on_ray:
             with phase("ray start"):
                 ray.enter_context(connected(config.address, cpus=config.parallelism, prestart=True))
-                warm_up(0 if config.cluster else min(config.parallelism, len(todo)))
+                ray_data.warm_up(0 if config.cluster else min(config.parallelism, len(todo)))
             if config.cluster:
                 if not place.remote:
                     refuse_unshared("--out", place.folder)
                 todo = carried_or_refused(todo)
-        with phase("mlflow start"), doing("importing MLflow"):
-            opening.result()
-            tracker = _open_run(job)
-        with tracker:
-            if fresh:
-                output.clear(place)
-            output.begin(job, [piece.name for piece in todo])
-            place.write_json(TRACKING, tracker.key.kept_in(place.address))
-            identity, usual = config.identity(), TokenizeConfig().identity()
-            named = {"sources": identity.pop("sources"), "out": str(place), "workers": config.parallelism}
-            tracker.params(changed(identity, usual) | named | {"pieces": len(job.pieces)})
-            tracker.json(config.identity() | named, "config.json")
-            try:
-                if todo:
-                    with phase("work"):
-                        _work(job, todo, progress, tracker.key.run_id)
-                stopping = background.submit(ray.close)
-                with phase("finish"), doing("checking and closing the data set"):
-                    manifest = output.finish(job)
-                with phase("ray stop"), doing("stopping Ray"):
-                    stopping.result()
-            finally:
-                forget(tracker.key.run_id)
-            told = partial(report.as_markdown, str(config.out), manifest.report, progress, manifest.fingerprint)
-            tracker.note(told())
-            tracker.metrics(shown(progress.metrics() | _counts(manifest), report.METRICS))
-            tracker.tags({"dropped": report.dropped(manifest.report)})
-            copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name in (MANIFEST, QUARANTINE))
-            tracker.file(copy.folder / MANIFEST)
-            tracker.file(copy.folder / QUARANTINE)
-            tracker.data(place.name, manifest.fingerprint, str(place), manifest.report, "output")
+        if fresh:
+            opening.result()  # a store that cannot be used is refused while what would be replaced is still there
+            output.clear(place)
+        output.begin(job, [piece.name for piece in todo])
+        if todo:
+            with phase("work"):
+                _work(job, todo, progress, opening, on_ray=on_ray)
+        stopping = background.submit(ray.close)
+        with phase("mlflow start"), doing("opening the MLflow store"):
+            tracker = opening.result()
+        place.write_json(TRACKING, tracker.key.kept_in(place.address))
+        with phase("finish"), doing("checking and closing the data set"):
+            manifest = output.finish(job)
+        if on_ray:
+            with phase("ray stop"), doing("stopping Ray"):
+                stopping.result()
+        told = partial(report.as_markdown, str(config.out), manifest.report, progress, manifest.fingerprint)
+        tracker.note(told())
+        tracker.metrics(shown(progress.metrics() | _counts(manifest), report.METRICS))
+        tracker.tags({"dropped": report.dropped(manifest.report)})
+        copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name in (MANIFEST, QUARANTINE))
+        tracker.file(copy.folder / MANIFEST)
+        tracker.file(copy.folder / QUARANTINE)
+        tracker.data(place.name, manifest.fingerprint, str(place), manifest.report, "output")
     from infra.tracking.views import ui_link
 
     console.print(Markdown(told(apart=True)), soft_wrap=False)
     console.print(ui_link(tracker.key), markup=False)
 
 
-def _open_store(tracking_uri: str | None) -> None:
-    from infra.tracking.store import open_store
+def _on_ray(config: TokenizeConfig, todo: list[Piece]) -> bool:
+    """Whether Ray Data does these pieces: where it was asked for, and where there are enough of them."""
+    return bool(todo and (config.cluster or config.workers or sum(piece.size for piece in todo) > WITHOUT_RAY))
 
-    open_store(tracking_uri)
+
+@contextmanager
+def _recorded(job: Job) -> "Iterator[Future[Tracker]]":
+    """The job's run in MLflow, which is created while the block begins and ends as the block does."""
+    with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as run:
+        opening = background.submit(_open_run, job)
+        run.push(lambda *failure: opening.result().__exit__(*failure))
+        yield opening
 
 
 def _open_run(job: Job) -> "Tracker":
-    from infra.tracking.store import create_run
+    from infra.tracking.store import create_run  # importing MLflow takes two seconds
     from infra.tracking.tracker import Tracker
 
-    uri = job.config.tracking_uri
-    return Tracker(create_run("pipeline", job.place.name, tracking_uri=uri, tags=provenance.collect()))
+    config = job.config
+    key = create_run("pipeline", job.place.name, tracking_uri=config.tracking_uri, tags=provenance.collect())
+    tracker = Tracker(key)
+    identity, usual = config.identity(), TokenizeConfig().identity()
+    named = {"sources": identity.pop("sources"), "out": str(job.place), "workers": config.parallelism}
+    tracker.params(changed(identity, usual) | named | {"pieces": len(job.pieces)})
+    tracker.json(config.identity() | named, "config.json")
+    return tracker
 
 
-def _work(job: Job, todo: list[Piece], progress: report.JobStats, run: str) -> None:
+def _work(job: Job, todo: list[Piece], progress: report.JobStats, opening: "Future[Tracker]", *, on_ray: bool) -> None:
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("pieces, {task.fields[rate]}"),
         TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
-    config, total = job.config, len(job.pieces)
+    config, total, run = job.config, len(job.pieces), uuid.uuid4().hex
+    if on_ray:
+        workers = config.workers if config.cluster else config.parallelism
+        summaries = ray_data.do_pieces(todo, job.place, run, workers=workers, ours=not config.cluster)
+    else:
+        summaries = processes.do_pieces(todo, job.place, run, workers=config.parallelism)
     with doing("tokenizing", live=False) as told, Progress(*columns, console=console) as bar:
         task = bar.add_task("tokenizing", total=total, completed=total - len(todo), rate="starting")
         start = time.perf_counter()
-        workers = config.workers if config.cluster else config.parallelism
         watched = losses_reported("the others do its pieces") if config.cluster else nullcontext()
-        with watched:
-            for summary in do_pieces(todo, job.place, run, workers=workers, ours=not config.cluster):
-                progress.add(summary)
-                rate = f"{progress.bytes / 1e6 / (time.perf_counter() - start):,.0f} MB/s"
-                bar.update(task, advance=1, rate=rate)
-                told.now("tokenizing", f"{bar.tasks[task].completed:,.0f} of {total:,} pieces | {rate}")
+        try:
+            with watched, closing(summaries):
+                for summary in summaries:
+                    progress.add(summary)
+                    rate = f"{progress.bytes / 1e6 / (time.perf_counter() - start):,.0f} MB/s"
+                    bar.update(task, advance=1, rate=rate)
+                    told.now("tokenizing", f"{bar.tasks[task].completed:,.0f} of {total:,} pieces | {rate}")
+                    if opening.done():
+                        opening.result()  # a store that cannot be used ends the work now
+        finally:
+            forget(run)
     if config.cluster:
         ask_others(forget, run)
 
 
 def _intention(job: Job, assessed: output.Assessment, todo: list[Piece]) -> str:
     """What is there, what is done, what will be done and why, and what that will take."""
-    config, summary = job.config, job.inventory.summary()
+    config, summary, on_ray = job.config, job.inventory.summary(), _on_ray(job.config, todo)
     lines = [
         f"{summary['files']:,} files, {summary['bytes'] / 1e6:,.1f} MB, in {len(job.pieces):,} pieces -> {config.out}"
+        + (", by Ray Data" if on_ray else ", without Ray" if todo else "")
     ]
     if job.inventory.skipped:
         lines.append("skipped: " + ", ".join(f"{n:,} {suffix}" for suffix, n in job.inventory.skipped.items()))
@@ -172,7 +193,9 @@ def _intention(job: Job, assessed: output.Assessment, todo: list[Piece]) -> str:
         why = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()) or "nothing"
         lines.append(f"done: {len(assessed.done):,} pieces; to do: {why}")
     if config.dry_run:
-        lines.append("estimate: " + report.estimate(job.pieces, todo, assessed.done.values(), config.parallelism))
+        lines.append(
+            "estimate: " + report.estimate(job.pieces, todo, assessed.done.values(), config.parallelism, on_ray=on_ray)
+        )
     return "\n".join(lines)
 
 

@@ -177,7 +177,7 @@ def begin(job: Job, todo: Iterable[str]) -> None:
     soon as the piece that held the original has been done.
     """
     reopen(job.place, todo)
-    _clear_temporaries(job.place, *SPLITS, PIECES, ".")
+    remove_half_written(job.place, *SPLITS, PIECES, ".")
     job.place.write_json(SETTINGS, job.config.identity())
 
 
@@ -190,14 +190,14 @@ def clear(place: Place) -> None:
     place.remove(filter(_RECORD.fullmatch, there))
     place.remove([MANIFEST, QUARANTINE, TRACKING])
     place.remove(filter(SHARD.fullmatch, there))
-    _clear_temporaries(place, *SPLITS)
+    remove_half_written(place, *SPLITS)
     if not place.remote:
         for name in SPLITS:
             with suppress(OSError):  # it does not exist, or holds files that are not ours
                 (place.folder / name).rmdir()
 
 
-def _clear_temporaries(place: Place, *folders: str) -> None:
+def remove_half_written(place: Place, *folders: str) -> None:
     """Remove what killed writers left in these folders. Object storage shows no half-written files."""
     if not place.remote:
         for name in folders:
@@ -217,7 +217,7 @@ def remove_strays(job: Job, records: dict[str, Record]) -> None:
 
     Call it when all pieces are done: no worker writes any more.
     """
-    _clear_temporaries(job.place, *SPLITS, PIECES)
+    remove_half_written(job.place, *SPLITS, PIECES)
     there = _files(job.place)
     shards = {shard.path for record in records.values() for shard in record.shards}
     strays = [name for name in there if SHARD.fullmatch(name) and name not in shards]

@@ -6,7 +6,7 @@ writers use random names. Ray is imported in the functions: planning and dry run
 
 import logging
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from infra.command import collect_rarely
@@ -29,7 +29,7 @@ MOST = 32
 
 def do_pieces(
     pieces: list[Piece], place: Place, run: str, *, workers: int | None, ours: bool
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any], None, None]:
     """Do ``pieces`` on the connected Ray and yield each one's summary when it is done.
 
     ``workers`` limits how many tasks run at a time (default: Ray Data decides), ``ours`` says whether Ray was started

@@ -22,8 +22,10 @@ METRICS = (
 TOKENS_PER_BYTE = 0.25
 BYTES_PER_SECOND = 80e6
 """Text per worker, as measured on modest cores."""
-START_SECONDS = 10
-"""Seconds to start and stop Ray."""
+START_SECONDS = 3
+"""Seconds to start and to finish."""
+RAY_SECONDS = 9
+"""Seconds more to start and stop Ray."""
 HISTOGRAM = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
 """Upper bounds of the bins of book lengths, in tokens."""
 
@@ -65,14 +67,15 @@ def _histogram(lengths: list[int]) -> dict[str, int]:
     return {name: counts[name] for name in bins}
 
 
-def estimate(plan: list[Piece], todo: list[Piece], done: Iterable[Record], workers: int) -> str:
+def estimate(plan: list[Piece], todo: list[Piece], done: Iterable[Record], workers: int, *, on_ray: bool) -> str:
     """What ``todo`` will make and take, from the pieces that are done or, without any, from English books."""
     records = list(done)
     read = sum(record.read_bytes for record in records)
     made = sum(shard.tokens for record in records for shard in record.shards)
     size = sum(piece.size for piece in todo)
     tokens = size * (made / read if read else TOKENS_PER_BYTE)
-    seconds = START_SECONDS + size / min(workers, len(plan)) / BYTES_PER_SECOND if todo else 0
+    start = START_SECONDS + RAY_SECONDS * on_ray
+    seconds = start + size / min(workers, len(plan)) / BYTES_PER_SECOND if todo else 0
     return (
         f"about {tokens / 1e6:,.1f} million tokens, {2 * tokens / 1e6:,.1f} MB of shards, "
         f"{format_duration(round(seconds))} with {workers} workers"

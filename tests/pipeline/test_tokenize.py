@@ -1,7 +1,8 @@
-"""The command itself, on Ray: equal bytes at any number of workers, after any kill; one sentence for a mistake."""
+"""The command itself: equal bytes with and without Ray, after any kill; one sentence for a mistake."""
 
 import hashlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -9,15 +10,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from mlflow.tracking import MlflowClient
 
 from infra.command import run
 from infra.errors import UserError
 from infra.place import Place
-from pipeline import tokenize
 from pipeline.config import TokenizeConfig
-from pipeline.job.ray_data import do_pieces
+from pipeline.job import processes
 from pipeline.shards import TRACKING, TokenShards, made_by, read_manifest
 from pipeline.tokenize import main
 
@@ -40,27 +41,23 @@ def books(tmp_path: Path, write_books: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture
-def make(books: Path, joined: str, store: str, tmp_path: Path) -> Callable[..., Path]:
-    """Run the command in this process on the shared Ray; returns the folder of shards."""
+def make(books: Path, store: str, tmp_path: Path) -> Callable[..., Path]:
+    """Run the command in this process; returns the folder of shards."""
 
     def run(name: str, **settings) -> Path:
-        config = {"sources": (str(books),), "shard_size": 1_000_000, "tracking_uri": store, "address": joined}
+        config = {"sources": (str(books),), "shard_size": 1_000_000, "tracking_uri": store}
         main(TokenizeConfig(out=str(tmp_path / name), **config | settings))
         return tmp_path / name
 
     return run
 
 
-def command(books: Path, out: Path, store: str, address: str) -> list[str]:
-    return [
-        sys.executable, "-m", "pipeline.tokenize", str(books), "--out", str(out), "--shard-size", "1MB",
-        "--tracking-uri", store, "--address", address,
-    ]  # fmt: skip
-
-
-def test_one_worker_and_two_make_the_same_bytes(make: Callable[..., Path], store: str) -> None:
-    one, two = make("one", workers=1), make("two", workers=2)
-    assert contents(one) == contents(two)
+def test_ray_and_processes_without_it_make_the_same_bytes(
+    make: Callable[..., Path], store: str, joined: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = make("one"), make("two", workers=2, address=joined)
+    assert re.findall(r"pieces -> \S+, (.*)", capsys.readouterr().out) == ["without Ray", "by Ray Data"]
+    assert contents(one) == contents(two) == contents(make("three", workers=1, address=joined))
     manifest = read_manifest(one)
     assert manifest.report["books_dropped"] == {"duplicate": 1, "empty": 1}
     assert manifest.report["books_in"] == 42
@@ -95,9 +92,10 @@ def test_a_finished_folder_is_untouched_and_a_missing_shard_is_made_again(
     make("tokens")
     assert "nothing to do" in capsys.readouterr().out
     (folder / "train" / "000001-000.arrow").unlink()
+    do_pieces = processes.do_pieces
     with monkeypatch.context() as patch:  # workers on another machine, whose --out is another disk
         patch.setattr(
-            tokenize, "do_pieces", lambda todo, _, *rest, **how: do_pieces(todo, Place.of(tmp_path), *rest, **how)
+            processes, "do_pieces", lambda todo, _, *rest, **how: do_pieces(todo, Place.of(tmp_path), *rest, **how)
         )
         with pytest.raises(UserError, match=r"2 of 3 pieces .*pieces/000001\.json.* give an --out on a disk"):
             make("tokens")
@@ -143,20 +141,24 @@ def test_more_books_change_only_the_pieces_that_they_are_in(
     assert read_manifest(folder).report["books_in"] == 43
 
 
+@pytest.mark.parametrize("on_ray", [False, True])
 def test_a_stopped_or_killed_command_is_continued_to_the_same_bytes(
-    make: Callable[..., Path], books: Path, tmp_path: Path, cluster: str, store: str
+    make: Callable[..., Path], books: Path, tmp_path: Path, store: str, request: pytest.FixtureRequest, on_ray: bool
 ) -> None:
     whole = contents(make("whole", encoder="tiktoken"))  # slow, so that it is not done before it is stopped
     out = tmp_path / "killed"
     begun = out / "pieces" / "settings.json"  # written anew when the work begins
+    command = [
+        sys.executable, "-m", "pipeline.tokenize", str(books), "--out", str(out), "--shard-size", "1MB",
+        "--tracking-uri", store, "--encoder", "tiktoken",
+        *(["--address", request.getfixturevalue("cluster")] if on_ray else []),
+    ]  # fmt: skip
     for way, code in ((signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)):
         started = time.time()
-        process = subprocess.Popen(
-            [*command(books, out, store, cluster), "--encoder", "tiktoken"],
-            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         while not (begun.exists() and begun.stat().st_mtime >= started) and time.time() < started + 60:
             time.sleep(0.002)
+        own = [] if on_ray else children(process, 2)
         process.send_signal(way)
         said = process.communicate(timeout=60)[1]
         assert process.returncode == code
@@ -164,8 +166,18 @@ def test_a_stopped_or_killed_command_is_continued_to_the_same_bytes(
         assert "SIGTERM" not in said, "Ray's words, before it aborts"
         assert way == signal.SIGKILL or "run the same command again to continue" in said
         assert not (out / "manifest.json").exists()
+        assert psutil.wait_procs(own, timeout=10)[1] == [], "would write beside the next command"
+        assert on_ray or way == signal.SIGKILL or not list(out.rglob(".partial-*"))
     make("killed", encoder="tiktoken")
     assert contents(out) == whole
+
+
+def children(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
+    """The first ``count`` processes that a command has started."""
+    deadline = time.monotonic() + 30
+    while len(found := psutil.Process(process.pid).children()) < count and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return found
 
 
 def test_a_user_mistake_is_one_sentence_and_exit_code_two(

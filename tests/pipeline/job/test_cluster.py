@@ -1,7 +1,8 @@
-"""Dying workers, lost nodes and unreliable storage: on a real Ray and a real S3 server."""
+"""Dying workers and unreliable storage: without Ray, on a real Ray, and with a real S3 server."""
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,41 +72,44 @@ def deadly_encoder(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder.parent), str(ROOT)])}
 
 
+@pytest.fixture(params=["without Ray", "on Ray"])
+def address(request: pytest.FixtureRequest) -> str | None:
+    """The address of the shared Ray, or none."""
+    return request.getfixturevalue("joined") if request.param == "on Ray" else None
+
+
 def test_a_book_that_crashes_the_encoder_is_quarantined_and_the_rest_is_kept(
-    tmp_path: Path, write_books: Callable[..., Path], deadly_encoder: dict[str, str], cluster: str, store: str
+    tmp_path: Path, write_books: Callable[..., Path], deadly_encoder: dict[str, str], address: str | None, store: str
 ) -> None:
     books = write_books(tmp_path / "books", 30, words=12_000)
     with (books / "book 0004.txt").open("a") as file:
         file.write("KILLER\n")
     out = tmp_path / "tokens"
+    more = ["--address", address] if address else []
     done = subprocess.run(
-        command(books, out, store, "--address", cluster),
-        cwd=ROOT,
-        env=deadly_encoder,
-        capture_output=True,
-        text=True,
+        command(books, out, store, *more), cwd=ROOT, env=deadly_encoder, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert read_manifest(out).report["books_dropped"] == {"killed its worker": 1}
     assert read_manifest(out).report["books_kept"] == 29
 
 
-def workers_of_ray() -> list[psutil.Process]:
-    """Processes below this one in which Ray runs our tasks now."""
+def workers() -> list[psutil.Process]:
+    """Processes below this one that do pieces now, or that will as soon as they have started."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if "ray::MapBatches(_task)" in " ".join(process.cmdline()):
+            if re.search(r"ray::MapBatches\(_task\)|pipeline\.job\.worker", " ".join(process.cmdline())):
                 found.append(process)
     return found
 
 
 def test_a_killed_worker_costs_nothing_but_time(
-    tmp_path: Path, write_books: Callable[..., Path], joined: str, store: str
+    tmp_path: Path, write_books: Callable[..., Path], address: str | None, store: str
 ) -> None:
     books = write_books(tmp_path / "books", 60, words=12_000)
     out = str(tmp_path / "whole")
-    config = TokenizeConfig((str(books),), out=out, shard_size=1_000_000, tracking_uri=store, address=joined)
+    config = TokenizeConfig((str(books),), out=out, shard_size=1_000_000, tracking_uri=store, address=address)
     main(config)
     whole = read_manifest(config.out)
     killed: list[int] = []
@@ -113,7 +117,7 @@ def test_a_killed_worker_costs_nothing_but_time(
 
     def kill() -> None:
         while not stop.is_set() and len(killed) < 2:
-            for process in workers_of_ray():
+            for process in workers():
                 process.kill()
                 killed.append(process.pid)
                 break

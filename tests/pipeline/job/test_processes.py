@@ -1,0 +1,76 @@
+"""Processes without Ray: what they raise, print and leave, and a caller's script that is not run again in them."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra.errors import UserError
+from infra.place import Place
+from pipeline.books.sources import find
+from pipeline.config import TokenizeConfig
+from pipeline.job.plan import Piece, make_plan
+from pipeline.job.processes import do_pieces
+
+
+@pytest.fixture
+def pieces(tmp_path: Path, write_books: Callable[..., Path]) -> list[Piece]:
+    """Three pieces of a megabyte."""
+    config = TokenizeConfig((str(write_books(tmp_path / "books", 40, words=12_000)),), shard_size=1_000_000)
+    return make_plan(find(config.sources), config)
+
+
+def test_every_piece_is_done_once_and_no_process_is_left(tmp_path: Path, pieces: list[Piece]) -> None:
+    done = [summary["piece"] for summary in do_pieces(pieces, Place.of(tmp_path / "out"), "test", workers=2)]
+    assert sorted(done) == list(range(len(pieces)))
+    begun = do_pieces(pieces, Place.of(tmp_path / "begun"), "test", workers=2)
+    next(begun)
+    begun.close()
+    assert [child for child in psutil.Process().children() if "pipeline.job.worker" in " ".join(child.cmdline())] == []
+    assert list((tmp_path / "begun").rglob(".partial-*")) == []
+
+
+def test_a_mistake_is_raised_as_the_piece_raised_it_and_a_bug_with_its_traceback(
+    tmp_path: Path, pieces: list[Piece]
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match=r"piece 00000\d failed:\n(?s:.)*NotADirectoryError"):
+        list(do_pieces(pieces, Place.of(tmp_path / "file"), "test", workers=2))
+    (tmp_path / "books/book 0007.txt").unlink()
+    with pytest.raises(UserError, match=r"book 0007\.txt has disappeared"):
+        list(do_pieces(pieces, Place.of(tmp_path / "out"), "test", workers=2))
+
+
+def test_processes_that_cannot_start_are_not_started_for_ever(
+    tmp_path: Path, pieces: list[Piece], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken/gigatoken").mkdir(parents=True)
+    (tmp_path / "broken/gigatoken/__init__.py").write_text("import os; os.kill(os.getpid(), 4)")  # SIGILL
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
+    with pytest.raises(UserError, match="end as they start, with code -4"):
+        list(do_pieces(pieces, Place.of(tmp_path / "out"), "test", workers=2))
+
+
+def test_a_script_without_a_guard_runs_once_and_a_module_of_its_folder_hides_none_of_ours(
+    tmp_path: Path, write_books: Callable[..., Path], store: str
+) -> None:
+    write_books(tmp_path / "books", 5)
+    (tmp_path / "train.py").write_text("raise AssertionError")
+    (tmp_path / "script.py").write_text(
+        "from pipeline import make_shards\n"
+        "from pipeline.config import TokenizeConfig\n"
+        f"made = make_shards(TokenizeConfig(('books',), out='tokens', tracking_uri={store!r}))\n"
+        "print('made', made.splits['train']['books'] + made.splits['val']['books'])\n"
+        "import sys; print('ray' in sys.modules)\n"
+    )
+    root = Path(__file__).parent.parent.parent.parent
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env={"PYTHONPATH": str(root)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("made 5\nFalse\n")
+    assert done.stdout.count("made 5") == 1
