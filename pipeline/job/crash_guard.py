@@ -1,9 +1,9 @@
 """Skip a book that crashes its worker, so that the rest of its piece is still done.
 
-Ray retries a task whose worker died, without end for the same book. A worker therefore notes what it is
+A piece whose worker died is done again, without end for the same book. A worker therefore notes what it is
 about to do on its machine's disk before every book: this takes two microseconds, and a note in the page
 cache outlives the process. A task that finds the note of a dead worker counts a crash of that book, and
-after ``DEATHS`` of them the book is skipped. Notes are kept per run, so that a killed command or a
+after ``DEATHS`` of them the book is skipped. Notes are kept per command, so that a killed command or a
 machine that lost power is not counted against any book.
 """
 

@@ -64,7 +64,7 @@ def do_pieces(
 ) -> Generator[dict[str, Any], None, None]:
     """Do ``pieces``, up to ``workers`` at a time, and yield each one's summary when it is done.
 
-    ``run`` names the command's run, for the crash guard: a piece whose process dies is done again by a new one. The
+    ``run`` names the running command, for the crash guard: a piece whose process dies is done again by a new one. The
     processes end with the iterator. Raises ``UserError`` as a piece raised it.
     """
     waiting, left, failed = deque(pieces), len(pieces), 0

@@ -33,7 +33,8 @@ def do_pieces(
     """Do ``pieces`` on the connected Ray and yield each one's summary when it is done.
 
     ``workers`` limits how many tasks run at a time (default: Ray Data decides), ``ours`` says whether Ray was started
-    by this command, and ``run`` names the command's run, for the crash guard. Raises ``UserError`` as a task raised it.
+    by this command, and ``run`` names the running command, for the crash guard. Raises ``UserError`` as a task raised
+    it.
     """
     import ray.data
 

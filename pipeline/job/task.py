@@ -1,4 +1,4 @@
-"""The work of one task: read a piece's files, clean, encode, write its shards, and record the outcome."""
+"""The work on one piece: read a piece's files, clean, encode, write its shards, and record the outcome."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -127,7 +127,7 @@ class Work:
 def do_piece(piece: Piece, place: Place, run: str) -> dict[str, Any]:
     """Do the work of ``piece`` and return a small summary: its number, seconds by stage, bytes, tokens, books.
 
-    ``run`` names the command's run, for the notes of :mod:`pipeline.job.crash_guard`. Raises ``UserError`` when a
+    ``run`` names the running command, for the notes of :mod:`pipeline.job.crash_guard`. Raises ``UserError`` when a
     source is gone or ``place`` cannot be written, ``EncodingMismatch`` when tiktoken disagrees; the piece is
     then done again from its beginning.
     """

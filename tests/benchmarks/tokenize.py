@@ -1,15 +1,20 @@
 """How fast are books made into tokens? Ours against the floor and the ways of others, in one run.
 
-    python -P tests/benchmarks/tokenize.py BOOKS [--sizes 82MB 130MB 400MB 1200MB] [--repeats 3] [--record FILE.json]
+    python -P tests/benchmarks/tokenize.py BOOKS [--sizes 82MB 400MB 1200MB 4GB] [--systems ours pool]
+        [--repeats 3] [--record FILE.json] [--chart FILE.png]
 
 (-P, because the folder of a script comes first on the path, and this name is also one of Python's own.)
 
 BOOKS is a folder of text files; a size larger than the folder repeats its books under new names. Every
-system works with two processes and is timed as a whole, start-up included, in rounds that run each once:
-the floor reads, encodes with gigatoken and writes, in two plain processes, and does nothing else. "Ours,
-warm" is the second execution on a Ray that has started: cleaning, hashing, checksums and fsync included.
-Peak memory is the proportional share (PSS) of the whole process tree of our command, in a run of its own,
-because watching it costs a twentieth of the time.
+system works with two processes (ours without Ray with one a core: use two cores) and is timed as a whole,
+start-up included, in rounds that run each once: the floor reads, encodes with gigatoken and writes, in two
+plain processes, and does nothing else. "Ours, on Ray" is the command with --workers 2, and "Ours, warm" the
+second execution on a Ray that has started: cleaning, hashing, checksums and fsync included. Peak memory is
+the proportional share (PSS) of the whole process tree of our command, in a run of its own, because watching
+it costs a twentieth of the time.
+
+All of it takes two hours. --sizes and --systems, by a part of their names, measure a part of it; the record
+keeps the rows of other parts, each with the commit and the load that it was measured at.
 """
 
 import argparse
@@ -33,6 +38,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from infra.provenance import commit
 from infra.units import parse_size
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -142,7 +148,18 @@ PROGRAMS = {
     "litdata + tiktoken": _LITDATA,
 }
 NEEDS = {"datasets.map + tiktoken": "datasets", "litdata + tiktoken": "litdata"}
-OURS, WARM = "ours, end to end", "ours, warm"
+OURS, ON_RAY, WARM = "ours, without Ray", "ours, on Ray", "ours, warm"
+
+_COMMAND = """
+import sys
+from pipeline import tokenize
+from pipeline.config import TokenizeConfig
+
+books, out, store, workers = sys.argv[1:]
+tokenize.WITHOUT_RAY = float("inf")
+config = {"duplicates": "keep", "tracking_uri": store, "workers": int(workers) or None}
+tokenize.main(TokenizeConfig((books,), out=out, **config))
+"""
 
 
 def main() -> None:
@@ -150,8 +167,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("books", type=Path)
     parser.add_argument(
-        "--sizes", nargs="+", type=parse_size, default=[82_000_000, 130_000_000, 400_000_000, 1_200_000_000]
+        "--sizes", nargs="+", type=parse_size, default=[82_000_000, 400_000_000, 1_200_000_000, 4_000_000_000]
     )
+    parser.add_argument("--systems", nargs="+", default=[""], help="parts of their names")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--chart", type=Path, help="where to draw seconds and peak memory over the size")
@@ -160,11 +178,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tokenize-benchmark-") as work:
         for size in options.sizes:
             corpus, actual = repeat_books(options.books, Path(work) / f"books-{size}", size)
-            rows += measure(corpus, actual, Path(work), options.repeats)
+            rows += measure(corpus, actual, Path(work), options.repeats, options.systems)
             shutil.rmtree(corpus)
-    show(rows)
     if options.record:
-        options.record.write_text(json.dumps(record(options.repeats, rows), indent=2) + "\n", encoding="utf-8")
+        rows = kept(options.record, rows)
+        options.record.write_text(json.dumps(record(rows), indent=2) + "\n", encoding="utf-8")
+    show(rows)
     if options.chart:
         draw(rows, options.chart)
 
@@ -182,34 +201,50 @@ def repeat_books(books: Path, folder: Path, size: int) -> tuple[Path, int]:
     return folder, total
 
 
-def measure(corpus: Path, size: int, work: Path, repeats: int) -> list[dict]:
-    """Every system ``repeats`` times, in rounds, so that a drift of the machine meets all of them."""
+def measure(corpus: Path, size: int, work: Path, repeats: int, parts: list[str]) -> list[dict]:
+    """The systems that ``parts`` name, each ``repeats`` times, in rounds, so that a drift meets all of them."""
     systems: dict[str, Callable[[Path], float]] = {
         name: lambda out, program=program: run_program(program, corpus, out)[0]
         for name, program in PROGRAMS.items()
         if name not in NEEDS or importlib.util.find_spec(NEEDS[name])
     }
     systems[WARM] = lambda out: float(run_program(_WARM, corpus, out)[1].split("SECONDS ")[1].split()[0])
-    systems[OURS] = lambda out: run_ours(corpus, out, lambda process: None)
+    systems[ON_RAY] = lambda out: run_ours(corpus, out, WORKERS)
+    systems[OURS] = lambda out: run_ours(corpus, out, 0)
+    systems = {name: system for name, system in systems.items() if any(part in name for part in parts)}
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     out = work / "out"
     for _ in range(repeats):
         for name, system in systems.items():
             seconds[name].append(round(system(out), 2))
+            print(f"{name}, {size / 1e6:.0f} MB: {seconds[name][-1]} s", flush=True)
             shutil.rmtree(out, ignore_errors=True)
-    peaks: list[int] = []
-    run_ours(corpus, out, lambda process: peaks.append(tree_memory(process)))
-    shutil.rmtree(out)
-    return [
+    rows = [
         {
             "system": name,
             "MB": round(size / 1e6, 1),
             "seconds": runs,
             "MB_per_second": round(size / 1e6 / statistics.median(runs), 1),
+            "commit": commit(),
+            "load": os.getloadavg(),
         }
-        | ({"peak_MB": round(max(peaks) / 1e6)} if name == OURS else {})
         for name, runs in seconds.items()
     ]
+    for row in rows:
+        if row["system"] in (OURS, ON_RAY):
+            peaks: list[int] = []
+            look = lambda process, peaks=peaks: peaks.append(tree_memory(process))  # noqa: E731
+            run_ours(corpus, out, WORKERS if row["system"] == ON_RAY else 0, look)
+            shutil.rmtree(out)
+            row["peak_MB"] = round(max(peaks) / 1e6)
+    return rows
+
+
+def kept(file: Path, rows: list[dict]) -> list[dict]:
+    """``rows`` with those of other systems and sizes that a record holds already."""
+    old = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
+    new = {(row["system"], row["MB"]) for row in rows}
+    return sorted([row for row in old if (row["system"], row["MB"]) not in new] + rows, key=lambda row: row["MB"])
 
 
 def run_program(program: str, corpus: Path, out: Path) -> tuple[float, str]:
@@ -227,12 +262,13 @@ def run_program(program: str, corpus: Path, out: Path) -> tuple[float, str]:
     return taken, done.stdout
 
 
-def run_ours(corpus: Path, out: Path, look: Callable[[int], None]) -> float:
-    """Seconds of the command; ``look`` is called with its process number four times a second."""
-    command = [
-        sys.executable, "-m", "pipeline.tokenize", str(corpus), "--out", str(out / "tokens"), "--workers", str(WORKERS),
-        "--duplicates", "keep", "--tracking-uri", f"sqlite:///{out.parent}/mlflow.db",
-    ]  # fmt: skip
+def run_ours(corpus: Path, out: Path, workers: int, look: Callable[[int], None] = lambda process: None) -> float:
+    """Seconds of the command, on Ray with that many ``workers`` or, with 0, without it.
+
+    ``look`` is called with its process number four times a second.
+    """
+    store = f"sqlite:///{out.parent}/mlflow.db"
+    command = [sys.executable, "-c", _COMMAND, str(corpus), str(out / "tokens"), store, str(workers)]
     start = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     while True:
@@ -280,8 +316,10 @@ def draw(rows: list[dict], path: Path) -> None:
         left.plot(*zip(*own, strict=True), marker="o", linewidth=2.5 if name == OURS else 1, label=name)
     left.set(xlabel="text, MB", ylabel="seconds, start-up included")
     left.legend(frameon=False, fontsize=8)
-    peaks = sorted((row["MB"], row["peak_MB"]) for row in rows if row["system"] == OURS)
-    right.plot(*zip(*peaks, strict=True), marker="o", linewidth=2.5)
+    for name in (OURS, ON_RAY):
+        peaks = sorted((row["MB"], row["peak_MB"]) for row in rows if row["system"] == name)
+        right.plot(*zip(*peaks, strict=True), marker="o", linewidth=2.5 if name == OURS else 1, label=name)
+    right.legend(frameon=False, fontsize=8)
     right.set(xlabel="text, MB", ylabel="peak memory of our process tree, MB")
     for axes in (left, right):
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
@@ -289,16 +327,15 @@ def draw(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def record(repeats: int, rows: list[dict]) -> dict:
+def record(rows: list[dict]) -> dict:
     """The rows with what they were measured on."""
     packages = ("ray", "gigatoken", "tiktoken", "pyarrow", "datasets", "litdata")
     return {
-        "command": f"python -P tests/benchmarks/tokenize.py BOOKS --repeats {repeats}",
+        "command": "python -P tests/benchmarks/tokenize.py BOOKS",
         "corpus": "books of Project Gutenberg, repeated under new names where the size is above 82 MB",
         "machine": {
             "cores": os.cpu_count(),
             "memory_GB": round(psutil.virtual_memory().total / 1e9),
-            "load": os.getloadavg(),
         },
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in packages if importlib.util.find_spec(name)},

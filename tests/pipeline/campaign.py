@@ -7,6 +7,7 @@ RECORD the file that tells of them.
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -64,11 +65,12 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
         who = ("everything", "driver", "worker")[len(kills) % 3]
         before = pieces(out)
         awaited = chance.randint(before, total)  # the work is a second of the fifteen that the command takes
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        ray = ["--workers", "2"] * (len(kills) // 3 % 2)
+        process = subprocess.Popen([*command, *ray], cwd=ROOT, stdout=subprocess.DEVNULL)
         while process.poll() is None and not (pieces(out) >= awaited and (out / "pieces/settings.json").exists()):
             time.sleep(0.002)
         time.sleep(chance.uniform(0, 0.1))
-        kill: dict[str, object] = {"who": who, "pieces_before": before, "pieces_then": pieces(out)}
+        kill: dict[str, object] = {"who": who, "on_ray": bool(ray), "pieces_before": before, "pieces_then": pieces(out)}
         if process.poll() is None and victims(process.pid, who):
             chosen = victims(process.pid, who)
             for victim in chosen if who == "everything" else chosen[:1]:
@@ -107,7 +109,7 @@ def victims(driver: int, who: str) -> list[psutil.Process]:
         below = process.children(recursive=True)
         if who == "everything":
             return [process, *below]
-        return [child for child in below if any("ray::Map" in word for word in child.cmdline()[:1])]
+        return [child for child in below if re.search(r"^ray::Map|pipeline\.job\.worker", " ".join(child.cmdline()))]
     except psutil.NoSuchProcess:
         return []
 

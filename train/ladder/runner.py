@@ -254,9 +254,7 @@ class Ladder:
         self, name: str, rung: Rung, config: TrainConfig
     ) -> tuple[RunResult | None, str, dict[str, float] | None]:
         """The result, why there is none or none with a speed, and what NVML said of the GPU."""
-        self._session.enter_context(
-            connected(self.address or FRESH)
-        )  # or refused, with no child left open
+        self._session.enter_context(connected(self.address or FRESH))  # or refused, with no child left open
         home = self._home(name)
         home.path.mkdir(parents=True)
         tags = {"kind": "control" if name.startswith("control") else "rung", "rung": rung.name}
