@@ -20,7 +20,7 @@ DEMO_RUN := --model gpt2-124m --micro-batch 32 --global-batch 96 --steps 100 --c
 DEMO_SEARCH := --model gpt2-124m --global-batch 96 --memory-limit 40GB --compile whole --device cuda
 endif
 
-.PHONY: install demo test lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-memory bench-scale campaign-pipeline campaign-train campaign-search campaign-cluster campaign-gpu
+.PHONY: install demo test test-slow lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-memory bench-scale campaign-pipeline campaign-train campaign-search campaign-cluster campaign-gpu
 
 install: $(INSTALLED)
 
@@ -39,12 +39,18 @@ endif
 	cd $(DEMO) && $(PYTHON_HERE) -m tune.search --data data/tokens --name demo-search $(DEMO_SEARCH)
 	@echo "Everything is in MLflow; look with: cd $(DEMO) && $(abspath $(BIN))/mlflow ui --backend-store-uri sqlite:///mlflow.db"
 
-# Two processes, because a test that starts Ray waits more than it computes; a file's tests stay together and share what
-# it sets up. One where there is a GPU, which tests measure and want for themselves. Last those that make a cluster of
-# machines, which needs this one for itself, and whose machines import what has been compiled by then: they see the
-# installation, and cannot write to it.
+# What guards a change, in minutes: numerics, formats, properties, the main job, a search, a kill. Two processes, because
+# a test that starts another one waits more than it computes; a file's tests stay together and share what it sets up.
+# One where there is a GPU, which tests measure and want for themselves.
+PYTEST := $(BIN)/pytest --ignore tests/cluster --numprocesses $(if $(GPU),0,2) --dist loadfile --no-loadscope-reorder
 test: install
-	$(BIN)/pytest --ignore tests/cluster --numprocesses $(if $(GPU),0,2) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+# The rest: several workers, the README's commands, the notebook, compilation, survival on Ray. Last those that make a
+# cluster of machines, which needs this one for itself, and whose machines import what has been compiled by then: they
+# see the installation, and cannot write to it.
+test-slow: install
+	$(PYTEST) -m slow
 	$(BIN)/pytest tests/cluster
 
 lint: install

@@ -133,6 +133,7 @@ def used(demo: Path, cluster: str) -> Path:
     return demo
 
 
+@pytest.mark.slow
 def test_every_command_of_the_readme_works(used: Path) -> None:
     assert read_manifest(used / "data/books").splits["train"]["books"] >= 4
     outcomes = {name: json.loads((used / "runs" / name / "result.json").read_text()) for name in ("first", "best")}
@@ -152,6 +153,7 @@ def test_no_secret_of_the_environment_is_kept_or_printed(used: Path) -> None:
     assert not any(CANARY in text for text in printed)
 
 
+@pytest.mark.slow
 def test_the_python_of_the_readme_works(used: Path, cluster: str) -> None:
     """All blocks in one program: later ones use what earlier ones have made."""
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -171,6 +173,7 @@ def test_the_python_of_the_readme_works(used: Path, cluster: str) -> None:
     assert done.stdout.endswith("torch.Size([4, 128]) torch.int64\n"), "four windows of the model tiny"
 
 
+@pytest.mark.slow
 def test_the_readmes_ladder_is_interrupted_and_continued(used: Path, cluster: str) -> None:
     (line,) = [command for command in commands("sh") if command.startswith(LADDER)]
     ladder = used / "runs/ladder"

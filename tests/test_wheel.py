@@ -6,10 +6,13 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("pipeline", "train", "tune", "infra")
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_the_rank_table(tmp_path: Path) -> None:
     source = tmp_path / "source"
     for package in PACKAGES:

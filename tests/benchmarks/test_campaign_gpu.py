@@ -221,6 +221,7 @@ def bare(tmp_path: Path, small_shards: Path) -> Any:
     return campaign_gpu.Campaign(tmp_path, tmp_path / "bring", ("ours",), False, execute)
 
 
+@pytest.mark.slow
 def test_a_trainer_and_ours_among_the_peers_run_without_ray_and_mlflow(bare: Any) -> None:
     settings = {"micro_batch": 2, "precision": "fp32", "attention": "sdpa", "compile": "off"}
     step = campaign_gpu.Step("train", "train", settings)
@@ -243,6 +244,7 @@ def test_a_step_is_stopped_in_time_and_its_failure_is_a_row(bare: Any) -> None:
     assert "is not a multiple of --micro-batch 3" in failed["reason"]
 
 
+@pytest.mark.slow
 def test_a_peer_runs_without_ray_and_mlflow(small_shards: Path) -> None:
     pytest.importorskip("transformers")
     code = "import runpy, sys; sys.modules.update(dict.fromkeys(sys.argv.pop(1).split())); sys.argv.pop(0); "

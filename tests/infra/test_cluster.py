@@ -62,6 +62,7 @@ def test_an_address_at_which_something_else_listens_is_refused_after_one_attempt
     assert "UserError: no Ray cluster answers at --address 127.0.0.1:" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_ray_starts_is_not_lost() -> None:
     """Half a Ray cannot be shut down: the command ended in a segmentation fault."""
     program = """
@@ -120,6 +121,7 @@ def nothing_is_reserved() -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_room_is_waited_for_and_none_of_it_is_kept(cluster: str) -> None:
     with connected(cluster):
         cores = int(ray.cluster_resources()["CPU"])
@@ -141,6 +143,7 @@ def test_room_is_waited_for_and_none_of_it_is_kept(cluster: str) -> None:
         ["tune.search", "--trial-steps", "8", "--memory-limit", "8GB", "--name", "two"],
     ],
 )
+@pytest.mark.slow
 def test_work_that_cannot_be_placed_is_reported_and_ends_on_ctrl_c(
     cluster: str, small_shards: Path, tmp_path: Path, command: list[str]
 ) -> None:
@@ -172,6 +175,7 @@ def test_work_that_cannot_be_placed_is_reported_and_ends_on_ctrl_c(
 
 
 @pytest.mark.parametrize("command", ["train.run", "tune.search"])
+@pytest.mark.slow
 def test_a_machine_that_an_autoscaler_may_bring_is_waited_for(
     cluster: str, small_shards: Path, tmp_path: Path, command: str
 ) -> None:
@@ -188,7 +192,7 @@ def test_a_machine_that_an_autoscaler_may_bring_is_waited_for(
     assert list(tmp_path.glob("runs/*")) == [], "nothing was made"
 
 
-@pytest.mark.parametrize("address", ["a cluster", None])
+@pytest.mark.parametrize("address", [None, pytest.param("a cluster", marks=pytest.mark.slow)])
 def test_a_long_step_ends_on_ctrl_c(
     address: str | None, request: pytest.FixtureRequest, small_shards: Path, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pyt
 
 
 @pytest.mark.usefixtures("shared_ray")
+@pytest.mark.slow
 def test_two_workers(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Through Ray Train they compute what one loop does here, and what one refuses ends both."""
     flags = ["--data", str(small_shards), "--name", "two", "--workers", "2", "--steps", "12", *FLAGS]
@@ -129,6 +130,7 @@ def test_two_workers(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd:
 
 
 @pytest.mark.usefixtures("shared_ray")
+@pytest.mark.slow
 def test_memory_that_runs_out_in_one_of_two_workers_ends_the_run_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,6 +222,7 @@ def test_workers_that_find_different_checkpoints_train_nothing() -> None:
 
 
 @pytest.mark.usefixtures("shared_ray")
+@pytest.mark.slow
 def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
 ) -> None:

@@ -101,6 +101,7 @@ def test_mask_books_is_the_same_in_both_attentions(config: TrainConfig) -> None:
 
 
 @pytest.mark.parametrize("compile", ["blocks", "whole"])
+@pytest.mark.slow
 def test_compiled_code_computes_the_same(config: TrainConfig, compile: str) -> None:
     """With the loss in pieces, validation included: without, all would be torch's own."""
 
@@ -127,6 +128,7 @@ def test_a_new_process_finds_compiled_attention_in_the_cache(tmp_path: Path, mon
         assert counters["aot_autograd"][outcome] == 1, dict(counters["aot_autograd"])
 
 
+@pytest.mark.slow
 def test_what_was_compiled_for_one_precision_is_not_run_for_another(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +207,7 @@ def test_every_optimizer_learns_and_resumes(config: TrainConfig, tmp_path: Path,
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-8bit", "adamw-bf16"])
+@pytest.mark.slow
 def test_torchao_resumes_exactly_or_is_asked_for_by_name(config: TrainConfig, tmp_path: Path, optimizer: str) -> None:
     precision = "bf16-activations" if optimizer == "adamw-bf16" else "fp32"
     config = dataclasses.replace(

@@ -192,6 +192,7 @@ def test_a_process_is_killed_when_its_time_is_up_and_never_after_its_end() -> No
     assert killed == ["late"]
 
 
+@pytest.mark.slow
 def test_a_trial_that_does_not_end_is_killed_and_one_that_was_killed_runs_again(search: Search, cluster: str) -> None:
     """The first step of one takes hours, as a compilation may; the other's process is killed from outside, once."""
     begun: list[Request] = []

@@ -95,6 +95,7 @@ def searched(folder: Path, killed: dict[Path, int]) -> Path:
     return folder / "runs" / "one"
 
 
+@pytest.mark.slow
 def test_a_killed_search_leaves_its_finished_trials(killed: dict[Path, int]) -> None:
     assert 1 <= len(killed) < 4
 

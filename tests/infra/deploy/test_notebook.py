@@ -34,6 +34,7 @@ def test_the_notebook_is_valid_and_a_mistake_is_found() -> None:
 
 
 @pytest.mark.timeout(1800)  # five whole commands
+@pytest.mark.slow
 def test_the_notebook_runs(
     tmp_path: Path, empty_store: Path, cluster: str, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

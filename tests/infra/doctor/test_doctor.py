@@ -182,6 +182,7 @@ def test_a_mistake_is_refused(monkeypatch: pytest.MonkeyPatch, flags: list[str])
 
 
 @pytest.mark.usefixtures("shared_ray")
+@pytest.mark.slow
 def test_all_reduce_between_two_workers() -> None:
     reduced = allreduce.measure(2)
     assert reduced.backend == "gloo"

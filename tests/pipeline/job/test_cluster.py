@@ -78,6 +78,7 @@ def address(request: pytest.FixtureRequest) -> str | None:
     return request.getfixturevalue("joined") if request.param == "on Ray" else None
 
 
+@pytest.mark.slow
 def test_a_book_that_crashes_the_encoder_is_quarantined_and_the_rest_is_kept(
     tmp_path: Path, write_books: Callable[..., Path], deadly_encoder: dict[str, str], address: str | None, store: str
 ) -> None:
@@ -104,6 +105,7 @@ def workers() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_nothing_but_time(
     tmp_path: Path, write_books: Callable[..., Path], address: str | None, store: str
 ) -> None:
@@ -132,6 +134,7 @@ def test_a_killed_worker_costs_nothing_but_time(
     assert read_manifest(tmp_path / "killed") == whole
 
 
+@pytest.mark.slow
 def test_books_are_read_from_s3_that_fails_now_and_then(
     tmp_path: Path,
     write_books: Callable[..., Path],

@@ -58,6 +58,7 @@ def test_many_pieces_are_few_tasks_and_few_pieces_a_task_each(
     assert (len(groups), max(map(len, groups))) == (tasks, largest)
 
 
+@pytest.mark.slow
 def test_every_piece_is_done_and_no_thread_outlives_its_caller(tmp_path: Path) -> None:
     books = tmp_path / "books"
     books.mkdir()

@@ -118,6 +118,7 @@ def test_a_new_run_takes_no_name_that_is_taken(bucket: str) -> None:
         new_run(f"s3://absent{bucket}", "run3")
 
 
+@pytest.mark.slow
 def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     config: TrainConfig, bucket: str, tmp_path: Path, scratch: Path
 ) -> None:

@@ -325,6 +325,7 @@ def test_when_no_book_can_be_read_the_first_is_named(config: TrainConfig, unusua
         Trainer(config, data=StreamData(config, Inline(config.stream, 0, config.reading))).run()
 
 
+@pytest.mark.slow
 def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, tmp_path: Path) -> None:
     config = dataclasses.replace(config, reading=Reading(min_chars=5, join_lines=True))
     store = f"sqlite:///{tmp_path}/mlflow.db"

@@ -114,7 +114,7 @@ def allocated_peak(config: TrainConfig, trace: Path) -> int:
     return max(count["Total Allocated"] for count in counts) - before
 
 
-@pytest.mark.parametrize(("compile", "chunks"), [("off", 8), ("whole", 1)])
+@pytest.mark.parametrize(("compile", "chunks"), [("off", 8), pytest.param("whole", 1, marks=pytest.mark.slow)])
 def test_the_formula_agrees_with_the_allocator(compile: Compile, chunks: int, tmp_path: Path) -> None:
     config = replace(BASE, model=LAYER, compile=compile, loss_chunks=chunks)
     found = predict_peak(config)

@@ -51,7 +51,9 @@ def kill_worker(driver: subprocess.Popen) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("on_ray", [False, True], ids=["in its own process", "begun on Ray"])
+@pytest.mark.parametrize(
+    "on_ray", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in its own process", "begun on Ray"]
+)
 def test_a_run_survives_everything(on_ray: bool, small_shards: Path, tmp_path: Path) -> None:
     home = RunFolder(tmp_path / "runs" / "long")
     driver = start(

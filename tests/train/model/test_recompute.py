@@ -74,6 +74,7 @@ def test_a_kernel_that_draws_random_numbers_is_run_again_with_dropout(
 
 
 @pytest.mark.skipif(not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="needs torch 2.13")
+@pytest.mark.slow
 def test_compiled_code_keeps_to_a_budget_and_computes_the_same(small_model: ModelConfig) -> None:
     tokens = torch.randint(0, 257, (2, small_model.context_length + 1))
 

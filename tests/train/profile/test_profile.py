@@ -286,6 +286,7 @@ def test_a_profile_on_the_cpu(
     assert "exists already: give another --name." in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_fused_kernels_of_a_cpu_are_named(tmp_path: Path, small_shards: Path, small_model: ModelConfig) -> None:
     config = TrainConfig(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, device="cpu", compile="whole"
