@@ -8,9 +8,8 @@ functions of a ``-m`` file reach Ray's workers as ``__main__``, pickled by value
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -79,11 +78,12 @@ def _continue(job: Job, progress: report.JobStats) -> int:
 
 
 def _make(job: Job, todo: list[Piece], progress: report.JobStats, *, fresh: bool) -> None:
-    """Do the pieces and finish the data set. Its run in MLflow is created meanwhile, and Ray stops while we finish."""
+    """Do the pieces and finish the data set. MLflow is opened meanwhile, or while Ray starts; Ray stops at the end."""
     config, place, phase = job.config, job.place, progress.wall.time
     on_ray = _on_ray(config, todo)
-    with _recorded(job) as opening, ThreadPoolExecutor(max_workers=1) as background, ExitStack() as ray:
+    with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as ray:
         if on_ray:
+            background.submit(_open_store, config.tracking_uri)
             with phase("ray start"):
                 ray.enter_context(connected(config.address, cpus=config.parallelism, prestart=True))
                 ray_data.warm_up(0 if config.cluster else min(config.parallelism, len(todo)))
@@ -91,30 +91,33 @@ def _make(job: Job, todo: list[Piece], progress: report.JobStats, *, fresh: bool
                 if not place.remote:
                     refuse_unshared("--out", place.folder)
                 todo = carried_or_refused(todo)
-        if fresh:
-            opening.result()  # a store that cannot be used is refused while what would be replaced is still there
-            output.clear(place)
-        output.begin(job, [piece.name for piece in todo])
-        if todo:
-            with phase("work"):
-                _work(job, todo, progress, opening, on_ray=on_ray)
-        stopping = background.submit(ray.close)
-        with phase("mlflow start"), doing("opening the MLflow store"):
-            tracker = opening.result()
-        place.write_json(TRACKING, tracker.key.kept_in(place.address))
-        with phase("finish"), doing("checking and closing the data set"):
-            manifest = output.finish(job)
-        if on_ray:
-            with phase("ray stop"), doing("stopping Ray"):
-                stopping.result()
-        told = partial(report.as_markdown, str(config.out), manifest.report, progress, manifest.fingerprint)
-        tracker.note(told())
-        tracker.metrics(shown(progress.metrics() | _counts(manifest), report.METRICS))
-        tracker.tags({"dropped": report.dropped(manifest.report)})
-        copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name in (MANIFEST, QUARANTINE))
-        tracker.file(copy.folder / MANIFEST)
-        tracker.file(copy.folder / QUARANTINE)
-        tracker.data(place.name, manifest.fingerprint, str(place), manifest.report, "output")
+        with ExitStack() as run:
+            opening = background.submit(_open_run, job)
+            run.push(lambda *failure: opening.result().__exit__(*failure))  # it ends as this block does
+            if fresh:
+                opening.result()  # a store that cannot be used is refused while what would be replaced is still there
+                output.clear(place)
+            output.begin(job, [piece.name for piece in todo])
+            if todo:
+                with phase("work"):
+                    _work(job, todo, progress, opening, on_ray=on_ray)
+            with phase("mlflow start"), doing("opening the MLflow store"):
+                tracker = opening.result()
+            place.write_json(TRACKING, tracker.key.kept_in(place.address))
+            stopping = background.submit(ray.close)
+            with phase("finish"), doing("checking and closing the data set"):
+                manifest = output.finish(job)
+            if on_ray:
+                with phase("ray stop"), doing("stopping Ray"):
+                    stopping.result()
+            told = partial(report.as_markdown, str(config.out), manifest.report, progress, manifest.fingerprint)
+            tracker.note(told())
+            tracker.metrics(shown(progress.metrics() | _counts(manifest), report.METRICS))
+            tracker.tags({"dropped": report.dropped(manifest.report)})
+            copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name in (MANIFEST, QUARANTINE))
+            tracker.file(copy.folder / MANIFEST)
+            tracker.file(copy.folder / QUARANTINE)
+            tracker.data(place.name, manifest.fingerprint, str(place), manifest.report, "output")
     from infra.tracking.views import ui_link
 
     console.print(Markdown(told(apart=True)), soft_wrap=False)
@@ -126,17 +129,14 @@ def _on_ray(config: TokenizeConfig, todo: list[Piece]) -> bool:
     return bool(todo and (config.cluster or config.workers or sum(piece.size for piece in todo) > WITHOUT_RAY))
 
 
-@contextmanager
-def _recorded(job: Job) -> "Iterator[Future[Tracker]]":
-    """The job's run in MLflow, which is created while the block begins and ends as the block does."""
-    with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as run:
-        opening = background.submit(_open_run, job)
-        run.push(lambda *failure: opening.result().__exit__(*failure))
-        yield opening
+def _open_store(tracking_uri: str | None) -> None:
+    from infra.tracking.store import open_store  # importing MLflow takes two seconds
+
+    open_store(tracking_uri)
 
 
 def _open_run(job: Job) -> "Tracker":
-    from infra.tracking.store import create_run  # importing MLflow takes two seconds
+    from infra.tracking.store import create_run
     from infra.tracking.tracker import Tracker
 
     config = job.config

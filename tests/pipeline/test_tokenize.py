@@ -119,6 +119,17 @@ def test_other_settings_need_overwrite(make: Callable[..., Path], capsys: pytest
     assert contents(folder).keys() == before.keys()
 
 
+def test_an_unusable_store_is_refused_before_anything_is_replaced(make: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make("tokens")
+    before = contents(folder)
+    with pytest.raises(UserError, match="is a folder: name a file in it"):
+        make("tokens", overwrite=True, tracking_uri=f"sqlite:///{tmp_path}")
+    assert contents(folder) == before
+    with pytest.raises(UserError, match="is a folder: name a file in it"):
+        make("new", tracking_uri=f"sqlite:///{tmp_path}")
+    assert not (tmp_path / "new/manifest.json").exists()
+
+
 def test_the_reason_is_given_when_no_book_can_be_kept(make: Callable[..., Path], store: str, tmp_path: Path) -> None:
     (tmp_path / "lines.jsonl").write_text('{"content": "a book"}\n')
     with pytest.raises(UserError, match=r"none of 1 books.*lines\.jsonl#0 it is: no text in the field 'text'"):
