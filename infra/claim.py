@@ -39,16 +39,16 @@ LEAVE_SECONDS = 5.0
 
 
 @contextmanager
-def sole_user(place: Place, file: str, refusal: str) -> Iterator[None]:
+def sole_user(place: Place, refusal: str) -> Iterator[None]:
     """Hold ``place`` against other commands for the block's duration, and hardly longer than this process.
 
-    On this machine it is locked by :meth:`Place.locked` with ``file`` and ``refusal``. In object storage a claim holds
+    On this machine it is locked by :meth:`Place.locked` with ``refusal``. In object storage a claim holds
     it against other machines. One that was left there by a killed command delays the next command on the same machine
     not at all, and on another one for at most ``STALE_SECONDS``. A process that was stopped for longer and whose place
     has been taken since exits at once with code 1, up to ``RENEW_SECONDS`` after it continues. Raises ``UserError``
     when another command holds the place, naming its machine and process.
     """
-    with place.locked(file, refusal):
+    with place.locked(refusal):
         if not place.remote or place.address.startswith("hf:"):  # where each renewal would be a commit
             yield
             return

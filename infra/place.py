@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow.fs as fs
 import xxhash
@@ -41,6 +41,9 @@ class Place:
     Names of files are relative to it, with ``/`` between parts. Storage that fails is tried again; when it keeps
     failing, or does not answer, every method raises ``UserError``.
     """
+
+    LOCK: ClassVar[str] = ".command"
+    """The file by which a command holds a folder."""
 
     address: str
 
@@ -112,21 +115,24 @@ class Place:
             why = reason(refused.__cause__ or refused)
             raise UserError(f"{flag} {self} cannot be written ({why}): name another place.") from refused
 
+    @property
+    def lock_file(self) -> Path:
+        """What a command of this machine locks: a file in the folder or, as object storage has no locks, in scratch."""
+        return scratch("locks") / self.digest if self.remote else self.folder / self.LOCK
+
     @contextmanager
-    def locked(self, file: str, refusal: str) -> Iterator[None]:
+    def locked(self, refusal: str) -> Iterator[None]:
         """Hold it against other commands of this machine for the block's duration, and no longer than this process.
 
-        A folder is made if it is missing, and locked by its ``file``; object storage has no locks, so a file in scratch
-        stands for it. Raises ``UserError``: ``refusal`` when another process holds it, or why the folder cannot be
-        written.
+        A folder is made if it is missing. Raises ``UserError``: ``refusal`` when another process holds it, or why the
+        folder cannot be written.
         """
-        path = scratch("locks") / self.digest if self.remote else self.folder / file
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
+            self.lock_file.parent.mkdir(parents=True, exist_ok=True)
+            self.lock_file.touch()
         except OSError as refused:
             raise UserError(f"{self} cannot be written ({refused.strerror}): name another --out.") from refused
-        with lock(path, refusal):
+        with lock(self.lock_file, refusal):
             yield
 
     def exists(self, name: str) -> bool:
@@ -293,8 +299,8 @@ class WorkingCopy:
 
     @staticmethod
     def folder_of(place: Place) -> Path:
-        """The folder of a remote place's copy, alone in one that exists."""
-        return scratch("copies", place.digest) / place.name
+        """The folder of a place's copy, alone in one that exists; of a place that is not remote its own."""
+        return place.folder if not place.remote else scratch("copies", place.digest) / place.name
 
     def send(self, *names: str) -> None:
         """Send these files to the place, in this order; those that do not exist here are skipped."""

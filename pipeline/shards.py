@@ -177,9 +177,10 @@ def made_by(where: Place | Path | str) -> RunKey | None:
     """The run in MLflow that made a data set; None where that is not known here."""
     place = Place.of(where)
     try:
-        return from_json(RunKey, json.loads(place.read(TRACKING)), place / TRACKING).valid_in(place, "make it again")
-    except (OSError, ValueError):  # a UserError among them: of a copy, or without its store
+        key = from_json(RunKey, json.loads(place.read(TRACKING)), place / TRACKING)
+    except (OSError, ValueError):
         return None
+    return key if key.is_here else None
 
 
 def write_shard(where: Place | Path, path: str, split: Split, rows: list[ShardRow]) -> ShardInfo:

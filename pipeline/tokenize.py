@@ -139,8 +139,8 @@ def _open_run(job: Job) -> "Tracker":
     from infra.tracking.store import create_run
     from infra.tracking.tracker import Tracker
 
-    config = job.config
-    key = create_run("pipeline", job.place.name, tracking_uri=config.tracking_uri, tags=provenance.collect())
+    config, home = job.config, job.place.address
+    key = create_run("pipeline", job.place.name, tracking_uri=config.tracking_uri, home=home, tags=provenance.collect())
     tracker = Tracker(key)
     identity, usual = config.identity(), TokenizeConfig().identity()
     named = {"sources": identity.pop("sources"), "out": str(job.place), "workers": config.parallelism}

@@ -3,7 +3,10 @@
 import json
 import math
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +15,21 @@ from rich.table import Table
 
 from infra.console import console
 from infra.markdown import facts, plain, table
-from infra.place import Place
+from infra.place import Place, WorkingCopy
 from infra.schema import from_json, to_json
 from infra.storage import write_text
 from infra.thinning import stride
 from infra.tracking.key import RunKey
+from infra.tracking.lost import incomplete, is_complete
 from infra.tracking.names import changed, shown
-from infra.tracking.store import add_to_page
+from infra.tracking.store import add_to_page, last_steps
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import model_link, page_link
 from infra.units import GB, format_duration
 from pipeline.shards import Manifest, made_by
 from train.checkpoint.find import resume_run, run_argument
 from train.checkpoint.run_folder import RunFolder
-from train.config import TrainConfig
+from train.config import TrainConfig, load_config
 from train.estimate.flops import formulas
 from train.estimate.memory import predict_peak
 from train.model.gpt import parameter_count
@@ -39,6 +43,8 @@ METRICS = (
 )  # fmt: skip
 """The curves and numbers of a run's page in MLflow; its other metrics are under ``detail/``."""
 
+STATUS = {"finished": "FINISHED", "interrupted": "KILLED"}
+"""MLflow's status of a run by its outcome; of other outcomes it is FAILED."""
 
 DENSE_STEPS = 1000
 """Steps at the beginning of a run whose losses are all in MLflow; ``cycles.jsonl`` has all of every run."""
@@ -92,8 +98,10 @@ def record_search(tracker: Tracker, name: str, config_file: str) -> None:
     place = Place.of(config_file).parent
     try:
         kept = json.loads(place.read("search.json"))["parent"]
-        search = from_json(RunKey, kept, "it").valid_in(place, "search again")
+        search = from_json(RunKey, kept, "it")
     except (OSError, ValueError, KeyError, TypeError):
+        return
+    if not search.is_here:
         return
     tracker.tags({"search.run": search.run_id})
     link = page_link(tracker.key, name, store=search.store)
@@ -144,6 +152,12 @@ def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float 
     yield step, shown(values, METRICS)
 
 
+def record_cycle(tracker: Tracker, cycle: dict[str, Any], sent: Mapping[str, int]) -> None:
+    """Record a logged cycle, but what MLflow has: metrics up to the step that they were ``sent`` until."""
+    for step, values in cycle_metrics(cycle):
+        tracker.metrics({name: value for name, value in values.items() if step > sent.get(name, 0)}, step)
+
+
 def origin(tracker: Tracker, config: TrainConfig) -> str:
     """A paragraph that links to the run that made the data; empty where that is not known."""
     maker = None if config.stream else made_by(config.data)
@@ -163,16 +177,9 @@ def record_end(
 
     At step 0, because MLflow compares runs in bar charts if that is the only step.
     """
-    metrics = result_metrics(result) | prediction_metrics(config, result) | formula_metrics(config, result)
     if result.device != "cpu":
-        metrics |= {f"gpu/{name}": value for name, value in (gpu or {}).items()}
-    tracker.metrics(shown(metrics, METRICS))
-    reason = "" if result.outcome == "finished" else result.reason  # of a run that was continued, it is replaced
-    tags = {"outcome": result.outcome, "reason": reason, "device": result.device}
-    tracker.tags(tags | columns(config, result))
-    tracker.json(to_json(result), "result.json")
-    if result.sample:
-        tracker.text(result.sample, "sample.txt")
+        tracker.metrics(shown({f"gpu/{name}": value for name, value in (gpu or {}).items()}, METRICS))
+    _record_result(tracker, config, replace(result, predicted_memory=predict_peak(config).total))
     opening = facts(opening_lines(config, result, home.place, memory_limit))
     text = f"{opening}{origin(tracker, config)}\n\n{markdown(config, result)}"
     write_text(home.summary, text)
@@ -180,19 +187,76 @@ def record_end(
     tracker.note(text)
 
 
-def columns(config: TrainConfig, result: RunResult) -> dict[str, str]:
+def _record_result(tracker: Tracker, config: TrainConfig, result: RunResult) -> None:
+    metrics = result_metrics(result) | prediction_metrics(result) | formula_metrics(config, result)
+    tracker.metrics(shown(metrics, METRICS))
+    reason = "" if result.outcome == "finished" else result.reason  # of a run that was continued, it is replaced
+    tags = {"outcome": result.outcome, "reason": reason, "device": result.device}
+    tracker.tags(tags | columns(result))
+    tracker.json(to_json(result), "result.json")
+    if result.sample:
+        tracker.text(result.sample, "sample.txt")
+
+
+def complete_earlier(key: RunKey) -> None:
+    """Send what MLflow lacks of other runs of the experiment of ``key`` that have ended on this machine. Never raises.
+
+    Stops at the first of which that does not arrive.
+    """
+    with suppress(Exception):
+        for left in incomplete(key):
+            place = Place(left.home)
+            if not _completed(RunFolder(WorkingCopy.folder_of(place), place if place.remote else None), left):
+                return
+
+
+def complete(home: RunFolder) -> None:
+    """Send what MLflow lacks of the run in ``home``, which has ended. Never raises."""
+    with suppress(Exception):
+        if (key := home.key()) and not is_complete(key):
+            _completed(home, key)
+
+
+def _completed(home: RunFolder, key: RunKey) -> bool:
+    """Send what MLflow lacks of a run from its folder, close it as it ended, and return whether that arrived.
+
+    What NVML reported is lost, and the settings of a run that was without its store from the beginning.
+    """
+    result, config, cycles, ended = None, None, iter(()), None
+    if (kept := home.key(key.store)) and kept.run_id == key.run_id:  # it may have been removed, and made anew
+        with suppress(OSError, ValueError):
+            result = from_json(RunResult, json.loads(home.result.read_text(encoding="utf-8")), home.result)
+            config = load_config(home.config)
+        cycles = home.cycles_until(sys.maxsize)
+        ended = max((file.stat().st_mtime for file in (home.cycles, home.result) if file.exists()), default=None)
+    sent, tracker = last_steps(key), Tracker(key)
+    for cycle in cycles:
+        record_cycle(tracker, cycle, sent)
+    if result and config:
+        _record_result(tracker, config, result)
+        if home.summary.exists():
+            tracker.note(home.summary.read_text(encoding="utf-8"))
+    tracker.finish(STATUS.get(result.outcome, "FAILED") if result else "KILLED", ended=ended, wait=False)
+    return tracker.deliver()
+
+
+def columns(result: RunResult) -> dict[str, str]:
     """The speed with its interval and the memory with its prediction, as tags that are columns of MLflow's list."""
-    memory, predicted = result.memory.process / GB, predict_peak(config).total / GB
-    words = {"memory": f"{memory:.2f} GB (predicted {predicted:.2f})"}
+    words = {"memory": f"{result.memory.process / GB:.2f} GB"}
+    if result.predicted_memory:
+        words["memory"] += f" (predicted {result.predicted_memory / GB:.2f})"
     if speed := result.throughput:
         words["tokens/s"] = f"{speed.tokens_per_second:,.0f} ({speed.low:,.0f} to {speed.high:,.0f})"
     return words
 
 
-def prediction_metrics(config: TrainConfig, result: RunResult) -> dict[str, float | None]:
+def prediction_metrics(result: RunResult) -> dict[str, float | None]:
     """The predicted peak, and its error as a fraction of the measured one."""
-    total = predict_peak(config).total
-    return {"memory/predicted_gb": total / GB, "memory/prediction_error": total / result.memory.process - 1}
+    total = result.predicted_memory
+    return {
+        "memory/predicted_gb": total and total / GB,
+        "memory/prediction_error": total and total / result.memory.process - 1,
+    }
 
 
 def formula_metrics(config: TrainConfig, result: RunResult) -> dict[str, float | None]:

@@ -178,3 +178,5 @@ class RunResult:
     """Of a run that did not fit in memory."""
     diagnosis: Diagnosis | None = None
     """None where nothing was wrong."""
+    predicted_memory: int | None = None
+    """Predicted peak of the process's memory, in bytes."""

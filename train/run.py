@@ -148,6 +148,7 @@ def recorded(run: Run, options: RunOptions) -> int:
     key, is_new = run_in_mlflow(home, options.tracking_uri, starts=run.resume is None)
     write_json(home.config, run.asked.to_json())
     home.send(home.config)
+    report.complete_earlier(key)
     report.print_header(config, run.manifest, home.place)
     with Tracker(key) as tracker:
         if is_new:
@@ -196,7 +197,8 @@ def run_in_mlflow(home: RunFolder, tracking_uri: str | None, *, starts: bool) ->
         reopen_run(key)
         return key, False
     tags = provenance.collect() | {"kind": "run"}
-    return create_run("train", home.path.name, tracking_uri=tracking_uri, tags=tags, keep=home.keep_key), True
+    place, name = home.place.address, home.path.name
+    return create_run("train", name, tracking_uri=tracking_uri, home=place, tags=tags, keep=home.keep_key), True
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from infra.storage import clear_temporaries, write_json
 from infra.tracking.key import RunKey
 from tune.config import SearchConfig
 
-KEPT, TRIALS, LOCK = "search.json", "trials", ".lock"
+KEPT, TRIALS = "search.json", "trials"
 
 
 def place_of(out: str, name: str) -> Place:
@@ -53,7 +53,7 @@ def locked(place: Place) -> Iterator[WorkingCopy]:
     """
     if place.remote:
         place.refuse_unusable("--out")
-    with sole_user(place, LOCK, f"another process runs the search in {place}: wait for it, or end it."):
+    with sole_user(place, f"another process runs the search in {place}: wait for it, or end it."):
         copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name == KEPT or name.startswith(f"{TRIALS}/"))
         (copy.folder / TRIALS).mkdir(exist_ok=True)
         clear_temporaries(copy.folder / TRIALS)
@@ -62,7 +62,7 @@ def locked(place: Place) -> Iterator[WorkingCopy]:
 
 def begin(copy: WorkingCopy, config: SearchConfig, identity: dict[str, Any], parent: RunKey) -> None:
     """Note what a new search is."""
-    kept = {"config": config.to_json(), "identity": identity, "parent": parent.kept_in(copy.folder)}
+    kept = {"config": config.to_json(), "identity": identity, "parent": parent.kept_in(copy.place.address)}
     write_json(copy.folder / KEPT, kept)
     copy.send(KEPT)
 

@@ -15,7 +15,7 @@ from train.checkpoint.run_folder import new_place
 from train.resolve import resolve
 from tune.config import SearchConfig
 from tune.device import Machine, make_prior, memory_limit, trial_machines, trial_resources
-from tune.folder import LOCK, TRIALS, kept_identity, place_of
+from tune.folder import TRIALS, kept_identity, place_of
 from tune.space import Space, make_space, parse_knobs
 from tune.strategy.base import Confirmed, Grid, Retrying, Strategy
 from tune.strategy.memory_aware import MemorySearcher
@@ -99,7 +99,7 @@ def make_search(config: SearchConfig) -> Search:
     name = search_name(config)
     place = place_of(config.out, name)
     if not (config.resume or config.dry_run):
-        new_place(config.out, name, begun=(TRIALS, LOCK))
+        new_place(config.out, name, begun=(TRIALS, Place.LOCK))
     machines = trial_machines(config)
     training = resolve(config.training, machines[0].device)
     asked = config.memory_limit

@@ -67,13 +67,15 @@ class Session:
         evidence = Evidence(search, parent)
         with Tracker(parent) as tracker:
             evidence.describe(tracker)
-            evidence.catch_up(kept)
-            self._drive(evidence)
-            rows = read_rows(search.trials)
-            evidence.catch_up(rows)
+            try:
+                evidence.catch_up(kept)
+                self._drive(evidence)
+                rows = read_rows(search.trials)
+                evidence.catch_up(rows)
+            finally:
+                evidence.close()
             if search.strategy.propose(comparable(rows)) is not None:
                 console.print(f"stopped; continue with: {resume_command('tune.search', search.place)}", markup=False)
-                evidence.abandon()
                 tracker.status = "KILLED"
                 return INTERRUPTED
             publish(search, rows, tracker)

@@ -1,8 +1,8 @@
 """A search in MLflow: one parent, and one child per trial, both opened and closed by the driver.
 
-A child is found again by its trial's key, and its last entry is the tag ``closed``: whatever was killed,
-a trial has one child, and a child without that tag is completed from the trial's row. A store that goes
-away between two trials stops neither: the rows on disk are what is complete.
+A child is found again by its trial's key: whatever was killed, a trial has one child, and one that lacks something is
+completed from the trial's row. A store that goes away between two trials stops neither: the rows on disk are what is
+complete.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from infra.markdown import facts
 from infra.tracking.key import RunKey
 from infra.tracking.names import changed, shown
 from infra.tracking.saved_views import show_places
-from infra.tracking.store import create_run, find_runs, reopen_run
+from infra.tracking.store import children, create_run, reopen_run
 from infra.tracking.tracker import Tracker
 from infra.units import GB
 from pipeline.shards import made_by
@@ -47,11 +47,15 @@ class Evidence:
     def __init__(self, search: Search, parent: RunKey) -> None:
         self.search = search
         self.parent = parent
-        self.closed = set(find_runs(parent, "closed", "true"))
-        self.complete: set[str] = set()
-        """Keys of trials whose child is known to be closed."""
-        self.running: dict[str, RunKey] = {}
-        """Open children by their trial's key."""
+        found = children(parent, "trial") if search.config.resume else {}
+        self.children = {trial: child for trial, (child, _) in found.items()}
+        """By their trial's key."""
+        self.complete = {trial for trial, (_, complete) in found.items() if complete}
+        """Keys of trials whose child has ended and has, or will have, all its entries."""
+        self.running: set[str] = set()
+        """Keys of trials that are running."""
+        self.sending: list[Tracker] = []
+        """Of the children of trials that have ended."""
 
     def describe(self, tracker: Tracker) -> None:
         """Record the parent's settings and data; of a resumed search, its params stay, as they cannot change."""
@@ -66,16 +70,19 @@ class Evidence:
         proposal = request.proposal
         name = f"{request.number:03d} {self.search.space.label(proposal.candidate)}"
         with self._patience():
-            child = self._child(request.key, name, proposal.stage)
-            reopen_run(child)
-            self.running[request.key] = child
+            if request.key in self.children:
+                reopen_run(self.children[request.key])
+            else:
+                self._child(request.key, name, proposal.stage)
+            self.running.add(request.key)
 
-    def abandon(self) -> None:
-        """Close the children of trials that are running, which a resumed search will open again."""
-        for child in self.running.values():
-            if child.run_id not in self.closed:
-                with Tracker(child) as tracker:
-                    tracker.status = "KILLED"
+    def close(self) -> None:
+        """Close the children of trials that are running, which a resumed search will open again, and wait for all."""
+        for trial in self.running:
+            tracker = Tracker(self.children[trial])
+            tracker.finish("KILLED", wait=False)
+            self.sending.append(tracker)
+        all(tracker.deliver() for tracker in self.sending)  # where one is given up, the others are too
 
     def catch_up(self, rows: Sequence[TrialRow]) -> None:
         """Complete the children of all trials that have ended, also of those that did so without driver or store."""
@@ -84,29 +91,26 @@ class Evidence:
                 if row.key not in self.complete:
                     self._complete(row)
                     self.complete.add(row.key)
+                    self.running.discard(row.key)
 
     def _complete(self, row: TrialRow) -> None:
-        """Complete a trial's child from its row, and close it. Raises ``UserError`` when the store is away."""
-        key = self._child(row.key, f"{row.number:03d} {self.search.space.label(row.candidate)}", row.stage)
-        if key.run_id in self.closed:
-            return
-        with Tracker(key) as tracker:
-            tracker.params(
-                {"micro_batch": row.candidate.micro_batch, "accumulation": row.accumulation}
-                | dict(row.candidate.knobs)
-                | {"stage": row.stage, "round": row.round}
-            )
-            tracker.metrics(shown(metrics(row), TRIAL_METRICS))  # at step 0, as train.report does
-            for step, seconds in enumerate(row.step_seconds, 1):
-                tracker.metrics({"time/step_seconds": seconds}, step)
-            self._data(tracker)
-            tracker.json(report.flat_row(row), "trial.json")
-            words = self._words(row) | {"node": row.node}
-            tracker.note(facts(self._opening_lines(row, words)))
-            tracker.tags({"outcome": row.outcome, "reason": row.reason} | words)
-            tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED")
-            tracker.tags({"closed": "true"})  # in a batch of its own: a batch sends its tags before it ends the run
-        self.closed.add(key.run_id)
+        """Fill a trial's child from its row, and close it. Raises ``UserError`` when it cannot be created now."""
+        tracker = Tracker(self._child(row.key, f"{row.number:03d} {self.search.space.label(row.candidate)}", row.stage))
+        tracker.params(
+            {"micro_batch": row.candidate.micro_batch, "accumulation": row.accumulation}
+            | dict(row.candidate.knobs)
+            | {"stage": row.stage, "round": row.round}
+        )
+        tracker.metrics(shown(metrics(row), TRIAL_METRICS))  # at step 0, as train.report does
+        for step, seconds in enumerate(row.step_seconds, 1):
+            tracker.metrics({"time/step_seconds": seconds}, step)
+        self._data(tracker)
+        tracker.json(report.flat_row(row), "trial.json")
+        words = self._words(row) | {"node": row.node}
+        tracker.note(facts(self._opening_lines(row, words)))
+        tracker.tags({"outcome": row.outcome, "reason": row.reason} | words)
+        tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED", wait=False)
+        self.sending.append(tracker)
 
     def _words(self, row: TrialRow) -> dict[str, str]:
         """Columns of MLflow's list: batch and other settings, speed and memory with interval, limit and prediction."""
@@ -149,10 +153,11 @@ class Evidence:
             errors.print(f"{failure} The search continues; MLflow gets this trial when it answers again.")
 
     def _child(self, key: str, name: str, stage: str) -> RunKey:
-        found = find_runs(self.parent, "trial", key)
-        if found:
-            return RunKey(self.parent.store, self.parent.experiment_id, found[0], self.parent.journal)
-        return create_run("tune", name, parent=self.parent, tags={"kind": "trial", "trial": key, "stage": stage})
+        """The child of the trial ``key``, which is created if there is none."""
+        if key not in self.children:
+            tags = {"kind": "trial", "trial": key, "stage": stage}
+            self.children[key] = create_run("tune", name, parent=self.parent, tags=tags)
+        return self.children[key]
 
 
 def params(search: Search) -> dict[str, object]:
@@ -222,7 +227,7 @@ def publish(search: Search, rows: Sequence[TrialRow], tracker: Tracker) -> None:
 def open_parent(search: Search) -> RunKey:
     """The parent run of a new search, whose folder keeps its key."""
     return create_run(
-        "tune", search.place.name, tracking_uri=search.config.tracking_uri,
+        "tune", search.place.name, tracking_uri=search.config.tracking_uri, home=search.place.address,
         tags=provenance.collect() | {"kind": "search", "study": search.study},
         keep=lambda parent: folder.begin(search.working_copy, search.config, search.identity(), parent),
     )  # fmt: skip

@@ -3,33 +3,34 @@
 import logging
 import os
 import tempfile
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
-from mlflow.entities import LifecycleStage
+from mlflow.entities import Experiment, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
 from mlflow.tracking import MlflowClient
 
 from infra.command import uninterrupted
-from infra.console import errors
 from infra.credentials import has_secret
 from infra.errors import UserError, first_line
 from infra.provenance import user
-from infra.tracking import open_runs, saved_views
-from infra.tracking.journal import deliver_journal, deliver_journals
+from infra.tracking import lost, saved_views
 from infra.tracking.key import SQLITE, RunKey
-from infra.tracking.open_runs import note_of
-from infra.tracking.relocation import FILES, relocate
-from infra.tracking.tracker import JOURNAL, NOTE
+from infra.tracking.tracker import NOTE
 
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # commands print one link, at their end
 for verbose in ("mlflow.store.db.utils", "alembic.runtime.migration"):
     logging.getLogger(verbose).setLevel(logging.WARNING)  # they print a page about new tables on first use
+
+EXPERIMENTS = ("pipeline", "train", "ladder", "tune", "doctor")
+
+FILES = "mlartifacts"
+"""The folder next to a SQLite store that holds the files of its runs."""
 
 
 def store_uri(tracking_uri: str | None = None) -> str:
@@ -69,16 +70,8 @@ def open_store(tracking_uri: str | None = None) -> None:
         if file and not file.exists():
             _create_database(file)
         MlflowClient(store).get_experiment_by_name("Default")
-        moved_from = relocate(file) if file else []
-    except UserError:
-        raise
     except Exception as failure:  # a damaged database, a missing driver: each library raises classes of its own
         raise _unusable(store, failure) from failure
-    for place in moved_from:
-        errors.print(
-            f"The MLflow store {store} was copied or moved here from {place}: its runs were kept, and from now on "
-            f"their files are read and written next to it, not in {place / FILES}."
-        )
 
 
 def _create_database(file: Path) -> None:
@@ -96,44 +89,46 @@ def create_run(
     *,
     tracking_uri: str | None = None,
     parent: RunKey | None = None,
+    home: str = "",
     tags: Mapping[str, str] | None = None,
     keep: Callable[[RunKey], None] | None = None,
 ) -> RunKey:
     """Create a run (and the store and experiment when they are new), pass its key to ``keep``, and return it.
 
-    ``keep`` writes the key to disk for a command that continues the run. Ctrl-C and SIGTERM are delayed until it has,
-    and a note on disk lets a later command close the run if the process is killed: no run stays RUNNING unnoticed.
+    ``home`` is the folder that this command holds (:meth:`infra.place.Place.locked`), by its absolute path or address;
+    that of the ``parent`` if there is one. While it is held the run is known to be alive: if this process is killed,
+    the next command closes it. ``keep`` writes the key to disk for a command that continues the run. Ctrl-C and SIGTERM
+    are delayed until it has.
 
     Raises ``UserError`` when the store cannot be reached: nothing has been computed yet, so the user is told now
     rather than after hours.
     """
     store = parent.store if parent else store_uri(tracking_uri)
-    journal = Path(parent.journal) if parent else Path(JOURNAL).resolve()
-    note = journal / f"{uuid.uuid4().hex}{open_runs.CREATING}"
-    labels = {
-        "mlflow.user": user(), "mlflow.source.type": "LOCAL", "mlflow.source.name": experiment,
-        open_runs.TAG: note.stem,
-    } | dict(tags or {})  # fmt: skip
+    home = home or (parent.home if parent else "")
+    labels = {"mlflow.user": user(), "mlflow.source.type": "LOCAL", "mlflow.source.name": experiment}
+    labels |= ({"mlflow.parentRunId": parent.run_id} if parent else {}) | (lost.labels(home) if home else {})
+    ours: dict[str, Experiment] = {}
     with uninterrupted():
-        if parent:
-            labels["mlflow.parentRunId"] = parent.run_id
-        else:
+        if not parent:
             open_store(tracking_uri)
         try:
             client = MlflowClient(store)
-            experiment_id = parent.experiment_id if parent else _experiment(client, store, experiment)
-            open_runs.announce(note, client, experiment_id)
-            run = client.create_run(experiment_id, run_name=name, tags=labels)
+            if parent:
+                experiment_id = parent.experiment_id
+            else:
+                ours = _experiments(client)
+                experiment_id = _experiment(client, store, experiment, ours.get(experiment))
+            run = client.create_run(experiment_id, run_name=name, tags=labels | dict(tags or {}))
         except MlflowException as failure:
             raise _unusable(store, failure) from failure
-        key = RunKey(store, experiment_id, run.info.run_id, str(journal))
+        key = RunKey(store, experiment_id, run.info.run_id, home)
+        lost.opened[key.run_id] = home
         if keep:
             keep(key)
-        open_runs.rename(note, key.run_id)
     if not parent:
-        saved_views.offer(client, experiment, experiment_id, key.run_id)
-        deliver_journals(client, journal)
-        open_runs.close_abandoned(journal, client)
+        known = ours.get(experiment)
+        saved_views.offer(client, experiment, key, known.tags if known else {})
+        lost.close_lost(client, [each.experiment_id for each in ours.values()])
     return key
 
 
@@ -150,11 +145,10 @@ def reopen_run(key: RunKey) -> None:
     open_store(key.store)
     try:
         client = MlflowClient(key.store)
-        open_runs.close_abandoned(Path(key.journal), client)
-        open_runs.announce(note_of(key), client, key.experiment_id)
-        if client.get_run(key.run_id).info.lifecycle_stage == LifecycleStage.DELETED:
-            client.restore_run(key.run_id)  # of a process that was killed just after it had saved the key
         client.update_run(key.run_id, status="RUNNING")
+        lost.opened[key.run_id] = key.home
+        client.log_batch(key.run_id, tags=[RunTag(*tag) for tag in lost.labels(key.home).items()])
+        lost.close_lost(client, [each.experiment_id for each in _experiments(client).values()])
     except MlflowException as failure:
         raise UserError(
             f"the MLflow run {key.run_id} in {key.store} cannot be continued: {first_line(failure)} "
@@ -166,11 +160,10 @@ def reopen_run(key: RunKey) -> None:
 def last_steps(key: RunKey) -> dict[str, int]:
     """The last step of every metric of the run, up to which a continued run need not send them again.
 
-    Entries that an earlier process left in its journal are delivered first. Raises ``UserError``.
+    Raises ``UserError``.
     """
     try:
         client = MlflowClient(key.store)
-        deliver_journal(client, Path(key.journal) / f"{key.run_id}.jsonl")
         names = client.get_run(key.run_id).data.metrics
         return {name: max(m.step for m in client.get_metric_history(key.run_id, name)) for name in names}
     except MlflowException as failure:
@@ -190,21 +183,27 @@ def has_run(key: RunKey) -> bool:
 
 
 @uninterrupted()
-def find_runs(key: RunKey, tag: str, value: str) -> list[str]:
-    """Ids of the children of ``key`` (but deleted ones) with this ``value`` of ``tag``, oldest first.
+def children(parent: RunKey, tag: str) -> dict[str, tuple[RunKey, bool]]:
+    """The children of ``parent`` (but deleted ones) by their value of ``tag``.
 
+    With each is whether it has ended by itself, and has all its entries.
     Raises ``UserError`` when the store cannot be used.
     """
     try:
-        found = MlflowClient(key.store).search_runs(
-            [key.experiment_id],
-            f"tags.`mlflow.parentRunId` = '{key.run_id}' and tags.`{tag}` = '{value}'",
+        found = MlflowClient(parent.store).search_runs(
+            [parent.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.run_id}'",
             max_results=SEARCH_MAX_RESULTS_THRESHOLD,
-            order_by=["attributes.start_time ASC"],
-        )
+        )  # fmt: skip
     except MlflowException as failure:
-        raise _unusable(key.store, failure) from failure
-    return [run.info.run_id for run in found]
+        raise _unusable(parent.store, failure) from failure
+    return {
+        run.data.tags[tag]: (
+            replace(parent, run_id=run.info.run_id),
+            run.data.tags.get(lost.COMPLETE) == "true" and run.info.status != "KILLED",
+        )
+        for run in found
+        if tag in run.data.tags
+    }
 
 
 @uninterrupted()
@@ -221,18 +220,33 @@ def add_to_page(key: RunKey, paragraph: str, tags: Mapping[str, str]) -> None:
             client.set_tag(key.run_id, name, value)
 
 
-def _experiment(client: MlflowClient, store: str, name: str) -> str:
-    """The experiment's id. A new one in SQLite keeps its files next to the database, by absolute path."""
-    found = client.get_experiment_by_name(name)
-    if found:
-        return found.experiment_id
+def _experiments(client: MlflowClient) -> dict[str, Experiment]:
+    """Our experiments by name, those that exist."""
+    return {found.name: found for found in client.search_experiments() if found.name in EXPERIMENTS}
+
+
+def _experiment(client: MlflowClient, store: str, name: str, found: Experiment | None) -> str:
+    """The experiment's id, if it was ``found``, or of a new one. In SQLite it keeps its files next to the database.
+
+    Raises ``UserError`` when it keeps them elsewhere, because the store was copied or moved: MLflow keeps their
+    absolute path, and would write into the original's folder.
+    """
     files = None
     if store.startswith(SQLITE):
         files = (Path(store.removeprefix(SQLITE)).parent / FILES / name).as_uri()
-    try:
-        return client.create_experiment(name, artifact_location=files)
-    except MlflowException:  # another command created it between the two calls
-        found = client.get_experiment_by_name(name)
-        if found is None:
-            raise
-        return found.experiment_id
+    if not found:
+        try:
+            return client.create_experiment(name, artifact_location=files)
+        except MlflowException:  # another command created it meanwhile, or it is not ours to be listed
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    before = found.artifact_location
+    if files and before != files and before.startswith("file:") and before.endswith(f"/{FILES}/{name}"):
+        old = Path(unquote(urlsplit(before).path))
+        if old.resolve() != Path(store.removeprefix(SQLITE)).parent / FILES / name:
+            raise UserError(
+                f"the MLflow store {store} was copied or moved from {old.parents[1]} and would continue to write files "
+                "there: move it back, or give another with --tracking-uri."
+            )
+    return found.experiment_id

@@ -3,8 +3,7 @@
 In: metrics, params, tags and files, from the driver; workers do not use MLflow, because a new SQLite store does not
 survive being created by several processes at once. Out: an MLflow run. Writes pass through a queue to a thread that
 batches them (a call costs microseconds; a single ``log_metric`` costs 2 ms). While the store does not answer, entries
-go to a journal on disk. They are sent as soon as it answers again or a later command opens the store, and the tag
-``tracking.delivered_late`` records that.
+wait in memory. What it lacks when the process ends is sent again from the run's folder, see ``infra.tracking.lost``.
 """
 
 import json
@@ -12,7 +11,6 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,18 +18,16 @@ from mlflow.tracking import MlflowClient
 
 from infra.console import errors
 from infra.errors import first_line
-from infra.tracking import open_runs
-from infra.tracking.journal import METRICS_PER_BATCH, Entry, deliver_journal, send
+from infra.tracking import lost
 from infra.tracking.key import RunKey
-from infra.tracking.open_runs import note_of
+from infra.tracking.send import METRICS_PER_BATCH, Entry, send
 
 BATCH_SECONDS = 1.0
 RETRY_SECONDS = 30.0
 FLUSH_SECONDS = 60.0
-HURRY_SECONDS = 15.0
-"""How long a command that was interrupted waits for the store: it promises to exit within 30 seconds."""
+LAST_SECONDS = 15.0
+"""How long the end of a run waits for a store that does not answer; an interrupted command ends within 30 seconds."""
 PARAM_CHARACTERS = 6000
-JOURNAL = "mlflow-journal"
 NOTE = "mlflow.note.content"
 """The tag that MLflow shows as a run's description."""
 
@@ -49,26 +45,24 @@ class Tracker:
         self.status = "FINISHED"
         """The run's status after a block that ends without an exception: FINISHED, FAILED or KILLED."""
         self._queue: queue.SimpleQueue[Entry | threading.Event] = queue.SimpleQueue()
-        self._journal = Path(key.journal) / f"{key.run_id}.jsonl"
+        self._unsent: list[Entry] = []
+        self._away = False
+        """Whether the store did not answer last time."""
         self._retry_at = 0.0
-        self._finished = False
-        self._hurried = False
-        self._sending: list[Entry] = []
+        self._finished = self._hurried = False
         self._client: MlflowClient | None = None
-        self._thread = threading.Thread(target=self._write, name="tracking", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._write, name="tracking", daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, failure: BaseException | None, *_: object) -> None:
-        if not self._finished:
-            interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
-            if failure and not interrupted:
-                self.tags({"reason": first_line(failure)})
-            self.finish("KILLED" if interrupted else "FAILED" if kind else self.status)
-        elif not self._hurried:
-            self._deliver_all()
+        if self._finished:
+            return
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        if failure and not interrupted:
+            self.tags({"reason": first_line(failure)})
+        self.finish("KILLED" if interrupted else "FAILED" if kind else self.status)
 
     def metrics(self, values: Mapping[str, float | int | None], step: int = 0) -> None:
         """Record numbers at ``step``; names are grouped by a prefix, and see :mod:`infra.tracking.names`."""
@@ -113,73 +107,78 @@ class Tracker:
         self._queue.put({"kind": "file", "path": str(path.resolve()), "folder": folder})
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
-        """Wait until everything queued so far is in the store or in the journal; False if that takes too long."""
+        """Wait until everything queued so far is in the store; False if that takes too long or it does not answer."""
         done = threading.Event()
         self._queue.put(done)
-        return done.wait(seconds)
+        return done.wait(seconds) and not self._away
 
-    def finish(self, status: str = "FINISHED") -> None:
-        """Deliver everything and close the run as FINISHED, FAILED or KILLED.
+    def finish(self, status: str = "FINISHED", *, ended: float | None = None, wait: bool = True) -> None:
+        """Close the run as FINISHED, FAILED or KILLED once everything is delivered, and wait for that.
 
-        What a KILLED run cannot deliver soon is kept for the next command: an interrupt at an unlucky moment leaves a
-        lock taken (that of Python's logging), for which the writer would wait forever.
+        It is its last entry, and the time when it ``ended`` now or another.
         """
-        self._queue.put({"kind": "finish", "status": status, "time": int(time.time() * 1000)})
         self._finished = True
         self._hurried = status == "KILLED"
-        if not self._hurried:
-            self._deliver_all()
-        elif not self.flush(HURRY_SECONDS):
-            self._keep_rest()
-        open_runs.release(note_of(self.key))
+        self._queue.put({"kind": "finish", "status": status, "time": int((ended or time.time()) * 1000)})
+        if wait:
+            self.deliver()
 
-    def _deliver_all(self) -> None:
-        while not self.flush():
-            errors.print(f"MLflow ({self.key.store}) is slow; still sending. Ctrl-C exits without the rest.")
+    def deliver(self) -> bool:
+        """Wait until everything is in the store; False where that is given up.
+
+        A store that does not answer is given up after ``LAST_SECONDS`` and, at the end of a KILLED run, one that is
+        slow as well: an interrupt at an unlucky moment leaves a lock taken (that of Python's logging), for which the
+        writer would wait forever.
+        """
+        began = time.monotonic()
+        while not (delivered := self.flush(LAST_SECONDS)):
+            if time.monotonic() - began >= LAST_SECONDS and (self._away or self._hurried):
+                errors.print(
+                    f"MLflow ({self.key.store}) does not answer: {len(self._unsent) + self._queue.qsize()} entries of "
+                    f"this run are missing there; the next command, or --resume, sends them from {self.key.home}."
+                )
+                break
+            if self._away:
+                time.sleep(1.0)
+            else:
+                errors.print(f"MLflow ({self.key.store}) is slow; still sending. Ctrl-C exits without the rest.")
+        lost.opened.pop(self.key.run_id, None)
+        return delivered
 
     def _write(self) -> None:
+        """Send what is queued in batches; again what the store has not taken, when that is due or somebody waits."""
         while True:
-            batch = [self._queue.get()]
-            deadline = time.monotonic() + BATCH_SECONDS
-            while not isinstance(batch[-1], threading.Event) and len(batch) < METRICS_PER_BATCH:
-                try:
-                    batch.append(self._queue.get(timeout=max(0.0, deadline - time.monotonic())))
-                except queue.Empty:
-                    break
-            self._sending = [entry for entry in batch if not isinstance(entry, threading.Event)]
-            self._deliver(self._sending)
-            self._sending = []
-            for entry in batch:
-                if isinstance(entry, threading.Event):
-                    entry.set()
+            waiting = self._take()
+            if waiting or time.monotonic() >= self._retry_at:
+                self._deliver()
+            for event in waiting:
+                event.set()
 
-    def _deliver(self, entries: list[Entry]) -> None:
-        """Send ``entries`` after anything that is in the journal; on failure append them to it."""
-        if self._journal.exists() and time.monotonic() < self._retry_at:
-            return self._keep(entries)
+    def _take(self) -> list[threading.Event]:
+        """Move what is queued within ``BATCH_SECONDS`` to what is unsent; returns who waits for it."""
+        patience = max(0.0, self._retry_at - time.monotonic()) if self._unsent else None
+        end = 0.0
+        for _ in range(METRICS_PER_BATCH):
+            try:
+                entry = self._queue.get(timeout=patience)
+            except queue.Empty:
+                break
+            if isinstance(entry, threading.Event):
+                return [entry]
+            self._unsent.append(entry)
+            end = end or time.monotonic() + BATCH_SECONDS
+            patience = max(0.0, end - time.monotonic())
+        return []
+
+    def _deliver(self) -> None:
         try:
             self._client = self._client or MlflowClient(self.key.store)
-            deliver_journal(self._client, self._journal)
-            send(self._client, self.key.run_id, entries)
+            while self._unsent:
+                send(self._client, self.key.run_id, self._unsent[:METRICS_PER_BATCH])
+                del self._unsent[:METRICS_PER_BATCH]
+            self._away = False
         except Exception as failure:  # noqa: BLE001 nothing that the client raises may disturb the work
-            if not self._journal.exists():
-                errors.print(f"MLflow does not answer ({first_line(failure)}); keeping its entries in {self._journal}")
+            if not self._away:
+                errors.print(f"MLflow does not answer ({first_line(failure)}); its entries wait, and are sent again.")
+            self._away = True
             self._retry_at = time.monotonic() + RETRY_SECONDS
-            self._keep(entries)
-
-    def _keep_rest(self) -> None:
-        """Journal what is queued and what the writer is sending: an entry that is delivered twice is stored once."""
-        rest: list[Entry | threading.Event] = [*self._sending]
-        with suppress(queue.Empty):
-            while True:
-                rest.append(self._queue.get_nowait())
-        self._keep([entry for entry in rest if not isinstance(entry, threading.Event)])
-        errors.print(f"MLflow ({self.key.store}) does not answer; its entries are kept in {self._journal}")
-
-    def _keep(self, entries: list[Entry]) -> None:
-        try:
-            self._journal.parent.mkdir(parents=True, exist_ok=True)
-            with self._journal.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(entry | {"store": self.key.store}) + "\n" for entry in entries)
-        except OSError as failure:
-            errors.print(f"{len(entries)} MLflow entries are lost: {self._journal} cannot be written ({failure})")

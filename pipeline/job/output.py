@@ -23,7 +23,7 @@ from pipeline.job.plan import Job, Piece
 from pipeline.job.record import Record, read_record, record_file, reopen
 from pipeline.shards import MANIFEST, PIECES, QUARANTINE, SHARD, SPLITS, TRACKING, Manifest, read_manifest
 
-SETTINGS, LOCK = f"{PIECES}/settings.json", ".lock"
+SETTINGS = f"{PIECES}/settings.json"
 _RECORD = re.compile(rf"{PIECES}/\d{{6,}}\.json")
 """What a piece's record is called: other files in its folder are not ours to delete."""
 
@@ -33,7 +33,7 @@ def sole_writer(place: Place) -> AbstractContextManager[None]:
     if place.remote:
         place.refuse_unusable("--out")
     refusal = f"another run is writing to {place}: wait for it, or give another --out."
-    return sole_user(place, f"{PIECES}/{LOCK}", refusal)
+    return sole_user(place, refusal)
 
 
 def refuse_foreign(place: Place) -> None:

@@ -29,7 +29,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from infra.telemetry import interval
 from infra.tracking.key import RunKey
-from infra.tracking.saved_views import MARK
+from infra.tracking.saved_views import OURS
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from train.config import Cycle
@@ -56,7 +56,7 @@ def main() -> None:
         sys.exit("needs Chromium: apt-get install chromium")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
-        os.chdir(place)  # for the journal of the store
+        os.chdir(place)
         key, points = write_run(f"sqlite:///{place}/mlflow.db", options.steps)
         with served(Path(place)) as server, sync_playwright() as playwright:
             quiet = ["--disable-gpu", "--disable-background-networking", "--disable-component-update"]
@@ -140,7 +140,7 @@ def opened(browser: Browser, server: str, key: RunKey) -> Iterator[dict[str, Any
         "description": (f"{runs}/{key.run_id}?workflowType=machine_learning", "text=a long run"),
         "charts": (f"{runs}/{key.run_id}/model-metrics?workflowType=machine_learning", ".js-plotly-plot .trace"),
         "Curves": (
-            f"{runs}?workflowType=machine_learning&viewStateShareKey={MARK}-curves&compareRunsMode=CHART",
+            f"{runs}?workflowType=machine_learning&viewStateShareKey={OURS}-curves&compareRunsMode=CHART",
             ".js-plotly-plot .trace",
         ),
     }

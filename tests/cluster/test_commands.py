@@ -39,7 +39,7 @@ CONTENTS = """
 import json, sys
 from infra.place import Place
 place = Place.of(sys.argv[1])
-made = [name for name in place.files() if not name.endswith((".lock", "tracking.json"))]
+made = [name for name in place.files() if not name.endswith((".command", "tracking.json"))]
 print(json.dumps({name: place.checksum(name) for name in made}))
 """
 LOSE = """

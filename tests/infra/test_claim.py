@@ -26,7 +26,7 @@ import sys
 from infra import claim
 from infra.place import Place
 claim.RENEW_SECONDS = 0.2
-with claim.sole_user(Place(sys.argv[1]), "lock", "held on this machine"):
+with claim.sole_user(Place(sys.argv[1]), "held on this machine"):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -48,7 +48,7 @@ def held(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Held:
     def held(machine: str) -> Iterator[None]:
         (tmp_path / machine).mkdir(exist_ok=True)
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / machine))
-        with sole_user(place, "lock", "held on this machine"):
+        with sole_user(place, "held on this machine"):
             yield
 
     return held
@@ -89,7 +89,7 @@ def test_a_place_is_held_against_another_machine_until_its_command_ends(
         assert place.files() == {}, "claims are not among a place's files"
         with pytest.raises(UserError, match=r"^held on this machine$"), held("one"):
             pass
-        with sole_user(place / "another", "lock", ""):
+        with sole_user(place / "another", ""):
             pass
     capsys.readouterr()
     assert claims(place) == set()

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.timeout(3600)
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a data set, but for the name of the run that made it."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", TRACKING))
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in (".command", TRACKING))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 

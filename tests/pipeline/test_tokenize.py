@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 def contents(folder: Path) -> dict[str, str]:
     """Every file of a data set and the hash of its bytes, but for the name of the run that made it."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", TRACKING))
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (Place.LOCK, TRACKING))
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 

@@ -1,6 +1,7 @@
 """The page of a training run in a real MLflow store: few numbers, what was changed, and the columns of its views."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +15,11 @@ from mlflow.tracking import MlflowClient
 from infra.place import Place
 from infra.schema import to_json
 from infra.storage import write_json
+from infra.tracking import lost
 from infra.tracking.key import RunKey
+from infra.tracking.lost import incomplete
 from infra.tracking.names import MOST
-from infra.tracking.saved_views import VIEWS
+from infra.tracking.saved_views import COLUMNS, VIEWS
 from infra.tracking.store import create_run, reopen_run
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import page_link
@@ -79,10 +82,10 @@ def test_a_page_begins_with_few_numbers_and_keeps_the_others(config: TrainConfig
         "detail/result/tokens_per_second_low", "detail/result/tokens_per_second_high", "detail/result/hfu",
         "detail/memory/predicted_gb", "detail/gpu/highest_celsius", "detail/time/data_wait_fraction",
     } <= details  # fmt: skip
-    for column in {column for view in VIEWS["train"] for column in view.columns}:
+    for column in COLUMNS["train"]:
         kind, _, name = column.partition(".")
         assert name.strip("`") in getattr(run.data, kind), column
-    drawn = {metric for view in VIEWS["train"] for chart in view.charts for metric in (chart.metric, chart.over)}
+    drawn = {metric for view in VIEWS["train"] if view.charts for metric in (*view.charts, view.over)}
     assert drawn <= run.data.metrics.keys()
 
 
@@ -139,7 +142,7 @@ def test_the_list_says_why_a_run_failed(config: TrainConfig, result: RunResult, 
         with pytest.raises(RuntimeError), Tracker(key):
             raise RuntimeError(said + "\nand a traceback")
     assert MlflowClient(key.store).get_run(key.run_id).data.tags["reason"] == said
-    assert "tags.`reason`" in VIEWS["train"][0].columns
+    assert "tags.`reason`" in COLUMNS["train"]
 
 
 def note(key: RunKey) -> list[str]:
@@ -194,7 +197,7 @@ def test_a_run_links_to_the_run_that_made_its_data(
     """It is named beside the manifest, so that the fingerprint is the same whoever made the shards."""
     folder = Path(shutil.copytree(small_shards, tmp_path / "tokens"))
     maker = create_run("pipeline", "tokens")
-    write_json(folder / TRACKING, maker.kept_in(folder))
+    write_json(folder / TRACKING, maker.kept_in(str(folder)))
     manifest = read_manifest(folder)
     assert manifest.fingerprint == read_manifest(small_shards).fingerprint
     key, run = recorded(replace(config, data=str(folder)), result, manifest)
@@ -204,13 +207,13 @@ def test_a_run_links_to_the_run_that_made_its_data(
 
 
 def test_a_run_in_another_store_is_named_and_an_unknown_one_is_not(tmp_path: Path, small_shards: Path) -> None:
-    elsewhere = RunKey("https://mlflow.example.org", "3", "4711", "journal")
+    elsewhere = RunKey("https://mlflow.example.org", "3", "4711")
     assert page_link(elsewhere, "tokens", store="sqlite:////home/mlflow.db") == (
         "tokens (MLflow run `4711` in https://mlflow.example.org)"
     )
     assert made_by(small_shards) is None
     folder = Path(shutil.copytree(small_shards, tmp_path / "tokens"))
-    for unknown in ("{damaged", json.dumps(RunKey("sqlite:////gone/mlflow.db", "3", "1", "j").kept_in(folder))):
+    for unknown in ("{damaged", json.dumps(RunKey("sqlite:////gone/mlflow.db", "3", "1").kept_in(str(folder)))):
         (folder / TRACKING).write_text(unknown)
         assert made_by(folder) is None
 
@@ -233,3 +236,39 @@ def test_a_search_links_to_the_run_that_trained_with_its_winner(place: Place, tm
     client = MlflowClient(run.store)
     assert client.get_run(search.run_id).data.tags["trained.run"] == run.run_id
     assert client.get_run(run.run_id).data.tags["search.run"] == search.run_id
+
+
+@pytest.mark.usefixtures("working_folder")
+def test_what_the_store_lacks_of_a_run_is_sent_by_the_next_command(
+    config: TrainConfig, result: RunResult, tmp_path: Path
+) -> None:
+    """Of one that finished while the store was away, of one that was killed, and of one whose folder is another's."""
+    homes = [RunFolder(tmp_path / name) for name in ("finished", "killed", "again")]
+    keys = []
+    for home in homes:
+        home.path.mkdir()
+        keys.append(create_run("train", home.path.name, home=home.place.address, keep=home.keep_key))
+        home.append(CYCLE)
+        home.append(replace(CYCLE, step=6, step_losses=[2.5, 2.0, 1.5]))
+    with Tracker(keys[0]) as tracker:
+        report.record_cycle(tracker, to_json(CYCLE), {})
+    client = MlflowClient(keys[0].store)
+    for key, status in zip(keys, ("RUNNING", "KILLED", "KILLED"), strict=True):
+        client.set_tag(key.run_id, "complete", "false")
+        client.update_run(key.run_id, status)
+    write_json(homes[0].config, config.to_json())
+    write_json(homes[0].result, to_json(replace(result, predicted_memory=5 * 10**9)))
+    homes[0].summary.write_text("**What:** a run")
+    os.utime(homes[0].result, (2e9, 2e9))
+    lost.opened.clear()  # as if their processes had ended
+    homes[2].keep_key(create_run("train", "again"))
+    report.complete_earlier(create_run("train", "next"))
+    runs = [client.get_run(key.run_id) for key in keys]
+    assert [run.info.status for run in runs] == ["FINISHED", "KILLED", "KILLED"]
+    assert [run.data.metrics.get("loss/step") for run in runs] == [1.5, 1.5, None]
+    assert [m.step for m in client.get_metric_history(keys[0].run_id, "loss/step")] == [1, 2, 3, 4, 5, 6]
+    assert runs[0].data.metrics["result/mfu"] == 0.4
+    assert runs[0].data.tags["memory"] == "4.00 GB (predicted 5.00)"
+    assert runs[0].data.tags["mlflow.note.content"] == "**What:** a run"
+    assert runs[0].info.end_time == 2_000_000_000_000
+    assert list(incomplete(keys[0])) == []

@@ -14,6 +14,7 @@ import pytest
 from matplotlib.image import imread
 from mlflow.tracking import MlflowClient
 
+from infra.errors import UserError
 from infra.storage import write_json
 from infra.tracking.store import store_uri
 from train import run
@@ -44,20 +45,18 @@ def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     return int(leaving.value.code or 0)
 
 
-def test_a_copied_run_is_recorded_where_it_is_now(tmp_path: Path, empty_store: Path) -> None:
-    homes = [RunFolder(tmp_path / project / "runs" / "one") for project in ("old", "new")]
-    homes[0].path.mkdir(parents=True)
-    for store in (tmp_path / "old" / "mlflow.db", tmp_path / "other.db"):
-        shutil.copy(empty_store, store)
-    key, _ = run.run_in_mlflow(homes[0], f"sqlite:///{tmp_path}/old/mlflow.db", starts=True)
-    shutil.copytree(tmp_path / "old", tmp_path / "new")
-    for named in (None, f"sqlite:///{tmp_path}/new/mlflow.db"):
-        continued, is_new = run.run_in_mlflow(homes[1], named, starts=False)
-        assert (continued.store, is_new) == (f"sqlite:///{tmp_path}/new/mlflow.db", False)
-        assert continued.run_id == key.run_id
-    other, is_new = run.run_in_mlflow(homes[1], f"sqlite:///{tmp_path}/other.db", starts=False)
+def test_a_copied_run_is_recorded_anew_where_a_store_is_named(tmp_path: Path, empty_store: Path) -> None:
+    first, second = (RunFolder(tmp_path / name) for name in ("first", "second"))
+    first.path.mkdir()
+    store = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'named.db')}"
+    key, _ = run.run_in_mlflow(first, store, starts=True)
+    assert run.run_in_mlflow(first, store, starts=False) == (key, False)
+    shutil.copytree(first.path, second.path)
+    with pytest.raises(UserError, match=f"{second.path} was copied or moved from {first.path}.*--tracking-uri"):
+        run.run_in_mlflow(second, None, starts=False)
+    other, is_new = run.run_in_mlflow(second, store, starts=False)
     assert is_new
-    assert homes[1].key() == dataclasses.replace(other, home=str(homes[1].path))
+    assert second.key() == other != key
 
 
 @pytest.mark.usefixtures("shared_ray")

@@ -66,7 +66,7 @@ def test_a_search_that_is_continued_keeps_its_limit(
 
     before = search_on(4, config)
     before.folder.mkdir()
-    begin(WorkingCopy.of(before.place, fresh=True), config, before.identity(), RunKey("", "", "", ""))
+    begin(WorkingCopy.of(before.place, fresh=True), config, before.identity(), RunKey("", "", ""))
     assert search_on(16, replace(config, name=None, resume="one")).limit == before.limit
 
 

@@ -12,7 +12,7 @@ from mlflow.tracking import MlflowClient
 
 from infra.tracking import tracker
 from infra.tracking.names import MOST
-from infra.tracking.saved_views import FIRST, VIEWS
+from infra.tracking.saved_views import COLUMNS, FIRST, VIEWS
 from infra.tracking.tracker import Tracker
 from infra.units import GB
 from train.config import TrainConfig
@@ -88,6 +88,7 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
     with Tracker(parent) as tracker:
         evidence.describe(tracker)
         evidence.catch_up(rows)
+        evidence.close()
         publish(search, rows, tracker)
     client = MlflowClient(parent.store)
     whole = client.get_run(parent.run_id).data
@@ -101,13 +102,13 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
     assert failed.tags["reason"] == "RuntimeError: no kernel"
     assert (trial.tags["knobs"], failed.tags["knobs"]) == ("as the control", "checkpointing=full")
     assert (trial.tags["batch"], failed.tags["batch"]) == ("2 x 4", "4 x 2")
-    before = itertools.takewhile(lambda column: column != "tags.`reason`", VIEWS["tune"][0].columns)
-    widths = FIRST | VIEWS["tune"][0].columns
+    before = itertools.takewhile(lambda column: column != "tags.`reason`", COLUMNS["tune"])
+    widths = FIRST | COLUMNS["tune"]
     assert sum(widths[column] for column in (*FIRST, *before)) <= 1140, "it is in sight in a window of 1,500 pixels"
-    for column in {column for view in VIEWS["tune"] for column in view.columns}:
+    for column in COLUMNS["tune"]:
         kind, _, name = column.partition(".")
         assert name.strip("`") in getattr(trial, kind), column
-    drawn = {metric for view in VIEWS["tune"] for chart in view.charts for metric in (chart.metric, chart.over)}
+    drawn = {metric for view in VIEWS["tune"] if view.charts for metric in (*view.charts, view.over)}
     assert drawn <= trial.metrics.keys()
     assert whole.params["changed.knobs"] == "checkpointing"
     assert whole.params["memory_limit"].endswith(" GB")
@@ -143,6 +144,7 @@ def test_a_store_that_goes_away_between_trials_gets_them_later(
     with mlflow_server(working_folder, free_port):
         evidence.catch_up([first, second])
         evidence.catch_up([first, replace(second, outcome="failed")])  # complete: not told again
+        evidence.close()
         client = MlflowClient(server)
         found = client.search_runs([parent.experiment_id], "tags.kind = 'trial'")
         assert sorted(run.data.tags["trial"] for run in found) == ["m1", "m2"]

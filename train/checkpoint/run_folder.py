@@ -12,7 +12,7 @@ import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from infra.tracking.key import RunKey
 from train.checkpoint.progress import PROGRESS, checkpoints_in, newest, skipped
 from train.result import CycleReport
 
-KEY, COMMAND = "tracking.json", ".command"
+KEY = "tracking.json"
 
 HANDOVER_SECONDS = 60.0
 """How long to wait for an earlier worker that is being killed; Ray's workers outlive their driver by a few seconds."""
@@ -102,15 +102,18 @@ class RunFolder:
     def key(self, store: str | None = None) -> RunKey | None:
         """The key of the MLflow run that :meth:`keep_key` saved, in ``store`` if that is given; None without one.
 
-        Raises ``UserError`` when the folder was copied or moved without its store.
+        None as well where only a new run can be recorded: in another ``store`` by a folder that was copied or moved, or
+        on another machine than that of the store's file. Raises ``UserError`` for a ``store`` to be named.
         """
         try:
             kept = from_json(RunKey, json.loads((self.path / KEY).read_text(encoding="utf-8")), self.path)
         except (OSError, ValueError):
             return None
-        if is_remote(kept.home):
-            return kept.on_this_machine(store)
-        return kept.found_in(self.path, "name a store for the run with --tracking-uri", store=store)
+        if store:
+            return replace(kept, store=store) if kept.home == self.place.address else None
+        if self.kept_at and not kept.is_here:
+            return None
+        return kept.valid_in(self.place, "name a store for its run with --tracking-uri")
 
     @contextmanager
     def worker_lock(self) -> Iterator[None]:
@@ -121,7 +124,7 @@ class RunFolder:
 
     def command_lock(self) -> AbstractContextManager[None]:
         """Hold the run's place for the command that runs or continues this run. Raises ``UserError``."""
-        return sole_user(self.place, COMMAND, _in_use(self.place))
+        return sole_user(self.place, _in_use(self.place))
 
     def newest(self) -> Path:
         """The newest intact checkpoint of a run from :func:`find_run`, which has one; prints which ones are skipped.
@@ -243,7 +246,7 @@ def working_copy(place: Place, *, fresh: bool) -> RunFolder:
     Raises ``UserError`` when another command of this machine is using it.
     """
     there = {name for name in place.files() if "/" not in name} if not fresh else set[str]()
-    with place.locked(COMMAND, _in_use(place)):
+    with place.locked(_in_use(place)):
         return RunFolder(WorkingCopy.of(place, fresh=fresh, wanted=there.__contains__).folder, place)
 
 

@@ -187,7 +187,7 @@ def run(options: LadderOptions) -> int:
                 open_store(options.tracking_uri)
             copy = stack.enter_context(opened(place, fresh=True))
             key = create_run(
-                "ladder", place.name, tracking_uri=options.tracking_uri, tags=tags,
+                "ladder", place.name, tracking_uri=options.tracking_uri, home=place.address, tags=tags,
                 keep=partial(begin, copy, saved(options)),
             )  # fmt: skip
         ladder = Ladder(
@@ -286,14 +286,9 @@ def continued(options: LadderOptions, copy: WorkingCopy) -> tuple[LadderOptions,
         options = from_json(LadderOptions, to_json(options) | values, "its options")
     except (ValueError, KeyError) as damage:
         raise damaged(copy, damage) from damage
-    home, key = found["key"].home, found["key"].valid_in(place, "begin a new ladder")
+    key = found["key"].valid_in(place, "begin a new ladder")
     if not Place.of(options.data).exists(MANIFEST):
-        raise UserError(
-            f"the data of {place} is not in {options.data}: restore it, or begin a new ladder."
-            if home == place.address
-            else f"{place} was copied or moved from {home} without its data: to continue it, copy the data to "
-            f"{options.data}; or begin a new ladder with --data."
-        )
+        raise UserError(f"the data of {place} is not in {options.data}: restore it, or begin a new ladder.")
     reopen_run(key)
     return options, key
 

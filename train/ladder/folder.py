@@ -31,7 +31,7 @@ def opened(place: Place, *, fresh: bool) -> Iterator[WorkingCopy]:
         make(place.folder)
     elif not fresh and not place.exists(KEPT):
         raise _absent(place)
-    with sole_user(place, ".command", f"another command runs the ladder in {place}: wait for it, or stop it."):
+    with sole_user(place, f"another command runs the ladder in {place}: wait for it, or stop it."):
         yield WorkingCopy.of(place, fresh=fresh, wanted=lambda name: "/checkpoints/" not in name)
 
 

@@ -228,11 +228,8 @@ class Ladder:
         found = _kept(kept, config)
         if found is not None:
             self.say(f"[dim]{escape(rung.name)}: kept from {name}[/dim]")
+            report.complete(home)
             return found
-        left = home.key()
-        if left and not kept.exists():  # its ladder was killed before it could record how the run ended
-            with Tracker(left) as tracker:
-                tracker.status = "KILLED"
         WorkingCopy(home.place, home.path).discard()
         self.say(f"[bold]{escape(rung.name)}[/bold]")
         result, reason, gpu = self._train(name, rung, config)

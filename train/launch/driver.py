@@ -23,6 +23,7 @@ from train.config import TrainConfig
 from train.confirmed import slower
 from train.data.source import absolute
 from train.estimate.flops import with_matmul_efficiency
+from train.estimate.memory import predict_peak
 from train.launch import here
 from train.launch.listener import Listener
 from train.launch.run import Run
@@ -43,11 +44,11 @@ def measure(
     """
     result, gpu = train(run, config, tracker, lambda cycle: say(cycle["line"]))
     result = with_matmul_efficiency(result, config, out or run.home.place.parent)
-    result = replace(result, diagnosis=diagnosed(run, config, result))
+    result = replace(result, diagnosis=diagnosed(run, config, result), predicted_memory=predict_peak(config).total)
     write_json(run.home.result, to_json(result))
     run.home.send(run.home.cycles, run.home.stream, run.home.result)
     report.record_end(tracker, config, result, gpu, run.home, run.memory_limit)
-    tracker.status = {"finished": "FINISHED", "interrupted": "KILLED"}.get(result.outcome, "FAILED")
+    tracker.status = report.STATUS.get(result.outcome, "FAILED")
     return result, gpu
 
 

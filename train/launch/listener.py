@@ -44,9 +44,7 @@ class Listener:
 
     def record(self, cycle: dict[str, Any]) -> None:
         """Send MLflow what it lacks of a cycle."""
-        for step, values in report.cycle_metrics(cycle):
-            missing = {name: value for name, value in values.items() if step > self._sent.get(name, 0)}
-            self._tracker.metrics(missing, step)
+        report.record_cycle(self._tracker, cycle, self._sent)
 
     def take(self, news: News, shown: Doing) -> None:
         """Do what follows from ``news``; ``shown`` is what the terminal shows that is being done."""

@@ -7,6 +7,7 @@ It runs the real loop in this process, without Ray, and records a few steps afte
 
 import shutil
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -80,7 +81,7 @@ def profile(options: ProfileOptions) -> None:
         )
     with doing(IMPORTING):
         from infra import provenance
-        from infra.tracking.store import create_run
+        from infra.tracking.store import create_run, open_store
         from infra.tracking.tracker import Tracker
         from infra.tracking.views import ui_link
         from pipeline.shards import read_manifest
@@ -100,12 +101,14 @@ def profile(options: ProfileOptions) -> None:
     if free < TRACE_ROOM:
         raise UserError(f"{options.out} has {free / 1e9:.1f} GB free and a trace may need {TRACE_ROOM / 1e9:g} GB.")
     tags = provenance.collect() | {"kind": "profile"}
-    key = create_run("train", name, tracking_uri=options.tracking_uri, tags=tags)
-    folder.mkdir()
-    report.print_header(
-        options.training, manifest, Place.of(folder)
-    )  # compiling can take a minute before there is more output
-    with Tracker(key) as tracker:
+    open_store(options.tracking_uri)
+    place = Place.of(folder)
+    # Compiling can take a minute before there is more output.
+    report.print_header(options.training, manifest, place)
+    with ExitStack() as stack:
+        stack.enter_context(place.locked(f"another command writes to {place}: give another --name."))
+        key = create_run("train", name, tracking_uri=options.tracking_uri, home=place.address, tags=tags)
+        tracker = stack.enter_context(Tracker(key))
         report.record_start(tracker, options.training, manifest, options.training)
         status = "FAILED"
         try:
@@ -115,7 +118,7 @@ def profile(options: ProfileOptions) -> None:
                 {f"profile/{kind.replace(' ', '_')}_ms": spent for kind, spent in found.by_class.items()}
                 | {"profile/step_ms": found.step, "profile/idle_ms": found.idle, "profile/loader_ms": found.loader}
             )
-            for path in sorted(folder.iterdir()):
+            for path in sorted(folder.glob("[!.]*")):
                 tracker.file(path)
             tracker.note("\n".join(f"- {line}" for line in words))
             status = "FINISHED"

@@ -147,7 +147,9 @@ def links(
         rows = [trial(1, 900.0), trial(2, 1400.0), trial(4, 1900.0), trial(8, None, "RuntimeError: no kernel")]
         larger = [replace(trial(8, 2500.0), key="m8-1", number=9), replace(trial(8, None), key="m8-2", outcome="oom")]
         rows += larger  # the fastest trial is of a candidate that did not fit when it ran again
-        Evidence(search, parent).catch_up(rows)
+        evidence = Evidence(search, parent)
+        evidence.catch_up(rows)
+        evidence.close()
         with Tracker(parent) as tracker:
             publish(search, rows, tracker)
         keys = {"data": made, "run": run, "ladder": ladder, "search": parent}

@@ -4,6 +4,7 @@ import base64
 import json
 import shutil
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from mlflow.tracking import MlflowClient
 
 from infra.tracking import saved_views
 from infra.tracking.key import RunKey
-from infra.tracking.saved_views import MARK, PREFIX, VERSION, VIEWS
+from infra.tracking.saved_views import PREFIX, RUNS, VIEWS
 from infra.tracking.store import create_run
 from infra.tracking.views import children_view, ui_link
 
@@ -61,23 +62,6 @@ def test_the_charts_of_a_view_stand_in_its_own_section() -> None:
     assert (loss["type"], loss["selectedXAxisMetricKey"]) == ("LINE", "progress/train_tokens")
     assert [chart["type"] for chart in memory["compareRunCharts"]] == ["SCATTER"]
     assert "compareRunCharts" not in page(json.loads(saved[f"{PREFIX}throughline-runs"])["state"])
-
-
-@pytest.mark.parametrize(
-    ("before", "replaced"),
-    [
-        ({"name": "Leaderboard", "createdAt": 1, "state": "{}", MARK: VERSION - 1}, True),
-        ({"name": "Leaderboard", "createdAt": 1, "state": "{}", MARK: VERSION + 1}, False),
-        ({"name": "Leaderboard", "createdAt": 1, "state": "{}"}, False),
-        ("not a view", False),
-    ],
-    ids=["an older version", "a newer version", "a user's", "something else"],
-)
-def test_only_an_older_version_of_our_view_is_replaced(before: Any, replaced: bool) -> None:
-    key = create_run("tune", "first")
-    MlflowClient(key.store).set_experiment_tag(key.experiment_id, LEADERBOARD, json.dumps(before))
-    create_run("tune", "second")
-    assert (tags_of(key)[LEADERBOARD] != json.dumps(before)) == replaced
 
 
 def test_a_users_view_remains_the_only_one_of_its_name() -> None:
@@ -130,11 +114,11 @@ def test_mlflow_takes_the_filter_and_the_order_of_each_view(experiment: str, sho
     keys = [create_run(experiment, "a run", tags={"kind": kind}) for kind in kinds[experiment]]
     for view in VIEWS[experiment]:
         order = f"{view.order} {'ASC' if view.ascending else 'DESC'}"
-        found = MlflowClient(keys[0].store).search_runs([keys[0].experiment_id], view.runs, order_by=[order])
+        found = MlflowClient(keys[0].store).search_runs([keys[0].experiment_id], RUNS[experiment], order_by=[order])
         assert len(found) == shown
         assert keys[0].run_id in [run.info.run_id for run in found]
 
 
 def test_a_store_without_the_experiment_does_not_stop_a_command() -> None:
     key = create_run("tune", "first")
-    saved_views.offer(MlflowClient(key.store), "tune", "4711", key.run_id)
+    saved_views.offer(MlflowClient(key.store), "tune", replace(key, experiment_id="4711"), {})

@@ -1,12 +1,12 @@
 """Runs reach MLflow in a real store, and a store that goes away neither loses entries nor stops the work."""
 
-import json
 import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,8 +17,9 @@ from mlflow.tracking import MlflowClient
 
 from infra.errors import UserError
 from infra.tracking import tracker as tracking
-from infra.tracking.journal import send
-from infra.tracking.store import create_run, find_runs, open_store, store_uri
+from infra.tracking.lost import is_complete
+from infra.tracking.send import send
+from infra.tracking.store import children, create_run, open_store, store_uri
 from infra.tracking.tracker import Tracker
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,7 +54,7 @@ def test_everything_that_was_logged_is_in_the_embedded_store(tmp_path: Path) -> 
     assert {file.path for file in client.list_artifacts(key.run_id)} == {"table.csv", "plots"}
     assert run.inputs is not None
     assert run.inputs.dataset_inputs[0].dataset.name == "books"
-    assert find_runs(key, "config_hash", "abc") == [child.run_id]
+    assert children(key, "config_hash") == {"abc": (child, False)}
     assert (tmp_path / "mlflow.db").is_file()
 
 
@@ -101,7 +102,7 @@ def test_a_store_whose_creation_was_killed_is_created_by_the_next_command(tmp_pa
         time.sleep(seconds)
         creating.kill()
         creating.wait()
-    assert find_runs(create_run("train", "after"), "none", "such") == []
+    assert children(create_run("train", "after"), "none") == {}
 
 
 def test_commands_that_start_at_once_create_one_store() -> None:
@@ -149,8 +150,13 @@ def test_a_password_in_the_address_is_refused_and_not_repeated(monkeypatch: pyte
 
 
 def test_entries_survive_the_server_and_arrive_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlflow_server: Callable, free_port: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mlflow_server: Callable,
+    free_port: int,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """Without a further entry, and before the run ends."""
     monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.5)
     with mlflow_server(tmp_path, free_port) as process:
         key = create_run("train", "outage", tracking_uri=f"http://127.0.0.1:{free_port}")
@@ -164,21 +170,20 @@ def test_entries_survive_the_server_and_arrive_later(
         tracker.metrics({"loss": 2.0}, 2)
         tracker.tags({"state": "meanwhile"})
         assert time.monotonic() - started < 0.1, "logging waited for a dead server"
-        assert tracker.flush()
-        journal = Path(key.journal) / f"{key.run_id}.jsonl"
-        assert journal.is_file()
-    time.sleep(0.6)
+        assert not tracker.flush()
     with mlflow_server(tmp_path, free_port):
-        tracker.metrics({"loss": 3.0}, 3)
-        tracker.tags({"state": "after"})
-        assert tracker.flush()
         client = MlflowClient(key.store)
+        deadline = time.monotonic() + 30
+        while client.get_run(key.run_id).data.tags["state"] == "before" and time.monotonic() < deadline:
+            time.sleep(0.2)
+        tracker.metrics({"loss": 3.0}, 3)
+        tracker.finish()
         history = client.get_metric_history(key.run_id, "loss")
         assert sorted(point.value for point in history) == [1.0, 2.0, 3.0]
-        tags = client.get_run(key.run_id).data.tags
-        assert "entries" in tags["tracking.delivered_late"]
-        assert tags["state"] == "after"
-        assert not journal.exists()
+        run = client.get_run(key.run_id)
+        assert (run.data.tags["state"], run.info.status) == ("meanwhile", "FINISHED")
+        assert is_complete(key)
+    assert capfd.readouterr().err.count("does not answer") == 1, "it is said once"
 
 
 def test_a_tag_set_during_and_after_an_outage_keeps_the_later_value(
@@ -187,22 +192,38 @@ def test_a_tag_set_during_and_after_an_outage_keeps_the_later_value(
     """The store loses its database and gets it back; the third value comes before the next attempt is due."""
     monkeypatch.setattr(tracking, "BATCH_SECONDS", 0.0)
     key = create_run("train", "outage")
-    journal = Path(key.journal) / f"{key.run_id}.jsonl"
     with Tracker(key) as tracker:
         database = Path("mlflow.db").rename("away.db")
         tracker.tags({"state": "first", "other": "first"})
-        assert tracker.flush()
-        assert journal.exists()
+        assert not tracker.flush()
         database.rename("mlflow.db")
         tracker.tags({"state": "second"})
         tracker.tags({f"tag.{number}": number for number in range(200)})  # more than MLflow takes in one call
         tracker.tags({"state": "third", "other": "third"})
-        assert tracker.flush()
-        assert journal.exists()
-        monkeypatch.setattr(tracker, "_retry_at", 0.0)
         tracker.tags({"state": "last"})
     tags = MlflowClient(key.store).get_run(key.run_id).data.tags
     assert (tags["state"], tags["other"], tags["tag.199"]) == ("last", "third", "199")
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_the_end_of_a_run_waits_for_a_store_that_is_away_but_not_long(
+    returns: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tracking, "LAST_SECONDS", 4.0)
+    key = create_run("train", "outage", home="/runs/outage")
+    database = Path("mlflow.db").rename("away.db")
+    if returns:
+        threading.Timer(1.5, lambda: database.rename("mlflow.db")).start()
+    started = time.monotonic()
+    with Tracker(key) as tracker:
+        tracker.metrics({"loss": 4.0})
+    assert (1.4 if returns else 4.0) < time.monotonic() - started < 12
+    said = " ".join(capfd.readouterr().err.split())
+    assert ("2 entries of this run are missing there" in said) != returns
+    if not returns:
+        database.rename("mlflow.db")
+    run = MlflowClient(key.store).get_run(key.run_id)
+    assert (run.info.status, is_complete(key)) == (("FINISHED", True) if returns else ("RUNNING", False))
 
 
 def test_a_batch_of_tags_alone_is_sent() -> None:
@@ -216,7 +237,7 @@ def test_a_batch_of_tags_alone_is_sent() -> None:
 
 def test_an_interrupted_command_ends_even_if_its_writer_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the lock of Python's logging, as a Ctrl-C within ``Logger.setLevel`` leaves it."""
-    monkeypatch.setattr(tracking, "HURRY_SECONDS", 2.0)
+    monkeypatch.setattr(tracking, "LAST_SECONDS", 2.0)
     key = create_run("train", "interrupted")
     with logging._lock, Tracker(key) as tracker:  # type: ignore[attr-defined]
         logging.getLogger("any").setLevel(logging.ERROR)  # so that the next who would log asks for the lock
@@ -225,57 +246,14 @@ def test_an_interrupted_command_ends_even_if_its_writer_is_stuck(monkeypatch: py
         tracker.finish("KILLED")
         assert 1.9 < time.monotonic() - started < 4, "it was not held up, or it waited"
         assert MlflowClient(key.store).get_run(key.run_id).info.status == "RUNNING"
-        journal = Path(key.journal) / f"{key.run_id}.jsonl"
-        assert [json.loads(line)["kind"] for line in journal.read_text().splitlines()] == ["metric", "finish"]
-    create_run("train", "later")
-    run = MlflowClient(key.store).get_run(key.run_id)
-    assert run.info.status == "KILLED"
-    assert run.data.metrics == {"loss": 5.0}
 
 
-def test_a_later_run_delivers_the_journal_of_an_earlier_one(tmp_path: Path) -> None:
-    key = create_run("train", "killed")
-    journal = Path(key.journal)
-    entry = {"kind": "metric", "key": "loss", "value": 4.0, "step": 1, "time": 1, "store": key.store}
-    ended = {"kind": "finish", "status": "FAILED", "time": 1_700_000_000_000, "store": key.store}
-    (journal / f"{key.run_id}.jsonl").write_text(f'{json.dumps(entry)}\n{json.dumps(ended)}\n{{"kind": "metr')
-    (journal / "torn.jsonl").write_text('{"kind": "met')
-    create_run("train", "later")
-    run = MlflowClient(key.store).get_run(key.run_id)
-    assert run.data.metrics == {"loss": 4.0}
-    assert (run.info.status, run.info.end_time) == ("FAILED", 1_700_000_000_000), "when it ended, not when that arrived"
-    assert [left.name for left in journal.glob("*.jsonl")] == ["torn.jsonl"], "which says of no store that it is its"
-
-
-def test_what_the_store_missed_to_the_end_of_a_command_is_delivered_by_the_next() -> None:
-    key = create_run("train", "outage")
+def test_a_run_ends_when_its_work_ended() -> None:
+    key = create_run("train", "earlier")
     with Tracker(key) as tracker:
-        database = Path("mlflow.db").rename("away.db")
-        tracker.metrics({"loss": 4.0})
-    journal = Path(key.journal) / f"{key.run_id}.jsonl"
-    assert journal.exists()
-    database.rename("mlflow.db")
-    create_run("train", "later")
-    assert not journal.exists()
-    run = MlflowClient(key.store).get_run(key.run_id)
-    assert (run.data.metrics, run.info.status) == ({"loss": 4.0}, "FINISHED")
-
-
-def test_the_journal_of_another_stores_run_is_left_for_its_own(
-    tmp_path: Path, empty_store: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    other = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'other.db')}"
-    key = create_run("train", "first", tracking_uri=other)
-    journal = Path(key.journal) / f"{key.run_id}.jsonl"
-    journal.parent.mkdir(parents=True, exist_ok=True)
-    entry = {"kind": "metric", "key": "loss", "value": 1.0, "step": 1, "time": 1, "store": other}
-    journal.write_text(json.dumps(entry) + "\n")
-    create_run("train", "elsewhere")
-    assert journal.exists()
-    assert "could not be delivered" not in capfd.readouterr().err
-    create_run("train", "second", tracking_uri=other)
-    assert not journal.exists()
-    assert MlflowClient(other).get_run(key.run_id).data.metrics == {"loss": 1.0}
+        tracker.finish("FAILED", ended=1_700_000_000.0)
+    info = MlflowClient(key.store).get_run(key.run_id).info
+    assert (info.status, info.end_time) == ("FAILED", 1_700_000_000_000)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -11,7 +11,7 @@ RUN = "ee9478f222a74d1c"
 
 
 def key(store: str) -> RunKey:
-    return RunKey(store, "3", RUN, "")
+    return RunKey(store, "3", RUN)
 
 
 @pytest.mark.parametrize("store", ["https://mlflow.example.org", "https://mlflow.example.org/"])

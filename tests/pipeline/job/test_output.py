@@ -131,7 +131,7 @@ def tokenize(config: TokenizeConfig, workers_out: Path | None = None, *, pieces:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in files(folder) if not name.endswith(output.LOCK)}
+    return {name: (folder / name).read_bytes() for name in files(folder) if not name.endswith(Place.LOCK)}
 
 
 def replace_book(folder: Path, number: int, text: str) -> None:

@@ -54,7 +54,7 @@ def tokenize(config: TokenizeConfig) -> list[str]:
 
 def contents(where: str) -> dict[str, bytes]:
     place = Place.of(where)
-    return {name: place.read(name) for name in place.files() if not name.endswith(output.LOCK)}
+    return {name: place.read(name) for name in place.files() if not name.endswith(Place.LOCK)}
 
 
 def test_every_file_is_the_same_as_in_a_folder_also_through_failing_storage(

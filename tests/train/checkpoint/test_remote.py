@@ -250,12 +250,11 @@ def test_a_copy_is_as_far_as_its_checkpoint(config: TrainConfig, bucket: str, tm
 
 def test_the_mlflow_run_of_a_run_in_storage_is_known_where_its_store_is(bucket: str, tmp_path: Path) -> None:
     home = new_run(f"s3://places/kept{bucket}", "run10")
-    key = RunKey("http://127.0.0.1:5000", "1", "abc", "/elsewhere/mlflow-journal")
+    key = RunKey("http://127.0.0.1:5000", "1", "abc")
     home.keep_key(key)
     known = working_copy(home.place, fresh=False).key()
     assert known
     assert (known.store, known.run_id) == (key.store, "abc")
-    assert known.journal == str(Path("mlflow-journal").resolve())
     home.keep_key(replace(key, store=f"sqlite:///{tmp_path}/gone.db"))
     assert home.key() is None
     named = home.key("http://127.0.0.1:5001")

@@ -63,7 +63,7 @@ def test_only_a_finished_run_is_finished(home: RunFolder, left: str | None, fini
 
 def test_the_key_of_a_run_is_found_again(home: RunFolder) -> None:
     assert home.key() is None
-    key = RunKey("http://127.0.0.1:5000", "1", "abc", "/journal")
+    key = RunKey("http://127.0.0.1:5000", "1", "abc")
     home.keep_key(key)
     assert home.key() == replace(key, home=str(home.path))
 

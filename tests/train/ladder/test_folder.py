@@ -13,7 +13,7 @@ from train.checkpoint.run_folder import new_place
 from train.ladder import report
 from train.ladder.folder import begin, kept, opened
 
-KEY = RunKey("http://tracker", "1", "a", "/of/another/machine/journal")
+KEY = RunKey("http://tracker", "1", "a")
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def test_a_ladder_is_continued_from_what_was_sent(out: str) -> None:
         assert files == ["control-00/rung.json", "ladder.json"]
         assert kept(copy)["options"] == {"suite": "loop"}
         assert kept(copy)["key"].valid_in(place, "").store == "http://tracker"
-        with pytest.raises(UserError, match=r"MLflow store of .*, sqlite:////gone\.db, is on another machine"):
-            RunKey("sqlite:////gone.db", "1", "a", "journal").valid_in(place, "begin a new ladder")
+        with pytest.raises(UserError, match=r"MLflow store sqlite:////gone\.db of .* is not on this machine"):
+            RunKey("sqlite:////gone.db", "1", "a", place.address).valid_in(place, "begin a new ladder")
     with pytest.raises(UserError, match="exists already: continue it with --resume one"):
         new_place(out, "one")
 

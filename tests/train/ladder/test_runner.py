@@ -25,7 +25,7 @@ from train.result import RunResult
 Make = Callable[..., RunResult]
 
 
-KEY = RunKey("", "", "", "")
+KEY = RunKey("", "", "")
 
 
 def in_folder(folder: Path) -> WorkingCopy:

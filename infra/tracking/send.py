@@ -1,7 +1,6 @@
-"""Send a run's entries to MLflow in as few calls as its limits allow; keep those that fail in a journal on disk."""
+"""Send a run's entries to MLflow in as few calls as its limits allow."""
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, TEMPORARILY_UNAVAILABLE, ErrorCode
 from mlflow.tracking import MlflowClient
 
-from infra.command import uninterrupted
 from infra.console import errors
 from infra.errors import first_line
+from infra.tracking.lost import COMPLETE
 
 METRICS_PER_BATCH = 500
 
@@ -27,8 +26,8 @@ Entry = dict[str, Any]
 def send(client: MlflowClient, run_id: str, entries: list[Entry]) -> None:
     """Write ``entries`` to a run in as few calls as MLflow's limits allow.
 
-    Raises when the store does not answer. An entry that the store rejects is reported and dropped, since sending it
-    again would fail forever.
+    Raises when the store does not answer; entries that are sent twice are stored once. An entry that the store rejects
+    is reported and dropped, since sending it again would fail forever.
     """
     metrics = [Metric(e["key"], e["value"], e["time"], e["step"]) for e in entries if e["kind"] == "metric"]
     params = [Param(e["key"], e["value"]) for e in entries if e["kind"] == "param"]
@@ -54,6 +53,7 @@ def send(client: MlflowClient, run_id: str, entries: list[Entry]) -> None:
                     errors.print(f"{entry['path']} no longer exists and was not uploaded to MLflow")
             case "finish":
                 _call(client.set_terminated, run_id, entry["status"], entry["time"])
+                _call(client.set_tag, run_id, COMPLETE, "true")
 
 
 def _log(client: MlflowClient, run_id: str, **items: Any) -> None:
@@ -75,29 +75,3 @@ def _call(method: Any, *arguments: Any, **named: Any) -> None:
         if failure.error_code in UNREACHABLE:
             raise
         errors.print(f"MLflow rejected an entry: {first_line(failure)}")
-
-
-@uninterrupted()
-def deliver_journal(client: MlflowClient, journal: Path) -> None:
-    """Send the entries of ``journal`` to its run, then remove it. Raises when the store does not answer."""
-    if not journal.exists():
-        return
-    entries = []
-    for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(json.JSONDecodeError):  # the last line of a process that was killed
-            entries.append(json.loads(line))
-    send(client, journal.stem, entries)
-    client.set_tag(journal.stem, "tracking.delivered_late", f"{len(entries)} entries")
-    journal.unlink()
-
-
-def deliver_journals(client: MlflowClient, folder: Path) -> None:
-    """Send every journal in ``folder`` that belongs to the client's store; those that fail are kept."""
-    for journal in sorted(folder.glob("*.jsonl")) if folder.is_dir() else []:
-        try:
-            with journal.open(encoding="utf-8") as file:
-                first = file.readline()
-            if first.endswith("\n") and json.loads(first).get("store") == client.tracking_uri:
-                deliver_journal(client, journal)
-        except Exception as failure:  # noqa: BLE001 an old run's journal must not stop a new run
-            errors.print(f"{journal} could not be delivered: {first_line(failure)}")
