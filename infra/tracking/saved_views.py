@@ -2,7 +2,7 @@
 
 MLflow keeps a view that a user saves as a tag of the experiment, ``mlflow.sharedViewState.KEY``, and opens it by
 ``?viewStateShareKey=KEY``: a JSON object with a name and the page's state, which is JSON compressed by zlib, in base64.
-A tag with the state alone opens in the same way and is not in the menu. An MLflow that ignores the key opens the list.
+A tag with the state alone opens in the same way and is not in the menu.
 """
 
 import base64
@@ -21,45 +21,38 @@ from infra.tracking.key import RunKey
 from infra.tracking.views import children_view
 
 PREFIX, OURS = "mlflow.sharedViewState.", "throughline"
-
-FIRST = {"attributes.`Run Name`": 170, "runDateAndNestInfo": 150}
-"""Columns that every table of runs begins with, under MLflow's names: the run's name, and when it was created."""
-
-COLUMNS = {
+FIRST = {"attributes.`Run Name`": 170, "runDateAndNestInfo": 150}  # of every table; the second is when it was created
+MEASURED = {"tags.`tokens/s`": 205, "tags.`memory`": 185}
+BATCH = {"params.`micro_batch`": 110, "params.`accumulation`": 115}
+COLUMNS = {  # with widths in pixels
     "pipeline": {
         "metrics.`books/kept`": 110, "tags.`dropped`": 260, "metrics.`tokens/train`": 125, "metrics.`tokens/val`": 110,
         "metrics.`throughput/MB_per_second`": 210, "params.`out`": 300,
     },
     "train": {
-        "tags.`outcome`": 100, "tags.`tokens/s`": 205, "tags.`memory`": 185, "tags.`reason`": 200,
-        "metrics.`loss/train`": 130, "metrics.`result/val_loss`": 130, "metrics.`result/mfu`": 100,
-        "params.`micro_batch`": 110, "params.`accumulation`": 115, "params.`model`": 140, "params.`data`": 220,
+        "tags.`outcome`": 100, **MEASURED, "tags.`reason`": 200, "metrics.`result/val_loss`": 130,
+        "metrics.`result/mfu`": 100, **BATCH, "params.`model`": 140, "params.`data`": 220,
         "metrics.`progress/train_tokens`": 190, "metrics.`detail/memory/prediction_error`": 240,
     },
     "ladder": {
-        "tags.`rung`": 160, "tags.`tokens/s`": 205, "tags.`memory`": 185, "metrics.`loss/train`": 130,
-        "metrics.`result/mfu`": 100, "params.`micro_batch`": 110, "params.`accumulation`": 115, "tags.`reason`": 300,
-        "metrics.`detail/memory/prediction_error`": 240,
+        "tags.`rung`": 160, **MEASURED, "metrics.`loss/train`": 130, "metrics.`result/mfu`": 100, **BATCH,
+        "tags.`reason`": 300, "metrics.`detail/memory/prediction_error`": 240,
     },
     "tune": {
-        "tags.`place`": 95, "tags.`tokens/s`": 205, "tags.`memory`": 185, "tags.`batch`": 70, "tags.`knobs`": 180,
-        "tags.`outcome`": 85, "tags.`reason`": 300, "params.`stage`": 80, "tags.`predicted memory`": 170,
+        "tags.`place`": 95, **MEASURED, "tags.`batch`": 70, "tags.`knobs`": 180, "tags.`outcome`": 85,
+        "tags.`reason`": 300, "params.`stage`": 80, "tags.`predicted memory`": 170,
     },
 }  # fmt: skip
-"""Metrics, params and tags that the views of each experiment show, with their widths in pixels."""
-
 RUNS = {"pipeline": "", "train": "tags.kind = 'run'", "ladder": "tags.kind != 'ladder'", "tune": "tags.kind = 'trial'"}
-"""MLflow's search filter of each experiment's views."""
 
 
 class View(NamedTuple):
-    """A view of an experiment's runs."""
+    """A view of runs: their order, and charts of metrics over another, a line per run or over a prediction a point."""
 
     name: str
     order: str
     ascending: bool = False
     charts: tuple[str, ...] = ()
-    """Metrics: each a line over ``over``, or over a prediction one point per run."""
     over: str = ""
 
     def state(self, experiment: str, runs: str | None = None) -> str:
@@ -74,38 +67,32 @@ class View(NamedTuple):
             section = {"uuid": OURS, "name": self.name, "display": True, "isReordered": False}
             page["compareRunSections"] = [section | {"columns": min(2, len(self.charts))}]
             page["compareRunCharts"] = [self._card(metric) for metric in self.charts]
-            page["isAccordionReordered"] = True  # our section stays before those that MLflow adds
+            page["isAccordionReordered"] = True  # our section stays the first
         return "deflate;" + base64.b64encode(zlib.compress(json.dumps(page).encode())).decode()
 
     def _card(self, metric: str) -> dict[str, Any]:
-        place = {"uuid": metric, "metricSectionId": OURS}
-        if "predict" in self.over:
-            axes = {"xaxis": {"key": self.over, "type": "METRIC"}, "yaxis": {"key": metric, "type": "METRIC"}}
-            return place | axes | {"type": "SCATTER", "runsCountToCompare": 100}
+        axes = {"xaxis": {"key": self.over, "type": "METRIC"}, "yaxis": {"key": metric, "type": "METRIC"}}
+        points = axes | {"type": "SCATTER", "runsCountToCompare": 100}
         over = {"xAxisKey": "metric", "selectedXAxisMetricKey": self.over, "useGlobalXaxisKey": False}
-        return place | over | {"type": "LINE", "metricKey": metric, "useGlobalLineSmoothing": True}
+        line = over | {"type": "LINE", "metricKey": metric, "useGlobalLineSmoothing": True}
+        return {"uuid": metric, "metricSectionId": OURS} | (points if "predict" in self.over else line)
 
 
 CREATED, MEMORY = "attributes.start_time", "memory/process_gb"
-CURVES = View("Curves", CREATED, False, (
-    "loss/train", "loss/val", "throughput/tokens_per_second", "optimizer/learning_rate",
-), "progress/train_tokens")  # fmt: skip
+LINES = ("loss/train", "loss/val", "throughput/tokens_per_second", "optimizer/learning_rate")
+CURVES = View("Curves", CREATED, False, LINES, "progress/train_tokens")
 LARGEST = View("Memory", f"metrics.`{MEMORY}`", False, (MEMORY,), "detail/memory/predicted_gb")
-VIEWS = {
+VIEWS = {  # the first of ladder and tune is that of each run's children too
     "pipeline": (View("Data", CREATED),),
     "train": (View("Runs", CREATED), CURVES, LARGEST),
     "ladder": (View("Ladder", "tags.`mlflow.runName`", True), CURVES, LARGEST),  # by time: folded under their parent
     "tune": (View("Leaderboard", "metrics.`result/tokens_per_second`"), LARGEST._replace(over="prediction/memory_gb")),
 }
-"""The views of each experiment's runs; the first of ``ladder`` and ``tune`` is that of each run's children too."""
 
 
 @uninterrupted()
 def offer(client: MlflowClient, experiment: str, run: RunKey, tags: Mapping[str, str]) -> None:
-    """Save the views that the ``tags`` of ``experiment`` lack, and one of the children of the new ``run``.
-
-    A user's view of the same name stays, and the only one. Never raises, because a view is a convenience.
-    """
+    """Save the views whose names the ``tags`` of ``experiment`` lack, and one of the run's children. Never raises."""
     with suppress(Exception):
         names = [json.loads(tags[tag])["name"] for tag in tags if tag.startswith(PREFIX) and tags[tag][0] == "{"]
         for view in VIEWS.get(experiment, ()):
@@ -119,8 +106,8 @@ def offer(client: MlflowClient, experiment: str, run: RunKey, tags: Mapping[str,
 
 @uninterrupted()
 def show_places(search: RunKey, places: Mapping[str, str]) -> None:
-    """Tag the trials of a finished search with their ``places``, by the trial's key, and order their view by them."""
-    with suppress(Exception):  # as in offer
+    """Tag the trials of a search with their ``places``, by trial, and order their view by them. Never raises."""
+    with suppress(Exception):
         client = MlflowClient(search.store)
         trials = f"tags.`mlflow.parentRunId` = '{search.run_id}'"
         for trial in client.search_runs([search.experiment_id], trials, max_results=SEARCH_MAX_RESULTS_THRESHOLD):
