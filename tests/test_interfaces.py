@@ -13,6 +13,8 @@ ALLOWED = {
     # Private: the one file that may.
     ("infra/local_ray.py", "ray._private.ray_constants"),
     ("infra/local_ray.py", "ray._private.services"),
+    ("infra/local_ray.py", "ray._private.node"),
+    ("infra/local_ray.py", "ray._raylet"),
     # torch's documentation and recipes use these names.
     ("train/loop/execution.py", "torch._inductor.config"),
     ("train/profile/record.py", "torch._inductor.config"),

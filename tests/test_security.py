@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGE, DEPENDENCIES = (ROOT / "infra/SECURITY.md").read_text(encoding="utf-8").split("## Dependencies")
 
-OURS = {"pipeline/job/ray_data.py", "pipeline/stream.py"}
-"""Unpickle what another process of the same command has sent through Ray."""
+OURS = {"pipeline/job/ray_data.py", "pipeline/job/processes.py", "pipeline/job/worker.py", "pipeline/stream.py"}
+"""Unpickle what another process of the same command has sent, through Ray or a pipe."""
 
 UNPICKLE = {"load", "loads", "Unpickler"}
 PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
