@@ -14,13 +14,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from infra.console import console
+from infra.errors import UserError
 from infra.markdown import facts, plain, table
 from infra.place import Place, WorkingCopy
 from infra.schema import from_json, to_json
 from infra.storage import write_text
 from infra.thinning import stride
 from infra.tracking.key import RunKey
-from infra.tracking.lost import incomplete, is_complete
+from infra.tracking.lost import held, incomplete, is_complete
 from infra.tracking.names import changed, shown
 from infra.tracking.store import add_to_page, last_steps
 from infra.tracking.tracker import Tracker
@@ -204,16 +205,19 @@ def complete_earlier(key: RunKey) -> None:
     Stops at the first of which that does not arrive.
     """
     with suppress(Exception):
-        for left in incomplete(key):
+        for left in incomplete:
             place = Place(left.home)
-            if not _completed(RunFolder(WorkingCopy.folder_of(place), place if place.remote else None), left):
-                return
+            home = RunFolder(WorkingCopy.folder_of(place), place if place.remote else None)
+            if left.experiment_id == key.experiment_id:
+                with suppress(UserError), held(left):
+                    if not _completed(home, left):
+                        return
 
 
 def complete(home: RunFolder) -> None:
     """Send what MLflow lacks of the run in ``home``, which has ended. Never raises."""
     with suppress(Exception):
-        if (key := home.key()) and not is_complete(key):
+        if key := home.key():
             _completed(home, key)
 
 
@@ -222,6 +226,8 @@ def _completed(home: RunFolder, key: RunKey) -> bool:
 
     What NVML reported is lost, and the settings of a run that was without its store from the beginning.
     """
+    if is_complete(key):
+        return True
     result, config, cycles, ended = None, None, iter(()), None
     if (kept := home.key(key.store)) and kept.run_id == key.run_id:  # it may have been removed, and made anew
         with suppress(OSError, ValueError):
@@ -236,6 +242,8 @@ def _completed(home: RunFolder, key: RunKey) -> bool:
         _record_result(tracker, config, result)
         if home.summary.exists():
             tracker.note(home.summary.read_text(encoding="utf-8"))
+        if home.curves.exists():
+            tracker.file(home.curves)
     tracker.finish(STATUS.get(result.outcome, "FAILED") if result else "KILLED", ended=ended, wait=False)
     return tracker.deliver()
 

@@ -148,9 +148,9 @@ def recorded(run: Run, options: RunOptions) -> int:
     key, is_new = run_in_mlflow(home, options.tracking_uri, starts=run.resume is None)
     write_json(home.config, run.asked.to_json())
     home.send(home.config)
-    report.complete_earlier(key)
     report.print_header(config, run.manifest, home.place)
     with Tracker(key) as tracker:
+        report.complete_earlier(key)
         if is_new:
             report.record_start(tracker, config, run.manifest, run.asked)
         if options.config:

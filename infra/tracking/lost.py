@@ -6,7 +6,6 @@ has ended without it lacks something, because it was killed or the store was awa
 """
 
 import platform
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from mlflow.tracking import MlflowClient
@@ -21,6 +20,9 @@ COMPLETE = "complete"
 NEWEST = 100
 """Runs that are looked at."""
 
+incomplete: list[RunKey] = []
+"""Runs that lacked something when this process opened its own, and have ended; the newest first."""
+
 opened: dict[str, str] = {}
 """The homes of this process's open runs, by run id: it holds them itself."""
 
@@ -33,22 +35,15 @@ def labels(home: str) -> dict[str, str]:
 @uninterrupted()
 def close_lost(client: MlflowClient, experiments: list[str]) -> None:
     """Close the runs whose process has died on this machine, as KILLED. Never raises: the next command tries again."""
+    incomplete.clear()
     with suppress(Exception):
-        for key in _found(client, experiments, "attributes.status = 'RUNNING'"):
-            with suppress(UserError), _held(key.home):
-                if client.get_run(key.run_id).info.status == "RUNNING":  # it may have ended since it was found
+        here = f"tags.{COMPLETE} = 'false' and tags.host = '{platform.node()}'"
+        for run in client.search_runs(experiments, here, max_results=NEWEST):
+            key = RunKey(client.tracking_uri, run.info.experiment_id, run.info.run_id, run.data.tags["home"])
+            with suppress(UserError), held(key):
+                if run.info.status == "RUNNING" and client.get_run(key.run_id).info.status == "RUNNING":  # still
                     client.set_terminated(key.run_id, "KILLED")
-
-
-def incomplete(key: RunKey) -> Iterator[RunKey]:
-    """Runs of the experiment of ``key`` that have ended on this machine and lack something, the newest first.
-
-    The home of each is held while it is treated.
-    """
-    client = MlflowClient(key.store)
-    for left in _found(client, [key.experiment_id], f"attributes.status != 'RUNNING' and tags.{COMPLETE} = 'false'"):
-        with suppress(UserError), _held(left.home):
-            yield left
+                incomplete.append(key)
 
 
 def is_complete(key: RunKey) -> bool:
@@ -56,22 +51,17 @@ def is_complete(key: RunKey) -> bool:
     return MlflowClient(key.store).get_run(key.run_id).data.tags.get(COMPLETE) == "true"
 
 
-def _found(client: MlflowClient, experiments: list[str], which: str) -> list[RunKey]:
-    here = f"{which} and tags.host = '{platform.node()}'"
-    return [
-        RunKey(client.tracking_uri, run.info.experiment_id, run.info.run_id, run.data.tags["home"])
-        for run in client.search_runs(experiments, here, max_results=NEWEST)
-        if run.data.tags.get("home") and run.info.run_id not in opened
-    ]
+def held(key: RunKey) -> AbstractContextManager[None]:
+    """Hold the home of a run for the block.
 
-
-def _held(home: str) -> AbstractContextManager[None]:
-    """Hold ``home`` for the block. Raises ``UserError`` where another command does, or that cannot be known."""
-    place = Place(home)
-    if home in opened.values():
-        return nullcontext()
-    if place.lock_file.exists():
-        return place.locked("a command is running there")
-    if place.remote or not place.parent.folder.is_dir():
-        raise UserError(f"{home} is not known here")
-    return nullcontext()  # it was removed
+    Raises ``UserError`` where the run is open, another command holds its home, or that cannot be known.
+    """
+    place = Place(key.home)
+    if key.run_id not in opened:
+        if key.home in opened.values():
+            return nullcontext()
+        if place.lock_file.exists():
+            return place.locked(f"a command is running in {place}")
+        if not place.remote and place.parent.folder.is_dir():  # it was removed
+            return nullcontext()
+    raise UserError(f"{place} may be in use")

@@ -147,7 +147,8 @@ def reopen_run(key: RunKey) -> None:
         client = MlflowClient(key.store)
         client.update_run(key.run_id, status="RUNNING")
         lost.opened[key.run_id] = key.home
-        client.log_batch(key.run_id, tags=[RunTag(*tag) for tag in lost.labels(key.home).items()])
+        if key.home:
+            client.log_batch(key.run_id, tags=[RunTag(*tag) for tag in lost.labels(key.home).items()])
         lost.close_lost(client, [each.experiment_id for each in _experiments(client).values()])
     except MlflowException as failure:
         raise UserError(

@@ -23,7 +23,7 @@ from infra.place import Place
 from infra.storage import write_json
 from infra.tracking import lost
 from infra.tracking.key import RunKey
-from infra.tracking.lost import incomplete, is_complete
+from infra.tracking.lost import held, incomplete
 from infra.tracking.store import children, create_run, reopen_run, store_uri
 from infra.tracking.tracker import Tracker
 
@@ -200,20 +200,16 @@ def test_a_run_that_ended_before_its_process_was_killed_stays_as_it_ended(projec
 
 
 def test_runs_that_lack_something_are_found_until_they_are_closed_with_all_they_have(project: Path) -> None:
-    killed(lambda: command("first", work=die))
-    killed(lambda: command("other", "tune", work=die))
+    for name, experiment in (("first", "train"), ("other", "tune")):
+        killed(lambda name=name, experiment=experiment: command(name, experiment, work=die))
     command("whole")
-    key = create_run("train", "next", home=str(project / "next"))
-    found = list(incomplete(key))
-    assert [Place(left.home).name for left in found] == ["first"]
-    for left in incomplete(key):
-        assert not is_complete(left)
-        with pytest.raises(UserError, match="in use"), Place(left.home).locked("in use"):
-            pass
-        with Tracker(left) as tracker:
-            tracker.tags({"more": "of it"})
-    assert is_complete(found[0])
-    assert list(incomplete(key)) == []
+    assert [Place(left.home).name for left in incomplete] == ["other", "first"]
+    with held(incomplete[1]), pytest.raises(UserError, match="in use"), Place(incomplete[1].home).locked("in use"):
+        pass
+    with Tracker(incomplete[1]) as tracker:
+        tracker.tags({"more": "of it"})
+    command("next")
+    assert [Place(left.home).name for left in incomplete] == ["other"]
 
 
 def test_a_childs_end_tells_a_resumed_command_what_it_need_not_do_again(project: Path) -> None:
