@@ -33,17 +33,22 @@ def labels(home: str) -> dict[str, str]:
 
 
 @uninterrupted()
-def close_lost(client: MlflowClient, experiments: list[str]) -> None:
-    """Close the runs whose process has died on this machine, as KILLED. Never raises: the next command tries again."""
+def close_lost(client: MlflowClient, experiments: list[str], parent: RunKey | None = None) -> None:
+    """Close as KILLED the runs whose process has died on this machine and, on any machine, the children of ``parent``.
+
+    That is a run that this process continues. Never raises: the next command tries again.
+    """
     incomplete.clear()
+    which = [f"tags.host = '{platform.node()}'"]
+    which += [f"tags.`mlflow.parentRunId` = '{parent.run_id}'"] if parent else []
     with suppress(Exception):
-        here = f"tags.{COMPLETE} = 'false' and tags.host = '{platform.node()}'"
-        for run in client.search_runs(experiments, here, max_results=NEWEST):
-            key = RunKey(client.tracking_uri, run.info.experiment_id, run.info.run_id, run.data.tags["home"])
-            with suppress(UserError), held(key):
-                if run.info.status == "RUNNING" and client.get_run(key.run_id).info.status == "RUNNING":  # still
-                    client.set_terminated(key.run_id, "KILLED")
-                incomplete.append(key)
+        for one in which:
+            for run in client.search_runs(experiments, f"tags.{COMPLETE} = 'false' and {one}", max_results=NEWEST):
+                key = RunKey(client.tracking_uri, run.info.experiment_id, run.info.run_id, run.data.tags["home"])
+                with suppress(UserError), held(key):
+                    if run.info.status == "RUNNING" and client.get_run(key.run_id).info.status == "RUNNING":  # still
+                        client.set_terminated(key.run_id, "KILLED")
+                    incomplete.append(key)
 
 
 def is_complete(key: RunKey) -> bool:

@@ -149,7 +149,7 @@ def reopen_run(key: RunKey) -> None:
         lost.opened[key.run_id] = key.home
         if key.home:
             client.log_batch(key.run_id, tags=[RunTag(*tag) for tag in lost.labels(key.home).items()])
-        lost.close_lost(client, [each.experiment_id for each in _experiments(client).values()])
+        lost.close_lost(client, [each.experiment_id for each in _experiments(client).values()], key)
     except MlflowException as failure:
         raise UserError(
             f"the MLflow run {key.run_id} in {key.store} cannot be continued: {first_line(failure)} "

@@ -148,9 +148,12 @@ def test_a_killed_run_is_closed_by_the_next_command_of_another_package(project: 
     assert (status("ladder", "ladder"), status("rung", "ladder")) == ("KILLED", "KILLED")
 
 
-def test_the_child_of_a_killed_command_is_closed_when_that_is_resumed(project: Path) -> None:
-    """Its folder is held by the command itself."""
+@pytest.mark.parametrize("host", [platform.node(), "another machine"])
+def test_the_child_of_a_killed_command_is_closed_when_that_is_resumed(project: Path, host: str) -> None:
+    """Its folder is held by the command itself, which may have been killed on another machine."""
     killed(lambda: command("ladder", "ladder", lambda key: die(create_run("ladder", "rung", parent=key))))
+    for name in ("ladder", "rung"):
+        MlflowClient(store_uri()).set_tag(runs("ladder")[name][0].info.run_id, "host", host)
     seen: list[str] = []
     command("ladder", "ladder", lambda key: seen.extend((status("ladder", "ladder"), status("rung", "ladder"))))
     assert seen == ["RUNNING", "KILLED"]
