@@ -143,6 +143,7 @@ def test_every_command_of_the_readme_works(used: Path) -> None:
     assert (used / "exported/model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_no_secret_of_the_environment_is_kept_or_printed(used: Path) -> None:
     """Credentials reach the libraries that need them, and nothing else: not runs, reports, tables or links."""
     files = [path for path in used.rglob("*") if path.is_file()]
