@@ -333,6 +333,7 @@ def test_a_ladder_that_was_killed_leaves_no_run_behind_that_seems_to_run(
     client = MlflowClient(store_uri())
     (rung,) = client.search_runs(["1"], "tags.kind = 'rung'")
     client.update_run(rung.info.run_id, status="RUNNING")
+    client.set_tag(rung.info.run_id, "complete", "false")
     Path("runs/[my] own/01-fast-rate/rung.json").unlink()
     assert command(monkeypatch, "--resume", "[my] own") == 0
     runs = client.search_runs(["1"])
