@@ -34,7 +34,7 @@ COMMANDS = {
     "tokenize": Command("pipeline.tokenize", "pipeline.config:TokenizeConfig", "turn books into token shards"),
     "inspect": Command("pipeline.inspect", "pipeline.inspect:InspectConfig", "show and verify a folder of shards"),
     "run": Command("train.run", "train.run:RunOptions", "train one configuration and measure it"),
-    "ladder": Command("train.ladder", "train.ladder.__main__:LadderOptions", "measure what each optimisation gains"),
+    "ladder": Command("tune.ladder", "tune.config:LadderConfig", "measure what each optimisation gains"),
     "plan": Command("train.plan", "train.plan:PlanOptions", "predict memory, arithmetic, time and cost of a run"),
     "profile": Command("train.profile", "train.profile.__main__:ProfileOptions", "show where time and memory go"),
     "generate": Command("train.generate", "train.generate:GenerateConfig", "continue a prompt with a trained model"),

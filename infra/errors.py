@@ -1,5 +1,8 @@
 """The exception for a user's mistake, and the first line of any other exception."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(ValueError):
     """A mistake in what was asked for: one sentence that names the file or flag and the next step."""
@@ -8,3 +11,10 @@ class UserError(ValueError):
 def first_line(failure: BaseException) -> str:
     """The first line of an exception's text, for a one-line message."""
     return (str(failure) or type(failure).__name__).splitlines()[0]
+
+
+def nearest(text: str, known: Iterable[str]) -> str:
+    """The end of a sentence that suggests the ``known`` names most like ``text``, or lists all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(text.lower(), known, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(known)}."

@@ -1,13 +1,12 @@
 """Entry: ``python -m train.plan`` predicts what a run will need: memory, arithmetic, time, cost.
 
 In: the flags of ``train.run``, a memory limit, and a speed and a price if they are known. Out: tables. Neither the GPU
-nor the data of the run are needed. ``--compare study`` predicts the memory of a published study's rungs instead. Wiring
-only.
+nor the data of the run are needed. Wiring only.
 """
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from rich.table import Table
@@ -17,7 +16,6 @@ from infra.console import console
 from infra.errors import UserError
 from infra.hardware import device_facts
 from infra.help import Sections
-from infra.table import tables
 from infra.units import BytesOrNone
 from train.config import GROUPS, TrainConfig
 from train.model_config import format_model
@@ -25,7 +23,7 @@ from train.resolve import resolve_for_plan
 
 COMMON = (
     "model", "global_batch", "micro_batch", "precision", "compile", "checkpointing", "memory_limit",
-    "tokens_per_second", "price", "compare",
+    "tokens_per_second", "price",
 )  # fmt: skip
 """Flags that most plans are made with."""
 
@@ -44,9 +42,6 @@ class PlanOptions:
     doctor: str = "runs/doctor.json"
     """What infra.doctor --workers measured, here or in object storage, to predict with --workers whether the
     network slows training down."""
-    compare: Literal["study"] | None = None
-    """Predict the memory of each rung of the study that train.ladder --suite a100 repeats, beside what it published,
-    instead of this run's needs."""
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_second", "price"):
@@ -73,9 +68,6 @@ def plan(options: PlanOptions) -> None:
     """Print every table of the plan. torch is imported only now, when the flags are known to be valid."""
     from train.estimate import forecast, network
 
-    if options.compare:
-        print_study()
-        return
     config = resolve_for_plan(options.training, device_facts())
     batch = f"micro-batch {config.micro_batch} x {config.accumulation} accumulated"
     workers = f"{config.workers} worker{'s' * (config.workers > 1)}"
@@ -95,17 +87,6 @@ def plan(options: PlanOptions) -> None:
         for name, value in rows:
             table.add_row(f"  {name}", value)
         console.print(table, "")
-
-
-def print_study() -> None:
-    """Print the predicted memory of a published study's rungs beside what it measured."""
-    from train.ladder import published
-
-    title = "Peak memory on an A100, in GB"
-    for table in tables(published.HEADING, published.memory_rows(), title, console.width):
-        console.print(table)
-    console.print()
-    console.prose(published.EXPLANATION)
 
 
 if __name__ == "__main__":

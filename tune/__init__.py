@@ -1,4 +1,4 @@
-"""Runs in, trials out: the fastest way to execute a global batch under a memory limit.
+"""Runs in, comparisons out: the fastest way to execute a global batch under a memory limit, and what each change gains.
 
 From Python: ``find_fastest(SearchConfig(...))``.
 """
@@ -22,10 +22,10 @@ def find_fastest(config: "SearchConfig") -> "TrainConfig":
     from train.config import config_from_json
     from tune.folder import place_of
     from tune.plan import search_name
-    from tune.session import search
+    from tune.search import run
 
     named = dataclasses.replace(config, name=search_name(config))
-    search(named)
+    run(named)
     place = place_of(named.out, search_name(named))
     if not place.exists("best.json"):
         raise UserError(f"the search in {place} has no winner: its summary.md lists the outcome of every trial.")

@@ -1,8 +1,9 @@
-"""The settings of a search, with every default and its unit."""
+"""The settings of a search and of a ladder, with every default and its unit."""
 
-from dataclasses import dataclass, field, replace
+import math
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -10,19 +11,49 @@ from infra.errors import UserError
 from infra.options import Address, JoinsRay, TrackingUri
 from infra.place import Place
 from infra.schema import strict, to_json
-from infra.units import BytesOrNone, Seconds
-from train.config import TrainConfig, divisors
+from infra.units import BytesOrNone, Seconds, SecondsOrNone
+from train.config import Cycle, CycleText, Device, TrainConfig, divisors
+from train.model_config import ModelOrNone
 from tune.space import parse_knobs
 
 
 @strict
 @dataclass(frozen=True)
-class SearchConfig(JoinsRay):
+class ExperimentConfig(JoinsRay):
+    """What a search and a ladder have in common."""
+
+    kind: ClassVar[str]
+
+    name: str | None = None
+    """Name of the search or ladder and of its folder; made from what it is about and the time when left out."""
+    out: str = "runs"
+    """Folder that holds runs, searches and ladders, or s3://bucket/folder, gs://bucket/folder."""
+    resume: str | None = None
+    """Continue the one of this name; its settings are read from its folder, and what has run is kept."""
+    dry_run: bool = False
+    """Print the plan and run nothing."""
+    tracking_uri: TrackingUri = None
+    address: Address = None
+
+    def __post_init__(self) -> None:
+        if self.resume == "":
+            raise UserError(f"--resume is empty: name a {self.kind}.")
+
+    def to_json(self) -> dict[str, Any]:
+        """The config as JSON values; :func:`infra.schema.from_json` reads it back."""
+        return to_json(self) | {"resume": None}
+
+
+@strict
+@dataclass(frozen=True)
+class SearchConfig(ExperimentConfig):
     """A search around one training run: its flags describe the control and what is held fixed.
 
     ``--steps``, ``--tokens`` and ``--time-budget`` are those of the run that best.json describes, not of
     the trials.
     """
+
+    kind = "search"
 
     training: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
     memory_limit: BytesOrNone = None
@@ -51,26 +82,15 @@ class SearchConfig(JoinsRay):
     confirm: int = 3
     """Most rounds in which the best and the control run again, interleaved, until the winner is clear; 0 trusts the
     first measurement."""
-    name: str | None = None
-    """Name of the search and of its folder; made from the model and the time when left out."""
-    out: str = "runs"
-    """Folder that holds runs and searches, or s3://bucket/folder, gs://bucket/folder."""
     config: Path | None = None
     """Read the training settings from this JSON file; flags given with it win."""
-    resume: str | None = None
-    """Continue the search of this name; its settings are read from its folder."""
     parallel: int = 1
     """Trials at a time, at least 1, each on a machine of its own in the cluster, whose speeds are compared over its own
     control."""
-    dry_run: bool = False
-    """Print the plan and run nothing."""
-    tracking_uri: TrackingUri = None
-    address: Address = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         parse_knobs(self.knobs)
-        if self.resume == "":
-            raise UserError("--resume is empty: name a search.")
         if self.training.stream:
             raise UserError("--stream cannot be combined with a search, whose trials read token shards: give --data.")
         if self.trial_steps < FEWEST + 2:
@@ -85,7 +105,7 @@ class SearchConfig(JoinsRay):
     def to_json(self) -> dict[str, Any]:
         """The config as JSON values; :func:`infra.schema.from_json` reads it back."""
         training = self.training.to_json() | {"data": Place.of(self.training.data).address}
-        return to_json(self) | {"training": training, "config": None, "resume": None}
+        return super().to_json() | {"training": training, "config": None}
 
     def identity(self) -> dict[str, Any]:
         """What a search over the same data must share with this one to be continued as it."""
@@ -96,6 +116,125 @@ class SearchConfig(JoinsRay):
         )  # fmt: skip
         searched = {name: getattr(self, name) for name in own} | {"knobs": ",".join(parse_knobs(self.knobs))}
         return {name: value for name, value in training.items() if name not in free} | searched
+
+
+CYCLE = Cycle()
+TIME_BUDGET, WITHIN = 300.0, 0.005
+"""Most seconds per rung, and the precision of its speed at which it ends earlier, unless --steps is given."""
+
+FITTED = 40 * 10**9
+"""Memory limit of --fit, in bytes, unless --memory-limit is given."""
+
+
+@strict
+@dataclass(frozen=True)
+class LadderConfig(ExperimentConfig):
+    """A suite, and how long each of its rungs runs."""
+
+    kind = "ladder"
+
+    suite: str = "a100"
+    """Name of a suite, or a Python file with SUITE = [Rung(...), ...].
+
+    a100: a published study of GPT-2 124M, from the textbook loop upwards
+    loop: what each habit of a training loop costs, on a small model
+    memory: what saves memory, and what it costs in speed
+    kernels: how torch.compile chooses and launches kernels
+    accumulation: four micro-batches per step, from eager to max-autotune
+    loader: threads that read batches ahead
+    precision: what fewer bits cost in held-out loss
+    sizes: sizes that fill a GPU's tiles and waves, and sizes that do not
+    aa: the same run ten times, to see how often the verdict is a false alarm"""
+    rungs: tuple[str, ...] = ()
+    """Only these rungs of the suite, by name; default all. In a suite whose rungs keep those before them, what is left
+    out is not kept either."""
+    data: str = "data/tokens"
+    """Token shards, made by python -m pipeline.tokenize: a folder, or s3://bucket/folder, gs://bucket/folder."""
+    model: ModelOrNone = None
+    """Model instead of the suite's: a preset, with changes if any."""
+    steps: int | None = None
+    """Optimizer steps per rung, at least 8."""
+    time_budget: SecondsOrNone = None
+    """Time per rung, above 0, from its first step on. Default: 5m, unless --steps is given."""
+    within: float | None = None
+    """End a rung early, at the end of a cycle, once its speed is known to this fraction, below 1; 0 never does.
+    Default: 0.005, half a percent; 0 with --steps, which are for comparing losses."""
+    cycle: CycleText = CYCLE
+    """Training steps, at least 1, then validation batches, between two reports."""
+    fit: bool = False
+    """Give every rung the largest batch predicted to fit --memory-limit instead of the suite's."""
+    memory_limit: BytesOrNone = None
+    """Most memory that the process of a rung may use; a rung that uses more fails. 40GB if only --fit is given."""
+    device: Device = "auto"
+    """Device to train on; auto is a CUDA GPU if there is one, else the CPU."""
+    accelerator: str | None = None
+    """Type of GPU that rungs need, by Ray's name for it: A100, H200. On a cluster without one, it is waited for."""
+    seed: int = 0
+    """Seed of every rung; at least 0."""
+    seeds: int | None = None
+    """Seeds, at least 1, with which rungs of another precision or other numerics are run, to compare their held-out
+    losses with those of the rung before at equal steps. Default: 3 in the suite precision; 1, which compares none, in
+    others."""
+    best: Path | None = None
+    """best.json of a search, whose batch and execution settings become a last rung."""
+    stream: tuple[str, ...] = ()
+    """Books, as any source of python -m pipeline.tokenize: a last rung, called streaming, trains straight from them
+    instead of from --data."""
+    compare: str | None = None
+    """Compare with this ladder, by name or folder; or with the published figures that the suite a100 repeats: study."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps is not None and self.time_budget is not None:
+            raise UserError("--steps and --time-budget both end a rung; give one of them.")
+        if self.steps is not None and self.steps < 8:
+            raise UserError(f"--steps {self.steps} is too few to leave warm-up: a rung needs 8 or more.")
+        if self.seeds is not None and self.seeds < 1:
+            raise UserError(f"--seeds {self.seeds} must be at least 1.")
+        if self.time_budget is not None and not (self.time_budget > 0 and math.isfinite(self.time_budget)):
+            raise UserError(f"--time-budget {self.time_budget}s must be above 0.")
+
+    def to_json(self) -> dict[str, Any]:
+        """The config as JSON values, with whole paths."""
+        from pipeline.stream import whole_path
+
+        whole = replace(
+            self,
+            suite=str(Path(self.suite).resolve()) if Path(self.suite).suffix else self.suite,
+            data=Place.of(self.data).address,
+            best=self.best and self.best.resolve(),
+            stream=tuple(map(whole_path, self.stream)),
+        )
+        return to_json(whole) | {"resume": None, "compare": None}
+
+    def identity(self) -> dict[str, Any]:
+        """What a ladder over the same data must share with this one to be continued as it."""
+        free = {field.name for field in fields(ExperimentConfig)} | {"data", "compare"}
+        return {name: value for name, value in self.to_json().items() if name not in free}
+
+    def with_ends(self) -> "LadderConfig":
+        """This one with the defaults of what ends a rung, and of the memory limit that --fit needs."""
+        limit = FITTED if self.fit and self.memory_limit is None else self.memory_limit
+        if self.steps is not None:
+            return replace(self, memory_limit=limit)
+        within = WITHIN if self.within is None else self.within
+        return replace(self, memory_limit=limit, time_budget=self.time_budget or TIME_BUDGET, within=within)
+
+    @property
+    def training(self) -> TrainConfig:
+        """The run that the suite's baseline is derived from."""
+        return TrainConfig(
+            data=Place.of(self.data).address,
+            model=self.model or TrainConfig.model,
+            seed=self.seed,
+            device=self.device,
+            accelerator=self.accelerator,
+            cycle=self.cycle,
+            keep_checkpoints=0,
+            within=self.within or None,
+            steps=self.steps,
+            time_budget=None if self.steps is not None else self.time_budget or TIME_BUDGET,
+        )
 
 
 def with_global_batch(training: TrainConfig, global_batch: int) -> TrainConfig:

@@ -1,6 +1,6 @@
 """The machines that trials run on, and whether the limit makes sense there: asked before anything is started.
 
-In: a search's config. Out: what each machine reports about itself, and the limit in bytes. Raises ``UserError`` in one
+In: the training. Out: what each machine reports about itself, and the limit in bytes. Raises ``UserError`` in one
 sentence for what cannot work, because a search that starts anyway wastes hours.
 """
 
@@ -29,7 +29,6 @@ from pipeline.shards import read_manifest
 from train.config import TrainConfig
 from train.estimate.memory import predict_peak
 from train.model_config import format_model
-from tune.config import SearchConfig
 from tune.space import Candidate, Space
 from tune.strategy.curves import Prior
 
@@ -67,16 +66,15 @@ def look(data: str, *, cpu: bool, own: Sequence[int] = ()) -> Machine:
     )
 
 
-def trial_machines(config: SearchConfig) -> tuple[Machine, ...]:
+def trial_machines(training: TrainConfig, *, cluster: str | None, parallel: int = 1) -> tuple[Machine, ...]:
     """The machines on which trials may run: this one, or those of the connected Ray that have the most room.
 
     Raises ``UserError`` when there is none: a GPU is asked for and absent, or in use by somebody else, or no machine
     of the cluster has the data.
     """
-    training = config.training
-    if config.cluster and training.accelerator:
+    if cluster and training.accelerator:
         await_accelerator(training.accelerator)
-    here = not config.cluster or is_this_machine_alone()
+    here = not cluster or is_this_machine_alone()
     if here:
         above = [process.pid for process in psutil.Process().parents()]  # a notebook or test run that waits for us
         found = [look(training.data, cpu=training.device == "cpu", own=above)]
@@ -99,9 +97,9 @@ def trial_machines(config: SearchConfig) -> tuple[Machine, ...]:
                 f"--data {data} is not on {', '.join(blind)}, where trials would run: put it in object storage, for "
                 "example with 'python -m pipeline.tokenize --out s3://bucket/tokens', and give that as --data."
             )
-    if config.parallel > len(idle):
+    if parallel > len(idle):
         raise UserError(
-            f"--parallel {config.parallel} needs as many machines for trials and there "
+            f"--parallel {parallel} needs as many machines for trials and there "
             f"{'is' if len(idle) == 1 else 'are'} {len(idle)}: {', '.join(machine.name for machine in idle)}."
         )
     return tuple(idle)
@@ -129,6 +127,8 @@ def _ask(training: TrainConfig) -> list[Machine]:
 def trial_resources(training: TrainConfig, *, use_gpu: bool) -> dict[str, float]:
     """What a run gets on the machine with the most room: a trial has it to itself, as the run that it stands for.
 
+    On a stream of books it leaves cores to Ray Data, which encodes them.
+
     Raises ``UserError`` when the connected Ray has no machine for it.
     """
     if training.accelerator:
@@ -139,6 +139,10 @@ def trial_resources(training: TrainConfig, *, use_gpu: bool) -> dict[str, float]
         raise UserError(
             "the Ray cluster has no cores for trials: start it with 'ray start --head --num-cpus=1' or more."
         )
+    if training.stream:
+        from train.launch.placement import READERS
+
+        cores = max(1, cores - READERS)
     return {"CPU": float(cores)} | ({"GPU": 1.0} if use_gpu else {}) | accelerator_resource(training.accelerator)
 
 

@@ -1,6 +1,6 @@
-"""A search's folder: made once, locked by one driver, and continued only as the search that it was.
+"""The folder of a search or a ladder: made once, locked by one driver, and continued only as what it was.
 
-``OUT/NAME/`` holds ``search.json`` (what is searched, and the parent run in MLflow), ``trials/`` (a JSON
+``OUT/NAME/`` holds ``search.json`` or ``ladder.json`` (its config, and the parent run in MLflow), ``trials/`` (a JSON
 file per finished trial) and, at the end, the files for people. In object storage the driver works in a local copy and
 sends each file as it is written.
 """
@@ -8,73 +8,78 @@ sends each file as it is written.
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from infra.claim import sole_user
-from infra.errors import UserError
+from infra.errors import UserError, nearest
 from infra.place import Place, WorkingCopy
 from infra.schema import from_json
 from infra.storage import clear_temporaries, write_json
 from infra.tracking.key import RunKey
-from tune.config import SearchConfig
+from tune.config import ExperimentConfig
 
-KEPT, TRIALS = "search.json", "trials"
+Config = TypeVar("Config", bound=ExperimentConfig)
+
+TRIALS = "trials"
 
 
 def place_of(out: str, name: str) -> Place:
-    """Where the search ``name`` belongs."""
+    """Where the experiment ``name`` belongs."""
     place = Place.of(out)
     return place / name if place.remote else Place.of(place.folder / name)
 
 
-def kept_config(place: Place) -> SearchConfig:
-    """The settings of the search in ``place``. Raises ``UserError`` when there is none."""
-    content = _content(place)
+def kept_config(place: Place, kind: type[Config]) -> Config:
+    """The settings of the experiment in ``place``. Raises ``UserError`` when there is none."""
+    content = _content(place, kind.kind)
     try:
-        return from_json(SearchConfig, json.loads(content)["config"], "it")
-    except (ValueError, KeyError) as damage:
-        raise UserError(f"--resume: {place / KEPT} is damaged ({damage}); begin a new search.") from damage
+        return from_json(kind, json.loads(content)["config"], "it")
+    except (ValueError, KeyError, TypeError) as damage:
+        file = place / f"{kind.kind}.json"
+        raise UserError(f"--resume: {file} is damaged ({damage}); begin a new {kind.kind}.") from damage
 
 
-def _content(place: Place) -> bytes:
-    """The content of ``search.json``. Raises ``UserError`` without one."""
+def _content(place: Place, kind: str) -> bytes:
+    """What :func:`begin` has kept. Raises ``UserError`` where nothing was begun."""
     try:
-        return place.read(KEPT)
+        return place.read(f"{kind}.json")
     except OSError:
-        listed = f"look in {place.parent}" if place.remote else f"'ls {place.parent}' lists what was run"
-        raise UserError(f"--resume: there is no {place / KEPT}; {listed}.") from None
+        known = [] if place.remote else [path.parent.name for path in place.parent.folder.glob(f"*/{kind}.json")]
+        hint = nearest(place.name, known) if known else "."
+        raise UserError(f"--resume {place.name}: there is no {kind} in {place}{hint}") from None
 
 
 @contextmanager
-def locked(place: Place) -> Iterator[WorkingCopy]:
+def locked(place: Place, kind: str) -> Iterator[WorkingCopy]:
     """Make ``place``, and hold it against other drivers however this one ends. Yields where to write what it holds.
 
     Raises ``UserError``.
     """
     if place.remote:
         place.refuse_unusable("--out")
-    with sole_user(place, f"another process runs the search in {place}: wait for it, or end it."):
-        copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name == KEPT or name.startswith(f"{TRIALS}/"))
+    with sole_user(place, f"another process runs the {kind} in {place}: wait for it, or end it."):
+        wanted = (f"{kind}.json", f"{TRIALS}/")
+        copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name.startswith(wanted))
         (copy.folder / TRIALS).mkdir(exist_ok=True)
         clear_temporaries(copy.folder / TRIALS)
         yield copy
 
 
-def begin(copy: WorkingCopy, config: SearchConfig, identity: dict[str, Any], parent: RunKey) -> None:
-    """Note what a new search is."""
+def begin(copy: WorkingCopy, config: ExperimentConfig, identity: dict[str, Any], parent: RunKey) -> None:
+    """Note what a new experiment is."""
     kept = {"config": config.to_json(), "identity": identity, "parent": parent.kept_in(copy.place.address)}
-    write_json(copy.folder / KEPT, kept)
-    copy.send(KEPT)
+    write_json(copy.folder / f"{config.kind}.json", kept)
+    copy.send(f"{config.kind}.json")
 
 
-def kept_identity(place: Place) -> dict[str, Any]:
-    """What the search in ``place`` was."""
-    return json.loads(_content(place))["identity"]
+def kept_identity(place: Place, kind: str) -> dict[str, Any]:
+    """What the experiment in ``place`` was."""
+    return json.loads(_content(place, kind))["identity"]
 
 
-def resumed_parent(place: Place, identity: dict[str, Any]) -> RunKey:
-    """The parent run of the search in ``place``. Raises ``UserError`` when ``identity`` is another search's."""
-    there, now = kept_identity(place), json.loads(json.dumps(identity))
+def resumed_parent(place: Place, kind: str, identity: dict[str, Any]) -> RunKey:
+    """The parent run of the experiment in ``place``. Raises ``UserError`` when ``identity`` is another one's."""
+    there, now = kept_identity(place, kind), json.loads(json.dumps(identity))
     changed = [
         f"{name} was {there.get(name)!r} and is now {now.get(name)!r}"
         for name in sorted(set(there) | set(now))
@@ -82,11 +87,11 @@ def resumed_parent(place: Place, identity: dict[str, Any]) -> RunKey:
     ]
     if changed:
         raise UserError(
-            f"--resume {place.name}: that search was another one ({'; '.join(changed)}). Leave these flags out to "
-            "continue it, or begin a new search with another --name."
+            f"--resume {place.name}: that {kind} was another one ({'; '.join(changed)}). Leave these flags out to "
+            f"continue it, or begin a new {kind} with another --name."
         )
-    kept = from_json(RunKey, json.loads(_content(place))["parent"], str(place / KEPT))
-    parent = kept.valid_in(place, "begin a new search")
+    kept = from_json(RunKey, json.loads(_content(place, kind))["parent"], str(place / f"{kind}.json"))
+    parent = kept.valid_in(place, f"begin a new {kind}")
     from infra.tracking.store import reopen_run
 
     reopen_run(parent)

@@ -5,72 +5,55 @@ Raises ``UserError`` in one sentence for what cannot work, because a search that
 """
 
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from infra.place import Place, WorkingCopy
-from pipeline.shards import Manifest, read_manifest
+from infra.console import console
+from infra.errors import UserError
+from infra.place import Place
+from infra.tracking.names import changed
+from infra.units import GB, format_duration
+from pipeline.shards import read_manifest
 from train.checkpoint.run_folder import new_place
+from train.config import Cycle, TrainConfig
+from train.model_config import format_model
 from train.resolve import resolve
 from tune.config import SearchConfig
-from tune.device import Machine, make_prior, memory_limit, trial_machines, trial_resources
+from tune.device import make_prior, memory_limit, trial_machines
+from tune.experiment import Experiment
 from tune.folder import TRIALS, kept_identity, place_of
 from tune.space import Space, make_space, parse_knobs
-from tune.strategy.base import Confirmed, Grid, Retrying, Strategy
+from tune.strategy.base import Confirmed, Grid, Retrying, Strategy, enough_seconds
 from tune.strategy.memory_aware import MemorySearcher
+from tune.strategy.nodes import comparable, control_of, first_row, scales
+from tune.trial.row import Proposal, TrialRow
+from tune.trial.run import Early, Request, pending
 
 
 @dataclass(frozen=True)
-class Search:
+class Search(Experiment):
     """One search, with everything decided that its config leaves open."""
 
     config: SearchConfig
-    place: Place
-    """Where it belongs: --out and its name."""
-    machines: tuple[Machine, ...]
-    """The machines on which its trials may run."""
-    manifest: Manifest
     space: Space
     """The candidates, around a training that is resolved for the device of the trials."""
     memory: MemorySearcher
     """What is expected of candidates, whichever strategy chooses them; it has the limit."""
     strategy: Strategy
-    copy: WorkingCopy | None = None
-    """The place on this machine, once it is locked."""
+
+    kind = "search"
+    collection = "tune"
 
     @property
-    def folder(self) -> Path:
-        """The place on this machine."""
-        return self.working_copy.folder
+    def training(self) -> TrainConfig:
+        """The control."""
+        return self.space.base
 
     @property
-    def working_copy(self) -> WorkingCopy:
-        """Where this driver writes what belongs to the place. Only a locked search in object storage has one."""
-        return self.copy or WorkingCopy(self.place, self.place.folder)
-
-    @property
-    def trials(self) -> Path:
-        """The folder of the rows."""
-        return self.folder / TRIALS
-
-    @property
-    def data(self) -> Place:
-        """The token shards, by a whole path or URI, because trials run elsewhere."""
-        return Place.of(self.config.training.data)
-
-    @property
-    def device(self) -> str:
-        """``cpu`` or ``cuda``."""
-        return self.space.base.device
-
-    def resources(self) -> dict[str, float]:
-        """What each trial asks the connected Ray for."""
-        return trial_resources(self.config.training, use_gpu=self.device == "cuda")
-
-    def send(self, *names: str) -> None:
-        """Send files of the folder to the place; nothing to do where that is the folder itself."""
-        self.working_copy.send(*names)
+    def parallel(self) -> int:
+        """Trials at a time, each on a machine of its own."""
+        return self.config.parallel
 
     @property
     def limit(self) -> int:
@@ -82,10 +65,81 @@ class Search:
         """What the candidates have in common."""
         return "free global batch" if self.space.free else "fixed global batch"
 
+    def request(
+        self, machine: str, number: int, rows: Sequence[TrialRow], running: Sequence[Request]
+    ) -> Request | None:
+        """The strategy's next trial, with what is expected of it on ``machine``; first that machine's control."""
+        proposal = self._propose(machine, rows, running)
+        return proposal and self.trial(proposal, machine, number, rows)
+
+    def trial(self, proposal: Proposal, machine: str, number: int, rows: Sequence[TrialRow]) -> Request:
+        """What the trial's process on ``machine`` is told."""
+        if proposal.predicted_memory is None:  # a grid's, Optuna's, a repetition, or a confirmation
+            predicted = self.memory.curves(comparable(rows)).memory(proposal.candidate)
+            proposal = replace(proposal, predicted_memory=predicted)
+        if scale := scales(rows).get(machine):
+            proposal = replace(
+                proposal,
+                predicted_speed=proposal.predicted_speed and proposal.predicted_speed / scale.factor,
+                bar=proposal.bar and proposal.bar / scale.factor,
+            )
+        config = self.config
+        seconds = enough_seconds(rows, config.trial_time)
+        if seconds > config.trial_time:
+            console.print(f"    its steps get {format_duration(round(seconds, 1))}, because --trial-time was too short")
+        trial = replace(
+            self.space.config(proposal.candidate), data=str(self.data), steps=config.trial_steps, tokens=None,
+            time_budget=None, cycle=Cycle(1, 0),
+        )  # fmt: skip
+        return Request(
+            proposal.key(self.place.name), number, self.space.label(proposal.candidate), proposal, trial.to_json(),
+            machine, self.limit, Early(seconds, config.trial_precision), config.compile_time + seconds,
+        )  # fmt: skip
+
+    def _propose(self, machine: str, rows: Sequence[TrialRow], running: Sequence[Request]) -> Proposal | None:
+        if running and first_row(rows) is None:
+            return None  # it has nothing to be compared with
+        if control := control_of(machine, rows):
+            return control
+        proposal = self.strategy.propose(comparable([*rows, *map(pending, running)]))
+        if proposal and proposal.stage == "confirm" and running:
+            return None  # rounds of confirmations are measured on one machine, one after another
+        return proposal
+
+    def is_finished(self, rows: Sequence[TrialRow]) -> bool:
+        """Whether the strategy has no more trials."""
+        return self.strategy.propose(comparable(rows)) is None
+
+    def usable(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
+        """Machines on which the control did not fail: the speeds of others cannot be compared."""
+        lost = {row.node for row in rows if row.stage == "control" and not row.tokens_per_second}
+        left = set(machines) - lost
+        if lost and not left:
+            first = first_row(rows)
+            raise UserError(
+                f"the control failed on {', '.join(sorted(lost))}, so that no trial there can be compared with those "
+                f"of {first.node if first else 'the others'}: continue when that is back."
+            )
+        return left
+
     def identity(self) -> dict[str, Any]:
         """What a search must share with this one to be continued as it."""
         found = {"data": self.manifest.fingerprint, "memory_limit": self.limit, "device": self.device}
         return self.config.identity() | found
+
+    def params(self) -> dict[str, object]:
+        """Settings that are not the default, and what the search is about."""
+        now, usual = (
+            config.identity() | {"model": format_model(config.training.model)}
+            for config in (self.config, SearchConfig())
+        )
+        limit = f"{self.limit / GB:.2f} GB"
+        return changed(now, usual) | {"model": now["model"], "data": str(self.data), "memory_limit": limit}
+
+    def labels(self, row: TrialRow) -> dict[str, str]:
+        """The knobs of a trial."""
+        knobs = row.candidate.knobs
+        return {"knobs": self.space.knobs_label(knobs) or "as the control"} if knobs else {}
 
 
 def search_name(config: SearchConfig) -> str:
@@ -100,11 +154,11 @@ def make_search(config: SearchConfig) -> Search:
     place = place_of(config.out, name)
     if not (config.resume or config.dry_run):
         new_place(config.out, name, begun=(TRIALS, Place.LOCK))
-    machines = trial_machines(config)
+    machines = trial_machines(config.training, cluster=config.cluster, parallel=config.parallel)
     training = resolve(config.training, machines[0].device)
     asked = config.memory_limit
     if config.resume and not asked:  # or another set of machines would make it another search
-        asked = kept_identity(place).get("memory_limit")
+        asked = kept_identity(place, Search.kind).get("memory_limit")
     limit = memory_limit(asked, training, min(machine.memory for machine in machines))
     space = make_space(training, parse_knobs(config.knobs), free=config.free_global_batch)
     memory = MemorySearcher(space, make_prior(space), limit)

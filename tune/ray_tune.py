@@ -1,6 +1,6 @@
-"""Ray Tune around a strategy: it asks for trials, runs each in a fresh process, and hands over their ends.
+"""Ray Tune around an experiment: it asks for trials, runs each in a fresh process, and hands over their ends.
 
-In: a strategy and the search's folder. Out: rows in the folder. Ray Tune supplies processes and
+In: an experiment. Out: rows in its folder. Ray Tune supplies processes and
 resources, and brings a trial's row to the driver as its result, because the trial's machine may share no disk with it;
 what has been done is read from the rows alone, never from Tune's own snapshots, which are
 up to a second old when the driver is killed. A trial that cannot win ends itself (:mod:`tune.trial.early_stop`):
@@ -24,17 +24,16 @@ import ray.tune
 from ray.tune.search import Searcher
 
 from infra.cluster import lack, placing, ray_files
-from infra.console import console, errors
+from infra.console import errors
 from infra.errors import UserError, first_line
 from infra.schema import from_json, to_json
 from infra.storage import write_text
 from infra.units import format_duration
+from tune.experiment import Experiment
 from tune.folder import TRIALS
-from tune.plan import Search
-from tune.strategy.base import enough_seconds
-from tune.strategy.nodes import comparable, control_of, first_row, scales
-from tune.trial.row import Proposal, TrialRow, read_rows, write_row
-from tune.trial.run import Request, fetch_data, run
+from tune.strategy.nodes import first_row
+from tune.trial.row import TrialRow, read_rows, write_row
+from tune.trial.run import Request, fetch_data, run, unmeasured
 
 ATTEMPTS = 3
 """Times a trial is begun whose process dies or that does not get to run; what a configuration does is an outcome."""
@@ -57,22 +56,22 @@ class Listener:
 class Running:
     """A trial that is running, and the limit on its process."""
 
-    def __init__(self, request: Request, seconds: float, node: str = "") -> None:
+    def __init__(self, request: Request, node: str = "") -> None:
         self.request = request
-        self.seconds = seconds
         self.node = node
         """Ray's id of the machine."""
         self.asked_at = time.monotonic()
         self.started = self.overdue = False
         self._kill: Callable[[], None] = lambda: None
-        self._timer = threading.Timer(seconds, self._end)
+        self._timer = threading.Timer(request.patience or 0.0, self._end)
         self._timer.daemon = True  # or a driver that is interrupted would wait for it
 
     def limit(self, kill: Callable[[], None]) -> None:
         """The trial's process has started: call ``kill`` unless it has ended before its time is up."""
         self._kill = kill
         self.started = True
-        self._timer.start()
+        if self.request.patience:
+            self._timer.start()
 
     def ended(self) -> None:
         """The process has ended, by itself or not."""
@@ -85,7 +84,7 @@ class Running:
     def why_no_row(self, attempts: int) -> str:
         """Why the trial sent no row, after so many attempts."""
         if self.overdue:
-            limit = format_duration(round(self.seconds))
+            limit = format_duration(round(self.request.patience or 0.0))
             return f"it was still running after {limit}, --compile-time and its steps' time, and was killed"
         times = "once" if attempts == 1 else f"{attempts} times"
         if not self.started:
@@ -94,23 +93,20 @@ class Running:
 
 
 class Proposals(Searcher):
-    """A strategy as Ray Tune's searcher: trials are decided from the rows on disk, each for a machine of its own.
+    """An experiment as Ray Tune's searcher: trials are decided from the rows on disk, each for a machine of its own."""
 
-    A trial's process is killed ``--compile-time`` and its request's ``most_seconds`` after it has started.
-    """
-
-    def __init__(self, search: Search, listener: Listener, nodes: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(self, experiment: Experiment, listener: Listener, nodes: Callable[[], Mapping[str, str]]) -> None:
         """``nodes`` returns the machines that have room for a trial, busy or not: their ids by name."""
         super().__init__(metric="tokens_per_second", mode="max")
-        self.search = search
+        self.experiment = experiment
         self.nodes = nodes
-        self.rows = search.trials
+        self.rows = experiment.trials
         self.listener = listener
         self.running: dict[str, Running] = {}
         self.attempts: Counter[str] = Counter()
         """Attempts without a row, by the trial's key."""
         self.failure: UserError | None = None
-        """Why the search cannot continue."""
+        """Why the experiment cannot continue."""
         self.again = False
         """Whether Tune was ended in order to begin again: it can neither withdraw a trial nor wait for a machine."""
         self.avoided = ""
@@ -121,21 +117,23 @@ class Proposals(Searcher):
         """The next trial's parameters, None while there is nothing to do but wait, or ``FINISHED``."""
         if self.failure or self.again:
             return None if self.running else self._finished()
-        if len(self.running) >= self.search.config.parallel or self._nothing_to_do:
+        if len(self.running) >= self.experiment.parallel or self._nothing_to_do:
             return None
         name, node = self._free_machine()
-        if not name:
-            self._nothing_to_do = bool(self.running)
+        request = None
+        if name:
+            rows, running = read_rows(self.rows), [trial.request for trial in self.running.values()]
+            number = max((known.number for known in [*rows, *running]), default=0) + 1
+            try:
+                request = self.experiment.request(name, number, rows, running)
+            except UserError as failure:
+                self.failure = failure
+        else:
             self.again = not self.running
-            return None if self.running else self._finished()
-        rows = read_rows(self.rows)
-        proposal = self._propose(name, rows)
-        if proposal is None:
+        if request is None:
             self._nothing_to_do = bool(self.running)
             return None if self.running else self._finished()
-        request = self.request(proposal, rows, name)
-        seconds = self.search.config.compile_time + request.most_seconds
-        self.running[trial_id] = Running(request, seconds, node)
+        self.running[trial_id] = Running(request, node)
         self.listener.started(request)
         return {"request": request, "node": node}
 
@@ -144,63 +142,20 @@ class Proposals(Searcher):
 
     def machines(self) -> dict[str, str]:
         """Node ids by name of the machines that trials may run on now, first the one that others are compared with."""
-        known = {machine.name for machine in self.search.machines}
-        rows = read_rows(self.rows)
+        rows, nodes = read_rows(self.rows), self.nodes()
         first = first_row(rows)
-        lost = {row.node for row in rows if row.stage == "control" and not row.tokens_per_second}
-        there = {name: node for name, node in self.nodes().items() if name in known - lost}
-        order = sorted(there, key=lambda name: (name == self.avoided, name != (first and first.node), name))
-        if not there and lost & known:
-            self.failure = UserError(
-                f"the control failed on {', '.join(sorted(lost & known))}, so that no trial there can "
-                f"be compared with those of {first.node if first else 'the others'}: continue when that is back."
-            )
-        return {name: there[name] for name in order}
+        try:
+            usable = self.experiment.usable({machine.name for machine in self.experiment.machines} & set(nodes), rows)
+        except UserError as failure:
+            self.failure = failure
+            return {}
+        order = sorted(usable, key=lambda name: (name == self.avoided, name != (first and first.node), name))
+        return {name: nodes[name] for name in order}
 
     def _free_machine(self) -> tuple[str, str]:
         """Name and node id of a machine for the next trial; empty without one."""
         taken = {trial.request.node for trial in self.running.values()}
         return next(((name, node) for name, node in self.machines().items() if name not in taken), ("", ""))
-
-    def _propose(self, machine: str, rows: Sequence[TrialRow]) -> Proposal | None:
-        """What to run on ``machine`` while other trials are running; None where nothing can be decided without them."""
-        pending = [_pending(trial.request) for trial in self.running.values()]
-        if pending and first_row(rows) is None:
-            return None  # it has nothing to be compared with
-        if control := control_of(machine, rows):
-            return control
-        proposal = self.search.strategy.propose(comparable([*rows, *pending]))
-        if proposal and proposal.stage == "confirm" and pending:
-            return None  # rounds of confirmations are measured on one machine, one after another
-        return proposal
-
-    def request(self, proposal: Proposal, rows: Sequence[TrialRow], machine: str) -> Request:
-        """What the trial's process on ``machine`` is told."""
-        search, config = self.search, self.search.config
-        if proposal.predicted_memory is None:  # a grid's, Optuna's, a repetition, or a confirmation
-            predicted = search.memory.curves(comparable(rows)).memory(proposal.candidate)
-            proposal = replace(proposal, predicted_memory=predicted)
-        if scale := scales(rows).get(machine):
-            proposal = replace(
-                proposal,
-                predicted_speed=proposal.predicted_speed and proposal.predicted_speed / scale.factor,
-                bar=proposal.bar and proposal.bar / scale.factor,
-            )
-        seconds = enough_seconds(rows, config.trial_time)
-        if seconds > config.trial_time:
-            console.print(f"    its steps get {format_duration(round(seconds, 1))}, because --trial-time was too short")
-        numbers = [row.number for row in rows] + [trial.request.number for trial in self.running.values()]
-        return Request(
-            key=proposal.key(search.place.name),
-            number=max(numbers, default=0) + 1,
-            proposal=proposal,
-            config=search.space.config(proposal.candidate).to_json() | {"data": str(search.data)},
-            memory_limit=search.limit,
-            most_steps=config.trial_steps,
-            most_seconds=seconds,
-            precision=config.trial_precision,
-            node=machine,
-        )
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Limit the time of a trial's process, whose first result says that it has started."""
@@ -234,12 +189,7 @@ class Proposals(Searcher):
             if attempts < ATTEMPTS and not trial.overdue:
                 errors.print(f"Trial {request.number}: {reason}. It runs again.", markup=False)
                 return
-            row = TrialRow(
-                key=request.key, number=request.number, stage=request.proposal.stage, round=request.proposal.round,
-                candidate=request.proposal.candidate, outcome="failed",
-                accumulation=request.config["global_batch"] // request.config["micro_batch"],
-                reason=reason, seconds=seconds, node=request.node,
-            )  # fmt: skip
+            row = unmeasured(request, "failed", reason, seconds)
         try:
             self._keep(row, result.get("traceback"))
         except UserError as failure:
@@ -248,14 +198,14 @@ class Proposals(Searcher):
         self.listener.ended(row, read_rows(self.rows))
 
     def _keep(self, row: TrialRow, traceback: str | None) -> None:
-        """Write ``row`` where the search belongs. Raises ``UserError`` when that cannot be written."""
+        """Write ``row`` where the experiment belongs. Raises ``UserError`` when that cannot be written."""
         if traceback:
             write_text(self.rows / f"{row.key}.txt", traceback)
         write_row(self.rows, row)
         since = time.monotonic()
         while True:
             try:
-                return self.search.send(f"{TRIALS}/{row.key}.txt", f"{TRIALS}/{row.key}.json")
+                return self.experiment.send(f"{TRIALS}/{row.key}.txt", f"{TRIALS}/{row.key}.json")
             except UserError as failure:
                 if time.monotonic() - since > STORAGE_PATIENCE:
                     raise
@@ -280,15 +230,6 @@ class Proposals(Searcher):
 
     def restore(self, checkpoint_path: str) -> None:
         """Nothing to restore."""
-
-
-def _pending(request: Request) -> TrialRow:
-    """A row for a trial that is running, so that strategies count it as tried: it has neither speed nor memory."""
-    proposal = request.proposal
-    return TrialRow(
-        request.key, request.number, proposal.stage, proposal.round, proposal.candidate,
-        request.config["global_batch"] // request.config["micro_batch"], "ok", "is running", 0.0, node=request.node,
-    )  # fmt: skip
 
 
 class Placing(ray.tune.Stopper):
@@ -360,7 +301,7 @@ def drive(proposals: Proposals, resources: dict[str, float]) -> None:
     logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)  # at the end it counts also processes that ran again
     # It prints a traceback of Ray's own for each process that dies, of which we report what is done about it.
     logging.getLogger("ray.tune.execution.tune_controller").setLevel(logging.CRITICAL)
-    folder = proposals.search.folder
+    folder = proposals.experiment.folder
 
     def placed_on(parameters: dict[str, Any]) -> ray.tune.PlacementGroupFactory:
         label = {"ray.io/node-id": parameters["node"]}

@@ -7,9 +7,8 @@ import csv
 import io
 import shlex
 from collections.abc import Sequence
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rich.markup import escape
@@ -19,16 +18,19 @@ from infra.console import console
 from infra.markdown import facts
 from infra.markdown import table as markdown_table
 from infra.place import Place
-from infra.schema import to_json
 from infra.storage import write_json, write_text
+from infra.tracking.names import shown
+from infra.tracking.saved_views import show_places
+from infra.tracking.tracker import Tracker
 from infra.units import GB, format_duration, format_size
 from train.intervals import Estimate
-from train.ladder.compare import over
+from tune import charts
+from tune.compare import over
 from tune.plan import Search
 from tune.space import Candidate, Combination, Space
 from tune.strategy.nodes import comparable
 from tune.strategy.ranking import UNFIT, Ranked, fit_to_win, rank
-from tune.trial.row import TrialRow
+from tune.trial.row import OUTCOMES, TrialRow, circumstances, flat_row
 
 HEADINGS = ("", "candidate", "tokens/s", "95%", "control", "GB", "runs", "")
 FREE = (
@@ -52,6 +54,48 @@ MEMORY_SOURCES = {
     "rss": "the process's peak resident memory, which stands in for GPU memory on the CPU "
     "(Python with torch and Ray alone is about half a gigabyte)",
 }
+
+
+SEARCH_METRICS = (
+    "result/tokens_per_second", "result/speedup_over_control", "memory/process_gb", "trials/all",
+    *(f"trials/{outcome}" for outcome in OUTCOMES), "time/device_seconds",
+)  # fmt: skip
+"""The same of a search's page."""
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """What is said of ``search``."""
+
+    search: Search
+
+    def line(self, row: TrialRow) -> str:
+        """A finished trial as one line."""
+        return row_text(self.search, row)
+
+    def progress(self, rows: Sequence[TrialRow]) -> str:
+        """The best so far, what was spent, and the time left."""
+        return progress_text(self.search, rows)
+
+    def publish(self, rows: Sequence[TrialRow], tracker: Tracker) -> bool:
+        """Write the finished search's files and charts, record them with its numbers, and print the leaderboard."""
+        search, compared = self.search, comparable(rows)
+        tracker.metrics(shown(summary_metrics(search, rows), SEARCH_METRICS))
+        files = write_files(search, rows)
+        for file in files:
+            tracker.file(file)
+        for name, figure in charts.draw(compared, search.memory).items():
+            chart = search.folder / f"{name}.png"
+            figure.savefig(chart, dpi=120)
+            tracker.file(chart, "charts")
+            files.append(chart)
+        tracker.note(summary(search, compared))
+        tracker.tags({"study": search.study})
+        placed = places(search, compared)
+        show_places(tracker.key, {row.key: placed[row.candidate] for row in compared})
+        search.send(*(file.name for file in files))
+        print_end(search, rows)
+        return bool(rank(compared))
 
 
 def row_text(search: Search, row: TrialRow) -> str:
@@ -209,18 +253,6 @@ def best_json(search: Search, rows: Sequence[TrialRow]) -> dict[str, Any] | None
     }
 
 
-def circumstances(rows: Sequence[TrialRow]) -> dict[str, Any]:
-    """Under which a candidate's ``rows`` were measured, to compare with those of a run that is slower."""
-    waits = [row.data_wait_fraction for row in rows if row.data_wait_fraction is not None]
-    machines = [row.telemetry for row in rows if row.telemetry]
-    return {
-        "device": rows[0].device,
-        "machines": sorted({row.node for row in rows}),
-        "data_wait_fraction": fmean(waits) if waits else None,
-        "telemetry": {name: fmean(seen[name] for seen in machines if name in seen) for name in chain(*machines)},
-    }
-
-
 def csv_text(rows: Sequence[TrialRow]) -> str:
     """All rows as CSV, with a column per knob."""
     text = io.StringIO()
@@ -230,12 +262,6 @@ def csv_text(rows: Sequence[TrialRow]) -> str:
     writer.writeheader()
     writer.writerows(flat)
     return text.getvalue()
-
-
-def flat_row(row: TrialRow) -> dict[str, Any]:
-    """A row without nesting: the candidate's parts as columns, the single steps and the telemetry left out."""
-    values = {k: v for k, v in to_json(row).items() if k not in ("candidate", "step_seconds", "telemetry")}
-    return {"micro_batch": row.candidate.micro_batch} | dict(row.candidate.knobs) | values
 
 
 def summary(search: Search, rows: Sequence[TrialRow]) -> str:
@@ -285,6 +311,23 @@ def _legend(rows: Sequence[TrialRow]) -> list[str]:
 def train_command(place: Place) -> str:
     """The line to paste."""
     return f"python -m train.run --config {shlex.quote(str(place / 'best.json'))}"
+
+
+def summary_metrics(search: Search, rows: Sequence[TrialRow]) -> dict[str, float | int | None]:
+    """A finished search's numbers, by which searches compare in MLflow's list."""
+    ranked = rank(comparable(rows))
+    best = ranked[0] if ranked else None
+    control = next((entry for entry in ranked if entry.candidate == search.space.control), None)
+    return {
+        "result/tokens_per_second": best and best.tokens_per_second,
+        "result/tokens_per_second_low": best and best.low,
+        "result/tokens_per_second_high": best and best.high,
+        "result/speedup_over_control": best.tokens_per_second / control.tokens_per_second if best and control else None,
+        "memory/process_gb": best and best.memory / GB,
+        "trials/all": len(rows),
+        **{f"trials/{outcome}": sum(row.outcome == outcome for row in rows) for outcome in OUTCOMES},
+        "time/device_seconds": sum(row.seconds for row in rows),
+    }
 
 
 def write_files(search: Search, rows: Sequence[TrialRow]) -> list[Path]:

@@ -6,12 +6,17 @@ child per trial. Wiring only.
 """
 
 import dataclasses
+from contextlib import nullcontext
 
 from infra import command
+from infra.cluster import connected
+from infra.console import console
 from infra.errors import UserError
 from infra.help import Sections
 from infra.progress import IMPORTING, doing
+from infra.units import format_size
 from train.config import GROUPS, load_config
+from train.model_config import format_model
 from tune.config import SearchConfig, with_global_batch
 from tune.folder import kept_config, place_of
 
@@ -28,7 +33,7 @@ def main() -> None:
         resume = command.flag_value("--resume")
         if resume:
             out = command.flag_value("--out") or defaults.out
-            defaults = dataclasses.replace(kept_config(place_of(out, resume)), out=out)
+            defaults = dataclasses.replace(kept_config(place_of(out, resume), SearchConfig), out=out)
         path, batch = command.flag_value("--config"), command.flag_value("--global-batch")
         training = load_config(path) if path else defaults.training
         if batch and batch.isdecimal():
@@ -46,12 +51,27 @@ def main() -> None:
     )
 
 
-def run(config: SearchConfig) -> int | None:
+def run(config: SearchConfig) -> int:
     """Search; torch, Ray and MLflow are imported only now, when the flags are known to be right."""
     with doing(IMPORTING):
-        from tune.session import search
+        from tune.plan import make_search
+        from tune.report import SearchReport, print_plan
+        from tune.session import conduct
 
-    return search(config)
+    with connected(config.address) if config.cluster else nullcontext():
+        search = make_search(config)
+        if config.cluster:
+            search.resources()  # of a cluster without any, before anything is made
+        limit = format_size(search.limit) if config.memory_limit else f"{search.limit / 1e9:.1f} GB (all there is)"
+        where = f" of {', '.join(machine.name for machine in search.machines)}" if config.cluster else ""
+        console.print(
+            f"[bold]{format_model(config.training.model)}[/bold]: {len(search.space.candidates())} candidates for "
+            f"{search.space.batch_label}, limit {limit} per process, on {search.device}{where}"
+        )
+        if config.dry_run:
+            print_plan(search)
+            return 0
+        return conduct(search, SearchReport(search))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A search in MLflow: one parent, and one child per trial, both opened and closed by the driver.
+"""A search or a ladder in MLflow: one parent, and one child per trial, both opened and closed by the driver.
 
 A child is found again by its trial's key: whatever was killed, a trial has one child, and one that lacks something is
 completed from the trial's row. A store that goes away between two trials stops neither: the rows on disk are what is
@@ -7,47 +7,39 @@ complete.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import zip_longest
 
 from infra import provenance
 from infra.console import errors
 from infra.errors import UserError
 from infra.markdown import facts
 from infra.tracking.key import RunKey
-from infra.tracking.names import changed, shown
-from infra.tracking.saved_views import show_places
+from infra.tracking.names import shown
 from infra.tracking.store import children, create_run, reopen_run
 from infra.tracking.tracker import Tracker
 from infra.units import GB
 from pipeline.shards import made_by
-from train.model_config import format_model
-from tune import charts, folder, report
-from tune.config import SearchConfig
-from tune.plan import Search
-from tune.strategy.nodes import comparable
-from tune.strategy.ranking import rank
-from tune.trial.row import OUTCOMES, TrialRow
+from tune import folder
+from tune.experiment import Experiment
+from tune.trial.row import TrialRow, flat_row
 from tune.trial.run import Request
 
 TRIAL_METRICS = (
     "result/tokens_per_second", "result/mfu", "memory/process_gb", "prediction/tokens_per_second",
-    "prediction/memory_gb", "time/trial_seconds", "time/compile_seconds", "time/step_seconds", "loss/train",
+    "prediction/memory_gb", "time/trial_seconds", "time/compile_seconds", "loss/val", "time/step_seconds",
+    "loss/train", "progress/train_tokens",
 )  # fmt: skip
 """The numbers of a trial's page in MLflow; its other metrics are under ``detail/``."""
 
-SEARCH_METRICS = (
-    "result/tokens_per_second", "result/speedup_over_control", "memory/process_gb", "trials/all",
-    *(f"trials/{outcome}" for outcome in OUTCOMES), "time/device_seconds",
-)  # fmt: skip
-"""The same of a search's page."""
-
 
 class Evidence:
-    """The parent run of one search, and its children."""
+    """The parent run of one experiment, and its children."""
 
-    def __init__(self, search: Search, parent: RunKey) -> None:
-        self.search = search
+    def __init__(self, experiment: Experiment, parent: RunKey) -> None:
+        self.experiment = experiment
         self.parent = parent
-        found = children(parent, "trial") if search.config.resume else {}
+        found = children(parent, "trial") if experiment.config.resume else {}
         self.children = {trial: child for trial, (child, _) in found.items()}
         """By their trial's key."""
         self.complete = {trial for trial, (_, complete) in found.items() if complete}
@@ -58,26 +50,25 @@ class Evidence:
         """Of the children of trials that have ended."""
 
     def describe(self, tracker: Tracker) -> None:
-        """Record the parent's settings and data; of a resumed search, its params stay, as they cannot change."""
-        search = self.search
-        if not search.config.resume:
-            tracker.params(params(search))
-        tracker.json(search.identity(), "search.json")
+        """Record the parent's settings and data; of a resumed one, its params stay, as they cannot change."""
+        experiment = self.experiment
+        if not experiment.config.resume:
+            tracker.params(experiment.params())
+        tracker.json(experiment.identity(), f"{experiment.kind}.json")
         self._data(tracker)
 
     def start(self, request: Request) -> None:
         """Open the child of a trial that is about to start, unless a killed driver opened it already."""
-        proposal = request.proposal
-        name = f"{request.number:03d} {self.search.space.label(proposal.candidate)}"
         with self._patience():
             if request.key in self.children:
                 reopen_run(self.children[request.key])
+                self.complete.discard(request.key)
             else:
-                self._child(request.key, name, proposal.stage)
+                self._child(request.key, f"{request.number:03d} {request.name}", request.proposal.stage)
             self.running.add(request.key)
 
     def close(self) -> None:
-        """Close the children of trials that are running, which a resumed search will open again, and wait for all."""
+        """Close the children of trials that are running, which will be opened again on resume, and wait for all."""
         for trial in self.running:
             tracker = Tracker(self.children[trial])
             tracker.finish("KILLED", wait=False)
@@ -95,17 +86,18 @@ class Evidence:
 
     def _complete(self, row: TrialRow) -> None:
         """Fill a trial's child from its row, and close it. Raises ``UserError`` when it cannot be created now."""
-        tracker = Tracker(self._child(row.key, f"{row.number:03d} {self.search.space.label(row.candidate)}", row.stage))
+        tracker = Tracker(self._child(row.key, f"{row.number:03d} {row.name}", row.stage))
         tracker.params(
             {"micro_batch": row.candidate.micro_batch, "accumulation": row.accumulation}
             | dict(row.candidate.knobs)
             | {"stage": row.stage, "round": row.round}
         )
         tracker.metrics(shown(metrics(row), TRIAL_METRICS))  # at step 0, as train.report does
-        for step, seconds in enumerate(row.step_seconds, 1):
-            tracker.metrics({"time/step_seconds": seconds}, step)
+        for step, (seconds, loss) in enumerate(zip_longest(row.step_seconds, row.losses), 1):
+            seen = {"progress/train_tokens": row.step_tokens * step}
+            tracker.metrics({"time/step_seconds": seconds, "loss/train": loss} | seen, step)
         self._data(tracker)
-        tracker.json(report.flat_row(row), "trial.json")
+        tracker.json(flat_row(row), "trial.json")
         words = self._words(row) | {"node": row.node}
         tracker.note(facts(self._opening_lines(row, words)))
         tracker.tags({"outcome": row.outcome, "reason": row.reason} | words)
@@ -114,13 +106,12 @@ class Evidence:
 
     def _words(self, row: TrialRow) -> dict[str, str]:
         """Columns of MLflow's list: batch and other settings, speed and memory with interval, limit and prediction."""
-        words = {"batch": f"{row.candidate.micro_batch} x {row.accumulation}"}
-        if row.candidate.knobs:
-            words["knobs"] = self.search.space.knobs_label(row.candidate.knobs) or "as the control"
+        words = {"batch": f"{row.candidate.micro_batch} x {row.accumulation}"} | self.experiment.labels(row)
         if row.tokens_per_second and row.low and row.high:
             words["tokens/s"] = f"{row.tokens_per_second:,.0f} ({row.low:,.0f} to {row.high:,.0f})"
         if row.memory is not None:
-            words["memory"] = f"{row.memory / GB:.2f} of {self.search.limit / GB:.2f} GB"
+            limit = self.experiment.limit
+            words["memory"] = f"{row.memory / GB:.2f}" + (f" of {limit / GB:.2f} GB" if limit else " GB")
         if row.predicted_memory:
             error = f" ({row.predicted_memory / row.memory - 1:+.0%})" if row.memory else ""
             words["predicted memory"] = f"{row.predicted_memory / GB:.2f} GB{error}"
@@ -130,16 +121,15 @@ class Evidence:
         """What someone who opens a trial's page wants to know first; ``words`` are those of :meth:`_words`."""
         expected = f" (predicted {row.predicted_memory / GB:.2f})" if row.predicted_memory else ""
         speed = f"{words['tokens/s']} tokens/s" if "tokens/s" in words else "none was measured"
-        name = self.search.space.name(row.candidate)
         return [
-            ("What", f"{row.stage} of {name}; trial {row.number} of {self.search.place.name}"),
+            ("What", f"{row.stage} of {row.name}; trial {row.number} of {self.experiment.place.name}"),
             ("Speed", speed),
             ("Memory", words["memory"] + expected if "memory" in words else "not measured"),
             ("Outcome", f"{row.outcome}: {row.reason}"),
         ]
 
     def _data(self, tracker: Tracker) -> None:
-        data, manifest = self.search.data, self.search.manifest
+        data, manifest = self.experiment.data, self.experiment.manifest
         tracker.data(data.name, manifest.fingerprint, str(data), manifest.splits, "training")
         maker = made_by(data)
         tracker.tags({"data.run": maker.run_id} if maker else {})
@@ -150,23 +140,16 @@ class Evidence:
         try:
             yield
         except UserError as failure:
-            errors.print(f"{failure} The search continues; MLflow gets this trial when it answers again.")
+            errors.print(
+                f"{failure} The {self.experiment.kind} continues; MLflow gets this trial when it answers again."
+            )
 
     def _child(self, key: str, name: str, stage: str) -> RunKey:
         """The child of the trial ``key``, which is created if there is none."""
         if key not in self.children:
             tags = {"kind": "trial", "trial": key, "stage": stage}
-            self.children[key] = create_run("tune", name, parent=self.parent, tags=tags)
+            self.children[key] = create_run(self.experiment.collection, name, parent=self.parent, tags=tags)
         return self.children[key]
-
-
-def params(search: Search) -> dict[str, object]:
-    """What tells a search from others: settings that are not the default, and what it is about."""
-    now, usual = (
-        config.identity() | {"model": format_model(config.training.model)} for config in (search.config, SearchConfig())
-    )
-    limit = f"{search.limit / GB:.2f} GB"
-    return changed(now, usual) | {"model": now["model"], "data": str(search.data), "memory_limit": limit}
 
 
 def metrics(row: TrialRow) -> dict[str, float | int | None]:
@@ -185,49 +168,14 @@ def metrics(row: TrialRow) -> dict[str, float | int | None]:
         "time/trial_seconds": row.seconds,
         "time/compile_seconds": row.compile_seconds,
         "time/data_wait_fraction": row.data_wait_fraction,
-        "loss/train": row.train_loss,
+        "loss/val": row.val_loss,
     }
 
 
-def summary_metrics(search: Search, rows: Sequence[TrialRow]) -> dict[str, float | int | None]:
-    """A finished search's numbers, by which searches compare in MLflow's list."""
-    ranked = rank(comparable(rows))
-    best = ranked[0] if ranked else None
-    control = next((entry for entry in ranked if entry.candidate == search.space.control), None)
-    return {
-        "result/tokens_per_second": best and best.tokens_per_second,
-        "result/tokens_per_second_low": best and best.low,
-        "result/tokens_per_second_high": best and best.high,
-        "result/speedup_over_control": best.tokens_per_second / control.tokens_per_second if best and control else None,
-        "memory/process_gb": best and best.memory / GB,
-        "trials/all": len(rows),
-        **{f"trials/{outcome}": sum(row.outcome == outcome for row in rows) for outcome in OUTCOMES},
-        "time/device_seconds": sum(row.seconds for row in rows),
-    }
-
-
-def publish(search: Search, rows: Sequence[TrialRow], tracker: Tracker) -> None:
-    """Write the finished search's files and charts into its folder, and record them with its numbers."""
-    tracker.metrics(shown(summary_metrics(search, rows), SEARCH_METRICS))
-    files = report.write_files(search, rows)
-    for file in files:
-        tracker.file(file)
-    compared = comparable(rows)
-    for name, figure in charts.draw(compared, search.memory).items():
-        chart = search.folder / f"{name}.png"
-        figure.savefig(chart, dpi=120)
-        tracker.file(chart, "charts")
-        files.append(chart)
-    tracker.note(report.summary(search, compared))
-    places = report.places(search, compared)
-    show_places(tracker.key, {row.key: places[row.candidate] for row in compared})
-    search.send(*(file.name for file in files))
-
-
-def open_parent(search: Search) -> RunKey:
-    """The parent run of a new search, whose folder keeps its key."""
+def open_parent(experiment: Experiment) -> RunKey:
+    """The parent run of a new experiment, whose folder keeps its key."""
     return create_run(
-        "tune", search.place.name, tracking_uri=search.config.tracking_uri, home=search.place.address,
-        tags=provenance.collect() | {"kind": "search", "study": search.study},
-        keep=lambda parent: folder.begin(search.working_copy, search.config, search.identity(), parent),
+        experiment.collection, experiment.place.name, tracking_uri=experiment.config.tracking_uri,
+        home=experiment.place.address, tags=provenance.collect() | {"kind": experiment.kind},
+        keep=partial(folder.begin, experiment.working_copy, experiment.config, experiment.identity()),
     )  # fmt: skip

@@ -35,15 +35,15 @@ COLUMNS = {  # with widths in pixels
         "metrics.`progress/train_tokens`": 190, "metrics.`detail/memory/prediction_error`": 240,
     },
     "ladder": {
-        "tags.`rung`": 160, **MEASURED, "metrics.`loss/train`": 130, "metrics.`result/mfu`": 100, **BATCH,
-        "tags.`reason`": 300, "metrics.`detail/memory/prediction_error`": 240,
+        "tags.`rung`": 160, **MEASURED, "tags.`batch`": 70, "metrics.`loss/train`": 130, "metrics.`result/mfu`": 100,
+        "tags.`outcome`": 85, "tags.`reason`": 300, "tags.`predicted memory`": 170,
     },
     "tune": {
         "tags.`place`": 95, **MEASURED, "tags.`batch`": 70, "tags.`knobs`": 180, "tags.`outcome`": 85,
         "tags.`reason`": 300, "params.`stage`": 80, "tags.`predicted memory`": 170,
     },
 }  # fmt: skip
-RUNS = {"pipeline": "", "train": "tags.kind = 'run'", "ladder": "tags.kind != 'ladder'", "tune": "tags.kind = 'trial'"}
+RUNS = {"pipeline": "", "train": "tags.kind = 'run'", "ladder": "tags.kind = 'trial'", "tune": "tags.kind = 'trial'"}
 
 
 class View(NamedTuple):
@@ -82,11 +82,16 @@ CREATED, MEMORY = "attributes.start_time", "memory/process_gb"
 LINES = ("loss/train", "loss/val", "throughput/tokens_per_second", "optimizer/learning_rate")
 CURVES = View("Curves", CREATED, False, LINES, "progress/train_tokens")
 LARGEST = View("Memory", f"metrics.`{MEMORY}`", False, (MEMORY,), "detail/memory/predicted_gb")
+TRIALS = LARGEST._replace(over="prediction/memory_gb")
 VIEWS = {  # the first of ladder and tune is that of each run's children too
     "pipeline": (View("Data", CREATED),),
     "train": (View("Runs", CREATED), CURVES, LARGEST),
-    "ladder": (View("Ladder", "tags.`mlflow.runName`", True), CURVES, LARGEST),  # by time: folded under their parent
-    "tune": (View("Leaderboard", "metrics.`result/tokens_per_second`"), LARGEST._replace(over="prediction/memory_gb")),
+    "ladder": (  # by name, which begins with the number: by time they would be folded under their parent
+        View("Ladder", "tags.`mlflow.runName`", True),
+        CURVES._replace(charts=LINES[:1]),
+        TRIALS,
+    ),
+    "tune": (View("Leaderboard", "metrics.`result/tokens_per_second`"), TRIALS),
 }
 
 

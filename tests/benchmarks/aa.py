@@ -29,9 +29,9 @@ from infra import provenance
 from infra.storage import write_json
 from train.config import Cycle, TrainConfig
 from train.intervals import Estimate, t_quantile
-from train.ladder.compare import Difference, Interleaved
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
+from tune.compare import Difference, Interleaved
 
 RUNGS = 10
 

@@ -210,10 +210,10 @@ def _commands(ours: Settings) -> Iterator[Step]:
                   result="runs/search/summary.md", run="search")  # fmt: skip
     yield command("grid", "tune.search", *shared, *limit, *trial, "--searcher", "grid", "--name",
                   "grid", result="runs/grid/summary.md", run="grid")  # fmt: skip
-    yield command("ladder", "train.ladder", "--suite", "a100", "--data", "tokens", "--fit", *limit, "--compare",
+    yield command("ladder", "tune.ladder", "--suite", "a100", "--data", "tokens", "--fit", *limit, "--compare",
                   "study", *rung, "a100", result="runs/a100/summary.md", run="a100")  # fmt: skip
     for suite in ("kernels", "memory", "sizes"):
-        yield command(f"ladder {suite}", "train.ladder", "--suite", suite, "--data", "tokens", *rung, suite,
+        yield command(f"ladder {suite}", "tune.ladder", "--suite", suite, "--data", "tokens", *rung, suite,
                       result=f"runs/{suite}/summary.md", run=suite)  # fmt: skip
 
 

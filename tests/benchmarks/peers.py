@@ -30,8 +30,8 @@ from typing import Any
 from infra import provenance
 from infra.units import parse_size
 from train.config import Cycle, TrainConfig, divisors, load_config
-from train.ladder.suites import A100, apply
 from train.model_config import parse_model
+from tune.suite.suites import A100, apply
 
 RAN_OUT = "out of memory"
 SIDES = ("ours", "ladder", "huggingface", "nanogpt", "build-nanogpt")

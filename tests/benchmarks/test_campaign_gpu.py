@@ -15,9 +15,8 @@ import pytest
 from infra import flags
 from infra.doctor.ceilings import read_matmul_rate
 from infra.place import Place
-from train.ladder.__main__ import LadderOptions
 from train.run import RunOptions
-from tune.config import SearchConfig
+from tune.config import LadderConfig, SearchConfig
 
 FILE = Path(__file__).with_name("campaign_gpu.py")
 REPOSITORY = FILE.parents[2]
@@ -131,7 +130,7 @@ def test_a_verdict_stands_after_every_step(tmp_path: Path) -> None:
     assert len(made.rows) == len((tmp_path / "rows.jsonl").read_text().splitlines()) - 1
 
 
-OPTIONS = {"train.run": RunOptions, "tune.search": SearchConfig, "train.ladder": LadderOptions}
+OPTIONS = {"train.run": RunOptions, "tune.search": SearchConfig, "tune.ladder": LadderConfig}
 
 
 @pytest.mark.parametrize("step", campaign_gpu._commands(campaign_gpu.FIRST), ids=lambda step: step.name)

@@ -82,7 +82,7 @@ for name in Place.of(sys.argv[1]).files():
 """
 
 
-RESULT = """
+BEST = """
 import sys
 from infra.place import Place
 print(Place.of(sys.argv[1]).read("result.json").decode())
@@ -208,16 +208,15 @@ def test_a_search_that_was_stopped_continues_on_two_machines(lab: Any) -> None:
 def test_a_ladder_runs_where_its_accelerator_is(lab: Any) -> None:
     """On ``head`` alone it would be about the head's device; its rungs leave what a ladder on one machine leaves."""
     flags = f"--suite loop --rungs accumulation --model {MODEL} --data s3://lab/small --out s3://lab/ladders --steps 8"
-    said = lab.run("head", f"train.ladder {flags} --cycle 8+0 --device cpu --accelerator A100 --name one")
+    said = lab.run("head", f"tune.ladder {flags} --cycle 8+0 --device cpu --accelerator A100 --name one")
     assert "table, charts and every run: s3://lab/ladders/one" in said
     files = json.loads(lab.execute(CONTENTS, "s3://lab/ladders/one"))
-    runs = {name.partition("/")[0] for name in files if name.endswith("/rung.json")}
-    assert runs == {"control-00", "01-accumulation", "control-01"}
-    assert {"ladder.json", "standings.json", "summary.md", "speed.png", "01-accumulation/cycles.jsonl"} <= set(files)
-    result = json.loads(lab.execute(RESULT, "s3://lab/ladders/one/01-accumulation"))
-    assert result["machine"] == "w2"
-    again = lab.run("head", "train.ladder --resume one --out s3://lab/ladders --compare one")
-    assert again.count("kept from") == 3
+    runs = {name.rpartition("-")[0] for name in files if name.startswith("trials/")}
+    assert runs == {"trials/control-00", "trials/01-accumulation", "trials/control-01"}
+    assert {"ladder.json", "standings.json", "best.json", "summary.md", "speed.png"} <= set(files)
+    assert json.loads(lab.execute(BEST, "s3://lab/ladders/one"))["measured"]["machines"] == ["w2"]
+    again = lab.run("head", "tune.ladder --resume one --out s3://lab/ladders --compare one")
+    assert "3 trials kept" in again
 
 
 def test_the_doctor_names_every_machine(lab: Any) -> None:

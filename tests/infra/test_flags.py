@@ -20,12 +20,11 @@ from pipeline.config import Reading
 from train import plan, run
 from train.config import GROUPS, TrainConfig
 from train.generate import GenerateConfig
-from train.ladder.__main__ import LadderOptions
-from train.ladder.suites import SUITES
 from train.model_config import ModelConfig
 from train.profile import __main__ as profile
 from tune import search
 from tune.config import SearchConfig
+from tune.suite.suites import SUITES
 
 
 @dataclass(frozen=True)
@@ -270,7 +269,7 @@ def test_every_setting_of_a_training_is_in_one_group() -> None:
     assert set(GROUPS) == {"data", "model", "mathematics", "execution", "length", "output"}
 
 
-@pytest.mark.parametrize("options", [run.RunOptions, LadderOptions, SearchConfig])
+@pytest.mark.parametrize("options", [run.RunOptions, LadderConfig, SearchConfig])
 def test_every_choice_is_explained(options: type) -> None:
     """But for those whose names say it."""
     for flag in flags_of(options):
@@ -280,5 +279,5 @@ def test_every_choice_is_explained(options: type) -> None:
 
 
 def test_the_ladder_explains_every_suite() -> None:
-    (suite,) = (flag for flag in flags_of(LadderOptions) if flag.field == "suite")
+    (suite,) = (flag for flag in flags_of(LadderConfig) if flag.field == "suite")
     assert re.findall(r"^(\w+): ", suite.text, re.MULTILINE) == list(SUITES)

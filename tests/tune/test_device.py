@@ -40,16 +40,21 @@ def search(kind: str) -> SearchConfig:
     return replace(SearchConfig(), training=replace(SearchConfig().training, device=kind))
 
 
+def machines(config: SearchConfig) -> tuple[device.Machine, ...]:
+    """The machines of the search's trials."""
+    return device.trial_machines(config.training, cluster=config.cluster, parallel=config.parallel)
+
+
 def kind(config: SearchConfig) -> str:
     """The device of the only machine for trials."""
-    (machine,) = device.trial_machines(config)
+    (machine,) = machines(config)
     return machine.device.kind
 
 
 def test_a_gpu_in_use_is_refused_with_its_process(monkeypatch: pytest.MonkeyPatch, neighbour: int) -> None:
     on(monkeypatch, replace(IDLE, other_processes=(neighbour,)))
     with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES") as refusal:
-        device.trial_machines(search("auto"))
+        machines(search("auto"))
     assert f"H200 is in use by process {neighbour} (" in str(refusal.value)
     assert "their training" in str(refusal.value)
 
@@ -57,7 +62,7 @@ def test_a_gpu_in_use_is_refused_with_its_process(monkeypatch: pytest.MonkeyPatc
 def test_the_same_on_a_ray_of_this_machine(cluster: str, monkeypatch: pytest.MonkeyPatch, neighbour: int) -> None:
     on(monkeypatch, replace(IDLE, other_processes=(neighbour,)))
     with connected(cluster), pytest.raises(UserError, match=f"in use by process {neighbour}"):
-        device.trial_machines(replace(search("auto"), address=cluster))
+        machines(replace(search("auto"), address=cluster))
 
 
 def test_a_parent_process_does_not_count_as_another_user_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +98,7 @@ def test_a_variable_set_to_nothing_hides_every_gpu(monkeypatch: pytest.MonkeyPat
 def test_a_process_that_cannot_be_seen_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, replace(IDLE, other_processes=(2**22 + 1,)))
     with pytest.raises(UserError, match="in use by process 4194305, which"):
-        device.trial_machines(search("cuda"))
+        machines(search("cuda"))
 
 
 def test_what_trials_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,9 +108,9 @@ def test_what_trials_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, None)
     assert kind(search("auto")) == "cpu"
     with pytest.raises(UserError, match="there is no GPU here; use --device cpu"):
-        device.trial_machines(search("cuda"))
+        machines(search("cuda"))
     with pytest.raises(UserError, match="--parallel 2 needs as many machines for trials and there is 1: "):
-        device.trial_machines(replace(search("cpu"), parallel=2))
+        machines(replace(search("cpu"), parallel=2))
 
 
 def test_a_cluster_without_a_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from infra.errors import UserError
 from infra.place import Place, WorkingCopy
 from infra.storage import TEMPORARY
 from infra.tracking.key import RunKey
-from tune.config import SearchConfig
+from tune.config import LadderConfig, SearchConfig
 from tune.folder import TRIALS, begin, kept_config, locked, place_of, resumed_parent
 
 IDENTITY = {"confirm": 3, "memory_limit": 10**9, "knobs": "compile"}
@@ -26,19 +26,23 @@ def test_another_search_is_refused_by_what_differs(tmp_path: Path) -> None:
         ({"confirm": 3, "knobs": "compile"}, "memory_limit was 1000000000 and is now None"),
     ):
         with pytest.raises(UserError, match=said):
-            resumed_parent(place, now)
+            resumed_parent(place, "search", now)
 
 
 def test_one_process_at_a_time_and_no_halves_of_rows(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
     place = Place.of(folder)
-    with locked(place), pytest.raises(UserError, match="another process runs the search"), locked(place):
+    with (
+        locked(place, "search"),
+        pytest.raises(UserError, match="another process runs the search"),
+        locked(place, "search"),
+    ):
         pass
     half = folder / TRIALS / f"{TEMPORARY}1-m8.json"
     half.write_text("{")
     row = folder / TRIALS / "m8.json"
     row.write_text("{}")
-    with locked(place):
+    with locked(place, "search"):
         assert not half.exists()
         assert row.exists()
 
@@ -53,17 +57,23 @@ def test_a_search_in_object_storage_is_continued_from_what_was_sent(
     system.create_dir("runs")
     place = place_of(f"s3://runs/deep{query}", "one")
     key = RunKey("sqlite:////of/another/machine.db", "1", "a")
-    with locked(place) as copy:
+    with locked(place, "search") as copy:
         begin(copy, SearchConfig(name="one"), IDENTITY, key)
         (copy.folder / TRIALS / "m8.json").write_text("{}")
         (copy.folder / TRIALS / "m4.json").write_text("{}")
         copy.send(f"{TRIALS}/m8.json")
-        with pytest.raises(UserError, match="another process runs the search"), locked(place):
+        with pytest.raises(UserError, match="another process runs the search"), locked(place, "search"):
             pass
-    with locked(place) as copy:
+    with locked(place, "search") as copy:
         assert [path.name for path in (copy.folder / TRIALS).iterdir()] == ["m8.json"]
-    assert kept_config(place).name == "one"
+    assert kept_config(place, SearchConfig).name == "one"
     with pytest.raises(UserError, match=r"store sqlite:\S*machine\.db of s3://runs/deep/one\S* is not on this machine"):
-        resumed_parent(place, IDENTITY)
-    with pytest.raises(UserError, match=r"there is no s3://runs/deep/two/search\.json"):
-        kept_config(place_of(f"s3://runs/deep{query}", "two"))
+        resumed_parent(place, "search", IDENTITY)
+    with pytest.raises(UserError, match="--resume two: there is no search in s3://runs/deep/two"):
+        kept_config(place_of(f"s3://runs/deep{query}", "two"), SearchConfig)
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first/ladder.json").write_text("{")
+    with pytest.raises(UserError, match=r"there is no ladder in .*/frist; did you mean first\?"):
+        kept_config(place_of(str(tmp_path), "frist"), LadderConfig)
+    with pytest.raises(UserError, match=r"ladder\.json is damaged"):
+        kept_config(place_of(str(tmp_path), "first"), LadderConfig)

@@ -46,9 +46,9 @@ def test_the_limit_holds_on_every_machine(small_shards: Path, monkeypatch: pytes
     """Without --memory-limit it is what the smallest one has."""
     training = TrainConfig(data=str(small_shards), device="cpu", global_batch=8, micro_batch=8)
     machines = [Machine(f"w{size}", cpu_facts(), size * 10**9) for size in (8, 4, 16)]
-    monkeypatch.setattr("tune.plan.trial_machines", lambda config: tuple(machines))
+    monkeypatch.setattr("tune.plan.trial_machines", lambda *_, **__: tuple(machines))
     together = make_search(SearchConfig(training=training, dry_run=True)).limit
-    monkeypatch.setattr("tune.plan.trial_machines", lambda config: tuple(machines[1:2]))
+    monkeypatch.setattr("tune.plan.trial_machines", lambda *_, **__: tuple(machines[1:2]))
     assert together == make_search(SearchConfig(training=training, dry_run=True)).limit <= 4 * 10**9
 
 
@@ -61,7 +61,7 @@ def test_a_search_that_is_continued_keeps_its_limit(
 
     def search_on(size: int, config: SearchConfig) -> Search:
         machines = (Machine("w1", cpu_facts(), size * 10**9),)
-        monkeypatch.setattr("tune.plan.trial_machines", lambda config: machines)
+        monkeypatch.setattr("tune.plan.trial_machines", lambda *_, **__: machines)
         return make_search(config)
 
     before = search_on(4, config)

@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 
 from infra.cluster import connected
 from infra.schema import to_json
-from train.config import TrainConfig
+from train.config import Cycle, TrainConfig
 from train.model_config import ModelConfig
 from tune.config import SearchConfig
 from tune.device import trial_nodes
@@ -22,7 +22,7 @@ from tune.plan import Search, make_search
 from tune.ray_tune import ATTEMPTS, Listener, Proposals, Running, drive, outcome
 from tune.space import Candidate
 from tune.trial.row import Proposal, TrialRow, read_rows
-from tune.trial.run import Request
+from tune.trial.run import Early, Request
 
 
 @pytest.fixture
@@ -65,19 +65,19 @@ def sent(row: TrialRow) -> dict[str, Any]:
 
 def test_a_trial_is_asked_for_as_the_search_says(search: Search, capfd: pytest.CaptureFixture[str]) -> None:
     """With more time after one that had too little, which is said."""
-    searcher, _ = proposals(search)
     proposal = Proposal(Candidate(2), "probe")
-    request = searcher.request(proposal, [], HERE)
+    request = search.trial(proposal, HERE, 1, [])
     assert (request.key, request.number, request.node) == (proposal.key("one"), 1, HERE)
-    assert (request.memory_limit, request.most_steps, request.most_seconds) == (search.limit, 8, 60.0)
-    assert request.config == search.space.config(Candidate(2)).to_json() | {"data": str(search.data)}
+    assert (request.memory_limit, request.early, request.patience) == (search.limit, Early(60.0, 0.01), 61.0)
+    trial = replace(search.space.config(Candidate(2)), data=str(search.data), steps=8, cycle=Cycle(1, 0))
+    assert request.config == trial.to_json(), "however long the training is"
     assert request.proposal.predicted_memory == search.memory.prior(Candidate(2)) > 0
     assert capfd.readouterr().out == ""
     row = TrialRow(
         "m1", 1, "probe", 0, Candidate(1), 2, "failed", "", 1.0, node=HERE, too_short=True, step_seconds=[9.0, 10.0]
     )  # fmt: skip
-    again = searcher.request(Proposal(Candidate(1), "probe", 1), [row], HERE)
-    assert (again.number, again.most_seconds) == (2, 140.0)
+    again = search.trial(Proposal(Candidate(1), "probe", 1), HERE, 2, [row])
+    assert again.early == Early(140.0, 0.01)
     assert "its steps get 2m20s, because --trial-time was too short" in capfd.readouterr().out
 
 
@@ -134,7 +134,10 @@ def test_the_driver_writes_a_trials_row_and_traceback(search: Search) -> None:
     (row,) = read_rows(search.trials)
     assert (row.outcome, row.node) == ("failed", HERE)
     assert "elsewhere" in row.reason
-    assert "Traceback" in (search.trials / f"{row.key}.txt").read_text()
+    assert not (search.trials / f"{row.key}.txt").exists(), "a traceback is for our bugs"
+    searcher.suggest("next")
+    searcher.on_trial_complete("next", sent(row_of(begun[1])) | {"traceback": "of a bug"})
+    assert (search.trials / f"{begun[1].key}.txt").read_text() == "of a bug"
 
 
 def test_a_trial_whose_machine_is_lost_runs_again_without_counting(
@@ -181,7 +184,7 @@ def test_no_trial_is_proposed_twice_and_each_machine_has_its_own_control(search:
 def test_a_process_is_killed_when_its_time_is_up_and_never_after_its_end() -> None:
     killed: list[str] = []
     for name, ended in (("late", False), ("in time", True)):
-        trial = Running(None, 0.05)  # type: ignore[arg-type]
+        trial = Running(Request("m1", 1, "m1", Proposal(Candidate(1), "probe"), {}, HERE, patience=0.05))
         time.sleep(0.1)  # waiting for a process does not count
         trial.limit(lambda name=name: killed.append(name))
         assert killed == ["late"][: len(killed)]
@@ -197,13 +200,14 @@ def test_a_trial_that_does_not_end_is_killed_and_one_that_was_killed_runs_again(
     """The first step of one takes hours, as a compilation may; the other's process is killed from outside, once."""
     begun: list[Request] = []
 
-    class Disturbed(Proposals):
-        def request(self, proposal: Proposal, rows: Sequence[TrialRow], machine: str) -> Request:
-            request = super().request(proposal, rows, machine)
+    class Slow(Search):
+        def trial(self, proposal: Proposal, machine: str, number: int, rows: Sequence[TrialRow]) -> Request:
+            request = super().trial(proposal, machine, number, rows)
             if proposal.candidate.micro_batch == 1:
-                return replace(request, config=request.config | {"global_batch": 10**6}, most_seconds=1.0)
-            return replace(request, most_seconds=200.0)
+                return replace(request, config=request.config | {"global_batch": 10**6}, patience=2.0)
+            return replace(request, patience=201.0)
 
+    class Disturbed(Proposals):
         def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
             super().on_trial_result(trial_id, result)
             if len(begun) == 2:
@@ -212,7 +216,8 @@ def test_a_trial_that_does_not_end_is_killed_and_one_that_was_killed_runs_again(
     with connected(cluster):
         resources = search.resources()
         nodes = partial(trial_nodes, resources)
-        drive(Disturbed(search, Listener(begun.append, lambda row, rows: None), nodes), resources)
+        slowed = Slow(**{field.name: getattr(search, field.name) for field in fields(search)})
+        drive(Disturbed(slowed, Listener(begun.append, lambda row, rows: None), nodes), resources)
     slow, other = read_rows(search.trials)
     assert (slow.key, slow.outcome) == (begun[0].key, "failed")
     assert slow.reason == "it was still running after 2s, --compile-time and its steps' time, and was killed"

@@ -96,6 +96,6 @@ def test_a_damaged_search_is_named(tmp_path: Path) -> None:
     for damage in ({"memory_limit": "4GB"}, {"knobs": [["compile"]]}, {"out": 3}):
         (tmp_path / "search.json").write_text(json.dumps({"config": SearchConfig().to_json() | damage}))
         with pytest.raises(UserError, match=r"search\.json is damaged"):
-            kept_config(Place.of(tmp_path))
+            kept_config(Place.of(tmp_path), SearchConfig)
     with pytest.raises(UserError, match="there is no"):
-        kept_config(Place.of(tmp_path / "search.json"))
+        kept_config(Place.of(tmp_path / "search.json"), SearchConfig)

@@ -19,16 +19,9 @@ from train.config import TrainConfig
 from train.model_config import ModelConfig
 from tune.config import SearchConfig
 from tune.plan import Search, make_search
+from tune.report import SEARCH_METRICS, SearchReport, summary_metrics
 from tune.space import Candidate
-from tune.tracking import (
-    SEARCH_METRICS,
-    TRIAL_METRICS,
-    Evidence,
-    metrics,
-    open_parent,
-    publish,
-    summary_metrics,
-)
+from tune.tracking import TRIAL_METRICS, Evidence, metrics, open_parent
 from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import Request
 
@@ -74,9 +67,9 @@ def test_a_search_is_summed_up(search: Search) -> None:
 def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> None:
     """Of a trial with every number, and of one that failed, whose reason is in the list."""
     full = dict.fromkeys(("memory", "allocated", "reserved", "predicted_memory"), 2**30)
-    full |= dict.fromkeys(("predicted_speed", "mfu", "compile_seconds", "data_wait_fraction", "train_loss"), 0.5)
+    full |= dict.fromkeys(("predicted_speed", "mfu", "compile_seconds", "data_wait_fraction", "val_loss"), 0.5)
     rows = [
-        finished(2, 100.0, step_seconds=[0.1] * 3, **full),
+        finished(2, 100.0, step_seconds=[0.1] * 3, losses=[5.0] * 3, step_tokens=64, **full),
         replace(
             finished(4, 1.0), outcome="failed", reason="RuntimeError: no kernel", tokens_per_second=None,
             candidate=Candidate(4, (("checkpointing", "full"),)),
@@ -89,7 +82,7 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
         evidence.describe(tracker)
         evidence.catch_up(rows)
         evidence.close()
-        publish(search, rows, tracker)
+        SearchReport(search).publish(rows, tracker)
     client = MlflowClient(parent.store)
     whole = client.get_run(parent.run_id).data
     trial, failed = (client.search_runs([parent.experiment_id], f"tags.trial = '{row.key}'")[0].data for row in rows)
@@ -99,6 +92,10 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
         assert len(first) <= MOST, kind
         assert {"detail/result/tokens_per_second_low", "detail/result/tokens_per_second_high"} <= data.metrics.keys()
     assert set(TRIAL_METRICS) <= trial.metrics.keys()
+    curve = client.get_metric_history(
+        client.search_runs([parent.experiment_id], "tags.trial = 'm2'")[0].info.run_id, "loss/train"
+    )
+    assert [(point.step, point.value) for point in curve] == [(1, 5.0), (2, 5.0), (3, 5.0)]
     assert failed.tags["reason"] == "RuntimeError: no kernel"
     assert (trial.tags["knobs"], failed.tags["knobs"]) == ("as the control", "checkpointing=full")
     assert (trial.tags["batch"], failed.tags["batch"]) == ("2 x 4", "4 x 2")
@@ -132,7 +129,7 @@ def test_a_store_that_goes_away_between_trials_gets_them_later(
     first, second = (replace(finished(size, 100.0 * size, step_seconds=[0.1] * 3), number=size) for size in (1, 2))
 
     def request(row: TrialRow) -> Request:
-        return Request(row.key, row.number, Proposal(row.candidate, "probe"), {}, 10**9, 5, 1.0, 0.1, "here")
+        return Request(row.key, row.number, "m1", Proposal(row.candidate, "probe"), {}, "here")
 
     parent = open_parent(replace(search, config=replace(search.config, tracking_uri=database)))
     evidence = Evidence(search, parent)

@@ -1,4 +1,4 @@
-"""One trial, in a process of its own: the bare training loop under a memory limit, and a row.
+"""One trial, in a process of its own: the bare training loop, under a memory limit if there is one, and a row.
 
 In: a request. Out: a row, returned to the driver, which keeps it: the trial may run on a machine that shares no disk
 with the driver. A fresh process, because memory that one configuration leaves behind (segments, graphs, library
@@ -13,16 +13,20 @@ from typing import Any
 
 import torch
 
-from infra.errors import first_line
+from infra.errors import UserError, first_line
 from infra.hardware import peak_flops
 from infra.place import Place
 from infra.telemetry import Telemetry
 from pipeline.cache import on_this_machine
-from train.config import Cycle, TrainConfig, config_from_json
+from train.config import TrainConfig, config_from_json
 from train.confirmed import FIRST_STEPS
+from train.data.source import stream_of
+from train.data.stream import StreamData
 from train.estimate.flops import palm, utilisation
+from train.loop.conclusion import Spent
 from train.loop.memory import is_exhausted
 from train.loop.memory_limit import Limit
+from train.loop.shortage import OutOfMemory
 from train.loop.throughput import steady_state
 from train.loop.trainer import Trainer
 from train.result import CycleReport, RunResult
@@ -34,27 +38,56 @@ THRASHING_STEPS = 2
 
 
 @dataclass(frozen=True)
+class Early:
+    """When a trial whose speed alone is wanted ends: by its time, or once its speed is known."""
+
+    seconds: float
+    """Most time of its steps, after the first."""
+    precision: float
+    """Half-width of the speed's interval, as a fraction."""
+
+
+@dataclass(frozen=True)
 class Request:
     """All that a trial's process is told. Sizes in bytes, times in seconds."""
 
     key: str
     number: int
+    name: str
     proposal: Proposal
     config: dict[str, Any]
-    memory_limit: int
-    most_steps: int
-    most_seconds: float
-    precision: float
-    """Half-width of the speed's interval, as a fraction, that ends the trial."""
+    """The resolved run."""
     node: str
     """Name of the machine that runs it, for its row."""
+    memory_limit: int | None = None
+    early: Early | None = None
+    """None where the config alone says how long it runs: a rung, whose losses count as well."""
+    patience: float | None = None
+    """Time after its start at which it is killed."""
+
+
+def pending(request: Request) -> TrialRow:
+    """A row for a trial that is running, so that strategies count it as tried: it has neither speed nor memory."""
+    return unmeasured(request, "ok", "is running", 0.0)
+
+
+def unmeasured(request: Request, outcome: TrialOutcome, reason: str, seconds: float) -> TrialRow:
+    """The row of a trial of which nothing is known but this."""
+    proposal, config = request.proposal, request.config
+    return TrialRow(
+        request.key, request.number, proposal.stage, proposal.round, proposal.candidate,
+        config["global_batch"] // config["micro_batch"], outcome, reason, seconds, proposal.predicted_memory,
+        node=request.node, name=request.name,
+    )  # fmt: skip
 
 
 @dataclass
 class Watch:
-    """Follows a running trial step by step and decides when it ends."""
+    """Follows a running trial step by step and decides when it ends. A cycle is one step here."""
 
-    request: Request
+    early: Early
+    bar: float | None
+    """Tokens per second below which the trial cannot win."""
     step_tokens: int
     limit: Limit
     seconds: list[float] = field(default_factory=list)
@@ -68,7 +101,7 @@ class Watch:
     verdict: str = ""
 
     def on_cycle(self, report: CycleReport) -> None:
-        """Take a step's time; a cycle is one step here."""
+        """Take a step's time."""
         self.began = self.began or time.monotonic()
         self.seconds.append(report.train_seconds)
 
@@ -77,18 +110,12 @@ class Watch:
         self.retries.append(_retries(self.limit.device))
         if self.limit.device.type == "cpu" and self.limit.used()[0] > self.limit.size:
             self.verdict = "over the limit"
-        elif self.began and time.monotonic() - self.began > self.request.most_seconds:
+        elif self.began and time.monotonic() - self.began > self.early.seconds:
             self.verdict = "time"
         else:
-            bar = self.request.proposal.bar
-            self.verdict = (
-                early_stop.verdict(
-                    self.counted(),
-                    bar_seconds=self.step_tokens / bar if bar else None,
-                    precision=self.request.precision,
-                )
-                or ""
-            )
+            bar_seconds = self.step_tokens / self.bar if self.bar else None
+            precision = self.early.precision
+            self.verdict = early_stop.verdict(self.counted(), bar_seconds=bar_seconds, precision=precision) or ""
         return bool(self.verdict)
 
     def counted(self) -> list[float]:
@@ -103,42 +130,48 @@ class Watch:
 
 def fetch_data(request: Request) -> None:
     """Have the trial's data on this machine. Raises ``UserError`` when its storage fails: not an outcome."""
-    on_this_machine(Place.of(trial_config(request).data))
+    config = config_from_json(request.config, "the trial's config")
+    if not config.stream:
+        on_this_machine(Place.of(config.data))
 
 
 def run(request: Request) -> tuple[TrialRow, str | None]:
     """Run the trial: its row, and the traceback of one that failed; never raises for what the configuration does."""
     began = time.monotonic()
-    config = trial_config(request)
-    trace: str | None = None
+    config = config_from_json(request.config, "the trial's config")
+    limit: Limit | None = None
     watch: Watch | None = None
     result: RunResult | None = None
+    spent, trace = Spent(), None
     try:
-        watch = Watch(request, config.step_tokens, Limit.impose(request.memory_limit, config.device))
-        trainer = Trainer(config, on_cycle=watch.on_cycle, should_stop=watch.should_stop)
+        limit = Limit.impose(request.memory_limit, config.device) if request.memory_limit else None
+        if request.early and limit:
+            watch = Watch(request.early, request.proposal.bar, config.step_tokens, limit)
+            trainer = Trainer(config, on_cycle=watch.on_cycle, should_stop=watch.should_stop)
+        else:
+            data = StreamData(config, stream_of(config)) if config.stream else None
+            trainer = Trainer(config, data=data, limit=limit)
+        spent = trainer.spent
         with Telemetry(lambda second, metrics: None) as telemetry:
             result = trainer.run()
         result = replace(result, telemetry=trainer.while_training(telemetry))
-        watch.retries.append(_retries(watch.limit.device))
-        outcome, reason = judge(watch, result)
+        if watch:
+            watch.retries.append(_retries(watch.limit.device))
+        outcome, reason = judge(watch, result) if watch else ended(result)
+    except UserError as refused:
+        outcome, reason = "failed", str(refused).rstrip(".")
     except Exception as failure:  # noqa: BLE001 a trial that fails is a row like any other
-        if isinstance(failure, RuntimeError) and is_exhausted(failure):
+        if isinstance(failure, OutOfMemory) or (isinstance(failure, RuntimeError) and is_exhausted(failure)):
             outcome, reason = "oom", first_line(failure)
         else:
             outcome, reason = "failed", f"{type(failure).__name__}: {first_line(failure)}"
             trace = traceback.format_exc()
-    row = make_row(request, config, watch, result, outcome, reason)
+    row = make_row(request, config, (outcome, reason), result, watch, spent, limit)
     return replace(row, seconds=time.monotonic() - began), trace
 
 
-def trial_config(request: Request) -> TrainConfig:
-    """The run of one trial: the candidate's, with cycles of one step, without validation."""
-    config = config_from_json(request.config, "the trial's config")
-    return replace(config, steps=request.most_steps, tokens=None, time_budget=None, cycle=Cycle(1, 0))
-
-
 def judge(watch: Watch, result: RunResult) -> tuple[TrialOutcome, str]:
-    """The outcome of a run that returned, and its reason in words."""
+    """The outcome of a watched run that returned, and its reason in words."""
     if result.outcome == "oom":
         return "oom", result.reason
     if excess := watch.limit.excess():
@@ -155,28 +188,46 @@ def judge(watch: Watch, result: RunResult) -> tuple[TrialOutcome, str]:
             return "failed", f"{counted} in the trial's time, too few for a speed: raise --trial-time"
         return "failed", f"{counted}, too few for a speed"
     if watch.verdict == "cannot win":
-        return "stopped", f"cannot reach {watch.request.proposal.bar:,.0f} tokens/s after {measured.steps} steps"
+        return "stopped", f"cannot reach {watch.bar:,.0f} tokens/s after {measured.steps} steps"
     ended = {"precise": "the interval is narrow enough", "time": "the trial's time is used up"}
     note = f"; {rejected} step rejected" if rejected else ""  # two are thrashing
     return "ok", ended.get(watch.verdict, f"ran its {result.steps} steps") + note
 
 
+def ended(result: RunResult) -> tuple[TrialOutcome, str]:
+    """The same of a run that went on until its config ended it."""
+    if result.outcome in ("oom", "over_limit"):
+        return result.outcome, result.reason
+    if result.outcome != "finished":
+        return "failed", f"{result.outcome}: {result.reason}"
+    if result.throughput is None:
+        return "failed", f"{result.steps} steps are too few to leave warm-up: give it more time or steps"
+    return "ok", result.reason
+
+
 def make_row(
     request: Request,
     config: TrainConfig,
-    watch: Watch | None,
+    ended: tuple[TrialOutcome, str],
     result: RunResult | None,
-    outcome: TrialOutcome,
-    reason: str,
+    watch: Watch | None = None,
+    spent: Spent | None = None,
+    limit: Limit | None = None,
 ) -> TrialRow:
-    """The trial's row from whatever was measured before it ended."""
-    measured = steady_state(watch.counted(), config.step_tokens) if watch else None
-    used, source = watch.limit.used() if watch else (None, None)
+    """The row of a trial that ``ended`` with an outcome and its reason, from whatever was measured before."""
+    outcome, reason = ended
+    measured = steady_state(watch.counted(), config.step_tokens) if watch else result and result.throughput
+    memory = result and result.memory
+    used, source = limit.used() if limit else (memory.process, memory.process_source) if memory else (None, None)
     peak = peak_flops(result.device, config.precision) if result else None
+    flops = palm(config.model)
+    steps = watch.seconds if watch else spent.steps if spent else []
     steady = config.step_tokens / measured.tokens_per_second if measured else None
+    short = watch.verdict == "time" if watch else result is not None and result.outcome == "finished"
     return TrialRow(
         key=request.key,
         number=request.number,
+        name=request.name,
         stage=request.proposal.stage,
         round=request.proposal.round,
         candidate=request.proposal.candidate,
@@ -191,19 +242,24 @@ def make_row(
         high=measured.high if measured else None,
         memory=used,
         memory_source=source,
-        allocated=result.memory.allocated if result else None,
-        reserved=result.memory.reserved if result else None,
-        allocator_retries=result.memory.allocator_retries if result else 0,
+        allocated=memory.allocated if memory else None,
+        reserved=memory.reserved if memory else None,
+        allocator_retries=memory.allocator_retries if memory else 0,
         rejected_steps=len(watch.rejected()) if watch else 0,
-        mfu=utilisation(measured.tokens_per_second, palm(config.model), peak, 1) if measured else None,
-        compile_seconds=max(0.0, watch.seconds[0] - steady) if watch and steady else None,
+        flops_per_second=measured.tokens_per_second * flops if measured else None,
+        mfu=utilisation(measured.tokens_per_second, flops, peak, 1) if measured else None,
+        hfu=result.hfu if result else None,
+        compile_seconds=max(0.0, steps[0] - steady) if steps and steady else None,
         data_wait_fraction=result.data_wait_fraction if result else None,
         train_loss=result.train_loss if result else None,
+        val_loss=result.val_loss if result else None,
         device=result.device if result else None,
         node=request.node,
         telemetry=result.telemetry if result else {},
-        too_short=outcome == "failed" and measured is None and watch is not None and watch.verdict == "time",
-        step_seconds=watch.seconds if watch else [],
+        too_short=outcome == "failed" and measured is None and short,
+        step_tokens=config.step_tokens,
+        step_seconds=steps,
+        losses=[loss for cycle in spent.reports for loss in cycle.step_losses] if spent else [],
     )
 
 

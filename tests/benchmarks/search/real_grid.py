@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,12 +28,12 @@ from infra.provenance import collect
 from infra.schema import from_json, to_json
 from infra.storage import write_json
 from pipeline.shards import Manifest, ShardRow, write_shard
-from train.config import TrainConfig
+from train.config import Cycle, TrainConfig
 from train.model_config import ModelConfig
 from train.resolve import resolve
 from tune.space import make_space
 from tune.trial.row import Proposal, TrialRow
-from tune.trial.run import Request, run
+from tune.trial.run import Early, Request, run
 
 MODEL = ModelConfig(layers=2, heads=2, width=64, context_length=64, vocabulary=512, padded_vocabulary=512)
 KNOBS = ("checkpointing",)
@@ -68,9 +69,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             write_data(Path(folder) / "made")
             request = Request(
-                "m", len(rows) + 1, Proposal(candidate, "probe", repeat),
-                space.config(candidate).to_json() | {"data": f"{folder}/made"}, 2**60,
-                STEPS, 600.0, 1e-9, socket.gethostname(),
+                "m", len(rows) + 1, space.label(candidate), Proposal(candidate, "probe", repeat),
+                replace(space.config(candidate), data=f"{folder}/made", steps=STEPS, cycle=Cycle(1, 0)).to_json(),
+                socket.gethostname(), 2**60, Early(600.0, 1e-9),
             )  # fmt: skip
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 row, _ = process.submit(run, request).result()

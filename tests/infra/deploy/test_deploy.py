@@ -408,7 +408,7 @@ def commands() -> dict[str, set[str]]:
     for line in text.splitlines():
         for module, flags in re.findall(r"python -m ((?:pipeline|train|tune|infra)\.\w+)([^\"`]*)", line):
             found.setdefault(module, set()).update(FLAG.findall(flags))
-    for module, parameter in {"train.ladder": "LADDER", "tune.search": "SEARCH"}.items():
+    for module, parameter in {"tune.ladder": "LADDER", "tune.search": "SEARCH"}.items():
         for flags in re.findall(rf'{parameter}="(.*?)"', text):
             found[module].update(FLAG.findall(flags))
     return found

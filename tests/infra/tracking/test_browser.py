@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -27,10 +26,12 @@ from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
 from train.model_config import PRESETS
 from train.result import CycleReport, Memory, RunResult, Throughput
-from tune.config import SearchConfig
+from tune.config import LadderConfig, SearchConfig
 from tune.plan import make_search
+from tune.report import SearchReport
 from tune.space import Candidate
-from tune.tracking import Evidence, open_parent, publish
+from tune.suite.plan import make_ladder
+from tune.tracking import Evidence, open_parent
 from tune.trial.row import TrialRow
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -87,9 +88,9 @@ def result(speed: float) -> RunResult:
     )  # fmt: skip
 
 
-def trained(experiment: str, name: str, config: TrainConfig, speed: float, **where: Any) -> RunKey:
-    """A run of two cycles, as the driver of a run or a ladder records it."""
-    key, folder = create_run(experiment, name, **where), Path("runs", name)
+def trained(name: str, config: TrainConfig, speed: float) -> RunKey:
+    """A run of two cycles, as its driver records it."""
+    key, folder = create_run("train", name, tags={"kind": "run"}), Path("runs", name)
     folder.mkdir(parents=True)
     with Tracker(key) as tracker:
         report.record_start(tracker, config, read_manifest(config.data), config)
@@ -131,12 +132,15 @@ def links(
             tracker.params({"out": "data/books"})
             tracker.metrics({"books/kept": 66, "tokens/train": 975165, "throughput/MB_per_second": 81.5})
             tracker.tags({"dropped": "2 empty"})
-        run = trained("train", "first", config, 1234.0, tags={"kind": "run"})
-        trained("train", "second", config, 1567.0, tags={"kind": "run"})
-        ladder = create_run("ladder", "rungs", tags={"kind": "ladder"})
-        for name, speed in (("baseline", 1100.0), ("compile", 1650.0)):
-            where = {"parent": ladder, "tags": {"kind": "rung", "rung": name}}
-            trained("ladder", f"rungs/{name}", config, speed, **where)
+        run = trained("first", config, 1234.0)
+        trained("second", config, 1567.0)
+        climb = make_ladder(LadderConfig(data=str(small_shards), device="cpu", name="rungs", out=str(folder)))
+        climb.folder.mkdir()
+        ladder = open_parent(climb)
+        rungs = [replace(trial(1, 1100.0), name="baseline"), replace(trial(2, 1650.0), name="compile")]
+        evidence = Evidence(climb, ladder)
+        evidence.catch_up([replace(rung, losses=[7.0, 6.5], step_seconds=[0.5] * 2, step_tokens=256) for rung in rungs])
+        evidence.close()
         Tracker(ladder).finish()
         training = replace(config, global_batch=8)
         search = make_search(
@@ -151,7 +155,7 @@ def links(
         evidence.catch_up(rows)
         evidence.close()
         with Tracker(parent) as tracker:
-            publish(search, rows, tracker)
+            SearchReport(search).publish(rows, tracker)
         keys = {"data": made, "run": run, "ladder": ladder, "search": parent}
         printed = {name: ui_link(key, children=name in ("ladder", "search")) for name, key in keys.items()}
         yield printed | {"search's page": ui_link(parent)}
@@ -180,6 +184,7 @@ LEADERBOARD = (
         ("search", "leaderboard", LEADERBOARD),
         ("search", "memory", ("4.00 of 10.00 GB", "4.40 GB (+10%)", "8.80 GB")),
         ("ladder", None, ("baseline", "compile", "1,650 (1,640 to 1,670)", "1,100 (1,090 to 1,120)")),
+        ("ladder", "curves", ("baseline", "compile")),
         ("run", "runs", ("1,234 (1,224 to 1,254)", "1,567 (1,557 to 1,587)", "1.00 GB", "finished")),
         ("run", "curves", ("1,234 (1,224 to 1,254)", "2560")),
         ("run", "memory", ("1.00 GB",)),
@@ -208,6 +213,7 @@ def test_the_winner_of_a_search_is_the_first_row(links: dict[str, str], page: Pa
     [
         ("run", "curves", ("loss/train", "loss/val", "throughput/tokens_per_second", "optimizer/learning_rate")),
         ("run", "memory", ("detail/memory/predicted_gb vs. memory/process_gb",)),
+        ("ladder", "curves", ("loss/train",)),
         ("search", "memory", ("prediction/memory_gb vs. memory/process_gb",)),
     ],
 )

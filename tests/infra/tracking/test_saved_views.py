@@ -108,7 +108,7 @@ def test_mlflow_takes_the_filter_and_the_order_of_each_view(experiment: str, sho
     kinds = {
         "pipeline": ("", ""),
         "train": ("run", "profile"),
-        "ladder": ("rung", "ladder"),
+        "ladder": ("trial", "ladder"),
         "tune": ("trial", "search"),
     }
     keys = [create_run(experiment, "a run", tags={"kind": kind}) for kind in kinds[experiment]]

@@ -12,11 +12,11 @@ import torch
 from train.config import TORCHAO_OPTIMIZERS, Cycle, TrainConfig
 from train.data.dataset import ShardData
 from train.data.loader import BatchLoader
-from train.ladder.suites import SUITES, Rung, Suite, apply
 from train.loop.trainer import Trainer
 from train.model.gpt import GPT
 from train.model.optimizer import make_optimizer, set_rate
 from train.model_config import ModelConfig
+from tune.suite.suites import SUITES, Rung, Suite, apply
 
 STEPS = 12
 TOLERANCE = 2e-4

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra.hardware import cpu_facts
-from train.config import TrainConfig
+from train.config import Cycle, TrainConfig
 from train.model_config import ModelConfig
 from train.resolve import resolve
 from tune.config import FEWEST
@@ -16,7 +16,7 @@ from tune.space import Candidate, make_space
 from tune.strategy.base import Confirmed, Grid, Retrying, enough_seconds
 from tune.strategy.memory_aware import MemorySearcher
 from tune.trial.row import Proposal, Stage, TrialRow
-from tune.trial.run import Request, run
+from tune.trial.run import Early, Request, run
 
 SPACE = make_space(resolve(TrainConfig(global_batch=8, micro_batch=8), cpu_facts()), ())
 
@@ -44,9 +44,10 @@ def test_a_trial_with_too_little_time_runs_once_more_with_enough(
     strategy = Retrying(MemorySearcher(space, lambda candidate: 1e9, 8e9))
     rows: list[TrialRow] = []
     while (proposal := strategy.propose(rows)) is not None:
-        key, trial = proposal.key("search"), space.config(proposal.candidate).to_json()
+        trial = replace(space.config(proposal.candidate), steps=20, cycle=Cycle(1, 0)).to_json()
         most = enough_seconds(rows, 0.0)
-        row, _ = run(Request(key, len(rows) + 1, proposal, trial, 8 * 10**9, 20, most, 0.01, "here"))
+        key, number = proposal.key("search"), len(rows) + 1
+        row, _ = run(Request(key, number, "m1", proposal, trial, "here", 8 * 10**9, Early(most, 0.01)))
         rows.append(row)
         assert most == (0.0 if len(rows) == 1 else 2 * (FEWEST + 2) * statistics.median(rows[0].step_seconds[1:]))
     first, second, *others = rows

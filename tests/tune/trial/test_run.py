@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from train.result import CycleReport, RunResult
 from tune.space import Candidate
 from tune.trial import early_stop
 from tune.trial.row import Proposal, TrialRow, read_rows, write_row
-from tune.trial.run import Request, Watch, judge, make_row, run, trial_config
+from tune.trial.run import Early, Request, Watch, judge, make_row, run
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +31,9 @@ def attempt(training: TrainConfig, folder: Path, *, limit: float = 8e9, steps: i
     """Run one trial of ``training``."""
     folder.mkdir(exist_ok=True)
     proposal = Proposal(Candidate(training.micro_batch), "probe")
-    row, trace = run(Request("m1", 1, proposal, training.to_json(), int(limit), steps, 60.0, 0.001, "here"))
-    assert (trace is None) == (row.outcome != "failed")
+    trial = replace(training, steps=steps, cycle=Cycle(1, 0)).to_json()
+    row, trace = run(Request("m1", 1, "m4", proposal, trial, "here", int(limit), Early(60.0, 0.001)))
+    assert trace is None, "a traceback is for our bugs"
     write_row(folder, row)
     assert read_rows(folder) == [row]
     return row
@@ -70,9 +70,9 @@ def test_too_much_memory_is_an_outcome(training: TrainConfig, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("bar", "verdict"), [(200.0, "cannot win"), (99.0, "")])
-def test_a_trial_that_cannot_win_stops(eight_steps: RunResult, tmp_path: Path, bar: float, verdict: str) -> None:
+def test_a_trial_that_cannot_win_stops(eight_steps: RunResult, bar: float, verdict: str) -> None:
     """A step of 100 tokens takes a second here."""
-    watch = watched([], retries=[], folder=tmp_path, bar=bar)
+    watch = watched([], retries=[], bar=bar)
     for seconds in [9.0, *[0.99, 1.01] * 9]:
         watch.seconds.append(seconds)
         if watch.should_stop():
@@ -121,7 +121,7 @@ def test_exactly_the_limit_is_within_it(eight_steps: RunResult, tmp_path: Path) 
             return self.peak, "rss"
 
     for peak, verdict, outcome in ((10**9, "", "ok"), (10**9 + 1, "over the limit", "over_limit")):
-        watch = watched([1.0] * 8, retries=[0] * 9, folder=tmp_path)
+        watch = watched([1.0] * 8, retries=[0] * 9)
         watch.limit = Told(10**9, torch.device("cpu"), 0, peak)
         assert judge(watch, eight_steps)[0] == outcome
         watch.seconds = []
@@ -130,7 +130,7 @@ def test_exactly_the_limit_is_within_it(eight_steps: RunResult, tmp_path: Path) 
 
 
 def test_a_run_that_diverged_failed_whatever_it_measured(eight_steps: RunResult, tmp_path: Path) -> None:
-    watch = watched([1.0] * 8, retries=[0] * 9, folder=tmp_path)
+    watch = watched([1.0] * 8, retries=[0] * 9)
     diverged = replace(eight_steps, outcome="diverged", reason="the loss is nan")
     assert judge(watch, diverged) == ("failed", "the loss is nan")
 
@@ -140,34 +140,25 @@ def test_only_a_trial_whose_time_ended_it_was_too_short(
     training: TrainConfig, eight_steps: RunResult, tmp_path: Path, verdict: str
 ) -> None:
     """A search repeats such a trial with more time, which would not help one that ran all its steps."""
-    watch = watched([9.0, 1.0], retries=[0] * 3, folder=tmp_path)
+    watch = watched([9.0, 1.0], retries=[0] * 3)
     watch.verdict = verdict
     outcome, reason = judge(watch, eight_steps)
     assert reason.endswith("raise --trial-time") == (verdict == "time")
-    assert make_row(watch.request, training, watch, eight_steps, outcome, reason).too_short == (verdict == "time")
-
-
-@pytest.mark.parametrize("length", [{"tokens": 10**9}, {"time_budget": 0.001}, {"steps": 10**6}, {}])
-def test_a_trial_is_as_long_as_it_was_asked_for_however_long_the_training_is(
-    training: TrainConfig, tmp_path: Path, length: dict[str, Any]
-) -> None:
-    request = watched([], retries=[], folder=tmp_path).request
-    config = trial_config(replace(request, config=replace(training, **length).to_json()))
-    assert (config.steps, config.tokens, config.time_budget, config.cycle) == (20, None, None, Cycle(1, 0))
+    assert make_row(REQUEST, training, (outcome, reason), eight_steps, watch).too_short == (verdict == "time")
 
 
 def test_compilation_is_what_the_first_step_took_longer(
     training: TrainConfig, eight_steps: RunResult, tmp_path: Path
 ) -> None:
-    watch = watched([9.0, *[2.0] * 7], retries=[0] * 9, folder=tmp_path)
-    row = make_row(watch.request, training, watch, eight_steps, "ok", "")
+    watch = watched([9.0, *[2.0] * 7], retries=[0] * 9)
+    row = make_row(REQUEST, training, ("ok", ""), eight_steps, watch)
     assert row.compile_seconds == pytest.approx(7.0)
     assert row.tokens_per_second == training.step_tokens / 2
     assert (row.number, row.stage, row.candidate) == (1, "probe", Candidate(1))
 
 
 def test_the_first_step_which_compiles_does_not_count_against_the_trials_time(tmp_path: Path) -> None:
-    watch = watched([], retries=[], folder=tmp_path)
+    watch = watched([], retries=[])
     assert not watch.should_stop(), "no step has ended"
     began = CycleReport(
         step=1, batches=1, train_loss=5.0, val_loss=None, train_tokens=100, val_tokens=0, books=0.1, seconds=900.0,
@@ -189,8 +180,8 @@ def test_utilisation_is_of_one_device_at_the_trials_precision(
     training: TrainConfig, eight_steps: RunResult, tmp_path: Path, precision: Precision
 ) -> None:
     on_gpu = replace(eight_steps, device="NVIDIA A100-SXM4-80GB")
-    watch = watched([1.0] * 8, retries=[0] * 9, folder=tmp_path)
-    row = make_row(watch.request, replace(training, precision=precision), watch, on_gpu, "ok", "")
+    watch = watched([1.0] * 8, retries=[0] * 9)
+    row = make_row(REQUEST, replace(training, precision=precision), ("ok", ""), on_gpu, watch)
     peak = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}[precision]
     assert row.mfu == pytest.approx((row.tokens_per_second or 0.0) * palm(training.model) / peak)
 
@@ -208,14 +199,12 @@ def eight_steps(training: TrainConfig) -> RunResult:
     return Trainer(replace(training, steps=8)).run()
 
 
-def watched(steps: Sequence[float], *, retries: Sequence[int], folder: Path, bar: float | None = None) -> Watch:
+REQUEST = Request("m1", 1, "m1", Proposal(Candidate(1), "probe"), {}, "here")
+
+
+def watched(steps: Sequence[float], *, retries: Sequence[int], bar: float | None = None) -> Watch:
     """A trial of these steps, with the allocator's retries after the launch of each and at the end."""
-    proposal = Proposal(Candidate(1), "probe", bar=bar)
-    watch = Watch(
-        Request("m1", 1, proposal, {}, 10**12, 20, 60.0, 0.001, "here"),
-        step_tokens=100,
-        limit=Limit(10**12, torch.device("cpu"), 0),
-    )
+    watch = Watch(Early(60.0, 0.001), bar, step_tokens=100, limit=Limit(10**12, torch.device("cpu"), 0))
     watch.seconds = list(steps)
     watch.retries = list(retries)
     return watch
@@ -223,14 +212,14 @@ def watched(steps: Sequence[float], *, retries: Sequence[int], folder: Path, bar
 
 def test_a_step_in_which_the_allocator_freed_its_cache_is_left_out(eight_steps: RunResult, tmp_path: Path) -> None:
     """But for the first two, in which it has to."""
-    watch = watched([9.0, 8.0, 1.0, 1.0, 1.0, 1.0, 5.0, 1.0], retries=[1, 2, 2, 2, 2, 2, 3, 3, 3], folder=tmp_path)
+    watch = watched([9.0, 8.0, 1.0, 1.0, 1.0, 1.0, 5.0, 1.0], retries=[1, 2, 2, 2, 2, 2, 3, 3, 3])
     assert watch.rejected() == {6}
     assert watch.counted() == [9.0, 8.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     assert judge(watch, eight_steps) == ("ok", "ran its 8 steps; 1 step rejected")
 
 
 def test_an_allocator_that_lives_off_its_cache_thrashes(eight_steps: RunResult, tmp_path: Path) -> None:
-    watch = watched([1.0] * 8, retries=[0, 3, 3, 3, 4, 4, 5, 5, 5], folder=tmp_path)
+    watch = watched([1.0] * 8, retries=[0, 3, 3, 3, 4, 4, 5, 5, 5])
     assert judge(watch, eight_steps) == ("thrash", "the allocator had to free its cache in 2 steps")
 
 
@@ -242,8 +231,8 @@ def test_a_step_that_compiles_again_does_not_change_the_speed(
     speeds = []
     for seconds in (0.0, 20.0):
         steps[slow] += seconds
-        watch = watched(steps, retries=[0] * 21, folder=tmp_path, bar=95.0)  # of 100 tokens/s
-        speeds.append(make_row(watch.request, training, watch, eight_steps, "ok", "").tokens_per_second)
+        watch = watched(steps, retries=[0] * 21, bar=95.0)  # of 100 tokens/s
+        speeds.append(make_row(REQUEST, training, ("ok", ""), eight_steps, watch).tokens_per_second)
         assert all(
             early_stop.verdict(steps[:count], bar_seconds=100 / 95, precision=0.0) != "cannot win"
             for count in range(len(steps))
@@ -252,7 +241,7 @@ def test_a_step_that_compiles_again_does_not_change_the_speed(
 
 
 def test_a_trial_without_the_time_for_a_speed_says_so(eight_steps: RunResult, tmp_path: Path) -> None:
-    watch = watched([1.0] * 3, retries=[0] * 4, folder=tmp_path)
+    watch = watched([1.0] * 3, retries=[0] * 4)
     watch.verdict = "time"
     outcome, reason = judge(watch, eight_steps)
     assert outcome == "failed"

@@ -6,11 +6,11 @@ import pytest
 
 from infra.units import GB
 from train.config import TrainConfig
-from train.ladder.compare import Difference
-from train.ladder.published import A100_MATMUL, STUDY, kinds, studied
-from train.ladder.standings import Row
-from train.ladder.study import compare, verdict
-from train.ladder.suites import A100, apply
+from tune.compare import Difference
+from tune.suite.published import A100_MATMUL, STUDY, kinds, memory_rows, studied
+from tune.suite.standings import Row
+from tune.suite.study import compare, verdict
+from tune.suite.suites import A100, apply
 
 BASELINE = apply(TrainConfig(device="cuda", steps=10), A100.base)
 CONFIGS = dict(studied()) | {"baseline": BASELINE}
@@ -90,3 +90,16 @@ def test_a_rung_that_lacks_what_came_before_it_has_no_expected_speed() -> None:
     assert [line[-1] for line in speed.lines][3:6] == ["100%", "-", "100%"]
     assert "without an expected speed: compile (precision tf32, not fp16)." in said[1]
     assert "falls behind at no rung" in said[2]
+
+
+def test_three_habits_of_textbooks_explain_the_studys_memory() -> None:
+    rows = {(name, int(batch)): numbers for name, batch, *numbers in memory_rows()}
+    assert len(rows) == 12, "nine rungs, three of which raised the batch"
+    assert [rows[name][0] for name in (("compile", 32), ("compile", 48), ("flash attention", 48))] == [
+        "25.4", "37.4", "29.6",
+    ]  # fmt: skip
+    for numbers in rows.values():
+        study, predicted, *habits, expected, left = map(float, numbers)
+        assert expected == pytest.approx(predicted + sum(habits), abs=0.21)
+        assert left == pytest.approx(study - expected, abs=0.11)
+        assert abs(left) < 0.16 * study, "all but a sixth"

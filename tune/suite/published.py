@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from infra.hardware import A100 as CARD
 from train.config import SIXTEEN_BITS, WHOLE_GRAPH, TrainConfig
 from train.estimate.memory import predict_peak
-from train.ladder.suites import A100, apply
 from train.resolve import resolve
+from tune.suite.suites import A100, apply
 
 NAME = "study"
 """What ``--compare`` takes for it."""

@@ -6,20 +6,21 @@ In: the controls and rungs of a ladder. Out: rows, for the terminal's table, Mar
 import math
 import shlex
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from rich.table import Table
 
 from infra.markdown import table as markdown_table
+from infra.place import Place
 from infra.table import tables
 from infra.units import GB
+from train.estimate.flops import read_matmul_rate
 from train.intervals import WIDEST_CONTROL, t_quantile
-from train.ladder.compare import Difference, Interleaved
-from train.ladder.losses import loss_at
-from train.ladder.runner import SAME_BATCH, Measured
-from train.ladder.suites import Suite
+from tune.compare import Difference, Interleaved
+from tune.suite.runs import SAME_BATCH, Measured
+from tune.suite.suites import Suite
+from tune.trial.row import TrialRow
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,12 @@ class Row:
     """Validation losses of the rung before and of this one, for each seed."""
 
 
-def standings(controls: list[Measured], rungs: list[Measured], folder: Path) -> list[Row]:
-    """The rows of the closing table."""
+def standings(controls: list[Measured], rungs: list[Measured], out: Place) -> list[Row]:
+    """The rows of the closing table; ``out`` has what the doctor measured."""
     ran = [rung for rung in rungs if rung.speed is not None]
     speeds = Interleaved([control.speed for control in controls if control.speed], [rung.speed for rung in ran])
-    runs = [run for run in (measured.result for measured in (controls[0], *ran)) if run]
-    tokens = min(run.train_tokens for run in runs)
-    rows = [_row(controls[0], folder, tokens)]
+    tokens = min(len(each.row.losses) * each.row.step_tokens for each in (controls[0], *ran) if each.row)
+    rows = [_row(controls[0], out, tokens)]
     number = 0
     for rung in rungs:
         if rung.speed is None:
@@ -71,40 +71,55 @@ def standings(controls: list[Measured], rungs: list[Measured], folder: Path) -> 
             continue
         total = speeds.over_control(number)
         step = speeds.over_rung(number, number - 1) if number else total
-        rows.append(_row(rung, folder, tokens, step, total))
+        rows.append(_row(rung, out, tokens, step, total))
         number += 1
     return rows
 
 
 def _row(
-    measured: Measured, folder: Path, tokens: int, step: Difference | None = None, total: Difference | None = None
+    measured: Measured, out: Place, tokens: int, step: Difference | None = None, total: Difference | None = None
 ) -> Row:
-    run, config = measured.result, measured.config
-    assert run is not None
-    assert run.throughput is not None
-    accumulation = config["global_batch"] // (config["micro_batch"] * config["workers"])
-    rate = run.flops_per_second / run.matmul_utilisation if run.flops_per_second and run.matmul_utilisation else None
-    batch = str(config["micro_batch"]) + (f" x {accumulation}" if accumulation > 1 else "")
+    trial, config, speed = measured.row, measured.config, measured.speed
+    assert trial is not None
+    assert config is not None
+    assert speed is not None
+    rate = read_matmul_rate(out, trial.device or "", config.precision, trial.node)
+    batch = str(config.micro_batch) + (f" x {config.accumulation}" if config.accumulation > 1 else "")
     return Row(
         name=measured.name,
         batch=batch + (f" ({measured.too_large[0]})" if measured.too_large else ""),
-        memory=run.memory.process,
-        predicted_memory=measured.predicted,
-        speed=run.throughput.tokens_per_second,
-        low=run.throughput.low,
-        high=run.throughput.high,
-        step_seconds=run.train_tokens / run.steps / run.throughput.tokens_per_second,
+        memory=trial.memory,
+        predicted_memory=round(trial.predicted_memory) if trial.predicted_memory else None,
+        speed=speed.middle,
+        low=speed.low,
+        high=speed.high,
+        step_seconds=trial.step_tokens / speed.middle,
         step=step,
         total=total,
-        flops_per_second=run.flops_per_second,
-        mfu=run.mfu,
-        hfu=run.hfu,
-        ceiling=run.matmul_utilisation,
+        flops_per_second=trial.flops_per_second,
+        mfu=trial.mfu,
+        hfu=trial.hfu,
+        ceiling=trial.flops_per_second / rate if trial.flops_per_second and rate else None,
         matmul_rate=rate,
-        loss=loss_at(folder / measured.folder, tokens),
+        loss=loss_at(trial, tokens),
         changes_numerics=measured.changes_numerics,
         held_out=measured.held_out,
     )
+
+
+Curve = list[tuple[int, float]]
+"""Tokens seen and training loss, in nats per token, after every step."""
+
+
+def loss_curve(trial: TrialRow) -> Curve:
+    """The curve of a trial."""
+    return [(trial.step_tokens * step, loss) for step, loss in enumerate(trial.losses, 1)]
+
+
+def loss_at(trial: TrialRow, tokens: int) -> float | None:
+    """Mean training loss over the last fifth of the first ``tokens`` tokens, which rungs of any batch share."""
+    chosen = [loss for seen, loss in loss_curve(trial) if 0.8 * tokens < seen <= tokens]
+    return sum(chosen) / len(chosen) if chosen else None
 
 
 def header(suite: Suite) -> tuple[str, ...]:
@@ -327,8 +342,8 @@ def table(suite: Suite, rows: list[Row], width: int) -> list[Table]:
     return list(tables(heading, lines, suite.title, width))
 
 
-def opening_lines(suite: Suite, rows: list[Row], device: str, configs: Mapping[str, str]) -> list[tuple[str, str]]:
-    """What someone who opens the page of the ladder wants to know first; ``configs`` has the file of each run."""
+def opening_lines(suite: Suite, rows: list[Row], device: str, best_file: Place) -> list[tuple[str, str]]:
+    """What someone who opens the ladder's page wants to know first; ``best_file`` has the fastest rung's config."""
     ran = [row for row in rows if row.speed is not None and row.low is not None and row.high is not None]
     base, best = ran[0], max(ran, key=lambda row: row.speed or 0.0)
     speed = f"{best.speed:,.0f} tokens/s (95%: {best.low:,.0f} to {best.high:,.0f})"
@@ -344,7 +359,7 @@ def opening_lines(suite: Suite, rows: list[Row], device: str, configs: Mapping[s
         ("Speed", speed),
         ("Memory", f"{(best.memory or 0) / GB:.2f} GB, {(base.memory or 0) / GB:.2f} GB of the baseline"),
         ("Gain", over),
-        ("Next", f"`python -m train.run --config {shlex.quote(configs[best.name])}`"),
+        ("Next", f"`python -m train.run --config {shlex.quote(str(best_file))}`"),
     ]
 
 

@@ -17,34 +17,30 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from infra.cluster import connected
 from infra.errors import UserError
 from infra.hardware import A100, cpu_facts
 from infra.storage import write_json
-from infra.tracking.key import RunKey
 from infra.tracking.store import store_uri
 from pipeline.stream import EncodedBook, Stream, encoded_books
-from train.config import TrainConfig
-from train.data.stream import StreamData
+from train.config import TrainConfig, load_config
 from train.estimate.memory import predict_peak
-from train.ladder import __main__ as ladder
-from train.ladder import report, runner
-from train.ladder.__main__ import LadderOptions, saved, with_ends
-from train.ladder.runner import refuse_short, refuse_unsuited
-from train.ladder.suites import SUITES, Rung
-from train.launch import driver
-from train.launch.run import Run
 from train.loop.memory_limit import Limit
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig, format_model, parse_model
-from train.result import CycleReport, RunResult
+from tune import ladder, session
+from tune.config import LadderConfig
+from tune.ray_tune import Proposals, outcome
+from tune.suite import report
+from tune.suite.runs import Ladder, refuse_unsuited
+from tune.suite.suites import SUITES, Rung
+from tune.trial import run as trial
 
 pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
-    """The exit code of ``python -m train.ladder`` with these flags."""
-    monkeypatch.setattr(sys, "argv", ["train.ladder", *flags])
+    """The exit code of ``python -m tune.ladder`` with these flags."""
+    monkeypatch.setattr(sys, "argv", ["tune.ladder", *flags])
     with pytest.raises(SystemExit) as leaving:
         ladder.main()
     return int(leaving.value.code or 0)
@@ -95,31 +91,30 @@ class Inline(Stream):
         return (book for each in self.order(epoch)[piece:] for book in encoded_books(each, "train"))
 
 
-def here(run: Run, config: TrainConfig, *_: object, memory_limit: int | None = None) -> tuple[RunResult, None]:
-    """What a Ray worker does for a rung, in this process, whose memory is not the rung's alone."""
-
-    def on_cycle(report: CycleReport) -> None:
-        run.home.append(report)
-
-    run.home.path.mkdir(parents=True, exist_ok=True)
-    limit = Limit.impose(memory_limit, config.device) if memory_limit else None
-    data = StreamData(config, Inline(config.stream, config.seed, config.reading)) if run.stream else None
-    trainer = Trainer(config, data=data, on_cycle=on_cycle, checkpoints=run.home.checkpoints, limit=limit)
-    return trainer.run(), None
+def drive(proposals: Proposals, resources: object) -> None:
+    """What Ray Tune does for a ladder, in this process, whose memory is not the trial's alone."""
+    for number in itertools.count():
+        given = proposals.suggest(str(number))
+        if proposals.failure:
+            raise proposals.failure
+        if given == proposals.FINISHED or given is None:
+            return
+        proposals.on_trial_complete(str(number), outcome(given["request"]))
 
 
 def in_this_process(patch: pytest.MonkeyPatch) -> None:
-    """A rung's worker runs in this process. Only Ray is left out; tests/test_main_job.py has rungs through Ray."""
-    patch.setattr(driver, "train", here)
-    patch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+    """A rung runs in this process. Only Ray is left out; tests/test_main_job.py has rungs through Ray."""
+    patch.setattr(session, "drive", drive)
+    patch.setattr(session, "connected", lambda *_: nullcontext())
+    patch.setattr(session, "trial_nodes", lambda _: {socket.gethostname(): "its id"})
+    patch.setattr(Ladder, "resources", lambda _: {})
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     in_this_process(monkeypatch)
 
 
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("suite", RUNGS)
 def test_a_suite_runs_in_its_short_form(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path, capfd: pytest.CaptureFixture[str], suite: str
@@ -177,16 +172,18 @@ def test_a_suite_runs_in_its_short_form(
         "result/best_tokens_per_second": fastest["speed"],
         "result/best_over_baseline": fastest["total"]["ratio"],
     }
-    children = client.search_runs(["1"], "tags.kind = 'rung'")
+    children = client.search_runs(["1"], "tags.stage = 'rung'")
     finished = {run.data.tags["rung"] for run in children if run.info.status == "FINISHED"}
     assert finished == {row["name"] for row in rows if row["speed"] is not None}
     assert all(run.info.status == "FINISHED" or run.data.tags["reason"] for run in children)
+    best = load_config(f"runs/{suite}/best.json")
+    assert (best.steps, best.keep_checkpoints) == (None, TrainConfig().keep_checkpoints), "it is a run's, not a rung's"
 
 
-@pytest.mark.usefixtures("in_process")
 def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path
 ) -> None:
+    limits(monkeypatch)
     text = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
     config = TrainConfig(
         data=str(small_shards), model=parse_model(text), device="cpu", precision="fp32", attention="manual",
@@ -207,25 +204,26 @@ def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
     assert base["predicted_memory"] <= limit * 10**6
 
 
+def limits(monkeypatch: pytest.MonkeyPatch, *sizes: float) -> None:
+    """Impose limits of these sizes on the next trials, and none on those after them."""
+    waiting, impose = iter(sizes), Limit.impose
+    monkeypatch.setattr(trial, "Limit", Limit)
+    monkeypatch.setattr(Limit, "impose", lambda _, device: impose(int(next(waiting, 10**12)), device))
+
+
 def test_a_rung_over_the_limit_has_failed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
 ) -> None:
-    limits = iter([10**12, 10**6, 10**12])  # of the baseline, the rung and the control again
-
-    def rung(run: Run, config: TrainConfig, *_: object) -> tuple[RunResult, None]:
-        assert run.memory_limit == 4 * 10**9
-        return here(run, config, memory_limit=next(limits))
-
-    monkeypatch.setattr(driver, "train", rung)
-    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+    limits(monkeypatch, 1e12, 1e6)  # of the baseline and the rung
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
     flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--memory-limit", "4GB"]
-    assert command(monkeypatch, *flags, "--name", "first") == 0
-    assert "checkpointing: over_limit: the process used" in capfd.readouterr().out
-    _, row = json.loads(Path("runs/first/standings.json").read_text())["rows"]
+    assert command(monkeypatch, *flags, "--rungs", "checkpointing", "fp16", "chunked loss", "--name", "first") == 0
+    assert "checkpointing: not run, over_limit: the process used" in capfd.readouterr().out
+    _, row, _, other = json.loads(Path("runs/first/standings.json").read_text())["rows"]
     assert row["speed"] is None
     assert row["reason"].startswith("over_limit: the process used")
-    limits = iter([10**6])
+    assert other["speed"]
+    limits(monkeypatch, 1e6)
     assert command(monkeypatch, *flags, "--name", "second") == 2
     said = " ".join(capfd.readouterr().err.split())
     assert "the baseline cannot be run: over_limit: the process used" in said
@@ -235,29 +233,21 @@ def test_a_rung_over_the_limit_has_failed(
 def test_a_fitted_batch_over_the_limit_is_run_smaller_and_the_row_says_so(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
 ) -> None:
-    limits = itertools.chain([10**6], itertools.repeat(10**12))  # the first is the baseline's
-
-    def rung(run: Run, config: TrainConfig, *_: object) -> tuple[RunResult, None]:
-        return here(run, config, memory_limit=next(limits))
-
-    monkeypatch.setattr(driver, "train", rung)
-    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+    limits(monkeypatch, 1e6)  # of the baseline
     base = TrainConfig(model=small_model, device="cpu", precision="fp32", attention="sdpa", micro_batch=16)
     limit = predict_peak(replace(base, micro_batch=16, global_batch=16)).total
     flags = ["--suite", "memory", "--rungs", "chunked loss", "--data", str(small_shards), "--device", "cpu", "--fit"]
     flags += ["--model", format_model(small_model), "--memory-limit", f"{limit}B", "--name", "fitted"]
     assert command(monkeypatch, *flags, "--steps", "8", "--cycle", "8+0") == 0
-    printed = capfd.readouterr().out
     rows = json.loads(Path("runs/fitted/standings.json").read_text())["rows"]
     assert all(row["speed"] for row in rows)
     found = re.fullmatch(r"(\d+) \((\d+)\)", rows[0]["batch"])
     assert found
     smaller, larger = map(int, found.groups())
     assert smaller == larger - 8
-    assert f"a batch of {larger} does not fit as predicted; trying {smaller}" in printed
-    assert "A batch in brackets was predicted to fit the memory limit and did not" in printed
-    tried = MlflowClient(store_uri()).search_runs(["1"], "tags.kind = 'control'")
-    assert [run.info.status for run in tried].count("FAILED") == 1, "the batch that did not fit"
+    assert "A batch in brackets was predicted to fit the memory limit and did not" in capfd.readouterr().out
+    tried = MlflowClient(store_uri()).search_runs(["1"], "tags.stage = 'baseline'")
+    assert [run.data.tags["outcome"] for run in tried].count("over_limit") == 1, "the batch that did not fit"
 
 
 def test_a_rung_streams_books_against_shards(
@@ -269,14 +259,7 @@ def test_a_rung_streams_books_against_shards(
     for number in range(8):
         text = "".join(f"It was day {day} of year {number}, and the {day}th man said so.\n" for day in range(60))
         (tmp_path / "books" / f"{number}.txt").write_text(text)
-    streams: dict[str, str] = {}
-
-    def rung(run: Run, config: TrainConfig, *_: object) -> tuple[RunResult, None]:
-        streams[run.home.path.name] = run.manifest.fingerprint
-        return here(run, config)
-
-    monkeypatch.setattr(driver, "train", rung)
-    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(trial, "stream_of", lambda config: Inline(config.stream, config.seed, config.reading))
     model = "tiny,layers=1,heads=2,width=32,context_length=32"
     flags = ["--suite", "loader", "--data", str(data), "--model", model, "--device", "cpu", "--name", "streamed"]
     flags += ["--rungs", "1 thread", "streaming", "--stream", "books", "--steps", "8", "--cycle", "8+1"]
@@ -286,15 +269,14 @@ def test_a_rung_streams_books_against_shards(
     base, thread, streaming = json.loads(Path("runs/streamed/standings.json").read_text())["rows"]
     assert (thread["name"], streaming["name"]) == ("1 thread", "streaming")
     assert streaming["speed"] > 0
-    assert streams["02-streaming"] != streams["control-00"] == streams["control-02"]
-    kept = json.loads(Path("runs/streamed/ladder.json").read_text())["options"]
+    kept = json.loads(Path("runs/streamed/ladder.json").read_text())["config"]
     assert kept["stream"] == [str(tmp_path / "books")]
     assert base["loss"] != streaming["loss"]
 
 
 def test_only_a_fitted_ladder_has_a_memory_limit_by_default() -> None:
-    assert with_ends(LadderOptions(fit=True)).memory_limit == 40 * 10**9
-    assert with_ends(LadderOptions()).memory_limit is None
+    assert LadderConfig(fit=True).with_ends().memory_limit == 40 * 10**9
+    assert LadderConfig().with_ends().memory_limit is None
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +288,7 @@ def finished(
     shutil.copy(empty_store, folder)
     shutil.copytree(small_shards, folder / "tokens")
     (folder / "own.py").write_text(
-        "from train.ladder.suites import Rung, Suite\n"
+        "from tune.suite.suites import Rung, Suite\n"
         "SUITE = Suite('own', 'of [/b]', {}, (Rung('[fast] rate', {'learning_rate': 1e-3}),))\n"
     )
     flags = ["--suite", "own.py", "--data", "tokens", "--device", "cpu", "--steps", "8", "--cycle", "8+0"]
@@ -325,86 +307,60 @@ def test_brackets_of_ones_own_are_printed_as_they_are(finished: tuple[Path, str]
     assert printed.count("runs/[my] own") == 2
 
 
-@pytest.mark.usefixtures("in_process")
 def test_a_ladder_that_was_killed_leaves_no_run_behind_that_seems_to_run(
     monkeypatch: pytest.MonkeyPatch, finished: tuple[Path, str]
 ) -> None:
     monkeypatch.chdir(finished[0])
     client = MlflowClient(store_uri())
-    (rung,) = client.search_runs(["1"], "tags.kind = 'rung'")
+    (rung,) = client.search_runs(["1"], "tags.stage = 'rung'")
     client.update_run(rung.info.run_id, status="RUNNING")
     client.set_tag(rung.info.run_id, "complete", "false")
-    Path("runs/[my] own/01-fast-rate/rung.json").unlink()
+    (row,) = Path("runs/[my] own/trials").glob("01-fast-rate-*.json")
+    row.unlink()
     assert command(monkeypatch, "--resume", "[my] own") == 0
     runs = client.search_runs(["1"])
-    killed = [run.info.run_id for run in runs if run.info.status == "KILLED"]
-    assert killed == [rung.info.run_id]
-    assert sorted(run.info.status for run in runs) == ["FINISHED"] * 4 + ["KILLED"], "the ladder, two controls, a rung"
+    assert [run.info.status for run in runs] == ["FINISHED"] * 4, "the ladder, two controls, and the rung once"
+    assert row.exists()
 
 
-@pytest.mark.parametrize("raises", [True, False])
 def test_an_interrupted_ladder_says_how_to_continue_it(
-    monkeypatch: pytest.MonkeyPatch, small_shards: Path, small_model: ModelConfig,
-    capfd: pytest.CaptureFixture[str], make_result: Callable[..., RunResult], raises: bool,
-) -> None:  # fmt: skip
-    """Whether the rung's worker saved in time, or not."""
+    monkeypatch: pytest.MonkeyPatch, small_shards: Path, small_model: ModelConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = trial.run
 
-    def train(run: Run, *_: object) -> tuple[RunResult, None]:
-        if run.home.path.name == "control-00":
-            return make_result(), None
-        if raises:
+    def interrupted(request: trial.Request) -> object:
+        if request.proposal.stage == "rung":
             raise KeyboardInterrupt
-        return make_result(outcome="interrupted"), None
+        return run(request)
 
-    monkeypatch.setattr(driver, "train", train)
-    monkeypatch.setattr(runner, "connected", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("tune.ray_tune.run", interrupted)
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
     flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--name", "stopped"]
     assert command(monkeypatch, *flags) == 130
-    assert "continue with: python -m train.ladder --resume stopped\n" in capfd.readouterr().out
-    assert [path.name for path in Path("runs/stopped").glob("*/")] == ["control-00"]
-    ended = {run.data.tags["kind"]: run.info.status for run in MlflowClient(store_uri()).search_runs(["1"])}
-    assert ended == {"control": "FINISHED", "rung": "KILLED", "ladder": "KILLED"}
+    assert "continue with: python -m tune.ladder --resume stopped\n" in capfd.readouterr().out
+    assert [path.stem[:10] for path in Path("runs/stopped/trials").glob("*")] == ["control-00"]
+    found = MlflowClient(store_uri()).search_runs(["1"])
+    ended = {run.data.tags.get("stage", "ladder"): run.info.status for run in found}
+    assert ended == {"baseline": "FINISHED", "rung": "KILLED", "ladder": "KILLED"}
+    monkeypatch.setattr("tune.ray_tune.run", run)
+    assert command(monkeypatch, "--resume", "stopped") == 0
+    assert {run.info.status for run in MlflowClient(store_uri()).search_runs(["1"])} == {"FINISHED"}
 
 
-def test_a_ladder_without_its_data_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    key = RunKey("http://mlflow:5000", "1", "abc").kept_in(f"{tmp_path}/runs/one")
-    Path("runs/one").mkdir(parents=True)
-    options = saved(LadderOptions(data=f"{tmp_path}/tokens"))
-    write_json(Path("runs/one/ladder.json"), {"options": options, "key": key})
-    assert command(monkeypatch, "--resume", "one") == 2
-    said = f"the data of {tmp_path}/runs/one is not in {tmp_path}/tokens: restore it, or begin a new ladder."
-    assert said in " ".join(capfd.readouterr().err.split())
-
-
-def test_a_budget_that_leaves_no_warm_up_says_how_long_it_needs(small_shards: Path, small_model: ModelConfig) -> None:
-    config = TrainConfig(data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, time_budget=0.001)
-    short = Trainer(config).run()
-    with pytest.raises(UserError, match=r"a rung needs 8 steps, here --time-budget \d+s or more"):
-        refuse_short(short, "")
-    refuse_short(Trainer(replace(config, time_budget=None, steps=8)).run(), "")
-    with pytest.raises(UserError, match=r"cannot be run: oom\. Give --fit"):
-        refuse_short(None, "oom")
-
-
-@pytest.mark.usefixtures("in_process")
 def test_time_ends_a_rung_early_once_its_speed_is_known(
     monkeypatch: pytest.MonkeyPatch, small_shards: Path, small_model: ModelConfig
 ) -> None:
-    assert with_ends(LadderOptions()).within == 0.005
-    assert with_ends(LadderOptions(time_budget=20.0, within=0)).within == 0
-    assert with_ends(LadderOptions(steps=100)).within is None, "the rungs' losses are compared at the same step"
+    assert LadderConfig().with_ends().within == 0.005
+    assert LadderConfig(time_budget=20.0, within=0).with_ends().within == 0
+    assert LadderConfig(steps=100).with_ends().within is None, "the rungs' losses are compared at the same step"
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
     flags += ["--model", format_model(small_model), "--time-budget", "200s", "--within", "0.9", "--cycle", "20+1"]
     assert command(monkeypatch, *flags, "--name", "early") == 0
-    ends = [json.loads(path.read_text().splitlines()[-1])["step"] for path in Path("runs/early").rglob("cycles.jsonl")]
+    ends = [len(json.loads(path.read_text())["step_seconds"]) for path in Path("runs/early/trials").glob("*.json")]
     assert len(ends) == 3, "the baseline, the rung and the control again"
     assert all(end % 20 == 1 and end < 2000 for end in ends), "seen behind a cycle's report, and not after 200 seconds"
 
 
-@pytest.mark.usefixtures("in_process")
 def test_a_ladder_whose_baseline_is_refused_leaves_its_name_for_the_corrected_one(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
 ) -> None:
@@ -417,40 +373,51 @@ def test_a_ladder_whose_baseline_is_refused_leaves_its_name_for_the_corrected_on
     assert command(monkeypatch, *flags, "--name", "first") == 2
     assert "000000-000.arrow" in capfd.readouterr().err
     Path("taken away").rename(shard)
-    with monkeypatch.context() as closed:
-        closed.setattr(runner, "connected", connected)
-        assert command(closed, *flags, "--name", "first", "--address", "127.0.0.1:9") == 2
     assert "RUNNING" not in {run.info.status for run in MlflowClient(store_uri()).search_runs(["1"])}
     assert command(monkeypatch, *flags, "--name", "first") == 0
 
-    shutil.rmtree("runs/first/control-00")
+    rows = {path.name[:10]: path for path in Path("runs/first/trials").iterdir()}
+    rows["01-checkpo"].unlink()
     shard.unlink()
-    assert command(monkeypatch, "--resume", "first") == 2
-    assert Path("runs/first/01-checkpointing/rung.json").exists(), "an earlier command's work stays"
-    assert Path("runs/first/control-00/rung.json").exists()
+    assert command(monkeypatch, "--resume", "first") == 0, "a rung that failed is a row with its reason"
+    assert "checkpointing: not run" in capfd.readouterr().out
+    assert rows["control-00"].exists(), "an earlier command's work stays"
 
 
-def test_a_mistyped_ladder_is_answered_with_the_nearest(
+def test_a_damaged_ladder_to_compare_with_is_named(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Path("runs/one").mkdir(parents=True)
-    Path("runs/one/ladder.json").write_text("{}")
-    assert command(monkeypatch, "--resume", "on") == 2
-    assert "did you mean one" in " ".join(capfd.readouterr().err.split())
-
-
-def test_damaged_files_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    Path("runs/one").mkdir(parents=True)
-    key = {"store": "sqlite:///mlflow.db", "experiment_id": "1", "run_id": "0" * 32}
-    whole = {"options": saved(LadderOptions()) | {"suite": 5}, "key": key}
-    whole |= {"device": "cpu", "rows": [{"name": "baseline", "speed": "fast"}]}
-    for text in ("{", "{}", '{"options": 3, "key": {}}', json.dumps(whole | {"options": {}}), json.dumps(whole)):
-        Path("runs/one/ladder.json").write_text(text)
-        assert command(monkeypatch, "--resume", "one") == 2
-        assert "ladder.json is damaged" in " ".join(capfd.readouterr().err.split())
+    for text in ("{", "{}", json.dumps({"device": "cpu", "rows": [{"name": "baseline", "speed": "fast"}]})):
         Path("runs/one/standings.json").write_text(text)
         assert command(monkeypatch, "--compare", "one") == 2
         assert "standings.json is damaged" in " ".join(capfd.readouterr().err.split())
+
+
+def test_two_ladders_are_compared_wherever_they_are(tmp_path: Path) -> None:
+    found = b'{"device": "cpu", "commit": "", "rows": [{"name": "baseline", "speed": 5}]}'
+    for folder, content in (("one", found), ("others/one", found.replace(b"5", b"6"))):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "standings.json").write_bytes(content)
+    others = f"{tmp_path}/others"
+    for text, out, speed in (("one", str(tmp_path), 5.0), (f"{tmp_path}/one", "runs", 5.0), ("one", others, 6.0)):
+        loaded = report.load(text, out)
+        assert isinstance(loaded, dict)
+        assert loaded["rows"] == [{"name": "baseline", "speed": speed}]
+    with pytest.raises(UserError, match="there is no finished ladder in"):
+        report.load("two", "runs")
+
+
+def test_a_dry_run_says_what_would_run(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path
+) -> None:
+    flags = ["--suite", "a100", "--rungs", "tensor cores", "flash attention", "--data", str(small_shards)]
+    assert command(monkeypatch, *flags, "--device", "cpu", "--dry-run", "--compare", "study") == 0
+    printed = capfd.readouterr().out
+    assert "tensor cores: not run, TF32 is for GPUs" in printed
+    assert "flash attention, same batch" in printed
+    assert "37.0" in printed, "of the study"
+    assert not Path("runs").exists()
 
 
 def test_a_rung_that_says_nothing_here_is_named(small_shards: Path, small_model: ModelConfig) -> None:

@@ -5,14 +5,13 @@ each rung keeps the changes of those before it; in the others each rung changes 
 are those of the studies that the suites repeat: one GPU with 40 GB.
 """
 
-import difflib
 import runpy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from infra.errors import UserError
+from infra.errors import UserError, nearest
 from infra.schema import to_json
 from train.config import TrainConfig, config_from_json
 from train.model_config import ModelConfig, parse_model
@@ -262,8 +261,7 @@ def _from_python(path: Path) -> Suite:
         found = Suite(path.stem, path.stem, {}, tuple(found))
     if not isinstance(found, Suite):
         raise UserError(
-            f"--suite {path} defines no SUITE: write SUITE = [Rung(...), ...] or Suite(...), both of "
-            "train.ladder.suites."
+            f"--suite {path} defines no SUITE: write SUITE = [Rung(...), ...] or Suite(...), both of tune.suite.suites."
         )
     for rung in found.rungs:
         if not (isinstance(rung, Rung) and isinstance(rung.changes, Mapping)):
@@ -292,13 +290,6 @@ def streamed(sources: Iterable[str]) -> Rung:
     It sees other windows in another order, so that its loss may differ.
     """
     return Rung(STREAMING, {"stream": [*sources]}, changes_numerics=True)
-
-
-def nearest(text: str, known: Iterable[str]) -> str:
-    """The end of a sentence that suggests the ``known`` names most like ``text``, or lists all of them."""
-    known = list(known)
-    close = difflib.get_close_matches(text.lower(), known, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(known)}."
 
 
 def choose(suite: Suite, names: Iterable[str]) -> Suite:

@@ -9,10 +9,10 @@ from infra.errors import UserError
 from infra.hardware import A100 as CARD
 from train.config import Cycle, TrainConfig
 from train.estimate.memory import predict_peak
-from train.ladder.runner import largest_batch
-from train.ladder.suites import A100, SUITES, Rung, Suite, apply, choose, find_suite, searched, short_form
 from train.model_config import PRESETS
 from train.resolve import resolve
+from tune.suite.runs import largest_batch
+from tune.suite.suites import A100, SUITES, Rung, Suite, apply, choose, find_suite, searched, short_form
 
 START = TrainConfig(device="cuda", steps=10)
 
@@ -112,18 +112,18 @@ def test_an_unknown_rung_is_answered_with_the_nearest() -> None:
 def test_a_suite_from_python(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
-        "from train.ladder.suites import Rung, Suite\n"
+        "from tune.suite.suites import Rung, Suite\n"
         "SUITE = Suite('mine', 'Mine', {'batch': 8}, tuple(Rung(f'{n}', {'batch': n}) for n in (2, 4)))\n"
     )
     suite = find_suite(str(path), START)
     assert [apply(START, rung.changes).micro_batch for rung in suite.rungs] == [2, 4]
-    path.write_text("from train.ladder.suites import Rung\nSUITE = [Rung(f'{n}', {'batch': n}) for n in (2, 4)]\n")
+    path.write_text("from tune.suite.suites import Rung\nSUITE = [Rung(f'{n}', {'batch': n}) for n in (2, 4)]\n")
     assert find_suite(str(path), START) == replace(suite, title="mine", base={})
 
 
 def from_file(path: Path, text: str, start: TrainConfig = START) -> Suite:
     """The suite of a Python file with ``text``."""
-    path.write_text(f"from train.ladder.suites import Rung, Suite\nSUITE = {text}\n")
+    path.write_text(f"from tune.suite.suites import Rung, Suite\nSUITE = {text}\n")
     return find_suite(str(path), start)
 
 
@@ -173,7 +173,7 @@ def test_a_python_file_that_fails_is_refused_with_its_fault(tmp_path: Path) -> N
         ("raise SystemExit", "SystemExit"),
         ("SUITE = []", "has no rung"),
         ("SUITE = [('a', {'batch': 8})]", "is not a rung; write Rung"),
-        ("from train.ladder.suites import Rung\nSUITE = [Rung('a', {'bach': 8})]", "rung 'a' .*did you mean batch"),
+        ("from tune.suite.suites import Rung\nSUITE = [Rung('a', {'bach': 8})]", "rung 'a' .*did you mean batch"),
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=named):

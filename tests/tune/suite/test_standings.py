@@ -1,18 +1,19 @@
 """A ladder's closing table: each rung beside its controls, losses at equal tokens, and verdicts that say how sure."""
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infra.place import Place
 from infra.units import GB
-from train.ladder.compare import Difference
-from train.ladder.losses import loss_at
-from train.ladder.runner import Measured
-from train.ladder.standings import (
+from train.config import TrainConfig
+from tune.compare import Difference
+from tune.space import Candidate
+from tune.suite.charts import band
+from tune.suite.runs import Measured
+from tune.suite.standings import (
     EQUAL_WORK_TITLE,
     Row,
     cells,
@@ -22,63 +23,54 @@ from train.ladder.standings import (
     held_out,
     helps,
     legend,
+    loss_at,
+    loss_curve,
     markdown,
     opening_lines,
     standings,
     times,
     utilisation,
 )
-from train.ladder.suites import AA, SUITES, Rung, Suite
-from train.result import Memory, RunResult, Throughput
+from tune.suite.suites import AA, SUITES, Rung, Suite
+from tune.trial.row import TrialRow
 
 CUMULATIVE = Suite("mine", "Mine", {}, (Rung("first", {"batch": 2}), Rung("second", {"batch": 4})), cumulative=True)
 FLAT = replace(CUMULATIVE, cumulative=False)
 
 
-@pytest.fixture
-def measured(tmp_path: Path, make_result: Callable[..., RunResult]) -> Callable[..., Measured]:
-    """A run in two cycles of five steps, whose loss at each step is its number."""
-
-    def made(name: str, speed: float, *, step_tokens: int = 32, reach: float = 10.0, **changes: Any) -> Measured:
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        cycles = [
-            {"step": step, "step_losses": [*range(step - 4, step + 1)], "train_tokens": step * step_tokens}
-            for step in (5, 10)
-        ]
-        (folder / "cycles.jsonl").write_text("".join(json.dumps(cycle) + "\n" for cycle in cycles))
-        throughput = Throughput(speed, speed - reach, speed + reach, 7, 3)
-        result = make_result(
-            throughput=throughput, train_tokens=10 * step_tokens, memory=Memory(None, None, 2 * GB, "rss")
-        )
-        config = {"global_batch": 16, "micro_batch": 4, "workers": 2} | changes
-        return Measured(name, name, config, result, predicted=3 * GB // 2)
-
-    return made
+def measured(name: str, speed: float, *, step_tokens: int = 32, reach: float = 10.0, **changes: Any) -> Measured:
+    """A run of ten steps, whose loss at each step is its number."""
+    config = replace(TrainConfig(global_batch=8, micro_batch=4, device="cpu", precision="fp32"), **changes)
+    row = TrialRow(
+        name, 1, "rung", 0, Candidate(4), 2, "ok", "", 1.0, predicted_memory=1.5 * GB, tokens_per_second=speed,
+        low=speed - reach, high=speed + reach, memory=2 * GB, node="w1", step_tokens=step_tokens,
+        losses=[float(step) for step in range(1, 11)],
+    )  # fmt: skip
+    return Measured(name, config, row)
 
 
 def test_a_ladder_is_told_in_five_lines() -> None:
-    assert opening_lines(FLAT, ROWS, "NVIDIA H100", {"first": "runs/a ladder/01-first/config.json"}) == [
+    assert opening_lines(FLAT, ROWS, "NVIDIA H100", Place("/a ladder/best.json")) == [
         ("What", "Mine; 2 of 3 rungs ran on NVIDIA H100"),
         ("Speed", "1,500 tokens/s (95%: 1,490 to 1,510) with first, 1,000 of the baseline"),
         ("Memory", "9.00 GB, 10.00 GB of the baseline"),
         ("Gain", "1.50 times the baseline (95%: 1.40 to 1.60)"),
-        ("Next", "`python -m train.run --config 'runs/a ladder/01-first/config.json'`"),
+        ("Next", "`python -m train.run --config '/a ladder/best.json'`"),
     ]
-    alone = dict(opening_lines(FLAT, ROWS[:1], "cpu", {"baseline": "runs/one/control-00/config.json"}))
+    alone = dict(opening_lines(FLAT, ROWS[:1], "cpu", Place("/one/best.json")))
     assert (alone["Speed"], alone["Gain"]) == (
         "1,000 tokens/s (95%: 990 to 1,003)", "no rung is faster than the baseline"
     )  # fmt: skip
 
 
-def test_each_rung_is_compared_with_its_own_controls(measured: Callable[..., Measured], tmp_path: Path) -> None:
+def test_each_rung_is_compared_with_its_own_controls(tmp_path: Path) -> None:
     controls = [measured("baseline", 1000), measured("control-1", 1000), measured("control-2", 2000)]
     rungs = [
         measured("first", 3000, step_tokens=64),
-        Measured("refused", "", {}, reason="no such GPU"),
-        replace(measured("second", 2000, global_batch=8), changes_numerics=True),
+        Measured("refused", reason="no such GPU"),
+        replace(measured("second", 2000, global_batch=4), changes_numerics=True),
     ]
-    base, first, refused, second = standings(controls, rungs, tmp_path)
+    base, first, refused, second = standings(controls, rungs, Place.of(tmp_path))
     assert refused == Row("refused", "no such GPU")
     assert (base.name, base.step, base.total) == ("baseline", None, None)
     assert first.total is not None
@@ -97,11 +89,17 @@ def test_each_rung_is_compared_with_its_own_controls(measured: Callable[..., Mea
     assert (first.changes_numerics, second.changes_numerics) == (False, True)
 
 
-def test_losses_at_equal_tokens_are_those_of_the_last_fifth(measured: Callable[..., Measured], tmp_path: Path) -> None:
-    measured("one", 1000)
-    assert loss_at(tmp_path / "one", 320) == 9.5
-    assert loss_at(tmp_path / "one", 160) == 5.0
-    assert loss_at(tmp_path / "one", 31) is None
+def test_losses_at_equal_tokens_are_those_of_the_last_fifth() -> None:
+    row = measured("one", 1000).row
+    assert row is not None
+    assert loss_curve(row)[:2] == [(32, 1.0), (64, 2.0)]
+    assert [loss_at(row, tokens) for tokens in (320, 160, 31)] == [9.5, 5.0, None]
+
+
+def test_the_band_ends_with_the_shortest_control() -> None:
+    controls = [[(10, 5.0), (20, 4.0), (30, 3.0)], [(10, 5.5), (20, 3.5)], [(10, 4.5), (20, 3.75)]]
+    assert band(controls) == [(10, 4.5, 5.5), (20, 3.5, 4.0)]
+    assert band([]) == []
 
 
 def test_a_ratio_that_may_be_none_is_in_brackets() -> None:

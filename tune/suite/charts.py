@@ -7,8 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from infra.units import GB
-from train.ladder.losses import Curve
-from train.ladder.standings import Row
+from tune.suite.standings import Curve, Row
 
 
 def speed_chart(rows: list[Row], title: str, path: Path, *, cumulative: bool) -> Path:
@@ -48,6 +47,14 @@ def speed_chart(rows: list[Row], title: str, path: Path, *, cumulative: bool) ->
         waterfall.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
     return path
+
+
+def band(controls: Sequence[Curve]) -> list[tuple[int, float, float]]:
+    """Tokens seen, and the lowest and the highest loss of the ``controls`` there, as far as all of them ran."""
+    return [
+        (points[0][0], min(loss for _, loss in points), max(loss for _, loss in points))
+        for points in zip(*controls, strict=False)
+    ]
 
 
 def loss_chart(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from train.intervals import Estimate, median_interval
-from train.ladder.compare import Difference, Interleaved, over
+from tune.compare import Difference, Interleaved, over
 
 
 def exact(*speeds: float) -> list[Estimate]:

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from infra.units import GB
 from train.config import TrainConfig
-from train.ladder.published import A100_MATMUL, FIVE_MINUTES, STUDY, deviations, kinds, studied
-from train.ladder.runner import SAME_BATCH
-from train.ladder.standings import Part, Row, three_digits
 from train.model_config import format_model
+from tune.suite.published import A100_MATMUL, FIVE_MINUTES, STUDY, deviations, kinds, studied
+from tune.suite.runs import SAME_BATCH
+from tune.suite.standings import Part, Row, three_digits
 
 
 def compare(rows: Sequence[Row], configs: Mapping[str, TrainConfig]) -> tuple[list[Part], list[str]]:

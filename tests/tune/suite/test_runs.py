@@ -1,0 +1,349 @@
+"""What a ladder runs and what it refuses, rung by rung, without the runs themselves."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.errors import UserError
+from infra.hardware import A100, DeviceFacts, cpu_facts
+from infra.place import Place
+from pipeline.shards import read_manifest
+from train.config import TrainConfig, config_from_json
+from train.estimate.memory import predict_peak
+from train.loop.memory_limit import UNMEASURED
+from train.model_config import ModelConfig
+from tune.config import LadderConfig
+from tune.device import Machine
+from tune.suite.runs import Ladder, Measured, largest_batch, refuse_short, refuse_unsuited
+from tune.suite.suites import AA, STREAMING, SUITES, Rung, Suite, short_form, streamed
+from tune.trial.row import TrialRow
+from tune.trial.run import Request, unmeasured
+
+Made = Callable[[Request, TrainConfig], TrialRow]
+
+
+def well(request: Request, config: TrainConfig, **more: Any) -> TrialRow:
+    """The row of a run of eight steps at 1,000 tokens per second."""
+    speed = {"tokens_per_second": 1000.0, "low": 990.0, "high": 1010.0, "step_seconds": [1.0] * 8}
+    return replace(unmeasured(request, "ok", "reached 8 steps", 1.0), **speed | more)
+
+
+def too_large(request: Request) -> TrialRow:
+    """The row of a run that ran out of memory."""
+    return unmeasured(request, "oom", "more than that", 1.0)
+
+
+def climbed(ladder: Ladder, made: Made = well) -> tuple[list[Measured], list[Measured], list[tuple[str, TrainConfig]]]:
+    """Controls, rungs, and the runs in order, by where they stand; each leaves the row that is ``made`` of it."""
+    rows: list[TrialRow] = []
+    ran: list[tuple[str, TrainConfig]] = []
+    while request := ladder.request("here", len(rows) + 1, rows, []):
+        config = config_from_json(request.config, "test")
+        rows.append(made(request, config))
+        ran.append((request.key.rpartition("-")[0], config))
+    assert ladder.is_finished(rows)
+    return *ladder.measured(rows), ran
+
+
+@pytest.fixture
+def ladder_of(small_shards: Path, tmp_path: Path) -> Callable[..., Ladder]:
+    """A ladder of a suite from a config on, on a made-up device."""
+
+    def make(suite: Suite, start: TrainConfig, facts: DeviceFacts | None = None, **options: Any) -> Ladder:
+        machine = Machine("here", facts or cpu_facts(), 10**12)
+        return Ladder(
+            LadderConfig(**options), Place.of(tmp_path), (machine,), read_manifest(small_shards), suite, start
+        )
+
+    return make
+
+
+Make = Callable[..., Ladder]
+
+
+@pytest.fixture
+def base(small_model: ModelConfig) -> TrainConfig:
+    return TrainConfig(model=small_model, micro_batch=4, global_batch=12, steps=10, device="cpu", precision="fp32")
+
+
+RUNGS = (
+    Rung("chunks", {"loss_chunks": 2}),
+    Rung("the same", {"loss_chunks": 2}),
+    Rung("fails", {"micro_batch": 3}),
+    Rung("smaller pieces", {"micro_batch": 2}),
+    Rung("larger", {"global_batch": 24}),
+    Rung("a GPU's", {"precision": "tf32"}),
+    Rung("again"),
+)
+
+
+def sizes(measured: list[Measured]) -> dict[str, int]:
+    """Micro-batches by name."""
+    return {rung.name: rung.config.micro_batch for rung in measured if rung.config}
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_a_control_stands_around_every_rung_that_ran(cumulative: bool, base: TrainConfig, ladder_of: Make) -> None:
+    suite = Suite("mine", "Mine", {"checkpointing": "full"}, RUNGS, cumulative)
+    made: Made = lambda request, config: too_large(request) if config.micro_batch == 3 else well(request, config)  # noqa: E731
+    controls, rungs, ran = climbed(ladder_of(suite, base), made)
+    baseline = replace(base, checkpointing="full", attention="sdpa")
+    reasons = {rung.name: rung.reason for rung in rungs if rung.reason}
+    unchanged = {"the same": "here it changes nothing"} if cumulative else {}
+    gpu = {"a GPU's": "TF32 is for GPUs; a CPU computes the same fp32"}
+    assert reasons == unchanged | {"fails": "oom: more than that"} | gpu
+    assert len(controls) == 1 + len(rungs) - len(reasons)
+    assert all(config == baseline for place, config in ran if place.startswith("control"))
+    assert len({place for place, _ in ran}) == len(ran), "each has a place of its own"
+    configs = {rung.name: rung.config for rung in rungs}
+    kept = {"loss_chunks": 2, "micro_batch": 2, "global_batch": 24} if cumulative else {}
+    assert configs["again"] == replace(baseline, **kept)
+    assert configs["larger"] == replace(baseline, **(kept | {"global_batch": 24}))
+    assert [rung.name for rung in rungs if rung.changes_numerics] == ["larger"], "another global batch"
+
+
+BF16 = {
+    "a100": {"bf16 without scaler", "bf16 activations"},
+    "loop": {"mixed precision bf16"},
+    "memory": {"bf16", "bf16 activations", "bf16 AdamW", "all together"},
+    "precision": {"bf16", "bf16 activations", "bf16 AdamW"},
+}
+REFUSED = {
+    "a100": {"tensor cores", "mixed precision fp16", "the GPU's attention", "max-autotune"},
+    "loop": {"tensor cores", "max-autotune", "all together"},
+    "memory": {"fp16", "TF32"},
+    "precision": {"fp16", "TF32"},
+    "kernels": {"coordinate descent", "max-autotune", "max-autotune with CUDA graphs"},
+    "accumulation": {"max-autotune"},
+    "loader": set[str](),
+    "sizes": {"batch 31"},
+    "aa": set[str](),
+}
+"""What no CPU can run and, of ``sizes``, what is the baseline again once it is an eighth the size and rounded up."""
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_a_cpu_runs_every_rung_but_those_for_other_hardware(
+    suite: Suite, native: bool, base: TrainConfig, ladder_of: Make
+) -> None:
+    short = replace(short_form(suite), seeds=1)
+    short = replace(short, base={name: value for name, value in short.base.items() if name != "model"})
+    base = replace(base, model=replace(base.model, width=48))  # which 6, 16 and 24 heads divide
+    _, rungs, _ = climbed(ladder_of(short, base, DeviceFacts("cpu", "cpu", bf16=native)))
+    expected = REFUSED[suite.name] | (set() if native else BF16.get(suite.name, set()))
+    assert {rung.name for rung in rungs if rung.reason} == expected
+
+
+LARGER = (
+    Rung("compile", {"checkpointing": "full", "batch": 6}),
+    Rung("rate", {"learning_rate": 1e-3}),
+    Rung("batch 8", {"batch": 8}),
+    Rung("both", {"seed": 1, "micro_batch": 4, "global_batch": 16}),
+    Rung("fails when larger", {"seed": 2, "batch": 24}),
+    Rung("smaller", {"seed": 3, "batch": 2}),
+)
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_a_change_with_a_larger_batch_is_first_run_at_the_batch_before_it(
+    cumulative: bool, base: TrainConfig, ladder_of: Make
+) -> None:
+    """Where the batch is all that changes, is set by name, or becomes smaller, there is one run."""
+    made: Made = lambda request, config: too_large(request) if config.micro_batch == 24 else well(request, config)  # noqa: E731
+    controls, rungs, ran = climbed(ladder_of(Suite("mine", "Mine", {"batch": 4}, LARGER, cumulative), base), made)
+    before = 16 if cumulative else 4
+    assert sizes(rungs) == {
+        "compile, same batch": 4, "compile": 6, "rate": 6 if cumulative else 4, "batch 8": 8, "both": 4,
+        "fails when larger, same batch": 4, "fails when larger": 24, "smaller": 2,
+    }  # fmt: skip
+    configs = {rung.name: rung.config for rung in rungs if rung.config}
+    same, larger = configs["compile, same batch"], configs["compile"]
+    assert same == replace(larger, micro_batch=4, global_batch=4)
+    assert configs["fails when larger, same batch"].global_batch == before, "the same work as the rung before"
+    labelled = {rung.name for rung in rungs if rung.changes_numerics}
+    assert labelled == {"compile", "batch 8", "both", "fails when larger", "smaller"}
+    assert len(controls) == 1 + len([rung for rung in rungs if rung.speed])
+    assert len({place for place, _ in ran}) == len(ran), "each has a place of its own"
+    assert [place for place, _ in ran[1:5]] == [
+        "01-compile-same-batch", "control-01-same-batch", "01-compile", "control-01",
+    ]  # fmt: skip
+
+
+def test_a_fitted_rung_is_first_run_at_the_batch_before_it(base: TrainConfig, ladder_of: Make) -> None:
+    limit = predict_peak(replace(base, micro_batch=64, global_batch=192)).total
+    suite = Suite("mine", "Mine", {}, (Rung("checkpointing", {"checkpointing": "full"}),))
+    controls, (same, larger), _ = climbed(ladder_of(suite, base, memory_limit=limit, fit=True))
+    assert larger.config is not None
+    assert same.config == replace(larger.config, micro_batch=64, global_batch=192)
+    assert sizes(controls)["control"] == 64 < larger.config.micro_batch
+    assert (same.name, larger.name) == ("checkpointing, same batch", "checkpointing")
+    assert larger.config.checkpointing == "full"
+
+
+@pytest.mark.parametrize(("beyond", "fitted"), [(UNMEASURED, 64), (UNMEASURED - 1, 56)])
+def test_a_gpus_limit_leaves_room_for_what_is_not_predicted(
+    beyond: int, fitted: int, base: TrainConfig, ladder_of: Make
+) -> None:
+    on_gpu = replace(base, device="cuda")
+    limit = predict_peak(replace(on_gpu, micro_batch=64, global_batch=192)).total + beyond
+    suite = Suite("mine", "Mine", {}, (Rung("seed", {"seed": 1}),))
+    controls, _, _ = climbed(ladder_of(suite, on_gpu, A100, memory_limit=limit, fit=True))
+    assert sizes(controls[:1]) == {"baseline": fitted}
+
+
+RETRIED = (
+    Rung("rate", {"learning_rate": 1e-3}),
+    Rung("checkpointing", {"checkpointing": "full"}),
+    Rung("seed", {"seed": 1}),
+)
+
+
+def misjudged(most: int) -> Made:
+    """Batches above ``most`` do not fit, whatever was predicted; twice as large ones do with checkpointing."""
+
+    def made(request: Request, config: TrainConfig) -> TrialRow:
+        beyond = config.micro_batch > most * (2 if config.checkpointing == "full" else 1)
+        return too_large(request) if beyond else well(request, config)
+
+    return made
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_a_fitted_batch_that_does_not_fit_is_made_smaller(cumulative: bool, base: TrainConfig, ladder_of: Make) -> None:
+    limit = predict_peak(replace(base, micro_batch=64, global_batch=192)).total
+    ladder = ladder_of(Suite("mine", "Mine", {}, RETRIED, cumulative), base, memory_limit=limit, fit=True)
+    controls, (rate, same, larger, seed), ran = climbed(ladder, misjudged(50))
+    assert set(sizes(controls).values()) == {48}, "of 64, 56 and 48"
+    assert controls[0].too_large == (64, 56)
+    assert not controls[0].changes_numerics
+    assert rate.too_large == (), "what was learnt of the baseline is known of all that is based on it"
+    assert same.too_large == ()
+    found = sizes([rate, same, larger, seed])
+    assert (found["rate"], found[same.name]) == (48, 48)
+    assert larger.speed
+    assert 48 < found["checkpointing"] <= 100
+    assert found["seed"] == (found["checkpointing"] if cumulative else 48)
+    assert ("control-00-batch-48", 48) in [(place, config.micro_batch) for place, config in ran]
+    assert len({place for place, _ in ran}) == len(ran), "each has a place of its own"
+
+
+def test_smaller_batches_are_tried_a_few_times_only(base: TrainConfig, ladder_of: Make) -> None:
+    """And the suite's own batches are never changed."""
+    limit = predict_peak(replace(base, micro_batch=64, global_batch=192)).total
+    suite = Suite("mine", "Mine", {}, (Rung("checkpointing", {"checkpointing": "full"}),))
+    tried: list[int] = []
+
+    def hopeless(request: Request, config: TrainConfig) -> TrialRow:
+        tried.append(config.micro_batch)
+        return too_large(request)
+
+    with pytest.raises(UserError, match="3 smaller batches did not fit either: give a larg"):
+        climbed(ladder_of(suite, base, memory_limit=limit, fit=True), hopeless)
+    assert tried == [64, 56, 48, 40]
+    tried.clear()
+    with pytest.raises(UserError, match="Give --fit"):
+        climbed(ladder_of(replace(suite, base={"batch": 64}), base, memory_limit=limit), hopeless)
+    assert tried == [64]
+
+
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_other_numerics_are_run_with_several_seeds(cumulative: bool, base: TrainConfig, ladder_of: Make) -> None:
+    """And so is the rung before, at the same batch; losses are paired by seed."""
+
+    def made(request: Request, config: TrainConfig) -> TrialRow:
+        loss = 3.0 + config.seed / 10 + 0.5 * (config.precision == "bf16") + 0.25 * (config.optimizer == "adafactor")
+        return well(request, config, val_loss=loss)
+
+    rungs = (
+        Rung("rate", {"checkpointing": "full"}),
+        Rung("bf16", {"precision": "bf16", "batch": 8}, changes_numerics=True),
+        Rung("Adafactor", {"optimizer": "adafactor"}, changes_numerics=True),
+        streamed(["books"]),
+    )
+    suite = Suite("mine", "Mine", {"batch": 4}, rungs, cumulative, seeds=3)
+    modern = DeviceFacts("cpu", "cpu", bf16=True)
+    _, measured, ran = climbed(ladder_of(suite, base, modern), made)
+    pairs = {rung.name: rung.held_out for rung in measured}
+    assert pairs["rate"] == pairs["bf16"] == (), "equal numerics, and another batch, whose loss may differ anyway"
+    assert pairs[STREAMING] == (), "other windows"
+    assert pairs["bf16, same batch"] == ((3.0, 3.5), (3.1, 3.6), (3.2, 3.7))
+    before = 0.5 * cumulative
+    expected = [(3.0 + before + seed / 10, 3.25 + before + seed / 10) for seed in range(3)]
+    assert [value for pair in pairs["Adafactor"] for value in pair] == pytest.approx(
+        [value for pair in expected for value in pair]
+    )
+    seeded = {place: config.seed for place, config in ran if "-seed-" in place}
+    assert seeded["02-bf16-same-batch-seed-1"] == 1
+    assert ("02-bf16-seed-2" if cumulative else "control-00-seed-2") in seeded, "the rung before"
+    _, measured, ran = climbed(ladder_of(replace(suite, seeds=1), base, modern), made)
+    assert all(rung.held_out == () for rung in measured)
+    assert not any("-seed-" in place for place, _ in ran)
+
+
+def test_a_ladder_ends_where_its_control_does(base: TrainConfig, ladder_of: Make) -> None:
+    def made(request: Request, config: TrainConfig) -> TrialRow:
+        return too_large(request) if request.name == "control" else well(request, config)
+
+    with pytest.raises(UserError, match="control could not be run again after 'chunks': oom"):
+        climbed(ladder_of(Suite("mine", "Mine", {}, RUNGS), base), made)
+
+
+def test_a_ladder_is_continued_on_the_machine_of_its_first_run_from_what_did_not_fail(
+    base: TrainConfig, ladder_of: Make
+) -> None:
+    ladder = ladder_of(Suite("mine", "Mine", {}, RUNGS), base)
+    assert ladder.usable({"here", "there"}, []) == {"here", "there"}
+    request = ladder.request("here", 1, [], [])
+    assert request is not None
+    row = well(request, base)
+    assert ladder.usable({"here", "there"}, [row]) == {"here"}
+    assert ladder.is_kept(row)
+    assert ladder.is_kept(too_large(request))
+    assert not ladder.is_kept(unmeasured(request, "failed", "its process died", 1.0))
+    other = ladder_of(ladder.suite, replace(base, seed=1)).request("here", 1, [row], [])
+    assert other is not None
+    assert other.proposal.stage == "baseline", "the row of another config does not count"
+
+
+def test_the_batch_that_fits_is_the_largest_that_does(base: TrainConfig) -> None:
+    for size, next_size in ((1, 2), (7, 8), (8, 16), (24, 32)):
+        limit = predict_peak(replace(base, micro_batch=size, global_batch=3 * size)).total
+        fitted = largest_batch(base, limit)
+        assert (fitted.micro_batch, fitted.global_batch) == (size, 3 * size), "with its accumulation"
+        larger = predict_peak(replace(base, micro_batch=next_size, global_batch=3 * next_size)).total
+        assert largest_batch(base, larger).micro_batch == next_size
+
+
+def test_a_baseline_without_a_speed_says_what_to_do(base: TrainConfig, ladder_of: Make) -> None:
+    request = ladder_of(AA, base).request("here", 1, [], [])
+    assert request is not None
+
+    def baseline(row: TrialRow) -> Measured:
+        return Measured("baseline", base, row, "" if row.speed else row.reason)
+
+    refuse_short(baseline(well(request, base)))
+    with pytest.raises(UserError, match=r"^7 steps in 3\.0s .* a rung needs 8 steps, here --time-budget 4s or more"):
+        refuse_short(baseline(well(request, base, step_seconds=[9.0, *[0.5] * 6])))
+    short = replace(unmeasured(request, "failed", "too few", 1.0), too_short=True, step_seconds=[1.5])
+    with pytest.raises(UserError, match=r"--time-budget 12s or more"):
+        refuse_short(baseline(short))
+    with pytest.raises(UserError, match=r"cannot be run: no kernel\.$"):
+        refuse_short(baseline(unmeasured(request, "failed", "no kernel", 1.0)))
+
+
+def test_what_a_machine_cannot_show_is_refused(base: TrainConfig) -> None:
+    modern, old = DeviceFacts("cpu", "cpu", bf16=True), DeviceFacts("cpu", "cpu", bf16=False)
+    habits = replace(base, device="auto", ablate=("pages", "sync"))
+    refuse_unsuited(habits, replace(habits, ablate=()), Rung("habits", {"ablate": ()}), A100)
+    with pytest.raises(UserError, match="large pages are for CPU memory"):
+        refuse_unsuited(habits, replace(habits, ablate=("sync",)), Rung("pages", {"ablate": ("sync",)}), A100)
+    tf32 = replace(base, precision="tf32")
+    refuse_unsuited(tf32, replace(tf32, seed=1), Rung("seed", {"seed": 1}), old)
+    bf16, rung = replace(base, precision="bf16"), Rung("bf16", {"precision": "bf16"})
+    refuse_unsuited(base, bf16, rung, modern)
+    with pytest.raises(UserError, match="emulates bf16"):
+        refuse_unsuited(base, bf16, rung, old)

@@ -1,1 +1,0 @@
-"""A suite of config changes, each measured against a control: python -m train.ladder."""

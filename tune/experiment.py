@@ -1,0 +1,117 @@
+"""What a search and a ladder have in common: trials in one folder, each decided from the rows of those before it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from infra.place import Place, WorkingCopy
+from pipeline.shards import Manifest
+from train.config import TrainConfig
+from tune.config import ExperimentConfig
+from tune.device import Machine, trial_resources
+from tune.folder import TRIALS
+from tune.trial.row import TrialRow
+from tune.trial.run import Request
+
+
+@dataclass(frozen=True)
+class Experiment(ABC):
+    """One search or ladder, with everything decided that its config leaves open."""
+
+    config: ExperimentConfig
+    place: Place
+    """Where it belongs: --out and its name."""
+    machines: tuple[Machine, ...]
+    """The machines on which its trials may run."""
+    manifest: Manifest
+    copy: WorkingCopy | None = field(default=None, kw_only=True)
+    """The place on this machine, once it is locked."""
+
+    kind: ClassVar[str]
+    """``search`` or ``ladder``."""
+    collection: ClassVar[str]
+    """MLflow's experiment."""
+
+    @property
+    @abstractmethod
+    def training(self) -> TrainConfig:
+        """The run that all trials are variations of, resolved for their device."""
+
+    @property
+    @abstractmethod
+    def limit(self) -> int | None:
+        """Most memory that a trial's process may use, in bytes; None where there is no limit."""
+
+    @abstractmethod
+    def request(
+        self, machine: str, number: int, rows: Sequence[TrialRow], running: Sequence[Request]
+    ) -> Request | None:
+        """What to run on ``machine`` as the trial of this ``number``, while others are ``running``.
+
+        None where nothing can be decided without them, or the experiment is at its end. Raises ``UserError`` where it
+        cannot continue.
+        """
+
+    @abstractmethod
+    def is_finished(self, rows: Sequence[TrialRow]) -> bool:
+        """Whether nothing is left to run after ``rows``. Raises ``UserError`` where it cannot continue."""
+
+    @abstractmethod
+    def usable(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
+        """Those of these machines that are fit for the next trial. Raises ``UserError`` where none ever will be."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What an experiment must share with this one to be continued as it."""
+
+    @abstractmethod
+    def params(self) -> dict[str, object]:
+        """What tells it from others in MLflow."""
+
+    @abstractmethod
+    def labels(self, row: TrialRow) -> dict[str, str]:
+        """Further columns of a trial in MLflow's list."""
+
+    def is_kept(self, row: TrialRow) -> bool:
+        """Whether ``row`` counts when the experiment is continued; what it is of runs again otherwise."""
+        return True
+
+    @property
+    def parallel(self) -> int:
+        """Trials at a time."""
+        return 1
+
+    @property
+    def folder(self) -> Path:
+        """The place on this machine."""
+        return self.working_copy.folder
+
+    @property
+    def working_copy(self) -> WorkingCopy:
+        """Where this driver writes what belongs to the place. Only a locked one in object storage has one."""
+        return self.copy or WorkingCopy(self.place, self.place.folder)
+
+    @property
+    def trials(self) -> Path:
+        """The folder of the rows."""
+        return self.folder / TRIALS
+
+    @property
+    def data(self) -> Place:
+        """The token shards, by a whole path or URI, because trials run elsewhere."""
+        return Place.of(self.training.data)
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return self.training.device
+
+    def resources(self) -> dict[str, float]:
+        """What each trial asks the connected Ray for."""
+        return trial_resources(self.training, use_gpu=self.device == "cuda")
+
+    def send(self, *names: str) -> None:
+        """Send files of the folder to the place; nothing to do where that is the folder itself."""
+        self.working_copy.send(*names)

@@ -1,0 +1,92 @@
+"""What a ladder will run, decided before anything runs. Raises ``UserError`` in one sentence for what cannot work."""
+
+from dataclasses import replace
+from typing import Any
+
+from infra.console import console
+from infra.errors import UserError
+from infra.place import Place
+from infra.table import tables
+from infra.units import GB
+from pipeline.shards import read_manifest
+from pipeline.stream import Stream
+from train.checkpoint.run_folder import new_place
+from train.config import TrainConfig, load_config
+from train.data.source import estimate
+from train.data.text import refuse_foreign_ids
+from train.estimate.memory import predict_peak
+from train.resolve import resolve
+from tune.config import LadderConfig
+from tune.device import trial_machines
+from tune.folder import TRIALS, place_of
+from tune.space import Candidate
+from tune.suite import published
+from tune.suite.runs import SHORTEST, Climb, Ladder
+from tune.suite.suites import STREAMING, Suite, choose, find_suite, searched, short_form, streamed, without_model
+from tune.trial.row import TrialRow
+
+
+def make_ladder(config: LadderConfig) -> Ladder:
+    """The ladder that ``config`` describes; reads the data's manifest and the device, and writes nothing."""
+    name = config.name or config.suite
+    place = place_of(config.out, name)
+    if not (config.resume or config.dry_run):
+        new_place(config.out, name, begun=(TRIALS, Place.LOCK))
+    start = config.training
+    suite = chosen(config, start)
+    manifest = read_manifest(config.data)
+    if config.stream:  # what is wrong with the books is known now, and not after the other rungs
+        refuse_foreign_ids(start, estimate(Stream(config.stream, start.seed, start.reading)))
+    machines = trial_machines(start, cluster=config.cluster)
+    if resolve(start, machines[0].device).device == "cpu":
+        suite = short_form(suite)
+        console.print("[yellow]No GPU is used: the suite runs in its short form, batches an eighth the size"
+                      + ("" if config.model else " and the model tiny") + ".[/yellow]")  # fmt: skip
+    if config.best:
+        suite = replace(suite, rungs=(*suite.rungs, searched(load_config(config.best, "--best"))))
+    if config.stream:
+        suite = replace(suite, rungs=(*suite.rungs, streamed(config.stream)))
+    if config.model:
+        suite = without_model(suite)
+    return Ladder(config, place, machines, manifest, suite, start)
+
+
+def chosen(config: LadderConfig, start: TrainConfig) -> Suite:
+    """The suite, reduced to the chosen rungs."""
+    suite = find_suite(config.suite, start)
+    if STREAMING in config.rungs and not config.stream:
+        raise UserError(f"--rungs {STREAMING} needs books: name them with --stream.")
+    if config.rungs:
+        suite = choose(suite, [name for name in config.rungs if name != STREAMING])
+    suite = replace(suite, seeds=config.seeds or suite.seeds)
+    if suite.seeds > 1 and (config.steps is None or not config.cycle.val):
+        raise UserError(
+            f"held-out losses over {suite.seeds} seeds are compared after equal steps: give --steps, and a --cycle "
+            "with validation batches; or --seeds 1 to compare none."
+        )
+    return suite
+
+
+def print_plan(ladder: Ladder, before: dict[str, Any] | str | None) -> None:
+    """Print what would run, with the memory that is predicted for it; beside what the study says, where it is named."""
+    fine = TrialRow(
+        "", 1, "rung", 0, Candidate(1), 1, "ok", "", 0.0, node="", step_seconds=[1.0] * SHORTEST,
+        tokens_per_second=1.0, low=1.0, high=1.0,
+    )  # fmt: skip
+    controls, rungs = Climb(ladder, lambda key: fine).to_the_end()  # as if every run went well
+    lines: list[tuple[str, str, str]] = []
+    for rung in (controls[0], *rungs):
+        if config := rung.config:
+            batch = f"{config.micro_batch} x {config.accumulation}"
+            lines.append((rung.name, batch, f"{predict_peak(config).total / GB:.2f}"))
+        else:
+            console.print(f"{rung.name}: not run, {rung.reason}.", markup=False)
+    for table in tables(("rung", "batch", "predicted GB"), lines, "", console.width):
+        console.print(table)
+    if before == published.NAME:
+        title = "Peak memory on an A100, in GB"
+        for table in tables(published.HEADING, published.memory_rows(), title, console.width):
+            console.print("", table)
+        console.print()
+        console.prose(published.EXPLANATION)
+    console.print("nothing was run")
