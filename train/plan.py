@@ -22,7 +22,7 @@ from train.model_config import format_model
 from train.resolve import resolve_for_plan
 
 COMMON = (
-    "model", "global_batch", "micro_batch", "precision", "compile", "checkpointing", "memory_limit",
+    "model", "global_batch", "micro_batch", "precision", "compile", "checkpointing", "loss", "memory_limit",
     "tokens_per_second", "price",
 )  # fmt: skip
 """Flags that most plans are made with."""

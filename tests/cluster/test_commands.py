@@ -85,7 +85,7 @@ for name in Place.of(sys.argv[1]).files():
 BEST = """
 import sys
 from infra.place import Place
-print(Place.of(sys.argv[1]).read("result.json").decode())
+print(Place.of(sys.argv[1]).read("best.json").decode())
 """
 
 

@@ -23,7 +23,7 @@ from train.generate import GenerateConfig
 from train.model_config import ModelConfig
 from train.profile import __main__ as profile
 from tune import search
-from tune.config import SearchConfig
+from tune.config import LadderConfig, SearchConfig
 from tune.suite.suites import SUITES
 
 

@@ -204,11 +204,13 @@ def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
     assert base["predicted_memory"] <= limit * 10**6
 
 
+IMPOSE = Limit.impose
+
+
 def limits(monkeypatch: pytest.MonkeyPatch, *sizes: float) -> None:
     """Impose limits of these sizes on the next trials, and none on those after them."""
-    waiting, impose = iter(sizes), Limit.impose
-    monkeypatch.setattr(trial, "Limit", Limit)
-    monkeypatch.setattr(Limit, "impose", lambda _, device: impose(int(next(waiting, 10**12)), device))
+    waiting = iter(sizes)
+    monkeypatch.setattr(Limit, "impose", lambda _, device: IMPOSE(int(next(waiting, 10**12)), device))
 
 
 def test_a_rung_over_the_limit_has_failed(
