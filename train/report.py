@@ -214,13 +214,6 @@ def complete_earlier(key: RunKey) -> None:
                         return
 
 
-def complete(home: RunFolder) -> None:
-    """Send what MLflow lacks of the run in ``home``, which has ended. Never raises."""
-    with suppress(Exception):
-        if key := home.key():
-            _completed(home, key)
-
-
 def _completed(home: RunFolder, key: RunKey) -> bool:
     """Send what MLflow lacks of a run from its folder, close it as it ended, and return whether that arrived.
 

@@ -160,7 +160,7 @@ def recorded(run: Run, options: RunOptions) -> int:
         if run.memory_limit:
             tracker.tags({"memory_limit": format_size(run.memory_limit)})
         try:
-            result, _ = measure(run, config, tracker, console.print)
+            result = measure(run, config, tracker, console.print)
         except KeyboardInterrupt:
             if not home.has_checkpoint():
                 raise

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from infra.errors import UserError
-from infra.place import Place
 from infra.schema import from_json, to_json
 from infra.storage import write_json
 from infra.tracking.store import last_steps
@@ -34,22 +33,19 @@ class WorkerFailure(Exception):
     """The loop failed in its worker; the message is the worker's traceback."""
 
 
-def measure(
-    run: Run, config: TrainConfig, tracker: Tracker, say: Callable[[str], None], out: Place | None = None
-) -> tuple[RunResult, dict[str, float] | None]:
+def measure(run: Run, config: TrainConfig, tracker: Tracker, say: Callable[[str], None]) -> RunResult:
     """Train ``run`` as ``config``, print each cycle's line with ``say``, and record the result.
 
-    ``out`` is where runs are, and what the doctor has measured; around the run's place if left out.
-    Returns the result, and NVML's readings of the worker's GPU during the run. Raises as :func:`train` does.
+    Raises as :func:`train` does.
     """
     result, gpu = train(run, config, tracker, lambda cycle: say(cycle["line"]))
-    result = with_matmul_efficiency(result, config, out or run.home.place.parent)
+    result = with_matmul_efficiency(result, config, run.home.place.parent)
     result = replace(result, diagnosis=diagnosed(run, config, result), predicted_memory=predict_peak(config).total)
     write_json(run.home.result, to_json(result))
     run.home.send(run.home.cycles, run.home.stream, run.home.result)
     report.record_end(tracker, config, result, gpu, run.home, run.memory_limit)
     tracker.status = report.STATUS.get(result.outcome, "FAILED")
-    return result, gpu
+    return result
 
 
 def diagnosed(run: Run, config: TrainConfig, result: RunResult) -> Diagnosis | None:
