@@ -8,9 +8,9 @@ from train.result import RunResult
 
 
 def record_curves(tracker: Tracker, config: TrainConfig, result: RunResult, home: RunFolder) -> None:
-    """Draw the cycles of the run in its folder and record the chart; a run without a cycle has none."""
+    """Draw the cycles of the run in its folder and record the chart; one cycle is a point and no curve."""
     cycles = list(home.cycles_until(result.steps))
-    if not cycles:
+    if len(cycles) < 2:
         return
     from matplotlib.figure import Figure  # half a second, for which training must not wait
 
