@@ -21,13 +21,13 @@ import xxhash
 from infra.errors import UserError
 from infra.object_storage import is_remote
 from pipeline.books.downloads import PREFIX
-from pipeline.books.readers import Dropped, Part, RawBook, read_books
+from pipeline.books.readers import Dropped, Part, RawBook
 from pipeline.books.sources import Inventory, find
 from pipeline.config import SAMPLE, Reading, TokenizeConfig
 from pipeline.encoding import VOCABULARY_SHA256
 from pipeline.job.plan import Piece, make_plan, split_of
 from pipeline.job.report import Stopwatch
-from pipeline.job.task import tokenize
+from pipeline.job.task import read, tokenize
 from pipeline.shards import Split
 
 PIECE = 4_000_000
@@ -127,7 +127,7 @@ def encoded_books(piece: Piece, split: Split) -> Iterator[EncodedBook]:
     for part in piece.parts:
         if _is_one_book(part, settings) and split_of(part.file.id, settings.val_fraction) != split:
             continue
-        for raw in read_books(part, settings):
+        for raw in read(part, settings):
             if isinstance(raw, RawBook) and split_of(raw.id, settings.val_fraction) != split:
                 continue
             outcome = tokenize(raw, settings, Stopwatch())

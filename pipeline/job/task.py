@@ -1,17 +1,19 @@
 """The work on one piece: read a piece's files, clean, encode, write its shards, and record the outcome."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from infra.errors import UserError, first_line
 from infra.place import Place
 from pipeline.books.clean import Book, clean
 from pipeline.books.filters import refuse
-from pipeline.books.readers import Dropped, RawBook, read_books
-from pipeline.config import TokenizeConfig
+from pipeline.books.readers import Dropped, Part, RawBook, read_books
+from pipeline.config import Reading, TokenizeConfig
 from pipeline.encoding import encode, verify
 from pipeline.job.crash_guard import DEATHS, CrashGuard
 from pipeline.job.plan import Piece, split_of
@@ -19,14 +21,42 @@ from pipeline.job.record import Record, record_file, reopen
 from pipeline.job.report import Stopwatch
 from pipeline.shards import END_OF_TEXT, SPLITS, ShardRow, Split, shard_path, write_shard
 
+T = TypeVar("T")
+
 VERIFIED_PIECES = 8
 """In one of this many pieces, the first book is encoded again by tiktoken, which is 15 times slower."""
 
 
+def or_dropped(book: str, work: Callable[[], T]) -> T | Dropped:
+    """What ``work`` on one book returns; where it fails, that the book is left out, because the others can be kept.
+
+    Raises ``UserError`` and ``OSError`` as ``work`` does: those are not the book's fault.
+    """
+    try:
+        return work()
+    except (UserError, OSError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as failure:  # noqa: BLE001 a panic of a library in Rust is no Exception
+        return Dropped(book, "failed", f"{type(failure).__name__}: {first_line(failure)}")
+
+
+def read(part: Part, settings: Reading) -> Iterator[RawBook | Dropped]:
+    """The books of :func:`read_books`, and where that fails, which of them are left out."""
+    books = read_books(part, settings)
+    for number in count():
+        rest = f"{part.file.id} from its book {number} on" if number else part.file.id
+        book = or_dropped(rest, partial(next, books, None))
+        if book is None:
+            return
+        yield book
+
+
 def tokenize(raw: RawBook | Dropped, settings: TokenizeConfig, stages: Stopwatch) -> tuple[Book, np.ndarray] | Dropped:
     """The cleaned book and its tokens, the last of them the end of text; or why it is left out."""
-    if isinstance(raw, Dropped):
-        return raw
+    return raw if isinstance(raw, Dropped) else or_dropped(raw.id, partial(_tokenize, raw, settings, stages))
+
+
+def _tokenize(raw: RawBook, settings: TokenizeConfig, stages: Stopwatch) -> tuple[Book, np.ndarray] | Dropped:
     with stages.time("clean"):
         book = clean(raw, join=settings.join_lines)
         if isinstance(book, Book):
@@ -75,7 +105,7 @@ class Work:
     def _reading(self) -> Iterator[RawBook | Dropped]:
         """The piece's books, timed."""
         for part in self.piece.parts:
-            books = read_books(part, self.piece.settings)
+            books = read(part, self.piece.settings)
             for number in count():
                 if not self.guard.at(f"reading {part.file.id} {part.start} {number}"):
                     yield Dropped(
@@ -91,18 +121,12 @@ class Work:
     def _add(self, raw: RawBook | Dropped) -> None:
         settings, record = self.piece.settings, self.record
         outcome = tokenize(raw, settings, self.stages)
+        if not isinstance(outcome, Dropped):
+            outcome = or_dropped(outcome[0].id, partial(self._checked, *outcome))
         if isinstance(outcome, Dropped):
             record.dropped.append(outcome)
             return
         book, tokens = outcome
-        if not record.verified_bytes and self.piece.index % VERIFIED_PIECES == 0:
-            with self.stages.time("verify"):
-                record.verified_bytes = verify(book.id, book.text, tokens[:-1])
-        if settings.duplicates == "near":
-            from pipeline.job.similarity import signature  # an extra step that few runs take
-
-            with self.stages.time("compare"):
-                record.signatures[book.id] = signature(book.text)
         row = ShardRow(
             book.id, book.title, book.author, book.language, book.source, book.sha256, book.chars, tokens, book.released
         )
@@ -111,6 +135,18 @@ class Work:
         record.books.append((book.id, book.sha256, book.chars, len(tokens)))
         self.traits.update(book.traits)
         record.replaced += book.replaced
+
+    def _checked(self, book: Book, tokens: np.ndarray) -> tuple[Book, np.ndarray]:
+        """The book as it is, compared with tiktoken if it is the piece's first, and its signature recorded."""
+        if not self.record.verified_bytes and self.piece.index % VERIFIED_PIECES == 0:
+            with self.stages.time("verify"):
+                self.record.verified_bytes = verify(book.id, book.text, tokens[:-1])
+        if self.piece.settings.duplicates == "near":
+            from pipeline.job.similarity import signature  # an extra step that few runs take
+
+            with self.stages.time("compare"):
+                self.record.signatures[book.id] = signature(book.text)
+        return book, tokens
 
     def _write(self) -> None:
         """Write the waiting books, one shard per split."""

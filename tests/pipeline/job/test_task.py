@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,10 +20,10 @@ import pytest
 
 from infra.errors import UserError
 from infra.place import Place
-from pipeline.books.readers import Dropped
+from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import find
-from pipeline.config import TokenizeConfig
-from pipeline.encoding import encode
+from pipeline.config import Reading, TokenizeConfig
+from pipeline.encoding import encode, reference
 from pipeline.job.dedup import drop_duplicates, find_duplicates
 from pipeline.job.plan import Piece, make_plan
 from pipeline.job.record import Record, read_record
@@ -149,6 +150,57 @@ def test_what_cannot_be_read_is_quarantined_and_the_rest_is_kept(tmp_path: Path,
     assert set(found.values()) == {"unreadable"}
     assert len([name for name in found if name.startswith("lines.jsonl#")]) == 3
     assert len(found) == 3 + 7
+
+
+def test_a_book_at_which_something_fails_is_listed_and_the_others_are_kept(
+    tmp_path: Path, write_books: Callable[..., Path], prose: Prose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failures are those of a bug, of a library in Rust, which is no ``Exception``, and while a file is read."""
+    panic = type("PanicException", (BaseException,), {})
+
+    def failing(text: bytes, encoder: Any) -> np.ndarray:
+        for word, failure in {b"BUG": KeyError("no such key"), b"PANIC": panic("index out of bounds")}.items():
+            if word in text:
+                raise failure
+        return encode(text, encoder)
+
+    def reading(part: Part, settings: Reading) -> Iterator[RawBook | Dropped]:
+        for book in read_books(part, settings):
+            yield book
+            if isinstance(book, RawBook) and book.id.endswith("#0"):
+                raise RuntimeError("the decompressor is confused")
+
+    monkeypatch.setattr("pipeline.job.task.encode", failing)
+    monkeypatch.setattr("pipeline.job.task.read_books", reading)
+    books = write_books(tmp_path / "books", 3)
+    (books / "bug.txt").write_text(prose(7) + "BUG", encoding="utf-8")
+    (books / "panic.txt").write_text(prose(8) + "PANIC", encoding="utf-8")
+    (books / "rows.jsonl").write_text("".join(json.dumps({"text": prose(n)}) + "\n" for n in (9, 10)), encoding="utf-8")
+    record = do(books, tmp_path / "out", val_fraction=0)
+    assert [book for book, *_ in record.books] == [f"books/book 000{n}.txt" for n in range(3)] + ["books/rows.jsonl#0"]
+    assert {(dropped.book, dropped.reason) for dropped in record.dropped} == {
+        ("books/bug.txt", "failed"), ("books/panic.txt", "failed"), ("books/rows.jsonl from its book 1 on", "failed"),
+    }  # fmt: skip
+    assert "PanicException: index out of bounds" in {dropped.detail for dropped in record.dropped}
+
+
+def test_books_with_a_million_blanks_in_a_row_are_kept_with_the_ids_of_tiktoken(tmp_path: Path, prose: Prose) -> None:
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for name, blank in (("blanks", " "), ("lines", "\n"), ("word", "a"), ("usual", "")):
+        (folder / f"{name}.txt").write_text(prose(1) + blank * 1_200_000 + "end" + prose(2), encoding="utf-8")
+    record = do(folder, tmp_path / "out", val_fraction=0, duplicates="keep")
+    (info,) = record.shards
+    assert [book for book, *_ in record.books] == [f"books/{n}.txt" for n in ("blanks", "lines", "usual", "word")]
+    shard = Shard(tmp_path / "out" / info.path)
+    found = {
+        name: shard.tokens[shard.offsets[row] : shard.offsets[row + 1] - 1].tolist()
+        for row, name in enumerate(("blanks", "lines", "usual", "word"))
+    }
+    first, last = (reference().encode_ordinary(text) for text in (prose(1).rstrip("\n"), f"end{prose(2)}"))
+    after = reference().encode_ordinary(f" end{prose(2)}")
+    assert found["blanks"] == [*first, 198, *[220] * 1_199_999, *after]
+    assert found["lines"] == [*first, *[628] * 600_000, 198, *last], "all but the last line feed, by twos"
 
 
 def test_a_piece_that_is_done_late_leaves_the_manifest(
