@@ -23,7 +23,14 @@ from typing import Any, TypeVar
 from infra.command import INTERRUPTED, interrupt_on_termination, uninterrupted
 from infra.console import errors
 from infra.errors import UserError, first_line
-from infra.local_ray import environment_variables, on_loopback, only_needed_processes, own_process_group, refuse_exposed
+from infra.local_ray import (
+    environment_variables,
+    on_loopback,
+    only_needed_processes,
+    own_process_group,
+    refuse_exposed,
+    temporary_folder,
+)  # fmt: skip
 from infra.progress import doing
 from infra.storage import TEMPORARY
 
@@ -107,6 +114,7 @@ def connected(
     else:
         # Inherited rather than a runtime_env, for which Ray would discard the workers that it starts in advance.
         os.environ.update(variables)
+        os.environ.setdefault("RAY_TMPDIR", temporary_folder())
         os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
         # A Ray whose ray.init was interrupted cannot be shut down: the command ended in a segmentation fault.
         with (

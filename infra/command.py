@@ -10,6 +10,7 @@ import argparse
 import atexit
 import errno
 import gc
+import io
 import os
 import re
 import signal
@@ -71,6 +72,8 @@ def run(
     ``--help`` presents the flags.
     A config rejects invalid values by raising ``ValueError`` in ``__post_init__``.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a locale may not have all characters, which must not end the work
+        sys.stdout.reconfigure(errors="replace")
     collect_rarely()
     atexit.register(gc.freeze)  # otherwise the last collection, of objects that are about to go anyway, takes 0.7 s
     _repeat_lost_interrupts()
@@ -78,7 +81,10 @@ def run(
     prog = program or f"python -m {module}"
     for word in sys.argv[1:]:
         if re.search("[\ud800-\udfff]", word):  # bytes that are not UTF-8
-            refuse(UserError(f"{word!r} is not UTF-8, which Ray requires: rename it, or name the folder it is in."))
+            step = "rename it, or name the folder it is in"
+            if sys.getfilesystemencoding() != "utf-8":
+                step = "the locale has another encoding, so set PYTHONUTF8=1"
+            refuse(UserError(f"{word!r} is not UTF-8, which Ray requires: {step}."))
         if has_secret(word):
             refuse(
                 UserError(

@@ -2,6 +2,7 @@
 
 import difflib
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -25,10 +26,13 @@ MISSING = "Missing from"
 def parsed(config: type[Config], program: str, default: Config | None = None) -> Config:
     """``config`` from the command line. Raises ``UserError``, a sentence, for a mistake in it."""
     given: Any = {} if default is None else {"default": default}
+    known = {flag.name for flag in flags_of(config, default)}
+    # A file may have the name of a flag that does not exist, and a shell writes it for '*.txt'.
+    words = [f"./{w}" if w[:1] == "-" and w not in known and os.path.lexists(w) else w for w in sys.argv[1:]]
     said = io.StringIO()
     try:
         with redirect_stderr(said), environment_variables({"COLUMNS": "10000"}), _numbers():
-            made, unknown = tyro.cli(config, prog=program, return_unknown_args=True, **given)
+            made, unknown = tyro.cli(config, prog=program, args=words, return_unknown_args=True, **given)
     except SystemExit as leaving:
         if not leaving.code:
             raise

@@ -12,6 +12,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,6 +41,25 @@ def on_loopback() -> Iterator[None]:
         refuse_exposed()
         _keep_token_private()
         yield
+
+
+_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+"""The longest name of a Unix socket below Ray's temporary folder."""
+
+
+def temporary_folder() -> str:
+    """Where a Ray of our own keeps its sockets and logs: ``TMPDIR``, or another folder if Ray could not work there.
+
+    The name of a Unix socket has at most 107 bytes, and the folder ``ray`` may belong to another user of this machine.
+    Raises ``UserError`` when there is no such folder.
+    """
+    from infra.place import scratch  # imports Arrow
+
+    usual = Path(tempfile.gettempdir())
+    ray = usual / "ray"
+    if len(os.fsencode(usual)) + len(_SOCKET) <= 107 and os.access(ray if ray.exists() else usual, os.W_OK | os.X_OK):
+        return str(usual)
+    return str(scratch(within="/tmp"))  # noqa: S108 as short as can be, and checked to be this user's alone
 
 
 def _keep_token_private() -> None:

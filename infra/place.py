@@ -252,12 +252,12 @@ def refuse_name(name: str) -> None:
         raise UserError(f"--name {name!r} is not a name for object storage: use letters, digits, '.', '_' and '-'.")
 
 
-def scratch(*parts: str) -> Path:
-    """A folder for this user's files on this machine's own disk, below ``TMPDIR``, which no other user can read.
+def scratch(*parts: str, within: str | None = None) -> Path:
+    """A folder for this user's files ``within`` TMPDIR, on this machine's own disk, which no other user can read.
 
     Raises ``UserError`` when somebody else has made a folder of its name, or has been able to put files in it.
     """
-    top = Path(tempfile.gettempdir()) / f"throughline-{os.getuid()}"
+    top = Path(within or tempfile.gettempdir()) / f"throughline-{os.getuid()}"
     with suppress(FileExistsError):
         top.mkdir(mode=0o700)
     status = top.lstat()

@@ -6,12 +6,23 @@ need not wait for.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import unquote
 
 from infra.errors import UserError
 from infra.place import Place
 from infra.schema import strict, to_json
 
 SQLITE = "sqlite:///"
+
+
+def sqlite_store(file: Path) -> str:
+    """The address of the SQLite store in ``file``, as SQLAlchemy reads it."""
+    return f"{SQLITE}{str(file).replace('%', '%25').replace('?', '%3F')}"
+
+
+def sqlite_file(store: str) -> Path | None:
+    """The file of a SQLite store; None for another store."""
+    return Path(unquote(store.removeprefix(SQLITE).partition("?")[0])) if store.startswith(SQLITE) else None
 
 
 @strict
@@ -32,7 +43,8 @@ class RunKey:
     @property
     def is_here(self) -> bool:
         """Whether its store can be asked from this machine: it is not a file that is missing here."""
-        return not self.store.startswith(SQLITE) or Path(self.store.removeprefix(SQLITE)).exists()
+        file = sqlite_file(self.store)
+        return file is None or file.exists()
 
     def valid_in(self, place: Place, instead: str) -> "RunKey":
         """The key, which was read in ``place``.

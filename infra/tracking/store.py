@@ -20,7 +20,7 @@ from infra.credentials import has_secret
 from infra.errors import UserError, first_line
 from infra.provenance import user
 from infra.tracking import lost, saved_views
-from infra.tracking.key import SQLITE, RunKey
+from infra.tracking.key import SQLITE, RunKey, sqlite_file, sqlite_store
 from infra.tracking.tracker import NOTE
 
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # commands print one link, at their end
@@ -45,9 +45,8 @@ def store_uri(tracking_uri: str | None = None) -> str:
             f"the address of the MLflow store at {urlsplit(uri).hostname} contains a password: remove it, and set "
             "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD (PGUSER and PGPASSWORD for PostgreSQL)."
         )
-    if uri.startswith(SQLITE):
-        return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).resolve()}"
-    return uri
+    file = sqlite_file(uri)
+    return sqlite_store(file.resolve()) if file else uri
 
 
 @uninterrupted()
@@ -57,7 +56,7 @@ def open_store(tracking_uri: str | None = None) -> None:
     Raises ``UserError`` when the store cannot be reached.
     """
     store = store_uri(tracking_uri)
-    file = Path(store.removeprefix(SQLITE)) if store.startswith(SQLITE) else None
+    file = sqlite_file(store)
     if file and file.is_dir():
         raise UserError(f"the MLflow store {store} is a folder: name a file in it, such as sqlite:///mlflow.db.")
     if file and file.exists() and not all(os.access(place, os.W_OK) for place in (file, file.parent)):
@@ -69,7 +68,7 @@ def open_store(tracking_uri: str | None = None) -> None:
     try:
         if file and not file.exists():
             _create_database(file)
-        MlflowClient(store).get_experiment_by_name("Default")
+        _open(store)
     except Exception as failure:  # a damaged database, a missing driver: each library raises classes of its own
         raise _unusable(store, failure) from failure
 
@@ -78,9 +77,17 @@ def _create_database(file: Path) -> None:
     """Create the database of a store, whole or not at all: MLflow cannot repair one that is incomplete."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}-") as place:
-        MlflowClient(f"{SQLITE}{place}/{file.name}").get_experiment_by_name("Default")  # the first call creates it
+        _open(sqlite_store(Path(place) / file.name))
         with suppress(OSError):  # another command was first; or there are no links here and MLflow creates it in place
             os.link(f"{place}/{file.name}", file)
+
+
+def _open(store: str) -> None:
+    """Have MLflow open a store, whose database is created by the first call."""
+    MlflowClient(store).get_experiment_by_name("Default")
+    if store.startswith(SQLITE) and "%" in store:
+        with suppress(OSError):  # it also makes the folder that the address names where nothing is unquoted
+            os.removedirs(Path(store.removeprefix(SQLITE)).parent)
 
 
 def create_run(
@@ -233,8 +240,8 @@ def _experiment(client: MlflowClient, store: str, name: str, found: Experiment |
     absolute path, and would write into the original's folder.
     """
     files = None
-    if store.startswith(SQLITE):
-        files = (Path(store.removeprefix(SQLITE)).parent / FILES / name).as_uri()
+    if file := sqlite_file(store):
+        files = (file.parent / FILES / name).as_uri()
     if not found:
         try:
             return client.create_experiment(name, artifact_location=files)
@@ -243,9 +250,9 @@ def _experiment(client: MlflowClient, store: str, name: str, found: Experiment |
             if found is None:
                 raise
     before = found.artifact_location
-    if files and before != files and before.startswith("file:") and before.endswith(f"/{FILES}/{name}"):
+    if file and before != files and before.startswith("file:") and before.endswith(f"/{FILES}/{name}"):
         old = Path(unquote(urlsplit(before).path))
-        if old.resolve() != Path(store.removeprefix(SQLITE)).parent / FILES / name:
+        if old.resolve() != file.parent / FILES / name:
             raise UserError(
                 f"the MLflow store {store} was copied or moved from {old.parents[1]} and would continue to write files "
                 "there: move it back, or give another with --tracking-uri."

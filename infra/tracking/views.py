@@ -1,9 +1,10 @@
 """Links to what is in MLflow."""
 
+import shlex
 from pathlib import Path
 from urllib.parse import quote
 
-from infra.tracking.key import SQLITE, RunKey
+from infra.tracking.key import RunKey, sqlite_file, sqlite_store
 
 
 def children_view(run_id: str) -> str:
@@ -32,15 +33,14 @@ def ui_link(key: RunKey, *, children: bool = False) -> str:
     The link opens MLflow's model-training pages, because its first page is the one for GenAI. The children have a view
     of their own (see ``infra.tracking.saved_views``), because in the list of runs they are collapsed.
     """
-    embedded = key.store.startswith("sqlite:")
-    server = "http://127.0.0.1:5000" if embedded else key.store.rstrip("/")
+    file = sqlite_file(key.store)
+    server = "http://127.0.0.1:5000" if file else key.store.rstrip("/")
     link = f"{server}/#/experiments/{key.experiment_id}/runs"
     if children:
         link += f"?workflowType=machine_learning&viewStateShareKey={children_view(key.run_id)}"
     else:
         link += f"/{key.run_id}?workflowType=machine_learning"
-    if not embedded:
+    if not file:
         return link
-    local = Path(key.store.removeprefix(SQLITE))
-    shown = local.name if local.parent == Path.cwd() else local
-    return f"mlflow ui --backend-store-uri sqlite:///{shown}\n{link}"
+    shown = sqlite_store(Path(file.name) if file.parent == Path.cwd() else file)
+    return f"mlflow ui --backend-store-uri {shlex.quote(shown)}\n{link}"

@@ -56,6 +56,9 @@ def main(options):
             bar.add_task(name)
             for shown in (Markdown(f"`{name}`"), table, Text(name)):
                 command.console.print(shown)
+    if options.do == "foreign":
+        for shown in ("\\u8001 \\u2026 The shop", Markdown("- The shop: \\u8001"), Table("\\u8001", title="\\u8001")):
+            command.console.print(shown)
     if options.do == "interrupt":
         raise KeyboardInterrupt
     if options.do in ("hang up", "left alone"):
@@ -114,6 +117,15 @@ def test_a_log_on_a_full_disk_does_not_end_the_work() -> None:
     with Path("/dev/full").open("wb") as disk:
         done = subprocess.run([sys.executable, "-c", SCRIPT, "--do", "print"], stdout=disk, stderr=disk, timeout=60)
     assert done.returncode == 3
+
+
+@pytest.mark.parametrize("encoding", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "latin-1"}])
+def test_what_the_locale_cannot_print_does_not_end_the_work(encoding: dict[str, str]) -> None:
+    command = [sys.executable, "-c", SCRIPT, "--do", "foreign"]
+    done = subprocess.run(command, env=os.environ | encoding, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"The shop" in done.stdout
+    assert b"?" in done.stdout
 
 
 def test_an_interrupt_in_a_finalizer_is_not_lost() -> None:

@@ -137,6 +137,14 @@ def test_what_is_right_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(monkeypatch, "--rate", "None").rate is None, "which takes back what a file of settings says"
 
 
+def test_a_file_may_begin_as_a_flag_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("-dash.txt", "--count"):
+        Path(name).write_text("It was a book.")
+    found = read(monkeypatch, "a.txt", "-dash.txt", "--count", "4")
+    assert (found.sources, found.count) == (("a.txt", "./-dash.txt"), 4)
+
+
 def test_a_message_in_another_form_is_repeated() -> None:
     assert sentence("Something else went wrong") == "Something else went wrong."
 

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,52 @@ def test_workers_import_our_packages_where_the_current_folder_has_one_of_the_sam
 
 def test_an_accelerator_is_not_waited_for_where_no_machine_joins(local_ray: tuple[list[Any], str, str, str]) -> None:
     assert local_ray[2] == "--accelerator A100 is not in the cluster, which has none."
+
+
+@pytest.mark.parametrize(
+    ("name", "foreign", "usual"),
+    [("tmp", False, True), ("x" * 46, False, False), ("tmp", True, False), ("ü" * 20, False, False)],
+)
+def test_ray_has_its_files_where_it_can_make_sockets(name: str, foreign: bool, usual: bool) -> None:
+    """Another user's folder ``ray`` is one that this process may not write to once it is no longer root's."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as top:
+        Path(top).chmod(0o755)
+        folder = Path(top, name)
+        folder.mkdir()
+        folder.chmod(0o1777)
+        if foreign:
+            (folder / "ray").mkdir(mode=0o555)
+        program = """
+import os, tempfile
+import infra.place
+from infra.local_ray import temporary_folder
+if os.getuid() == 0:
+    os.setuid(65534)
+print(temporary_folder(), os.getuid())
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=PROJECT, env=os.environ | {"TMPDIR": str(folder)},
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        found, user = done.stdout.split()
+        assert found == (str(folder) if usual else f"/tmp/throughline-{user}")  # noqa: S108
+
+
+@pytest.mark.slow
+def test_a_local_ray_starts_where_tmpdir_is_too_long_for_sockets(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 46)
+    folder.mkdir()
+    program = """
+from infra.cluster import connected
+with connected(cpus=1):
+    import ray
+    print(ray.get(ray.remote(lambda: 3).remote()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=PROJECT, env=os.environ | {"TMPDIR": str(folder)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["3"], done.stderr
 
 
 def test_a_ray_without_the_switch_for_loopback_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,24 @@ def test_the_store_that_a_flag_names_goes_before_that_of_the_environment(
     assert store_uri("sqlite:///other.db") == f"sqlite:///{tmp_path}/other.db"
 
 
+def test_a_store_is_in_its_folder_whatever_characters_the_name_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "within" / "My%20Project? #1, 50%"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    with Tracker(create_run("train", "first")) as tracker:
+        tracker.json({"steps": 3}, "config.json")
+    (folder / "mlflow.db").rename(folder / "moved.db")
+    store = "sqlite:///moved.db"
+    assert tracker.key.store == store_uri()
+    assert not tracker.key.is_here
+    (found,) = MlflowClient(store).search_runs([tracker.key.experiment_id])
+    assert found.info.run_id == tracker.key.run_id
+    assert (folder / f"mlartifacts/train/{found.info.run_id}/artifacts/config.json").is_file()
+    assert list(folder.parent.iterdir()) == [folder]
+
+
 def test_a_store_that_does_not_answer_is_refused_before_any_work(free_port: int) -> None:
     with pytest.raises(UserError, match="--tracking-uri"):
         create_run("train", "nowhere", tracking_uri=f"http://127.0.0.1:{free_port}")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.tracking.key import RunKey
+from infra.tracking.key import RunKey, sqlite_store
 from infra.tracking.views import children_view, model_link, page_link, ui_link
 
 RUN = "ee9478f222a74d1c"
@@ -26,9 +26,13 @@ def test_a_run_in_a_file_is_opened_with_the_server_to_start(tmp_path: Path, monk
     """A file of the current folder is named as one would; any other by its whole path."""
     monkeypatch.chdir(tmp_path)
     page = f"http://127.0.0.1:5000/#/experiments/3/runs/{RUN}?workflowType=machine_learning"
-    for file, shown in ((tmp_path / "mlflow.db", "mlflow.db"), (tmp_path / "other" / "mlflow.db", None)):
-        command, link = ui_link(key(f"sqlite:///{file}")).splitlines()
-        assert command == f"mlflow ui --backend-store-uri sqlite:///{shown or file}"
+    for file, shown in (
+        (tmp_path / "mlflow.db", "sqlite:///mlflow.db"),
+        (tmp_path / "other" / "mlflow.db", f"sqlite:///{tmp_path}/other/mlflow.db"),
+        (Path("/why not?/mlflow.db"), "'sqlite:////why not%3F/mlflow.db'"),
+    ):
+        command, link = ui_link(key(sqlite_store(file))).splitlines()
+        assert command == f"mlflow ui --backend-store-uri {shown}"
         assert link == page
 
 
