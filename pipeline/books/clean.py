@@ -29,6 +29,8 @@ class Book:
     """Undecodable bytes, replaced by U+FFFD."""
     traits: tuple[str, ...]
     """What was recognized and normalized, as labels to count."""
+    guessed: str | None = None
+    """The character set, where it is not declared and too few letters tell it."""
 
 
 def clean(raw: RawBook, *, join: bool = False) -> Book | Dropped:
@@ -48,7 +50,8 @@ def clean(raw: RawBook, *, join: bool = False) -> Book | Dropped:
     if b"\r\n" in data[:1000]:
         traits.append("line ends: CRLF")
     if decoded.encoding != "utf-8" or decoded.replaced:
-        traits.append(f"encoding: {decoded.encoding}" + (", damaged" if decoded.replaced else ""))
+        doubts = ", damaged" * bool(decoded.replaced) + ", guessed" * decoded.guessed
+        traits.append(f"encoding: {decoded.encoding}{doubts}")
     return Book(
         id=raw.id,
         source=raw.source,
@@ -61,4 +64,5 @@ def clean(raw: RawBook, *, join: bool = False) -> Book | Dropped:
         released=fields.get("released"),
         replaced=decoded.replaced,
         traits=tuple(traits),
+        guessed=decoded.encoding if decoded.guessed else None,
     )

@@ -205,8 +205,9 @@ def remove_half_written(place: Place, *folders: str) -> None:
 
 
 def write_quarantine(place: Place, records: Iterable[Record]) -> list[Dropped]:
-    """Write one JSON line per book that was left out, in the order of their ids; returns those books."""
-    dropped = sorted((d for record in records for d in record.dropped), key=lambda d: (d.book, d.detail))
+    """Write one JSON line per book that was left out or is doubtful, in the order of their ids; returns those books."""
+    listed = (each for record in records for each in record.dropped + record.doubtful)
+    dropped = sorted(listed, key=lambda d: (d.book, d.detail))
     lines = (json.dumps(asdict(entry), ensure_ascii=False) + "\n" for entry in dropped)
     place.write(QUARANTINE, "".join(lines).encode())
     return dropped

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra.place import Place
@@ -29,6 +29,8 @@ class Record:
     replaced: int
     """Undecodable bytes in the kept books."""
     verified_bytes: int
+    doubtful: list[Dropped] = field(default_factory=list)
+    """Books that were kept, with what may be wrong in them."""
 
     def write(self, place: Place, name: str) -> None:
         """Mark the piece as done."""

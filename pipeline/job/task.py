@@ -23,6 +23,9 @@ from pipeline.shards import END_OF_TEXT, SPLITS, ShardRow, Split, shard_path, wr
 
 T = TypeVar("T")
 
+GUESSED = "character set guessed"
+"""What the quarantine says of a book that was kept, but whose letters may be wrong."""
+
 VERIFIED_PIECES = 8
 """In one of this many pieces, the first book is encoded again by tiktoken, which is 15 times slower."""
 
@@ -135,6 +138,8 @@ class Work:
         record.books.append((book.id, book.sha256, book.chars, len(tokens)))
         self.traits.update(book.traits)
         record.replaced += book.replaced
+        if book.guessed:
+            record.doubtful.append(Dropped(book.id, GUESSED, f"kept, read as {book.guessed}: too few letters tell it"))
 
     def _checked(self, book: Book, tokens: np.ndarray) -> tuple[Book, np.ndarray]:
         """The book as it is, compared with tiktoken if it is the piece's first, and its signature recorded."""

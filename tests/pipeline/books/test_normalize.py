@@ -60,6 +60,60 @@ def test_encodings_are_found(encoding: str) -> None:
     assert decoded.replaced == 0
 
 
+WESTERN, CENTRAL = ("cp1252", "iso8859_15", "cp850", "mac_roman"), ("cp1250", "iso8859_2", "cp852", "mac_latin2")
+UNDECLARED = {
+    WESTERN: (
+        "Le vieux meunier éclata de rire et la fillette courut vers la rivière. Après le coucher du soleil, tout le "
+        "monde s'assit à la longue table pour écouter les récits d'autrefois, où il était question de fées très âgées.",
+        "Der alte Müller lachte, und die Enkelin lief über die Brücke zum Fluß. Später saßen alle am großen Tisch und "
+        "hörten Märchen von Königen, Zwergen und schönen Mädchen, die niemals müde wurden.",
+        "El viejo molinero se echó a reír y la niña corrió hacia el río. Después, todos se sentaron a la mesa y "
+        "escucharon cuentos de años lejanos, de reyes, dragones y mágicos árboles que hablaban mañana y noche.",
+        "O velho moleiro começou a rir e a menina correu até à ponte. Depois ninguém se levantou da mesa: as histórias "
+        "de outros séculos não acabavam, e os corações das crianças não queriam dormir.",
+        "Den gamle mjölnaren skrattade och flickan sprang över bron till ån. När solen hade gått ner satte sig alla "
+        "vid det långa bordet för att höra sägner om kungar, höga träd och små väsen.",
+    ),
+    CENTRAL: (
+        "Zażółć gęślą jaźń, powiedział stary młynarz, a wnuczka roześmiała się głośno i pobiegła nad rzekę. Później "
+        "wszyscy usiedli przy długim stole i słuchali opowieści o królach, żołnierzach i mądrych wróżkach.",
+        "Příliš žluťoučký kůň úpěl ďábelské ódy, řekl starý mlynář a vnučka se hlasitě zasmála. Později všichni usedli "
+        "k dlouhému stolu a poslouchali vyprávění o dávných časech, o králích a vojácích.",
+        "Az öreg molnár nevetett, az unokája pedig lefutott a folyóhoz. Később mindnyájan leültek a hosszú asztalhoz, "
+        "és régi történeteket hallgattak királyokról, hősökről, bölcs tündérekről és gyönyörű nőkről.",
+    ),
+    ("cp1254", "iso8859_9", "cp857", "mac_turkish"): (
+        "Yaşlı değirmenci güldü, torunu da ırmağa doğru koştu. Güneş batınca herkes uzun masanın çevresine oturdu ve "
+        "eski günlerin öykülerini, padişahları, askerleri, bilge kadınları dinledi.",
+    ),
+    ("cp1251", "koi8_r", "iso8859_5", "cp866", "mac_cyrillic"): (
+        "Старый мельник засмеялся, а внучка побежала к реке. Когда солнце зашло, все сели за длинный стол и слушали "
+        "рассказы о давних временах, о царях, солдатах и мудрых женщинах.",
+    ),
+    ("cp1253", "iso8859_7", "cp737", "mac_greek"): (
+        "Ο γέρος μυλωνάς γέλασε και η εγγονή έτρεξε στο ποτάμι. Όταν έδυσε ο ήλιος, όλοι κάθισαν στο μακρύ τραπέζι και "
+        "άκουσαν ιστορίες για παλιούς καιρούς, για βασιλιάδες και στρατιώτες.",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text"),
+    [(encoding, text) for encodings, texts in UNDECLARED.items() for text in texts for encoding in encodings],
+)
+def test_an_undeclared_character_set_is_told_by_the_language(encoding: str, text: str) -> None:
+    decoded = to_utf8(text.encode(encoding))
+    assert (decoded.text.decode(), decoded.guessed) == (text, False)
+
+
+def test_a_character_set_that_few_letters_tell_is_said_to_be_guessed() -> None:
+    letter = "He sent a letter from the harbour road. " * 50
+    for encoding in ("cp1252", "cp850"):
+        assert to_utf8((letter + "A café in Málaga.").encode(encoding)).guessed
+    assert not to_utf8(("Character set encoding: CP850\n" + letter + "A café.").encode("cp850")).guessed
+    assert not to_utf8((letter + "A café.").encode()).guessed
+
+
 def test_a_declared_character_set_is_used() -> None:
     text = "Character set encoding: ISO-8859-5\n\n" + "Война и мир. Князь Андрей.\n"
     assert to_utf8(text.encode("iso-8859-5")).text.decode() == text

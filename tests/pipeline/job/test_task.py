@@ -25,9 +25,11 @@ from pipeline.books.sources import find
 from pipeline.config import Reading, TokenizeConfig
 from pipeline.encoding import encode, reference
 from pipeline.job.dedup import drop_duplicates, find_duplicates
+from pipeline.job.output import write_quarantine
 from pipeline.job.plan import Piece, make_plan
 from pipeline.job.record import Record, read_record
-from pipeline.job.task import do_piece
+from pipeline.job.report import totals
+from pipeline.job.task import GUESSED, do_piece
 from pipeline.shards import END_OF_TEXT, Shard, checksum
 
 Prose = Callable[..., str]
@@ -102,6 +104,18 @@ def test_a_record_describes_its_shards_and_what_was_read(tmp_path: Path, prose: 
     other = read_record(tmp_path / "out", "000001")
     assert other
     assert other.verified_bytes == 0
+
+
+def test_a_book_whose_character_set_was_guessed_is_kept_counted_and_listed(tmp_path: Path, prose: Prose) -> None:
+    folder = tmp_path / "books"
+    folder.mkdir()
+    (folder / "cafe.txt").write_bytes((prose(1) + "A café in Málaga.\n").encode("cp1252"))
+    record = do(folder, tmp_path / "out")
+    assert [book for book, *_ in record.books] == ["books/cafe.txt"]
+    assert [trait.endswith("guessed") for trait in record.traits] == [True]
+    listed = write_quarantine(Place.of(tmp_path / "out"), [record])
+    assert [(entry.book, entry.reason) for entry in listed] == [("books/cafe.txt", GUESSED)]
+    assert totals([record])["books_dropped"] == {}
 
 
 def test_undecodable_bytes_are_counted_over_all_books(tmp_path: Path, prose: Prose) -> None:
