@@ -57,7 +57,7 @@ def write_model(checkpoint: Path, folder: Path, run: str = "") -> None:
         save_file(published_weights(model), temporary / "model.safetensors", metadata={"format": "pt"})
         write_json(temporary / "config.json", published_config(model.config))
         if is_gpt2(vocabulary):
-            for name, content in tokenizer_files().items():
+            for name, content in tokenizer_files(model.config.context_length).items():
                 (temporary / name).write_text(content, encoding="utf-8")
         (temporary / "README.md").write_text(model_card(progress, checkpoint, run), encoding="utf-8")
         temporary.rename(folder)
@@ -127,8 +127,8 @@ def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
         ("vocabulary sha256", progress.vocabulary_sha256),
     ]
     names = {
-        "train_loss": "training loss (nats per token)",
-        "val_loss": "validation loss (nats per token)",
+        "train_loss": f"training loss (nats per token, over {config.model.padded_vocabulary:,} ids)",
+        "val_loss": f"validation loss (nats per token, over {config.model.vocabulary:,} ids)",
         "val_perplexity": "validation perplexity",
         "val_bits_per_byte": "validation bits per byte",
         "val_bits_per_character": "validation bits per character",

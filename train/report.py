@@ -336,7 +336,9 @@ def summary(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
     if result.val_perplexity is not None:
         bits = [("byte", result.val_bits_per_byte), ("character", result.val_bits_per_character)]
         per = "".join(f"; {value:.3f} bits per {unit}" for unit, value in bits if value is not None)
-        rows.append(("validation", f"perplexity {result.val_perplexity:,.1f}{per}"))
+        rows.append(
+            ("validation", f"perplexity {result.val_perplexity:,.1f} over {config.model.vocabulary:,} ids{per}")
+        )
     seen = f"{result.train_tokens:,} training + {result.val_tokens:,} validation tokens; {result.books:,.1f} books"
     rows.append(("seen", seen))
     first = "" if result.first_step_seconds is None else f"; first step after {result.first_step_seconds:.1f} s"

@@ -132,7 +132,9 @@ class RunResult:
     """None when the run was too short to have a steady state."""
     memory: Memory
     train_loss: float | None
+    """Over the padded vocabulary."""
     val_loss: float | None
+    """Over the vocabulary without padding, as that of the exported model."""
     train_tokens: int
     val_tokens: int
     books: float

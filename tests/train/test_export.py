@@ -139,7 +139,9 @@ def test_the_card_tells_what_the_model_is_and_nothing_of_who_trained_it(
     for steps, told in ((5, True), (9, False)):
         result.write_text(json.dumps({"steps": steps, "val_loss": 4.321, "device": "cpu"}))
         card = model_card(read_progress(saved), saved)
-        assert ("| validation loss (nats per token) | 4.321 |" in card) is told, "of the step that is exported alone"
+        assert ("| validation loss (nats per token, over 257 ids) | 4.321 |" in card) is told, (
+            "of the step that is exported alone"
+        )
         assert ("| trained on | cpu |" in card) is told
     assert "| steps | 5 |" in card
     assert f"| training tokens | {5 * 4 * 32} |" in card
@@ -218,12 +220,13 @@ def test_a_sampling_that_cannot_be_is_refused(setting: dict[str, Any]) -> None:
 
 
 def test_the_tokenizer_is_gpt2s(tmp_path: Path) -> None:
-    for name, content in tokenizer_files().items():
+    for name, content in tokenizer_files(128).items():
         (tmp_path / name).write_text(content, encoding="utf-8")
     tokenizer = GPT2Tokenizer.from_pretrained(tmp_path)
     for text in ("In the beginning God created the heaven and the earth.", " naïve\n\n  日本 don't 1234", "Ġ"):
         assert tokenizer.encode(text) == to_ids(text)
         assert to_text(to_ids(text)) == text
+    assert len(tokenizer("In the beginning God created. " * 100, truncation=True)["input_ids"]) == 128
 
 
 def test_bytes_are_counted_by_token() -> None:

@@ -48,7 +48,7 @@ def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
         "arithmetic": "0.002 TFLOP/s; no MFU: the peak of 'cpu' is not known",
         "peak memory": f"process 1.00 GB (resident set); predicted {predicted:.2f} GB",
         "loss": "training 3.250, validation 3.500",
-        "validation": "perplexity 33.1; 1.500 bits per byte; 1.250 bits per character",
+        "validation": "perplexity 33.1 over 257 ids; 1.500 bits per byte; 1.250 bits per character",
         "seen": "320 training + 64 validation tokens; 0.5 books",
         "time": "2s; first step after 1.5 s",
         "step time": "90.0% compute, 9.0% optimizer, 1.00% waiting for data",

@@ -46,8 +46,10 @@ def to_text(ids: list[int]) -> str:
     return decode(np.array(ids))
 
 
-def tokenizer_files() -> dict[str, str]:
+def tokenizer_files(context_length: int) -> dict[str, str]:
     """GPT-2's ``vocab.json`` and ``merges.txt``, which transformers' tokenizer reads, rebuilt from the rank table.
+
+    With ``truncation=True``, and in a warning without, it knows a model's ``context_length``.
 
     A merge is the pair of tokens that byte-pair encoding joins last to form a token. It is found by encoding the token
     with the ranks below its own.
@@ -63,7 +65,10 @@ def tokenizer_files() -> dict[str, str]:
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) > 1:
             merges.append(" ".join(written(part) for part in _parts(token, rank, ranks)))
-    settings = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    settings = {
+        "tokenizer_class": "GPT2Tokenizer", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>",
+        "model_max_length": context_length,
+    }  # fmt: skip
     return {
         "vocab.json": json.dumps(vocabulary, ensure_ascii=False),
         "merges.txt": "\n".join(merges) + "\n",

@@ -153,10 +153,14 @@ class GPT(nn.Module):
         return self.head(self.norm(x)) if targets is None else self.mean_loss(x, targets)
 
     def mean_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Norm, head and cross-entropy of the last block's output, compiled as one unit by ``--compile blocks``."""
+        """Norm, head and cross-entropy of the last block's output, compiled as one unit by ``--compile blocks``.
+
+        In evaluation it is that of the model as it is exported, without the padding of its vocabulary.
+        """
         hidden, head = self.norm(x), self.head.weight
         chunks = pieces(self.loss, self.loss_chunks, targets.numel())
-        return fused(hidden, head, targets, chunks) if chunks else plain(hidden, head, targets)
+        ids = None if self.training else self.config.vocabulary
+        return fused(hidden, head, targets, chunks, ids) if chunks else plain(hidden, head, targets, ids)
 
 
 def parameter_count(config: ModelConfig) -> int:

@@ -1,6 +1,7 @@
 """Cross-entropy of the next token: plain, or fused with the head.
 
-In: hidden states, head, targets. Out: the mean loss.
+In: hidden states, head, targets. Out: the mean loss, normalized over all rows of the head or over the first ones: its
+padding is cheap in training, where it learns to be improbable, and belongs to no published model.
 """
 
 from functools import cache
@@ -17,13 +18,16 @@ PIECE = 2048
 logits with GPT-2's vocabulary."""
 
 
-def plain(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy. ``hidden`` (B, T, D), ``head`` (V, D), ``targets`` (B, T); a scalar in fp32."""
-    logits = F.linear(hidden, head.to(hidden.dtype))
+def plain(hidden: Tensor, head: Tensor, targets: Tensor, vocabulary: int | None = None) -> Tensor:
+    """Mean cross-entropy over the first ``vocabulary`` ids, by default all.
+
+    ``hidden`` (B, T, D), ``head`` (V, D), ``targets`` (B, T); a scalar in fp32.
+    """
+    logits = F.linear(hidden, head.to(hidden.dtype))[..., :vocabulary]
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def fused(hidden: Tensor, head: Tensor, targets: Tensor, chunks: int) -> Tensor:
+def fused(hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, vocabulary: int | None = None) -> Tensor:
     """The same mean, computed in ``chunks`` pieces of which only one has logits in memory at a time.
 
     A piece's logits are overwritten by their gradient in the forward pass already, from which the gradients of the
@@ -36,7 +40,8 @@ def fused(hidden: Tensor, head: Tensor, targets: Tensor, chunks: int) -> Tensor:
         hidden = hidden.to(torch.get_autocast_dtype(kind))
     training = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
     compiled = torch.compiler.is_compiling()
-    return _fused(hidden.flatten(0, 1), head, targets.flatten(), chunks, training, compiled)[0]
+    ids = len(head) if vocabulary is None else vocabulary
+    return _fused(hidden.flatten(0, 1), head, targets.flatten(), chunks, ids, training, compiled)[0]
 
 
 def pieces(loss: Loss, chunks: int, tokens: int) -> int:
@@ -48,7 +53,7 @@ def pieces(loss: Loss, chunks: int, tokens: int) -> int:
 
 @torch.library.custom_op("throughline::fused_cross_entropy", mutates_args=())
 def _fused(
-    hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, training: bool, compiled: bool
+    hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, vocabulary: int, training: bool, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The mean loss of ``hidden`` (N, D) and, when ``training``, the gradients of the sum of the N losses.
 
@@ -65,10 +70,11 @@ def _fused(
     parts = zip(hidden.split(size), targets[:, None].split(size), range(0, len(targets), size), strict=True)
     for part, wanted, start in parts:
         logits = torch.mm(part, weight.t(), out=buffer[: len(part)])
-        found = overwrite(logits, wanted)
+        found = overwrite(logits[:, :vocabulary], wanted)
         total -= found.sum()
         if not training:
             continue
+        logits[:, vocabulary:] = 0
         logits.scatter_(1, wanted, found.expm1().to(logits.dtype))  # the target's probability, less one
         torch.mm(logits, weight, out=hidden_gradient[start : start + size])
         if logits.dtype == exact:
@@ -109,7 +115,7 @@ def _softmax(logits: Tensor) -> Tensor:
 
 @_fused.register_fake
 def _(
-    hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, training: bool, compiled: bool
+    hidden: Tensor, head: Tensor, targets: Tensor, chunks: int, vocabulary: int, training: bool, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     exact = torch.promote_types(hidden.dtype, torch.float32)
     loss = hidden.new_empty((), dtype=exact)
@@ -127,7 +133,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 def _backward(ctx: Any, gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     hidden_gradient, head_gradient = ctx.saved_tensors
     scale = gradient / ctx.tokens
-    return hidden_gradient * scale, head_gradient * scale, None, None, None, None
+    return hidden_gradient * scale, head_gradient * scale, None, None, None, None, None
 
 
 _fused.register_autograd(_backward, setup_context=_keep)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from train.config import Loss
 from train.model import recompute
 from train.model.gpt import GPT, parameter_count
 from train.model_config import PRESETS, ModelConfig
@@ -113,6 +114,21 @@ def test_the_first_loss_is_that_of_guessing(tied: bool) -> None:
     with torch.no_grad():
         loss = model(tokens[:, :-1], tokens[:, 1:]).item()
     assert loss == pytest.approx(math.log(config.padded_vocabulary), abs=0.1)
+
+
+@pytest.mark.parametrize("loss", ["plain", "fused"])
+def test_the_loss_of_evaluation_is_that_of_the_model_without_padding(loss: Loss) -> None:
+    torch.manual_seed(0)
+    config = ModelConfig(layers=1, heads=2, width=16, context_length=16, vocabulary=211, padded_vocabulary=256)
+    model = GPT(config, loss=loss)
+    tokens = torch.randint(0, config.vocabulary, (2, 17))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    with torch.no_grad():
+        logits = model(inputs).flatten(0, 1)
+        for mode, ids in ((model.train, 256), (model.eval, 211)):
+            mode()
+            right = torch.nn.functional.cross_entropy(logits[:, :ids], targets.flatten())
+            torch.testing.assert_close(model(inputs, targets), right)
 
 
 def test_attention_never_looks_ahead(small_model: ModelConfig) -> None:

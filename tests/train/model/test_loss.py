@@ -1,6 +1,7 @@
 """The fused loss is plain cross-entropy, in value and gradients, and multiplies by the head as often and no more."""
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -32,6 +33,17 @@ def test_the_fused_loss_is_cross_entropy(chunks: int) -> None:
     right = torch.autograd.grad(3 * expected, (hidden, head))
     for _ in range(2):  # nothing is used up by a backward pass that keeps the graph
         torch.testing.assert_close(torch.autograd.grad(3 * found, (hidden, head), retain_graph=True), right)
+
+
+@pytest.mark.parametrize("loss", [plain, lambda hidden, head, targets, ids: fused(hidden, head, targets, 5, ids)])
+def test_the_loss_may_be_over_the_first_ids_alone(loss: Callable[..., Tensor]) -> None:
+    hidden, head, targets = inputs(torch.float32)
+    targets %= 47
+    right = F.cross_entropy(F.linear(hidden, head[:47]).flatten(0, 1), targets.flatten())
+    found = loss(hidden, head, targets, 47)
+    torch.testing.assert_close(found, right)
+    for ours, theirs in zip(*(torch.autograd.grad(each, (hidden, head)) for each in (found, right)), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_its_gradients_are_those_of_finite_differences() -> None:
