@@ -352,6 +352,9 @@ def summary(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
             shares = [f"{node} ({tokens / total:.0%})" for node, tokens in sorted(result.encoded_on.items())]
             step += f": {result.machine} waited for books encoded on {', '.join(shares)}"
         rows.append(("step time", step))
+    if result.paused_seconds:
+        slept = format_duration(round(result.paused_seconds))
+        rows.append(("paused", f"the process stood still for {slept}, which neither speed nor step time counts"))
     if result.diagnosis:
         rows += result.diagnosis.rows
     if result.checkpoint:

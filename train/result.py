@@ -143,9 +143,11 @@ class RunResult:
     first_step_seconds: float | None
     """From the start of the loop to the end of the first step, which includes compilation."""
     data_wait_fraction: float | None
-    """Share of training time spent waiting for a batch."""
+    """Share of a step of the steady state spent waiting for a batch."""
     optimizer_fraction: float | None = field(default=None, kw_only=True)
-    """Share of training time spent in clipping, the optimizer's step and clearing the gradients."""
+    """Share of it spent in clipping, the optimizer's step and clearing the gradients."""
+    paused_seconds: float = field(default=0.0, kw_only=True)
+    """What single steps took beyond a usual one because the process stood still; it is in no speed and no share."""
     flops_per_token: float
     flops_formula: str
     flops_per_second: float | None

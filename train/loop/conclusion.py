@@ -18,14 +18,18 @@ from train.loop import memory, throughput
 from train.loop.validation import bits_per, bytes_of, perplexity
 from train.result import CycleReport, Outcome, RunResult
 
+PAUSE = 5.0
+"""Seconds of a step, if it is also ten times as long as others, in which the process or the machine must have slept."""
+
 
 @dataclass
 class Spent:
     """Where the time of this process's steps went, in seconds, and the reports of its cycles."""
 
     steps: list[float] = field(default_factory=list)
-    data_wait: float = 0.0
-    optimizer: float = 0.0
+    data_wait: list[float] = field(default_factory=list)
+    """Of each step, as ``optimizer``."""
+    optimizer: list[float] = field(default_factory=list)
     first_step: float | None = None
     """From the start of the loop to the end of its first step, which compiles."""
     reports: list[CycleReport] = field(default_factory=list)
@@ -50,7 +54,9 @@ def conclude(
     peak = peak_flops(name, config.precision)
     rate = speed.tokens_per_second * flops if speed else None
     last = spent.reports[-1] if spent.reports else None
-    trained = sum(spent.steps)
+    begun = speed.warmup_steps if speed else 0
+    step = throughput.typical(spent.steps[begun:])
+    pauses = [seconds - step for seconds in spent.steps[begun:] if speed and seconds > max(PAUSE, 10 * step)]
     train_tokens = state.step * config.step_tokens
     totals, val = manifest.splits["train"], manifest.splits["val"]
     val_loss = last.val_loss if last else None
@@ -69,8 +75,9 @@ def conclude(
         books=train_tokens * totals["books"] / totals["tokens"],
         seconds=state.elapsed,
         first_step_seconds=spent.first_step,
-        data_wait_fraction=spent.data_wait / trained if trained else None,
-        optimizer_fraction=spent.optimizer / trained if trained else None,
+        data_wait_fraction=throughput.typical(spent.data_wait[begun:]) / step if step else None,
+        optimizer_fraction=throughput.typical(spent.optimizer[begun:]) / step if step else None,
+        paused_seconds=sum(pauses),
         flops_per_token=flops,
         flops_formula=flops_formula.FLOPS_FORMULA,
         flops_per_second=rate,

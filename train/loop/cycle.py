@@ -49,14 +49,16 @@ class RunningCycle:
         return self.earlier + len(self.marks)
 
     @property
-    def data_wait(self) -> float:
-        """Seconds spent waiting for batches; the last step must have ended."""
-        return sum(timing.seconds_between(*wait) for wait in self.waits)
+    def data_wait(self) -> list[float]:
+        """Seconds that each step waited for its batches; the last step must have ended."""
+        waits = [timing.seconds_between(*wait) for wait in self.waits]
+        each = len(waits) // max(1, len(self.marks))
+        return [sum(waits[first : first + each]) for first in range(0, each * len(self.marks), max(1, each))]
 
     @property
-    def optimizer_seconds(self) -> float:
-        """Seconds of clipping and the optimizer; the last step must have ended."""
-        return sum(map(timing.seconds_between, self.computed, self.marks))
+    def optimizer_seconds(self) -> list[float]:
+        """Seconds of clipping and the optimizer in each step; the last step must have ended."""
+        return list(map(timing.seconds_between, self.computed, self.marks))
 
 
 def open_cycle(first: int, step: int, length: int, earlier: list[float], device: torch.device) -> RunningCycle:
@@ -114,8 +116,8 @@ def report(
         books=train_tokens * totals["books"] / totals["tokens"],
         seconds=timing.seconds_between(cycle.start, cycle.end),
         train_seconds=train_seconds,
-        data_wait_seconds=cycle.data_wait,
-        optimizer_seconds=cycle.optimizer_seconds,
+        data_wait_seconds=sum(cycle.data_wait),
+        optimizer_seconds=sum(cycle.optimizer_seconds),
         elapsed=elapsed,
         cycle_tokens=here * config.step_tokens + cycle_val_tokens,
         epoch_seconds=totals["tokens"] / (here * config.step_tokens / train_seconds),

@@ -30,6 +30,11 @@ def steady_state(step_seconds: Sequence[float], step_tokens: int) -> Throughput 
     return Throughput(step_tokens / middle, step_tokens / slow, step_tokens / max(fast, fastest), len(steady), warmup)
 
 
+def typical(seconds: Sequence[float]) -> float:
+    """Seconds of the median batch of steps, as the speed is that of one; 0 without any."""
+    return statistics.median(batch_means(seconds)) if seconds else 0.0
+
+
 def is_precise(step_seconds: Sequence[float], within: float) -> bool:
     """Whether the speed is known to ``within`` (0.005 is half a percent), so that measuring may stop.
 

@@ -89,6 +89,21 @@ def test_the_parts_of_a_step_make_no_more_than_the_step(config: TrainConfig) -> 
     assert 0 < result.optimizer_fraction < 1
 
 
+def test_a_pause_is_named_and_in_no_share(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine sleeps for a second in the optimizer's part of a step that takes milliseconds."""
+    monkeypatch.setattr(conclusion, "PAUSE", 0.5)
+    usual = Trainer(config).run()
+    trainer = Trainer(config)
+    monkeypatch.setattr(trainer.scaler, "update", lambda: time.sleep(trainer.state.step == 30))
+    result = trainer.run()
+    assert sum(trainer.spent.optimizer) > 0.5 * sum(trainer.spent.steps)
+    assert usual.optimizer_fraction is not None
+    assert result.optimizer_fraction == pytest.approx(usual.optimizer_fraction, abs=0.2)
+    assert (usual.paused_seconds, result.paused_seconds) == (0, pytest.approx(1, abs=0.1))
+    rows = [dict(report.summary(config, each)) for each in (usual, result)]
+    assert ["paused" in row for row in rows] == [False, True]
+
+
 def test_the_same_seed_gives_the_same_run(config: TrainConfig) -> None:
     assert train(config)[1] == train(config)[1]
     assert train(config)[1] != train(dataclasses.replace(config, seed=1))[1]
@@ -141,7 +156,8 @@ def test_an_interrupted_cycle_counts_in_the_speed(config: TrainConfig) -> None:
     trainer = Trainer(dataclasses.replace(config, cycle=Cycle(10, 0)), should_stop=stop_at(17))
     assert trainer.run().outcome == "interrupted"
     assert len(trainer.spent.steps) == 17
-    assert trainer.spent.data_wait > trainer.spent.reports[0].data_wait_seconds
+    assert len(trainer.spent.data_wait) == len(trainer.spent.optimizer) == 17
+    assert sum(trainer.spent.data_wait) > trainer.spent.reports[0].data_wait_seconds
 
 
 def test_without_an_end_an_epoch_is_trained(config: TrainConfig) -> None:
