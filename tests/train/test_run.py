@@ -17,6 +17,7 @@ from mlflow.tracking import MlflowClient
 from infra.errors import UserError
 from infra.storage import write_json
 from infra.tracking.store import store_uri
+from pipeline.shards import read_manifest
 from train import run
 from train.checkpoint.find import find_checkpoint
 from train.checkpoint.progress import checkpoints_in
@@ -142,6 +143,21 @@ def test_memory_that_runs_out_in_one_of_two_workers_ends_the_run_with_the_reason
     assert re.match(r"out of memory in the building of the model on worker [12] of 2: a tensor of", result["reason"])
     assert "no single change is predicted to fit" in printed.out
     assert "continuing on" not in printed.out, "it is not tried again"
+
+
+def test_a_step_that_is_too_large_is_refused_with_both_numbers(
+    monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokens = read_manifest(small_shards).splits["train"]["tokens"]
+    Path("book.txt").write_text("It was a book of some length, which nobody had read. " * 20)
+    vast = ["--model", "tiny,context_length=32", "--micro-batch", "1", "--steps", "1", "--cycle", "1+0"]
+    for source, batch, numbers in (
+        (["--data", str(small_shards), *FLAGS[:2]], tokens // 32 + 1, (f"{(tokens // 32 + 1) * 32:,}", f"{tokens:,}")),
+        (["--stream", "book.txt"], 10**9, ("1,000,000,000", "1,000,000 ")),
+    ):
+        assert command(monkeypatch, *vast, *source, "--global-batch", str(batch)) == 2
+        said = " ".join(capfd.readouterr().err.split())
+        assert all(number in said for number in numbers), said
 
 
 def test_the_first_signal_asks_and_the_second_leaves() -> None:

@@ -11,7 +11,7 @@ from train.checkpoint.progress import read_progress, refuse_finished, refuse_oth
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
 from train.confirmed import Confirmed
-from train.data.source import absolute, estimate, stream_of
+from train.data.source import absolute, estimate, refuse_vast_steps, stream_of
 from train.data.text import refuse_foreign_ids
 
 
@@ -49,6 +49,7 @@ class Run:
         stream = stream_of(asked) if asked.stream else None
         manifest = estimate(stream) if stream else read_manifest(asked.data)
         refuse_foreign_ids(asked, manifest)
+        refuse_vast_steps(asked, manifest)
         return cls(asked, manifest, home, None, memory_limit, address, stream)
 
     @classmethod
