@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, LifecycleStage, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, TEMPORARILY_UNAVAILABLE, ErrorCode
 from mlflow.tracking import MlflowClient
@@ -26,8 +26,9 @@ Entry = dict[str, Any]
 def send(client: MlflowClient, run_id: str, entries: list[Entry]) -> None:
     """Write ``entries`` to a run in as few calls as MLflow's limits allow.
 
-    Raises when the store does not answer; entries that are sent twice are stored once. An entry that the store rejects
-    is reported and dropped, since sending it again would fail forever.
+    Raises when the store does not answer, and when the run was deleted, which can be undone; entries that are sent
+    twice are stored once. An entry that the store rejects is reported and dropped, since sending it again would fail
+    forever.
     """
     metrics = [Metric(e["key"], e["value"], e["time"], e["step"]) for e in entries if e["kind"] == "metric"]
     params = [Param(e["key"], e["value"]) for e in entries if e["kind"] == "param"]
@@ -43,17 +44,17 @@ def send(client: MlflowClient, run_id: str, entries: list[Entry]) -> None:
                 source = json.dumps({"uri": entry["source"]})
                 data = Dataset(entry["name"], entry["digest"], "local", source, profile=json.dumps(entry["profile"]))
                 context = InputTag("mlflow.data.context", entry["context"])
-                _call(client.log_inputs, run_id, [DatasetInput(data, [context])])
+                _call(client, client.log_inputs, run_id, [DatasetInput(data, [context])])
             case "text":
-                _call(client.log_text, run_id, entry["content"], entry["name"])
+                _call(client, client.log_text, run_id, entry["content"], entry["name"])
             case "file":
                 if Path(entry["path"]).exists():
-                    _call(client.log_artifact, run_id, entry["path"], entry["folder"])
+                    _call(client, client.log_artifact, run_id, entry["path"], entry["folder"])
                 else:
                     errors.print(f"{entry['path']} no longer exists and was not uploaded to MLflow")
             case "finish":
-                _call(client.set_terminated, run_id, entry["status"], entry["time"])
-                _call(client.set_tag, run_id, COMPLETE, "true")
+                _call(client, client.set_terminated, run_id, entry["status"], entry["time"])
+                _call(client, client.set_tag, run_id, COMPLETE, "true")
 
 
 def _log(client: MlflowClient, run_id: str, **items: Any) -> None:
@@ -61,17 +62,25 @@ def _log(client: MlflowClient, run_id: str, **items: Any) -> None:
     try:
         client.log_batch(run_id, **items)
     except MlflowException as failure:
-        if failure.error_code in UNREACHABLE:
-            raise
+        _raise_if_temporary(client, run_id, failure)
         for kind, values in items.items():
             for value in values:
-                _call(client.log_batch, run_id, **{kind: [value]})
+                _call(client, client.log_batch, run_id, **{kind: [value]})
 
 
-def _call(method: Any, *arguments: Any, **named: Any) -> None:
+def _call(client: MlflowClient, method: Any, run_id: str, *arguments: Any, **named: Any) -> None:
     try:
-        method(*arguments, **named)
+        method(run_id, *arguments, **named)
     except MlflowException as failure:
-        if failure.error_code in UNREACHABLE:
-            raise
+        _raise_if_temporary(client, run_id, failure)
         errors.print(f"MLflow rejected an entry: {first_line(failure)}")
+
+
+def _raise_if_temporary(client: MlflowClient, run_id: str, failure: MlflowException) -> None:
+    if failure.error_code in UNREACHABLE or is_deleted(client, run_id):
+        raise failure
+
+
+def is_deleted(client: MlflowClient, run_id: str) -> bool:
+    """Whether the run, or its experiment, was deleted in MLflow's pages and can be restored."""
+    return client.get_run(run_id).info.lifecycle_stage == LifecycleStage.DELETED

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from mlflow.entities import Experiment, RunTag
+from mlflow.entities import Experiment, LifecycleStage, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.store.tracking import SEARCH_MAX_RESULTS_THRESHOLD
@@ -21,6 +21,7 @@ from infra.errors import UserError, first_line
 from infra.provenance import user
 from infra.tracking import lost, saved_views
 from infra.tracking.key import SQLITE, RunKey, sqlite_file, sqlite_store
+from infra.tracking.send import is_deleted
 from infra.tracking.tracker import NOTE
 
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # commands print one link, at their end
@@ -139,6 +140,10 @@ def create_run(
     return key
 
 
+def _restoring(store: str, command: str) -> str:
+    return f"'mlflow {command}' with MLFLOW_TRACKING_URI={store}"
+
+
 def _unusable(store: str, failure: Exception) -> UserError:
     return UserError(
         f"the MLflow store {store} cannot be used: {first_line(failure)} "
@@ -148,10 +153,16 @@ def _unusable(store: str, failure: Exception) -> UserError:
 
 @uninterrupted()
 def reopen_run(key: RunKey) -> None:
-    """Set a run that has ended to RUNNING again. Raises ``UserError`` when its store does not have it."""
+    """Set a run that has ended to RUNNING again. Raises ``UserError`` when it is not in its store, or deleted."""
     open_store(key.store)
     try:
         client = MlflowClient(key.store)
+        if is_deleted(client, key.run_id):
+            raise UserError(
+                f"the MLflow run {key.run_id} in {key.store} was deleted: restore it, with its experiment if that was "
+                f"deleted too ({_restoring(key.store, f'runs restore --run-id {key.run_id}')}), or record the run anew "
+                f"with --tracking-uri {key.store}."
+            )
         client.update_run(key.run_id, status="RUNNING")
         lost.opened[key.run_id] = key.home
         if key.home:
@@ -180,14 +191,13 @@ def last_steps(key: RunKey) -> dict[str, int]:
 
 @uninterrupted()
 def has_run(key: RunKey) -> bool:
-    """Whether the run is in its store. Raises ``UserError`` when the store cannot be used."""
+    """Whether the run is in its store and not deleted. Raises ``UserError`` when the store cannot be used."""
     try:
-        MlflowClient(key.store).get_run(key.run_id)
+        return not is_deleted(MlflowClient(key.store), key.run_id)
     except MlflowException as failure:
         if failure.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
             return False
         raise _unusable(key.store, failure) from failure
-    return True
 
 
 @uninterrupted()
@@ -245,10 +255,16 @@ def _experiment(client: MlflowClient, store: str, name: str, found: Experiment |
     if not found:
         try:
             return client.create_experiment(name, artifact_location=files)
-        except MlflowException:  # another command created it meanwhile, or it is not ours to be listed
+        except MlflowException:  # another command created it meanwhile, it is not ours to be listed, or deleted
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
+    if found.lifecycle_stage == LifecycleStage.DELETED:
+        restoring = _restoring(store, f"experiments restore --experiment-id {found.experiment_id}")
+        raise UserError(
+            f"the experiment {name} of the MLflow store {store} was deleted: restore it ({restoring}), or give another "
+            "store with --tracking-uri."
+        )
     before = found.artifact_location
     if file and before != files and before.startswith("file:") and before.endswith(f"/{FILES}/{name}"):
         old = Path(unquote(urlsplit(before).path))

@@ -19,7 +19,7 @@ from infra.errors import UserError
 from infra.tracking import tracker as tracking
 from infra.tracking.lost import is_complete
 from infra.tracking.send import send
-from infra.tracking.store import children, create_run, open_store, store_uri
+from infra.tracking.store import children, create_run, has_run, open_store, reopen_run, store_uri
 from infra.tracking.tracker import Tracker
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -148,6 +148,29 @@ def test_a_store_is_in_its_folder_whatever_characters_the_name_has(
     assert found.info.run_id == tracker.key.run_id
     assert (folder / f"mlartifacts/train/{found.info.run_id}/artifacts/config.json").is_file()
     assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_what_was_deleted_in_mlflow_is_to_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.tracking.tracker.RETRY_SECONDS", 0.1)
+    key = create_run("ladder", "deleted")
+    client = MlflowClient(key.store)
+    with Tracker(key) as tracker:
+        tracker.metrics({"loss/step": 5.0}, step=1)
+        assert tracker.flush()
+        client.delete_run(key.run_id)
+        tracker.metrics({"loss/step": 4.0}, step=2)
+        assert not tracker.flush(2), "it waits"
+        assert not has_run(key)
+        with pytest.raises(UserError, match=rf"{key.run_id} .* was deleted: restore it.* runs restore"):
+            reopen_run(key)
+        client.restore_run(key.run_id)
+    assert [point.value for point in client.get_metric_history(key.run_id, "loss/step")] == [5.0, 4.0]
+    reopen_run(key)
+    client.delete_experiment(key.experiment_id)
+    with pytest.raises(UserError, match=r"experiment ladder .* was deleted: restore it"):
+        create_run("ladder", "next")
+    client.restore_experiment(key.experiment_id)
+    assert create_run("ladder", "next").experiment_id == key.experiment_id
 
 
 def test_a_store_that_does_not_answer_is_refused_before_any_work(free_port: int) -> None:
