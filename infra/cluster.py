@@ -30,7 +30,7 @@ from infra.local_ray import (
     own_process_group,
     refuse_exposed,
     temporary_folder,
-)  # fmt: skip
+)
 from infra.progress import doing
 from infra.storage import TEMPORARY
 
