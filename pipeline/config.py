@@ -75,7 +75,8 @@ class TokenizeConfig(Reading, JoinsRay):
     or of the cluster at --address."""
 
     val_fraction: float = 0.01
-    """Share of the books, at least 0 and below 1, held out for validation, chosen by a hash of each book's id."""
+    """Share of the books, at least 0 and below 1, held out for validation, chosen by a hash of each book's id. Unless
+    it is 0, at least one of two books is, and it stays held out when the data set is made again from more books."""
 
     encoder: Literal["gigatoken", "tiktoken"] = "gigatoken"
     """Tokenizer. Both give the same ids.
@@ -89,7 +90,7 @@ class TokenizeConfig(Reading, JoinsRay):
     duplicates: Literal["drop", "near", "keep"] = "drop"
     """What happens to books with the same cleaned text.
 
-    drop: the first of them by id is kept
+    drop: one is kept, the first by id among those held out for validation or else among all
     near: as drop, and so are other editions of it, which MinHash finds
     keep: all are kept"""
 

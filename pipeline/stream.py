@@ -7,6 +7,7 @@ without a quarantine file: both need shards.
 
 import hashlib
 import json
+import math
 import pickle
 import socket
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from pipeline.books.readers import Dropped, Part, RawBook
 from pipeline.books.sources import Inventory, find
 from pipeline.config import SAMPLE, Reading, TokenizeConfig
 from pipeline.encoding import VOCABULARY_SHA256
-from pipeline.job.plan import Piece, make_plan, split_of
+from pipeline.job.plan import Piece, is_one_book, make_plan, position_of, split_of
 from pipeline.job.report import Stopwatch
 from pipeline.job.task import read, tokenize
 from pipeline.shards import Split
@@ -84,6 +85,17 @@ class Stream:
         identity = self.settings.identity() | {"sources": self.inventory.summary()["sha256"]}
         everything = json.dumps([identity, VOCABULARY_SHA256], sort_keys=True)
         self.fingerprint = hashlib.sha256(everything.encode()).hexdigest()
+        self.settings = replace(self.settings, val_fraction=self._reachable_fraction())
+
+    def _reachable_fraction(self) -> float:
+        """``HELD_OUT``, raised to take one book where a small collection has none below it.
+
+        Only for collections whose books are all known beforehand, one a file; others are large.
+        """
+        known = all(is_one_book(Part(file, file.size), self.settings) for file in self.inventory.files)
+        if not known or len(self.inventory.files) < 2:  # a single book is there to train on
+            return HELD_OUT
+        return max(HELD_OUT, math.nextafter(min(position_of(file.id) for file in self.inventory.files), 1))
 
     def held_out(self, tokens: int) -> list[EncodedBook]:
         """Books for validation, by id, until they have ``tokens`` tokens or ``SEARCHED`` bytes have been read."""
@@ -95,7 +107,7 @@ class Stream:
                 tokens -= len(book.tokens)
                 if tokens <= 0:
                     return found
-            searched += sum(part.size for part in piece.parts if not _is_one_book(part, piece.settings))
+            searched += sum(part.size for part in piece.parts if not is_one_book(part, piece.settings))
             if searched > SEARCHED:
                 break
         return found
@@ -125,7 +137,7 @@ def encoded_books(piece: Piece, split: Split) -> Iterator[EncodedBook]:
     """
     settings = piece.settings
     for part in piece.parts:
-        if _is_one_book(part, settings) and split_of(part.file.id, settings.val_fraction) != split:
+        if is_one_book(part, settings) and split_of(part.file.id, settings.val_fraction) != split:
             continue
         for raw in read(part, settings):
             if isinstance(raw, RawBook) and split_of(raw.id, settings.val_fraction) != split:
@@ -143,11 +155,6 @@ def whole_path(source: str) -> str:
     """``source`` with an absolute path, if it is one."""
     known = source == SAMPLE or source.startswith(PREFIX) or is_remote(source)
     return source if known else str(Path(source).expanduser().absolute())
-
-
-def _is_one_book(part: Part, settings: TokenizeConfig) -> bool:
-    """Whether the part is a file of one book, whose id is known before it is read."""
-    return part.file.form == "text" and not settings.doc_separator
 
 
 def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:

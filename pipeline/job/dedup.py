@@ -1,10 +1,12 @@
 """Drop duplicate books once all pieces are done, because no task sees the books of another.
 
-Of several, the first by id is kept. Nothing is encoded again: a shard is written again with its other rows. Near
-duplicates are found, where that is asked for, because libraries hold a book in several editions that differ in a few
-words, which an exact comparison would all keep.
+Of several, one that is held out for validation is kept, so that its text is not trained on, else the first by id.
+Nothing is encoded again: a shard is written again with its other rows. Near duplicates are found, where that is asked
+for, because libraries hold a book in several editions that differ in a few words, which an exact comparison would all
+keep.
 """
 
+from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -12,6 +14,7 @@ import pyarrow as pa
 
 from infra.place import Place
 from pipeline.books.readers import Dropped
+from pipeline.job.plan import split_of
 from pipeline.job.record import Record
 from pipeline.shards import Shard, ShardInfo, write_batch
 
@@ -19,12 +22,16 @@ EXACT = "duplicate"
 NEAR = "near duplicate"
 
 
-def find_duplicates(records: dict[str, Record]) -> dict[str, Dropped]:
+def find_duplicates(records: dict[str, Record], val_fraction: float) -> dict[str, Dropped]:
     """Books to leave out, by id, each with the book that it duplicates; near ones only if there are signatures."""
-    books = sorted((book, sha256) for record in records.values() for book, sha256, _, _ in record.books)
+    books = sorted(
+        (split_of(book, val_fraction) == "train", book, sha256)
+        for record in records.values()
+        for book, sha256, _, _ in record.books
+    )
     first: dict[str, str] = {}
     found: dict[str, Dropped] = {}
-    for book, sha256 in books:
+    for _, book, sha256 in books:
         original = first.setdefault(sha256, book)
         if original != book:
             found[book] = Dropped(book, EXACT, f"the same text as {original}")
@@ -51,20 +58,23 @@ def drop_duplicates(place: Place, records: dict[str, Record], duplicates: dict[s
 
 def _thin(place: Place, record: Record, out: dict[str, Dropped]) -> Record:
     """``record`` and its shards without the books in ``out``. A shard without books is deleted."""
-    shards: list[ShardInfo] = []
-    for info in record.shards:
-        batch = Shard(place / info.path).batch
-        left = batch.filter(pa.array([book not in out for book in batch.column("book").to_pylist()]))
-        if left.num_rows == batch.num_rows:
-            shards.append(info)
-        elif left.num_rows:
-            shards.append(write_batch(place, info.path, info.split, left))
-        else:
-            place.remove([info.path])
     return replace(
         record,
-        shards=shards,
+        shards=[left for info in record.shards if (left := thinned(place, info, out))],
         books=[book for book in record.books if book[0] not in out],
         dropped=record.dropped + [out[book] for book in sorted(out)],
         signatures={book: signature for book, signature in record.signatures.items() if book not in out},
+        moved=[book for book in record.moved if book not in out],
     )
+
+
+def thinned(place: Place, info: ShardInfo, out: Container[str]) -> ShardInfo | None:
+    """A shard after its books in ``out`` have been removed from it; None, and no file, where none is left."""
+    batch = Shard(place / info.path).batch
+    left = batch.filter(pa.array([book not in out for book in batch.column("book").to_pylist()]))
+    if left.num_rows == batch.num_rows:
+        return info
+    if left.num_rows:
+        return write_batch(place, info.path, info.split, left)
+    place.remove([info.path])
+    return None

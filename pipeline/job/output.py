@@ -21,6 +21,7 @@ from pipeline.job import report
 from pipeline.job.dedup import EXACT, NEAR, drop_duplicates, find_duplicates
 from pipeline.job.plan import Job, Piece
 from pipeline.job.record import Record, read_record, record_file, reopen
+from pipeline.job.splits import fill_splits, held_out_besides
 from pipeline.shards import MANIFEST, PIECES, QUARANTINE, SHARD, SPLITS, TRACKING, Manifest, read_manifest
 
 SETTINGS = f"{PIECES}/settings.json"
@@ -47,17 +48,23 @@ def changed_settings(job: Job) -> dict[str, tuple[Any, Any]]:
 
     Sources are not compared: the pieces that they change are known by their keys.
     """
-    try:
-        content = job.place.read(SETTINGS)
-    except OSError:
-        return {}
-    try:
-        there = json.loads(content)
-    except ValueError:
+    if not (there := _settings(job.place)):
         return {}
     now = json.loads(json.dumps(job.config.identity()))
     del now["sources"]
     return {name: (there.get(name), now[name]) for name in now if there.get(name) != now[name]}
+
+
+def _settings(place: Place) -> dict[str, Any]:
+    """What the last run noted at ``place``; nothing where none has."""
+    try:
+        return json.loads(place.read(SETTINGS))
+    except (OSError, ValueError):
+        return {}
+
+
+def _note_settings(job: Job, held_out: dict[str, str]) -> None:
+    job.place.write_json(SETTINGS, job.config.identity() | {"held_out": held_out})
 
 
 @dataclass(frozen=True)
@@ -101,16 +108,21 @@ def is_finished(job: Job) -> bool:
 
 
 def finish(job: Job) -> Manifest:
-    """Drop duplicates, then write quarantine and manifest from the records.
+    """Drop duplicates, fill both splits, then write quarantine and manifest from the records.
 
     Raises ``UserError`` when a piece's record did not arrive here, and when no book was kept.
     """
     place, records = job.place, collect(job)
     if job.config.duplicates != "keep":
-        records = drop_duplicates(place, records, find_duplicates(records))
+        records = drop_duplicates(place, records, find_duplicates(records, job.config.val_fraction))
+    before = _settings(place).get("held_out", {})
+    held_out = held_out_besides(job, records.values(), before)
+    if not held_out.items() <= before.items():
+        _note_settings(job, before | held_out)
+    records = fill_splits(job, records, held_out)
     remove_strays(job, records)
     dropped = write_quarantine(place, records.values())
-    counts = report.totals(records.values())
+    counts = report.totals(records.values()) | {"held_out": list(held_out)}
     if not counts["books_kept"]:
         first = f" For {dropped[0].book} it is: {dropped[0].detail}." if dropped else ""
         raise UserError(
@@ -178,7 +190,7 @@ def begin(job: Job, todo: Iterable[str]) -> None:
     """
     reopen(job.place, todo)
     remove_half_written(job.place, *SPLITS, PIECES, ".")
-    job.place.write_json(SETTINGS, job.config.identity())
+    _note_settings(job, _settings(job.place).get("held_out", {}))
 
 
 def clear(place: Place) -> None:

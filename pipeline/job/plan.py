@@ -5,9 +5,8 @@ They depend on the inventory and the config alone, so that one worker and a hund
 
 import hashlib
 import json
-import math
 import zipfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pyarrow.parquet as pq
 import xxhash
@@ -78,8 +77,7 @@ def make_plan(inventory: Inventory, config: TokenizeConfig) -> list[Piece]:
                 room = config.shard_size
             groups[-1].append(part)
             room -= part.size
-    settings = replace(config, val_fraction=_reachable_fraction(inventory, config))
-    return [Piece(index, tuple(parts), settings) for index, parts in enumerate(groups)]
+    return [Piece(index, tuple(parts), config) for index, parts in enumerate(groups)]
 
 
 def split_file(file: SourceFile, config: TokenizeConfig) -> list[Part]:
@@ -126,23 +124,19 @@ def _split_container(file: SourceFile, step: int) -> list[Part]:
     return parts or [Part(file, file.size)]
 
 
+def is_one_book(part: Part, config: TokenizeConfig) -> bool:
+    """Whether ``part`` is a file of one book, whose id is known before it is read."""
+    return part.file.form == "text" and not config.doc_separator
+
+
 def split_of(book: str, val_fraction: float) -> Split:
-    """The split of a book: by its id alone, so that it stays when books are added."""
-    return "val" if _position(book) < val_fraction else "train"
+    """The split of a book: by its id alone, so that it stays when books are added.
 
-
-def _reachable_fraction(inventory: Inventory, config: TokenizeConfig) -> float:
-    """``val_fraction``, raised to take one book where a small collection has none below it.
-
-    Only for collections whose books are all known beforehand, one a file; others are large.
+    Where this leaves a split empty, :mod:`pipeline.job.splits` makes an exception.
     """
-    known = not config.doc_separator and all(file.form == "text" for file in inventory.files)
-    if not config.val_fraction or not known or len(inventory.files) < 2:  # a single book is there to train on
-        return config.val_fraction
-    lowest = min(_position(file.id) for file in inventory.files)
-    return config.val_fraction if lowest < config.val_fraction else math.nextafter(lowest, 1)
+    return "val" if position_of(book) < val_fraction else "train"
 
 
-def _position(book: str) -> float:
+def position_of(book: str) -> float:
     """A book's place in [0, 1)."""
     return xxhash.xxh3_64_intdigest(book.encode(), seed=_SPLIT_SEED) / 2**64

@@ -25,6 +25,8 @@ class Record:
     """Number of kept books by what was recognized in them."""
     signatures: dict[str, list[int]]
     """MinHash signatures by book id, when near duplicates are looked for."""
+    moved: list[str]
+    """Books that are in the other split than their ids say, by id."""
     read_bytes: int
     replaced: int
     """Undecodable bytes in the kept books."""

@@ -42,6 +42,7 @@ def totals(records: Iterable[Record]) -> dict[str, Any]:
         "books_in": len(lengths) + reasons.total(),
         "books_kept": len(lengths),
         "books_dropped": dict(sorted(reasons.items())),
+        "books_val": sum(shard.rows for record in records for shard in record.shards if shard.split == "val"),
         "read_bytes": sum(record.read_bytes for record in records),
         "chars": sum(chars for record in records for _, _, chars, _ in record.books),
         "tokens": sum(lengths),
@@ -150,8 +151,16 @@ def as_markdown(name: str, counts: dict[str, Any], progress: JobStats, fingerpri
         ),
         ("Books", f"{counts['books_in']:,} in, {counts['books_kept']:,} kept; dropped: {dropped(counts)}"),
         ("Text", f"{counts['chars']:,} characters, {ratio:.2f} characters per token"),
-        ("Next", f"`python -m train.run --data {shlex.quote(name)}`"),
     ]
+    if not counts["books_val"]:
+        opening.append(("Validation", "none, because no book is held out: training needs `--cycle N+0`"))
+    elif held_out := counts["held_out"]:
+        opening.append(
+            ("Validation", f"{', '.join(f'`{book}`' for book in held_out[:3])}, because its share takes none of so few "
+             "books; made from more books with the same `--out`, the data set still holds it out")
+        )  # fmt: skip
+    cycle = "" if counts["books_val"] else " --cycle 200+0"
+    opening.append(("Next", f"`python -m train.run --data {shlex.quote(name)}{cycle}`"))
     if progress.pieces:
         rates = progress.metrics()
         opening[1:1] = [

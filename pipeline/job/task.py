@@ -81,7 +81,7 @@ class Work:
         self.rows: dict[Split, list[ShardRow]] = {split: [] for split in SPLITS}
         self.waiting = 0
         self.traits: Counter[str] = Counter()
-        self.record = Record(piece.key(), [], [], [], self.traits, {}, read_bytes=0, replaced=0, verified_bytes=0)
+        self.record = Record(piece.key(), [], [], [], self.traits, {}, [], read_bytes=0, replaced=0, verified_bytes=0)
 
     def run(self) -> Record:
         """Do the whole piece and mark it as done."""

@@ -146,13 +146,6 @@ def test_the_plan_is_a_function_of_inputs_and_settings(tmp_path: Path) -> None:
     assert not {piece.key() for piece in one} & {piece.key() for piece in other}
 
 
-def test_a_small_collection_has_a_book_for_validation() -> None:
-    inventory = Inventory([SourceFile(f"b{n}.txt", f"/b{n}.txt", 300_000, 0) for n in range(5)])
-    (piece,) = make_plan(inventory, TokenizeConfig())
-    splits = [split_of(part.file.id, piece.settings.val_fraction) for part in piece.parts]
-    assert splits.count("val") == 1
-
-
 def test_a_book_is_in_the_split_that_it_always_was_in() -> None:
     """Another hash or seed would move books that were trained on into validation."""
     places = {
@@ -165,11 +158,6 @@ def test_a_book_is_in_the_split_that_it_always_was_in() -> None:
     }
     for book, place in places.items():
         assert (split_of(book, place), split_of(book, math.nextafter(place, 1))) == ("train", "val"), book
-
-
-def test_a_single_book_is_for_training() -> None:
-    (piece,) = make_plan(Inventory([SourceFile("b1.txt", "/b1.txt", 300_000, 0)]), TokenizeConfig())
-    assert split_of("b1.txt", piece.settings.val_fraction) == "train"
 
 
 def test_special_files_are_refused_by_name_and_skipped_in_folders_and_globs(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.Monke
 def test_the_first_by_id_is_kept_and_the_others_are_removed_everywhere(
     records: dict[str, Record], tmp_path: Path
 ) -> None:
-    thinned = drop_duplicates(Place.of(tmp_path), records, find_duplicates(records))
+    thinned = drop_duplicates(Place.of(tmp_path), records, find_duplicates(records, 0))
     kept = {name: [book for book, *_ in record.books] for name, record in sorted(thinned.items())}
     assert list(kept.values()) == [["books/a.txt", "books/b.txt"], [], [], ["books/h.txt"]]
     reasons = {d.book: (d.reason, d.detail) for record in thinned.values() for d in record.dropped}
@@ -60,15 +60,15 @@ def test_the_first_by_id_is_kept_and_the_others_are_removed_everywhere(
             assert checksum(tmp_path / info.path) == info.checksum
             assert (info.rows, info.tokens) == (len(kept[name]), len(shard.tokens))
     assert sorted(path.name for path in (tmp_path / "train").iterdir()) == ["000000-000.arrow", "000003-000.arrow"]
-    assert find_duplicates(thinned) == {}
+    assert find_duplicates(thinned, 0) == {}
 
 
 def test_a_run_killed_while_dropping_ends_with_the_same_records(records: dict[str, Record], tmp_path: Path) -> None:
-    duplicates = find_duplicates(records)
+    duplicates = find_duplicates(records, 0)
     some = {book: dropped for book, dropped in duplicates.items() if book in ("books/c.txt", "books/g.txt")}
     half = drop_duplicates(Place.of(tmp_path), records, some)
-    whole = drop_duplicates(Place.of(tmp_path), half, find_duplicates(half))
+    whole = drop_duplicates(Place.of(tmp_path), half, find_duplicates(half, 0))
     assert {d.book for record in whole.values() for d in record.dropped} >= duplicates.keys()
     values = json.dumps([dataclasses.asdict(whole[name]) for name in sorted(whole)])
     assert all(f'"{book}"' in values for book in duplicates)
-    assert not find_duplicates(whole)
+    assert not find_duplicates(whole, 0)

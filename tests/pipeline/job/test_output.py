@@ -291,14 +291,14 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
 
 def test_settings_are_kept_beside_the_pieces_and_compared(config: TokenizeConfig) -> None:
     values = json.loads((Path(config.out) / output.SETTINGS).read_text(encoding="utf-8"))
-    assert values == config.identity() | {"sources": list(config.sources), "languages": []}
+    assert values == config.identity() | {"sources": list(config.sources), "languages": [], "held_out": {}}
     assert output.changed_settings(Job(config)) == {}
     assert output.changed_settings(Job(replace(config, min_chars=7))) == {"min_chars": (200, 7)}
 
 
 def test_the_quarantine_is_one_line_per_book_sorted_by_id(tmp_path: Path) -> None:
     dropped = [Dropped("b", "empty", "a"), Dropped("é", "language", "de"), Dropped("a", "unreadable", "b")]
-    written = [Record("", [], [], some, {}, {}, 0, 0, 0) for some in (dropped[:1], dropped[1:])]
+    written = [Record("", [], [], some, {}, {}, [], 0, 0, 0) for some in (dropped[:1], dropped[1:])]
     assert output.write_quarantine(Place.of(tmp_path), written) == [dropped[2], dropped[0], dropped[1]]
     lines = (tmp_path / output.QUARANTINE).read_text(encoding="utf-8").splitlines()
     assert [Dropped(**json.loads(line)) for line in lines] == [dropped[2], dropped[0], dropped[1]]

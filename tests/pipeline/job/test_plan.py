@@ -99,11 +99,3 @@ def test_containers_are_split_at_members_and_row_groups(tmp_path: Path) -> None:
         parts = split_file(file, TokenizeConfig(shard_size=1_000_000))
         assert [(part.start, part.stop) for part in parts] == expected
         assert 2_500_000 <= sum(part.size for part in parts) < 3_100_000
-
-
-def test_of_two_books_one_is_for_training_and_one_for_validation() -> None:
-    for names in (("a.txt", "b.txt"), ("c.txt", "d.txt")):
-        (piece,) = make_plan(Inventory([SourceFile(name, "", 1, 0) for name in names]), TokenizeConfig())
-        assert sorted(plan.split_of(name, piece.settings.val_fraction) for name in names) == ["train", "val"]
-        (none,) = make_plan(Inventory([SourceFile(name, "", 1, 0) for name in names]), TokenizeConfig(val_fraction=0))
-        assert [plan.split_of(name, none.settings.val_fraction) for name in names] == ["train", "train"]

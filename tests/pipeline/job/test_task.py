@@ -258,7 +258,7 @@ def test_duplicates_are_dropped_and_the_first_by_id_is_kept(tmp_path: Path, pros
         (folder / name).write_bytes(prose(1).replace("\n", "\r\n").encode() if name == "b.txt" else prose(1).encode())
     (folder / "other.txt").write_text(prose(2), encoding="utf-8")
     record = do(folder, tmp_path / "out", val_fraction=0)
-    duplicates = find_duplicates({"000000": record})
+    duplicates = find_duplicates({"000000": record}, 0)
     assert set(duplicates) == {"books/b.txt", "books/c.txt"}
     thinned = drop_duplicates(Place.of(tmp_path / "out"), {"000000": record}, duplicates)["000000"]
     assert [book for book, *_ in thinned.books] == ["books/a.txt", "books/other.txt"]
@@ -277,7 +277,7 @@ def test_other_editions_are_found(tmp_path: Path, prose: Prose) -> None:
     (folder / "second.txt").write_text(f"SECOND EDITION\n\n{prose(1)}\nTHE END\n", encoding="utf-8")
     (folder / "third.txt").write_text(prose(2), encoding="utf-8")
     record = do(folder, tmp_path / "out", duplicates="near")
-    found = find_duplicates({"000000": record})
+    found = find_duplicates({"000000": record}, 0)
     assert [(d.book, d.reason) for d in found.values()] == [("books/second.txt", "near duplicate")]
 
 
