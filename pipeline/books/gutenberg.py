@@ -1,58 +1,86 @@
 """Remove Project Gutenberg's wrapping, and parse its header.
 
-Only the beginning and the end of a file are searched, first for fixed words and then, around those, by
-regular expressions: a pattern run over a whole book would cost more than encoding it.
+A file may hold one book or several that were joined, and other texts before, between and after them. Removed is what
+its form proves to be wrapping: a header up to a marker line, if it has the lines that such headers have, and a footer
+from a marker line on, if a licence or the end of the file follows. A text that quotes a marker keeps it.
+
+All of a file is searched for the name in capitals, which wrapping contains, and regular expressions look at what is
+around it: a pattern run over a whole book would cost more than encoding it.
 """
 
 import re
-from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 NEAR, HEAD = 4_000, 40_000
 """Bytes in which a header ends: nearly always the first, sometimes (with the licence in front) the second."""
-LICENCE, TAIL = 24_000, 60_000
-"""Bytes before the end in which a footer begins, in the same way."""
+FIELDS = 1_000
+"""Bytes before a start line in which the fields of a header are."""
+CLOSE = 600
+"""Bytes before an end line in which a sentence says the same."""
+BEGUN, TAIL = 1_500, 60_000
+"""Bytes from the beginning of a footer to words by which it is known, and to its end."""
+FEW = 300
+"""Bytes too few for a text of its own: a title above a header, names below a licence."""
 FRONT = 5_000
 """Bytes after the header that are searched for credits and transcribers' notes."""
 LONG = 500
 """A paragraph of more bytes belongs to the book; credits come before it."""
 LONGEST = 2_000
-"""A paragraph of more bytes belongs to the book even if it names Project Gutenberg: a text joined to one line."""
+"""A paragraph of more bytes belongs to the book even if it begins as credits do: a text joined to one line."""
 NOTE = 12_000
 """The longest closing transcriber's note, in bytes."""
 
-_STARTS = (
-    ("start line", b"START OF THIS PROJECT GUTENBERG"),
-    ("start line", b"START OF THE PROJECT GUTENBERG"),
-    ("small print", b"*END*THE SMALL PRINT"),
-    ("small print", b"*END THE SMALL PRINT"),
-    ("small print", b"SMALL PRINT! FOR __ COMPLETE SHAKESPEARE"),
-)
-_ENDS = (
-    ("end line", b"END OF THIS PROJECT GUTENBERG"),
-    ("end line", b"END OF THE PROJECT GUTENBERG"),
-    ("end sentence", b"END OF PROJECT GUTENBERG"),
-    ("end sentence", b"END OF THIS ETEXT"),
-    ("end sentence", b"*PROJECT GUTENBERG ETEXT OF"),
-    ("end sentence", b"THIS FILE SHOULD BE NAMED"),
-    ("licence", b"START: FULL LICENSE"),
-)
-# What may be between the footer's beginning and a marker: the beginning of a line, or in a text joined to one line,
-# asterisks or the spaces that were an empty line.
-_BEFORE_END = re.compile(rb"(?:\A|(?<=\n)|(?<=  )|(?=\*{3}))[ \t*_]*(?:THE )?\Z")
+_NAME = b"PROJECT GUTENBERG"
+_LINE = re.compile(rb"(START|END) OF (?:TH(?:IS|E) )?(?:COPYRIGHTED )?\Z")
+_PRINT = (
+    b"*END*THE SMALL PRINT", b"*END THE SMALL PRINT", b"END: SMALL PRINT", b"SMALL PRINT! FOR __ COMPLETE SHAKESPEARE",
+)  # fmt: skip
+PRINTED = 20_000
+"""The longest small print, in bytes."""
+# What closes a book without an end line: words to search for, and a pattern for what is before them in their line.
+_CLOSINGS = (
+    ("end sentence", b" GUTENBERG", re.compile(
+        rb"\b(?:(?:THE )?(?:ENDE?|FINE?|FIM|EINDE|SLUT)(?: \S+){0,4} (?:PROJE[CK]?T|PROGETTO)"
+        rb"|THIS IS A COPYRIGHTED PROJECT)\Z")),
+    ("end sentence", b"*PROJECT GUTENBERG ETEXT OF", re.compile(rb"\Z")),
+    ("end sentence", b"ETEXT", re.compile(rb"\b(?:END OF THIS|ENDE DIESES|FIN DE CET|FINE DI QUESTO) \Z")),
+    ("end sentence", b"THIS FILE SHOULD BE NAMED", re.compile(rb"\Z")),
+    ("licence", b"START: FULL LICENSE", re.compile(rb"\Z")),
+    ("small print", b"SMALL PRINT!", re.compile(rb"START(?:: |\*\*THE )\Z")),
+)  # fmt: skip
+# The line with which a header begins, and fields that no other text has before a start line.
+_OPENING = re.compile(
+    rb"^(?:\*{40,}\n)?[ \t*_]*(?:(?:This is )?(?:[Tt]he )?Project Gutenberg"
+    rb"(?:(?:'s|\xe2\x80\x99s)?,? (?:E-?[Tt]ext|[Ee]-?[Bb]ook)(?: of\b|,|\*|$)"
+    rb"|(?:'s|\xe2\x80\x99s) [A-Z][^\n]*\n?[^\n]*\bby )"
+    rb"|This E-?text file is presented by Project Gutenberg|THIS EBOOK WAS ONE OF PROJECT GUTENBERG)", re.M
+)  # fmt: skip
+_PROOF = re.compile(
+    rb"(?:^|  )(?:(?:Language|Release Date|Posting Date|Character set encoding):[ \t]"
+    rb"|This e-?book is for the use of anyone anywhere)", re.M | re.I
+)  # fmt: skip
+# What follows an end line, and the words with which that ends.
+_LEGAL = (
+    b"Updated editions will replace the previous", b"START: FULL LICENSE", b"THE FULL PROJECT GUTENBERG LICENSE",
+    b"file should be named", b"all associated files of various formats", b"are often created from several",
+    b"A Word from Project Gutenberg", b"START**THE SMALL PRINT", b"START: SMALL PRINT",
+)  # fmt: skip
+_LEGAL_ENDS = (b"hear about new eBooks.", b"END: FULL LICENSE", b"GUTINDEX.ALL", *_PRINT)
 
 # A start line may span several lines, up to its closing asterisks; in a text without line ends, only they end it.
-_REST_OF_START = re.compile(
+_REST_OF_MARKER = re.compile(
     rb"[^*\n]{0,400}(?:\n[^*\n]{0,200}){0,4}?\*{2,}[^\n]{0,200}\n|[^\n]{0,400}\n|[^*\n]{0,400}\*{2,}"
 )
+
 _SHAKESPEARE = re.compile(rb"<<THIS ELECTRONIC VERSION OF THE COMPLETE WORKS[^>]*>>\n*")
 _VERSION_LINE = re.compile(rb'\n*\["Small Print" V[^\n]*\n')
 
+_TEXT = re.compile(rb"\S")
 _PARAGRAPH = re.compile(rb"\n*([^\n]+(?:\n[^\n]+)*)(?:\n|\Z)")
 _OURS = (
-    b"project gutenberg", b"gutenberg.org", b"gutenberg.net", b"pgdp.net", b"distributed proofread", b"archive.org/",
-    b"world library, inc", b"set encoding:",
+    b"this project gutenberg", b"pgdp.net", b"distributed proofread", b"archive.org/", b"set encoding:",
     b"text prepared", b"text was prepared", b"text produced", b"text was produced", b"book was produced",
     b"book produced", b"book was prepared", b"book prepared", b"text transcribed", b"book transcribed", b"text scanned",
     b"this file was first posted", b"this file was produced", b"this file was last updated",
@@ -63,7 +91,6 @@ _CREDIT = re.compile(
     rb"|note: (?:images|project|this|the original|there is)|there is an improved|an? (?:alternative )?edition of this"
     rb"|see \d+-|see transcriber|\(?https?://|\*{20,}|[a-z ]*executive director)"
 )
-_OPENING = re.compile(rb"Project Gutenberg(?:'s)? (?:E-?text|E-?book)", re.I)
 _APOSTROPHE = rb"(?:'|\xe2\x80\x99)?"
 _NOTE = re.compile(
     rb"[|\s*=\[({_+-]*(?:the )?(?:transcriber|transcription|scanner|proofreader|redactor)"
@@ -97,24 +124,25 @@ class Unwrapped:
 
 
 def unwrap(text: bytes) -> Unwrapped:
-    """The book in ``text``; all of it if no wrapping is recognized."""
-    forms: list[str] = []
-    start = _find_start(text, forms)
-    wrapped = start > 0 or _OPENING.search(text[:1000]) is not None
-    stop = _find_stop(text, start, forms, wrapped=wrapped)
-    if not forms and not wrapped:
+    """The book in ``text``, or the books; all of it if no wrapping is recognized."""
+    opening = _OPENING.search(text, 0, FIELDS)
+    wrapped = opening is not None and not text[: opening.start()].strip()
+    spans = _wrapping(text, opened=wrapped)
+    if not spans and not wrapped:
         return Unwrapped(text)
-    stop = _before_note(text, start, stop, forms)
-    front = text[start : min(start + FRONT, stop)]
-    kept = _without_credits(front, forms)
-    rest = memoryview(text)[start + len(front) : stop - _blanks_before(text, stop)]
-    if not len(rest) and not kept.strip():
-        kept = front  # credits are never all of a book
-    body = b"".join((kept.lstrip(), rest, b"\n"))
-    if text.find(b"THIS ELECTRONIC VERSION OF THE COMPLETE WORKS", 0, HEAD) >= 0:
+    forms = [form for span in spans for form in span.forms]
+    bodies: list[bytes | memoryview] = []
+    for before, after in pairwise([_Span(0, 0, header=wrapped), *spans, _Span(len(text), len(text))]):
+        if before.header:
+            bodies += _body(text, before.stop, after.start, forms)
+        elif text[before.stop : after.start].strip():
+            bodies += (memoryview(text)[before.stop : after.start], b"\n\n\n")
+    body = b"".join([*bodies[:-1], b"\n"])
+    headers = [text[span.start : span.stop] for span in spans if span.header]
+    if any(b"THIS ELECTRONIC VERSION OF THE COMPLETE WORKS" in header for header in headers):
         forms.append("notices between scenes")
         body = _SHAKESPEARE.sub(b"", body)
-    return Unwrapped(body, tuple(dict.fromkeys(forms)), _fields(text[:start] or text[:FRONT]))
+    return Unwrapped(body, tuple(dict.fromkeys(forms)), _fields(headers[0] if headers else text[:FRONT]))
 
 
 def declared_encoding(head: bytes) -> str | None:
@@ -123,52 +151,180 @@ def declared_encoding(head: bytes) -> str | None:
     return match[1].decode("ascii", "replace").strip() if match else None
 
 
+@dataclass(frozen=True)
+class _Span:
+    """Wrapping, or a line that may be part of it. After a ``header`` begins a book."""
+
+    start: int
+    stop: int
+    forms: tuple[str, ...] = ()
+    header: bool = False
+
+
+def _wrapping(text: bytes, *, opened: bool) -> list[_Span]:
+    """The headers and footers in ``text``, in order. ``opened``: it begins as a header does."""
+    marks = _markers(text)
+    headers: list[_Span] = []
+    low = 0
+    for mark in marks:
+        start = _header_start(text, low, mark, headers) if mark.header else None
+        if start is not None and headers and start == headers[-1].stop and not _OPENING.match(text, start):
+            headers[-1] = replace(headers[-1], stop=mark.stop, forms=headers[-1].forms + mark.forms)
+        elif start is not None:
+            headers.append(replace(mark, start=start))
+        low = mark.stop
+    # Small print is at the end of some books.
+    bounds = [*(header.start for header in headers[1:]), len(text)]
+    headers = [
+        header
+        for header, bound in zip(headers, bounds, strict=False)
+        if "start line" in header.forms or _TEXT.search(text, header.stop, bound)
+    ]
+    spans: list[_Span] = []
+    for header, following in pairwise([_Span(0, 0, header=opened), *headers, _Span(len(text), len(text))]):
+        ends = [mark for mark in marks if not mark.header and header.stop <= mark.start < following.start]
+        spans += [header] * (header.stop > 0)
+        spans += _footers(text, header.stop, following.start, ends, headed=header.header)
+    return spans
+
+
+def _markers(text: bytes) -> list[_Span]:
+    """All start lines, ends of small print (both headers) and end lines, whatever they are part of."""
+    found: dict[int, _Span] = {}
+
+    def add(at: int, after: int, form: str) -> None:
+        rest = _REST_OF_MARKER.match(text, after)
+        stop = rest.end() if rest else after
+        version = _VERSION_LINE.match(text, stop)
+        found[at] = _Span(at, version.end() if version else stop, (form,), header=form != "end line")
+
+    searched = 0
+    for hay, first in ((text[:NEAR].upper(), 0), (text, NEAR - len(_NAME))):
+        at = hay.find(_NAME, max(0, first))
+        while at >= 0:
+            after = at + len(_NAME)
+            if line := _LINE.search(hay, max(0, at - 40), at):
+                if (begin := _marker_start(hay, line.start())) is not None:
+                    add(begin, after, "start line" if line[1] == b"START" else "end line")
+            elif text.find(b"SMALL PRINT", max(0, at - NEAR), at + NEAR) >= 0:
+                for words in _PRINT:
+                    end = text.find(words, max(at, searched), at + PRINTED)
+                    while end >= 0:
+                        add(end, end + len(words), "small print")
+                        end = text.find(words, end + 1, at + PRINTED)
+                searched = at + PRINTED - NEAR  # a marker may lie across the end of what was searched
+            at = hay.find(_NAME, after)
+    return [found[at] for at in sorted(found)]
+
+
+def _marker_start(text: bytes, at: int) -> int | None:
+    """Where the marker begins whose first word is at ``at``: with its line; None in the middle of one.
+
+    A text that was joined to one line has it after asterisks, or after the spaces that were an empty line.
+    """
+    before = text[max(0, at - 80) : at]
+    rest = before.rstrip(b" \t*_")
+    signs = before[len(rest) :]
+    begins = not rest or rest.endswith(b"\n")
+    if not begins and (b"  " in signs or b"***" in signs):
+        begins = b"\n" not in text[max(0, at - FIELDS) : at + FIELDS]
+    return at - len(signs) if begins else None
+
+
+def _header_start(text: bytes, low: int, mark: _Span, headers: list[_Span]) -> int | None:
+    """Where the header begins that ``mark`` ends, after ``low``; None where nothing proves that one is there."""
+    first = max(low, mark.start - HEAD)
+    near = max(first, mark.start - FIELDS)
+    opening = _OPENING.search(text, first, mark.start)
+    proof = _PROOF.search(text, near, mark.start)
+    chained = bool(headers) and headers[-1].stop == low and headers[-1].forms[-1:] != mark.forms  # some end with both
+    if opening if "small print" in mark.forms else proof:
+        lines = (opening, proof, _FIELD.search(text, near, mark.start))
+        start = min(line.start() for line in lines if line)
+        title = low == 0 and len(text[:start].strip()) <= FEW
+        return low if title or (chained and first == low and not opening) else start
+    few = FEW if chained and "small print" in mark.forms else 0
+    return low if (chained or mark.start < HEAD) and len(text[low : mark.start].strip()) <= few else None
+
+
+def _footers(text: bytes, low: int, limit: int, ends: list[_Span], *, headed: bool) -> list[_Span]:
+    """What follows books in ``text[low:limit]``, of which ``ends`` are the end lines."""
+    spans: list[_Span] = []
+    for end, following in pairwise([*ends, _Span(limit, limit)]):
+        if end.start >= low and _is_footer(text, end.stop, following.start, headed=headed):
+            begin = max(low, end.start - CLOSE)
+            sentences = [begin + at for at, _ in _closings(text[begin : end.start].upper(), headed=headed)]
+            sentences += [other.start for other in ends if begin <= other.start < end.start]
+            low = _footer_end(text, end.stop, limit)
+            start = end.start
+            for at in sorted(sentences, reverse=True):
+                start = start if b"\n\n" in text[at:start].strip() else at
+            spans.append(replace(end, start=start, stop=low))
+    if not spans:
+        begin = max(low, limit - TAIL)
+        for start, form in sorted(_closings(text[begin:limit].upper(), headed=headed)):
+            if _is_footer(text, begin + start, limit, headed=headed):
+                return [_Span(begin + start, _footer_end(text, begin + start, limit), (form,))]
+        if headed and ends and text[ends[-1].start] not in b" \t":  # another text follows it
+            return ends[-1:]
+    return spans
+
+
+def _closings(upper: bytes, *, headed: bool) -> Iterator[tuple[int, str]]:
+    """Where ``upper`` has the words that close a book; without a header only those that name Project Gutenberg."""
+    for form, words, before in _CLOSINGS if headed else _CLOSINGS[:1]:
+        at = upper.find(words)
+        while at >= 0:
+            match = before.search(upper, max(0, at - 80), at)
+            if match and (start := _marker_start(upper, match.start())) is not None:
+                yield start, form
+            at = upper.find(words, at + 1)
+
+
+def _is_footer(text: bytes, at: int, bound: int, *, headed: bool) -> bool:
+    """Whether a licence begins at ``at``, or up to ``bound`` there are only sentences that close the book."""
+    rest = text[at : min(bound, at + BEGUN)]
+    if any(words in rest for words in _LEGAL):
+        return True
+    if bound - at >= BEGUN or len(rest.strip()) > FEW:
+        return False
+    sentences = filter(None, rest.upper().strip().split(b"\n\n"))
+    return all(any(start == 0 for start, _ in _closings(each.lstrip(), headed=headed)) for each in sentences)
+
+
+def _footer_end(text: bytes, at: int, limit: int) -> int:
+    """The end of the licence that begins at ``at``: where it says so, else ``limit`` if that is not too far."""
+    furthest = min(limit, at + TAIL)
+    last = at
+    for words in _LEGAL_ENDS:
+        last = max(last, text.rfind(words, last, furthest))
+    if last > at:
+        stop = text.find(b"\n", last, furthest)
+    elif furthest == limit:
+        return limit
+    else:
+        last = max(at, text.rfind(b"utenberg", at, furthest), text.rfind(b"UTENBERG", at, furthest))
+        stop = text.find(b"\n\n", last, furthest)
+    if stop < 0 or (limit - stop < NEAR and len(text[stop:limit].strip()) <= FEW):
+        return furthest
+    return stop
+
+
+def _body(text: bytes, start: int, stop: int, forms: list[str]) -> list[bytes | memoryview]:
+    """The book in ``text[start:stop]`` without what its editors added, in parts that make it whole."""
+    stop = _before_note(text, start, stop, forms)
+    front = text[start : min(start + FRONT, stop)]
+    kept = _without_credits(front, forms).lstrip()
+    rest = memoryview(text)[start + len(front) : stop - _blanks_before(text, stop)]
+    if not len(rest) and not kept.strip():
+        kept = front.strip()  # credits are never all of a book
+    return [kept, rest, b"\n\n\n"] if kept or len(rest) else []
+
+
 def _blanks_before(text: bytes, stop: int) -> int:
     """Number of spaces and line ends before ``stop``, at most 500."""
     end = text[max(0, stop - 500) : stop]
     return len(end) - len(end.rstrip())
-
-
-def _find_start(text: bytes, forms: list[str]) -> int:
-    """The end of the header; 0 without one."""
-    upper = text[:NEAR].upper()
-    if not any(marker in upper for form, marker in _STARTS if form == "start line"):
-        upper = text[:HEAD].upper()
-    start = 0
-    for form, marker in _STARTS:
-        at = upper.rfind(marker)
-        rest = _REST_OF_START.match(text, at + len(marker)) if at >= 0 else None
-        if rest:
-            forms.append(form)
-            version = _VERSION_LINE.match(text, rest.end())
-            start = max(start, version.end() if version else rest.end())
-    return start
-
-
-def _find_stop(text: bytes, start: int, forms: list[str], *, wrapped: bool) -> int:
-    """The beginning of the footer; the end of ``text`` without one.
-
-    Markers that do not name Project Gutenberg count only if there is a header.
-    """
-    offset = max(start, len(text) - LICENCE)
-    upper = text[offset:].upper()
-    if not any(marker in upper for form, marker in _ENDS if form == "end line"):
-        offset = max(start, len(text) - TAIL)
-        upper = text[offset:].upper()
-    stop = len(text)
-    for form, marker in _ENDS:
-        if not wrapped and b"PROJECT GUTENBERG" not in marker:
-            continue
-        at = upper.find(marker, 0, stop - offset)
-        while at >= 0:
-            line = upper.rfind(b"\n", 0, at) + 1
-            opening = _BEFORE_END.search(upper, line, at)
-            if opening:
-                forms.append(form)
-                stop = min(stop, offset + opening.start())
-                break
-            at = upper.find(marker, at + 1, stop - offset)
-    return stop
 
 
 def _before_note(text: bytes, start: int, stop: int, forms: list[str]) -> int:
@@ -197,41 +353,32 @@ def _without_credits(front: bytes, forms: list[str]) -> bytes:
     if b"Executive Director's Notes:" in front:
         front = _NOTES_BY_DIRECTOR.sub(b"", front)
     lower = front.lower()
-    ours = _mentions(lower)
+    last = max(lower.rfind(b"note"), lower.rfind(b"world library, inc"))
     kept: list[bytes] = []
     position = 0
-    last = max([*ours[-1:], lower.rfind(b"note")])
     for begin, end, paragraph in _paragraphs(lower):
         if begin < position:
             continue
-        if kept and begin > last:
+        if len(paragraph) > LONGEST or (kept and begin > last):
             break
         stop = None
-        if len(paragraph) > LONGEST:
-            return b"".join([*kept, front[position:]])
         if _NOTE.match(paragraph):
             stop = _end_of_note(front, begin, end)
             forms.append("opening note")
-        elif bisect_left(ours, begin) < bisect_left(ours, end) or (not kept and _CREDIT.match(paragraph)):
+        elif b"world library, inc" in paragraph or (
+            not kept and (_CREDIT.match(paragraph) or any(words in paragraph for words in _OURS))
+        ):
             stop = end
             forms.append("credits")
+        elif not kept and len(paragraph) <= FEW and _OPENING.match(front, begin):
+            stop = end
         if stop is None:
             kept.append(front[position:end])
             if len(paragraph) > LONG or paragraph.startswith(b"chapter"):
-                return b"".join([*kept, front[end:]])
+                position = end
+                break
         position = stop or end
     return b"".join([*kept, front[position:]])
-
-
-def _mentions(lower: bytes) -> list[int]:
-    """Positions of the words in ``_OURS``, in order."""
-    found = []
-    for words in _OURS:
-        at = lower.find(words)
-        while at >= 0:
-            found.append(at)
-            at = lower.find(words, at + 1)
-    return sorted(found)
 
 
 def _paragraphs(front: bytes, offset: int = 0) -> Iterator[tuple[int, int, bytes]]:

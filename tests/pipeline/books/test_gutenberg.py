@@ -22,10 +22,10 @@ HEADS = {
     "small print, later": HEADER + "***START**THE SMALL PRINT!**START***\nlaw\n"
     "*END THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.07/27/01*END*\n\n",
     "small print, then a start line": HEADER + "***START**THE SMALL PRINT!**START***\nlaw\n"
-    "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\nlaw\n\n"
+    "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\nlaw\n\n" + FIELDS +
     "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n\n",
     "small print, then a start line far behind": HEADER + "***START**THE SMALL PRINT!**START***\nlaw\n"
-    "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n" + "law\n\n" * 1000
+    "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n" + "law\n\n" * 1000 + FIELDS
     + "*** START OF THE PROJECT GUTENBERG EBOOK A TALE ***\n\n",
     "a start line, then small print": HEADER + "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n\nlaw\n\n"
     "*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n",
@@ -40,6 +40,12 @@ HEADS = {
     "bracketed note": HEADER + "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***\n\nProduced by Some One\n\n\n"
     "[Transcriber's Note: This etext was produced from\n   Galaxy Magazine.\n\n   No copyright was found.]\n\n\n",
 }  # fmt: skip
+
+SMALL_PRINT = (
+    '***START**THE SMALL PRINT!**FOR PUBLIC DOMAIN ETEXTS**START***\nWhy is this "Small Print!" statement here?\n\n'
+    "*BEFORE!* YOU USE OR READ THIS ETEXT\nBy using any part of this PROJECT GUTENBERG-tm etext, you agree.\n\n"
+)
+PRINTED = f"{SMALL_PRINT}*END*THE SMALL PRINT! FOR PUBLIC DOMAIN ETEXTS*Ver.04.29.93*END*\n\n"
 
 TAILS = {
     "this": "\n\n\nEnd of the Project Gutenberg EBook of A Tale, by Somebody Else\n\n"
@@ -184,3 +190,104 @@ def test_credits_are_never_all_of_a_book() -> None:
     credits = "Produced by Some One and the Online Distributed Proofreading Team.\n"
     unwrapped = unwrap((HEADS["this"] + credits + TAILS["this"]).encode())
     assert unwrapped.body.decode().strip() == credits.strip()
+
+
+def tale(name: str, lines: int = 200) -> str:
+    return (
+        f"{name}\n\nCHAPTER I OF {name}\n\n" + f"A line of {name}, which goes on.\n" * lines + f"\nThe end of {name}.\n"
+    )
+
+
+OF_1998 = "*Project Gutenberg Etext of A Tale, by Somebody Else*\n#2 in our series\n\n" + "Please read this.\n\n" * 300
+MODERN_END = (
+    "\n\n*** END OF THE PROJECT GUTENBERG EBOOK A TALE ***\n\nUpdated editions will replace the previous one.\n\n"
+    + "THE FULL PROJECT GUTENBERG LICENSE\n\nAnd so on.\n\nThis eBook is for the use of anyone anywhere.\n\n" * 20
+    + "how to subscribe to our email newsletter to hear about new eBooks.\n"
+)
+BOTTOM = (
+    "\n\n*** END OF THE PROJECT GUTENBERG EBOOK A TALE ***\n\nThis file should be named a10.txt or a10.zip\n\n"
+    f"Project Gutenberg eBooks are often created from several printed\neditions.\n\n{PRINTED}"
+)
+FORMS = {
+    "modern": (HEADER + "*** START OF THE PROJECT GUTENBERG EBOOK A TALE ***\n\n", MODERN_END),
+    "copyrighted": (
+        HEADER + "*** START OF THE COPYRIGHTED PROJECT GUTENBERG EBOOK A TALE ***\n\n",
+        "\n\n*** END OF THE COPYRIGHTED PROJECT GUTENBERG EBOOK A TALE ***\n",
+    ),
+    "small print": (OF_1998 + PRINTED, "\n\nEnd of Project Gutenberg's Etext of A Tale, by Somebody Else\n\n"),
+    "small print at the end": (HEADER + "*** START OF THE PROJECT GUTENBERG EBOOK A TALE ***\n\n", BOTTOM),
+}
+
+
+@pytest.mark.parametrize("lines", [2, 200, 20_000])
+@pytest.mark.parametrize("second", FORMS)
+@pytest.mark.parametrize("first", FORMS)
+def test_a_file_may_hold_several_books_of_any_form(first: str, second: str, lines: int) -> None:
+    names = {"ALPHA": first, "BETA": second, "GAMMA": first}
+    books = [tale(name, lines) for name in names]
+    wrapped = [FORMS[form][0] + book + FORMS[form][1] for form, book in zip(names.values(), books, strict=True)]
+    assert unwrap("".join(wrapped).encode()).body.decode().split() == "".join(books).split()
+
+
+@pytest.mark.parametrize("form", ["modern", "small print at the end", "copyrighted"])
+def test_other_texts_around_books_are_kept(form: str) -> None:
+    book, others = tale("ALPHA"), [tale(name, 30) for name in ("BEFORE", "BETWEEN", "BEHIND")]
+    wrapped = FORMS[form][0] + book + FORMS[form][1]
+    whole = f"{others[0]}{wrapped}\n{others[1]}\n{wrapped}{others[2]}"
+    expected = others[0] + book + others[1] + book + others[2]
+    assert unwrap(whole.encode()).body.decode().split() == expected.split()
+
+
+@pytest.mark.parametrize("lines", [2, 100, 10_000])
+@pytest.mark.parametrize("opening", ["Project Gutenberg Etext of A Tale\n\n", ""])
+def test_small_print_at_the_end_is_removed_however_short_the_book(opening: str, lines: int) -> None:
+    print_ = "\n*** START: SMALL PRINT! for COPYRIGHT PROTECTED ETEXTS ***\nlaw\n*** END: SMALL PRINT! ***\n"
+    for printed in (print_, f"\n{PRINTED}"):
+        found = unwrap((opening + tale("ALPHA", lines) + printed).encode()).body.decode()
+        assert found.split() == (tale("ALPHA", lines) + ("" if opening else printed)).split()
+
+
+@pytest.mark.parametrize(
+    "closing",
+    [
+        "Ende dieses Project Gutenberg Etextes Eine Geschichte, von Jemand", "Fin de Project Gutenberg's Un Conte",
+        "Ende dieses Projekt Gutenberg Etextes Eine Geschichte", "Fin du Project Gutenberg Etext de Un Conte",
+        "Fine del Project Gutenberg Etext di Un Racconto", "Fine di questo Etext Project Gutenberg",
+        "End of this is COPYRIGHTED Project Gutenberg Etext of A Tale", "Einde van dit Project Gutenberg Etext",
+        "**This is a COPYRIGHTED Project Gutenberg Etext, Details Above**",
+        "End of The Project Gutenberg Etext of A Tale",
+    ],
+)  # fmt: skip
+def test_the_closing_sentences_of_other_languages_are_removed(closing: str) -> None:
+    for head in (HEADS["this"], OF_1998 + PRINTED):
+        for tail in (f"\n\n{closing}\n", f"\n\n{closing}\n\n{TAILS['this'].lstrip()}"):
+            assert unwrap((head + tale("ALPHA") + tail).encode()).body.decode().split() == tale("ALPHA").split()
+
+
+START, END = (
+    "*** START OF THIS PROJECT GUTENBERG EBOOK A TALE ***",
+    "*** END OF THIS PROJECT GUTENBERG EBOOK A TALE ***",
+)
+QUOTES = {
+    "in a line": f"A header ends with {START} and after it\nthe book begins, up to {END} in most files.\n\n",
+    "lines of their own": f"It begins\n\n{START}\n\nand ends\n\n{END}\n\nas we have seen.\n\n",
+    "indented": f"It begins\n\n    {START}\n\nand ends\n\n    {END}\n\nas we have seen.\n\n",
+    "code": f'assert START.match("{START}")\nassert "{END}" in text\n\n',
+    "about it": "Project Gutenberg was founded in 1971; see www.gutenberg.org.\n\nDistributed Proofreaders, at pgdp.net,"
+    " have prepared many of its texts. Project Gutenberg's Etexts end with a licence.\n\nThe Project Gutenberg License "
+    f"follows the line\n{END}\nin every one; its Full License has Sections 1 to 5.\n\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "title", ["How Headers Are Removed", "Title: Headers\nAuthor: A. Writer", "Project Gutenberg eBooks"]
+)
+@pytest.mark.parametrize("quote", QUOTES.values(), ids=QUOTES)
+def test_a_text_about_project_gutenberg_is_kept_whole_wrapped_or_not(quote: str, title: str) -> None:
+    for text in (
+        f"{title}\n\n{quote}{tale('ALPHA', 30)}{quote}{tale('BETA', 3000)}{quote}THE END\n",
+        f"{title}\n\n{tale('ALPHA', 3)}{quote}The end.\n",
+    ):
+        assert unwrap(text.encode()).body.decode() == text
+        for head, tail in FORMS.values():
+            assert unwrap((head + text + tail).encode()).body.decode().split() == text.split()
