@@ -36,7 +36,7 @@ class Reading:
     """The field of JSON lines that contains a book's text."""
 
     text_column: str = "text"
-    """The column of Parquet files that contains a book's text; case-insensitive."""
+    """The column of Parquet files that contains a book's text; its case matters only where two differ in it alone."""
 
     doc_separator: str | None = None
     """The separator between books in text files that contain several, for example '<|endoftext|>'."""
@@ -63,8 +63,9 @@ class TokenizeConfig(Reading, JoinsRay):
     """Settings of one run of ``pipeline.tokenize``. Raises ``ValueError`` for invalid values."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (SAMPLE,)
-    """Books: files, folders or globs of txt, md, gz, zst, zip, jsonl, parquet, here or at s3://, gs://, hf://;
-    gutenberg:1342,84 (downloads those numbers); or 'sample' (the King James Bible, installed with this program).
+    """Books: files, folders or globs of txt, md, zip, json, jsonl, parquet, plain or gz, zst, bz2, xz, here or at s3://,
+    gs://, hf://; gutenberg:1342,84 (downloads those numbers); or 'sample' (the King James Bible, installed with this
+    program).
     Their order does not matter."""
 
     out: str = "data/tokens"

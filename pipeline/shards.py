@@ -34,6 +34,8 @@ QUARANTINE = "quarantine.jsonl"
 TRACKING = "tracking.json"
 PIECES = "pieces"
 """The folder that records which part of the work is done."""
+SETTINGS = f"{PIECES}/settings.json"
+"""How the data set is made; it is there before the first shard."""
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")

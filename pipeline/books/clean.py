@@ -5,11 +5,23 @@ wrapping, or a ``Dropped``, which becomes one line of ``quarantine.jsonl``.
 """
 
 import hashlib
+import re
 from dataclasses import dataclass
 
 from pipeline.books.gutenberg import unwrap
 from pipeline.books.normalize import count_characters, join_lines, normalize, to_utf8, trim
 from pipeline.books.readers import Dropped, RawBook
+
+BEGINNING = 20_000
+"""Bytes of a text that are searched for separators."""
+SEEMS = "looks like"
+"""With this begin the traits of what may not be a book."""
+_ODD = (
+    (f"{SEEMS} HTML or XML", re.compile(rb"\s*<(?:[!?][^<>]{2,400}>|[a-z][^<>]{0,400}>[^<]{0,400}</?[a-z])", re.I)),
+    (f"{SEEMS} JSON", re.compile(rb"\s*[\[{]\s*(?:\{\s*)?\"[^\"\n]{0,100}\"\s*[:,]")),
+    (f"{SEEMS} base64", re.compile(rb"\s*(?:[A-Za-z0-9+/]{60,76}\r?\n){8}")),
+)  # fmt: skip
+"""What else a text may be, and how it begins then. It is kept, and the summary says so."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +38,7 @@ class Book:
     language: str | None
     released: str | None
     replaced: int
-    """Undecodable bytes, replaced by U+FFFD."""
+    """Undecodable bytes, replaced by U+FFFD, and zero bytes, left out, of a text that has one near its beginning."""
     traits: tuple[str, ...]
     """What was recognized and normalized, as labels to count."""
     guessed: str | None = None
@@ -36,9 +48,11 @@ class Book:
 def clean(raw: RawBook, *, join: bool = False) -> Book | Dropped:
     """The book in ``raw`` without wrapping, normalized; or why it is left out. ``join`` joins hard-wrapped lines."""
     data = raw.data
-    if b"\0" in data[:4096] and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return Dropped(raw.id, "not text", "there are zero bytes near its beginning")
+    head = data[:4096]
+    if head.count(b"\0") > 1 + len(head) // 1000 and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return Dropped(raw.id, "not text", "there are many zero bytes near its beginning")
     decoded = to_utf8(data)
+    replaced = raw.replaced + decoded.replaced + (decoded.text.count(b"\0") if b"\0" in head else 0)
     unwrapped = unwrap(normalize(decoded.text) if decoded.text else b"")
     body = trim(unwrapped.body)
     if not body:
@@ -49,9 +63,12 @@ def clean(raw: RawBook, *, join: bool = False) -> Book | Dropped:
     traits = [f"gutenberg: {form}" for form in unwrapped.forms]
     if b"\r\n" in data[:1000]:
         traits.append("line ends: CRLF")
-    if decoded.encoding != "utf-8" or decoded.replaced:
-        doubts = ", damaged" * bool(decoded.replaced) + ", guessed" * decoded.guessed
+    if decoded.encoding != "utf-8" or replaced:
+        doubts = ", damaged" * bool(replaced) + ", guessed" * decoded.guessed
         traits.append(f"encoding: {decoded.encoding}{doubts}")
+    traits += [what for what, begins in _ODD if begins.match(body)]
+    if body.count(b"<|endoftext|>", 0, BEGINNING) > 1:
+        traits.append(f"{SEEMS} several, between <|endoftext|>: name it by --doc-separator")
     return Book(
         id=raw.id,
         source=raw.source,
@@ -62,7 +79,7 @@ def clean(raw: RawBook, *, join: bool = False) -> Book | Dropped:
         author=raw.author or fields.get("author"),
         language=raw.language or fields.get("language"),
         released=fields.get("released"),
-        replaced=decoded.replaced,
+        replaced=replaced,
         traits=tuple(traits),
         guessed=decoded.encoding if decoded.guessed else None,
     )

@@ -5,23 +5,24 @@ import gzip
 import io
 import json
 import lzma
+import os
 import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
-from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infra.errors import UserError
+from infra.object_storage import is_remote
 from infra.schema import strict
-from pipeline.books.sources import TEXT, SourceFile
+from pipeline.books.sources import CarriedFile, SourceFile, is_plain_text
 from pipeline.config import SAMPLE, Reading
 
 BOOK = 1_000_000_000
@@ -33,6 +34,7 @@ LINE = 100_000_000
 TOO_LARGE = "too large"
 
 _BLOCK = 1 << 20
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _TITLES = ("title", "short_book_title")
 DAMAGE = (
     EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile, pa.ArrowException, UnicodeDecodeError,
@@ -61,6 +63,8 @@ class RawBook:
     title: str | None = None
     author: str | None = None
     language: str | None = None
+    replaced: int = 0
+    """Undecodable bytes that are replaced already."""
 
 
 @strict
@@ -82,7 +86,9 @@ def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Dropped]:
     file = part.file
     try:
         with file.open() as opened:
+            _refuse_shrunk(file)
             yield from _books(part, opened, settings)
+            _refuse_shrunk(file)
     except FileNotFoundError as gone:
         raise UserError(
             f"{file.uri} has disappeared since the work was planned: restore it, or run the same command again to "
@@ -100,6 +106,21 @@ def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Dropped]:
         yield Dropped(file.id, "unreadable", f"damaged: {failure}")  # Arrow's codecs raise OSError without a number
 
 
+def _refuse_shrunk(file: SourceFile) -> None:
+    """Raise ``UserError`` when a file of this machine has fewer bytes than were planned: books would be missing."""
+    if isinstance(file, CarriedFile) or is_remote(file.uri) or file.form == "sample":
+        return
+    try:
+        size = os.stat(file.uri).st_size  # noqa: PTH116 Path would parse each name
+    except OSError:  # it was open before it went
+        return
+    if size < file.size:
+        raise UserError(
+            f"{file.uri} has shrunk from {file.size:,} to {size:,} bytes since the work was planned: restore it, or "
+            "run the same command again to continue with what is left."
+        )
+
+
 def _books(part: Part, opened: BinaryIO, settings: Reading) -> Iterator[RawBook | Dropped]:
     file = part.file
     if file.form == "parquet":
@@ -109,30 +130,54 @@ def _books(part: Part, opened: BinaryIO, settings: Reading) -> Iterator[RawBook 
     elif file.form == "sample":
         yield from _sample(opened)
     else:
-        stream = _decompressed(opened, file.compression)
-        if file.form == "lines":
-            yield from _lines(part, stream, settings.text_field)
+        unpacked = _Unpacked(opened, file.compression) if file.compression else None
+        stream: BinaryIO = io.BufferedReader(unpacked, _BLOCK) if unpacked else opened  # type: ignore[assignment]
+        if file.form in ("lines", "json"):
+            yield from _json(part, stream, settings.text_field)
         elif settings.doc_separator:
             documents = _documents(stream, settings.doc_separator.encode(), part.start, part.stop, BOOK)
             yield from _separated(file.id, file.id, documents)
         elif file.compression:
-            yield _book(file.id, file.id, _unless_too_large(stream))
+            yield _book(file.id, file.id, _unless_too_large(stream, BOOK))
         else:
             yield _book(file.id, file.id, stream.read() if file.size <= BOOK else None)
+        if unpacked and unpacked.remains:
+            yield Dropped(file.id, "unreadable", "what follows its gzip data is none, and was left out")
 
 
-def _decompressed(opened: BinaryIO, compression: str | None) -> BinaryIO:
-    if compression == "gzip":
-        return gzip.GzipFile(fileobj=opened)  # type: ignore[return-value] Arrow's reader takes a truncated file for whole
-    if compression == "zstd":
-        return pa.CompressedInputStream(pa.PythonFile(opened), "zstd")  # type: ignore[return-value]
-    return opened
+class _Unpacked(io.RawIOBase):
+    """What a compressed file holds, up to the end of its compressed data: something else may follow gzip's."""
+
+    def __init__(self, opened: BinaryIO, compression: str) -> None:
+        self.remains = self.begun = False
+        self.stream: Any
+        if compression == "zstd":
+            self.stream = pa.CompressedInputStream(pa.PythonFile(opened), "zstd")
+        else:  # Arrow's reader takes a truncated gzip file for whole
+            self.stream = {"gzip": lambda file: gzip.GzipFile(fileobj=file), "bz2": bz2.BZ2File, "xz": lzma.LZMAFile}[
+                compression
+            ](opened)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self.stream.read1(len(buffer))
+        except gzip.BadGzipFile as damage:
+            self.remains = self.begun and "Not a gzipped file" in str(damage)
+            if not self.remains:
+                raise
+            return 0
+        self.begun = True
+        buffer[: len(data)] = data
+        return len(data)
 
 
-def _unless_too_large(stream: BinaryIO) -> bytes | None:
-    """All of what is compressed, whose size is not known before; None, and no more is decompressed, above ``BOOK``."""
+def _unless_too_large(stream: BinaryIO, most: int) -> bytes | None:
+    """All of what is compressed, whose size is not known before; None, and no more is decompressed, above ``most``."""
     data = bytearray()
-    while len(data) <= BOOK:
+    while len(data) <= most:
         if not (block := stream.read(_BLOCK)):
             return bytes(data)
         data += block
@@ -170,7 +215,7 @@ def _documents(
             begun = position + passed
         elif searched and (begun is None or position + searched - begun > most):
             passed = searched
-        elif block := stream.read(_BLOCK):
+        elif block := stream.read1(_BLOCK):  # type: ignore[attr-defined] what precedes damage is not lost
             buffer += block
             scanned = searched
             continue
@@ -188,32 +233,72 @@ def _separated(place: str, source: str, documents: Iterator[tuple[int, bytes | N
             yield _book(f"{place}#{offset}", source, data)
 
 
+def _json(part: Part, stream: Any, name: str) -> Iterator[RawBook | Dropped]:
+    """The documents of a JSON file: one per line, or all in an array, or one object over several lines."""
+    begun = b"" if part.start else stream.peek(_BLOCK)
+    first, several, _ = begun.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
+    if begun[:2] in _UTF16:
+        yield Dropped(part.file.id, "unreadable", "UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
+    elif part.file.form == "json" and (first[:1] == b"[" or (several and not _is_json(first))):
+        if (whole := _unless_too_large(stream, LINE)) is None:
+            yield Dropped(part.file.id, TOO_LARGE, f"more than {LINE:,} bytes of JSON that are not a document per line")
+            return
+        try:
+            values, replaced = _parsed(whole)
+        except (ValueError, RecursionError) as wrong:
+            yield Dropped(part.file.id, "unreadable", f"not JSON: {wrong}")
+            return
+        for number, row in enumerate(values if isinstance(values, list) else [values]):
+            yield _row(f"{part.file.id}#{number}", part.file.id, row, name, replaced)
+            replaced = 0
+    else:
+        yield from _lines(part, stream, name)
+
+
 def _lines(part: Part, stream: BinaryIO, name: str) -> Iterator[RawBook | Dropped]:
     for offset, line in _documents(stream, b"\n", part.start, part.stop, LINE):
         place = f"{part.file.id}#{offset}"
         if line is None:
             yield Dropped(place, TOO_LARGE, f"a line of more than {LINE:,} bytes")
-            continue
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as wrong:
-            yield Dropped(place, "unreadable", f"not a line of JSON: {wrong}")
-            continue
-        if not isinstance(values, dict) or not isinstance(values.get(name), str):
-            yield Dropped(place, "unreadable", f"no text in the field {name!r} (--text-field)")
-            continue
-        yield _described(place, part.file.id, values[name], values)
+        elif line.strip():
+            try:
+                values, replaced = _parsed(line)
+            except (ValueError, RecursionError) as wrong:
+                yield Dropped(place, "unreadable", f"not a line of JSON: {wrong}")
+            else:
+                yield _row(place, part.file.id, values, name, replaced)
+
+
+def _parsed(data: bytes) -> tuple[Any, int]:
+    """The JSON in ``data``, and how many undecodable bytes in it have become U+FFFD. Raises as ``json.loads`` does."""
+    try:
+        return json.loads(data), 0
+    except UnicodeDecodeError:
+        text = data.decode("utf-8", "replace")
+        return json.loads(text), text.count("\ufffd") - data.count("\ufffd".encode())
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        _parsed(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _row(place: str, source: str, values: Any, name: str, replaced: int) -> RawBook | Dropped:
+    if not isinstance(values, dict) or not isinstance(values.get(name), str):
+        return Dropped(place, "unreadable", f"no text in the field {name!r} (--text-field)")
+    return replace(_described(place, source, values[name], values), replaced=replaced)
 
 
 def _parquet(part: Part, opened: BinaryIO, name: str) -> Iterator[RawBook | Dropped]:
     table = pq.ParquetFile(opened)
-    columns = {column.lower(): column for column in reversed(table.schema_arrow.names)}
-    text = columns.get(name.lower())
+    names = table.schema_arrow.names
+    columns = {column.lower(): column for column in reversed(names)} | {column: column for column in names}
+    text = columns.get(name) or columns.get(name.lower())
     if text is None:
-        known = ", ".join(table.schema_arrow.names)
-        yield Dropped(part.file.id, "unreadable", f"no column {name!r} (--text-column) among {known}")
+        yield Dropped(part.file.id, "unreadable", f"no column {name!r} (--text-column) among {', '.join(names)}")
         return
     wanted = [text, *(columns[c] for c in (*_TITLES, "author", "language") if c in columns and columns[c] != text)]
     groups = range(part.start, table.num_row_groups if part.stop is None else part.stop)
@@ -222,28 +307,28 @@ def _parquet(part: Part, opened: BinaryIO, name: str) -> Iterator[RawBook | Drop
         for values in batch.to_pylist():
             place = f"{part.file.id}#{row}"
             row += 1
-            if isinstance(values[text], str) and len(values[text]) > BOOK:
+            if isinstance(values[text], str | bytes) and len(values[text]) > BOOK:
                 yield _book(place, part.file.id, None)
-            elif isinstance(values[text], str):
+            elif isinstance(values[text], str | bytes):
                 yield _described(place, part.file.id, values[text], {k.lower(): v for k, v in values.items()})
             else:
                 yield Dropped(place, "unreadable", f"the column {text!r} holds no text here")
 
 
-def _described(place: str, source: str, text: str, values: dict[str, Any]) -> RawBook:
+def _described(place: str, source: str, text: str | bytes, values: dict[str, Any]) -> RawBook:
     def word(*names: str) -> str | None:
         found = next((values[name] for name in names if isinstance(values.get(name), str)), None)
         # JSON may contain half a surrogate pair, which a shard cannot store.
         return None if found is None else found.encode("utf-8", "replace").decode()
 
-    data = text.encode("utf-8", "replace")
+    data = text.encode("utf-8", "replace") if isinstance(text, str) else text
     return RawBook(place, source, data, word(*_TITLES), word("author"), word("language"))
 
 
 def members(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     """The books in an archive, by name."""
     infos = archive.infolist()
-    return sorted((i for i in infos if PurePosixPath(i.filename.lower()).suffix in TEXT), key=lambda i: i.filename)
+    return sorted((info for info in infos if is_plain_text(info.filename)), key=lambda info: info.filename)
 
 
 def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[RawBook | Dropped]:
@@ -252,6 +337,9 @@ def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[Ra
     if not infos:
         yield Dropped(part.file.id, "unreadable", "holds no .txt or .md")
     names = Counter(info.filename for info in infos)
+    for info in archive.infolist() if infos and not part.start else ():
+        if info.filename not in names and not info.is_dir():
+            yield Dropped(f"{part.file.id}/{info.filename}", "not text", "of an archive's files .txt and .md are read")
     for info in infos[part.start : part.stop]:
         place = f"{part.file.id}/{info.filename}"
         if names[info.filename] > 1:  # an archive that was appended to may contain a name twice
@@ -262,7 +350,9 @@ def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[Ra
                     documents = _documents(stream, separator.encode(), 0, None, BOOK)
                     yield from _separated(place, part.file.id, documents)
                 else:
-                    yield _book(place, part.file.id, _unless_too_large(stream) if info.file_size <= BOOK else None)
+                    yield _book(
+                        place, part.file.id, _unless_too_large(stream, BOOK) if info.file_size <= BOOK else None
+                    )
         except (*DAMAGE, RuntimeError, OSError) as damage:  # RuntimeError: it is encrypted
             if isinstance(damage, OSError) and damage.errno is not None:
                 raise
@@ -292,6 +382,8 @@ class _Sips(io.BufferedIOBase):
 
     def read(self, size: int | None = -1, /) -> bytes:
         return self.stream.read(4096)
+
+    read1 = read
 
 
 def _sample(opened: BinaryIO) -> Iterator[RawBook]:

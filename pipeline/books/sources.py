@@ -15,6 +15,7 @@ import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal
@@ -24,13 +25,26 @@ from infra.errors import UserError
 from infra.object_storage import is_remote, listing, locate, open_file
 from pipeline.books import downloads
 from pipeline.config import MIRROR, SAMPLE
+from pipeline.shards import MANIFEST, QUARANTINE, SETTINGS
 
-TEXT = (".txt", ".text", ".md")
-LINES = (".jsonl", ".ndjson")
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-SUFFIXES = (*TEXT, *LINES, ".parquet", ".zip", *COMPRESSED)
+Form = Literal["sample", "text", "lines", "json", "parquet", "zip"]
 
-Form = Literal["sample", "text", "lines", "parquet", "zip"]
+_FORMS: dict[str, Form] = {
+    ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "lines", ".ndjson": "lines", ".json": "json",
+    ".parquet": "parquet", ".zip": "zip",
+}  # fmt: skip
+_COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+SUFFIXES = (*_FORMS, *_COMPRESSED)
+# What Project Gutenberg and wget append to a suffix.
+_APPENDED = re.compile(r"(?<=\w)\.(?:utf-?8|\d{1,2})$", re.I)
+_NO_TEXT = (
+    ".html", ".htm", ".xhtml", ".xml", ".csv", ".tsv", ".warc", ".wet", ".arrow", ".feather", ".orc", ".avro", ".pdf",
+    ".epub", ".mobi", ".rtf", ".doc", ".docx", ".odt", ".tar", ".tgz", ".7z", ".rar", ".jpg", ".jpeg", ".png", ".gif",
+    ".mp3", ".db", ".sqlite", ".pkl", ".npy", ".npz", ".bin",
+)  # fmt: skip
+"""Other kinds of files, which are no text with a suffix of its own."""
+_OURS = ((SETTINGS,), (MANIFEST, QUARANTINE))
+"""Files of which a data set of ours has one set or both."""
 
 
 @dataclass(frozen=True, order=True)
@@ -44,20 +58,15 @@ class SourceFile:
 
     @property
     def compression(self) -> str | None:
-        """``gzip``, ``zstd`` or None, by the name's last suffix."""
-        return COMPRESSED.get(_suffix(self.id))
+        """``gzip``, ``zstd``, ``bz2``, ``xz`` or None, by the name's last suffix."""
+        return _COMPRESSED.get(_suffixes(self.id)[1])
 
     @property
     def form(self) -> Form:
         """The file's format, by its name. A file with an unknown suffix is text."""
         if self.id == SAMPLE and self.uri.endswith(".jsonl"):
             return "sample"
-        last = _suffix(self.id)
-        if last in COMPRESSED:
-            last = _suffix(self.id[: -len(last)])
-        if last in LINES:
-            return "lines"
-        return "parquet" if last == ".parquet" else "zip" if last == ".zip" else "text"
+        return form_of(self.id) or "text"
 
     def open(self) -> BinaryIO:
         """Its bytes as stored. Raises ``FileNotFoundError`` when it is gone."""
@@ -73,7 +82,7 @@ class CarriedFile(SourceFile):
 
     def open(self) -> BinaryIO:
         """Its bytes as stored."""
-        return io.BytesIO(self.content)
+        return io.BufferedReader(io.BytesIO(self.content))  # type: ignore[arg-type] it reads as one
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,7 @@ class Inventory:
 
     files: list[SourceFile]
     skipped: dict[str, int] = field(default_factory=dict)
-    """Number of files of unknown formats in folders, by suffix."""
+    """Number of files in folders that are of no known format, by suffix, or not to be read."""
 
     def summary(self) -> dict[str, Any]:
         """Number, bytes and a hash over ids and sizes: the inputs as the manifest describes them."""
@@ -163,7 +172,16 @@ def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
         entries = list(listing(source))
     except FileNotFoundError:
         entries = []
+    there = {entry.path for entry in entries}
+    ours = {
+        path.removesuffix(f"/{names[0]}")
+        for names in _OURS
+        for path in there
+        if all(path.removesuffix(f"/{names[0]}") + f"/{name}" in there for name in names)
+    }
     for entry in entries:
+        if ours and any(str(folder) in ours for folder in PurePosixPath(entry.path).parents):
+            continue
         below = entry.path.removeprefix(root).lstrip("/")
         name = f"{PurePosixPath(root).name}/{below}" if below else PurePosixPath(root).name
         if pattern and not _matches(below.split("/"), pattern.split("/")):
@@ -191,14 +209,20 @@ def _local(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
     if path.is_dir():
         yield from _walk(path, skipped)
     elif path.is_file():
+        if _suffixes(path.name)[0] in _NO_TEXT:
+            raise UserError(f"{source} is no text by its name: a source has one of {', '.join(SUFFIXES)}, or another.")
         yield _entry(path.name, path)
     else:
         # A pipe or a broken link matches itself, which would recurse without end.
         matches = [match for match in sorted(_matching(str(path))) if Path(match).is_file() or Path(match).is_dir()]
         if not matches:
             raise UserError(f"there is no file or folder {source}: check the path, or name '{SAMPLE}' for the sample.")
-        for match in matches:
-            yield from _local(match, skipped)
+        is_data_set = cache(_is_data_set)
+        for match in map(Path, matches):
+            if match.is_file() and _suffixes(match.name)[0] in _NO_TEXT:
+                _count(match.name, skipped)
+            elif not any(is_data_set(str(folder)) for folder in match.parents):
+                yield from _local(str(match), skipped)
 
 
 def _matching(pattern: str) -> Iterator[str]:
@@ -215,10 +239,10 @@ def _matching(pattern: str) -> Iterator[str]:
             yield from (path for path in found if not (os.path.islink(path) and os.path.isdir(path)))  # noqa: PTH112, PTH114
 
 
-def _walk(folder: Path, skipped: Counter[str]) -> Iterator[SourceFile]:
-    """The books below ``folder``. Links to folders are not followed: they may loop.
+def _walk(top: Path, skipped: Counter[str]) -> Iterator[SourceFile]:
+    """The books below ``top``, once each, and not those in our data sets. Links are followed, after all else.
 
-    Those to files are, but not where another user could have one of ours read: see :func:`_is_foreign`.
+    Not where another user could have one of ours read: see :func:`_is_foreign`.
     """
 
     def refuse(failure: OSError) -> None:
@@ -226,23 +250,40 @@ def _walk(folder: Path, skipped: Counter[str]) -> Iterator[SourceFile]:
             sentence = f"{failure.filename} cannot be listed ({failure.strerror}): allow it or name other sources."
             raise UserError(sentence) from failure
 
-    above = len(str(folder)) - len(folder.name)
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            path = f"{parent}/{name}"
-            try:
-                status = link = os.lstat(path)
-                if stat.S_ISLNK(link.st_mode):
-                    status = os.stat(path)  # noqa: PTH116 Path would parse each name
-            except OSError:  # deleted meanwhile, or a link to itself
+    def status_of(path: str) -> os.stat_result | None:
+        """That of what ``path`` is or links to; None where it is gone, links to itself or is another user's link."""
+        try:
+            status = link = os.lstat(path)
+            if stat.S_ISLNK(link.st_mode):
+                status = os.stat(path)  # noqa: PTH116 Path would parse each name
+        except OSError:
+            return None
+        if _is_foreign(link, status):
+            skipped["links of another user"] += 1
+            return None
+        return status
+
+    above = len(str(top)) - len(top.name)
+    tops, seen = [str(top)], set[tuple[int, int]]()
+    for begin in tops:  # which grows
+        for parent, folders, names in os.walk(begin, onerror=refuse):
+            status = status_of(parent) if parent != tops[0] else os.stat(parent)  # noqa: PTH116
+            if status is None or (place := (status.st_dev, status.st_ino)) in seen or _is_data_set(parent):
+                folders.clear()
                 continue
-            if name.startswith(".") or not stat.S_ISREG(status.st_mode):
-                continue
-            if _is_foreign(link, status):
-                skipped["links of another user"] += 1
-            elif _known(name, skipped):
-                yield SourceFile(_printable(path[above:]), path, status.st_size, status.st_mtime_ns)
+            seen.add(place)
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            tops += (path for name in folders if os.path.islink(path := f"{parent}/{name}"))  # noqa: PTH114
+            for name in names:
+                if name.startswith(".") or not (status := status_of(path := f"{parent}/{name}")):
+                    continue
+                if stat.S_ISREG(status.st_mode) and _known(name, skipped):
+                    yield SourceFile(_printable(path[above:]), path, status.st_size, status.st_mtime_ns)
+
+
+def _is_data_set(folder: str) -> bool:
+    """Whether ``folder`` is our output, finished or not: what it holds is not books."""
+    return any(all(os.path.exists(f"{folder}/{name}") for name in names) for names in _OURS)  # noqa: PTH110 as above
 
 
 def _is_foreign(link: os.stat_result, file: os.stat_result) -> bool:
@@ -254,11 +295,29 @@ def _is_foreign(link: os.stat_result, file: os.stat_result) -> bool:
 
 
 def _known(name: str, skipped: Counter[str]) -> bool:
-    suffix = _suffix(name)
-    if suffix in SUFFIXES:
-        return True
-    skipped[_printable(suffix) or "(none)"] += 1
-    return False
+    if form_of(name) is None:
+        _count(name, skipped)
+        return False
+    return True
+
+
+def _count(name: str, skipped: Counter[str]) -> None:
+    skipped[_printable("".join(_suffixes(name))) or "(none)"] += 1
+
+
+def is_plain_text(name: str) -> bool:
+    """Whether a file is text that is not compressed, by its name."""
+    inner, packed = _suffixes(name)
+    return not packed and _FORMS.get(inner) == "text"
+
+
+def form_of(name: str) -> Form | None:
+    """The format of a file, by its name; None where that is unknown."""
+    inner, packed = _suffixes(name)
+    form = _FORMS.get(inner)
+    if packed and (form in ("parquet", "zip") or not inner):
+        return None if inner else "text"
+    return form
 
 
 def _entry(name: str, path: Path, *, timed: bool = True) -> SourceFile:
@@ -266,9 +325,17 @@ def _entry(name: str, path: Path, *, timed: bool = True) -> SourceFile:
     return SourceFile(_printable(name), str(path), status.st_size, status.st_mtime_ns if timed else 0)
 
 
-def _suffix(name: str) -> str:
-    """The last suffix in lower case; pathlib would be noticeably slower for many small files."""
-    return posixpath.splitext(name)[1].lower()
+def _suffixes(name: str) -> tuple[str, str]:
+    """The suffix that tells the format and that of a compression, in lower case; empty where there is none.
+
+    pathlib would be noticeably slower for many small files.
+    """
+    packed = posixpath.splitext(name)[1].lower()
+    if packed in _COMPRESSED:
+        return _suffixes(name[: -len(packed)])[0], packed
+    if name[-1:].isdigit() and (before := _APPENDED.sub("", name)) != name and set(_suffixes(before)) & set(SUFFIXES):
+        return _suffixes(before)
+    return packed, ""
 
 
 def _printable(name: str) -> str:

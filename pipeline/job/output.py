@@ -22,9 +22,8 @@ from pipeline.job.dedup import EXACT, NEAR, drop_duplicates, find_duplicates
 from pipeline.job.plan import Job, Piece
 from pipeline.job.record import Record, read_record, record_file, reopen
 from pipeline.job.splits import fill_splits, held_out_besides
-from pipeline.shards import MANIFEST, PIECES, QUARANTINE, SHARD, SPLITS, TRACKING, Manifest, read_manifest
+from pipeline.shards import MANIFEST, PIECES, QUARANTINE, SETTINGS, SHARD, SPLITS, TRACKING, Manifest, read_manifest
 
-SETTINGS = f"{PIECES}/settings.json"
 _RECORD = re.compile(rf"{PIECES}/\d{{6,}}\.json")
 """What a piece's record is called: other files in its folder are not ours to delete."""
 
@@ -58,8 +57,12 @@ def changed_settings(job: Job) -> dict[str, tuple[Any, Any]]:
 def _settings(place: Place) -> dict[str, Any]:
     """What the last run noted at ``place``; nothing where none has."""
     try:
-        return json.loads(place.read(SETTINGS))
-    except (OSError, ValueError):
+        content = place.read(SETTINGS)
+    except OSError:
+        return {}
+    try:
+        return json.loads(content)
+    except ValueError:
         return {}
 
 

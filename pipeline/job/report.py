@@ -11,6 +11,7 @@ from typing import Any
 
 from infra.markdown import facts, table
 from infra.units import format_duration
+from pipeline.books.clean import SEEMS
 from pipeline.job.plan import Piece
 from pipeline.job.record import Record
 
@@ -156,8 +157,8 @@ def as_markdown(name: str, counts: dict[str, Any], progress: JobStats, fingerpri
         opening.append(("Validation", "none, because no book is held out: training needs `--cycle N+0`"))
     elif held_out := counts["held_out"]:
         opening.append(
-            ("Validation", f"{', '.join(f'`{book}`' for book in held_out[:3])}, because its share takes none of so few "
-             "books; made from more books with the same `--out`, the data set still holds it out")
+            ("Validation", f"{', '.join(f'`{book}`' for book in held_out[:3])}, because --val-fraction takes none of so "
+             "few books; made again from more books with the same `--out`, the data set still holds it out")
         )  # fmt: skip
     cycle = "" if counts["books_val"] else " --cycle 200+0"
     opening.append(("Next", f"`python -m train.run --data {shlex.quote(name)}{cycle}`"))
@@ -171,10 +172,17 @@ def as_markdown(name: str, counts: dict[str, Any], progress: JobStats, fingerpri
                 f"{rates.get('throughput/tokens_per_second', 0):,.0f} tokens/s while working",
             )
         ]
+    usual, odd = (
+        {trait: count for trait, count in counts["traits"].items() if trait.startswith(SEEMS) == seems}
+        for seems in (False, True)
+    )
+    if odd:
+        doubts = (f"{n:,} {trait if n == 1 else trait.replace('looks', 'look', 1)}" for trait, n in odd.items())
+        opening[-1:-1] = [("Doubtful", ", ".join(doubts))]
     lines = [
         facts(opening, apart=apart),
         "",
-        f"- normalized: {_list(counts['traits']) or 'nothing'}; {counts['replaced_bytes']:,} undecodable bytes",
+        f"- normalized: {_list(usual) or 'nothing'}; {counts['replaced_bytes']:,} undecodable bytes",
         f"- checked against tiktoken: {counts['verified_bytes'] / 1e6:.1f} MB, equal",
         "- tokens per book: "
         + ", ".join(f"{count:,} {label}" for label, count in counts["tokens_a_book"].items() if count),

@@ -1,10 +1,12 @@
 """The text and the metadata of a cleaned book."""
 
+import base64
 import hashlib
+from typing import Any
 
 import pytest
 
-from pipeline.books.clean import Book, clean
+from pipeline.books.clean import SEEMS, Book, clean
 from pipeline.books.readers import Dropped, RawBook
 
 HEADER = (
@@ -13,7 +15,7 @@ HEADER = (
 )
 
 
-def cleaned(data: bytes, **about: str) -> Book:
+def cleaned(data: bytes, **about: Any) -> Book:
     book = clean(RawBook("books/a.txt", "books.zip", data, **about))
     assert isinstance(book, Book)
     return book
@@ -50,3 +52,33 @@ def test_damage_is_counted_and_named() -> None:
     book = cleaned("Où est l’été? ".encode() * 20 + b"\xff\n")
     assert book.replaced == 1
     assert book.traits == ("encoding: utf-8, damaged",)
+
+
+def test_a_few_zero_bytes_are_left_out_and_counted() -> None:
+    text = ("It was a quiet morning on the harbour road.\n" * 99).encode()
+    book = cleaned(text[:300] + b"\0" + text[300:] + b"\0\n")
+    assert (book.text, book.replaced) == (text, 2)
+    assert isinstance(clean(RawBook("a", "a", text[:300] + bytes(40) + text[300:])), Dropped)
+
+
+@pytest.mark.parametrize(
+    ("text", "seems"),
+    [
+        ("<!DOCTYPE html>\n<html>\n<p>It began.</p>", "HTML"),
+        ("\n<html><body><p>It began.</p></body></html>", "HTML"),
+        ('<?xml version="1.0"?>\n<TEI><p>It began.</p></TEI>', "HTML"),
+        ('{"text": "It began.", "url": "https://example.org"}\n' * 9, "JSON"),
+        ('[\n  {\n    "text": "It began."\n  }\n]', "JSON"),
+        (base64.encodebytes(bytes(range(256)) * 9).decode(), "base64"),
+        ("It began.\n<|endoftext|>\n" * 9, "--doc-separator"),
+        ("It began.\n" * 9, None),
+        ("[Illustration: a house]\n\nIt began.\n", None),
+        ("<< It began >>\n\nHe wrote <p> for a paragraph.\n", None),
+        ('"It began," he said: {"so": 1}.\n', None),
+        ("WHAT IS SAID ABOUT <|endoftext|>\n\nIt ends a text.\n", None),
+    ],
+)
+def test_what_seems_to_be_no_book_is_said(text: str, seems: str | None) -> None:
+    traits = [trait for trait in cleaned(text.encode()).traits if trait.startswith(SEEMS)]
+    assert len(traits) == bool(seems)
+    assert not seems or seems in traits[0]

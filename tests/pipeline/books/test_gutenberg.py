@@ -273,8 +273,8 @@ QUOTES = {
     "lines of their own": f"It begins\n\n{START}\n\nand ends\n\n{END}\n\nas we have seen.\n\n",
     "indented": f"It begins\n\n    {START}\n\nand ends\n\n    {END}\n\nas we have seen.\n\n",
     "code": f'assert START.match("{START}")\nassert "{END}" in text\n\n',
-    "about it": "Project Gutenberg was founded in 1971; see www.gutenberg.org.\n\nDistributed Proofreaders, at pgdp.net,"
-    " have prepared many of its texts. Project Gutenberg's Etexts end with a licence.\n\nThe Project Gutenberg License "
+    "about it": "Project Gutenberg was founded in 1971; see www.gutenberg.org.\n\nDistributed Proofreaders, pgdp.net, "
+    "have prepared many of its texts. Project Gutenberg's Etexts end with a licence.\n\nThe Project Gutenberg License "
     f"follows the line\n{END}\nin every one; its Full License has Sections 1 to 5.\n\n",
 }  # fmt: skip
 

@@ -1,10 +1,13 @@
 """Files are read no further than needed, and of a damaged one only the damaged part is lost."""
 
+import bz2
 import errno
 import gzip
 import io
 import json
+import lzma
 import os
+import re
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -37,6 +40,8 @@ class Counted(io.BytesIO):
         data = super().read(size)
         self.taken += len(data)
         return data
+
+    read1 = read
 
 
 def read(path: Path, **settings) -> list[RawBook | Dropped]:
@@ -286,3 +291,114 @@ def test_a_book_as_large_as_the_limit_is_read_and_its_neighbours_too(
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row[12:]}) + "\n" for row in rows))
     assert [type(book) for book in read(tmp_path / "rows.parquet")] == [RawBook, RawBook, Dropped]
     assert [type(book) for book in read(tmp_path / "rows.jsonl")] == [RawBook, RawBook, Dropped]
+
+
+DOCUMENTS = [{"text": f"Document {n}.\nIt goes on.", "url": f"https://example.org/{n}"} for n in range(3)]
+PACKERS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
+           ".zst": lambda data: pa.compress(data, codec="zstd", asbytes=True)}  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", PACKERS)
+def test_json_is_read_as_what_it_is_under_every_compression(tmp_path: Path, packed: str) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in DOCUMENTS)
+    forms = {
+        "c4.json": lines, "marked.json": "\ufeff" + lines, "lines.jsonl": lines, "array.json": json.dumps(DOCUMENTS),
+        "indented.json": "\n" + json.dumps(DOCUMENTS, indent=2), "blank lines.json": lines.replace("\n", "\n\n"),
+    }  # fmt: skip
+    for name, content in forms.items():
+        path = tmp_path / f"{name}{packed}"
+        path.write_bytes(PACKERS[packed](content.encode()))
+        assert list(texts(read(path)).values()) == [row["text"] for row in DOCUMENTS], name
+    for indent in (None, 2):
+        path = tmp_path / f"one.json{packed}"
+        path.write_bytes(PACKERS[packed](json.dumps(DOCUMENTS[0], indent=indent).encode()))
+        assert texts(read(path)) == {f"{path.name}#0": DOCUMENTS[0]["text"]}
+    path.write_bytes(PACKERS[packed](b'[{"text": "cut'))
+    assert reasons(read(path)).keys() == {path.name}
+
+
+@pytest.mark.parametrize("name", ["84.txt", "84.txt.utf-8", "pg85.txt.1", "pg84.txt.utf8.gz", "84.TXT.gz.2", "84.gz"])
+def test_the_names_of_downloads_are_known(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "books" / name
+    path.parent.mkdir()
+    path.write_bytes(gzip.compress(b"It began.\n") if ".gz" in name else b"It began.\n")
+    (file,) = find([str(tmp_path / "books")]).files
+    assert [book.data for book in read_books(Part(file, 0), TokenizeConfig()) if isinstance(book, RawBook)] == [
+        b"It began.\n"
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["page.html.gz", "table.csv", "table.csv.gz", "feed.xml", "crawl.warc.gz", "all.tar", "all.tar.gz", "a.tgz"]
+)
+def test_other_kinds_of_files_are_counted_in_folders_and_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"what it holds")
+    (tmp_path / "book.txt").write_text("It began.\n")
+    for source in (tmp_path, tmp_path / "*"):
+        inventory = find([str(source)])
+        assert [Path(file.id).name for file in inventory.files] == ["book.txt"]
+        assert inventory.skipped == {name[name.index(".") :]: 1}
+    with pytest.raises(UserError, match=re.escape(name)):
+        find([str(tmp_path / name)])
+
+
+def test_what_is_good_around_damage_is_kept_and_the_damage_counted(tmp_path: Path) -> None:
+    lines = [json.dumps(row).encode() + b"\n" for row in DOCUMENTS]
+    (tmp_path / "bad.jsonl").write_bytes(lines[0] + lines[1].replace(b"goes", b"go\xe9s") + lines[2])
+    books = read(tmp_path / "bad.jsonl")
+    assert [book.data.decode() for book in books if isinstance(book, RawBook)][1] == "Document 1.\nIt go\ufffds on."
+    assert [book.replaced for book in books if isinstance(book, RawBook)] == [0, 1, 0]
+    whole = gzip.compress(b"".join(lines))
+    for behind in (b"\r\n", b"\0" * 100, gzip.compress(b"")):
+        for name in ("rows.jsonl.gz", "book.txt.gz"):
+            (tmp_path / name).write_bytes(whole + behind)
+            books = read(tmp_path / name)
+            assert len(texts(books)) == (3 if name == "rows.jsonl.gz" else 1)
+            assert list(reasons(books)) == [name] * (behind == b"\r\n"), behind
+    (tmp_path / "rows.jsonl.gz").write_bytes(whole[:-12])
+    books = read(tmp_path / "rows.jsonl.gz")
+    assert len(texts(books)) >= 2
+    assert list(reasons(books)) == ["rows.jsonl.gz"]
+
+
+def test_the_exact_column_wins_and_binary_text_is_text(tmp_path: Path) -> None:
+    good, wrong = [f"Document {n}." for n in range(3)], ["another column"] * 3
+    for columns in ({"TEXT": wrong, "text": good}, {"text": good, "TEXT": wrong}, {"Text": good}):
+        pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+        assert list(texts(read(tmp_path / "rows.parquet")).values()) == good
+    for kind in (pa.binary(), pa.large_binary()):
+        pq.write_table(pa.table({"text": pa.array([text.encode() for text in good], kind)}), tmp_path / "rows.parquet")
+        assert list(texts(read(tmp_path / "rows.parquet")).values()) == good
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_json_in_utf16_is_refused_by_that_name(tmp_path: Path, encoding: str) -> None:
+    text = ("\ufeff" if encoding.endswith("be") else "") + json.dumps(DOCUMENTS[0]) + "\n"
+    for name, pack in (("rows.jsonl", bytes), ("rows.json", bytes), ("rows.jsonl.gz", gzip.compress)):
+        (tmp_path / name).write_bytes(pack(text.encode(encoding)))
+        assert "UTF-16" in reasons(read(tmp_path / name))[name]
+
+
+def test_the_members_of_an_archive_that_are_no_text_are_listed(tmp_path: Path) -> None:
+    inner = write_zip(tmp_path / "inner.zip", {"b.txt": b"inside"}).read_bytes()
+    members = {"a.txt": b"text", "84.txt.utf-8": b"text", "notes.pdf": b"%PDF", "inner.zip": inner, "rows.jsonl": b"{}"}
+    books = read(write_zip(tmp_path / "books.zip", members))
+    assert list(texts(books)) == ["books.zip/84.txt.utf-8", "books.zip/a.txt"]
+    assert reasons(books).keys() == {"books.zip/notes.pdf", "books.zip/inner.zip", "books.zip/rows.jsonl"}
+    file = SourceFile("books.zip", str(tmp_path / "books.zip"), 1, 0)
+    assert [book.id for book in read_books(Part(file, 0, 1, 2), TokenizeConfig()) if isinstance(book, RawBook)] == [
+        "books.zip/a.txt"
+    ], "not listed again by another part"
+
+
+@pytest.mark.parametrize("name", ["books.txt", "rows.jsonl", "books.txt.gz"])
+def test_a_source_that_has_shrunk_since_the_plan_ends_the_work(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    text = "".join(json.dumps({"text": f"{n} went on. " * 9}) + "\n" for n in range(100)).encode()
+    path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    (file,) = find([str(path)]).files
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 3])
+    for part in (Part(file, 0), Part(file, 0, file.size // 2, file.size)):
+        with pytest.raises(UserError, match="has shrunk"):
+            list(read_books(part, TokenizeConfig()))

@@ -299,7 +299,8 @@ def test_hidden_files_are_skipped_and_others_counted_by_suffix(tmp_path: Path) -
     write_texts(tmp_path / "elsewhere")
     inventory = find([str(folder)])
     assert [file.id for file in inventory.files] == [
-        "books/0.txt", "books/1.txt", "books/2.txt", "books/deep/er/LAST.TXT"
+        "books/0.txt", "books/1.txt", "books/2.txt", "books/deep/er/LAST.TXT",
+        "books/linked/0.txt", "books/linked/1.txt", "books/linked/2.txt",
     ]  # fmt: skip
     assert inventory.skipped == {"(none)": 1, ".png": 2}
     for file in inventory.files:
@@ -308,20 +309,23 @@ def test_hidden_files_are_skipped_and_others_counted_by_suffix(tmp_path: Path) -
     assert len(find([f"{folder}/**/*.TXT"]).files) == 1
 
 
-def test_links_that_loop_or_lead_elsewhere_end(tmp_path: Path) -> None:
+def test_links_are_followed_once_and_end(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Two loops: following each link forty times, as the system allows, would take longer than the universe has."""
-    folder = write_texts(tmp_path / "books")
-    for name in ("loop", "again", "etc.txt", "self.txt"):
-        (folder / name).symlink_to({"etc.txt": "/etc", "self.txt": "self.txt"}.get(name, "."))
+    folder, far = write_texts(tmp_path / "books"), tmp_path_factory.mktemp("far")
+    (far / "far.txt").write_text(TEXTS[4], encoding="utf-8")
+    (far / "back").symlink_to(tmp_path)
+    for name in ("loop", "again", "far.txt", "once more", "self.txt", "deep2"):
+        targets = {"far.txt": far, "once more": far, "self.txt": "self.txt", "deep2": "deep"}
+        (folder / name).symlink_to(targets.get(name, "."))
     (folder / "deep/.hidden").mkdir(parents=True)
     for place in (folder / "deep", folder / "deep/.hidden"):
         (place / "more.txt").write_text(TEXTS[3], encoding="utf-8")
     names = ["0.txt", "1.txt", "2.txt", "more.txt"]
-    found = [Path(file.uri).name for file in find([str(folder)]).files]
-    assert found == names
+    found = [file.id for file in find([str(folder)]).files]
+    assert found == [*(f"books/{name}" for name in names[:3]), "books/deep/more.txt", "books/far.txt/far.txt"]
     for pattern in ("books/**/*.txt", "**/*.txt", "books/**", "**", "b*/**/[0-9em]*.txt", "**/books/**/*.txt"):
         files = find([f"{tmp_path}/{pattern}"]).files
-        assert sorted({Path(file.uri).name for file in files}) == names, pattern
+        assert sorted({Path(file.uri).name for file in files} - {"far.txt"}) == names, pattern
 
 
 @pytest.mark.parametrize(
@@ -393,3 +397,25 @@ def test_a_mirror_that_refuses_is_distinguished_from_one_without_the_book_and_no
         threading.Thread(target=refuse, daemon=True).start()
         with pytest.raises(UserError, match=f"answers {status}: try later"):
             find(["gutenberg:11"], address)
+
+
+def test_a_data_set_of_ours_is_no_source_finished_or_not(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "books")
+    whole = find([str(folder)])
+    for out, names in (("tokens", ("manifest.json", "quarantine.jsonl")), ("deep/begun", ("pieces/settings.json",))):
+        for name in (*names, "notes.txt", "train/more.jsonl"):
+            (folder / out / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / out / name).write_text('{"text": "not a book"}\n')
+    assert find([str(folder)]) == whole
+    for pattern in ("books/*", "books/**", "books/**/*.*", "**/*.jsonl", "*"):
+        if pattern == "**/*.jsonl":
+            with pytest.raises(UserError, match="holds no books"):
+                find([f"{tmp_path}/{pattern}"])
+        else:
+            assert {Path(file.uri).name for file in find([f"{tmp_path}/{pattern}"]).files} == {
+                "0.txt",
+                "1.txt",
+                "2.txt",
+            }
+    with pytest.raises(UserError, match="holds no books"):
+        find([str(folder / "tokens")])

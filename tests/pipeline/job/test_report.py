@@ -81,5 +81,14 @@ def test_rates_are_of_this_run() -> None:
     assert "8,008,008 characters, 4.00 characters per token" in told
     assert "this run: 2 pieces, 6.0 MB, 2 MB/s, 500,000 tokens/s" in told
     assert told.index("| encode | 1.00 | 6 | 2.0 |") < told.index("| read | 0.50 | 12 | 4.0 |")
+    odd = totals(RECORDS) | {
+        "traits": {"looks like HTML or XML": 3, "line ends: CRLF": 4},
+        "books_val": 1,
+        "held_out": [],
+    }
+    told = as_markdown("tokens", odd, progress, "f" * 64)
+    assert "3 look like HTML" in told
+    assert "normalized: 4 line ends: CRLF;" in told
+    assert "--cycle" not in told
     assert JobStats().metrics() == {}
     assert "this run" not in as_markdown("tokens", totals(RECORDS), JobStats(), "f" * 64)
