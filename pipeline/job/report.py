@@ -157,8 +157,8 @@ def as_markdown(name: str, counts: dict[str, Any], progress: JobStats, fingerpri
         opening.append(("Validation", "none, because no book is held out: training needs `--cycle N+0`"))
     elif held_out := counts["held_out"]:
         opening.append(
-            ("Validation", f"{', '.join(f'`{book}`' for book in held_out[:3])}, because --val-fraction takes none of so "
-             "few books; made again from more books with the same `--out`, the data set still holds it out")
+            ("Validation", f"{', '.join(f'`{book}`' for book in held_out[:3])}, because --val-fraction takes none of "
+             "these; made again from more books with the same `--out`, the data set still holds it out")
         )  # fmt: skip
     cycle = "" if counts["books_val"] else " --cycle 200+0"
     opening.append(("Next", f"`python -m train.run --data {shlex.quote(name)}{cycle}`"))
