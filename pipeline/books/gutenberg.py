@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from pipeline.books.editorial import FEW, FRONT, OPENING, before_note, without_credits
+
 NEAR, HEAD = 4_000, 40_000
 """Bytes in which a header ends: nearly always the first, sometimes (with the licence in front) the second."""
 FIELDS = 1_000
@@ -21,17 +23,6 @@ CLOSE = 600
 """Bytes before an end line in which a sentence says the same."""
 BEGUN, TAIL = 1_500, 60_000
 """Bytes from the beginning of a footer to words by which it is known, and to its end."""
-FEW = 300
-"""Bytes too few for a text of its own: a title above a header, names below a licence."""
-FRONT = 5_000
-"""Bytes after the header that are searched for credits and transcribers' notes."""
-LONG = 500
-"""A paragraph of more bytes belongs to the book; credits come before it."""
-LONGEST = 2_000
-"""A paragraph of more bytes belongs to the book even if it begins as credits do: a text joined to one line."""
-NOTE = 12_000
-"""The longest closing transcriber's note, in bytes."""
-
 _NAME = b"PROJECT GUTENBERG"
 _LINE = re.compile(rb"(START|END) OF (?:TH(?:IS|E) )?(?:COPYRIGHTED )?\Z")
 _PRINT = (
@@ -50,13 +41,7 @@ _CLOSINGS = (
     ("licence", b"START: FULL LICENSE", re.compile(rb"\Z")),
     ("small print", b"SMALL PRINT!", re.compile(rb"START(?:: |\*\*THE )\Z")),
 )  # fmt: skip
-# The line with which a header begins, and fields that no other text has before a start line.
-_OPENING = re.compile(
-    rb"^(?:\*{40,}\n)?[ \t*_]*(?:(?:This is )?(?:[Tt]he )?Project Gutenberg"
-    rb"(?:(?:'s|\xe2\x80\x99s)?,? (?:E-?[Tt]ext|[Ee]-?[Bb]ook)(?: of\b|,|\*|$)"
-    rb"|(?:'s|\xe2\x80\x99s) [A-Z][^\n]*\n?[^\n]*\bby )"
-    rb"|This E-?text file is presented by Project Gutenberg|THIS EBOOK WAS ONE OF PROJECT GUTENBERG)", re.M
-)  # fmt: skip
+# Fields that no other text has before a start line.
 _PROOF = re.compile(
     rb"(?:^|  )(?:(?:Language|Release Date|Posting Date|Character set encoding):[ \t]"
     rb"|This e-?book is for the use of anyone anywhere)", re.M | re.I
@@ -78,30 +63,6 @@ _SHAKESPEARE = re.compile(rb"<<THIS ELECTRONIC VERSION OF THE COMPLETE WORKS[^>]
 _VERSION_LINE = re.compile(rb'\n*\["Small Print" V[^\n]*\n')
 
 _TEXT = re.compile(rb"\S")
-_PARAGRAPH = re.compile(rb"\n*([^\n]+(?:\n[^\n]+)*)(?:\n|\Z)")
-_OURS = (
-    b"this project gutenberg", b"pgdp.net", b"distributed proofread", b"archive.org/", b"set encoding:",
-    b"text prepared", b"text was prepared", b"text produced", b"text was produced", b"book was produced",
-    b"book produced", b"book was prepared", b"book prepared", b"text transcribed", b"book transcribed", b"text scanned",
-    b"this file was first posted", b"this file was produced", b"this file was last updated",
-)  # fmt: skip
-_CREDIT = re.compile(
-    rb"[|\s]*(?:produced by|e-?text (?:prepared|produced)|prepared by|transcribed (?:from|by)|digiti[sz]ed by"
-    rb"|scanned (?:and|by)|html version|proofread|text file|updated|this e-?(?:text|book)|images? (?:generously|of the)"
-    rb"|note: (?:images|project|this|the original|there is)|there is an improved|an? (?:alternative )?edition of this"
-    rb"|see \d+-|see transcriber|\(?https?://|\*{20,}|[a-z ]*executive director)"
-)
-_APOSTROPHE = rb"(?:'|\xe2\x80\x99)?"
-_NOTE = re.compile(
-    rb"[|\s*=\[({_+-]*(?:the )?(?:transcriber|transcription|scanner|proofreader|redactor)"
-    + (_APOSTROPHE + rb"s?" + _APOSTROPHE)
-    + rb" notes?\b"
-)
-# What a transcriber's note does not contain: the opening of a book, and what may follow a closing note.
-_OPENS_BOOK = re.compile(rb"[\s_*=]*(?:chapter|book|part|act|preface|contents)(?![a-z])", re.I)
-_BACK_MATTER = re.compile(rb"\n\n\n[\s_*=\[]*(?:footnotes?|index|appendi(?:x|ces)|glossary|advertisements?)(?![a-z])")
-_NOTES_BY_DIRECTOR = re.compile(rb"Executive Director's Notes:.{0,4000}?\nExecutive Director\n", re.S)
-
 _FIELD = re.compile(
     rb"^(Title|Author|Language|Release Date|Posting Date):[ \t]*(\S[^\n]*(?:\n[ \t]+\S[^\n]*)*)", re.M | re.I
 )
@@ -125,7 +86,7 @@ class Unwrapped:
 
 def unwrap(text: bytes) -> Unwrapped:
     """The book in ``text``, or the books; all of it if no wrapping is recognized."""
-    opening = _OPENING.search(text, 0, FIELDS)
+    opening = OPENING.search(text, 0, FIELDS)
     wrapped = opening is not None and not text[: opening.start()].strip()
     spans = _wrapping(text, opened=wrapped)
     if not spans and not wrapped:
@@ -168,7 +129,7 @@ def _wrapping(text: bytes, *, opened: bool) -> list[_Span]:
     low = 0
     for mark in marks:
         start = _header_start(text, low, mark, headers) if mark.header else None
-        if start is not None and headers and start == headers[-1].stop and not _OPENING.match(text, start):
+        if start is not None and headers and start == headers[-1].stop and not OPENING.match(text, start):
             headers[-1] = replace(headers[-1], stop=mark.stop, forms=headers[-1].forms + mark.forms)
         elif start is not None:
             headers.append(replace(mark, start=start))
@@ -235,7 +196,7 @@ def _header_start(text: bytes, low: int, mark: _Span, headers: list[_Span]) -> i
     """Where the header begins that ``mark`` ends, after ``low``; None where nothing proves that one is there."""
     first = max(low, mark.start - HEAD)
     near = max(first, mark.start - FIELDS)
-    opening = _OPENING.search(text, first, mark.start)
+    opening = OPENING.search(text, first, mark.start)
     proof = _PROOF.search(text, near, mark.start)
     chained = bool(headers) and headers[-1].stop == low and headers[-1].forms[-1:] != mark.forms  # some end with both
     if opening if "small print" in mark.forms else proof:
@@ -312,9 +273,9 @@ def _footer_end(text: bytes, at: int, limit: int) -> int:
 
 def _body(text: bytes, start: int, stop: int, forms: list[str]) -> list[bytes | memoryview]:
     """The book in ``text[start:stop]`` without what its editors added, in parts that make it whole."""
-    stop = _before_note(text, start, stop, forms)
+    stop = before_note(text, start, stop, forms)
     front = text[start : min(start + FRONT, stop)]
-    kept = _without_credits(front, forms).lstrip()
+    kept = without_credits(front, forms).lstrip()
     rest = memoryview(text)[start + len(front) : stop - _blanks_before(text, stop)]
     if not len(rest) and not kept.strip():
         kept = front.strip()  # credits are never all of a book
@@ -325,98 +286,6 @@ def _blanks_before(text: bytes, stop: int) -> int:
     """Number of spaces and line ends before ``stop``, at most 500."""
     end = text[max(0, stop - 500) : stop]
     return len(end) - len(end.rstrip())
-
-
-def _before_note(text: bytes, start: int, stop: int, forms: list[str]) -> int:
-    """The beginning of a transcriber's note at the end of ``text[start:stop]``; ``stop`` without one."""
-    offset = max(start, stop - NOTE)
-    lower = text[offset:stop].lower()
-    at = lower.find(b"transcriber")
-    while at >= 0:
-        line = lower.rfind(b"\n", 0, at) + 1
-        begins_paragraph = line >= 2 and lower[line - 2 : line] == b"\n\n"
-        if begins_paragraph and offset + line > start + FRONT and _NOTE.match(lower, line):
-            after_bracket = _after_bracket(text[:stop], offset + line)
-            if after_bracket is None:
-                alone = not _BACK_MATTER.search(lower, line)
-            else:
-                alone = len(text[after_bracket:stop].strip()) < 200
-            if alone:
-                forms.append("closing note")
-                return offset + len(lower[:line].rstrip(b" *\t\n"))
-        at = lower.find(b"transcriber", at + 1)
-    return stop
-
-
-def _without_credits(front: bytes, forms: list[str]) -> bytes:
-    """The beginning of a book without credits, notes on the file and transcribers' notes."""
-    if b"Executive Director's Notes:" in front:
-        front = _NOTES_BY_DIRECTOR.sub(b"", front)
-    lower = front.lower()
-    last = max(lower.rfind(b"note"), lower.rfind(b"world library, inc"))
-    kept: list[bytes] = []
-    position = 0
-    for begin, end, paragraph in _paragraphs(lower):
-        if begin < position:
-            continue
-        if len(paragraph) > LONGEST or (kept and begin > last):
-            break
-        stop = None
-        if _NOTE.match(paragraph):
-            stop = _end_of_note(front, begin, end)
-            forms.append("opening note")
-        elif b"world library, inc" in paragraph or (
-            not kept and (_CREDIT.match(paragraph) or any(words in paragraph for words in _OURS))
-        ):
-            stop = end
-            forms.append("credits")
-        elif not kept and len(paragraph) <= FEW and _OPENING.match(front, begin):
-            stop = end
-        if stop is None:
-            kept.append(front[position:end])
-            if len(paragraph) > LONG or paragraph.startswith(b"chapter"):
-                position = end
-                break
-        position = stop or end
-    return b"".join([*kept, front[position:]])
-
-
-def _paragraphs(front: bytes, offset: int = 0) -> Iterator[tuple[int, int, bytes]]:
-    """Bounds and text of the paragraphs that are complete in ``front``, from ``offset``."""
-    for match in _PARAGRAPH.finditer(front, offset):
-        if match.end() == len(front) == FRONT:
-            return
-        yield match.start(1), match.end(), match[1]
-
-
-def _end_of_note(front: bytes, begin: int, end: int) -> int:
-    """The end of the note whose first paragraph is ``front[begin:end]``: its closing bracket, or that paragraph.
-
-    A bare heading includes the next paragraph. Indented ones follow, up to two empty lines or the opening of a book.
-    """
-    bracket = _after_bracket(front, begin)
-    if bracket is not None:
-        return bracket
-    bare = not re.search(rb"\w", _NOTE.sub(b"", front[begin:end].lower(), count=1))
-    for first, last, paragraph in _paragraphs(front, end):
-        continued = bare or (first - end < 2 and paragraph[:1] in b" \t")
-        if not continued or _OPENS_BOOK.match(paragraph) or paragraph.isupper():
-            break
-        end, bare = last, False
-    return end
-
-
-def _after_bracket(text: bytes, begin: int) -> int | None:
-    """The end of the bracket that opens at ``begin`` (after spaces); None if none opens or it is not closed."""
-    opening = text[begin : begin + 40].lstrip()
-    if not opening.startswith(b"["):
-        return None
-    depth = 0
-    for match in re.finditer(rb"[\[\]]", text[begin : begin + NOTE]):
-        depth += 1 if match[0] == b"[" else -1
-        if depth == 0:
-            return begin + match.end()
-    return None
 
 
 def _fields(head: bytes) -> dict[str, str]:
