@@ -13,11 +13,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # Where the demo puts its data, runs and MLflow store, and what it trains.
 DEMO := $(CURDIR)
 ifeq ($(GPU),)
-DEMO_RUN := --model tiny --micro-batch 8 --global-batch 8 --steps 30 --cycle 10+1 --learning-rate 3e-3
+DEMO_RUN := --model tiny --global-batch 8 --steps 30 --cycle 10+1 --learning-rate 3e-3
 DEMO_SEARCH := --model tiny --global-batch 4 --memory-limit 4GB --trial-steps 8 --trial-time 5s --confirm 1
 else
-DEMO_RUN := --model gpt2-124m --micro-batch 32 --global-batch 96 --steps 100 --cycle 20+1 --compile whole --device cuda
-DEMO_SEARCH := --model gpt2-124m --global-batch 96 --memory-limit 40GB --compile whole --device cuda
+DEMO_RUN := --global-batch 96 --steps 100 --cycle 20+1 --device cuda
+DEMO_SEARCH := --global-batch 96 --memory-limit 40GB --device cuda
 endif
 
 .PHONY: install demo test test-slow lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-memory bench-scale campaign-pipeline campaign-train campaign-search campaign-cluster campaign-gpu

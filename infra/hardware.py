@@ -6,10 +6,18 @@ Dense rates without sparsity, in FLOP/s, from NVIDIA's datasheets (A100: 2020, H
 its NVL: 2023, L4 and L40S: 2023) and, of the RTX cards, its architecture papers. V100 has neither bf16 nor TF32.
 """
 
-from dataclasses import dataclass
+import importlib
+import os
+import shutil
+import sys
+import sysconfig
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
+from infra.errors import first_line
 from infra.gpu import read_gpu
 
 _PEAKS: tuple[tuple[str, float, float | None, float], ...] = (
@@ -53,10 +61,18 @@ class DeviceFacts:
     """CUDA compute capability; (0, 0) for a CPU."""
     bf16: bool = False
     """Whether it multiplies bf16 matrices in hardware."""
+    memory: int = field(default=sys.maxsize, compare=False)
+    """Bytes that this process can use there; without a bound where that is not known."""
+    uncompilable: str = field(default="", compare=False)
+    """Why torch.compile cannot work there, and what to install; empty where it can."""
+
+    def within(self, limit: int | None) -> "DeviceFacts":
+        """The same device for a process that may use ``limit`` bytes; all that is free if that is None."""
+        return self if limit is None else replace(self, memory=min(self.memory, limit))
 
 
-A100 = DeviceFacts("cuda", "NVIDIA A100", (8, 0), bf16=True)
-"""Used where something is planned for a GPU that this machine does not have."""
+A100 = DeviceFacts("cuda", "NVIDIA A100", (8, 0), bf16=True, memory=40 * 2**30)
+"""Used where something is planned for a GPU that this machine does not have: the one with 40 GB."""
 
 
 def device_facts() -> DeviceFacts:
@@ -65,7 +81,11 @@ def device_facts() -> DeviceFacts:
     if state is None:
         return cpu_facts()
     capability = state.capability or (0, 0)
-    return DeviceFacts("cuda", state.name, capability, bf16=capability >= (8, 0))
+    others = state.memory_used - (state.process_memory or 0)
+    return DeviceFacts(
+        "cuda", state.name, capability, bf16=capability >= (8, 0), memory=state.memory_total - others,
+        uncompilable=_missing_for_gpu(capability),
+    )  # fmt: skip
 
 
 def cpu_facts() -> DeviceFacts:
@@ -74,4 +94,27 @@ def cpu_facts() -> DeviceFacts:
         flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     except OSError:
         flags = set[str]()
-    return DeviceFacts("cpu", "cpu", bf16=bool(flags & {"avx512_bf16", "amx_tile"}))
+    compiler = os.environ.get("CXX") or any(map(shutil.which, ("g++", "clang++", "c++")))
+    return DeviceFacts(
+        "cpu", "cpu", bf16=bool(flags & {"avx512_bf16", "amx_tile"}), memory=psutil.virtual_memory().available,
+        uncompilable="" if compiler else "there is no C++ compiler: install g++",
+    )  # fmt: skip
+
+
+def _missing_for_gpu(capability: tuple[int, int]) -> str:
+    """What torch.compile lacks for a GPU: it writes kernels in Triton, which builds their launchers in C."""
+    if capability < (7, 0):
+        return "Triton needs a GPU of compute capability 7.0 or later"
+    try:
+        importlib.import_module("triton")
+    except ModuleNotFoundError as missing:
+        if missing.name == "triton":
+            return "Triton is not installed: 'pip install triton'"
+        return f"Triton cannot be imported ({missing}): 'pip install --force-reinstall triton'"
+    except Exception as broken:  # noqa: BLE001 whatever a broken installation raises
+        return f"Triton cannot be imported ({first_line(broken)}): 'pip install --force-reinstall triton'"
+    if not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang")))):
+        return "there is no C compiler: install gcc"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python's headers are missing: install python3-dev"
+    return ""

@@ -25,10 +25,10 @@ from train.model_config import PRESETS, Model
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16", "bf16-activations"]
 Attention = Literal["auto", "manual", "sdpa", "flash", "cudnn", "efficient", "flex"]
 Compile = Literal[
-    "off", "whole", "blocks", "coordinate-descent", "max-autotune", "max-autotune-graphs", "reduce-overhead"
+    "auto", "off", "whole", "blocks", "coordinate-descent", "max-autotune", "max-autotune-graphs", "reduce-overhead"
 ]
 Checkpointing = Literal["none", "full", "alternate", "selective", "budget"]
-Loss = Literal["plain", "fused"]
+Loss = Literal["auto", "plain", "fused"]
 Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adamw-bf16", "adafactor", "muon"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Device = Literal["auto", "cuda", "cpu"]
@@ -81,6 +81,30 @@ CycleText = Annotated[
 ]
 
 
+AUTO = -1
+"""The micro-batch of a config that leaves it to be decided, written ``auto`` in flags and files."""
+
+
+def _parse_micro_batch(text: str) -> int:
+    if text == "auto":
+        return AUTO
+    if not (text.isdecimal() and int(text)):
+        raise UserError(f"--micro-batch {text} must be at least 1, or auto.")
+    return int(text)
+
+
+def _write_micro_batch(size: int) -> str:
+    return "auto" if size == AUTO else str(size)
+
+
+MicroBatch = Annotated[
+    int,
+    one_word("INT|auto", int, _parse_micro_batch, _write_micro_batch),
+    BeforeValidator(lambda value: AUTO if value == "auto" else value),
+    PlainSerializer(lambda size: "auto" if size == AUTO else size),
+]
+
+
 @strict
 @dataclass(frozen=True)
 class TrainConfig:
@@ -124,8 +148,11 @@ class TrainConfig:
     spike: float = 3.0
     """Stop when a step's loss is this many nats above the mean of the previous cycle; 0 is off. NaN always stops."""
 
-    micro_batch: int = 32
-    """Sequences per forward pass on one worker, at least 1; how many are accumulated follows from the global batch."""
+    micro_batch: MicroBatch = AUTO
+    """Sequences per forward pass on one worker, at least 1; how many are accumulated follows from the global batch.
+
+    auto: the largest that is predicted to fit in memory, or the next smaller one if it does not; on a CPU at most 4,096
+    tokens"""
     precision: Precision = "auto"
     """Arithmetic of the model.
 
@@ -145,9 +172,10 @@ class TrainConfig:
     cudnn: cuDNN's only
     efficient: torch's memory-efficient one only
     flex: FlexAttention"""
-    compile: Compile = "off"
+    compile: Compile = "auto"
     """What torch.compile compiles, and how.
 
+    auto: the whole model on a GPU where torch can compile, nothing on a CPU
     off: nothing
     whole: the model as one graph
     blocks: each block and the loss on its own, which starts faster
@@ -163,9 +191,10 @@ class TrainConfig:
     alternate: those of every second block, for about a sixth more arithmetic
     selective: all but the outputs of matrix products and attention
     budget: those that torch.compile finds cheapest to recompute, to halve what is kept (torch 2.13 and later)"""
-    loss: Loss = "plain"
+    loss: Loss = "auto"
     """Cross-entropy loss.
 
+    auto: fused where the logits would make the micro-batch smaller, else plain
     plain: of the logits of all tokens
     fused: computed together with the head piece by piece, so that the logits are not kept"""
     loss_chunks: int = 1
@@ -222,7 +251,14 @@ class TrainConfig:
     @property
     def accumulation(self) -> int:
         """Micro-batches per optimizer step on each worker."""
+        assert self.micro_batch != AUTO, "a resolved config has a micro-batch"
         return self.global_batch // (self.micro_batch * self.workers)
+
+    @property
+    def micro_batches(self) -> list[int]:
+        """The micro-batches that fit the global batch, the workers and the pieces of the loss, in ascending order."""
+        length = self.model.context_length
+        return [n for n in divisors(self.global_batch // self.workers) if n * length % self.loss_chunks == 0]
 
     @property
     def source(self) -> str:
@@ -328,7 +364,7 @@ def _choices(config: TrainConfig) -> None:
 
 def _sizes(config: TrainConfig) -> None:
     for name in ("global_batch", "micro_batch", "loss_chunks", "workers", "checkpoint_every"):
-        if getattr(config, name) < 1:
+        if getattr(config, name) < 1 and (name, getattr(config, name)) != ("micro_batch", AUTO):
             raise UserError(f"{_flag(config, name)} must be at least 1.")
     for name in ("keep_checkpoints", "loader_workers", "warmup_steps", "clip_norm", "spike", "weight_decay", "seed"):
         if not getattr(config, name) >= 0:
@@ -347,6 +383,16 @@ def _sizes(config: TrainConfig) -> None:
 
 
 def _batch(config: TrainConfig) -> None:
+    if config.micro_batch == AUTO:
+        if config.global_batch % config.workers:
+            raise UserError(f"--global-batch {config.global_batch} is not a multiple of --workers {config.workers}.")
+        if not config.micro_batches:
+            raise UserError(
+                f"--loss-chunks {config.loss_chunks} does not divide the "
+                f"{config.global_batch // config.workers * config.model.context_length} tokens of --global-batch "
+                f"{config.global_batch} on each worker."
+            )
+        return
     if config.global_batch % (config.micro_batch * config.workers):
         near = [m for m in divisors(config.global_batch) if config.global_batch % (m * config.workers) == 0]
         hint = f"for --micro-batch {', '.join(map(str, near))} it is" if near else "choose another --global-batch"
@@ -412,7 +458,7 @@ def _pairs(config: TrainConfig):
     selective = ("checkpointing", config.checkpointing == "selective")
     blocks = ("compile", config.compile == "blocks")
     yield selective, blocks, "a compiled block hides what to keep, so all of it is recomputed; use --compile whole"
-    graphless = ("compile", config.compile not in WHOLE_GRAPH)
+    graphless = ("compile", config.compile not in ("auto", *WHOLE_GRAPH))
     yield ("checkpointing", config.checkpointing == "budget"), graphless, "a compiled graph is what the budget is for"
     yield ("fp8", config.fp8), on_cpu, "8-bit matmuls need a GPU"
     not_bf16 = ("precision", precision in ("fp32", "tf32", "fp16"))

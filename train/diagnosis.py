@@ -1,4 +1,4 @@
-"""What was wrong with a run, for a person: why it did not fit in memory, and the smallest change that should help.
+"""What was wrong with a run, for a person: why it did not fit in memory, and the cheapest change that should help.
 
 In: a resolved config and its result. Out: a Diagnosis, which the terminal, the run's page and its report show. Sizes
 are in GB of 10^9 bytes, as limits are given.
@@ -35,16 +35,16 @@ def of_memory(config: TrainConfig, result: RunResult, place: Place, memory_limit
     changes = [replace(change, peak=change.peak + missed) for change in savings(config)]
     fitting: dict[str, Change] = {}
     for change in changes:
-        if change.peak <= shortage.room:
-            fitting.setdefault(change.flag.split()[0], change)  # the cheapest of each flag
+        if change.peak <= shortage.room and (len(change.flags) == 1 or not fitting):
+            fitting.setdefault(change.text.split()[0], change)  # the cheapest of each flag, or of all combinations
     if not fitting:
         return Diagnosis(rows, none_fits(changes, predict_peak(config).total + missed, shortage.room, memory_limit))
     rows.append(("predicted to fit", f"{_gb(shortage.room)}, which the process could use"))
-    rows += [(change.flag, f"{_gb(change.peak)}, {change.cost}") for change in fitting.values()]
+    rows += [(change.text, f"{_gb(change.peak)}, {change.cost}") for change in fitting.values()]
     first = next(iter(fitting.values()))
     again = "the last checkpoint is kept; continue" if result.checkpoint else "try again"
-    advice = f"{again} with {first.flag}, which is predicted to take {_gb(first.peak)} ({first.cost}): "
-    return Diagnosis(rows, advice, command(first.flag, result, place, memory_limit))
+    advice = f"{again} with {first.text}, which is predicted to take {_gb(first.peak)} ({first.cost}): "
+    return Diagnosis(rows, advice, command(first.text, result, place, memory_limit))
 
 
 def comparison(config: TrainConfig, result: RunResult, shortage: Shortage) -> Rows:
@@ -80,12 +80,12 @@ def unpredicted(config: TrainConfig, result: RunResult, shortage: Shortage) -> i
 
 
 def none_fits(changes: Sequence[Change], now: int, room: int, memory_limit: int | None) -> str:
-    """That no single change is predicted to fit ``room``, with the smallest prediction; without one it is ``now``."""
+    """That nothing is predicted to fit ``room``, with the smallest prediction; without any change it is ``now``."""
     smallest = min(changes, key=lambda change: change.peak, default=None)
-    peak, which = (smallest.peak, f"with {smallest.flag}") if smallest else (now, "with no change left to make")
+    peak, which = (smallest.peak, f"with {smallest.text}") if smallest else (now, "with no change left to make")
     more = "a larger --memory-limit" if memory_limit else "a device with more memory"
     return (
-        f"no single change is predicted to fit {_gb(room)}: the smallest prediction is {_gb(peak)}, {which}; use a "
+        f"no change is predicted to fit {_gb(room)}: the smallest prediction is {_gb(peak)}, {which}; use a "
         f"smaller --model or {more}"
     )
 

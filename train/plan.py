@@ -19,7 +19,7 @@ from infra.help import Sections
 from infra.units import BytesOrNone
 from train.config import GROUPS, TrainConfig
 from train.model_config import format_model
-from train.resolve import resolve_for_plan
+from train.resolve import choices, resolve_for_plan, said
 
 COMMON = (
     "model", "global_batch", "micro_batch", "precision", "compile", "checkpointing", "loss", "memory_limit",
@@ -68,12 +68,14 @@ def plan(options: PlanOptions) -> None:
     """Print every table of the plan. torch is imported only now, when the flags are known to be valid."""
     from train.estimate import forecast, network
 
-    config = resolve_for_plan(options.training, device_facts())
-    batch = f"micro-batch {config.micro_batch} x {config.accumulation} accumulated"
+    config = resolve_for_plan(options.training, device_facts(), options.memory_limit)
+    size = said("micro_batch", config, options.training)
+    batch = f"micro-batch {size} x {config.accumulation} accumulated"
     workers = f"{config.workers} worker{'s' * (config.workers > 1)}"
     console.print(
         f"[bold]{format_model(config.model)}[/bold], {batch}, of {config.model.context_length:,} tokens, on {workers}"
     )
+    console.print(choices(config, options.training), "", sep="\n", markup=False)
     for title, rows in (
         ("Parameters", forecast.parameter_rows(config)),
         ("Predicted peak memory", forecast.memory_rows(config)),

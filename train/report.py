@@ -15,6 +15,7 @@ from rich.table import Table
 
 from infra.console import console
 from infra.errors import UserError
+from infra.hardware import DeviceFacts
 from infra.markdown import facts, plain, table
 from infra.place import Place, WorkingCopy
 from infra.schema import from_json, to_json
@@ -35,6 +36,7 @@ from train.estimate.flops import formulas
 from train.estimate.memory import predict_peak
 from train.model.gpt import parameter_count
 from train.model_config import format_model
+from train.resolve import choices, said
 from train.result import RunResult
 
 METRICS = (
@@ -51,16 +53,24 @@ DENSE_STEPS = 1000
 """Steps at the beginning of a run whose losses are all in MLflow; ``cycles.jsonl`` has all of every run."""
 
 
-def print_header(config: TrainConfig, manifest: Manifest, place: Place) -> None:
-    """Print what is about to be trained, with the arithmetic of the batch."""
+def print_header(
+    config: TrainConfig, asked: TrainConfig, manifest: Manifest, place: Place, facts: DeviceFacts | None = None
+) -> None:
+    """Print what is about to be trained, with the arithmetic of the batch, and what was decided for the device.
+
+    ``config`` is ``asked`` as it is resolved; of the ``facts`` about the device it is said why it cannot compile.
+    """
     train = manifest.splits["train"]
     tokens = f"{'about ' if config.stream else ''}{train['tokens']:,} training tokens"
     console.print(f"[bold]{format_model(config.model)}[/bold] on {escape(config.source)}: {tokens}")
     console.print(
-        f"batch: {config.global_batch} sequences = {config.micro_batch} per micro-batch x {config.accumulation} "
-        f"accumulated x {config.workers} worker{'s' * (config.workers > 1)}; "
-        f"{config.step_tokens:,} tokens per step; precision {config.precision}"
+        f"batch: {config.global_batch} sequences = {said('micro_batch', config, asked)} per micro-batch x "
+        f"{config.accumulation} accumulated x {config.workers} worker{'s' * (config.workers > 1)}; "
+        f"{config.step_tokens:,} tokens per step"
     )
+    console.print(choices(config, asked), markup=False)
+    if facts and facts.uncompilable and asked.compile == "auto" and config.device == "cuda":
+        console.print(f"[yellow]not compiled, which is slower:[/yellow] {escape(facts.uncompilable)}")
     console.print(f"folder: {place}", markup=False)
 
 
@@ -87,7 +97,7 @@ def params(config: TrainConfig, asked: TrainConfig) -> dict[str, Any]:
     return changed(named(asked), named(TrainConfig())) | {
         "model": format_model(config.model), "data": config.source, "global_batch": config.global_batch,
         "micro_batch": config.micro_batch, "accumulation": config.accumulation, "precision": config.precision,
-        "device": config.device, "seed": config.seed,
+        "compile": config.compile, "loss": config.loss, "device": config.device, "seed": config.seed,
     }  # fmt: skip
 
 
@@ -181,6 +191,8 @@ def record_end(
     if result.device != "cpu":
         tracker.metrics(shown({f"gpu/{name}": value for name, value in (gpu or {}).items()}, METRICS))
     _record_result(tracker, config, replace(result, predicted_memory=predict_peak(config).total))
+    if result.too_large:
+        tracker.json(config.to_json(), "config.json")  # instead of what was decided when it began
     opening = facts(opening_lines(config, result, home.place, memory_limit))
     text = f"{opening}{origin(tracker, config)}\n\n{markdown(config, result)}"
     write_text(home.summary, text)
@@ -192,7 +204,9 @@ def _record_result(tracker: Tracker, config: TrainConfig, result: RunResult) -> 
     metrics = result_metrics(result) | prediction_metrics(result) | formula_metrics(config, result)
     tracker.metrics(shown(metrics, METRICS))
     reason = "" if result.outcome == "finished" else result.reason  # of a run that was continued, it is replaced
-    tags = {"outcome": result.outcome, "reason": reason, "device": result.device}
+    tags = {"outcome": result.outcome, "reason": reason, "device": result.device, "attention": result.attention}
+    if result.too_large:
+        tags["micro_batch.too_large"] = ", ".join(map(str, result.too_large))
     tracker.tags(tags | columns(result))
     tracker.json(to_json(result), "result.json")
     if result.sample:
@@ -309,6 +323,9 @@ def result_metrics(result: RunResult) -> dict[str, float | None]:
 def summary(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
     """The result of ``config`` as (name, value with unit) rows."""
     rows = [("outcome", f"{result.outcome}: {result.reason}")]
+    if result.too_large:
+        failed = ", ".join(map(str, result.too_large))
+        rows.append(("micro-batch", f"{config.micro_batch}; {failed} did not fit"))
     if result.throughput:
         speed = result.throughput
         rows.append(
@@ -339,8 +356,9 @@ def summary(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
         rows.append(
             ("validation", f"perplexity {result.val_perplexity:,.1f} over {config.model.vocabulary:,} ids{per}")
         )
-    seen = f"{result.train_tokens:,} training + {result.val_tokens:,} validation tokens; {result.books:,.1f} books"
-    rows.append(("seen", seen))
+    total = result.train_tokens + result.val_tokens
+    seen = f"{result.train_tokens:,} training + {result.val_tokens:,} validation = {total:,} in all"
+    rows += [("tokens seen", seen), ("books seen", f"{result.books:,.1f}")]
     first = "" if result.first_step_seconds is None else f"; first step after {result.first_step_seconds:.1f} s"
     rows.append(("time", f"{format_duration(round(result.seconds, 1))}{first}"))
     if result.data_wait_fraction is not None and result.optimizer_fraction is not None:
@@ -382,6 +400,9 @@ def print_result(config: TrainConfig, result: RunResult, place: Place, in_mlflow
     for name, value in summary(config, result):
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     console.print(table)
+    if result.outcome == "finished":
+        minutes = (result.seconds + (result.first_step_seconds or 0.0)) / 60
+        console.print(f"Training completed in {minutes:.2f} minutes")
     console.print(in_mlflow, markup=False)
     if said := remedy(config, result, place):
         console.print("".join(said), markup=False)
@@ -448,8 +469,8 @@ def markdown(config: TrainConfig, result: RunResult) -> str:
     lines += [
         "",
         f"Batch: {config.global_batch} sequences = {config.micro_batch} x {config.accumulation} accumulated x "
-        f"{config.workers} workers. Precision {config.precision}, attention {config.attention}, compile "
-        f"{config.compile}. Device: {result.device}. FLOPs: {result.flops_formula}.",
+        f"{config.workers} workers. Precision {config.precision}, attention {result.attention or config.attention}, "
+        f"compile {config.compile}, loss {config.loss}. Device: {result.device}. FLOPs: {result.flops_formula}.",
         "",
         memory_markdown(config, result),
     ]

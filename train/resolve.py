@@ -2,18 +2,27 @@
 
 In: a config, which may contain ``auto``, and facts about that device. Out: the same config with everything decided.
 Whatever starts a run calls this and passes the result on, so that the run, its memory estimate, the space of a search
-and the report cannot disagree. Does not import torch: the device may be another machine's.
+and the report cannot disagree. The device may be another machine's. Imports torch, for the estimate of memory, only
+when it is called.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from infra.errors import UserError
 from infra.hardware import A100, DeviceFacts, cpu_facts, device_facts
-from train.config import TrainConfig
+from train.config import AUTO, Compile, Loss, TrainConfig
+
+CPU_TOKENS = 4096
+"""Most tokens of a micro-batch that is chosen for a CPU: its caches gain nothing from more."""
+
+BY_MEMORY = ("micro_batch", "loss")
+"""Settings that are decided by the memory that is free when a run begins, and are kept when it is continued."""
 
 
 def resolve(config: TrainConfig, facts: DeviceFacts) -> TrainConfig:
-    """``config`` with device, precision and attention decided for the device that ``facts`` describe.
+    """``config`` with everything decided for the device that ``facts`` describe.
 
     On a GPU ``attention`` stays ``auto``, which means a list of kernels in the best order for the GPU. A config that
     leaves nothing open is returned unchanged. Raises ``UserError`` when the device lacks what is asked for, or when a
@@ -33,7 +42,74 @@ def resolve(config: TrainConfig, facts: DeviceFacts) -> TrainConfig:
         attention = "sdpa"
     if config.fp8 and facts.capability < (8, 9):
         raise UserError(f"--fp8 needs 8-bit matmuls, which {facts.name} does not have: leave it out.")
-    return replace(config, device=kind, precision=precision, attention=attention)
+    compile = _compile(config, facts) if config.compile == "auto" else config.compile
+    if compile != "off" and kind == facts.kind and facts.uncompilable:
+        raise UserError(f"--compile {compile} cannot work on {facts.name}: {facts.uncompilable}; or use --compile off.")
+    decided = replace(config, device=kind, precision=precision, attention=attention, compile=compile)
+    return _fitted(decided, facts.memory)
+
+
+def _compile(config: TrainConfig, facts: DeviceFacts) -> Compile:
+    """What to compile where that is left open."""
+    if config.checkpointing == "budget":
+        return "whole"  # without which there is no budget
+    if config.device == "cpu" or facts.kind == "cpu" or facts.uncompilable:
+        return "off"
+    if config.shard:  # for which a block's weights are gathered, so that the graph ends there
+        return "off" if config.checkpointing == "selective" else "blocks"
+    return "whole"
+
+
+def _fitted(config: TrainConfig, memory: int) -> TrainConfig:
+    """``config`` with the largest micro-batch that is expected to fit ``memory`` bytes, and the loss that allows it.
+
+    The plain loss is preferred where it allows the same. Where nothing is expected to fit, what needs least is tried.
+    """
+    if config.micro_batch != AUTO and config.loss != "auto":
+        return config
+    from train.estimate.memory import most
+
+    sizes = config.micro_batches if config.micro_batch == AUTO else [config.micro_batch]
+    if config.device == "cpu" and config.micro_batch == AUTO:
+        length = config.model.context_length
+        sizes = [size for size in sizes if size * length <= CPU_TOKENS] or sizes[:1]
+    losses: list[Loss] = [config.loss]
+    if config.loss == "auto":
+        losses = ["fused"] if config.loss_chunks > 1 else ["plain", "fused"]
+    tried = [replace(config, micro_batch=size, loss=loss) for size in reversed(sizes) for loss in losses]
+    return next((found for found in tried if most(found) <= memory), min(tried, key=most))
+
+
+def without(config: TrainConfig, too_large: Sequence[int]) -> TrainConfig | None:
+    """``config`` with the next micro-batch below all that were ``too_large``, for the same global batch.
+
+    Unchanged where none was; None where there is no smaller one.
+    """
+    sizes = [size for size in config.micro_batches if size < min(too_large, default=config.micro_batch + 1)]
+    return replace(config, micro_batch=sizes[-1]) if sizes else None
+
+
+def continued(asked: TrainConfig, decided: Mapping[str, Any]) -> TrainConfig:
+    """``asked`` with what it leaves open as its run has ``decided`` before, by the memory that was free then.
+
+    A micro-batch that another number of workers rules out is decided anew.
+    """
+    kept = {name: value for name, value in decided.items() if getattr(asked, name) in (AUTO, "auto")}
+    if kept.get("micro_batch") not in asked.micro_batches:
+        kept.pop("micro_batch", None)
+    return replace(asked, **kept)
+
+
+def said(name: str, config: TrainConfig, asked: TrainConfig) -> str:
+    """A setting's value, and whether it was decided or ``asked`` for: ``whole (auto)``."""
+    value = getattr(config, name)
+    return f"{value} (auto)" if getattr(asked, name) in (AUTO, "auto") and value != "auto" else f"{value}"
+
+
+def choices(config: TrainConfig, asked: TrainConfig) -> str:
+    """How ``config`` is executed, as one line."""
+    names = ("device", "precision", "attention", "compile", "loss", "checkpointing", "optimizer")
+    return ", ".join(f"{name} {said(name, config, asked)}" for name in names)
 
 
 def facts_here(config: TrainConfig) -> DeviceFacts:
@@ -47,6 +123,10 @@ def facts_here(config: TrainConfig) -> DeviceFacts:
     return facts
 
 
-def resolve_for_plan(config: TrainConfig, facts: DeviceFacts) -> TrainConfig:
-    """``config`` resolved for this machine's device or, if it asks for a GPU and there is none, for an A100."""
-    return resolve(config, A100 if config.device == "cuda" and facts.kind == "cpu" else facts)
+def resolve_for_plan(config: TrainConfig, facts: DeviceFacts, memory_limit: int | None = None) -> TrainConfig:
+    """``config`` resolved for this machine's device or, if it asks for a GPU and there is none, for an A100.
+
+    A machine that only plans needs no compiler.
+    """
+    facts = A100 if config.device == "cuda" and facts.kind == "cpu" else facts
+    return resolve(config, replace(facts, uncompilable="").within(memory_limit))

@@ -161,6 +161,8 @@ class RunResult:
     """Energy of the GPU alone, over the steps after the first; None where no GPU reported it. With several workers it
     is that of the first one's GPU for its share of the tokens."""
     device: str
+    attention: str = field(default="", kw_only=True)
+    """The kernel that computed attention."""
     machine: str
     """Name of the machine of the first worker."""
     encoded_on: dict[str, int] = field(default_factory=dict, kw_only=True)
@@ -184,3 +186,5 @@ class RunResult:
     """None where nothing was wrong."""
     predicted_memory: int | None = None
     """Predicted peak of the process's memory, in bytes."""
+    too_large: tuple[int, ...] = ()
+    """Micro-batches that were chosen automatically and did not fit, before the one that the run was made with."""

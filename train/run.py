@@ -32,7 +32,7 @@ from train.config import GROUPS, TrainConfig, load_config
 from train.confirmed import confirmed_by
 from train.launch.run import Run
 from train.model_config import format_model
-from train.resolve import facts_here, resolve
+from train.resolve import continued, facts_here, resolve, without
 
 COMMON = (
     "data", "model", "global_batch", "micro_batch", "learning_rate", "compile", "steps", "time_budget", "name",
@@ -57,7 +57,8 @@ class RunOptions:
     tracking_uri: TrackingUri = None
     memory_limit: BytesOrNone = None
     """Most memory that a worker's process may use, such as 40GB (10^9 bytes each) or 40GiB (2^30): of the GPU, or on a
-    CPU its resident set. A run that uses more ends with the outcome over_limit. Give it again to a resumed run."""
+    CPU its resident set. A run that uses more ends with the outcome over_limit, unless its micro-batch is auto and a
+    smaller one fits. Give it again to a resumed run."""
     address: Address = None
 
 
@@ -144,11 +145,13 @@ def recorded(run: Run, options: RunOptions) -> int:
     from train.charts import record_curves
     from train.launch.driver import measure
 
-    home, config = run.home, resolve(run.asked, _facts(run))
+    home, facts = run.home, _facts(run)
+    asked = continued(run.asked, read_progress(run.resume).decided) if run.resume else run.asked
+    config = resolve(asked, facts.within(run.memory_limit))
     key, is_new = run_in_mlflow(home, options.tracking_uri, starts=run.resume is None)
     write_json(home.config, run.asked.to_json())
     home.send(home.config)
-    report.print_header(config, run.manifest, home.place)
+    report.print_header(config, run.asked, run.manifest, home.place, facts)
     with Tracker(key) as tracker:
         report.complete_earlier(key)
         if is_new:
@@ -167,6 +170,7 @@ def recorded(run: Run, options: RunOptions) -> int:
             tracker.status = "KILLED"
             console.print(f"continue with: {resume_run(home.place)}", markup=False)
             return INTERRUPTED
+        config = without(config, result.too_large) or config
         record_curves(tracker, config, result, home)
     report.print_result(config, result, home.place, ui_link(key))
     if result.outcome == "interrupted":

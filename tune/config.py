@@ -12,7 +12,7 @@ from infra.options import Address, JoinsRay, TrackingUri
 from infra.place import Place
 from infra.schema import strict, to_json
 from infra.units import BytesOrNone, Seconds, SecondsOrNone
-from train.config import Cycle, CycleText, Device, TrainConfig, divisors
+from train.config import AUTO, Cycle, CycleText, Device, TrainConfig, divisors
 from train.model_config import ModelOrNone
 from tune.space import parse_knobs
 
@@ -122,6 +122,9 @@ CYCLE = Cycle()
 TIME_BUDGET, WITHIN = 300.0, 0.005
 """Most seconds per rung, and the precision of its speed at which it ends earlier, unless --steps is given."""
 
+BATCH = 32
+"""Micro-batch of a suite that names none."""
+
 FITTED = 40 * 10**9
 """Memory limit of --fit, in bytes, unless --memory-limit is given."""
 
@@ -222,8 +225,11 @@ class LadderConfig(ExperimentConfig):
 
     @property
     def training(self) -> TrainConfig:
-        """The run that the suite's baseline is derived from."""
+        """The run that the suite's baseline is derived from; nothing that a rung may be about is left to be decided."""
         return TrainConfig(
+            micro_batch=BATCH,
+            compile="off",
+            loss="plain",
             data=Place.of(self.data).address,
             model=self.model or TrainConfig.model,
             seed=self.seed,
@@ -238,12 +244,14 @@ class LadderConfig(ExperimentConfig):
 
 
 def with_global_batch(training: TrainConfig, global_batch: int) -> TrainConfig:
-    """``training`` with another global batch, and the largest micro-batch that divides it and is no larger than before.
+    """``training`` with another global batch, and a micro-batch that divides it and is no larger than before.
 
-    A search's control needs some micro-batch even where the user names none. Raises ``UserError``.
+    Raises ``UserError``.
     """
     if global_batch < 1:
         raise UserError(f"--global-batch {global_batch} must be at least 1.")
+    if training.micro_batch == AUTO:
+        return replace(training, global_batch=global_batch)
     micro = max(size for size in divisors(global_batch) if size <= training.micro_batch)
     return replace(training, global_batch=global_batch, micro_batch=micro)
 

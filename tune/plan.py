@@ -155,11 +155,11 @@ def make_search(config: SearchConfig) -> Search:
     if not (config.resume or config.dry_run):
         new_place(config.out, name, begun=(TRIALS, Place.LOCK))
     machines = trial_machines(config.training, cluster=config.cluster, parallel=config.parallel)
-    training = resolve(config.training, machines[0].device)
-    asked = config.memory_limit
+    asked, available = config.memory_limit, min(machine.memory for machine in machines)
     if config.resume and not asked:  # or another set of machines would make it another search
         asked = kept_identity(place, Search.kind).get("memory_limit")
-    limit = memory_limit(asked, training, min(machine.memory for machine in machines))
+    training = resolve(config.training, replace(machines[0].device, memory=asked or available))
+    limit = memory_limit(asked, training, available)
     space = make_space(training, parse_knobs(config.knobs), free=config.free_global_batch)
     memory = MemorySearcher(space, make_prior(space), limit)
     explore = _explorer(config, space, memory)

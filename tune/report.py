@@ -24,6 +24,7 @@ from infra.tracking.saved_views import show_places
 from infra.tracking.tracker import Tracker
 from infra.units import GB, format_duration, format_size
 from train.intervals import Estimate
+from train.resolve import choices, said
 from tune import charts
 from tune.compare import over
 from tune.plan import Search
@@ -371,6 +372,12 @@ COMPILE_SECONDS = {
     "max-autotune-graphs": 150.0, "reduce-overhead": 40.0,
 }  # fmt: skip
 """Roughly what a first step takes longer than the others, for GPT-2 124M on an idle machine with an empty cache."""
+
+
+def print_control(search: Search) -> None:
+    """Print the training that the flags describe and the search starts from, with what was decided for the device."""
+    base, asked = search.space.base, search.config.training
+    console.print(f"control: micro-batch {said('micro_batch', base, asked)}, {choices(base, asked)}", markup=False)
 
 
 def print_plan(search: Search) -> None:

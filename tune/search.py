@@ -55,7 +55,7 @@ def run(config: SearchConfig) -> int:
     """Search; torch, Ray and MLflow are imported only now, when the flags are known to be right."""
     with doing(IMPORTING):
         from tune.plan import make_search
-        from tune.report import SearchReport, print_plan
+        from tune.report import SearchReport, print_control, print_plan
         from tune.session import conduct
 
     with connected(config.address) if config.cluster else nullcontext():
@@ -68,6 +68,7 @@ def run(config: SearchConfig) -> int:
             f"[bold]{format_model(config.training.model)}[/bold]: {len(search.space.candidates())} candidates for "
             f"{search.space.batch_label}, limit {limit} per process, on {search.device}{where}"
         )
+        print_control(search)
         if config.dry_run:
             print_plan(search)
             return 0

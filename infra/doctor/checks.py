@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infra.gpu import GpuState, read_gpu
-from infra.hardware import peak_flops
+from infra.hardware import device_facts, peak_flops
 from infra.units import GB
 
 THROTTLE_REASONS = {
@@ -71,9 +71,8 @@ def software() -> list[Check]:
             found.append(Check(package, "missing", f"pip install {package}", fatal=True))
     if torch.version.cuda:
         found.append(Check("CUDA of torch", f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"))
-    compiler = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
-    fix = "" if compiler else "install g++: torch.compile builds its launchers (on a CPU its kernels) with it"
-    return [*found, Check("C++ compiler", compiler or "none", fix)]
+    lacking = device_facts().uncompilable
+    return [*found, Check("torch.compile", "cannot work" if lacking else "has what it needs", lacking)]
 
 
 def disk(out: Path) -> list[Check]:

@@ -166,10 +166,11 @@ def profile(options: argparse.Namespace) -> Found:
 
 def config_of(options: argparse.Namespace) -> TrainConfig:
     """The run of ``options``, resolved for this machine."""
-    size = options.settings.get("micro_batch", TrainConfig.micro_batch)
+    size = options.settings.get("micro_batch", 32)
     config = TrainConfig(
         data=str(Path(options.data).resolve()), model=parse_model(options.model), global_batch=options.global_batch,
-        micro_batch=size, steps=options.steps, cycle=Cycle(options.steps, 0), keep_checkpoints=0,
+        micro_batch=size, steps=options.steps, cycle=Cycle(options.steps, 0), keep_checkpoints=0, compile="off",
+        loss="plain",
     )  # fmt: skip
     return resolve(replace(config, **options.settings), device_facts())
 

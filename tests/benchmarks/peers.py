@@ -162,7 +162,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def config_of(options: argparse.Namespace) -> TrainConfig:
     """What is trained: the same mathematics on every side; the execution is that of ``best.json`` or of the ladder."""
     config = TrainConfig(
-        data=str(options.data.resolve()), model=parse_model(options.model), compile=options.compile
+        data=str(options.data.resolve()), model=parse_model(options.model), compile=options.compile, loss="plain"
     )  # fmt: skip
     if options.side == "ours" and options.config:
         config = replace(load_config(options.config), data=config.data)

@@ -31,7 +31,7 @@ BARE = replace(CONFIRMED, machines=("w1", "w2"), data_wait_fraction=None, teleme
 """Of trials that were too short for telemetry."""
 
 
-EAGER = TrainConfig()
+EAGER = TrainConfig(compile="off")
 
 
 def ran(make_result: Make, speed: float = 850.0, retries: int = 0, **changes: Any) -> RunResult:
@@ -185,7 +185,10 @@ def test_the_command_compares_with_the_file_that_it_was_given(best: Path, small_
 
 
 def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, small_shards: Path, tmp_path: Path) -> None:
-    config = TrainConfig(data=str(small_shards), precision="fp32", device="cpu", attention="sdpa")
+    config = TrainConfig(
+        data=str(small_shards), precision="fp32", device="cpu", attention="sdpa", micro_batch=32, compile="off",
+        loss="plain",
+    )  # fmt: skip
     run = Run(config, read_manifest(small_shards), RunFolder(tmp_path), confirmed=CONFIRMED)
     result = ran(make_result, data_wait_fraction=0.12)
     found = diagnosed(run, config, result)

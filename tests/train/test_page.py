@@ -43,8 +43,9 @@ CYCLE = CycleReport(
 @pytest.fixture
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
     return TrainConfig(
-        data=str(small_shards), model=small_model, micro_batch=2, global_batch=4, precision="fp32", device="cpu"
-    )
+        data=str(small_shards), model=small_model, micro_batch=2, global_batch=4, precision="fp32", device="cpu",
+        compile="off", loss="plain",
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -96,7 +97,8 @@ def test_what_was_changed_is_told_from_what_is_usual(config: TrainConfig, result
     text = "tiny,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
     assert run.data.params == {
         "changed.model": text, "changed.micro_batch": "2", "changed.global_batch": "4", "changed.precision": "fp32",
-        "changed.device": "cpu", "model": text, "data": config.data, "micro_batch": "2", "accumulation": "2",
+        "changed.device": "cpu", "changed.compile": "off", "changed.loss": "plain", "compile": "off", "loss": "plain",
+        "model": text, "data": config.data, "micro_batch": "2", "accumulation": "2",
         "global_batch": "4", "precision": "fp32", "device": "cpu", "seed": "0",
     }  # fmt: skip
     whole = MlflowClient(key.store).download_artifacts(key.run_id, "config.json")

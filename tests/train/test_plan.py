@@ -39,11 +39,18 @@ def test_time_and_cost_follow_from_speed_and_price(small_shards: Path, small_mod
 
 
 def test_the_limit_names_a_batch_or_says_that_none_fits() -> None:
-    config = TrainConfig(device="cuda", precision="bf16")
-    assert dict(limit_rows(config, 40 * 10**9))["as configured"].startswith("32 sequences")
-    assert dict(limit_rows(config, 10**9))["as configured"] == "not even one sequence fits"
-    two = replace(config, workers=2, micro_batch=30)
-    assert dict(limit_rows(two, 40 * 10**9))["as configured"] == "30 sequences x 8 accumulated"
+    config = TrainConfig(device="cuda", precision="bf16", micro_batch=1, compile="off", loss="plain")
+
+    def largest(config: TrainConfig, limit: int = 40 * 10**9) -> str:
+        return dict(limit_rows(config, limit))["as configured"]
+
+    assert largest(config) == "30 sequences x 16 accumulated, the largest divisor of --global-batch 480; 31 would fit"
+    assert largest(config, 10**9) == "not even one sequence fits"
+    assert largest(replace(config, workers=2)).startswith("30 sequences x 8 accumulated")
+    assert largest(replace(config, global_batch=28)) == (
+        "28 sequences x 1 accumulated, all of --global-batch 28; 32 would fit"
+    )
+    assert largest(replace(config, global_batch=32)) == "32 sequences x 1 accumulated", "which memory limits"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +64,8 @@ def test_the_limit_names_a_batch_or_says_that_none_fits() -> None:
     ],
 )
 def test_what_would_save_more_memory_is_tried(settings: dict[str, Any], variants: list[str]) -> None:
-    rows = limit_rows(TrainConfig(**settings, micro_batch=1, device="cpu", precision="fp32"), 40 * 10**9)
+    named = {"micro_batch": 1, "device": "cpu", "precision": "fp32", "compile": "off", "loss": "plain"}
+    rows = limit_rows(TrainConfig(**named | settings), 40 * 10**9)
     assert [name for name, _ in rows] == ["limit", "as configured", *variants]
 
 
@@ -78,7 +86,9 @@ def test_the_whole_plan_prints_every_table() -> None:
 def test_the_published_formula_of_activations_stands_below_the_prediction() -> None:
     """GPT-3 175B takes 2.87 GB per layer and sequence in 16 bits, and fp32 twice that."""
     gpt3 = ModelConfig(layers=96, heads=96, width=12288, context_length=2048)
-    config = TrainConfig(model=gpt3, micro_batch=1, global_batch=1, device="cuda", precision="bf16")
+    config = TrainConfig(
+        model=gpt3, micro_batch=1, global_batch=1, device="cuda", precision="bf16", compile="off", loss="plain"
+    )
     assert published_activations(config) == 96 * 2048 * 12288 * 114
     assert published_activations(replace(config, precision="tf32")) == 2 * 96 * 2048 * 12288 * 114
     assert "96 x sbh(34 + 5as/h)" in dict(memory_rows(config))["by formula"]

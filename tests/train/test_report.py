@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
+from infra.hardware import A100, cpu_facts
 from infra.place import Place
 from infra.units import GB
 from pipeline.shards import read_manifest
 from train import report
-from train.config import TrainConfig
+from train.config import AUTO, TrainConfig
 from train.estimate.flops import causal, palm
 from train.estimate.memory import predict_peak
 from train.model_config import ModelConfig
+from train.resolve import resolve
 from train.result import Diagnosis, Memory, RunResult, Throughput
 
 Make = Callable[..., RunResult]
@@ -29,7 +31,10 @@ CYCLE: dict[str, Any] = {
 
 @pytest.fixture
 def config(small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig(model=small_model, micro_batch=2, global_batch=8, workers=2, precision="fp32", device="cpu")
+    return TrainConfig(
+        model=small_model, micro_batch=2, global_batch=8, workers=2, precision="fp32", device="cpu", compile="off",
+        loss="plain",
+    )  # fmt: skip
 
 
 def test_what_a_model_has_learned_to_write_is_text_in_mlflow(config: TrainConfig, make_result: Make) -> None:
@@ -49,7 +54,8 @@ def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
         "peak memory": f"process 1.00 GB (resident set); predicted {predicted:.2f} GB",
         "loss": "training 3.250, validation 3.500",
         "validation": "perplexity 33.1 over 257 ids; 1.500 bits per byte; 1.250 bits per character",
-        "seen": "320 training + 64 validation tokens; 0.5 books",
+        "tokens seen": "320 training + 64 validation = 384 in all",
+        "books seen": "0.5",
         "time": "2s; first step after 1.5 s",
         "step time": "90.0% compute, 9.0% optimizer, 1.00% waiting for data",
         "checkpoint": "runs/one/checkpoints/step-00000010",
@@ -139,10 +145,16 @@ def test_what_is_about_to_be_trained(
     config: TrainConfig, small_shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     manifest = read_manifest(small_shards)
-    report.print_header(replace(config, data=str(small_shards)), manifest, Place("runs/a name"))
+    config, cut_off = replace(config, data=str(small_shards)), replace(A100, uncompilable="there is no C compiler")
+    asked = replace(config, micro_batch=AUTO, compile="auto", precision="auto", attention="sdpa")
+    report.print_header(resolve(config, cpu_facts()), asked, manifest, Place("runs/a name"), cut_off)
     printed = " ".join(capfd.readouterr().out.split())
     assert f": {manifest.splits['train']['tokens']:,} training tokens" in printed
-    assert "8 sequences = 2 per micro-batch x 2 accumulated x 2 workers; 256 tokens per step; precision fp32" in printed
+    assert "8 sequences = 2 (auto) per micro-batch x 2 accumulated x 2 workers; 256 tokens per step" in printed
+    assert "device cpu, precision fp32 (auto), attention sdpa, compile off (auto), loss plain, " in printed
+    assert "no C compiler" not in printed, "which a CPU's run does not miss"
+    report.print_header(replace(config, device="cuda"), asked, manifest, Place("runs/a name"), cut_off)
+    assert "no C compiler" in capfd.readouterr().out
     assert "folder: runs/a name" in printed
 
 

@@ -1,6 +1,7 @@
 """What a config leaves open is decided once, so that run, memory estimate, search space and report agree on it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,15 +10,18 @@ from hypothesis import strategies as st
 from infra.errors import UserError
 from infra.hardware import A100, DeviceFacts
 from train.config import TrainConfig
-from train.estimate.memory import predict_peak
-from train.resolve import resolve, resolve_for_plan
+from train.estimate.memory import most, predict_peak
+from train.resolve import continued, resolve, resolve_for_plan, without
 from tune.space import make_space
 
-V100 = DeviceFacts("cuda", "Tesla V100-SXM2-16GB", (7, 0))
-T4 = DeviceFacts("cuda", "Tesla T4", (7, 5))
-L4 = DeviceFacts("cuda", "NVIDIA L4", (8, 9), bf16=True)
-H100 = DeviceFacts("cuda", "NVIDIA H100 80GB HBM3", (9, 0), bf16=True)
-OLD_CPU, NEW_CPU = DeviceFacts("cpu", "cpu"), DeviceFacts("cpu", "cpu", bf16=True)
+MIB = 2**20
+V100 = DeviceFacts("cuda", "Tesla V100-SXM2-16GB", (7, 0), memory=16_384 * MIB)
+T4 = DeviceFacts("cuda", "Tesla T4", (7, 5), memory=15_360 * MIB)
+A10G = DeviceFacts("cuda", "NVIDIA A10G", (8, 6), bf16=True, memory=22_500 * MIB)
+L4 = DeviceFacts("cuda", "NVIDIA L4", (8, 9), bf16=True, memory=23_034 * MIB)
+A100_80 = DeviceFacts("cuda", "NVIDIA A100-SXM4-80GB", (8, 0), bf16=True, memory=81_920 * MIB)
+H100 = DeviceFacts("cuda", "NVIDIA H100 80GB HBM3", (9, 0), bf16=True, memory=81_559 * MIB)
+OLD_CPU, NEW_CPU = DeviceFacts("cpu", "cpu", memory=10**10), DeviceFacts("cpu", "cpu", bf16=True, memory=10**12)
 DEVICES = (V100, T4, A100, H100, OLD_CPU, NEW_CPU)
 
 configs = st.builds(
@@ -53,6 +57,94 @@ def test_what_auto_means(facts: DeviceFacts, device: str, precision: str) -> Non
     assert found.attention == ("auto" if device == "cuda" else "sdpa")
 
 
+@pytest.mark.parametrize(
+    ("facts", "limit", "expected"),
+    [
+        (T4, None, ("fp32", "whole", 16, "fused")),
+        (A10G, None, ("bf16", "whole", 40, "fused")),
+        (A100, None, ("bf16", "whole", 80, "fused")),
+        (A100_80, None, ("bf16", "whole", 160, "fused")),
+        (H100, None, ("bf16", "whole", 160, "fused")),
+        (H100, 40 * 10**9, ("bf16", "whole", 80, "fused")),
+        (OLD_CPU, None, ("fp32", "off", 4, "plain")),
+        (NEW_CPU, None, ("fp32", "off", 4, "plain")),
+        (NEW_CPU, 4 * 10**9, ("fp32", "off", 1, "fused")),
+    ],
+    ids=lambda value: value.name if isinstance(value, DeviceFacts) else "",
+)
+def test_what_a_run_is_that_is_given_no_flags(
+    facts: DeviceFacts, limit: int | None, expected: tuple[str, str, int, str]
+) -> None:
+    """GPT-2 124M at 480 sequences a step."""
+    found = resolve(TrainConfig(), facts.within(limit))
+    assert (found.precision, found.compile, found.micro_batch, found.loss) == expected
+    assert most(found) <= min(facts.memory, limit or facts.memory)
+    if found.loss == "fused":
+        plain = resolve(TrainConfig(loss="plain"), facts.within(limit))
+        assert plain.micro_batch < found.micro_batch or most(plain) > facts.within(limit).memory
+
+
+@given(
+    st.sampled_from(DEVICES), st.integers(1, 500), st.sampled_from([1, 2, 3]), st.sampled_from([1, 8]),
+    st.integers(10**8, 10**11),
+)  # fmt: skip
+@settings(deadline=None)
+def test_the_micro_batch_is_the_largest_that_fits(
+    facts: DeviceFacts, global_batch: int, workers: int, loss_chunks: int, limit: int
+) -> None:
+    asked = TrainConfig(global_batch=global_batch * workers, workers=workers, loss_chunks=loss_chunks)
+    there = facts.within(limit)
+    found = resolve(asked, there)
+    assert found.global_batch == asked.global_batch == found.micro_batch * found.accumulation * workers
+    larger = [size for size in found.micro_batches if size > found.micro_batch]
+    if found.device == "cpu":
+        larger = [size for size in larger if size * 1024 <= 4096]
+        assert found.micro_batch in (1, 2, 3, 4)
+    for loss in ("plain", "fused"):
+        for size in larger:
+            assert most(replace(found, micro_batch=size, loss=loss)) > there.memory
+    given_size = resolve(replace(asked, micro_batch=global_batch), there)
+    assert given_size.micro_batch == global_batch, "a size that was given is never changed"
+
+
+def test_a_size_that_did_not_fit_is_followed_by_the_next_smaller_one() -> None:
+    config = resolve(TrainConfig(workers=2, global_batch=24), A100)
+    assert (config.micro_batch, without(config, []), without(config, [1])) == (12, config, None)
+    smaller = without(config, [12, 6])
+    assert smaller
+    assert (smaller.micro_batch, smaller.accumulation, smaller.global_batch) == (4, 3, 24)
+    prime = resolve(TrainConfig(global_batch=37), A100)
+    assert [without(prime, sizes) for sizes in ([37], [37, 1])] == [replace(prime, micro_batch=1), None]
+
+
+def test_a_continued_run_keeps_what_it_found_and_what_is_given_wins() -> None:
+    asked, decided = TrainConfig(), {"micro_batch": 24, "loss": "plain"}
+    found = resolve(continued(asked, decided), H100)
+    assert (found.micro_batch, found.loss) == (24, "plain")
+    assert resolve(continued(replace(asked, workers=80), decided), H100).micro_batch == 6, "24 is no divisor there"
+    assert continued(replace(asked, micro_batch=8, loss="fused"), decided) == replace(
+        asked, micro_batch=8, loss="fused"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts", "expected"),
+    [
+        ({}, A100, "whole"),
+        ({}, replace(A100, uncompilable="Triton is not installed"), "off"),
+        ({}, NEW_CPU, "off"),
+        ({"device": "cpu"}, A100, "off"),
+        ({"shard": True, "workers": 2}, A100, "blocks"),
+        ({"shard": True, "workers": 2, "checkpointing": "selective"}, A100, "off"),
+        ({"checkpointing": "budget"}, NEW_CPU, "whole"),
+        ({"compile": "off"}, A100, "off"),
+        ({"compile": "max-autotune"}, A100, "max-autotune"),
+    ],
+)
+def test_what_is_compiled(settings: dict[str, Any], facts: DeviceFacts, expected: str) -> None:
+    assert resolve(TrainConfig(**settings), facts).compile == expected
+
+
 @given(configs, st.sampled_from(DEVICES))
 @settings(deadline=None)
 def test_run_estimate_search_and_report_agree(values: dict, facts: DeviceFacts) -> None:
@@ -62,7 +154,7 @@ def test_run_estimate_search_and_report_agree(values: dict, facts: DeviceFacts) 
             resolve(asked, facts)
         return
     found = resolve(asked, facts)
-    assert "auto" not in (found.device, found.precision)
+    assert "auto" not in (found.device, found.precision, found.compile, found.loss)
     for given_value, decided in ((asked.device, found.device), (asked.precision, found.precision)):
         assert given_value in ("auto", decided), "what was asked for is not changed"
     assert resolve(found, facts) == found, "deciding twice is deciding once"
@@ -86,6 +178,10 @@ def test_attention_within_books_is_flexible_where_it_can_be() -> None:
 
 
 def test_what_a_device_lacks_is_refused() -> None:
+    with pytest.raises(UserError, match="--compile whole cannot work on NVIDIA A100: install gcc; or use"):
+        resolve(TrainConfig(compile="whole"), replace(A100, uncompilable="install gcc"))
+    plan = resolve_for_plan(TrainConfig(compile="whole"), replace(A100, uncompilable="install gcc"))
+    assert plan.compile == "whole", "what only plans needs no compiler"
     with pytest.raises(UserError, match="--fp8 needs 8-bit matmuls, which NVIDIA A100 does not have"):
         resolve(TrainConfig(fp8=True), A100)
     assert resolve(TrainConfig(fp8=True), H100).fp8

@@ -23,7 +23,7 @@ SHARDED = {"shard": True, "workers": 2}
         ({"attention": "flex", "model": ModelConfig(heads=4, width=60)}, "--attention flex", "model.heads=4"),
         ({"attention": "efficient", "mask_books": True}, "--attention efficient", "--mask-books"),
         ({"checkpointing": "selective", "compile": "blocks"}, "--checkpointing selective", "--compile blocks"),
-        ({"checkpointing": "budget"}, "--checkpointing budget", "--compile off"),
+        ({"checkpointing": "budget", "compile": "off"}, "--checkpointing budget", "--compile off"),
         ({"checkpointing": "budget", "compile": "blocks"}, "--checkpointing budget", "--compile blocks"),
         ({"fp8": True, "device": "cpu"}, "--fp8", "--device cpu"),
         ({"fp8": True, "precision": "fp16"}, "--fp8", "--precision fp16"),

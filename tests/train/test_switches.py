@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 
 from infra.errors import UserError
 from infra.hardware import cpu_facts
-from train.config import Attention, Checkpointing, Cycle, Loss, Optimizer, Precision, Schedule, TrainConfig
+from train.config import AUTO, Attention, Checkpointing, Cycle, Loss, Optimizer, Precision, Schedule, TrainConfig
 from train.loop.execution import AUTOCAST, build, compiled, keep_compiled_attention
 from train.loop.trainer import Trainer
 from train.model.attention import books_of, by_kernels
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
     return TrainConfig(
         data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=2, cycle=Cycle(2, 1),
-        precision="fp32", device="cpu",
+        precision="fp32", device="cpu", compile="off", loss="plain",
     )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ OFTEN = {
     "optimizer": st.sampled_from(get_args(Optimizer)),
     "schedule": st.sampled_from(get_args(Schedule)),
     "loss_chunks": st.sampled_from([1, 2, 3]),
-    "micro_batch": st.sampled_from([1, 2, 4]),
+    "micro_batch": st.sampled_from([AUTO, 1, 2, 4]),
     "loader_workers": st.sampled_from([0, 2]),
     "clip_norm": st.sampled_from([0.0, 1.0]),
     "mask_books": st.booleans(),

@@ -48,7 +48,7 @@ def test_contradictions_are_left_out() -> None:
 
 
 def test_settings_that_a_cpu_lacks_are_a_gpus_alone() -> None:
-    base = TrainConfig(global_batch=2, micro_batch=2)
+    base = TrainConfig(global_batch=2, micro_batch=2, compile="off")
 
     def values(knob: str, device: str) -> list[object]:
         return [
@@ -75,8 +75,8 @@ def test_knob_names() -> None:
 
 
 def test_a_control_for_a_global_batch_that_the_default_does_not_divide() -> None:
-    assert with_global_batch(TrainConfig(), 8).micro_batch == 8
-    assert with_global_batch(TrainConfig(), 37).micro_batch == 1
+    assert with_global_batch(TrainConfig(micro_batch=32), 8).micro_batch == 8
+    assert with_global_batch(TrainConfig(micro_batch=32), 37).micro_batch == 1
     assert with_global_batch(TrainConfig(micro_batch=4), 12).micro_batch == 4, "what divides it stays"
     assert with_global_batch(TrainConfig(micro_batch=4), 6).micro_batch == 3
 

@@ -44,6 +44,8 @@ class Progress(RunState):
     data_fingerprint: str
     vocabulary_sha256: str
     config: dict[str, Any]
+    decided: dict[str, Any]
+    """Settings that the run has decided by the memory that was free."""
     place: dict[str, Any] | None = None
     """The place of the position in a stream of books; None for shards."""
     files: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Single changes of how a run is executed that make it need less memory, and what each costs in speed.
+"""Changes of how a run is executed that make it need less memory, and what each costs in speed.
 
 In: a resolved config. Out: the changes, the cheapest first. What is computed stays the same: the model, the global
 batch, the precision and the optimizer are never changed.
@@ -6,30 +6,36 @@ batch, the precision and the optimizer are never changed.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from infra.errors import UserError
-from train.config import TrainConfig, divisors
+from train.config import TrainConfig
 from train.estimate.flops import hardware, recomputed_blocks
 from train.estimate.memory import predict_peak
 
 
 @dataclass(frozen=True)
 class Change:
-    """One flag that saves memory."""
+    """Flags that save memory."""
 
-    flag: str
-    """As it is written on the command line: ``--loss fused``."""
+    flags: tuple[str, ...]
+    """As they are written on the command line: ``--loss fused``."""
     peak: int
-    """Predicted peak with it, in bytes."""
+    """Predicted peak with them, in bytes."""
     arithmetic: float
     """FLOPs that the device executes more than before, as a fraction, by :func:`train.estimate.flops.hardware`."""
     cost: str
-    """What it costs in speed, as far as that is known."""
+    """What they cost in speed, as far as that is known."""
+
+    @property
+    def text(self) -> str:
+        """The flags as one text."""
+        return " ".join(self.flags)
 
 
 def savings(config: TrainConfig) -> list[Change]:
-    """The changes that are predicted to save memory, by what they cost.
+    """The single changes, and after them their combinations, that are predicted to save memory, by what they cost.
 
     Among those without further arithmetic, first what leaves the batch as it is, then smaller micro-batches from the
     largest on, whose cost depends on how well the device is used and has no formula, and last selective checkpointing,
@@ -37,33 +43,45 @@ def savings(config: TrainConfig) -> list[Change]:
     """
     before, executed = predict_peak(config).total, _executed(config)
     found = []
-    for settings, cost in _candidates(config):
+    for settings in _candidates(config):
         try:
             changed = replace(config, **settings)
         except UserError:  # another setting excludes it
             continue
         more = _executed(changed) / executed - 1
-        ((name, value),) = settings.items()
-        flag, peak = f"--{name.replace('_', '-')} {value}", predict_peak(changed).total
+        flags = tuple(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+        peak = predict_peak(changed).total
         if peak < before:
-            found.append(Change(flag, peak, more, cost or f"{more:.0%} more arithmetic"))
-    return sorted(found, key=lambda change: change.arithmetic)
+            elementwise = settings.get("checkpointing") == "selective"
+            rank = len(flags) > 1, more, elementwise, -changed.micro_batch, len(flags)
+            found.append((rank, Change(flags, peak, more, _cost(config, changed, more))))
+    return [change for _, change in sorted(found, key=lambda ranked: ranked[0])]
 
 
-def _candidates(config: TrainConfig) -> Iterator[tuple[dict[str, Any], str]]:
-    """Settings to change and, where their cost is not arithmetic, what it is."""
-    if config.attention == "manual":
-        yield {"attention": "auto"}, "no more arithmetic"
-    if config.loss == "plain" and config.loss_chunks == 1:
-        yield {"loss": "fused"}, "no more arithmetic"
-    for size in reversed(divisors(config.global_batch // config.workers)):
-        if size < config.micro_batch:
-            count = config.global_batch // config.workers // size
-            cost = f"the same arithmetic in {count} micro-batches instead of {config.accumulation}"
-            yield {"micro_batch": size}, cost
-    yield {"checkpointing": "selective"}, "element-wise operations twice, no more matrix products"
-    yield {"checkpointing": "alternate"}, ""
-    yield {"checkpointing": "full"}, ""
+def _candidates(config: TrainConfig) -> Iterator[dict[str, Any]]:
+    """Settings to change: at most one value of each."""
+    choices: dict[str, list[Any]] = {
+        "attention": ["auto"] if config.attention == "manual" else [],
+        "loss": ["fused"] if config.loss == "plain" and config.loss_chunks == 1 else [],
+        "micro_batch": [size for size in config.micro_batches if size < config.micro_batch],
+        "checkpointing": ["selective", "alternate", "full"],
+    }
+    for values in product(*([None, *choice] for choice in choices.values())):
+        settings = {name: value for name, value in zip(choices, values, strict=True) if value is not None}
+        if settings:
+            yield settings
+
+
+def _cost(before: TrainConfig, after: TrainConfig, more: float) -> str:
+    """What the change costs in speed."""
+    parts = []
+    if after.micro_batch != before.micro_batch:
+        parts.append(f"the same arithmetic in {after.accumulation} micro-batches instead of {before.accumulation}")
+    if after.checkpointing == "selective" != before.checkpointing:
+        parts.append("element-wise operations twice, no more matrix products")
+    elif after.checkpointing != before.checkpointing:
+        parts.append(f"{more:.0%} more arithmetic")
+    return "; ".join(parts) or "no more arithmetic"
 
 
 def _executed(config: TrainConfig) -> float:

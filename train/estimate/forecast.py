@@ -13,7 +13,13 @@ from infra.units import GB, format_duration, format_size
 from pipeline.shards import read_manifest
 from train.config import SIXTEEN_BITS, TrainConfig
 from train.estimate import flops
-from train.estimate.memory import largest_micro_batch, predict_peak, published_activations
+from train.estimate.memory import (
+    MARGIN,
+    largest_micro_batch,
+    largest_of_any_batch,
+    predict_peak,
+    published_activations,
+)
 from train.estimate.tiles import A100_MULTIPROCESSORS, products, warnings
 from train.model.gpt import GPT, parameter_count
 
@@ -79,8 +85,20 @@ def limit_rows(config: TrainConfig, limit: int | None) -> Rows:
         if size is None:
             rows.append((name, "not even one sequence fits"))
         else:
-            rows.append((name, f"{size} sequences x {config.global_batch // config.workers // size} accumulated"))
-    return [("limit", format_size(limit)), *rows]
+            fitted = replace(variant, micro_batch=size)
+            rows.append((name, f"{size} sequences x {fitted.accumulation} accumulated{_cap(fitted, limit)}"))
+    margin = f"with a margin of {MARGIN[config.device]:.0%} of what is allocated"
+    return [("limit", f"{format_size(limit)}, {margin}"), *rows]
+
+
+def _cap(config: TrainConfig, limit: int) -> str:
+    """What keeps ``config``, at its largest micro-batch for ``limit``, from a larger one; empty where memory does."""
+    possible = largest_of_any_batch(config, limit)
+    if possible <= config.micro_batch:
+        return ""
+    whole = config.micro_batch == config.micro_batches[-1]
+    why = "all" if whole else "the largest divisor"
+    return f", {why} of --global-batch {config.global_batch}; {possible} would fit"
 
 
 def _smaller(config: TrainConfig) -> list[tuple[str, TrainConfig]]:

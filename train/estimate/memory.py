@@ -12,12 +12,14 @@ CPU (tests/benchmarks/memory.py). What formulas cannot predict (segment rounding
 learned from probes: see :func:`correct`.
 """
 
+import math
 import statistics
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
-from train.config import SIXTEEN_BITS, WHOLE_GRAPH, TrainConfig, divisors
+from train.config import SIXTEEN_BITS, WHOLE_GRAPH, TrainConfig
 from train.estimate.flops import matmul_parameters, recomputed_blocks
 from train.model.gpt import parameter_count
 from train.model.loss import pieces
@@ -27,6 +29,9 @@ WORKSPACE = {"cuda": 32 * 2**20, "cpu": 0}
 """cuBLAS's workspace, in addition to tensors (torch's default on Hopper; 8 MiB on older GPUs)."""
 CONTEXT = {"cuda": 500 * 2**20, "cpu": 600 * 2**20}
 """Outside the allocator: the CUDA context and loaded kernels; on the CPU the interpreter with torch, Ray and MLflow."""
+MARGIN = {"cuda": 0.2, "cpu": 0.05}
+"""What a process may need in addition to its tensors, as a share of them. torch's CUDA allocator was seen to reserve 3%
+to 6% more than it hands out, and 15% to 20% for large compiled micro-batches with the plain loss."""
 
 
 _parameters = cache(parameter_count)  # a search asks for the same model hundreds of times
@@ -85,7 +90,8 @@ class TokenSizes:
 def predict_peak(config: TrainConfig) -> Anatomy:
     """The anatomy of the peak of a resolved ``config`` on one worker: by formulas only, without using a device."""
     kind = config.device
-    assert "auto" not in (kind, config.precision), "memory is predicted of a resolved config"
+    choices = (kind, config.precision, config.compile, config.loss)
+    assert "auto" not in choices, "memory is predicted of a resolved config"
     model, layers = config.model, config.model.layers
     parameters = _parameters(model)
     head_parameters = model.padded_vocabulary * model.width
@@ -219,8 +225,9 @@ def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
         head_input += product  # its gradient
         if eager:
             head_input += stream if stream != product else 0  # what the norm gave, before it was cast
-            # In addition to a piece's logits their log-softmax, and on the CPU in fp32 what it is computed from.
-            logits = product + 4 + (4 if half and kind == "cpu" else 0)
+            # In addition to a piece's logits their log-softmax in fp32 and, of bf16, a copy in fp32 that it is computed
+            # from: only CUDA's kernel for fp16 reads 16 bits and writes 32.
+            logits = product + 4 + (4 if half and config.precision != "fp16" else 0)
     return TokenSizes(
         block=block,
         kept=kept,
@@ -280,12 +287,32 @@ def correct(predicted: float, probes: Sequence[tuple[float, float]]) -> float:
     return intercept + slope * predicted
 
 
+def most(config: TrainConfig) -> int:
+    """Bytes that the process of a resolved ``config`` is expected to need at most: the predicted peak and a margin."""
+    peak = predict_peak(config)
+    return peak.total + round(MARGIN[config.device] * peak.allocated)
+
+
 def largest_micro_batch(config: TrainConfig, limit: int) -> int | None:
-    """The largest micro-batch that divides the global batch with a predicted peak within ``limit`` bytes.
+    """The largest micro-batch of the global batch that is expected to need at most ``limit`` bytes.
 
     None when not even one sequence fits.
     """
-    for size in reversed(divisors(config.global_batch // config.workers)):
-        if predict_peak(replace(config, micro_batch=size)).total <= limit:
-            return size
-    return None
+    fitting = (n for n in reversed(config.micro_batches) if most(replace(config, micro_batch=n)) <= limit)
+    return next(fitting, None)
+
+
+def largest_of_any_batch(config: TrainConfig, limit: int) -> int:
+    """The largest micro-batch that is expected to need at most ``limit`` bytes if the global batch did not matter.
+
+    The accumulation stays. 0 when not even one sequence fits.
+    """
+
+    unit = config.loss_chunks // math.gcd(config.loss_chunks, config.model.context_length)
+
+    def too_large(units: int) -> bool:
+        size = units * unit
+        batch = size * config.accumulation * config.workers
+        return most(replace(config, micro_batch=size, global_batch=batch)) > limit
+
+    return unit * bisect(range(1, 2**16), False, key=too_large)

@@ -58,7 +58,7 @@ def warnings(config: TrainConfig, multiprocessors: int) -> list[str]:
     said = [
         f"the {name} of {size:,} is not a multiple of {align}: tensor cores need that in {config.precision}"
         for name, size in sizes.items()
-        if size % align
+        if size % align and config.precision != "fp32"  # which does not use them
     ]
     said += [
         f"the vocabulary of {model.padded_vocabulary:,} is not a multiple of 64: --model with padded_vocabulary="

@@ -33,6 +33,8 @@ class Past:
     """Why one of several workers gave up, which all of them must do."""
     result: dict[str, Any] | None = None
     """The run's result as JSON values, if that worker gave up because its memory ran out."""
+    too_large: tuple[int, ...] = ()
+    """Micro-batches that were chosen automatically and did not fit."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Channel:
         self._starts: list[int] = []
         self._refusal: str | None = None
         self._result: dict[str, Any] | None = None
+        self._too_large: list[int] = []
         self._stopping = False
         self._messages: list[tuple[str, Any]] = []
         self._heard: float | None = None
@@ -65,7 +68,7 @@ class Channel:
     def past(self) -> Past:
         """What the worker that asks must know of earlier ones; a refusal is told once."""
         refusal, self._refusal = self._refusal, None
-        return Past(tuple(self._starts), refusal, self._result)
+        return Past(tuple(self._starts), refusal, self._result, tuple(self._too_large))
 
     def begun(self, step: int, about: dict[str, Any]) -> tuple[int, int, int]:
         """A worker starts from ``step``; ``about`` it the driver is told.
@@ -115,6 +118,13 @@ class Channel:
         if self._refusal is None:
             self._refusal, self._result = why, result
 
+    def too_large(self, micro_batch: int, line: str) -> None:
+        """A worker found that ``micro_batch`` does not fit, and that a smaller one is to be tried: the ``line``."""
+        if micro_batch not in self._too_large:
+            self._too_large.append(micro_batch)
+            self._heard = None  # several workers are started again, during which they are silent
+            self.say(line)
+
     def stop(self) -> None:
         """The driver wants the run to stop after the current step."""
         self._stopping = True
@@ -147,6 +157,9 @@ class Remote:
 
     def refuse(self, why: str, result: dict[str, Any] | None = None) -> None:
         ray.get(self._actor.refuse.remote(why, result))
+
+    def too_large(self, micro_batch: int, line: str) -> None:
+        ray.get(self._actor.too_large.remote(micro_batch, line))
 
     def flush(self) -> None:
         with suppress(RayError):  # the driver has died
@@ -231,6 +244,14 @@ class Line:
     def cycle(self, cycle: dict[str, Any]) -> None:
         """Hand a cycle over."""
         self._channel.cycle(cycle)
+
+    def say(self, text: str) -> None:
+        """Have the driver print a line."""
+        self._channel.say(text)
+
+    def too_large(self, micro_batch: int, text: str) -> None:
+        """Tell that ``micro_batch`` does not fit and what is tried instead, as :meth:`Channel.too_large`."""
+        self._channel.too_large(micro_batch, text)
 
     def stopping(self) -> bool:
         """Whether the driver wants the run to stop."""

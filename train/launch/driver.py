@@ -26,6 +26,7 @@ from train.estimate.memory import predict_peak
 from train.launch import here
 from train.launch.listener import Listener
 from train.launch.run import Run
+from train.resolve import without
 from train.result import Diagnosis, RunResult
 
 
@@ -39,6 +40,7 @@ def measure(run: Run, config: TrainConfig, tracker: Tracker, say: Callable[[str]
     Raises as :func:`train` does.
     """
     result, gpu = train(run, config, tracker, lambda cycle: say(cycle["line"]))
+    config = without(config, result.too_large) or config
     result = with_matmul_efficiency(result, config, run.home.place.parent)
     result = replace(result, diagnosis=diagnosed(run, config, result), predicted_memory=predict_peak(config).total)
     write_json(run.home.result, to_json(result))

@@ -12,26 +12,31 @@ from typing import Any
 
 import ray
 import ray.train
+import torch
 
 from infra.errors import UserError
 from infra.place import Place, scratch
 from infra.provenance import machine
 from infra.schema import to_json
 from infra.telemetry import Telemetry, of_machine
+from infra.units import GB
 from pipeline.shards import MANIFEST, Manifest
 from pipeline.stream import Stream
 from train.checkpoint.progress import newest, read_progress, trust
 from train.checkpoint.remote import fetch_newest
 from train.checkpoint.run_folder import RunFolder
-from train.config import TrainConfig, config_from_json
+from train.config import AUTO, TrainConfig, config_from_json
+from train.confirmed import FIRST_STEPS
 from train.data.dataset import ShardData
 from train.data.stream import StreamData
 from train.launch.channel import Channel, Line, Past, Remote
+from train.loop import memory
 from train.loop.memory_limit import Limit
 from train.loop.sampling import closing_sample
 from train.loop.shortage import OutOfMemory
 from train.loop.trainer import Trainer
 from train.model.parallel import exchange
+from train.resolve import without
 from train.result import CycleReport, RunResult
 
 ATTEMPTS = 3
@@ -75,17 +80,21 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
     hosts, nodes = [host], [node]
     with ExitStack() as locks:
         resume, refusal = begin(home, locks, start) if first else follow(home)
+        too_large = past.too_large
         if not alone:
-            found = exchange((refusal, step_of(resume), host, node))
+            found = exchange((refusal, step_of(resume), host, node, too_large))
             refusal = common_refusal([theirs[:3] for theirs in found])
             hosts, nodes = [theirs[2] for theirs in found], [theirs[3] for theirs in found]
+            too_large = found[0][4]
         if past.result:
             return {"result": with_checkpoint(past.result, home), "gpu": None, "stream": None}
         if refusal:
             return {"refused": refusal}
         try:
             config, asked = (config_from_json(payload[name], "the run's config") for name in ("config", "asked"))
-            limit, stream, fingerprint = (payload[name] for name in ("memory_limit", "stream", "fingerprint"))
+            config = without(config, too_large) or config
+            size, stream, fingerprint = (payload[name] for name in ("memory_limit", "stream", "fingerprint"))
+            limit = Limit.impose(size, config.device) if size else None
             line, telemetry = None, None
             if first:
                 about = {"hosts": hosts, "nodes": nodes, "machine": machine()}
@@ -94,14 +103,22 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
                 telemetry = locks.enter_context(Telemetry(sender(channel, name), line.second))
             elif nodes.index(node) == rank:  # the first worker of another machine
                 locks.enter_context(watched(channel, host))
-            data = data_of(config, stream, fingerprint, channel.say if first else lambda text: None)
-            result = train(home, config, resume, line, limit, asked, data, telemetry)
-            summary = data.summary() if isinstance(data, StreamData) else None
+            read: list[ShardData | StreamData] = []
+
+            def data() -> ShardData | StreamData:
+                read.append(data_of(config, stream, fingerprint, channel.say if first else lambda text: None))
+                return read[-1]
+
+            result = train(home, config, resume, line, limit, asked, data, telemetry, too_large)
+            summary = read[-1].summary() if isinstance(read[-1], StreamData) else None
             gpu = telemetry and telemetry.gpu
             ended = {"result": to_json(result), "gpu": gpu, "stream": summary}
+        except TooLarge as failure:
+            channel.too_large(*failure.args)
+            raise RuntimeError(failure.args[1]) from None  # which Ray Train's controller reads without torch
         except OutOfMemory as failure:
             channel.refuse(failure.result.reason, to_json(failure.result))
-            raise RuntimeError(failure.result.reason) from None  # which Ray Train's controller reads without torch
+            raise RuntimeError(failure.result.reason) from None
         except UserError as mistake:
             if alone:
                 return {"refused": str(mistake)}
@@ -146,7 +163,7 @@ def begin(home: RunFolder, locks: ExitStack, start: Start) -> tuple[Path | None,
         locks.enter_context(home.worker_lock())
         resume = stands(home)
         refuse_other_step(home, start, step_of(resume))
-        refuse_hopeless([*start.past.starts, step_of(resume)])
+        refuse_hopeless([*start.past.starts, step_of(resume)], ATTEMPTS + len(start.past.too_large))
     except UserError as mistake:
         return None, str(mistake)
     except OSError as failure:  # if it were raised, Ray would restart the worker again and again
@@ -238,55 +255,112 @@ def data_of(
     return data
 
 
+class TooLarge(Exception):
+    """Several workers are to start again with a smaller micro-batch, which they were not given: (size, a line)."""
+
+
 def train(
     home: RunFolder,
     config: TrainConfig,
     resume: Path | None,
     line: Line | None,
-    memory_limit: int | None = None,
+    limit: Limit | None = None,
     asked: TrainConfig | None = None,
-    data: ShardData | StreamData | None = None,
+    data: Callable[[], ShardData | StreamData] | None = None,
     telemetry: Telemetry | None = None,
+    too_large: Sequence[int] = (),
 ) -> RunResult:
     """Train in ``home`` from ``resume`` as one worker; the first one has a ``line`` to the driver, and ``telemetry``.
 
-    ``memory_limit`` is in bytes, for each worker's process. Raises ``OutOfMemory`` in one of several workers.
+    A micro-batch that ``asked`` leaves open and that does not fit is replaced by the next smaller one, which is also
+    below those that were ``too_large`` before. For that one of several workers raises ``TooLarge``, and
+    ``OutOfMemory`` where there is no smaller one.
     """
-    limit = Limit.impose(memory_limit, config.device) if memory_limit else None
-    if line is None:
-        return Trainer(config, data=data, checkpoints=home.checkpoints, resume=resume, limit=limit, asked=asked).run()
-    reported = read_progress(resume).reported if resume else 0
-    home.rewind(reported)
-    line.catch_up(home.cycles_until(reported))
-
-    def on_cycle(report: CycleReport) -> None:
-        line.cycle(home.append(report))
-
-    trainer: Trainer | None = None
-    line.doing = lambda: (trainer.doing, trainer.state.step) if trainer else ("building the model", reported)
-    try:
-        trainer = Trainer(
-            config,
-            data=data,
-            on_cycle=on_cycle,
-            should_stop=line.stopping,
-            checkpoints=home.checkpoints,
-            copies=home.kept_at,
-            resume=resume,
-            limit=limit,
-            asked=asked,
-        )
-    except OutOfMemory as failure:
+    failed = [*too_large]
+    while True:
+        begun = step_of(resume)  # now, because training removes old checkpoints
+        try:
+            trainer, result = _attempt(home, config, resume, line, limit, asked, data() if data else ShardData(config))
+        except OutOfMemory as failure:
+            trainer, result = None, failure.result
+        smaller = None
+        if asked and asked.micro_batch == AUTO and did_not_fit(result, begun):
+            smaller = without(config, [config.micro_batch])
+        if smaller is None:
+            break
+        failed.append(config.micro_batch)
+        said = f"micro-batch {config.micro_batch} does not fit, {result.reason}: trying {smaller.micro_batch}"
         if config.workers > 1:
-            raise
-        return failure.result
-    begun = trainer.state.step
-    result = trainer.run()
+            raise TooLarge(config.micro_batch, said)
+        if line:
+            line.too_large(config.micro_batch, said)
+            line.doing = lambda: ("building the model", 0)
+        trainer = None
+        memory.start_over(config)
+        config, resume = smaller, newest(home.checkpoints) or resume
+    result = replace(result, too_large=tuple(failed))
+    if trainer is None and config.workers > 1:
+        raise OutOfMemory(result)
+    if trainer is None or line is None:
+        return result
     if telemetry:
         result = replace(result, joules_per_million_tokens=energy(telemetry, trainer, result, begun))
         result = replace(result, telemetry=trainer.while_training(telemetry))
-    encoded_on = dict(data.encoded_on) if isinstance(data, StreamData) else {}
+    encoded_on = dict(trainer.data.encoded_on) if isinstance(trainer.data, StreamData) else {}
     return replace(result, sample=closing_sample(trainer, result), encoded_on=encoded_on)
+
+
+def did_not_fit(result: RunResult, begun: int) -> bool:
+    """Whether a run from step ``begun`` needed too much memory in its first steps or before them."""
+    failing = result.steps - begun + (result.outcome == "oom")  # the step that needed it
+    return result.outcome in ("oom", "over_limit") and failing <= FIRST_STEPS
+
+
+def _attempt(
+    home: RunFolder,
+    config: TrainConfig,
+    resume: Path | None,
+    line: Line | None,
+    limit: Limit | None,
+    asked: TrainConfig | None,
+    data: ShardData | StreamData,
+) -> tuple[Trainer, RunResult]:
+    """One run of the loop, with its trainer. Raises ``OutOfMemory`` as the trainer does."""
+    if line is None:
+        trainer = Trainer(config, data=data, checkpoints=home.checkpoints, resume=resume, limit=limit, asked=asked)
+        return trainer, trainer.run()
+    reported = read_progress(resume).reported if resume else 0
+    home.rewind(reported)
+    line.catch_up(home.cycles_until(reported))
+    trainer: Trainer | None = None
+
+    def on_cycle(report: CycleReport) -> None:
+        if trainer and trainer.device.type == "cuda" and len(trainer.spent.reports) == 1:
+            total = limit.size if limit else torch.cuda.get_device_properties(trainer.device).total_memory
+            line.say(fullness(config, memory.peak(trainer.device).process, total))
+        line.cycle(home.append(report))
+
+    line.doing = lambda: (trainer.doing, trainer.state.step) if trainer else ("building the model", reported)
+    trainer = Trainer(
+        config,
+        data=data,
+        on_cycle=on_cycle,
+        should_stop=line.stopping,
+        checkpoints=home.checkpoints,
+        copies=home.kept_at,
+        resume=resume,
+        limit=limit,
+        asked=asked,
+    )
+    if trainer.attention != trainer.config.attention:
+        line.say(f"attention {trainer.attention} (auto)")
+    return trainer, trainer.run()
+
+
+def fullness(config: TrainConfig, used: int, total: int) -> str:
+    """The GPU's memory at the first report, and what is done with it, as one line; sizes in bytes."""
+    full = f"GPU {used / GB:.1f}/{total / GB:.1f} GB ({used / total:.1%})"
+    return f"{full}; batch size {config.micro_batch}; cycle {config.cycle.train} + {config.cycle.val}"
 
 
 def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, begun: int) -> float | None:
@@ -303,14 +377,14 @@ def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, begun: int
     return joules / tokens * 1e6 if joules is not None and tokens > 0 else None
 
 
-def refuse_hopeless(starts: Sequence[int]) -> None:
-    """Raise ``UserError`` when workers have died too often without a new checkpoint.
+def refuse_hopeless(starts: Sequence[int], most: int = ATTEMPTS) -> None:
+    """Raise ``UserError`` when workers have died ``most`` times without a new checkpoint.
 
     ``starts`` are the steps that they started from; the last one is this worker's.
     """
     step = starts[-1]
-    if list(starts[-ATTEMPTS - 1 : -1]) == [step] * ATTEMPTS:
+    if list(starts[-most - 1 : -1]) == [step] * most:
         raise UserError(
-            f"the worker died {ATTEMPTS} times between step {step} and the next checkpoint: look for the reason in "
+            f"the worker died {most} times between step {step} and the next checkpoint: look for the reason in "
             "Ray's logs, and check whether the machine has enough memory."
         )

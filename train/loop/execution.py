@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from infra.errors import UserError
 from train.config import TrainConfig
-from train.model.attention import ATTENTION, AttentionFunction, MaskFunction, block_mask, dense_mask, ordered_for
+from train.model.attention import (
+    ATTENTION,
+    AttentionFunction,
+    MaskFunction,
+    block_mask,
+    dense_mask,
+    first_usable,
+    ordered_for,
+)
 from train.model.gpt import GPT
 from train.model.recompute import refuse_budget
 
@@ -72,6 +80,18 @@ def _attention(config: TrainConfig) -> AttentionFunction:
     if config.attention != "auto":
         return ATTENTION[config.attention]
     return ordered_for(torch.cuda.get_device_capability(), config.model.context_length, masked=config.mask_books)
+
+
+def attention_kernel(config: TrainConfig, device: torch.device) -> str:
+    """The kernel that computes attention on ``device``: as configured, or the first usable one of the GPU's list."""
+    if config.attention != "auto":
+        return config.attention
+    model, length = config.model, config.model.context_length
+    kind = AUTOCAST.get(config.precision, torch.bfloat16 if config.precision == "bf16-activations" else torch.float32)
+    shape = (1, model.heads, length, model.width // model.heads)
+    q = torch.empty(shape, dtype=kind, device=device, requires_grad=True)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device) if config.mask_books else None
+    return first_usable(_attention(config), q, model.dropout, mask)
 
 
 def _mask(config: TrainConfig) -> MaskFunction:

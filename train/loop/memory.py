@@ -1,18 +1,35 @@
 """Measured peak memory: allocated, reserved, and that of the whole process."""
 
+import gc
 import resource
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
 from infra.gpu import read_gpu
+from train.config import TrainConfig
 from train.result import Memory
 
 
 def start_peak(device: torch.device) -> None:
-    """Reset earlier peaks, so that :func:`peak` covers what follows (the CPU's resident peak cannot be reset)."""
+    """Reset earlier peaks on a GPU, so that :func:`peak` covers what follows; on a CPU all of the process counts."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def start_over(config: TrainConfig) -> None:
+    """Free what the run of ``config``, which did not fit, has left in this process, and forget its peak."""
+    if config.compile != "off":
+        torch.compiler.reset()  # compiled code keeps the pools of its CUDA graphs
+    gc.collect()
+    if config.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the resident peak, by proc(5)
 
 
 def is_exhausted(failure: RuntimeError) -> bool:

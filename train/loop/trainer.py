@@ -27,7 +27,15 @@ from train.data.text import refuse_foreign_ids
 from train.loop import memory, shortage, timing
 from train.loop.conclusion import Spent, conclude
 from train.loop.cycle import RunningCycle, close_cycle, open_cycle, report, step_seconds, trouble
-from train.loop.execution import arithmetic, build, choose_pages, compiled, no_collections, torch_device
+from train.loop.execution import (
+    arithmetic,
+    attention_kernel,
+    build,
+    choose_pages,
+    compiled,
+    no_collections,
+    torch_device,
+)
 from train.loop.memory_limit import Limit
 from train.loop.shortage import OutOfMemory
 from train.loop.throughput import is_precise
@@ -35,7 +43,7 @@ from train.loop.validation import validate
 from train.model import parallel
 from train.model.optimizer import learning_rate, make_optimizer, set_rate
 from train.model.parallel import Workers
-from train.resolve import resolve
+from train.resolve import BY_MEMORY, resolve
 from train.result import BUILDING, TRAINING, CycleReport, Outcome, RunResult, Shortage
 
 
@@ -88,13 +96,15 @@ class Trainer:
         """What the loop does, for whoever watches it from another thread, as they may read ``state.step``."""
         self.stage = BUILDING
         """The part of a step, or of what comes before or after one, that the loop is in."""
+        self.attention = attention_kernel(config, self.device)
         try:
             self._build()
         except RuntimeError as failure:
             if not memory.is_exhausted(failure):
                 raise
             raise OutOfMemory(self._exhausted(failure)) from failure
-        self.doing = "running the first step" + ", which compiles" * (config.compile != "off")
+        compiles = ", which compiles however short the run is (--compile off starts sooner)"
+        self.doing = "running the first step" + compiles * (config.compile != "off")
 
     def _build(self) -> None:
         """Make the model and its optimizer, distributed over the workers, with their state from the checkpoint."""
@@ -152,7 +162,7 @@ class Trainer:
         result = conclude(
             self.config, self.data, self.device, self.state, self.spent, (outcome, reason), checkpoint
         )  # fmt: skip
-        return replace(result, shortage=missing)
+        return replace(result, shortage=missing, attention=self.attention)
 
     def while_training(self, telemetry: Telemetry) -> dict[str, float]:
         """The means of what ``telemetry`` has read after the first step of :meth:`run`."""
@@ -331,6 +341,7 @@ class Trainer:
             data_fingerprint=self.data.manifest.fingerprint,
             vocabulary_sha256=self.data.manifest.vocabulary_sha256,
             config=self.asked.to_json(),
+            decided={name: getattr(self.config, name) for name in BY_MEMORY},
             place=self.data.place(self.state.position),
         )
         self.checkpoints.save(taken, progress, lambda losses: trouble(losses, reference, spike, first) is None)

@@ -7,11 +7,17 @@ attention must stay within books, made once per forward pass. Out: the shape of 
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
@@ -80,6 +86,17 @@ def ordered_for(capability: tuple[int, int], time: int, *, masked: bool) -> Atte
     if masked:
         order = ["efficient"]
     return partial(by_kernels, [*(KERNELS[name] for name in order), SDPBackend.MATH])
+
+
+def first_usable(attention: AttentionFunction, q: Tensor, dropout: float, mask: Mask = None) -> str:
+    """Which kernel :func:`ordered_for`'s ``attention`` takes on the GPU for queries such as ``q``, by its name."""
+    (order,) = cast(partial[Tensor], attention).args
+    given = SDPAParams(q, q, q, mask, dropout, mask is None, False)
+    usable = {
+        "cudnn": can_use_cudnn_attention, "flash": can_use_flash_attention, "efficient": can_use_efficient_attention,
+    }  # fmt: skip
+    names = {kernel: name for name, kernel in KERNELS.items()}
+    return next((names[kernel] for kernel in order if kernel in names and usable[names[kernel]](given)), "math")
 
 
 def books_of(tokens: Tensor, end_of_text: int) -> Tensor:

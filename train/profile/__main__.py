@@ -18,6 +18,7 @@ from rich.table import Table
 from infra import command
 from infra.console import console
 from infra.errors import UserError
+from infra.hardware import device_facts
 from infra.help import Sections
 from infra.options import ConfigFile, TrackingUri
 from infra.place import Place
@@ -25,6 +26,7 @@ from infra.progress import IMPORTING, doing
 from train.checkpoint.run_folder import new_folder
 from train.config import GROUPS, TrainConfig, load_config
 from train.model_config import format_model
+from train.resolve import resolve
 
 if TYPE_CHECKING:
     from train.profile.trace import Profile
@@ -89,6 +91,7 @@ def profile(options: ProfileOptions) -> None:
         from train.profile.memory_timeline import VIEWER
         from train.profile.record import record
 
+    config = resolve(options.training, device_facts())
     manifest = read_manifest(options.training.data)
     preset = format_model(options.training.model).partition(",")[0]
     name = options.name or f"profile-{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -104,16 +107,16 @@ def profile(options: ProfileOptions) -> None:
     open_store(options.tracking_uri)
     place = Place.of(folder)
     # Compiling can take a minute before there is more output.
-    report.print_header(options.training, manifest, place)
+    report.print_header(config, options.training, manifest, place)
     with ExitStack() as stack:
         stack.enter_context(place.locked(f"another command writes to {place}: give another --name."))
         key = create_run("train", name, tracking_uri=options.tracking_uri, home=place.address, tags=tags)
         tracker = stack.enter_context(Tracker(key))
-        report.record_start(tracker, options.training, manifest, options.training)
+        report.record_start(tracker, config, manifest, options.training)
         status = "FAILED"
         try:
-            with doing("recording steps" + " after compiling" * (options.training.compile != "off")):
-                found, words = record(options.training, folder)
+            with doing("recording steps" + " after compiling" * (config.compile != "off")):
+                found, words = record(config, folder)
             tracker.metrics(
                 {f"profile/{kind.replace(' ', '_')}_ms": spent for kind, spent in found.by_class.items()}
                 | {"profile/step_ms": found.step, "profile/idle_ms": found.idle, "profile/loader_ms": found.loader}

@@ -43,7 +43,9 @@ def make_ladder(config: LadderConfig) -> Ladder:
         console.print("[yellow]No GPU is used: the suite runs in its short form, batches an eighth the size"
                       + ("" if config.model else " and the model tiny") + ".[/yellow]")  # fmt: skip
     if config.best:
-        suite = replace(suite, rungs=(*suite.rungs, searched(load_config(config.best, "--best"))))
+        suite = replace(
+            suite, rungs=(*suite.rungs, searched(resolve(load_config(config.best, "--best"), machines[0].device)))
+        )
     if config.stream:
         suite = replace(suite, rungs=(*suite.rungs, streamed(config.stream)))
     if config.model:

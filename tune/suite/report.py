@@ -116,9 +116,8 @@ class LadderReport:
 def best_json(config: TrainConfig, row: TrialRow) -> dict[str, Any]:
     """The fastest rung as a search writes its winner: the config without the ladder's length, and its measurements."""
     usual = TrainConfig()
-    whole = replace(
-        config, steps=None, time_budget=None, within=None, cycle=usual.cycle, keep_checkpoints=usual.keep_checkpoints
-    )
+    ends = {} if config.stream else {"steps": None, "time_budget": None}  # a stream has no end of its own
+    whole = replace(config, within=None, cycle=usual.cycle, keep_checkpoints=usual.keep_checkpoints, **ends)
     measured = {
         "tokens_per_second": row.tokens_per_second, "low": row.low, "high": row.high, "memory_bytes": row.memory,
         "runs": 1, "tied_with": [],

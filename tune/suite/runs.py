@@ -254,7 +254,8 @@ class Climb:
 
     def _fitted(self, config: TrainConfig, room: int | None) -> TrainConfig:
         if room is None:
-            return config
+            decided = resolve(config, self.facts.within(self.ladder.limit))
+            return replace(config, micro_batch=decided.micro_batch)
         fitted = largest_batch(resolve(config, self.facts), room)
         return replace(config, micro_batch=fitted.micro_batch, global_batch=fitted.global_batch)
 

@@ -15,6 +15,7 @@ from infra.errors import UserError, nearest
 from infra.schema import to_json
 from train.config import TrainConfig, config_from_json
 from train.model_config import ModelConfig, parse_model
+from tune.config import BATCH
 
 Changes = Mapping[str, Any]
 """Fields of TrainConfig and, after ``model.``, of ModelConfig. Two more names stand for several fields:
@@ -312,7 +313,7 @@ def short_form(suite: Suite) -> Suite:
         }
         return small | ({"model": "tiny"} if "model" in small else {})
 
-    start = {"model": "tiny", "micro_batch": TrainConfig.micro_batch, "global_batch": TrainConfig.global_batch}
+    start = {"model": "tiny", "micro_batch": BATCH, "global_batch": TrainConfig.global_batch}
     rungs = tuple(replace(rung, changes=shorten(rung.changes)) for rung in suite.rungs)
     return replace(suite, base=shorten(start | dict(without_model(suite).base)), rungs=rungs)
 

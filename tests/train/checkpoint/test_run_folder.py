@@ -88,7 +88,8 @@ def test_a_run_continues_from_its_newest_checkpoint_alone(tmp_path: Path, capfd:
         folder = checkpoints / f"step-{step:08d}"
         folder.mkdir(parents=True)
         write_json(
-            folder / "progress.json", asdict(Progress(step, data_fingerprint="", vocabulary_sha256="", config={}))
+            folder / "progress.json",
+            asdict(Progress(step, data_fingerprint="", vocabulary_sha256="", config={}, decided={})),
         )
     (tmp_path / "one" / "config.json").touch()
     older, newer = checkpoints / "step-00000010", checkpoints / "step-00000020"
@@ -112,7 +113,7 @@ def test_a_name_is_first_looked_for_among_the_runs(tmp_path: Path, monkeypatch: 
     for folder in (Path("one"), Path("runs/one"), Path("two")):
         checkpoint = RunFolder(folder).checkpoints / "step-00000010"
         checkpoint.mkdir(parents=True)
-        progress = Progress(10, data_fingerprint="", vocabulary_sha256="", config={})
+        progress = Progress(10, data_fingerprint="", vocabulary_sha256="", config={}, decided={})
         write_json(checkpoint / "progress.json", asdict(progress))
         RunFolder(folder).config.touch()
     assert find_run("one", "runs").path == (tmp_path / "runs/one").resolve()

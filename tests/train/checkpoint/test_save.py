@@ -31,6 +31,7 @@ def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
     return TrainConfig(
         data=str(small_shards), model=small_model, global_batch=4, micro_batch=4, steps=30, cycle=Cycle(10, 1),
         precision="fp32", device="cpu", learning_rate=3e-3, warmup_steps=5, checkpoint_every=7,
+        compile="off", loss="plain",
     )  # fmt: skip
 
 
@@ -196,8 +197,9 @@ def taken(config: TrainConfig) -> tuple[Snapshot, Progress]:
     trainer.run()
     state = snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.tensor([5.0, 6.0]))
     progress = Progress(
-        2, 8, 0, None, 0, 1.0, data_fingerprint="fingerprint", vocabulary_sha256="vocabulary", config=config.to_json()
-    )
+        2, 8, 0, None, 0, 1.0, data_fingerprint="fingerprint", vocabulary_sha256="vocabulary", config=config.to_json(),
+        decided={},
+    )  # fmt: skip
     return state, progress
 
 
@@ -213,7 +215,7 @@ def taken(config: TrainConfig) -> tuple[Snapshot, Progress]:
 def test_a_finished_run_continues_only_for_longer(
     config: TrainConfig, end: dict[str, float], longer: dict[str, float], said: str
 ) -> None:
-    progress = Progress(20, 80, 20, None, 0, 60.0, data_fingerprint="", vocabulary_sha256="", config={})
+    progress = Progress(20, 80, 20, None, 0, 60.0, data_fingerprint="", vocabulary_sha256="", config={}, decided={})
     endless = dataclasses.replace(config, steps=None)
     with pytest.raises(UserError, match=said):
         refuse_finished("one", progress, dataclasses.replace(endless, **end))

@@ -7,15 +7,21 @@ import pytest
 
 from infra.hardware import A100, cpu_facts
 from train.config import TrainConfig
-from train.estimate.changes import savings
+from train.estimate.changes import Change, savings
 from train.estimate.flops import hardware, palm
 from train.estimate.memory import predict_peak
 from train.resolve import resolve
 
+NAMED: dict[str, Any] = {"compile": "off", "loss": "plain"}
+
+
+def singles(config: TrainConfig) -> list[Change]:
+    return [change for change in savings(config) if len(change.flags) == 1]
+
 
 def test_the_cheapest_change_comes_first() -> None:
-    config = resolve(TrainConfig(global_batch=64, micro_batch=32), A100)
-    assert [(change.flag, change.cost) for change in savings(config)] == [
+    config = resolve(TrainConfig(global_batch=64, micro_batch=32, **NAMED), A100)
+    assert [(change.text, change.cost) for change in singles(config)] == [
         ("--loss fused", "no more arithmetic"),
         ("--micro-batch 16", "the same arithmetic in 4 micro-batches instead of 2"),
         ("--micro-batch 8", "the same arithmetic in 8 micro-batches instead of 2"),
@@ -26,14 +32,14 @@ def test_the_cheapest_change_comes_first() -> None:
         ("--checkpointing alternate", "12% more arithmetic"),
         ("--checkpointing full", "24% more arithmetic"),
     ]
-    full = savings(config)[-1]
+    full = singles(config)[-1]
     assert full.arithmetic == pytest.approx(hardware(config.model, recomputed=12) / palm(config.model) - 1)
     assert full.peak == predict_peak(replace(config, checkpointing="full")).total
 
 
 def test_a_smaller_micro_batch_says_how_many_each_worker_accumulates() -> None:
-    config = resolve(TrainConfig(global_batch=64, micro_batch=8, workers=4), A100)
-    costs = {change.flag: change.cost for change in savings(config)}
+    config = resolve(TrainConfig(global_batch=64, micro_batch=8, workers=4, **NAMED), A100)
+    costs = {change.text: change.cost for change in savings(config)}
     assert costs["--micro-batch 4"] == "the same arithmetic in 4 micro-batches instead of 2"
     assert costs["--micro-batch 1"] == "the same arithmetic in 16 micro-batches instead of 2"
 
@@ -46,7 +52,7 @@ def test_a_smaller_micro_batch_says_how_many_each_worker_accumulates() -> None:
         ({"loss_chunks": 8}, "--checkpointing full", "--loss"),
         ({"compile": "blocks"}, "--checkpointing full", "selective"),
         ({"checkpointing": "full"}, "--loss fused", "--checkpointing"),
-        ({"micro_batch": 1}, "--loss fused", "--micro-batch"),
+        ({"micro_batch": 1}, "--checkpointing full", "--micro-batch"),
         ({"device": "cpu"}, "--loss fused", "--attention"),
         ({"workers": 4}, "--micro-batch 8", "--micro-batch 16"),
         ({"workers": 2, "global_batch": 40, "micro_batch": 10}, "--micro-batch 5", "--micro-batch 8"),
@@ -56,12 +62,25 @@ def test_a_smaller_micro_batch_says_how_many_each_worker_accumulates() -> None:
 def test_what_can_be_changed_saves_memory_and_is_sorted_by_its_cost(
     changes: dict[str, Any], offered: str, left_out: str
 ) -> None:
-    config = TrainConfig(global_batch=64, micro_batch=16)
+    config = TrainConfig(global_batch=64, micro_batch=16, **NAMED)
     config = resolve(replace(config, **changes), cpu_facts() if "device" in changes else A100)
-    found = savings(config)
-    flags = [change.flag for change in found]
+    found = singles(config)
+    flags = [change.text for change in found]
     assert offered in flags
     assert not left_out or not [flag for flag in flags if left_out in flag]
     assert all(change.peak < predict_peak(config).total for change in found)
     costs = [change.arithmetic for change in found]
+    assert costs == sorted(costs)
+
+
+def test_combinations_come_after_single_changes_and_keep_the_largest_batch() -> None:
+    config = resolve(TrainConfig(global_batch=4, micro_batch=4, **NAMED), A100)
+    found = savings(config)
+    assert [len(change.flags) > 1 for change in found] == sorted(len(change.flags) > 1 for change in found)
+    combined = [change.text for change in found if len(change.flags) > 1]
+    assert combined[:3] == [
+        "--loss fused --micro-batch 2", "--loss fused --micro-batch 1", "--loss fused --checkpointing selective",
+    ]  # fmt: skip
+    assert combined[-1] == "--loss fused --micro-batch 1 --checkpointing full"
+    costs = [change.arithmetic for change in found if len(change.flags) > 1]
     assert costs == sorted(costs)

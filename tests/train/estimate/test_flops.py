@@ -74,6 +74,8 @@ def test_a_run_is_compared_with_the_measured_matmul_rate(
         steps=8,
         device="cpu",
         precision="fp32",
+        compile="off",
+        loss="plain",
     )
     result = Trainer(config).run()
     assert flops.with_matmul_efficiency(result, config, place).matmul_utilisation is None, "the doctor was not asked"

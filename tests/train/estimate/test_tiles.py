@@ -37,9 +37,11 @@ def test_sizes_off_the_tensor_cores_multiples_are_warned_of() -> None:
     odd = warnings(replace(GPT2, model=replace(GPT2.model, width=780)), 108)
     assert any("the width of 780 is not a multiple of 8" in line for line in odd)
     assert any("head's width of 65" in line for line in odd)
+    in_tf32 = warnings(replace(GPT2, precision="tf32", model=replace(GPT2.model, width=780)), 108)
+    assert not any("the width of" in line for line in in_tf32), "a multiple of 4 is enough"
+    assert any("head's width of 65 is not a multiple of 4" in line for line in in_tf32)
     in_fp32 = warnings(replace(GPT2, precision="fp32", model=replace(GPT2.model, width=780)), 108)
-    assert not any("the width of" in line for line in in_fp32), "a multiple of 4 is enough"
-    assert any("head's width of 65 is not a multiple of 4" in line for line in in_fp32)
+    assert not any("tensor cores" in line for line in in_fp32), "which it does not use"
     few = replace(GPT2, model=replace(GPT2.model, context_length=128), micro_batch=1, global_batch=1)
     assert any("on an incomplete wave" in line for line in warnings(few, 108))
     assert ("multiprocessors", "108") in tile_rows(few)

@@ -11,22 +11,26 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from infra.errors import UserError
 from infra.gpu import GpuReading
 from infra.schema import to_json
 from infra.storage import write_json
 from infra.telemetry import Telemetry
+from infra.units import GB
 from pipeline.shards import checksum, read_manifest
 from train.checkpoint import progress
 from train.checkpoint.find import find_run
 from train.checkpoint.progress import newest
 from train.checkpoint.run_folder import RunFolder
-from train.config import Cycle, TrainConfig
+from train.config import AUTO, Cycle, TrainConfig
 from train.launch import worker
-from train.launch.channel import Line
+from train.launch.channel import Channel, Line
 from train.loop.trainer import Trainer
+from train.model.gpt import GPT
 from train.model_config import ModelConfig
+from train.resolve import without
 from train.result import RunResult
 
 
@@ -48,6 +52,7 @@ class Told:
 
     def __init__(self, steps: int | None = None, last: int = 0) -> None:
         self.sent: list[int] = []
+        self.failed: list[tuple[int, str]] = []
         self.steps = steps
         self.last = last
 
@@ -56,6 +61,9 @@ class Told:
 
     def cycle(self, cycle: dict[str, Any]) -> None:
         self.sent.append(cycle["step"])
+
+    def too_large(self, micro_batch: int, text: str) -> None:
+        self.failed.append((micro_batch, text))
 
     def stopping(self) -> bool:
         self.steps = self.steps and self.steps - 1
@@ -123,6 +131,77 @@ def test_a_worker_that_begins_again_repeats_no_cycle(home: RunFolder, config: Tr
         (10, straight.spent.reports[1].step_losses[2:]), (12, straight.spent.reports[2].step_losses),
     ]  # fmt: skip
     assert [c["step"] for c in cycles(home)] == [5, 7, 10, 12]
+
+
+@pytest.fixture
+def room_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward passes of more than two sequences run out of memory, by an allocation that really fails."""
+    stream = GPT.stream
+
+    def with_little_room(self: GPT, tokens: torch.Tensor) -> torch.Tensor:
+        torch.empty(2**60 if len(tokens) > 2 else 1, dtype=torch.uint8)
+        return stream(self, tokens)
+
+    monkeypatch.setattr(GPT, "stream", with_little_room)
+
+
+@pytest.mark.usefixtures("room_for_two")
+def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunFolder, config: TrainConfig) -> None:
+    """And the run is that of the size which fits: the same losses, bit for bit, of the same global batch."""
+    config = replace(config, global_batch=8, micro_batch=8, compile="off", loss="plain")
+    told, asked = Told(), replace(config, micro_batch=AUTO)
+    result = worker.train(home, config, None, cast(Line, told), asked=asked)
+    assert (result.outcome, result.steps, result.too_large) == ("finished", 12, (8, 4))
+    assert [size for size, _ in told.failed] == [8, 4]
+    assert "out of memory in the forward pass of step 1" in told.failed[0][1]
+    assert [cycle["step"] for cycle in cycles(home)] == told.sent == [5, 10, 12]
+    straight = Trainer(replace(config, micro_batch=2))
+    straight.run()
+    assert [c["step_losses"] for c in cycles(home)] == [report.step_losses for report in straight.spent.reports]
+    kept = newest(home.checkpoints)
+    assert kept
+    assert progress.read_progress(kept).decided == {"micro_batch": 2, "loss": "plain"}
+    assert progress.read_progress(kept).config["micro_batch"] == "auto"
+    driver = without(config, result.too_large)
+    assert driver
+    assert driver.micro_batch == 2
+
+
+@pytest.mark.usefixtures("room_for_two")
+def test_a_micro_batch_that_was_given_is_not_changed(home: RunFolder, config: TrainConfig) -> None:
+    told = Told()
+    result = worker.train(home, config, None, cast(Line, told), asked=config)
+    assert (result.outcome, result.steps, result.too_large, told.failed) == ("oom", 0, (), [])
+
+
+@pytest.mark.parametrize(("steps", "outcome", "small"), [(0, "oom", True), (1, "oom", True), (2, "oom", False)])
+def test_only_the_first_steps_tell_whether_a_size_fits(
+    make_result: Callable[..., RunResult], steps: int, outcome: Any, small: bool
+) -> None:
+    """The second is the first in which the optimizer's state is there."""
+    assert worker.did_not_fit(make_result(outcome=outcome, steps=5 + steps), 5) is small
+    assert worker.did_not_fit(make_result(outcome="over_limit", steps=5 + steps), 5)
+    assert not worker.did_not_fit(make_result(outcome="diverged", steps=5 + steps), 5)
+
+
+def test_workers_all_start_again_with_the_smaller_size(home: RunFolder, config: TrainConfig) -> None:
+    """What one of them found is told to all, by the channel, which outlives them."""
+    channel = Channel(0, 0)
+    channel.too_large(8, "8 does not fit")
+    channel.too_large(8, "8 does not fit here either")
+    assert channel.past().too_large == channel.past().too_large == (8,)
+    assert [content for _, content in channel.news().messages] == ["8 does not fit"]
+    with ExitStack() as locks:
+        past = replace(channel.past(), starts=(0, 0, 0))
+        assert worker.begin(home, locks, worker.Start(past=past)) == (None, None), "one of the starts was for that"
+    with ExitStack() as locks:
+        past = replace(past, starts=(0, 0, 0, 0))
+        assert "died" in str(worker.begin(home, locks, worker.Start(past=past))[1])
+
+
+def test_the_first_report_on_a_gpu_tells_how_full_it_is(config: TrainConfig) -> None:
+    full = worker.fullness(replace(config, micro_batch=28, global_batch=28, cycle=Cycle(10, 1)), 37 * GB, 40 * GB)
+    assert full == "GPU 37.0/40.0 GB (92.5%); batch size 28; cycle 10 + 1"
 
 
 def test_a_worker_ends_when_its_driver_says_so(home: RunFolder, config: TrainConfig) -> None:

@@ -1,10 +1,13 @@
 """A limit on a process's memory: what the process took at its peak, and what becomes of a run that takes more."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 
 GPU = torch.device("cuda", 0)
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -66,7 +70,7 @@ def test_the_command_imposes_its_limit(
     assert leaving.value.code == 1
     printed = " ".join(capfd.readouterr().out.split())
     assert "over_limit: the process used" in printed
-    said = "no single change is predicted to fit 0.05 GB: the smallest prediction is"
+    said = "no change is predicted to fit 0.05 GB: the smallest prediction is"
     assert said in printed.partition("memory as predicted for")[2]
     kept = json.loads(Path("runs/one/result.json").read_text())
     assert (kept["outcome"], kept["shortage"]["room"]) == ("over_limit", 50_000_000)
@@ -75,6 +79,44 @@ def test_the_command_imposes_its_limit(
     assert found.info.status == "FAILED"
     assert found.data.tags["outcome"] == "over_limit"
     assert found.data.tags["memory_limit"] == "50MB"
+
+
+UNDERESTIMATED = (
+    "import sys; from train.estimate import memory; memory.MARGIN['cpu'] = -0.5; from train import run; run.main()"
+)
+"""The command with an estimate that promises too much."""
+
+
+@pytest.mark.parametrize(
+    "workers", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow, id="stream")]
+)
+def test_the_command_takes_a_smaller_micro_batch_than_it_has_chosen_and_keeps_it(
+    small_shards: Path, working_folder: Path, workers: int
+) -> None:
+    """Also with several workers, and on a stream of books."""
+
+    def trained(*flags: str) -> tuple[str, dict[str, Any]]:
+        command = [sys.executable, "-P", "-c", UNDERESTIMATED, *flags, "--memory-limit", "1100MB"]
+        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, json.loads(Path("runs/one/result.json").read_text())
+
+    run = ["--data", str(small_shards)] if workers else ["--stream", "sample"]
+    run += ["--workers", str(workers or 1), "--global-batch", str(8 * (workers or 1))]
+    run += ["--model", "tiny", "--loss", "plain", "--name", "one"]
+    said, kept = trained(*run, "--steps", "3", "--cycle", "3+0")
+    assert " sequences = 8 (auto) per micro-batch x 1 accumulated" in said
+    (line,) = (line for line in said.splitlines() if "does not fit" in line)
+    assert re.match(r"micro-batch 8 does not fit, the process used 1\.\d\d GB \(rss\) of 1\.10 GB: trying 4$", line)
+    assert (kept["outcome"], kept["steps"], kept["too_large"]) == ("finished", 3, [8])
+    assert kept["memory"]["process"] < 1.1e9
+    asked = json.loads(Path("runs/one/config.json").read_text())
+    assert asked["micro_batch"] == asked["compile"] == "auto", "as it was asked for"
+    (found,) = MlflowClient(store_uri()).search_runs(["1"])
+    assert (found.data.params["micro_batch"], found.data.tags["micro_batch.too_large"]) == ("8", "8")
+    said, kept = trained("--resume", "one", "--steps", "5")
+    assert " sequences = 4 (auto) per micro-batch x 2 accumulated" in said
+    assert (kept["steps"], kept["too_large"]) == (5, [])
 
 
 def test_the_caps_share_leaves_room_for_the_context_and_what_is_loaded_later() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from train.model import attention
 from train.model.attention import block_mask, dense_mask, ordered_for
 
 FLASH, CUDNN, EFFICIENT, MATH = (
@@ -33,6 +34,22 @@ def test_kernels_are_tried_in_the_order_of_the_gpu(
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     chosen: Any = ordered_for(capability, time, masked=masked)
     assert chosen.args == (kernels,)
+
+
+@pytest.mark.parametrize(
+    ("there", "found"), [((), "math"), (("efficient",), "efficient"), (("efficient", "cudnn"), "cudnn")]
+)
+def test_the_kernel_is_the_first_that_can_be_used(
+    monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...], found: str
+) -> None:
+    """A CPU can use none of them, by torch itself."""
+    for name in there:
+        monkeypatch.setattr(attention, f"can_use_{name}_attention", lambda given: True)
+    q = torch.zeros(1, 2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    assert attention.first_usable(ordered_for((9, 0), 1024, masked=False), q, 0.0) == found
+    dense = torch.ones(1, 1, 16, 16, dtype=torch.bool)
+    masked = attention.first_usable(ordered_for((9, 0), 1024, masked=True), q, 0.0, dense)
+    assert masked == ("efficient" if "efficient" in there else "math")
 
 
 @pytest.fixture

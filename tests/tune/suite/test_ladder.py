@@ -187,7 +187,7 @@ def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
     text = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
     config = TrainConfig(
         data=str(small_shards), model=parse_model(text), device="cpu", precision="fp32", attention="manual",
-        micro_batch=64, global_batch=64,
+        micro_batch=64, global_batch=64, compile="off", loss="plain",
     )  # fmt: skip
     Path("best.json").write_text(json.dumps({"config": replace(config, micro_batch=2, global_batch=6).to_json()}))
     limit = -(-predict_peak(config).total // 10**6)
@@ -237,6 +237,7 @@ def test_a_fitted_batch_over_the_limit_is_run_smaller_and_the_row_says_so(
 ) -> None:
     limits(monkeypatch, 1e6)  # of the baseline
     base = TrainConfig(model=small_model, device="cpu", precision="fp32", attention="sdpa", micro_batch=16)
+    base = replace(base, compile="off", loss="plain")
     limit = predict_peak(replace(base, micro_batch=16, global_batch=16)).total
     flags = ["--suite", "memory", "--rungs", "chunked loss", "--data", str(small_shards), "--device", "cpu", "--fit"]
     flags += ["--model", format_model(small_model), "--memory-limit", f"{limit}B", "--name", "fitted"]

@@ -66,7 +66,10 @@ Make = Callable[..., Ladder]
 
 @pytest.fixture
 def base(small_model: ModelConfig) -> TrainConfig:
-    return TrainConfig(model=small_model, micro_batch=4, global_batch=12, steps=10, device="cpu", precision="fp32")
+    return TrainConfig(
+        model=small_model, micro_batch=4, global_batch=12, steps=10, device="cpu", precision="fp32", compile="off",
+        loss="plain",
+    )  # fmt: skip
 
 
 RUNGS = (

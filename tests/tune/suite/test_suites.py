@@ -14,7 +14,7 @@ from train.resolve import resolve
 from tune.suite.runs import largest_batch
 from tune.suite.suites import A100, SUITES, Rung, Suite, apply, choose, find_suite, searched, short_form
 
-START = TrainConfig(device="cuda", steps=10)
+START = TrainConfig(device="cuda", micro_batch=32, compile="off", loss="plain", steps=10)
 
 
 @pytest.mark.parametrize("suite", SUITES.values(), ids=lambda suite: suite.name)
@@ -134,7 +134,7 @@ def from_file(path: Path, text: str, start: TrainConfig = START) -> Suite:
         ("Suite('s', 'S', {'model': 'tyni'}, (Rung('a'),))", "the base: .*'tyni' is not a preset"),
         ("Suite('s', 'S', {'steps': 'many'}, (Rung('a'),))", "steps is 'many'"),
         ("[Rung('a', {'optimizer': 'adamx'})]", "bad.py, rung 'a': optimizer is 'adamx'"),
-        ("Suite('s', 'S', {'micro_batch': -1}, (Rung('a'),))", "bad.py, the base: --micro-batch -1 must be at least 1"),
+        ("Suite('s', 'S', {'micro_batch': 0}, (Rung('a'),))", "bad.py, the base: --micro-batch 0 must be at least 1"),
         ("[Rung('a', {'model.heads': 7})]", "rung 'a': model width=768 is not divisible by heads=7"),
         ("[Rung('a', {'attention': 'flash', 'precision': 'fp32'})]", "rung 'a': .*cannot be combined"),
         ("[Rung('a', {'tokens': 1000000})]", "rung 'a': --steps and --tokens both end the run"),
