@@ -17,6 +17,9 @@ from train.config import AUTO, Compile, Loss, TrainConfig
 CPU_TOKENS = 4096
 """Most tokens of a micro-batch that is chosen for a CPU: its caches gain nothing from more."""
 
+MOST_ACCUMULATED = 1_000_000
+"""Micro-batches per optimizer step, each of which is timed: 0.2 GB of moments."""
+
 BY_MEMORY = ("micro_batch", "loss")
 """Settings that are decided by the memory that is free when a run begins, and are kept when it is continued."""
 
@@ -46,7 +49,14 @@ def resolve(config: TrainConfig, facts: DeviceFacts) -> TrainConfig:
     if compile != "off" and kind == facts.kind and facts.uncompilable:
         raise UserError(f"--compile {compile} cannot work on {facts.name}: {facts.uncompilable}; or use --compile off.")
     decided = replace(config, device=kind, precision=precision, attention=attention, compile=compile)
-    return _fitted(decided, facts.memory)
+    decided = _fitted(decided, facts.memory)
+    if decided.accumulation > MOST_ACCUMULATED:
+        raise UserError(
+            f"--global-batch {config.global_batch:,} is {decided.accumulation:,} micro-batches for one step, and at "
+            f"most {MOST_ACCUMULATED:,} are possible: give a smaller one, or a larger --micro-batch than "
+            f"{decided.micro_batch:,}."
+        )
+    return decided
 
 
 def _compile(config: TrainConfig, facts: DeviceFacts) -> Compile:

@@ -198,7 +198,7 @@ def test_a_long_step_ends_on_ctrl_c(
 ) -> None:
     program = "import train.launch.signals; train.launch.signals.STOP_SECONDS = 1; from train.run import main; main()"
     where = ["--address", request.getfixturevalue("cluster")] if address else []
-    flags = ["--model", "tiny", "--global-batch", "40000", "--micro-batch", "4", "--device", "cpu"]
+    flags = ["--model", "gpt2-124m", "--global-batch", "40", "--micro-batch", "1", "--device", "cpu"]
     slow = subprocess.Popen(
         [sys.executable, "-c", program, "--data", str(small_shards), "--name", "one", *where, *flags],
         cwd=tmp_path, stderr=subprocess.PIPE, text=True,

@@ -47,21 +47,12 @@ def estimate(stream: Stream, book_tokens: float | None = None, held_out: Sequenc
     )
 
 
-MOST_ACCUMULATED = 1_000_000
-"""Micro-batches per optimizer step, each of which is timed: 0.2 GB of moments."""
-
-
 def refuse_vast_steps(config: TrainConfig, manifest: Manifest) -> None:
-    """Raise ``UserError`` when a step needs more tokens than the shards have, or more micro-batches than are timed."""
-    batch, available = f"--global-batch {config.global_batch:,}", manifest.splits["train"]["tokens"]
+    """Raise ``UserError`` when a step needs more tokens than the shards have."""
+    available = manifest.splits["train"]["tokens"]
     most = available // config.model.context_length
     if not config.stream and 0 < most < config.global_batch:
         raise UserError(
-            f"{batch} needs {config.step_tokens:,} tokens for one step, and {config.data} has {available:,} for "
-            f"training: give at most {most:,}."
-        )
-    if config.accumulation > MOST_ACCUMULATED:
-        raise UserError(
-            f"{batch} is {config.accumulation:,} micro-batches for one step, and at most {MOST_ACCUMULATED:,} are "
-            f"possible: give a smaller one, or a larger --micro-batch than {config.micro_batch:,}."
+            f"--global-batch {config.global_batch:,} needs {config.step_tokens:,} tokens for one step, and "
+            f"{config.data} has {available:,} for training: give at most {most:,}."
         )

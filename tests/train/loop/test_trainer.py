@@ -100,7 +100,7 @@ def test_a_pause_is_named_and_in_no_share(config: TrainConfig, monkeypatch: pyte
     assert usual.optimizer_fraction is not None
     assert result.optimizer_fraction == pytest.approx(usual.optimizer_fraction, abs=0.2)
     assert (usual.paused_seconds, result.paused_seconds) == (0, pytest.approx(1, abs=0.1))
-    rows = [dict(report.summary(config, each)) for each in (usual, result)]
+    rows = [dict(report.summary(trainer.config, each)) for each in (usual, result)]
     assert ["paused" in row for row in rows] == [False, True]
 
 
