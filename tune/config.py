@@ -18,7 +18,7 @@ from tune.space import parse_knobs
 
 
 @strict
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExperimentConfig(JoinsRay):
     """What a search and a ladder have in common."""
 

@@ -180,7 +180,8 @@ def test_a_machine_that_an_autoscaler_may_bring_is_waited_for(
     cluster: str, small_shards: Path, tmp_path: Path, command: str
 ) -> None:
     waiting = subprocess.Popen(
-        [sys.executable, "-m", command, "--data", str(small_shards), "--address", cluster, "--accelerator", "A100"],
+        [sys.executable, "-m", command, "--data", str(small_shards), "--address", cluster, "--accelerator", "A100",
+         "--global-batch", "8"],
         cwd=tmp_path, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert waiting.stderr
