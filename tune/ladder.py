@@ -8,6 +8,7 @@ run with one child per run. Wiring only.
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.markup import escape
@@ -63,7 +64,7 @@ def run(config: LadderConfig) -> int:
         if config.dry_run:
             print_plan(ladder, before)
             return 0
-        return conduct(ladder, report.LadderReport(ladder, before))
+        return conduct(ladder, partial(report.LadderReport, before=before))
 
 
 def default_name(config: LadderConfig) -> str:

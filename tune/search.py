@@ -72,7 +72,7 @@ def run(config: SearchConfig) -> int:
         if config.dry_run:
             print_plan(search)
             return 0
-        return conduct(search, SearchReport(search))
+        return conduct(search, SearchReport)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """An experiment from its beginning to its end: run trials, record them, and say what was found."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from infra.cluster import connected
 from infra.command import INTERRUPTED
@@ -40,11 +40,18 @@ class Report(Protocol):
         ...
 
 
-def conduct(experiment: Experiment, report: Report) -> int:
-    """Run, record and report ``experiment``; returns the exit code. Raises ``UserError``."""
+Kind = TypeVar("Kind", bound=Experiment)
+
+
+def conduct(experiment: Kind, reported: Callable[[Kind], Report]) -> int:
+    """Run, record and report ``experiment``; returns the exit code. Raises ``UserError``.
+
+    ``reported`` makes its report, once its folder on this machine is known.
+    """
     open_store(experiment.config.tracking_uri)  # one that cannot be used is refused before anything is made
     with folders.locked(experiment.place, experiment.kind) as copy:
-        session = Session(replace(experiment, copy=copy), report)
+        experiment = replace(experiment, copy=copy)
+        session = Session(experiment, reported(experiment))
         try:
             return session.run()
         except UserError:

@@ -13,12 +13,14 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import pyarrow.fs
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
 from infra.errors import UserError
 from infra.hardware import A100, cpu_facts
+from infra.place import Place
 from infra.storage import write_json
 from infra.tracking.store import store_uri
 from pipeline.stream import EncodedBook, Stream, encoded_books
@@ -385,6 +387,28 @@ def test_a_ladder_whose_baseline_is_refused_leaves_its_name_for_the_corrected_on
     assert command(monkeypatch, "--resume", "first") == 0, "a rung that failed is a row with its reason"
     assert "checkpointing: not run" in capfd.readouterr().out
     assert rows["control-00"].exists(), "an earlier command's work stays"
+
+
+def test_a_ladder_in_object_storage_is_continued_from_what_was_sent(
+    monkeypatch: pytest.MonkeyPatch, small_shards: Path, small_model: ModelConfig, tmp_path: Path,
+    s3: tuple[str, Callable[[float], None]], capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    query, _ = s3
+    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://ladders{query}&allow_bucket_creation=true")
+    system.create_dir("ladders")
+    out = f"s3://ladders/{tmp_path.name}{query}"
+    flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
+    flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--name", "one", "--out", out]
+    assert command(monkeypatch, *flags) == 0
+    (folder,) = tmp_path.glob("throughline-*")
+    shutil.rmtree(folder)
+    place = Place.of(out) / "one"
+    place.remove(["standings.json"])
+    capfd.readouterr()
+    assert command(monkeypatch, "--resume", "one", "--out", out) == 0
+    assert "3 trials kept" in capfd.readouterr().out
+    assert {"best.json", "ladder.json", "loss.png", "speed.png", "standings.json", "summary.md"} <= set(place.files())
 
 
 def test_a_damaged_ladder_to_compare_with_is_named(
