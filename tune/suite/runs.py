@@ -185,6 +185,7 @@ class Climb:
         """See :meth:`Ladder.measured`."""
         suite, room = self.ladder.suite, self._room()
         baseline = self._fitted(apply(self.ladder.start, suite.base), room)
+        refuse_several(baseline)
         first, baseline, room = self._fitting("control-00", Rung("baseline"), baseline, room)
         refuse_short(first, fitted=bool(room))
         controls, before, state = [first], first, baseline
@@ -294,8 +295,15 @@ class Climb:
         return Measured(rung.name, config, row, reason.rstrip("."), rung.changes_numerics)
 
 
+def refuse_several(config: TrainConfig) -> None:
+    """Raise ``UserError`` when ``config`` needs several processes."""
+    if config.workers > 1:
+        raise UserError(f"a ladder measures one device, and this needs {config.workers} workers")
+
+
 def refuse_unsuited(before: TrainConfig, config: TrainConfig, rung: Rung, facts: DeviceFacts) -> None:
     """Raise ``UserError`` when ``config`` cannot show on this device what the rung changes of ``before``."""
+    refuse_several(config)
     if resolve(config, facts).device == "cuda":
         if set(config.ablate) ^ set(before.ablate) == {"pages"}:
             raise UserError("large pages are for CPU memory; torch caches a GPU's by itself")

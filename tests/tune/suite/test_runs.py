@@ -79,6 +79,7 @@ RUNGS = (
     Rung("smaller pieces", {"micro_batch": 2}),
     Rung("larger", {"global_batch": 24}),
     Rung("a GPU's", {"precision": "tf32"}),
+    Rung("several", {"workers": 3}),
     Rung("again"),
 )
 
@@ -96,9 +97,10 @@ def test_a_control_stands_around_every_rung_that_ran(cumulative: bool, base: Tra
     baseline = replace(base, checkpointing="full", attention="sdpa")
     reasons = {rung.name: rung.reason for rung in rungs if rung.reason}
     unchanged = {"the same": "here it changes nothing"} if cumulative else {}
+    assert reasons.pop("several") == "a ladder measures one device, and this needs 3 workers"
     gpu = {"a GPU's": "TF32 is for GPUs; a CPU computes the same fp32"}
     assert reasons == unchanged | {"fails": "oom: more than that"} | gpu
-    assert len(controls) == 1 + len(rungs) - len(reasons)
+    assert len(controls) == len(rungs) - len(reasons)
     assert all(config == baseline for place, config in ran if place.startswith("control"))
     assert len({place for place, _ in ran}) == len(ran), "each has a place of its own"
     configs = {rung.name: rung.config for rung in rungs}
