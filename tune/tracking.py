@@ -107,6 +107,8 @@ class Evidence:
     def _words(self, row: TrialRow) -> dict[str, str]:
         """Columns of MLflow's list: batch and other settings, speed and memory with interval, limit and prediction."""
         words = {"batch": f"{row.candidate.micro_batch} x {row.accumulation}"} | self.experiment.labels(row)
+        if row.attention:
+            words["attention"] = row.attention
         if row.tokens_per_second and row.low and row.high:
             words["tokens/s"] = f"{row.tokens_per_second:,.0f} ({row.low:,.0f} to {row.high:,.0f})"
         if row.memory is not None:

@@ -91,6 +91,8 @@ class TrialRow:
     val_loss: float | None = None
     """After the last cycle; None without validation."""
     device: str | None = None
+    attention: str | None = None
+    """The kernel that attention ran."""
     node: str = field(kw_only=True)
     """Name of the machine that ran it."""
     name: str = field(default="", kw_only=True)

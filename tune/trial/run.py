@@ -254,6 +254,7 @@ def make_row(
         train_loss=result.train_loss if result else None,
         val_loss=result.val_loss if result else None,
         device=result.device if result else None,
+        attention=result.attention if result else None,
         node=request.node,
         telemetry=result.telemetry if result else {},
         too_short=outcome == "failed" and measured is None and short,
