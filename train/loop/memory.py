@@ -1,8 +1,6 @@
 """Measured peak memory: allocated, reserved, and that of the whole process."""
 
 import gc
-import resource
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,9 +39,7 @@ def is_exhausted(failure: RuntimeError) -> bool:
 def peak(device: torch.device) -> Memory:
     """Peak memory of this process on ``device`` in bytes, measured in three ways."""
     if device.type != "cuda":
-        unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts kilobytes on Linux
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return Memory(None, None, resident, "rss")
+        return Memory(None, None, resident_peak(), "rss")
     statistics = torch.cuda.memory_stats(device)
     reserved = torch.cuda.max_memory_reserved(device)
     state = read_gpu(device.index or 0)
@@ -55,6 +51,15 @@ def peak(device: torch.device) -> Memory:
         process_source="nvml" if now else "reserved",
         allocator_retries=statistics.get("num_alloc_retries", 0),
     )
+
+
+def resident_peak() -> int:
+    """Peak resident set of this process in bytes, by proc(5).
+
+    getrusage(2) also counts what the process that started this one had resident, such as a notebook's kernel.
+    """
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
 
 
 def peak_process(now: int, device: torch.device) -> int:

@@ -119,6 +119,16 @@ def test_the_command_takes_a_smaller_micro_batch_than_it_has_chosen_and_keeps_it
     assert (kept["steps"], kept["too_large"]) == (5, [])
 
 
+def test_the_peak_is_this_process_own_and_not_that_of_the_one_that_started_it() -> None:
+    """Such as the kernel of a notebook."""
+    child = "from train.loop.memory import resident_peak; print(resident_peak())"
+    parent = (
+        "import subprocess, sys; held = b'1' * 10**9; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", parent, child], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 5e7 < int(done.stdout) < 9e8
+
+
 def test_the_caps_share_leaves_room_for_the_context_and_what_is_loaded_later() -> None:
     total, context = 80 * 10**9, 10**9
     assert allocator_share(40 * 10**9, context, total) * total == pytest.approx(39 * 10**9 - memory_limit.UNMEASURED)
