@@ -87,7 +87,7 @@ def _fitted(config: TrainConfig, memory: int) -> TrainConfig:
     if config.loss == "auto":
         losses = ["fused"] if config.loss_chunks > 1 else ["plain", "fused"]
     tried = [replace(config, micro_batch=size, loss=loss) for size in reversed(sizes) for loss in losses]
-    return next((found for found in tried if most(found) <= memory), min(tried, key=most))
+    return next((found for found in tried if most(found) <= memory), None) or min(tried, key=most)
 
 
 def without(config: TrainConfig, too_large: Sequence[int]) -> TrainConfig | None:

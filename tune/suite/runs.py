@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -315,8 +314,6 @@ def refuse_unsuited(before: TrainConfig, config: TrainConfig, rung: Rung, facts:
         raise UserError(f"this CPU emulates {config.precision}, many times slower than fp32")
     if config.compile in GPU_KERNELS:
         raise UserError(f"{config.compile} tries GPU kernels")
-    if config.compile != "off" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
-        raise UserError("torch.compile needs a C++ compiler on a CPU and there is none")
     if "attention" in changed and config.attention == "auto":
         raise UserError("a CPU has one fused attention kernel, which is already used")
 
