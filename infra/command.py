@@ -28,7 +28,6 @@ from infra.console import console, errors
 from infra.credentials import has_secret
 from infra.errors import UserError
 from infra.help import HELP, HELP_ALL, Sections, usage
-from infra.retries import exit_if_unanswered
 
 Config = TypeVar("Config")
 
@@ -43,20 +42,6 @@ LEAVING_SECONDS = 28.0
 """How long a command may take to end after Ctrl-C or SIGTERM; schedulers often follow the latter by SIGKILL in 30 s."""
 
 
-@contextmanager
-def _no_waiting_at_exit() -> Iterator[None]:
-    """Let the process exit, with the code that the block ends with, though storage has not answered."""
-    code = 1  # of a traceback
-    # After the handlers of Ray and MLflow, which are imported later, and before that of Arrow, which waits.
-    atexit.register(lambda: exit_if_unanswered(code))
-    try:
-        yield
-    except SystemExit as leaving:
-        code = int(leaving.code or 0)
-        raise
-
-
-@_no_waiting_at_exit()
 def run(
     main: Callable[[Config], int | None],
     config: type[Config],

@@ -1,46 +1,61 @@
-"""Files in object storage (S3, Google Cloud Storage, the Hugging Face hub), by their URIs: listed, read and written.
+"""Files in object storage (S3, Google Cloud Storage, Azure, the Hugging Face hub), by their URIs.
 
-In: ``s3://bucket/path``, ``gs://...`` or ``hf://datasets/...``. Out: Arrow's filesystems, and files whose reads are
-retried.
+In: ``s3://bucket/path``, ``gs://...``, ``az://container/path`` or, only to be read, ``hf://datasets/...``; what follows
+a ``?`` are settings of obstore, such as ``?endpoint=http://127.0.0.1:9000&region=us-east-1``. Out: requests that
+obstore repeats while they fail, and that end: with an answer, with ``FileNotFoundError``, or with a sentence.
 """
 
-import atexit
-import gc
 import io
-import shutil
-import sys
-from collections.abc import Iterator
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO
-from urllib.parse import unquote, urlsplit
+from typing import Any, BinaryIO, TypeVar
+from urllib.parse import parse_qsl, unquote, urlsplit
 
-import pyarrow.fs as fs
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import from_url
 
 from infra.credentials import has_secret
 from infra.errors import UserError, first_line
-from infra.retries import with_retries
 
-REMOTE = ("s3", "gs", "gcs", "hf")
+T = TypeVar("T")
 
-GOOGLE_PATIENCE = 10
-"""Seconds for which Google's client retries one request; by default it is silent for a quarter of an hour."""
+REMOTE = ("s3", "gs", "az", "hf")
 
-LISTING_SECONDS = 3600.0
-"""How long the files below a folder may take to list: a request for each thousand of them."""
+REQUEST_SECONDS = 60.0
+"""How long one request may take with its answer: 8 MiB, four at a time, take half of it at 1 MB/s."""
 
-_BUFFER = 4 << 20
+PATIENCE_SECONDS = 240.0
+"""For how long a request that fails is repeated. A partition of the network may last a minute."""
+
+SILENT_SECONDS = 10.0
+"""After how long the user is told what is being waited for."""
 
 _BLOCK = 8 << 20
+"""Bytes of a request for a part of a file."""
 
-_WHOLE = 64 << 20
-"""Most bytes of a request for the rest of a file."""
+_told = [float("-inf")]
+"""When the user was last told that storage does not answer: once for many requests at a time."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A file in a listing. ``path`` is its path within the filesystem."""
+    """A file in a listing. ``path`` begins with its bucket; ``modified`` is in nanoseconds."""
 
     path: str
     size: int
@@ -52,13 +67,13 @@ def is_remote(uri: str) -> bool:
     return urlsplit(uri).scheme in REMOTE and "://" in uri
 
 
-def locate(uri: str) -> tuple[Any, str]:
-    """The filesystem of a remote ``uri`` and the path in it, beginning with the bucket. Percent-encoding is decoded.
+def locate(uri: str) -> tuple[Any, str, str]:
+    """The store of a remote ``uri``, its bucket, and the path in that. Percent-encoding is decoded.
 
     Raises ``UserError`` for a URI that is malformed or contains a secret key, which the manifest and MLflow would keep.
     """
     parts = urlsplit(uri)
-    bucket = parts.netloc.rpartition("@")[2]
+    user, _, bucket = parts.netloc.rpartition("@")
     if not bucket:
         raise UserError(f"{uri} names no bucket: write for example {parts.scheme}://bucket/folder.")
     if has_secret(uri):
@@ -66,88 +81,206 @@ def locate(uri: str) -> tuple[Any, str]:
             f"the address of the bucket {bucket} contains a secret key, which would be kept with the results: remove "
             "it and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the environment variables of your storage."
         )
-    return _filesystem(parts.scheme, parts.netloc, parts.query), unquote(f"{bucket}{parts.path}").rstrip("/")
+    query = parts.query + ("&skip_signature=true" if user == "anonymous" else "")
+    return _store(f"{parts.scheme}://{bucket}", query), bucket, unquote(parts.path).strip("/")
 
 
 @cache
-def _filesystem(scheme: str, bucket: str, query: str) -> Any:
-    """One filesystem per bucket, so that connections are reused. ``query`` may name an endpoint, for example.
+def _store(bucket: str, query: str) -> Any:
+    """One store per bucket, so that connections are reused."""
+    if bucket.startswith("hf://"):
+        return _Hub(bucket.removeprefix("hf://"))
+    settings: dict[str, Any] = dict(parse_qsl(query))
+    known = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")
+    if bucket.startswith("s3://") and find_spec("boto3") and not (any(map(os.environ.get, known)) or "skip_s" in query):
+        from obstore.auth.boto3 import Boto3CredentialProvider  # which knows the profiles of ~/.aws
 
-    Raises ``UserError`` when the scheme needs a package that is missing or the URI is malformed.
-    """
-    uri = f"{scheme}://{bucket}" + (f"?{query}" if query else "")
-    if scheme in ("gs", "gcs") and "retry_limit_seconds" not in query:
-        uri += f"{'&' if query else '?'}retry_limit_seconds={GOOGLE_PATIENCE}"
-    if scheme == "s3":  # one request for a small file instead of three
-        uri += f"{'&' if query else '?'}allow_delayed_open=true"
-
-    def connect() -> Any:
-        try:
-            if scheme == "hf":
-                from huggingface_hub import HfFileSystem  # an extra: pip install 'throughline[hf]'
-
-                return fs.PyFileSystem(fs.FSSpecHandler(HfFileSystem()))
-            return fs.FileSystem.from_uri(uri)[0]
-        except ImportError as missing:
-            raise UserError(f"{uri} needs the package huggingface_hub: 'pip install huggingface_hub'.") from missing
-        except (OSError, ValueError) as wrong:
-            raise UserError(f"{uri} cannot be opened: {first_line(wrong)}") from wrong
-
-    return with_retries(uri, connect, "opened")  # S3 is asked for the bucket's region
-
-
-@atexit.register  # runs before Arrow's own, which was registered when Arrow was imported
-def _release() -> None:
-    """Drop every filesystem, also those in the frames of an exception that nobody caught.
-
-    Arrow shuts its S3 client down when Python exits, and waits for ever for credentials that a filesystem still holds:
-    from version 24 on with a web identity, as Kubernetes gives it (https://github.com/apache/arrow/issues/50188).
-    """
-    if _filesystem.cache_info().currsize:
-        _filesystem.cache_clear()
-        for name in ("last_exc", "last_value", "last_traceback"):
-            setattr(sys, name, None)
-        gc.collect()
-
-
-def listing(uri: str) -> Iterator[Entry]:
-    """Files at a remote ``uri``: itself, or everything below it. Raises ``UserError`` when it cannot be read."""
-    system, path = locate(uri)
-    info = with_retries(uri, lambda: system.get_file_info(path))
-    found = [info]
-    if info.type == fs.FileType.Directory:
-        found = with_retries(
-            uri, lambda: system.get_file_info(fs.FileSelector(path, recursive=True)), "listed", seconds=LISTING_SECONDS
+        with suppress(ValueError):  # there are none
+            settings["credential_provider"] = Boto3CredentialProvider()
+    try:
+        return from_url(
+            bucket,
+            # An endpoint that begins with http:// was asked for.
+            client_options={"allow_http": True, "timeout": timedelta(seconds=REQUEST_SECONDS)},
+            retry_config={"max_retries": 1000, "retry_timeout": timedelta(seconds=PATIENCE_SECONDS)},
+            **settings,
         )
-    for one in found:
-        if one.type == fs.FileType.File:
-            yield Entry(one.path, one.size, one.mtime_ns or 0)
+    except (BaseError, ValueError) as wrong:
+        raise UserError(f"{bucket}?{query} cannot be opened: {first_line(wrong)}") from wrong
+
+
+class _Hub:
+    """The Hugging Face hub, as much like a store of obstore as reading needs."""
+
+    def __init__(self, bucket: str) -> None:
+        try:
+            from huggingface_hub import HfFileSystem  # an extra: pip install 'throughline[hf]'
+        except ImportError as missing:
+            raise UserError("hf:// needs the package huggingface_hub: 'pip install huggingface_hub'.") from missing
+        self._system, self._bucket = HfFileSystem(), bucket
+
+    def head(self, path: str) -> dict[str, Any]:
+        found = self._system.info(f"{self._bucket}/{path}")
+        if found["type"] != "file":
+            raise FileNotFoundError(path)
+        return {"path": path, "size": found["size"], "last_modified": None}
+
+    def list(self, prefix: str) -> Iterator[list[dict[str, Any]]]:
+        found: Any = self._system.find(f"{self._bucket}/{prefix}", detail=True)
+        yield [
+            {"path": name.removeprefix(f"{self._bucket}/"), "size": info["size"], "last_modified": None}
+            for name, info in found.items()
+        ]
+
+    def get_range(self, path: str, *, start: int, end: int) -> Any:
+        return self._system.cat_file(f"{self._bucket}/{path}", start=start, end=end)
+
+
+def answered(uri: str, action: Callable[[], T], doing: str = "read") -> T:
+    """The result of ``action()``, which makes requests; meanwhile Ctrl-C interrupts, as obstore's calls do not.
+
+    Raises ``FileNotFoundError``, obstore's errors of conditional writes, and ``UserError``, which ``doing`` describes,
+    when the storage refuses or keeps failing.
+    """
+    answer: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(action())
+        except BaseException as failure:  # noqa: BLE001 raised where the action was asked for
+            answer.set_exception(failure)
+
+    threading.Thread(target=work, name="storage", daemon=True).start()
+    if not wait([answer], SILENT_SECONDS).done:
+        _tell(uri)
+    try:
+        return answer.result()
+    except (FileNotFoundError, AlreadyExistsError, PreconditionError):
+        raise
+    except (UnauthenticatedError, PermissionDeniedError) as refused:
+        raise UserError(
+            f"{uri} cannot be {doing} ({reason(refused)}): check the address and your credentials."
+        ) from refused
+    except _failures(uri) as failure:
+        raise UserError(
+            f"{uri} cannot be {doing}: {reason(failure)}. Check the address and the network, then run the same "
+            "command again to continue from here."
+        ) from failure
+
+
+def _tell(uri: str) -> None:
+    if time.monotonic() - _told[0] < PATIENCE_SECONDS:
+        return
+    _told[0] = time.monotonic()
+    from infra.console import errors  # a tokenizing worker has no use for a terminal otherwise
+
+    errors.print(
+        f"Still waiting for {uri} after {SILENT_SECONDS:.0f} s, and for up to "
+        f"{PATIENCE_SECONDS + REQUEST_SECONDS:.0f} s; Ctrl-C exits.",
+        markup=False,
+    )
+
+
+def reason(failure: BaseException) -> str:
+    """What the storage said, without the XML around it and the request that it answers."""
+    if message := re.search(r"<Message>(.*?)</Message>", str(failure), re.S):
+        return message[1].rstrip(".")
+    return re.sub(r"^Generic \w+ error: |, max_retries: \d+, retry_timeout: \w+", "", first_line(failure)).rstrip(".")
+
+
+def _failures(uri: str) -> tuple[type[Exception], ...]:
+    """The exceptions of failing storage at ``uri``; the Hugging Face hub's filesystem also raises its client's own."""
+    if urlsplit(uri).scheme != "hf":
+        return (BaseError, OSError)
+    from huggingface_hub.errors import HTTPError  # type: ignore[reportPrivateImportUsage] that of its HTTP client
+
+    return (OSError, HTTPError)
+
+
+def listing(uri: str) -> list[Entry]:
+    """Files at a remote ``uri``: itself, or everything below it. Raises ``UserError`` when it cannot be read."""
+    store, bucket, path = locate(uri)
+
+    def found() -> list[Any]:
+        if path:
+            with suppress(FileNotFoundError):
+                return [store.head(path)]
+        return [
+            one for some in store.list(path) for one in some if one["path"] != path
+        ]  # that of a folder by a console
+
+    return [
+        Entry(
+            f"{bucket}/{one['path']}",
+            one["size"],
+            int(one["last_modified"].timestamp() * 1e9) if one["last_modified"] else 0,
+        )
+        for one in answered(uri, found, "listed")
+    ]
+
+
+def size_of(uri: str) -> int:
+    """Bytes of a file. Raises ``FileNotFoundError`` when there is none."""
+    store, _, path = locate(uri)
+    return answered(uri, lambda: store.head(path)["size"])
+
+
+def read(uri: str) -> bytes:
+    """A file's content. Raises ``FileNotFoundError`` when there is none."""
+    return open_file(uri).read() if isinstance(locate(uri)[0], _Hub) else read_version(uri)[0]
+
+
+def read_version(uri: str) -> tuple[bytes, dict[str, Any]]:
+    """A file's content, and the version that a conditional write replaces. Raises ``FileNotFoundError``."""
+    store, _, path = locate(uri)
+
+    def get() -> tuple[bytes, dict[str, Any]]:
+        found = store.get(path)
+        return found.bytes().to_bytes(), {"e_tag": found.meta["e_tag"], "version": found.meta["version"]}
+
+    return answered(uri, get)
+
+
+def write(uri: str, content: bytes | memoryview | Path, mode: Any = "overwrite") -> dict[str, Any]:
+    """Replace a file by ``content``, that of a local file where it is a path; returns its new version.
+
+    ``mode`` is obstore's: with ``create`` it must not exist, with a version it must be that one.
+    """
+    store, bucket, path = locate(uri)
+    if isinstance(mode, dict):
+        mode = {name: value for name, value in mode.items() if value}  # S3 has no version beside its tag
+    if isinstance(store, _Hub):
+        raise UserError(f"{uri} can only be read: name a folder here, or at s3://, gs:// or az://.")
+    try:
+        return answered(
+            uri, lambda: store.put(path, content, mode=mode, chunk_size=_BLOCK, max_concurrency=4), "written"
+        )
+    except FileNotFoundError as missing:
+        raise UserError(f"{uri} cannot be written (there is no bucket {bucket}): check the address.") from missing
+
+
+def remove(uri: str) -> None:
+    """Remove a file; one that does not exist is no error."""
+    store, _, path = locate(uri)
+    with suppress(FileNotFoundError):
+        answered(uri, lambda: store.delete(path), "written")
 
 
 def open_file(uri: str) -> BinaryIO:
     """A seekable binary file. Raises ``FileNotFoundError`` when it does not exist."""
     if not is_remote(uri):
         return open(uri, "rb")  # noqa: PTH123 the caller closes it; Path would parse each name
-    system, path = locate(uri)
-    file = with_retries(uri, lambda: system.open_input_file(path))
-    return io.BufferedReader(_RetryingFile(uri, file), buffer_size=_BUFFER)
+    return io.BufferedReader(_RemoteFile(uri), buffer_size=_BLOCK)
 
 
-def store(file: Path, system: Any, path: str) -> None:
-    """Write a local ``file`` to ``path`` of a filesystem from :func:`locate`. Raises ``OSError`` when that fails."""
-    system.create_dir(path.rpartition("/")[0])  # object storage has no folders, other filesystems do
-    with file.open("rb") as source, system.open_output_stream(path) as sink:
-        shutil.copyfileobj(source, sink, _BLOCK)
+class _RemoteFile(io.RawIOBase):
+    """A remote file, of which parts are read as they are asked for."""
 
-
-class _RetryingFile(io.RawIOBase):
-    """A remote file whose reads are retried."""
-
-    def __init__(self, uri: str, file: Any) -> None:
-        self.uri = uri
-        self.file = file
-        self.position = 0
-        self.size = with_retries(uri, file.size)  # the first request, which finds that there is no such file
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+        self._store, _, self._path = locate(uri)
+        self._size = size_of(uri)
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -156,25 +289,22 @@ class _RetryingFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = 0 if whence == io.SEEK_SET else self.position if whence == io.SEEK_CUR else self.size
-        self.position = base + offset
-        return self.position
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
 
     def tell(self) -> int:
-        return self.position
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        size = min(len(buffer), max(0, self.size - self.position))
-        data = with_retries(self.uri, lambda: self.file.read_at(size, self.position)) if size else b""
-        buffer[: len(data)] = data
-        self.position += len(data)
-        return len(data)
+        begin, end = self._position, min(self._position + len(buffer), self._size)
+        if begin >= end:
+            return 0
+        buffer[: end - begin] = answered(
+            self._uri, lambda: memoryview(self._store.get_range(self._path, start=begin, end=end))
+        )
+        self._position = end
+        return end - begin
 
     def readall(self) -> bytes:
         """The rest of the file. Python's own would make a request for every 8 KiB."""
-        return b"".join(iter(lambda: self.read(_WHOLE), b""))
-
-    def close(self) -> None:
-        if not self.closed:
-            self.file.close()
-        super().close()
+        return b"".join(iter(lambda: self.read(_BLOCK), b""))

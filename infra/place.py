@@ -16,19 +16,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import quote
 
-import pyarrow.fs as fs
 import xxhash
 
+from infra import object_storage
 from infra.errors import UserError
-from infra.object_storage import is_remote, listing, locate, open_file, store
-from infra.retries import reason, with_retries
+from infra.object_storage import is_remote, listing, locate, open_file, reason
 from infra.storage import TEMPORARY, atomic_file, json_text, lock, sync_folder
 
 _BLOCK = 8 << 20
 
-CLAIMS = ".claims"
-"""The folder in which commands say that they use a place in object storage; see ``infra.claim``."""
+LEASE = ".lease"
+"""The file by which a command holds a place in object storage; see ``infra.lease``."""
 
 REQUESTS = 32
 """Requests to object storage at a time, each of which takes tens of milliseconds and no CPU."""
@@ -36,10 +36,10 @@ REQUESTS = 32
 
 @dataclass(frozen=True)
 class Place:
-    """A folder, by its path or its URI (``s3://bucket/folder``, ``gs://bucket/folder``).
+    """A folder, by its path or its URI (``s3://bucket/folder``, ``gs://...``, ``az://...``).
 
-    Names of files are relative to it, with ``/`` between parts. Storage that fails is tried again; when it keeps
-    failing, or does not answer, every method raises ``UserError``.
+    Names of files are relative to it, with ``/`` between parts. Where object storage keeps failing, or does not
+    answer, every method raises ``UserError``.
     """
 
     LOCK: ClassVar[str] = ".command"
@@ -85,7 +85,7 @@ class Place:
         return hashlib.sha256(self.address.encode()).hexdigest()[:16]
 
     def __truediv__(self, name: str) -> "Place":
-        return self._at(f"{self._path}/{name}")
+        return self._at(f"{self._path}/{quote(name) if self.remote else name}")
 
     @property
     def _path(self) -> str:
@@ -139,22 +139,21 @@ class Place:
         """Whether it holds a file of this name."""
         if not self.remote:
             return (self.folder / name).is_file()
-        system, root = locate(self.address)
-        found = with_retries(str(self / name), lambda: system.get_file_info(f"{root}/{name}"))
-        return found.type == fs.FileType.File
+        try:
+            return object_storage.size_of(str(self / name)) >= 0
+        except FileNotFoundError:
+            return False
 
     def files(self, below: str = "") -> dict[str, int]:
         """Bytes of every file by its name, of those in the folder ``below`` it and deeper; none where it is missing.
 
-        Object storage allows names such as ``../key``, which would be outside a folder that they are copied to, and
-        which no program reads back: they are left out. So are claims.
+        Without leases.
         """
         start = self / below if below else self
         if self.remote:
-            _, root = locate(self.address)
-            sizes = {entry.path.removeprefix(f"{root}/"): entry.size for entry in listing(start.address)}
-            hidden = {"", ".", "..", CLAIMS}
-            return {name: size for name, size in sizes.items() if not hidden.intersection(name.split("/"))}
+            _, bucket, path = locate(self.address)
+            sizes = {e.path.removeprefix(f"{bucket}/{path}/"): e.size for e in listing(start.address)}
+            return {name: size for name, size in sizes.items() if LEASE not in name.split("/")}
         found: dict[str, int] = {}
         for parent, _, names in os.walk(start.folder):
             for path in (Path(parent) / name for name in names):
@@ -166,13 +165,7 @@ class Place:
         """The content of a file. Raises ``FileNotFoundError`` when there is none."""
         if not self.remote:
             return (self.folder / name).read_bytes()
-        system, root = locate(self.address)
-
-        def read() -> bytes:
-            with system.open_input_file(f"{root}/{name}") as file:  # a stream would ask for 256 KiB at a time
-                return file.read()
-
-        return with_retries(str(self / name), read)
+        return object_storage.read(str(self / name))
 
     def write(self, name: str, content: bytes | memoryview) -> None:
         """Replace a file, whole and durably."""
@@ -180,14 +173,8 @@ class Place:
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(self.folder / name) as file:
                 file.write(content)
-            return
-        system, root = locate(self.address)
-
-        def write() -> None:
-            with system.open_output_stream(f"{root}/{name}") as file:
-                file.write(content)
-
-        with_retries(str(self / name), write, "written", size=memoryview(content).nbytes)
+        else:
+            object_storage.write(str(self / name), memoryview(content).cast("B"))
 
     def write_json(self, name: str, value: Any) -> None:
         """Replace a file by ``value`` as JSON, of which equal values give equal bytes."""
@@ -196,9 +183,7 @@ class Place:
     def put(self, file: Path, name: str) -> None:
         """Copy a local file to here, whole; where it is here already, nothing is done."""
         if self.remote:
-            system, root = locate(self.address)
-            size = file.stat().st_size
-            with_retries(str(self / name), lambda: store(file, system, f"{root}/{name}"), "written", size=size)
+            object_storage.write(str(self / name), file)
         elif file != self.folder / name:
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             with file.open("rb") as source, atomic_file(self.folder / name) as sink:
@@ -236,14 +221,8 @@ class Place:
             for parent in dict.fromkeys(path.parent for path in paths):
                 sync_folder(parent)
             return
-        system, root = locate(self.address)
-
-        def remove(name: str) -> None:
-            with suppress(FileNotFoundError):
-                with_retries(str(self / name), lambda: system.delete_file(f"{root}/{name}"), "written")
-
         with ThreadPoolExecutor(REQUESTS) as pool:
-            list(pool.map(remove, names))
+            list(pool.map(lambda name: object_storage.remove(str(self / name)), names))
 
 
 def refuse_name(name: str) -> None:

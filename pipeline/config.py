@@ -69,7 +69,7 @@ class TokenizeConfig(Reading, JoinsRay):
     Their order does not matter."""
 
     out: str = "data/tokens"
-    """Where the token shards go: a folder on a disk that all workers share, or s3://bucket/folder, gs://bucket/folder."""
+    """Where the token shards go: a folder on a disk that all workers share, or s3://bucket/folder (gs://, az://)."""
 
     workers: int | None = None
     """Tasks at a time, at least 1, all by Ray Data. Default: every CPU of this machine, without Ray up to 2 GB of text,

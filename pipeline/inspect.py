@@ -27,7 +27,7 @@ class InspectConfig:
     """What to show of a data set."""
 
     data: Annotated[str, tyro.conf.Positional] = "data/tokens"
-    """The token shards: a folder, or s3://bucket/folder, gs://bucket/folder."""
+    """The token shards: a folder, or s3://bucket/folder (gs://, az://)."""
 
     verify: bool = False
     """Compute every checksum again, in parallel."""

@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pyarrow.fs
 import pytest
 import requests
 import torch
 
+from infra import object_storage
 from infra.place import Place
 from pipeline.shards import END_OF_TEXT, Manifest, ShardRow, write_shard
 from train.model_config import ModelConfig
@@ -180,7 +180,8 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_store:
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[[float], None]]]:
-    """A real S3 server on loopback, behind a proxy that refuses a share of the requests: its query, and the setter."""
+    """A real S3 server on loopback, behind a proxy that refuses a share of the requests: its query, and the
+    setter. It has the bucket ``places``."""
     from moto.server import ThreadedMotoServer
 
     for name, value in {
@@ -207,21 +208,21 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Callable[[float],
     running.app = flaky
     host, port = server.get_host_and_port()
     requests.post(f"http://{host}:{port}/moto-api/reset", timeout=30)  # what it stores belongs to the process
+    requests.put(f"http://{host}:{port}/places", timeout=30).raise_for_status()
 
     def set_rate(share: float) -> None:
         rate[0] = share
+        monkeypatch.setattr(object_storage, "PATIENCE_SECONDS", 0.0 if share == 1.0 else 240.0)  # it would be in vain
+        object_storage._store.cache_clear()
 
-    yield f"?endpoint_override={host}:{port}&scheme=http&region=us-east-1", set_rate
+    yield f"?endpoint=http://{host}:{port}&region=us-east-1", set_rate
     server.stop()
 
 
 @pytest.fixture
 def bucket(s3: tuple[str, Callable[[float], None]]) -> str:
-    """The query of the S3 server, which has the bucket ``places``."""
-    query, _ = s3
-    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://places{query}&allow_bucket_creation=true")
-    system.create_dir("places")
-    return query
+    """The query of the S3 server."""
+    return s3[0]
 
 
 @pytest.fixture(params=["folder", "s3"])

@@ -111,7 +111,7 @@ class TrainConfig:
     """One training run. The first group of fields defines what is computed, the second how, the third for how long."""
 
     data: str = "data/tokens"
-    """Token shards, made by python -m pipeline.tokenize: a folder, or s3://bucket/folder, gs://bucket/folder."""
+    """Token shards, made by python -m pipeline.tokenize: a folder, or s3://bucket/folder (gs://, az://)."""
     stream: tuple[str, ...] = ()
     """Train straight from these books instead of --data, without shards: files, folders, globs, or any other source of
     python -m pipeline.tokenize. Ray Data encodes them while the model trains. The flags from --text-field to

@@ -27,7 +27,7 @@ class ExperimentConfig(JoinsRay):
     name: str | None = None
     """Name of the search or ladder and of its folder; made from what it is about and the time when left out."""
     out: str = "runs"
-    """Folder that holds runs, searches and ladders, or s3://bucket/folder, gs://bucket/folder."""
+    """Folder that holds runs, searches and ladders, or s3://bucket/folder (gs://, az://)."""
     resume: str | None = None
     """Continue the one of this name; its settings are read from its folder, and what has run is kept."""
     dry_run: bool = False
@@ -152,7 +152,7 @@ class LadderConfig(ExperimentConfig):
     """Only these rungs of the suite, by name; default all. In a suite whose rungs keep those before them, what is left
     out is not kept either."""
     data: str = "data/tokens"
-    """Token shards, made by python -m pipeline.tokenize: a folder, or s3://bucket/folder, gs://bucket/folder."""
+    """Token shards, made by python -m pipeline.tokenize: a folder, or s3://bucket/folder (gs://, az://)."""
     model: ModelOrNone = None
     """Model instead of the suite's: a preset, with changes if any."""
     steps: int | None = None

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from infra.claim import sole_user
 from infra.errors import UserError, nearest
+from infra.lease import sole_user
 from infra.place import Place, WorkingCopy
 from infra.schema import from_json
 from infra.storage import clear_temporaries, write_json

@@ -165,11 +165,12 @@ def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
         base, _, begun = head.rpartition("/")
         pattern = f"{begun}{star}{tail}"
         source = base + (f"?{parts.query}" if parts.query else "")
-    root = locate(source)[1]
+    _, bucket, path = locate(source)
+    root = f"{bucket}/{path}".rstrip("/")
     user = "".join(parts.netloc.rpartition("@")[:2])  # a public bucket is gs://anonymous@bucket
     query = f"?{parts.query}" if parts.query else ""
     try:
-        entries = list(listing(source))
+        entries = listing(source)
     except FileNotFoundError:
         entries = []
     there = {entry.path for entry in entries}
@@ -203,7 +204,7 @@ def _matches(path: list[str], pattern: list[str]) -> bool:
 def _local(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
     if "://" in source:
         raise UserError(
-            f"{source} cannot be read from here: a source lies on this machine or at s3://, gs:// or hf://."
+            f"{source} cannot be read from here: a source lies on this machine or at s3://, gs://, az:// or hf://."
         )
     path = Path(source).expanduser().absolute()
     if path.is_dir():

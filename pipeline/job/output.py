@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from infra.claim import sole_user
 from infra.errors import UserError
+from infra.lease import sole_user
 from infra.place import REQUESTS, Place
 from infra.storage import clear_temporaries
 from pipeline.books.readers import Dropped

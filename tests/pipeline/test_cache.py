@@ -6,10 +6,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow.fs
 import pytest
 
-from infra import place, retries
+from infra import place
 from infra.errors import UserError
 from infra.place import Place
 from pipeline.cache import on_this_machine
@@ -23,9 +22,7 @@ def data(s3: S3, small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """A finished data set of three shards in object storage, for a machine that has none yet."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     query, _ = s3
-    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://corpus{query}&allow_bucket_creation=true")
-    system.create_dir("corpus")
-    data = Place.of(f"s3://corpus/{tmp_path.name}/tokens{query}")  # the server keeps what other tests wrote
+    data = Place.of(f"s3://places/{tmp_path.name}/tokens{query}")  # the server keeps what other tests wrote
     for path in small_shards.rglob("*.*"):
         data.put(path, path.relative_to(small_shards).as_posix())
     return data
@@ -111,8 +108,7 @@ def test_a_damaged_data_set_is_refused_and_described(
         on_this_machine(data)
     _, set_rate = s3
     set_rate(1.0)
-    monkeypatch.setattr(retries, "ATTEMPTS", 1)
-    with pytest.raises(UserError, match="cannot be read, after 1 attempts"):
+    with pytest.raises(UserError, match=r"cannot be (read|listed)"):
         on_this_machine(data)
 
 

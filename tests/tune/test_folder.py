@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow.fs
 import pytest
 
 from infra.errors import UserError
@@ -53,9 +52,7 @@ def test_a_search_in_object_storage_is_continued_from_what_was_sent(
     """By a machine that has nothing of it, and while no other driver here holds it."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     query, _ = s3
-    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://runs{query}&allow_bucket_creation=true")
-    system.create_dir("runs")
-    place = place_of(f"s3://runs/deep{query}", "one")
+    place = place_of(f"s3://places/deep{query}", "one")
     key = RunKey("sqlite:////of/another/machine.db", "1", "a")
     with locked(place, "search") as copy:
         begin(copy, SearchConfig(name="one"), IDENTITY, key)
@@ -67,10 +64,10 @@ def test_a_search_in_object_storage_is_continued_from_what_was_sent(
     with locked(place, "search") as copy:
         assert [path.name for path in (copy.folder / TRIALS).iterdir()] == ["m8.json"]
     assert kept_config(place, SearchConfig).name == "one"
-    with pytest.raises(UserError, match=r"store sqlite:\S*machine\.db of s3://runs/deep/one\S* is not on this machine"):
+    with pytest.raises(UserError, match=r"machine\.db of s3://places/deep/one\S* is not on this machine"):
         resumed_parent(place, "search", IDENTITY)
-    with pytest.raises(UserError, match="--resume two: there is no search in s3://runs/deep/two"):
-        kept_config(place_of(f"s3://runs/deep{query}", "two"), SearchConfig)
+    with pytest.raises(UserError, match="--resume two: there is no search in s3://places/deep/two"):
+        kept_config(place_of(f"s3://places/deep{query}", "two"), SearchConfig)
     (tmp_path / "first").mkdir()
     (tmp_path / "first/ladder.json").write_text("{")
     with pytest.raises(UserError, match=r"there is no ladder in .*/frist; did you mean first\?"):

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infra.claim import sole_user
 from infra.console import errors
 from infra.errors import UserError
+from infra.lease import sole_user
 from infra.object_storage import is_remote
 from infra.place import Place, WorkingCopy, refuse_name
 from infra.schema import from_json, to_json

@@ -5,10 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow.fs
 import pytest
 
-from infra import retries
 from infra.errors import UserError
 from infra.place import Place
 from pipeline import inspect
@@ -34,9 +32,7 @@ def config(
         (books / f"book {number:04d}.txt").write_text(prose(1, 100), encoding="utf-8")
     (books / "book 0010.txt").write_text(prose(2, 100), encoding="utf-8")
     query, _ = s3
-    system, _ = pyarrow.fs.FileSystem.from_uri(f"s3://corpus{query}&allow_bucket_creation=true")
-    system.create_dir("corpus")
-    return TokenizeConfig((str(books),), out=f"s3://corpus/{tmp_path.name}{query}", val_fraction=0.2)
+    return TokenizeConfig((str(books),), out=f"s3://places/{tmp_path.name}{query}", val_fraction=0.2)
 
 
 def tokenize(config: TokenizeConfig) -> list[str]:
@@ -110,7 +106,7 @@ def test_an_unfinished_output_has_no_manifest_and_a_lost_shard_is_never_publishe
         read_manifest(job.place)
     with pytest.raises(UserError, match=r"1 of 6 pieces .*pieces/000003\.json\), so it is unfinished: run the same"):
         output.finish(job)
-    with output.sole_writer(job.place), pytest.raises(UserError, match="another run is writing to s3://corpus"):
+    with output.sole_writer(job.place), pytest.raises(UserError, match="another run is writing to s3://places"):
         main(config)
 
 
@@ -121,11 +117,10 @@ def test_storage_that_does_not_answer_is_never_taken_for_an_empty_output(
     job, names = Job(replace(config, min_chars=7)), contents(config.out).keys()
     _, set_rate = s3
     set_rate(1.0)
-    monkeypatch.setattr(retries, "ATTEMPTS", 1)
     with ThreadPoolExecutor() as pool:  # Arrow itself tries for six seconds
         answers = [pool.submit(question, job) for question in (output.changed_settings, output.assess, output.collect)]
     for answer in answers:
-        with pytest.raises(UserError, match="cannot be read, after 1 attempts"):
+        with pytest.raises(UserError, match=r"cannot be (read|listed)"):
             answer.result()
     set_rate(0)
     assert output.changed_settings(job) == {"min_chars": (200, 7)}
@@ -137,6 +132,6 @@ def test_a_data_set_that_was_not_made_here_and_a_missing_bucket_are_refused(conf
     with pytest.raises(UserError, match=r"this program did not make.*name another --out"):
         main(config)
     assert contents(config.out).keys() == {MANIFEST}
-    missing = replace(config, out=config.out.replace("corpus", "nobodys"))
+    missing = replace(config, out=config.out.replace("places", "nobodys"))
     with pytest.raises(UserError, match=r"^--out s3://nobodys/\S* cannot be written \(The specified bucket"):
         main(missing)

@@ -17,9 +17,8 @@ import psutil
 import pytest
 from mlflow.tracking import MlflowClient
 
-from infra import retries
 from infra.errors import UserError
-from infra.place import CLAIMS, Place
+from infra.place import LEASE, Place
 from infra.storage import write_json
 from infra.tracking.key import RunKey
 from train.checkpoint import remote, save
@@ -141,7 +140,7 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(exist_ok=True)
     (here / "mlflow.db").unlink()
-    (place / CLAIMS).remove((place / CLAIMS).files())  # else it would be waited for until it is stale
+    place.remove([LEASE])  # else it would be waited for until it is stale
 
     progress = read_progress(find_run(place.address, "runs").newest())
     known, end = progress.reported, progress.step + 30
@@ -182,10 +181,9 @@ def test_unreachable_storage_is_retried(
 def test_a_run_whose_storage_does_not_answer_is_named(
     bucket: str, s3: tuple[str, Callable[[float], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retries, "ATTEMPTS", 1)
     _, set_rate = s3
     set_rate(1.0)
-    with pytest.raises(UserError, match=r"s3://places/kept/run6.* cannot be read, after 1 attempts"):
+    with pytest.raises(UserError, match=r"s3://places/kept/run6.* cannot be (read|listed)"):
         find_run(f"s3://places/kept/run6{bucket}", "runs")
 
 
@@ -193,7 +191,6 @@ def test_a_storage_that_refuses_is_named(
     config: TrainConfig, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(save, "PAUSES", (0.1,))
-    monkeypatch.setattr(retries, "ATTEMPTS", 1)
     place = Place.of(f"s3://absent/kept{bucket}")
     with pytest.raises(UserError, match=r"or s3://absent/kept.* could not be written"):
         Trainer(config, checkpoints=tmp_path / "one" / "checkpoints", copies=place).run()
