@@ -65,8 +65,7 @@ DATA := data/tokens
 BOOKS := books
 
 bench-tokenize: install
-	$(BIN)/python -P tests/benchmarks/tokenize.py $(BOOKS) --record $(RECORDS)/tokenize.json \
-		--chart infra/pictures/tokenize.png
+	$(BIN)/python -P tests/benchmarks/tokenize.py $(BOOKS) --record $(RECORDS)/tokenize.json
 
 bench-loader: install
 	$(BIN)/python -P tests/benchmarks/loader.py --record $(RECORDS)/loader.json

@@ -33,9 +33,6 @@ from pipeline.shards import MANIFEST, QUARANTINE, TRACKING, Manifest
 if TYPE_CHECKING:
     from infra.tracking.tracker import Tracker
 
-WITHOUT_RAY = 2_000_000_000
-"""Bytes of text up to which processes of this machine are done before a Ray that has to start."""
-
 
 def main(config: TokenizeConfig) -> int:
     """Run the command; returns its exit code."""
@@ -125,8 +122,8 @@ def _make(job: Job, todo: list[Piece], progress: report.JobStats, *, fresh: bool
 
 
 def _on_ray(config: TokenizeConfig, todo: list[Piece]) -> bool:
-    """Whether Ray Data does these pieces: where it was asked for, and where there are enough of them."""
-    return bool(todo and (config.cluster or config.workers or sum(piece.size for piece in todo) > WITHOUT_RAY))
+    """Whether Ray Data does these pieces: where it was asked for. On one machine it was slower at every size."""
+    return bool(todo and (config.cluster or config.workers))
 
 
 def _open_store(tracking_uri: str | None) -> None:

@@ -1,7 +1,7 @@
 """How fast are books made into tokens? Ours against the floor and the ways of others, in one run.
 
     python -P tests/benchmarks/tokenize.py BOOKS [--sizes 82MB 400MB 1200MB 4GB] [--systems ours pool]
-        [--repeats 3] [--record FILE.json] [--chart FILE.png]
+        [--repeats 3] [--record FILE.json]
 
 (-P, because the folder of a script comes first on the path, and this name is also one of Python's own.)
 
@@ -33,7 +33,6 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import psutil
 from rich.console import Console
 from rich.table import Table
@@ -156,7 +155,6 @@ from pipeline import tokenize
 from pipeline.config import TokenizeConfig
 
 books, out, store, workers = sys.argv[1:]
-tokenize.WITHOUT_RAY = float("inf")
 config = {"duplicates": "keep", "tracking_uri": store, "workers": int(workers) or None}
 tokenize.main(TokenizeConfig((books,), out=out, **config))
 """
@@ -172,7 +170,6 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=[""], help="parts of their names")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--record", type=Path)
-    parser.add_argument("--chart", type=Path, help="where to draw seconds and peak memory over the size")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory(prefix="tokenize-benchmark-") as work:
@@ -184,8 +181,6 @@ def main() -> None:
         rows = kept(options.record, rows)
         options.record.write_text(json.dumps(record(rows), indent=2) + "\n", encoding="utf-8")
     show(rows)
-    if options.chart:
-        draw(rows, options.chart)
 
 
 def repeat_books(books: Path, folder: Path, size: int) -> tuple[Path, int]:
@@ -306,25 +301,6 @@ def show(rows: list[dict]) -> None:
         peak = str(row.get("peak_MB", ""))
         table.add_row(row["system"], f"{row['MB']:g}", runs, f"{row['MB_per_second']:g}", peak)
     Console().print(table)
-
-
-def draw(rows: list[dict], path: Path) -> None:
-    """Seconds of every system, and the peak memory of ours, over the size of the corpus."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for name in dict.fromkeys(row["system"] for row in rows):
-        own = sorted((row["MB"], statistics.median(row["seconds"])) for row in rows if row["system"] == name)
-        left.plot(*zip(*own, strict=True), marker="o", linewidth=2.5 if name == OURS else 1, label=name)
-    left.set(xlabel="text, MB", ylabel="seconds, start-up included")
-    left.legend(frameon=False, fontsize=8)
-    for name in (OURS, ON_RAY):
-        peaks = sorted((row["MB"], row["peak_MB"]) for row in rows if row["system"] == name)
-        right.plot(*zip(*peaks, strict=True), marker="o", linewidth=2.5 if name == OURS else 1, label=name)
-    right.legend(frameon=False, fontsize=8)
-    right.set(xlabel="text, MB", ylabel="peak memory of our process tree, MB")
-    for axes in (left, right):
-        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
 
 
 def record(rows: list[dict]) -> dict:
