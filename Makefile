@@ -72,8 +72,6 @@ bench-loader: install
 
 bench-overhead: install
 	$(BIN)/python -P tests/benchmarks/overhead.py --data $(DATA) --record $(RECORDS)/overhead.json
-	$(BIN)/python -P tests/benchmarks/overhead.py --data $(DATA) --record $(RECORDS)/overhead-one-thread.json \
-		--threads 1 --pairs 5 --stretches 200
 
 bench-search: install
 	$(BIN)/python tests/benchmarks/search/compare.py --seeds 200 --out $(RECORDS)/search.json

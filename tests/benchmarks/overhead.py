@@ -2,12 +2,9 @@
 
     python -P tests/benchmarks/overhead.py --data data/tokens --record FILE.json [--pairs 10] [--steps 100]
 
-All run the same config in fresh processes with the same number of threads, in the order bare, local, ray,
-ray, local, bare, ..., because machines drift. Tokens/s is over all steps but those of the first cycle; a cost
-is the mean of the ratios to bare with Student's interval. A machine that drifts by a fifth between two runs
-hides a few percent that way, so one run on Ray is also compared with itself: every process but its
-worker is stopped for some steps and continues for as many, and each stopped stretch is compared with those around
-it. The CPU time that these processes take is given as a share of the machine. Start-up is from the process's
+All run the same config in fresh processes, in the order bare, local, ray, ray, local, bare, ..., because machines
+drift. Tokens/s is over all steps but those of the first cycle; a cost is the mean of the ratios to bare with Student's
+interval. The CPU time that the other processes take is given as a share of the machine. Start-up is from the process's
 first line to the beginning of the first step. Pairs that the record holds already are not repeated, so a long
 benchmark can be done in parts.
 """
@@ -16,25 +13,25 @@ import argparse
 import json
 import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
 from infra.hardware import cpu_facts
+from infra.provenance import commit
 from train.checkpoint.run_folder import RunFolder
 from train.config import Cycle, TrainConfig
 from train.intervals import t_quantile
 from train.launch.run import Run
-from train.model_config import format_model, parse_model
+from train.model_config import parse_model
 from train.resolve import resolve
 
 HERE = Path(__file__)
@@ -51,8 +48,6 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--stretches", type=int, default=120, help="alternately stopped and continued")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the training; fewer leave cores to Ray")
     parser.add_argument("--side", choices=SIDES)
     options = parser.parse_args()
     config = TrainConfig(
@@ -62,18 +57,14 @@ def main() -> None:
     if options.side:
         print(json.dumps(bare(config) if options.side == "bare" else wrapped(config, on_ray=options.side == "ray")))
         return
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)
     known = json.loads(options.record.read_text()) if options.record.exists() else {}
-    pairs, alternated = known.get("runs", []), known.get("stopping_the_others")
-    if not alternated:
-        alternated = stop_and_go(config, options.stretches)
-        print(json.dumps({name: value for name, value in alternated.items() if name != "stretches"}), flush=True)
+    pairs = known.get("runs", [])
     while len(pairs) < options.pairs:
         order = SIDES if len(pairs) % 2 == 0 else SIDES[::-1]
         load = os.getloadavg()[0]
         pairs.append({side: child(side) for side in order} | {"load_before": load})
         found = summary(pairs)
-        found |= {"threads": options.threads, "model": options.model, "stopping_the_others": alternated, "runs": pairs}
+        found |= {"model": options.model, "commit": commit(), "runs": pairs}
         options.record.write_text(json.dumps(found, indent=2) + "\n")
         print(
             len(pairs), json.dumps({name: found[name] for name in ("cost", "start_up_seconds_beyond_bare")}), flush=True
@@ -117,49 +108,6 @@ def cost(logs: list[float]) -> dict[str, object]:
     if len(logs) > 1:
         reach = t_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
     return {"cost": 1 - math.exp(mean), "cost_95_percent": [1 - math.exp(mean + reach), 1 - math.exp(mean - reach)]}
-
-
-CYCLE, CYCLES = 4, 3
-"""Steps of a cycle and cycles of a stretch; the first cycle, in which others are stopped or continued, is left out."""
-
-
-def stop_and_go(config: TrainConfig, stretches: int) -> dict[str, object]:
-    """One run of the command, all but its worker stopped in every second of ``stretches``; what the others cost."""
-    steps = (stretches + 2) * CYCLES * CYCLE
-    with tempfile.TemporaryDirectory() as name:
-        line = [
-            sys.executable, "-m", "train.run", "--data", str(config.data), "--model", format_model(config.model),
-            "--global-batch", str(config.global_batch), "--micro-batch", str(config.micro_batch), "--steps", str(steps),
-            "--cycle", f"{CYCLE}+0", "--keep-checkpoints", "0", "--name", "run", "--address", "local",
-        ]  # fmt: skip
-        driver = subprocess.Popen(line, cwd=name, stdout=subprocess.DEVNULL)
-        log, stopped, seen = Path(name) / "runs" / "run" / "cycles.jsonl", False, 0
-        try:
-            while driver.poll() is None:
-                done = log.read_bytes().count(b"\n") if log.exists() else 0
-                wanted = done // CYCLES % 2 == 1 and done < stretches * CYCLES
-                if done > seen and wanted is not stopped:
-                    send_others(driver, signal.SIGSTOP if wanted else signal.SIGCONT)
-                    stopped = wanted
-                seen = done
-                time.sleep(0.01)
-        finally:
-            if driver.poll() is None:
-                send_others(driver, signal.SIGCONT)
-                driver.terminate()
-        seconds = [json.loads(line)["train_seconds"] for line in log.read_text().splitlines()]
-    means = [statistics.fmean(seconds[i * CYCLES + 1 : (i + 1) * CYCLES]) for i in range(stretches)]
-    logs = [math.log(2 * means[i] / (means[i - 1] + means[i + 1])) for i in range(1, stretches - 1, 2)]
-    return cost(logs) | {"stretch_steps": CYCLES * CYCLE, "stretches": means}
-
-
-def send_others(driver: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Send a signal to ``driver`` and all below it but the training worker."""
-    above = psutil.Process(driver.pid)
-    for process in (above, *above.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):
-            if "TrainWorker" not in " ".join(process.cmdline()[:1]):
-                process.send_signal(number)
 
 
 def bare(config: TrainConfig) -> dict[str, float]:
