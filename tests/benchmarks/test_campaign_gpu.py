@@ -35,75 +35,46 @@ def imported() -> Any:
 campaign_gpu = imported()
 
 
-def trained(speed: float | None, outcome: str = "finished", **settings: Any) -> dict[str, Any]:
-    """A row of a trainer that differs from the first one by ``settings``."""
-    settings = campaign_gpu.FIRST | settings
-    name = "train " + " ".join(map(str, settings.values()))
-    return {"step": name, "kind": "train", "settings": settings, "outcome": outcome, "tokens_per_second": speed}
-
-
-@pytest.fixture(scope="module")
-def machines() -> list[list[dict[str, Any]]]:
-    """The rows that each machine of the rehearsal left."""
-    return campaign_gpu.rehearse()
-
-
-def test_every_step_takes_less_than_four_minutes_and_the_first_half_hour_needs_no_ray(
-    machines: list[list[dict[str, Any]]],
-) -> None:
+def test_the_rehearsed_campaign_uses_each_rented_half_hour_and_does_nothing_twice() -> None:
+    machines = campaign_gpu.rehearse()
     rows = [row for machine in machines for row in machine]
     assert max(row["seconds"] for row in rows) < 240
     assert {row["kind"] for row in machines[0]} >= {"versions", "ceilings", "tests", "train", "peer ours"}
-    assert all(row["kind"] != "command" for row in machines[0])
+    assert all(row["kind"] != "command" for row in machines[0]), "which need Ray"
     assert all(sum(row["seconds"] for row in machine) <= 28 * 60 for machine in machines)
-    assert sum(row["seconds"] for row in machines[0]) > 25 * 60, "a rented half hour is used"
-
-
-def test_a_machine_begins_where_the_one_before_it_ended(machines: list[list[dict[str, Any]]]) -> None:
-    ended = [row["step"] for machine in machines for row in machine if row["outcome"] != "timeout"]
-    assert len(set(ended)) == len(ended), "nothing is done twice"
+    assert sum(row["seconds"] for row in machines[0]) > 25 * 60
+    ended = [row["step"] for row in rows if row["outcome"] != "timeout"]
+    assert len(set(ended)) == len(ended)
     assert ended[-1] == "ladder sizes"
     assert len(machines) <= 6
-
-
-def test_the_most_valuable_steps_come_first_and_max_autotune_last(machines: list[list[dict[str, Any]]]) -> None:
-    steps = [row["step"] for machine in machines for row in machine if row["kind"] != "command"]
-    assert steps[:2] == ["versions", "ceilings"]
+    steps = [row["step"] for row in rows if row["kind"] != "command"]
     assert steps[3] == "train bf16-activations whole auto plain 60", "the best guess: a speed within ten minutes"
     assert [step for step in steps if "max-autotune" in step] == steps[-1:]
     sides = [step.split()[1] for step in steps if step.startswith("peer") and step.endswith(("at 60", "ours 0 at 80"))]
-    assert sides[:4] == ["ours", "nanogpt", "huggingface", "build-nanogpt"]
-    assert sides[4:7] == ["build-nanogpt", "huggingface", "nanogpt"], "the sides take turns, there and back"
-
-
-def test_attention_by_the_kernel_that_ran_already_is_not_asked(machines: list[list[dict[str, Any]]]) -> None:
-    steps = [row["step"] for machine in machines for row in machine]
-    assert "train bf16-activations whole flash plain 80" in steps
+    assert sides[0] == "ours"
+    assert sides[1:4] == sides[6:3:-1], "the sides take turns, there and back"
     assert not any(" cudnn " in step for step in steps), "auto has run cuDNN's"
 
 
-def test_a_value_beaten_by_a_fifth_is_not_asked_again() -> None:
-    rows = [trained(400_000), trained(310_000, precision="bf16")]
-    assert campaign_gpu.beaten(rows) == {("precision", "bf16")}
-    assert campaign_gpu.is_pointless(rows, campaign_gpu.FIRST | {"precision": "bf16", "micro_batch": 32})
-    rows[1]["tokens_per_second"] = 330_000
-    assert not campaign_gpu.is_pointless(rows, campaign_gpu.FIRST | {"precision": "bf16", "micro_batch": 32})
-    two = [trained(400_000), trained(200_000, precision="bf16", compile="blocks")]
-    assert not campaign_gpu.beaten(two), "either knob may be the slow one"
+def test_what_can_only_be_slower_or_out_of_memory_is_not_asked() -> None:
+    def trained(speed: float | None, outcome: str = "finished", **settings: Any) -> dict[str, Any]:
+        settings = campaign_gpu.FIRST | settings
+        return {
+            "step": str(settings),
+            "kind": "train",
+            "settings": settings,
+            "outcome": outcome,
+            "tokens_per_second": speed,
+        }
 
+    def pointless(row: dict[str, Any], **settings: Any) -> bool:
+        return campaign_gpu.is_pointless([trained(400_000), row], campaign_gpu.FIRST | settings)
 
-def test_a_batch_above_one_that_ran_out_of_memory_is_not_asked() -> None:
-    rows = [trained(None, "oom", micro_batch=48)]
-    assert campaign_gpu.is_pointless(rows, campaign_gpu.FIRST)
-    assert not campaign_gpu.is_pointless(rows, campaign_gpu.FIRST | {"micro_batch": 32})
-    assert not campaign_gpu.is_pointless(rows, campaign_gpu.FIRST | {"loss": "fused"})
-
-
-def test_a_step_that_does_not_end_is_begun_once_more() -> None:
-    timeout = {"step": "versions", "kind": "versions", "settings": {}, "outcome": "timeout"}
-    first = campaign_gpu.next_step([timeout], (), ray=False)
-    assert first.name == "versions"
-    assert campaign_gpu.next_step([timeout] * 2, (), ray=False).name == "ceilings"
+    assert pointless(trained(310_000, precision="bf16"), precision="bf16", micro_batch=32)
+    assert not pointless(trained(330_000, precision="bf16"), precision="bf16", micro_batch=32)
+    assert not pointless(trained(200_000, precision="bf16", compile="blocks"), precision="bf16"), "either may be slow"
+    assert pointless(trained(None, "oom", micro_batch=48))
+    assert not pointless(trained(None, "oom", micro_batch=48), micro_batch=32)
 
 
 def test_a_verdict_stands_after_every_step(tmp_path: Path) -> None:
@@ -115,9 +86,7 @@ def test_a_verdict_stands_after_every_step(tmp_path: Path) -> None:
     made = campaign_gpu.Campaign(tmp_path, tmp_path / "bring", ("ours",), False, execute, clock=lambda: now[0])
     assert not made.work(60 * 9)
     said = (tmp_path / "bring" / "verdict.txt").read_text()
-    assert "MISSED   tokens/s: 416,129 (goal 500,000)" in said, "an H100's goal"
-    assert "unknown  times nanoGPT: - (goal 1.35)" in said
-    assert "MISSED   of the measured matmul ceiling: 0.4504 (goal 0.6)" in said
+    assert all(number in said for number in ("416,129 (goal 500,000)", "0.4504 (goal 0.6)")), "an H100's"
     measured = read_matmul_rate(Place.of(tmp_path / "runs"), "NVIDIA H100 80GB HBM3", "bf16", "any")
     assert measured == 790e12, "which ladders compare with"
     path = campaign_gpu.record(tmp_path / "bring", tmp_path)
@@ -140,15 +109,6 @@ def test_the_products_commands_have_these_flags(step: Any, monkeypatch: pytest.M
     options = flags.parsed(OPTIONS[module], module, OPTIONS[module]())
     assert options.name == step.run
     assert step.result.startswith(f"runs/{step.run}/")
-
-
-def test_predicted_memory_is_judged_between_the_batches_that_correct_it() -> None:
-    rows = [
-        trained(1.0, micro_batch=size) | {"predicted": 1e9 + 1e8 * size, "process": measured}
-        for size, measured in ((32, 5e9), (48, 6.6e9), (80, 9.8e9), (60, 7.0e9))
-    ]
-    assert campaign_gpu.memory_error(rows) == pytest.approx(7.8 / 7.0 - 1)
-    assert campaign_gpu.memory_error(rows[:2]) is None
 
 
 def test_an_archive_in_parts_keeps_all_rows_and_the_newest_of_the_cache(
@@ -234,13 +194,6 @@ def test_a_trainer_and_ours_among_the_peers_run_without_ray_and_mlflow(bare: Any
     ours = bare.execute(campaign_gpu.Step("peer ours 0 at 2", "peer ours", settings), 200)
     assert ours["outcome"] == "finished", ours
     assert ours["tokens_per_second"] > 0
-
-
-def test_a_step_is_stopped_in_time_and_its_failure_is_a_row(bare: Any) -> None:
-    assert bare.execute(campaign_gpu.Step("versions", "versions"), 0.3)["outcome"] == "timeout"
-    failed = bare.execute(campaign_gpu.Step("train", "train", {"micro_batch": 3}), 200)
-    assert failed["outcome"] == "failed"
-    assert "is not a multiple of --micro-batch 3" in failed["reason"]
 
 
 @pytest.mark.slow

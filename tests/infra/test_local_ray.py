@@ -72,21 +72,15 @@ def test_a_local_ray_listens_on_loopback_and_is_out_of_our_process_group(
     assert addresses == {"127.0.0.1"}
 
 
-def test_a_local_ray_has_no_processes_that_serve_nobody(local_ray: tuple[list[Any], str, str, str]) -> None:
-    """One Python waits in place of the dashboard's agent."""
-    _, *rays = local_ray[0]
-    names = [name for name, _, _ in rays if name != "ray::IDLE"]
-    assert sorted(names) == sorted(["gcs_server", "raylet", "ray::RuntimeEnvAgent", Path(sys.executable).name])
-
-
-def test_workers_import_our_packages_where_the_current_folder_has_one_of_the_same_name(
+def test_a_local_ray_has_no_idle_processes_imports_our_packages_and_has_no_accelerator_to_wait_for(
     local_ray: tuple[list[Any], str, str, str],
 ) -> None:
-    assert local_ray[1] == str(PROJECT / "train" / "__init__.py")
-
-
-def test_an_accelerator_is_not_waited_for_where_no_machine_joins(local_ray: tuple[list[Any], str, str, str]) -> None:
-    assert local_ray[2] == "--accelerator A100 is not in the cluster, which has none."
+    """One Python waits in place of the dashboard's agent; the current folder has a ``train`` of its own."""
+    (_, *rays), imported, refused, _ = local_ray
+    assert imported == str(PROJECT / "train" / "__init__.py")
+    assert "--accelerator A100 is not in the cluster" in refused
+    names = [name for name, _, _ in rays if name != "ray::IDLE"]
+    assert sorted(names) == sorted(["gcs_server", "raylet", "ray::RuntimeEnvAgent", Path(sys.executable).name])
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,8 @@ def test_plain_text_makes_no_link_and_no_picture() -> None:
     assert plain(r"a \[x](y)") == r"a \\\[x](y)", "a backslash escapes nothing either"
 
 
-def test_a_table_without_a_heading_has_empty_cells() -> None:
-    assert table(["", ""], [["model", "tiny"]]) == ["|  |  |", "| --- | --- |", "| model | tiny |"]
-
-
 def test_facts_are_three_lines_or_as_many_as_they_are() -> None:
     rows = [("What", "tiny"), ("Speed", "1 <b>"), ("Loss", "2"), ("Next", "`go`")]
     assert facts(rows).split("  \n") == ["**What:** tiny", "**Speed:** 1 &lt;b> · **Loss:** 2", "**Next:** `go`"]
     assert facts(rows, apart=True).count("  \n") == 3
-    assert facts(rows[:3]) == facts(rows[:3], apart=True)
-    assert facts(rows[:2]).split("  \n") == ["**What:** tiny", "**Speed:** 1 &lt;b>"]
-    assert facts(rows[:1]) == "**What:** tiny"
+    assert [facts(rows[:number]).count("  \n") for number in (1, 2, 3)] == [0, 1, 2]

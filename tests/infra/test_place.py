@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,6 @@ import xxhash
 
 from infra.errors import UserError
 from infra.place import Place, WorkingCopy, scratch
-
-S3 = tuple[str, Callable[[float], None]]
 
 
 def test_files_are_written_listed_read_and_removed(place: Place, tmp_path: Path) -> None:

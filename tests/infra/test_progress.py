@@ -74,16 +74,6 @@ def test_a_pipe_gets_a_line_after_seconds_and_then_seldom(
     assert len(printed) == 1 + printed.count("... training: step 1 of 9")
 
 
-def test_what_is_inside_is_shown_and_then_what_is_around_it() -> None:
-    with doing("the whole"):
-        with doing("a part"):
-            assert str(progress._line()).startswith("a part")
-        assert str(progress._line()).startswith("the whole")
-        with pytest.raises(ValueError, match="broken"), doing("another part"):
-            raise ValueError("broken")
-        assert str(progress._line()).startswith("the whole")
-
-
 def test_a_pipe_is_not_told_of_what_has_only_begun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

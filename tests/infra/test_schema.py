@@ -49,15 +49,16 @@ def test_a_loss_that_is_nan_is_read_back() -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"colour": 1}, "^a.json has the unknown setting 'colour'; the settings are parts, place, losses, name.$"),
-        ({"parts": [{"size": "3"}]}, "^a.json: parts.0.size is '3'; input should be a valid integer.$"),
+        ({"colour": 1}, "^a.json has the unknown setting 'colour'"),
+        ({"parts": [{"size": "3"}]}, "^a.json: parts.0.size is '3'"),
         ({"parts": [{}]}, "^a.json lacks 'parts.0.size'.$"),
         ({"parts": [{"size": 1, "weight": 2}]}, "^a.json: parts.0.weight is 2; unexpected"),
         ({"parts": [{"size": True}]}, "size is True"),
         ({"losses": ["nan"]}, "losses.0 is 'nan'"),
+        ({"place": 3}, "place is 3"),
         ({"name": ""}, "^a.json: --name is empty.$"),
-        ([], "input should be an object"),
-        (None, "input should be an object"),
+        ([], "an object"),
+        (None, "an object"),
     ],
 )
 def test_the_wrong_field_is_named(values: object, sentence: str) -> None:

@@ -18,11 +18,10 @@ S3 = tuple[str, Callable[[float], None]]
 
 
 @pytest.fixture
-def data(s3: S3, small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def data(bucket: str, small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """A finished data set of three shards in object storage, for a machine that has none yet."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    query, _ = s3
-    data = Place.of(f"s3://places/{tmp_path.name}/tokens{query}")  # the server keeps what other tests wrote
+    data = Place.of(f"s3://places/{tmp_path.name}/tokens{bucket}")
     for path in small_shards.rglob("*.*"):
         data.put(path, path.relative_to(small_shards).as_posix())
     return data

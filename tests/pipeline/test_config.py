@@ -13,7 +13,7 @@ from pipeline.config import TokenizeConfig
         ("val_fraction", 1.0, "--val-fraction 1.0"), ("val_fraction", -0.1, "--val-fraction -0.1"),
         ("workers", 0, "--workers 0"), ("shard_size", 999_999, "--shard-size"), ("languages", ("eng",), "'eng'"),
         ("languages", ("en", "EN"), "'EN'"), ("doc_separator", "", "--doc-separator is empty"),
-        ("sources", (), "no sources"), ("out", "", "--out is empty"),
+        ("sources", (), "no sources"), ("sources", ("books", ""), "a source is empty"), ("out", "", "--out is empty"),
     ],
 )  # fmt: skip
 def test_invalid_settings_are_refused(name: str, value: Any, said: str) -> None:
@@ -21,8 +21,6 @@ def test_invalid_settings_are_refused(name: str, value: Any, said: str) -> None:
         TokenizeConfig(**{name: value})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("val_fraction", 0.0), ("val_fraction", 0.99), ("workers", 1), ("shard_size", 1_000_000)]
-)
-def test_the_limits_themselves_are_accepted(name: str, value: Any) -> None:
-    assert getattr(TokenizeConfig(**{name: value}), name) == value
+def test_the_limits_themselves_are_accepted() -> None:
+    TokenizeConfig(val_fraction=0.0, workers=1, shard_size=1_000_000)
+    TokenizeConfig(val_fraction=0.99)

@@ -57,7 +57,7 @@ def test_ray_and_processes_without_it_make_the_same_bytes(
 ) -> None:
     alone = make("alone")
     one, two = make("one", workers=1, address=joined), make("two", workers=2, address=joined)
-    assert re.findall(r"pieces -> \S+, (.*)", capsys.readouterr().out) == ["without Ray", *["by Ray Data"] * 2]
+    assert re.findall("without Ray|by Ray Data", capsys.readouterr().out) == ["without Ray", *["by Ray Data"] * 2]
     assert contents(alone) == contents(one) == contents(two)
     manifest = read_manifest(one)
     assert manifest.report["books_dropped"] == {"duplicate": 1, "empty": 1}
@@ -107,27 +107,12 @@ def test_a_finished_folder_is_untouched_and_a_missing_shard_is_made_again(
     assert contents(folder) == before
 
 
-def test_other_settings_need_overwrite(make: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
-    folder = make("tokens")
-    with pytest.raises(UserError, match=r"min_chars was 200 and is now 100.*--overwrite"):
-        make("tokens", min_chars=100)
-    for overwrite in (False, True):
-        make("tokens", min_chars=100, overwrite=overwrite, dry_run=True)
-        assert "min_chars was 200 and is now 100" in capsys.readouterr().out
-    before = contents(folder)
-    make("tokens", min_chars=100, overwrite=True)
-    assert contents(folder).keys() == before.keys()
-
-
 def test_an_unusable_store_is_refused_before_anything_is_replaced(make: Callable[..., Path], tmp_path: Path) -> None:
     folder = make("tokens")
     before = contents(folder)
     with pytest.raises(UserError, match="is a folder: name a file in it"):
         make("tokens", overwrite=True, tracking_uri=f"sqlite:///{tmp_path}")
     assert contents(folder) == before
-    with pytest.raises(UserError, match="is a folder: name a file in it"):
-        make("new", tracking_uri=f"sqlite:///{tmp_path}")
-    assert not (tmp_path / "new/manifest.json").exists()
 
 
 def test_the_reason_is_given_when_no_book_can_be_kept(make: Callable[..., Path], store: str, tmp_path: Path) -> None:
@@ -140,17 +125,6 @@ def test_the_reason_is_given_when_no_book_can_be_kept(make: Callable[..., Path],
     (run, *_) = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])
     assert run.info.status == "FAILED"
     assert run.data.tags["reason"].startswith("none of 1 books could be kept")
-
-
-def test_more_books_change_only_the_pieces_that_they_are_in(
-    make: Callable[..., Path], books: Path, prose: Callable[..., str]
-) -> None:
-    folder = make("tokens")
-    before = contents(folder)
-    (books / "zebra.txt").write_text(prose(99), encoding="utf-8")
-    make("tokens")
-    assert contents(folder)["train/000000-000.arrow"] == before["train/000000-000.arrow"]
-    assert read_manifest(folder).report["books_in"] == 43
 
 
 @pytest.mark.parametrize("on_ray", [False, True])
@@ -196,22 +170,11 @@ def test_a_user_mistake_is_one_sentence_and_exit_code_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("a file")
-    mistakes = {
-        ("nowhere",): "no file or folder nowhere",
-        ("empty",): "holds no books",
-        ("s3:///books",): "s3:///books names no bucket",
-        ("ftp://there/books",): "at s3://, gs:// or hf://",
-        ("sample", "--val-fraction", "7"): "--val-fraction 7",
-        ("sample", "--out", "file/tokens"): "cannot be written",
-        ("sample", "--shard-size", "1kB"): "too small",
-    }
-    for arguments, words in mistakes.items():
+    for arguments, named in ((("nowhere",), "nowhere"), (("sample", "--out", "file/tokens"), "file/tokens")):
         monkeypatch.setattr(sys, "argv", ["pipeline.tokenize", *arguments])
         with pytest.raises(SystemExit) as leaving:
             run(main, TokenizeConfig, module="pipeline.tokenize", description="")
         said = capfd.readouterr().err
-        assert leaving.value.code == 2, (arguments, said)
-        assert words in said
-        assert "Traceback" not in said
+        assert (leaving.value.code, said.count("\n")) == (2, 1), said
+        assert named in said

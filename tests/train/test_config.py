@@ -19,7 +19,6 @@ from train.run import RunOptions
     [
         ({"global_batch": 7, "micro_batch": 2}, ["--global-batch 7", "--micro-batch 2", "1, 7"]),
         ({"global_batch": 10**24 + 1, "micro_batch": 2}, [f"--global-batch {10**24 + 1}", "2^31"]),
-        ({"global_batch": 2**31 - 1, "micro_batch": 2}, ["--micro-batch 2", "1, 2147483647"]),
         ({"global_batch": 8, "micro_batch": 4, "workers": 3}, ["--global-batch 8", "--workers 3"]),
         ({"steps": 5, "time_budget": 3.0}, ["--steps", "--time-budget"]),
         ({"tokens": 5}, ["--tokens 5", "--global-batch"]),
@@ -27,10 +26,6 @@ from train.run import RunOptions
         ({"micro_batch": 0}, ["--micro-batch 0"]),
         ({"seed": 2**63}, ["--seed 9223372036854775808"]),
         ({"loss_chunks": 7, "micro_batch": 32}, ["--loss-chunks 7", "--micro-batch"]),
-        ({"loss_chunks": 7}, ["--loss-chunks 7", "--global-batch 480"]),
-        ({"global_batch": 1, "workers": 2}, ["--global-batch 1", "--workers 2"]),
-        ({"micro_batch": -2}, ["--micro-batch -2"]),
-        ({"precision": "fp16", "device": "cpu"}, ["--precision fp16", "--device"]),
         ({"reading": Reading(text_field="content")}, ["--text-field", "--stream", "python -m pipeline.tokenize"]),
     ],
 )
@@ -41,19 +36,9 @@ def test_a_contradiction_is_named(settings: dict, named: list[str]) -> None:
         assert part in str(refusal.value)
 
 
-def test_json_gives_the_same_config_back() -> None:
-    config = TrainConfig(
-        data="somewhere",
-        model=parse_model("tiny,layers=3,dropout=0.1,tied=false"),
-        steps=7,
-        cycle=Cycle(5, 1),
-    )
-    assert config_from_json(json.loads(json.dumps(config.to_json())), "test") == config
-
-
-@pytest.mark.parametrize("text", [*PRESETS, "tiny,layers=4", "small,bias=false,dropout=0.2"])
-def test_a_model_is_written_as_it_is_read(text: str) -> None:
-    assert parse_model(format_model(parse_model(text))) == parse_model(text)
+def test_a_model_is_written_as_it_is_read() -> None:
+    for text in (*PRESETS, "tiny,layers=4", "small,bias=false,dropout=0.2"):
+        assert parse_model(format_model(parse_model(text))) == parse_model(text)
 
 
 def test_a_models_changes_are_read_as_their_types() -> None:
@@ -63,24 +48,11 @@ def test_a_models_changes_are_read_as_their_types() -> None:
     assert format_model(dataclasses.replace(PRESETS["tiny"], bias=False)) == "tiny,bias=false"
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"vocabulary": 0}, "vocabulary=0"),
-        ({"context_length": 0}, "context_length=0"),
-        ({"dropout": 1.0}, "dropout=1.0"),
-        ({"padded_vocabulary": 50256}, "50256"),
-    ],
-)
-def test_a_size_that_no_model_has_is_named(changes: dict[str, float], named: str) -> None:
-    with pytest.raises(UserError, match=named):
-        dataclasses.replace(PRESETS["tiny"], **changes)
+def test_a_size_that_no_model_has_is_named() -> None:
+    for name, value in {"vocabulary": 0, "context_length": 0, "dropout": 1.0, "padded_vocabulary": 50256}.items():
+        with pytest.raises(UserError, match=f"{name}.*{value}"):
+            dataclasses.replace(PRESETS["tiny"], **{name: value})
     assert dataclasses.replace(PRESETS["tiny"], padded_vocabulary=50257)
-
-
-def test_what_is_trained_on_is_what_a_person_named() -> None:
-    assert TrainConfig(data="a/b").source == "a/b"
-    assert TrainConfig(stream=("books", "s3://more"), steps=1).source == "books, s3://more"
 
 
 def test_a_searchs_best_is_read_by_its_config(tmp_path: Path) -> None:
@@ -89,32 +61,21 @@ def test_a_searchs_best_is_read_by_its_config(tmp_path: Path) -> None:
     assert load_config(path) == TrainConfig(seed=5)
 
 
-@pytest.mark.parametrize("text", ["huge", "tiny,depth=3", "tiny,layers=two", "tiny,layers", "tiny,heads=3"])
-def test_an_unknown_model_is_refused(text: str) -> None:
-    with pytest.raises(UserError):
-        parse_model(text)
+def test_an_unknown_model_is_refused() -> None:
+    for text in ("huge", "tiny,depth=3", "tiny,layers=two", "tiny,layers", "tiny,heads=3"):
+        with pytest.raises(UserError):
+            parse_model(text)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        "[1]",
-        '{"config": 3}',
-        '{"config": null}',
-        '{"colour": 1}',
-        '{"precision": "fp8"}',
-        '{"steps": -1}',
-        "\xff",
-        "[" * 100_000,
-        f'{{"steps": {"9" * 5000}}}',
-    ],
-)
-def test_a_bad_config_file_is_refused_by_name(tmp_path: Path, content: str) -> None:
+def test_a_bad_config_file_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
-    path.write_text(content, encoding="latin-1")
-    with pytest.raises(UserError):
-        load_config(path)
+    for content in (
+        "", "[1]", '{"config": 3}', '{"config": null}', '{"colour": 1}', '{"precision": "fp8"}', '{"steps": -1}',
+        "\xff", "[" * 100_000, f'{{"steps": {"9" * 5000}}}',
+    ):  # fmt: skip
+        path.write_text(content, encoding="latin-1")
+        with pytest.raises(UserError, match=r"bad\.json"):
+            load_config(path)
 
 
 def test_the_batch_arithmetic() -> None:
@@ -127,34 +88,19 @@ def test_the_batch_arithmetic() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "sentence"),
+    ("values", "named"),
     [
-        ({"global_batch": "8"}, "global_batch is '8'; input should be a valid integer"),
-        ({"steps": 2.5}, "steps is 2.5; input should be a valid integer"),
-        ({"micro_batch": True}, "micro_batch is True; input should be a valid integer"),
-        ({"mask_books": 1}, "mask_books is 1; input should be a valid boolean"),
-        ({"learning_rate": "fast"}, "learning_rate is 'fast'; input should be a valid number"),
-        ({"ablate": [1]}, "ablate.0 is 1; input should be 'sync'"),
-        ({"compile": None}, "compile is None; input should be 'auto'"),
-        ({"model": {"layers": "2"}}, "layers is '2'; input should be a valid integer"),
-        ({"model": {"depth": 2}}, "model.depth is 2; unexpected"),
-        ({"model": 3}, "model is 3; input should be an object"),
-        ({"data": 3}, "data is 3; input should be a valid string"),
-        ({"cycle": 3}, "--cycle '3' is not N"),
-        ({"cycle": "²+1"}, "--cycle '².1' is not N"),
-        ({"cycle": None}, "--cycle 'None' is not N"),
-        ({"cycle": "0+1"}, "--cycle '0.1' is not N"),
-        ({"stream": "books"}, "stream is 'books'; input should be a valid"),
-        ({"reading": {"min_chars": "5"}}, "min_chars is '5'; input should be a valid integer"),
-        ({"reading": {"languages": "en"}}, "languages is 'en'; input should be a valid"),
-        ({"reading": {"languages": ["english"]}}, "--languages 'english' is not a language code"),
-        ({"reading": {"colour": 1}}, "reading.colour is 1; unexpected"),
-        ({"reading": 3}, "reading is 3; input should be an object"),
-        ({"reading": None}, "reading is None; input should be an object"),
+        ({"global_batch": "8"}, "global_batch is '8'"), ({"mask_books": 1}, "mask_books is 1"),
+        ({"ablate": [1]}, "ablate.0 is 1"), ({"compile": None}, "compile is None"),
+        ({"stream": "books"}, "stream is 'books'"), ({"model": {"depth": 2}}, "model.depth is 2"),
+        ({"model": 3}, "model is 3"), ({"cycle": 3}, "--cycle '3'"), ({"cycle": "²+1"}, "--cycle '².1'"),
+        ({"cycle": "0+1"}, "--cycle '0.1'"),
+        ({"reading": {"languages": "en"}}, "languages is 'en'"), ({"reading": None}, "reading is None"),
+        ({"reading": {"languages": ["english"]}}, "--languages 'english'"),
     ],
-)
-def test_a_files_values_are_of_their_fields_types(values: dict[str, object], sentence: str) -> None:
-    with pytest.raises(UserError, match=rf"^a\.json.*{sentence}"):
+)  # fmt: skip
+def test_a_files_values_are_of_their_fields_types(values: dict[str, object], named: str) -> None:
+    with pytest.raises(UserError, match=rf"^a\.json.*{named}"):
         config_from_json(values, "a.json")
 
 
@@ -163,7 +109,8 @@ def test_every_field_takes_back_what_it_gave() -> None:
         stream=("books",), reading=Reading(doc_separator="***", languages=("en", "fr")), steps=3, within=0.01,
         ablate=("sync",), accelerator="A100",
     )  # fmt: skip
-    for config in (TrainConfig(), full, TrainConfig(time_budget=3), TrainConfig(learning_rate=1)):
+    tiny = TrainConfig(model=parse_model("tiny,layers=3,dropout=0.1,tied=false"), steps=7, cycle=Cycle(5, 1))
+    for config in (TrainConfig(), full, tiny, TrainConfig(time_budget=3), TrainConfig(learning_rate=1)):
         assert config_from_json(json.loads(json.dumps(config.to_json())), "a.json") == config
 
 

@@ -1,6 +1,7 @@
 """A run that is slower than its search found: which causes are named, and that none is without evidence."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -47,25 +48,19 @@ def ran(make_result: Make, speed: float = 850.0, retries: int = 0, **changes: An
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [
-        ({"data_wait_fraction": 0.12}, "it waited for data in 12.0% of the time (1.0% in the search)"),
+        ({"data_wait_fraction": 0.12}, "12.0% .*1.0%"),
         (
             {"telemetry": CARD | {
                 "system/gpu_sm_clock_mhz": 1400.0, "system/gpu_throttled_by_power_percent": 97.0,
                 "system/gpu_throttled_by_heat_percent": 0.0, "system/machine_cpu_percent": 70.0,
             }},
-            "the GPU's clock was 1,400 MHz (1,755 in the search), lowered by power in 97% of the time",
+            "1,400 MHz .*1,755.* power in 97%",
         ),
-        (
-            {"telemetry": MACHINE | {"system/machine_cpu_percent": 99.0}},
-            "other processes used 2.9 of the machine's 8 processors (0.6 in the search)",
-        ),
-        (
-            {"telemetry": {"system/gpu_memory_gb": 30.0}},
-            "other processes held 8.53 GB of the GPU's memory",
-        ),
-        ({"retries": 3}, "torch's allocator had to free its cache 3 times in 10 steps"),
-        ({"device": "NVIDIA A100"}, "it ran on NVIDIA A100, the search on NVIDIA H100"),
-        ({"machine": "w2"}, "it ran on w2, the search on w1"),
+        ({"telemetry": MACHINE | {"system/machine_cpu_percent": 99.0}}, "processes used 2.9 .* 8 .*0.6"),
+        ({"telemetry": {"system/gpu_memory_gb": 30.0}}, "processes held 8.53 GB"),
+        ({"retries": 3}, "3 times in 10 steps"),
+        ({"device": "NVIDIA A100"}, "A100.*H100"),
+        ({"machine": "w2"}, "w2.*w1"),
     ],
     ids=["loader", "clock", "processors", "neighbour", "allocator", "device", "machine"],
 )  # fmt: skip
@@ -74,33 +69,28 @@ def test_a_cause_that_the_records_show_is_named_and_no_other(
 ) -> None:
     found = slower(ran(make_result, **changes), CONFIRMED, EAGER)
     assert found
-    assert found.rows == [
-        ("speed", "slower by 15.0% than the search fast found: 1,000 tokens/s (95%: 980 to 1,020)"),
-        ("likely cause", cause),
-    ]
+    speed, (_, text) = found.rows
+    assert re.search("15.0%.*1,000 tokens/s.*980 to 1,020", speed[1])
+    assert re.search(cause, text), text
+    assert not text.startswith("none found")
     assert not found.command
 
 
 @pytest.mark.parametrize("confirmed", [CONFIRMED, BARE])
 def test_without_evidence_no_cause_is_named(make_result: Make, confirmed: Confirmed) -> None:
-    """Nothing but the speed is other than it was, as far as the search recorded it."""
+    """Nothing but the speed is other than it was, as far as the search recorded it; all that was compared is told."""
     found = slower(ran(make_result), confirmed, EAGER)
     assert found
-    ((name, text),) = found.rows[1:]
-    assert name == "likely cause"
-    assert text.startswith("none found in what was recorded: it waited for data in 1.0% of the time")
-    assert "the GPU's clock was 1,755 MHz" in text
-    assert "other processes used 0.6 of the machine's 8 processors" in text
-    assert text.endswith("had to free its cache 0 times in 10 steps")
+    ((_, text),) = found.rows[1:]
+    assert text.startswith("none found")
+    assert all(number in text for number in ("1.0%", "1,755 MHz", "0.6", "0 times in 10 steps"))
     compiled = slower(ran(make_result), confirmed, replace(EAGER, compile="whole"))
     assert compiled
-    assert compiled.rows[1][1].endswith("with TORCH_LOGS=recompiles torch prints that")
+    assert "TORCH_LOGS=recompiles" in compiled.rows[1][1]
     on_cpu = ran(make_result, telemetry={}, device="cpu", memory=Memory(None, None, 2**30, "rss"))
     found = slower(on_cpu, replace(BARE, device="cpu"), EAGER)
     assert found
-    assert found.rows[1] == (
-        "likely cause", "none found in what was recorded: it waited for data in 1.0% of the time"
-    )  # fmt: skip
+    assert found.rows[1][1].endswith("1.0% of the time"), "of a CPU no more is known"
 
 
 @pytest.mark.parametrize("changes", [{"retries": 30, "steps": 10_000}, {"retries": 2}, {"data_wait_fraction": 0.04}])
@@ -119,12 +109,7 @@ def test_a_power_limit_is_no_cause_and_heat_is_one_where_the_searchs_clock_is_no
     assert found.rows[1][1].startswith("none found")
     hot = slower(ran(make_result, telemetry=limited | {"system/gpu_throttled_by_heat_percent": 40.0}), BARE, EAGER)
     assert hot
-    assert hot.rows[1:] == [
-        (
-            "likely cause",
-            "the GPU's clock was 1,755 MHz, lowered by power in 97% of the time, lowered by heat in 40% of the time",
-        )
-    ]
+    assert re.search("^the GPU's clock was 1,755 MHz.* power in 97%.* heat in 40%", hot.rows[1][1])
 
 
 @pytest.mark.parametrize("speed", [975.0, 980.0, 1000.0, 1200.0])
@@ -135,21 +120,12 @@ def test_a_run_whose_interval_reaches_the_searchs_is_not_slower(make_result: Mak
 
 @pytest.fixture
 def best(tmp_path: Path) -> Path:
-    """What a search has left."""
     file = tmp_path / "fast" / "best.json"
     file.parent.mkdir()
     measured = {
-        "tokens_per_second": 1000.0,
-        "low": 980.0,
-        "high": 1020.0,
-        "memory_bytes": 1,
-        "runs": 3,
-        "tied_with": [],
-        "device": CONFIRMED.device,
-        "machines": ["w1"],
-        "data_wait_fraction": 0.01,
-        "telemetry": CONFIRMED.telemetry,
-    }
+        "tokens_per_second": 1000.0, "low": 980.0, "high": 1020.0, "memory_bytes": 1, "runs": 3, "tied_with": [],
+        "device": CONFIRMED.device, "machines": ["w1"], "data_wait_fraction": 0.01, "telemetry": CONFIRMED.telemetry,
+    }  # fmt: skip
     file.write_text(json.dumps({"study": "s", "config": TrainConfig().to_json(), "measured": measured}))
     return file
 
@@ -194,8 +170,8 @@ def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, smal
     result = ran(make_result, data_wait_fraction=0.12)
     found = diagnosed(run, config, result)
     assert found == slower(result, CONFIRMED, EAGER)
-    rows = summary(config, replace(result, diagnosis=found))
-    assert ("likely cause", "it waited for data in 12.0% of the time (1.0% in the search)") in rows
+    assert found
+    assert found.rows[1] in summary(config, replace(result, diagnosis=found))
     assert diagnosed(replace(run, confirmed=None), config, result) is None
     over = replace(result, outcome="over_limit", shortage=Shortage("the check after step 1", None, 10**9, {}))
     found = diagnosed(run, config, over)

@@ -67,7 +67,7 @@ def test_what_was_predicted_is_beside_what_was_measured(config: TrainConfig, mak
         ("--micro-batch 24", "29.29 GB, the same arithmetic in 20 micro-batches instead of 15"),
         ("--checkpointing full", "27.14 GB, 24% more arithmetic"),
     ]
-    assert found.advice == ("try again with --loss fused, which is predicted to take 18.55 GB (no more arithmetic): ")
+    assert "--loss fused, which is predicted to take 18.55 GB" in found.advice
     kept = replace(result, diagnosis=found)
     assert from_json(RunResult, to_json(kept), "it") == kept
 
@@ -107,8 +107,8 @@ def test_what_is_advised_is_predicted_to_fit_and_nothing_that_failed_is(
         }
         assert predict_peak(replace(config, **changed)).total < min(room * GB, predict_peak(config).total)
     else:
-        assert found.advice.startswith(f"no change is predicted to fit {room}.00 GB: the smallest prediction is")
-        assert "with --micro-batch 1 --checkpointing full; use a smaller --model" in found.advice
+        assert f"no change is predicted to fit {room}.00 GB" in found.advice
+        assert "--micro-batch 1 --checkpointing full" in found.advice
 
 
 def test_a_smaller_batch_is_no_advice_where_the_model_itself_did_not_fit(
@@ -129,8 +129,9 @@ def test_when_nothing_can_be_changed_it_is_said(config: TrainConfig, make_result
     least = replace(config, micro_batch=1, loss="fused", checkpointing="full")
     found = of_memory(least, failed(make_result, 3 * GB), HOME, 3 * GB)
     assert found
-    assert found.advice.startswith("no change is predicted to fit 3.00 GB: the smallest prediction is ")
-    assert found.advice.endswith("with no change left to make; use a smaller --model or a larger --memory-limit")
+    assert "3.00 GB" in found.advice
+    assert "no change left" in found.advice
+    assert not found.command
     assert of_memory(config, make_result(), HOME, None) is None
 
 
@@ -157,4 +158,3 @@ def test_the_command_can_be_copied(
     kept = of_memory(config, failed(make_result, 12 * GB, checkpoint="runs/one/checkpoints/step-00000200"), HOME, None)
     assert kept
     assert kept.command == "python -m train.run --resume one --micro-batch 8"
-    assert kept.advice.startswith("the last checkpoint is kept; continue with --micro-batch 8, which is predicted")

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mlflow.entities import Run
@@ -20,16 +19,15 @@ from infra.tracking.key import RunKey
 from infra.tracking.lost import incomplete
 from infra.tracking.names import MOST
 from infra.tracking.saved_views import COLUMNS, VIEWS
-from infra.tracking.store import create_run, reopen_run
+from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
-from infra.tracking.views import page_link
 from pipeline.shards import TRACKING, Manifest, made_by, read_manifest
 from train import report
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
 from train.estimate.memory import predict_peak
 from train.model_config import ModelConfig
-from train.result import CycleReport, Diagnosis, Memory, RunResult
+from train.result import CycleReport, Memory, RunResult
 
 HOME = RunFolder(Path("runs/one"))
 
@@ -106,44 +104,16 @@ def test_what_was_changed_is_told_from_what_is_usual(config: TrainConfig, result
 
 
 @pytest.mark.usefixtures("working_folder")
-def test_a_run_that_an_earlier_version_began_is_continued(
-    config: TrainConfig, result: RunResult, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Its page has a param for each setting, and its numbers had other names."""
-    key = create_run("train", "old", tags={"kind": "run"})
-    HOME.path.mkdir(parents=True)
-    with Tracker(key) as tracker:
-        tracker.params({"model": "tiny", "seed": 7, "learning_rate": 6e-4})
-        tracker.metrics({"time/elapsed_seconds": 9.0, "loss/train": 5.0}, 1)
-        tracker.tags({"outcome": "interrupted", "reason": "was asked to stop"})
-    reopen_run(key)
-    with Tracker(key) as tracker:
-        report.record_resume(tracker, config, 1)
-        for step, values in report.cycle_metrics(to_json(CYCLE)):
-            tracker.metrics(values, step)
-        report.record_end(tracker, config, result, None, HOME)
-    run = MlflowClient(key.store).get_run(key.run_id)
-    assert run.info.status == "FINISHED"
-    assert run.data.params["seed"] == "7"
-    assert run.data.metrics["loss/train"] == 4.0
-    assert (run.data.tags["outcome"], run.data.tags["reason"]) == ("finished", "")
-    assert "rejected" not in capfd.readouterr().err
-
-
-@pytest.mark.usefixtures("working_folder")
-@pytest.mark.parametrize("outcome", ["oom", "raised"])
-def test_the_list_says_why_a_run_failed(config: TrainConfig, result: RunResult, outcome: Any) -> None:
-    key = create_run("train", "one", tags={"kind": "run"})
+def test_the_list_says_why_a_run_failed(config: TrainConfig, result: RunResult) -> None:
+    keys = [create_run("train", name, tags={"kind": "run"}) for name in ("oom", "raised")]
     said = "CUDA out of memory. Tried to allocate 2.00 GiB"
-    if outcome == "oom":
-        HOME.path.mkdir(parents=True)
-        with Tracker(key) as tracker:
-            failed = replace(result, outcome=outcome, reason=said)
-            report.record_end(tracker, config, failed, None, HOME)
-    else:
-        with pytest.raises(RuntimeError), Tracker(key):
-            raise RuntimeError(said + "\nand a traceback")
-    assert MlflowClient(key.store).get_run(key.run_id).data.tags["reason"] == said
+    HOME.path.mkdir(parents=True)
+    with Tracker(keys[0]) as tracker:
+        report.record_end(tracker, config, replace(result, outcome="oom", reason=said), None, HOME)
+    with pytest.raises(RuntimeError), Tracker(keys[1]):
+        raise RuntimeError(said + "\nand a traceback")
+    for key in keys:
+        assert MlflowClient(key.store).get_run(key.run_id).data.tags["reason"] == said
     assert "tags.`reason`" in COLUMNS["train"]
 
 
@@ -156,40 +126,21 @@ def note(key: RunKey) -> list[str]:
 def test_the_description_begins_with_three_lines(config: TrainConfig, result: RunResult) -> None:
     """What MLflow shows of it unfolded, and legibly."""
     key, _ = recorded(config, result, read_manifest(config.data))
-    first, *rest = note(key)
+    what, numbers, following = note(key)[0].split("  \n")
     predicted = predict_peak(replace(config, attention="sdpa")).total / 1e9
-    assert first.split("  \n") == [
-        "**What:** tiny,width=32,context_length=32,vocabulary=257,padded_vocabulary=320 on "
-        f"`{Path(config.data).name}`; finished: reached 10 steps",
-        "**Speed:** 1,000 tokens/s (95%: 990 to 1,020), MFU 40.0% · "
-        f"**Memory:** 4.00 of 8.00 GB (predicted {predicted:.2f}) · "
-        "**Loss:** training 3.250, validation 3.500, after 320 tokens",
-        "**Next:** `python -m train.export --checkpoint one --to exported`",
-    ]
-    assert rest[0].startswith("|  |  |\n| --- | --- |")
-    assert rest[-1].startswith("| peak memory, GB |")
+    assert Path(config.data).name in what
+    for number in ("1,000", "990 to 1,020", "40.0%", "4.00 of 8.00 GB", f"{predicted:.2f}", "3.250", "3.500", "320"):
+        assert number in numbers
+    assert "--checkpoint one" in following
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"sample": "In the beginning"}, '`python -m train.generate --checkpoint one --prompt "In the beginning"`'),
-        ({"checkpoint": None}, "repeat it with `python -m train.run --config {home}/config.json`"),
-        ({"outcome": "interrupted"}, "continue with: `python -m train.run --resume one`"),
-        (
-            {"outcome": "oom", "diagnosis": Diagnosis([], "try again with --loss fused: ", "python --loss fused")},
-            "try again with --loss fused: `python --loss fused`",
-        ),
-    ],
-    ids=["to try", "without a checkpoint", "interrupted", "out of memory"],
-)
-def test_the_fifth_line_is_the_next_command(
-    config: TrainConfig, make_result: Callable[..., RunResult], changes: dict[str, Any], said: str
-) -> None:
-    home = Place.of("runs/one")
-    *_, (name, step) = report.opening_lines(config, make_result(**changes), home, None)
-    assert name == "Next"
-    assert step.startswith(said.format(home=home))
+def test_the_page_names_the_next_command(config: TrainConfig, make_result: Callable[..., RunResult]) -> None:
+    for changes, command in (
+        ({"sample": "In the beginning"}, "train.generate --checkpoint one"), ({"checkpoint": None}, "one/config.json"),
+        ({"outcome": "interrupted"}, "train.run --resume one"),
+    ):  # fmt: skip
+        told = dict(report.opening_lines(config, make_result(**changes), Place.of("runs/one"), None))
+        assert command in told["Next"]
 
 
 @pytest.mark.usefixtures("working_folder")
@@ -208,11 +159,7 @@ def test_a_run_links_to_the_run_that_made_its_data(
     assert note(key)[1] == f"Data: [tokens]({page})"
 
 
-def test_a_run_in_another_store_is_named_and_an_unknown_one_is_not(tmp_path: Path, small_shards: Path) -> None:
-    elsewhere = RunKey("https://mlflow.example.org", "3", "4711")
-    assert page_link(elsewhere, "tokens", store="sqlite:////home/mlflow.db") == (
-        "tokens (MLflow run `4711` in https://mlflow.example.org)"
-    )
+def test_an_unknown_run_is_not_named(tmp_path: Path, small_shards: Path) -> None:
     assert made_by(small_shards) is None
     folder = Path(shutil.copytree(small_shards, tmp_path / "tokens"))
     for unknown in ("{damaged", json.dumps(RunKey("sqlite:////gone/mlflow.db", "3", "1").kept_in(str(folder)))):
@@ -229,12 +176,9 @@ def test_a_search_links_to_the_run_that_trained_with_its_winner(place: Place, tm
     with Tracker(run) as tracker:
         report.record_search(tracker, "best", str(place / "best.json"))
         report.record_search(tracker, "best", str(tmp_path / "config.json"))  # which no search has left
-    assert note(search) == [
-        "**What:** the fastest way",
-        f"Trained with its winner: [best](#/experiments/{run.experiment_id}/runs/{run.run_id}"
-        "?workflowType=machine_learning)",
-        "| a table |",
-    ]
+    what, link, rest = note(search)
+    assert (what, rest) == ("**What:** the fastest way", "| a table |")
+    assert f"[best](#/experiments/{run.experiment_id}/runs/{run.run_id}?" in link
     client = MlflowClient(run.store)
     assert client.get_run(search.run_id).data.tags["trained.run"] == run.run_id
     assert client.get_run(run.run_id).data.tags["search.run"] == search.run_id

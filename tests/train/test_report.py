@@ -62,19 +62,18 @@ def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
         "sample": "so it goes",
     }
     streamed = dict(report.summary(config, make_result(machine="w1", encoded_on={"w2": 300, "w1": 100})))
-    assert streamed["step time"].endswith("1.00% waiting for data: w1 waited for books encoded on w1 (25%), w2 (75%)")
+    assert streamed["step time"].endswith("w1 (25%), w2 (75%)")
     on_gpu = make_result(
         device="NVIDIA H100", mfu=0.5, memory=Memory(2 * GB, 3 * GB, 4 * GB, "nvml"), throughput=None, val_loss=None
     )
     rows = dict(report.summary(config, replace(on_gpu, joules_per_million_tokens=1754.0)))
-    assert rows["energy"] == "1.75 kJ per million tokens, of the GPU alone"
-    assert rows["peak memory"].startswith("process 4.00 GB (NVML), reserved 3.00 GB, allocated 2.00 GB; predicted")
-    assert rows["throughput"] == "not measured: fewer than three steps after warm-up"
-    assert rows["loss"] == "training 3.250"
+    assert rows["energy"].startswith("1.75 kJ")
+    assert rows["peak memory"].startswith("process 4.00 GB (NVML), reserved 3.00 GB, allocated 2.00 GB")
+    assert rows["throughput"].startswith("not measured")
     measured = replace(on_gpu, throughput=Throughput(1.0, 1.0, 1.0, 3, 1), matmul_utilisation=0.625)
-    assert dict(report.summary(config, measured))["arithmetic"] == (
-        "0.002 TFLOP/s; MFU 50.0%; 62.5% of the matmul that infra.doctor measured here"
-    )
+    arithmetic = dict(report.summary(config, replace(measured, hfu=0.75, paused_seconds=60.0)))
+    assert all(number in arithmetic["arithmetic"] for number in ("0.002", "50.0%", "62.5%", "HFU"))
+    assert "paused" in arithmetic
 
 
 def test_a_cycle_in_mlflow_has_each_steps_loss_at_its_step() -> None:
@@ -129,9 +128,9 @@ def test_a_result_in_mlflow(config: TrainConfig, make_result: Make) -> None:
         "memory": f"4.00 GB (predicted {peak.total / GB:.2f})", "tokens/s": "1,000 (990 to 1,020)",
     }  # fmt: skip
     assert "tokens/s" not in report.columns(replace(result, throughput=None))
-    rows = report.memory_markdown(config, result).splitlines()
-    assert f"| in torch's allocator | {peak.allocated / GB:.3f} | 2.000 |" in rows
-    assert f"| **process** | {peak.total / GB:.3f} | 4.000 |" in rows
+    table = report.memory_markdown(config, result)
+    assert f"| {peak.allocated / GB:.3f} | 2.000 |" in table
+    assert f"| {peak.total / GB:.3f} | 4.000 |" in table
     formulas = report.formula_metrics(config, result)
     assert formulas["result/mfu_causal"] == pytest.approx(0.4 * causal(config.model) / palm(config.model))
     for device, kind in (("cpu", "cpu"), ("NVIDIA H100", "cuda")):
@@ -149,35 +148,28 @@ def test_what_is_about_to_be_trained(
     asked = replace(config, micro_batch=AUTO, compile="auto", precision="auto", attention="sdpa")
     report.print_header(resolve(config, cpu_facts()), asked, manifest, Place("runs/a name"), cut_off)
     printed = " ".join(capfd.readouterr().out.split())
-    assert f": {manifest.splits['train']['tokens']:,} training tokens" in printed
-    assert "8 sequences = 2 (auto) per micro-batch x 2 accumulated x 2 workers; 256 tokens per step" in printed
-    assert "device cpu, precision fp32 (auto), attention sdpa, compile off (auto), loss plain, " in printed
+    for known in (f"{manifest.splits['train']['tokens']:,}", "2 (auto)", "fp32 (auto)", "off (auto)", "runs/a name"):
+        assert known in printed
     assert "no C compiler" not in printed, "which a CPU's run does not miss"
     report.print_header(replace(config, device="cuda"), asked, manifest, Place("runs/a name"), cut_off)
     assert "no C compiler" in capfd.readouterr().out
-    assert "folder: runs/a name" in printed
 
 
 @pytest.mark.parametrize(
     ("outcome", "checkpoint", "said"),
     [
-        ("finished", "c", "the link"),
-        ("interrupted", "c", "continue with: python -m train.run --resume one"),
-        ("interrupted", None, "no checkpoint was kept: start again with another --name"),
-        ("diverged", "c", "python -m train.run --resume one --learning-rate ..."),
-        ("diverged", None, "with --learning-rate below 0.0006 or, in a long run, --warmup-steps above 100"),
-        ("oom", None, "try again with --loss fused: python -m train.run --config"),
+        ("finished", "c", "the link"), ("interrupted", "c", "--resume one"), ("interrupted", None, "another --name"),
+        ("diverged", "c", "--resume one --learning-rate"), ("diverged", None, "--learning-rate below 0.0006"),
+        ("oom", None, "python -m train.run --config runs/one/config.json --loss fused"),
     ],
-)
+)  # fmt: skip
 def test_the_last_line_says_what_to_do_next(
     config: TrainConfig, make_result: Make, capfd: pytest.CaptureFixture[str], outcome: str, checkpoint: str, said: str
 ) -> None:
-    folder, found = Path("runs/one").resolve(), None
-    if outcome == "oom":
-        advice = "try again with --loss fused: ", "python -m train.run --config runs/one/config.json --loss fused"
-        found = Diagnosis([("logits", "19.78 GB predicted")], *advice)
+    advice = "try again: ", "python -m train.run --config runs/one/config.json --loss fused"
+    found = Diagnosis([("logits", "19.78 GB predicted")], *advice) if outcome == "oom" else None
     result = make_result(outcome=outcome, checkpoint=checkpoint, diagnosis=found)
-    report.print_result(config, result, Place.of(folder), "the link")
+    report.print_result(config, result, Place.of(Path("runs/one").resolve()), "the link")
     printed = " ".join(capfd.readouterr().out.split())
     assert ("logits 19.78 GB predicted" in printed) == (outcome == "oom")
     assert said in printed.partition("the link")[1 if said == "the link" else 2]

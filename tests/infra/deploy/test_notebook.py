@@ -24,13 +24,10 @@ TINY = {
 }
 
 
-def test_the_notebook_is_valid_and_a_mistake_is_found() -> None:
+def test_the_notebook_is_valid() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     assert not any(cell.get("outputs") for cell in notebook.cells)
-    del notebook.cells[1]["source"]
-    with pytest.raises(nbformat.ValidationError, match="source"):
-        nbformat.validate(notebook)
 
 
 @pytest.mark.timeout(1800)  # five whole commands

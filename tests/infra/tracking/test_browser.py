@@ -4,7 +4,6 @@ One store, which our own code writes, one MLflow server and one browser for all 
 """
 
 import os
-import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -244,13 +243,3 @@ def test_what_matters_of_a_description_is_legible(
         line = page.locator("p strong").filter(has_text=name).first.bounding_box()
         assert line
         assert line["y"] + line["height"] <= fade["y"] + 0.6 * fade["height"], name
-
-
-def test_a_key_that_does_not_exist_opens_the_plain_list(links: dict[str, str], page: Page) -> None:
-    """MLflow opens the experiment's first page, which is the list for those who have chosen model training."""
-    page.goto(links["run"].partition("#")[0])
-    page.get_by_role("button", name="Model training").click()
-    page.goto(view(links["run"], "gone"))
-    for name in ("first", "second"):
-        expect(page.get_by_role("link", name=name, exact=True).first).to_be_visible()
-    expect(page).not_to_have_url(re.compile("gone"))

@@ -80,7 +80,6 @@ def die(*_: object) -> None:
 
 
 def runs(experiment: str = "train") -> dict[str, list[Run]]:
-    """The runs of each name."""
     client, named = MlflowClient(store_uri()), dict[str, list[Run]]()
     found = client.get_experiment_by_name(experiment)
     for run in client.search_runs([found.experiment_id]) if found else ():

@@ -39,10 +39,10 @@ def test_metadata_of_the_source_precedes_that_of_the_header(about: dict[str, str
     assert book.released == "May 9, 2008"
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-be"])
-def test_zero_bytes_are_text_after_a_byte_order_mark(encoding: str) -> None:
+def test_zero_bytes_are_text_after_a_byte_order_mark() -> None:
     text = "It began.\n"
-    assert cleaned(("\ufeff" * encoding.endswith("be") + text).encode(encoding)).text.decode() == text
+    for encoding in ("utf-16", "utf-32", "utf-16-be"):
+        assert cleaned(("\ufeff" * encoding.endswith("be") + text).encode(encoding)).text.decode() == text
     dropped = clean(RawBook("a", "a", text.encode("utf-16-le")))
     assert isinstance(dropped, Dropped)
     assert dropped.reason == "not text"
@@ -65,14 +65,11 @@ def test_a_few_zero_bytes_are_left_out_and_counted() -> None:
     ("text", "seems"),
     [
         ("<!DOCTYPE html>\n<html>\n<p>It began.</p>", "HTML"),
-        ("\n<html><body><p>It began.</p></body></html>", "HTML"),
         ('<?xml version="1.0"?>\n<TEI><p>It began.</p></TEI>', "HTML"),
         ('{"text": "It began.", "url": "https://example.org"}\n' * 9, "JSON"),
         ('[\n  {\n    "text": "It began."\n  }\n]', "JSON"),
         (base64.encodebytes(bytes(range(256)) * 9).decode(), "base64"),
         ("It began.\n<|endoftext|>\n" * 9, "--doc-separator"),
-        ("It began.\n" * 9, None),
-        ("[Illustration: a house]\n\nIt began.\n", None),
         ("<< It began >>\n\nHe wrote <p> for a paragraph.\n", None),
         ('"It began," he said: {"so": 1}.\n', None),
         ("WHAT IS SAID ABOUT <|endoftext|>\n\nIt ends a text.\n", None),

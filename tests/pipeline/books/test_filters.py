@@ -3,8 +3,6 @@
 import hashlib
 import random
 
-import pytest
-
 from pipeline.books.clean import Book
 from pipeline.books.filters import refuse
 from pipeline.config import Reading
@@ -56,8 +54,8 @@ def test_a_short_refrain_is_not_repetitive() -> None:
     assert reason("lully lullay " * 51) == "too repetitive"
 
 
-@pytest.mark.parametrize(("declared", "code"), [("German", "de"), (" french ", "fr"), ("fr", "fr"), ("EN", "en")])
-def test_any_of_the_wanted_languages_is_kept(declared: str, code: str) -> None:
-    for wanted in ((code,), ("la", code)):
-        assert reason(PROSE, Reading(languages=wanted), declared) is None
-    assert reason(PROSE, Reading(languages=("la", "it")), declared) == "language"
+def test_any_of_the_wanted_languages_is_kept() -> None:
+    for declared, code in (("German", "de"), (" french ", "fr"), ("fr", "fr"), ("EN", "en")):
+        for wanted in ((code,), ("la", code)):
+            assert reason(PROSE, Reading(languages=wanted), declared) is None
+        assert reason(PROSE, Reading(languages=("la", "it")), declared) == "language"

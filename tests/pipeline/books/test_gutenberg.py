@@ -1,5 +1,7 @@
 """Golden forms of Project Gutenberg's wrapping: it is removed, and the book is kept."""
 
+import itertools
+
 import pytest
 
 from pipeline.books.gutenberg import declared_encoding, unwrap
@@ -59,14 +61,20 @@ TAILS = {
 }
 
 
-@pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("head", HEADS)
-def test_header_and_footer_are_removed_and_the_book_kept(head: str, tail: str) -> None:
-    unwrapped = unwrap((HEADS[head] + BOOK + TAILS[tail]).encode())
-    assert unwrapped.body.decode().strip() == BOOK.strip()
-    assert unwrapped.fields == {
-        "title": "A Tale", "author": "Somebody Else", "language": "English", "released": "May 9, 2008"
-    }  # fmt: skip
+def test_header_and_footer_are_removed_and_the_book_kept(head: str) -> None:
+    for name, tail in TAILS.items():
+        unwrapped = unwrap((HEADS[head] + BOOK + tail).encode())
+        assert unwrapped.body.decode().strip() == BOOK.strip(), name
+        assert unwrapped.fields == {
+            "title": "A Tale", "author": "Somebody Else", "language": "English", "released": "May 9, 2008"
+        }  # fmt: skip
+        for copies in (1, 50):  # a text that was joined to one line keeps its book
+            book = (BOOK * copies).replace("\n", " ").strip().encode()
+            joined = unwrap((HEADS[head] + BOOK * copies + tail).replace("\n", " ").encode())
+            assert book in joined.body, name
+            assert b"LICENSE" not in joined.body, name
+            assert (joined.fields["author"], joined.fields["released"]) == ("Somebody Else", "May 9, 2008")
 
 
 def test_a_closing_note_is_removed() -> None:
@@ -77,14 +85,14 @@ def test_a_closing_note_is_removed() -> None:
     assert "closing note" in unwrapped.forms
 
 
-@pytest.mark.parametrize("heading", ["FOOTNOTES:", "Index", "APPENDIX A", "  _Glossary_", "ADVERTISEMENTS."])
-def test_text_after_a_closing_note_is_kept(heading: str) -> None:
+def test_text_after_a_closing_note_is_kept() -> None:
     body = (BOOK * 200).rstrip()
     note = "\n\n\n\n\nTranscriber's Notes:\n\nHyphens were kept.\n"
-    behind = f"\n\n\n{heading}\n\n" + "[1] Of this more is said elsewhere.\n\n" * 100
-    unwrapped = unwrap((HEADS["this"] + body + note + behind + TAILS["this"]).encode())
-    assert unwrapped.body.decode().strip().startswith(body)
-    assert unwrapped.body.decode().strip().endswith(behind.strip())
+    for heading in ("FOOTNOTES:", "Index", "APPENDIX A", "  _Glossary_", "ADVERTISEMENTS."):
+        behind = f"\n\n\n{heading}\n\n" + "[1] Of this more is said elsewhere.\n\n" * 100
+        kept = unwrap((HEADS["this"] + body + note + behind + TAILS["this"]).encode()).body.decode().strip()
+        assert kept.startswith(body)
+        assert kept.endswith(behind.strip())
 
 
 NOTES = {
@@ -99,14 +107,13 @@ OPENINGS = {
 }
 
 
-@pytest.mark.parametrize("gap", ["\n", "\n\n\n"])
-@pytest.mark.parametrize("opening", OPENINGS)
 @pytest.mark.parametrize("note", NOTES)
-def test_an_opening_note_is_removed_without_any_of_the_book(note: str, opening: str, gap: str) -> None:
-    book = OPENINGS[opening] + BOOK
-    unwrapped = unwrap((HEADS["this"] + NOTES[note] + gap + book + TAILS["this"]).encode())
-    assert unwrapped.body.decode().strip() == book.strip()
-    assert "opening note" in unwrapped.forms
+def test_an_opening_note_is_removed_without_any_of_the_book(note: str) -> None:
+    for opening, gap in itertools.product(OPENINGS.values(), ("\n", "\n\n\n")):
+        book = opening + BOOK
+        unwrapped = unwrap((HEADS["this"] + NOTES[note] + gap + book + TAILS["this"]).encode())
+        assert unwrapped.body.decode().strip() == book.strip()
+        assert "opening note" in unwrapped.forms
 
 
 def test_notices_between_the_scenes_of_the_1993_shakespeare_are_removed() -> None:
@@ -137,18 +144,6 @@ def test_words_of_the_footer_inside_a_book_do_not_end_it() -> None:
 def test_the_declared_character_set_is_read_in_its_own_words() -> None:
     assert declared_encoding(HEADER.encode()) == "ISO-8859-1"
     assert declared_encoding(BOOK.encode()) is None
-
-
-@pytest.mark.parametrize("copies", [1, 50])
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("head", HEADS)
-def test_a_text_that_was_joined_to_one_line_keeps_its_book(head: str, tail: str, copies: int) -> None:
-    joined = (HEADS[head] + BOOK * copies + TAILS[tail]).replace("\n", " ").encode()
-    unwrapped = unwrap(joined)
-    assert (BOOK * copies).replace("\n", " ").strip().encode() in unwrapped.body
-    assert b"LICENSE" not in unwrapped.body
-    assert unwrapped.fields["author"] == "Somebody Else"
-    assert unwrapped.fields["released"] == "May 9, 2008"
 
 
 def test_a_footer_far_from_the_end_is_found() -> None:
@@ -220,13 +215,12 @@ FORMS = {
 
 
 @pytest.mark.parametrize("lines", [2, 200, 20_000])
-@pytest.mark.parametrize("second", FORMS)
-@pytest.mark.parametrize("first", FORMS)
-def test_a_file_may_hold_several_books_of_any_form(first: str, second: str, lines: int) -> None:
-    names = {"ALPHA": first, "BETA": second, "GAMMA": first}
-    books = [tale(name, lines) for name in names]
-    wrapped = [FORMS[form][0] + book + FORMS[form][1] for form, book in zip(names.values(), books, strict=True)]
-    assert unwrap("".join(wrapped).encode()).body.decode().split() == "".join(books).split()
+def test_a_file_may_hold_several_books_of_any_form(lines: int) -> None:
+    for first, second in itertools.product(FORMS, FORMS):
+        names = {"ALPHA": first, "BETA": second, "GAMMA": first}
+        books = [tale(name, lines) for name in names]
+        wrapped = [FORMS[form][0] + book + FORMS[form][1] for form, book in zip(names.values(), books, strict=True)]
+        assert unwrap("".join(wrapped).encode()).body.decode().split() == "".join(books).split(), (first, second)
 
 
 @pytest.mark.parametrize("form", ["modern", "small print at the end", "copyrighted"])
@@ -238,13 +232,12 @@ def test_other_texts_around_books_are_kept(form: str) -> None:
     assert unwrap(whole.encode()).body.decode().split() == expected.split()
 
 
-@pytest.mark.parametrize("lines", [2, 100, 10_000])
-@pytest.mark.parametrize("opening", ["Project Gutenberg Etext of A Tale\n\n", ""])
-def test_small_print_at_the_end_is_removed_however_short_the_book(opening: str, lines: int) -> None:
+def test_small_print_at_the_end_is_removed_however_short_the_book() -> None:
     print_ = "\n*** START: SMALL PRINT! for COPYRIGHT PROTECTED ETEXTS ***\nlaw\n*** END: SMALL PRINT! ***\n"
-    for printed in (print_, f"\n{PRINTED}"):
-        found = unwrap((opening + tale("ALPHA", lines) + printed).encode()).body.decode()
-        assert found.split() == (tale("ALPHA", lines) + ("" if opening else printed)).split()
+    for lines, opening in itertools.product((2, 100, 10_000), ("Project Gutenberg Etext of A Tale\n\n", "")):
+        for printed in (print_, f"\n{PRINTED}"):
+            found = unwrap((opening + tale("ALPHA", lines) + printed).encode()).body.decode()
+            assert found.split() == (tale("ALPHA", lines) + ("" if opening else printed)).split()
 
 
 @pytest.mark.parametrize(
@@ -279,15 +272,14 @@ QUOTES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "title", ["How Headers Are Removed", "Title: Headers\nAuthor: A. Writer", "Project Gutenberg eBooks"]
-)
 @pytest.mark.parametrize("quote", QUOTES.values(), ids=QUOTES)
-def test_a_text_about_project_gutenberg_is_kept_whole_wrapped_or_not(quote: str, title: str) -> None:
-    for text in (
-        f"{title}\n\n{quote}{tale('ALPHA', 30)}{quote}{tale('BETA', 3000)}{quote}THE END\n",
-        f"{title}\n\n{tale('ALPHA', 3)}{quote}The end.\n",
-    ):
+def test_a_text_about_project_gutenberg_is_kept_whole_wrapped_or_not(quote: str) -> None:
+    titles = ("How Headers Are Removed", "Title: Headers\nAuthor: A. Writer", "Project Gutenberg eBooks")
+    long, short = (
+        f"{quote}{tale('ALPHA', 30)}{quote}{tale('BETA', 3000)}{quote}THE END",
+        f"{tale('ALPHA', 3)}{quote}The end.",
+    )
+    for text in (f"{title}\n\n{body}\n" for title in titles for body in (long, short)):
         assert unwrap(text.encode()).body.decode() == text
         for head, tail in FORMS.values():
             assert unwrap((head + text + tail).encode()).body.decode().split() == text.split()

@@ -180,16 +180,6 @@ def test_a_damaged_member_is_the_only_one_lost(tmp_path: Path, compression: int)
     assert list(reasons(books)) == ["books.zip/1.txt"]
 
 
-def test_damage_of_which_nothing_is_said_has_a_name(tmp_path: Path) -> None:
-    path = write_zip(tmp_path / "books.zip", {"a.txt": b"text"}, zipfile.ZIP_STORED)
-    content = bytearray(path.read_bytes())
-    at = content.rindex(b"PK\x01\x02") + 20
-    content[at : at + 8] = MEGABYTE.to_bytes(4, "little") * 2  # bytes of the member, of which the file has fewer
-    path.write_bytes(content)
-    reason = reasons(read(path))["books.zip/a.txt"]
-    assert reason == "damaged: EOFError" or reason.startswith("damaged: Overlapped entries")  # newer Pythons look first
-
-
 def test_invalid_unicode_in_names_and_strings_is_damage(tmp_path: Path) -> None:
     path = write_zip(tmp_path / "books.zip", {"é.txt": b"text", "b.txt": b"text"})
     path.write_bytes(path.read_bytes().replace("é".encode(), b"\xff\xfe"))
@@ -317,20 +307,16 @@ def test_json_is_read_as_what_it_is_under_every_compression(tmp_path: Path, pack
     assert reasons(read(path)).keys() == {path.name}
 
 
-@pytest.mark.parametrize("name", ["84.txt", "84.txt.utf-8", "pg85.txt.1", "pg84.txt.utf8.gz", "84.TXT.gz.2", "84.gz"])
-def test_the_names_of_downloads_are_known(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "books" / name
-    path.parent.mkdir()
-    path.write_bytes(gzip.compress(b"It began.\n") if ".gz" in name else b"It began.\n")
-    (file,) = find([str(tmp_path / "books")]).files
-    assert [book.data for book in read_books(Part(file, 0), TokenizeConfig()) if isinstance(book, RawBook)] == [
-        b"It began.\n"
-    ]
+def test_the_names_of_downloads_are_known(tmp_path: Path) -> None:
+    for name in ("84.txt", "84.txt.utf-8", "pg85.txt.1", "pg84.txt.utf8.gz", "84.TXT.gz.2", "84.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(name.encode()) if ".gz" in name else name.encode())
+    found = [book for file in find([str(tmp_path)]).files for book in read_books(Part(file, 0), TokenizeConfig())]
+    assert {Path(book.id).name: book.data.decode() for book in found if isinstance(book, RawBook)} == {
+        name: name for name in os.listdir(tmp_path)
+    }
 
 
-@pytest.mark.parametrize(
-    "name", ["page.html.gz", "table.csv", "table.csv.gz", "feed.xml", "crawl.warc.gz", "all.tar", "all.tar.gz", "a.tgz"]
-)
+@pytest.mark.parametrize("name", ["page.html.gz", "table.csv", "crawl.warc.gz", "all.tar"])
 def test_other_kinds_of_files_are_counted_in_folders_and_refused_by_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"what it holds")
     (tmp_path / "book.txt").write_text("It began.\n")

@@ -30,7 +30,6 @@ TEXTS = [f"Book {number}.\n" + "It was a quiet morning on the harbour road.\n" *
 
 
 def write_texts(folder: Path) -> Path:
-    """Three text files in ``folder``."""
     folder.mkdir(parents=True)
     for number in range(3):
         (folder / f"{number}.txt").write_text(TEXTS[number], encoding="utf-8")
@@ -136,17 +135,6 @@ def test_odd_names_are_read(tmp_path: Path) -> None:
     assert all(book.encode() for book in books)
 
 
-def test_the_plan_is_a_function_of_inputs_and_settings(tmp_path: Path) -> None:
-    inventory = Inventory([SourceFile(f"b{n:03d}.txt", f"/b{n:03d}.txt", 300_000, 0) for n in range(40)])
-    one = make_plan(inventory, TokenizeConfig(workers=1, shard_size=1_000_000))
-    two = make_plan(inventory, TokenizeConfig(workers=9, shard_size=1_000_000, out=str(tmp_path)))
-    assert [piece.key() for piece in one] == [piece.key() for piece in two]
-    assert [part.file.id for piece in one for part in piece.parts] == [file.id for file in inventory.files]
-    assert max(piece.size for piece in one) <= 1_000_000
-    other = make_plan(inventory, TokenizeConfig(shard_size=1_000_000, min_chars=7))
-    assert not {piece.key() for piece in one} & {piece.key() for piece in other}
-
-
 def test_a_book_is_in_the_split_that_it_always_was_in() -> None:
     """Another hash or seed would move books that were trained on into validation."""
     places = {
@@ -184,12 +172,7 @@ def test_invalid_unicode_in_names_and_suffixes_is_escaped(tmp_path: Path) -> Non
     assert {suffix.encode(): count for suffix, count in inventory.skipped.items()} == {rb".\xff\xfe": 2}
 
 
-def test_an_empty_source_is_refused() -> None:
-    with pytest.raises(ValueError, match="a source is empty"):
-        TokenizeConfig(sources=("books", ""))
-
-
-@pytest.mark.parametrize("source", ["nowhere", "empty", "ftp://host/books", "gutenberg:12x"])
+@pytest.mark.parametrize("source", ["nowhere", "empty", "ftp://host/books", "gutenberg:12x", "s3:///books"])
 def test_a_bad_source_is_one_sentence(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -197,7 +180,7 @@ def test_a_bad_source_is_one_sentence(tmp_path: Path, source: str, monkeypatch: 
         find([source])
 
 
-@pytest.mark.parametrize("mirror", ["http://[bad", "http://a host", "http://host:port", "http://host/\u00e9"])
+@pytest.mark.parametrize("mirror", ["http://[bad", "http://host:port"])
 def test_a_bad_mirror_is_one_sentence(mirror: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downloads, "RETRIES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -341,7 +324,7 @@ def test_the_link_of_another_user_counts_where_it_names_their_own_file(link: int
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make the file of another user")
-def test_what_another_users_link_names_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_users_link_names_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "private.txt").write_text("our secret diary")
     folder = write_texts(tmp_path / "books")
     (folder / "planted.txt").symlink_to(tmp_path / "private.txt")
@@ -408,18 +391,12 @@ def test_a_data_set_of_ours_is_no_source_finished_or_not(tmp_path: Path) -> None
             (folder / out / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / out / name).write_text('{"text": "not a book"}\n')
     assert find([str(folder)]) == whole
-    for pattern in ("books/*", "books/**", "books/**/*.*", "**/*.jsonl", "*"):
-        if pattern == "**/*.jsonl":
-            with pytest.raises(UserError, match="holds no books"):
-                find([f"{tmp_path}/{pattern}"])
-        else:
-            assert {Path(file.uri).name for file in find([f"{tmp_path}/{pattern}"]).files} == {
-                "0.txt",
-                "1.txt",
-                "2.txt",
-            }
-    with pytest.raises(UserError, match="holds no books"):
-        find([str(folder / "tokens")])
+    for pattern in ("books/*", "books/**", "books/**/*.*", "*"):
+        found = {Path(file.uri).name for file in find([f"{tmp_path}/{pattern}"]).files}
+        assert found == {"0.txt", "1.txt", "2.txt"}
+    for nothing in ("**/*.jsonl", "books/tokens"):
+        with pytest.raises(UserError, match="holds no books"):
+            find([f"{tmp_path}/{nothing}"])
 
 
 def test_a_data_set_of_ours_is_no_source_in_object_storage_either(bucket: str) -> None:

@@ -73,7 +73,6 @@ def deadly_encoder(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture(params=["without Ray", "on Ray"])
 def address(request: pytest.FixtureRequest) -> str | None:
-    """The address of the shared Ray, or none."""
     return request.getfixturevalue("joined") if request.param == "on Ray" else None
 
 
@@ -135,11 +134,9 @@ def test_a_killed_worker_costs_nothing_but_time(
 
 @pytest.mark.slow
 def test_books_are_read_from_s3_that_fails_now_and_then(
-    tmp_path: Path,
-    write_books: Callable[..., Path],
-    s3: tuple[str, Callable[[float], None]],
+    tmp_path: Path, write_books: Callable[..., Path], s3: tuple[str, Callable[[float], None]],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     query, set_rate = s3
     local = write_books(tmp_path / "books", 12, words=3000)
     for path in local.iterdir():

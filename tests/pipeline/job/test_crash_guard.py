@@ -14,7 +14,6 @@ from pipeline.job.crash_guard import CrashGuard
 
 @pytest.fixture
 def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the notes of a run."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return scratch("run")
 
@@ -45,7 +44,7 @@ def test_a_worker_that_dies_before_its_first_book_counts_against_no_book(notes: 
         assert after.deaths == {"book": 1}
 
 
-def test_a_folder_of_another_user_is_refused(notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_refused(notes: Path) -> None:
     CrashGuard("run", "000000").at("book")
     notes.parent.chmod(0o777)
     with pytest.raises(UserError, match="is open to other users: remove it, or set TMPDIR"):

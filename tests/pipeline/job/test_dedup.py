@@ -5,11 +5,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from infra.place import Place
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
+from pipeline.encoding import encode
 from pipeline.job import plan
 from pipeline.job.dedup import drop_duplicates, find_duplicates
 from pipeline.job.plan import make_plan
@@ -25,8 +27,8 @@ def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.Monke
     books = tmp_path / "books"
     books.mkdir()
     for name, text in {
-        "a": prose(1, 200), "b": prose(2, 200), "c": prose(1, 200), "d": "", "e": prose(2, 200), "f": "",
-        "g": prose(1, 200) + "THE END\n", "h": prose(3, 200),
+        "a": prose(1, 200), "b": prose(2, 200), "c": prose(1, 200).replace("\n", "\r\n"), "d": "", "e": prose(2, 200),
+        "f": "", "g": prose(1, 200) + "THE END\n", "h": prose(3, 200),
     }.items():  # fmt: skip
         (books / f"{name}.txt").write_text(text, encoding="utf-8")
     config = TokenizeConfig((str(books),), duplicates="near", val_fraction=0)
@@ -38,7 +40,7 @@ def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.Monke
 
 
 def test_the_first_by_id_is_kept_and_the_others_are_removed_everywhere(
-    records: dict[str, Record], tmp_path: Path
+    records: dict[str, Record], tmp_path: Path, prose: Callable[..., str]
 ) -> None:
     thinned = drop_duplicates(Place.of(tmp_path), records, find_duplicates(records, 0))
     kept = {name: [book for book, *_ in record.books] for name, record in sorted(thinned.items())}
@@ -59,6 +61,8 @@ def test_the_first_by_id_is_kept_and_the_others_are_removed_everywhere(
             assert shard.batch.column("book").to_pylist() == kept[name]
             assert checksum(tmp_path / info.path) == info.checksum
             assert (info.rows, info.tokens) == (len(kept[name]), len(shard.tokens))
+    first = Shard(tmp_path / "train/000000-000.arrow")
+    assert np.array_equal(first.tokens[: first.offsets[1] - 1], encode(prose(1, 200).encode()))
     assert sorted(path.name for path in (tmp_path / "train").iterdir()) == ["000000-000.arrow", "000003-000.arrow"]
     assert find_duplicates(thinned, 0) == {}
 

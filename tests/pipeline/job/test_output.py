@@ -255,21 +255,21 @@ def test_killed_clearing_leaves_a_whole_data_set_or_nothing_that_looks_done(
         if (out / MANIFEST).exists():
             assert list(verify(Place.of(out), manifest)) == []
         else:
-            assert output.assess(Job(replace(small_pieces, out=str(out)))).done == {}, (
-                "the next --overwrite would keep it"
-            )
+            done = output.assess(Job(replace(small_pieces, out=str(out)))).done
+            assert done == {}, "the next --overwrite would keep it"
 
 
-@pytest.mark.parametrize(
-    ("whole", "damaged"),
-    [('"split": "train"', '"split": "test"'), ('"rows"', '"lines"'), ('"replaced": 0', '"replaced": "0"')],
-)
-def test_a_record_with_another_type_or_name_is_no_record(config: TokenizeConfig, whole: str, damaged: str) -> None:
+def test_a_record_with_another_type_or_name_is_no_record(config: TokenizeConfig) -> None:
     path = Path(config.out) / "pieces/000000.json"
     content = path.read_text(encoding="utf-8")
-    assert whole in content
-    path.write_text(content.replace(whole, damaged), encoding="utf-8")
-    assert read_record(Path(config.out), "000000") is None
+    for whole, damaged in (
+        ('"split": "train"', '"split": "test"'),
+        ('"rows"', '"lines"'),
+        ('replaced": 0', 'replaced": "0"'),
+    ):
+        assert whole in content
+        path.write_text(content.replace(whole, damaged), encoding="utf-8")
+        assert read_record(Path(config.out), "000000") is None
 
 
 def test_a_data_set_without_its_quarantine_is_not_finished(small_pieces: TokenizeConfig) -> None:
@@ -294,6 +294,8 @@ def test_settings_are_kept_beside_the_pieces_and_compared(config: TokenizeConfig
     assert values == config.identity() | {"sources": list(config.sources), "languages": [], "held_out": {}}
     assert output.changed_settings(Job(config)) == {}
     assert output.changed_settings(Job(replace(config, min_chars=7))) == {"min_chars": (200, 7)}
+    with pytest.raises(UserError, match=r"min_chars was 200 and is now 7.*--overwrite"):
+        main(replace(config, min_chars=7))
 
 
 def test_the_quarantine_is_one_line_per_book_sorted_by_id(tmp_path: Path) -> None:

@@ -31,32 +31,20 @@ def other(name: str, value: Any) -> Piece:
     return replace(PIECE, parts=(replace(PART, file=replace(FILE, **{name: value})),))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("id", "b.txt"), ("uri", "/b.txt"), ("size", 101), ("modified", 2), ("start", 1), ("stop", 100), ("index", 4),
-        ("parts", (PART, PART)), ("min_chars", 7), ("val_fraction", 0.5), ("encoder", "tiktoken"),
-        ("duplicates", "near"), ("join_lines", True), ("languages", ("en",)),
-    ],
-)  # fmt: skip
-def test_what_decides_a_shard_is_in_its_key(name: str, value: Any) -> None:
-    assert other(name, value).key() != PIECE.key()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("sources", ("b",)), ("workers", 7), ("out", Path("b")), ("overwrite", True)]
-)
-def test_what_does_not_decide_it_is_not(name: str, value: Any) -> None:
-    assert other(name, value).key() == PIECE.key()
-
-
-@pytest.mark.parametrize(("name", "value"), [("FORMAT_VERSION", 2), ("VOCABULARY_SHA256", "0")])
-def test_shards_of_another_format_or_vocabulary_are_made_again(
-    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = PIECE.key()
-    monkeypatch.setattr(plan, name, value)
-    assert PIECE.key() != before
+def test_what_decides_a_shard_is_in_its_key_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    decides: dict[str, Any] = {
+        "id": "b.txt", "uri": "/b.txt", "size": 101, "modified": 2, "start": 1, "stop": 100, "index": 4,
+        "parts": (PART, PART), "min_chars": 7, "val_fraction": 0.5, "encoder": "tiktoken", "duplicates": "near",
+        "join_lines": True, "languages": ("en",),
+    }  # fmt: skip
+    keys = [other(name, value).key() for name, value in decides.items()]
+    for name, value in (("FORMAT_VERSION", 2), ("VOCABULARY_SHA256", "0")):
+        with monkeypatch.context() as patch:
+            patch.setattr(plan, name, value)
+            keys.append(PIECE.key())
+    assert len({PIECE.key(), *keys}) == 1 + len(keys)
+    for name, value in {"sources": ("b",), "workers": 7, "out": Path("b"), "overwrite": True}.items():
+        assert other(name, value).key() == PIECE.key(), name
 
 
 def sizes(files: list[int], **settings: Any) -> list[list[int]]:

@@ -18,7 +18,6 @@ from pipeline.job.processes import do_pieces
 
 @pytest.fixture
 def pieces(tmp_path: Path, write_books: Callable[..., Path]) -> list[Piece]:
-    """Three pieces of a megabyte."""
     config = TokenizeConfig((str(write_books(tmp_path / "books", 40, words=12_000)),), shard_size=1_000_000)
     return make_plan(find(config.sources), config)
 

@@ -15,7 +15,7 @@ from pipeline.inspect import InspectConfig
 from pipeline.job import output, plan
 from pipeline.job.plan import Job
 from pipeline.job.task import do_piece
-from pipeline.shards import MANIFEST, Manifest, read_manifest
+from pipeline.shards import read_manifest
 from pipeline.tokenize import main
 
 S3 = tuple[str, Callable[[float], None]]
@@ -23,7 +23,11 @@ S3 = tuple[str, Callable[[float], None]]
 
 @pytest.fixture
 def config(
-    tmp_path: Path, write_books: Callable[..., Path], prose: Callable[..., str], s3: S3, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    write_books: Callable[..., Path],
+    prose: Callable[..., str],
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> TokenizeConfig:
     """Settings for twelve small books in six pieces, two of which are copies, with an output in object storage."""
     monkeypatch.setattr(plan, "PARTS_PER_PIECE", 2)
@@ -31,8 +35,7 @@ def config(
     for number in (7, 11):  # one leaves its shard another book, one an empty shard
         (books / f"book {number:04d}.txt").write_text(prose(1, 100), encoding="utf-8")
     (books / "book 0010.txt").write_text(prose(2, 100), encoding="utf-8")
-    query, _ = s3
-    return TokenizeConfig((str(books),), out=f"s3://places/{tmp_path.name}{query}", val_fraction=0.2)
+    return TokenizeConfig((str(books),), out=f"s3://places/{tmp_path.name}{bucket}", val_fraction=0.2)
 
 
 def tokenize(config: TokenizeConfig) -> list[str]:
@@ -104,7 +107,7 @@ def test_an_unfinished_output_has_no_manifest_and_a_lost_shard_is_never_publishe
     output.begin(job, ["000003"])
     with pytest.raises(UserError, match="so its shards are unfinished"):
         read_manifest(job.place)
-    with pytest.raises(UserError, match=r"1 of 6 pieces .*pieces/000003\.json\), so it is unfinished: run the same"):
+    with pytest.raises(UserError, match=r"1 of 6 pieces .*pieces/000003\.json"):
         output.finish(job)
     with output.sole_writer(job.place), pytest.raises(UserError, match="another run is writing to s3://places"):
         main(config)
@@ -127,11 +130,7 @@ def test_storage_that_does_not_answer_is_never_taken_for_an_empty_output(
     assert contents(config.out).keys() == names
 
 
-def test_a_data_set_that_was_not_made_here_and_a_missing_bucket_are_refused(config: TokenizeConfig) -> None:
-    Manifest.of([], config={}, vocabulary_sha256="", inputs={}, report={}).write(Place.of(config.out))
-    with pytest.raises(UserError, match=r"this program did not make.*name another --out"):
-        main(config)
-    assert contents(config.out).keys() == {MANIFEST}
+def test_a_missing_bucket_is_refused(config: TokenizeConfig) -> None:
     missing = replace(config, out=config.out.replace("places", "nobodys"))
     with pytest.raises(UserError, match=r"^--out s3://nobodys/\S* cannot be written \(The specified bucket"):
         main(missing)

@@ -24,7 +24,6 @@ from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import find
 from pipeline.config import Reading, TokenizeConfig
 from pipeline.encoding import encode, reference
-from pipeline.job.dedup import drop_duplicates, find_duplicates
 from pipeline.job.output import write_quarantine
 from pipeline.job.plan import Piece, make_plan
 from pipeline.job.record import Record, read_record
@@ -41,7 +40,6 @@ def plan_of(folder: Path, **settings) -> list[Piece]:
 
 
 def do(folder: Path, out: Path, **settings) -> Record:
-    """Do the only piece of ``folder``."""
     (piece,) = plan_of(folder, **settings)
     do_piece(piece, Place.of(out), "test")
     record = read_record(out, piece.name)
@@ -116,15 +114,6 @@ def test_a_book_whose_character_set_was_guessed_is_kept_counted_and_listed(tmp_p
     listed = write_quarantine(Place.of(tmp_path / "out"), [record])
     assert [(entry.book, entry.reason) for entry in listed] == [("books/cafe.txt", GUESSED)]
     assert totals([record])["books_dropped"] == {}
-
-
-def test_undecodable_bytes_are_counted_over_all_books(tmp_path: Path, prose: Prose) -> None:
-    folder = tmp_path / "damaged"
-    folder.mkdir()
-    for number, undecodable in enumerate((3, 0, 2)):
-        data = prose(number).encode() + b"\xc3\xa9" * 50 + b"\xff" * undecodable
-        (folder / f"{number}.txt").write_bytes(data)
-    assert do(folder, tmp_path / "out").replaced == 5
 
 
 def test_what_cannot_be_read_is_quarantined_and_the_rest_is_kept(tmp_path: Path, prose: Prose) -> None:
@@ -249,36 +238,6 @@ def test_other_languages_are_left_out(tmp_path: Path, prose: Prose) -> None:
     (folder / "declared.txt").write_text(declared, encoding="utf-8")
     record = do(folder, tmp_path / "out", languages=("en",))
     assert reasons(record) == {"german.txt": "language", "declared.txt": "language"}
-
-
-def test_duplicates_are_dropped_and_the_first_by_id_is_kept(tmp_path: Path, prose: Prose) -> None:
-    folder = tmp_path / "books"
-    folder.mkdir()
-    for name in ("b.txt", "a.txt", "c.txt"):
-        (folder / name).write_bytes(prose(1).replace("\n", "\r\n").encode() if name == "b.txt" else prose(1).encode())
-    (folder / "other.txt").write_text(prose(2), encoding="utf-8")
-    record = do(folder, tmp_path / "out", val_fraction=0)
-    duplicates = find_duplicates({"000000": record}, 0)
-    assert set(duplicates) == {"books/b.txt", "books/c.txt"}
-    thinned = drop_duplicates(Place.of(tmp_path / "out"), {"000000": record}, duplicates)["000000"]
-    assert [book for book, *_ in thinned.books] == ["books/a.txt", "books/other.txt"]
-    assert reasons(thinned) == {"b.txt": "duplicate", "c.txt": "duplicate"}
-    (info,) = thinned.shards
-    shard = Shard(tmp_path / "out" / info.path)
-    assert checksum(tmp_path / "out" / info.path) == info.checksum
-    assert np.array_equal(shard.tokens[: shard.offsets[1] - 1], encode(prose(1).encode()))
-    assert len(shard.tokens) == info.tokens == sum(book[3] for book in thinned.books)
-
-
-def test_other_editions_are_found(tmp_path: Path, prose: Prose) -> None:
-    folder = tmp_path / "books"
-    folder.mkdir()
-    (folder / "first.txt").write_text(prose(1), encoding="utf-8")
-    (folder / "second.txt").write_text(f"SECOND EDITION\n\n{prose(1)}\nTHE END\n", encoding="utf-8")
-    (folder / "third.txt").write_text(prose(2), encoding="utf-8")
-    record = do(folder, tmp_path / "out", duplicates="near")
-    found = find_duplicates({"000000": record}, 0)
-    assert [(d.book, d.reason) for d in found.values()] == [("books/second.txt", "near duplicate")]
 
 
 def test_a_file_of_many_books_fills_several_shards(tmp_path: Path, prose: Prose) -> None:

@@ -50,15 +50,13 @@ def test_rewinding_forgets_later_cycles_and_a_line_cut_short(home: RunFolder) ->
     assert steps([json.loads(line) for line in home.cycles.read_text().splitlines()]) == [10, 20]
 
 
-@pytest.mark.parametrize(
-    ("left", "finished"),
-    [('{"outcome": "finished"}', True), ('{"outcome": "diverged"}', False), ('{"outcome": "interrupted"}', False),
-     ('{"outcome": "oom"}', False), ('{"outcome', False), ("[]", False), (None, False)],
-)  # fmt: skip
-def test_only_a_finished_run_is_finished(home: RunFolder, left: str | None, finished: bool) -> None:
-    if left is not None:
+def test_only_a_finished_run_is_finished(home: RunFolder) -> None:
+    assert not home.is_finished()
+    for left in ('{"outcome": "diverged"}', '{"outcome": "interrupted"}', '{"outcome', "[]"):
         home.result.write_text(left)
-    assert home.is_finished() is finished
+        assert not home.is_finished()
+    home.result.write_text('{"outcome": "finished"}')
+    assert home.is_finished()
 
 
 def test_the_key_of_a_run_is_found_again(home: RunFolder) -> None:
@@ -81,18 +79,19 @@ def test_a_cycle_is_on_the_disk_when_it_is_told(home: RunFolder, monkeypatch: py
     assert synced == [(home.cycles.stat().st_ino, home.cycles.stat().st_size)]
 
 
+def checkpoint(run: Path, step: int) -> Path:
+    """A checkpoint of a run, of which only the progress is looked at."""
+    made = RunFolder(run).checkpoints / f"step-{step:08d}"
+    made.mkdir(parents=True)
+    progress = Progress(step, data_fingerprint="", vocabulary_sha256="", config={}, decided={})
+    write_json(made / "progress.json", asdict(progress))
+    RunFolder(run).config.touch()
+    return made
+
+
 def test_a_run_continues_from_its_newest_checkpoint_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """One before it can be asked, but to train on from there would leave those behind it to be mistaken for its own."""
-    checkpoints = RunFolder(tmp_path / "one").checkpoints
-    for step in (10, 20):
-        folder = checkpoints / f"step-{step:08d}"
-        folder.mkdir(parents=True)
-        write_json(
-            folder / "progress.json",
-            asdict(Progress(step, data_fingerprint="", vocabulary_sha256="", config={}, decided={})),
-        )
-    (tmp_path / "one" / "config.json").touch()
-    older, newer = checkpoints / "step-00000010", checkpoints / "step-00000020"
+    older, newer = (checkpoint(tmp_path / "one", step) for step in (10, 20))
     with pytest.raises(UserError, match="to continue from there, remove those after it, up to step-"):
         find_run(str(older), tmp_path)
     for named in ("one", str(tmp_path / "one"), str(newer)):
@@ -102,20 +101,13 @@ def test_a_run_continues_from_its_newest_checkpoint_alone(tmp_path: Path, capfd:
     newer.joinpath("progress.json").unlink()
     capfd.readouterr()
     assert find_checkpoint("one", tmp_path).resolve() == older.resolve()
-    said = " ".join(capfd.readouterr().err.split())
-    assert "step-00000020 is damaged: " in said
-    assert said.endswith("; step-00000010 is used instead.")
-    assert said.count("is damaged") == 1
+    assert capfd.readouterr().err.count("step-00000020 is damaged") == 1
 
 
 def test_a_name_is_first_looked_for_among_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in (Path("one"), Path("runs/one"), Path("two")):
-        checkpoint = RunFolder(folder).checkpoints / "step-00000010"
-        checkpoint.mkdir(parents=True)
-        progress = Progress(10, data_fingerprint="", vocabulary_sha256="", config={}, decided={})
-        write_json(checkpoint / "progress.json", asdict(progress))
-        RunFolder(folder).config.touch()
+        checkpoint(folder, 10)
     assert find_run("one", "runs").path == (tmp_path / "runs/one").resolve()
     assert find_run("two", "runs").path == (tmp_path / "two").resolve()
 
@@ -135,8 +127,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_not_to_be_resumed(
     run.config.touch()
     with pytest.raises(UserError, match=r"one exists already: give another --name\.$"):
         new_run(str(tmp_path), "one")
-    (run.checkpoints / "step-00000010").mkdir()
-    (run.checkpoints / "step-00000010" / "progress.json").touch()
+    checkpoint(run.path, 10)
     with pytest.raises(UserError, match="one exists already: continue it with --resume one, or give another --name"):
         new_run(str(tmp_path), "one")
 

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infra.errors import UserError
-from infra.place import Place
 from pipeline.shards import checksum
 from train.checkpoint import save
 from train.checkpoint.find import find_run
@@ -22,7 +21,6 @@ from train.config import Cycle, TrainConfig
 from train.loop.cycle import trouble
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
-from train.report import print_result
 from train.result import CycleReport
 
 
@@ -55,16 +53,14 @@ def test_none_are_kept_when_none_are_wanted(config: TrainConfig, tmp_path: Path)
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("step", [7, 14, 21, 28])
-def test_every_checkpoint_continues_exactly(config: TrainConfig, tmp_path: Path, step: int) -> None:
+def test_every_checkpoint_continues_exactly(config: TrainConfig, tmp_path: Path) -> None:
     straight: list[CycleReport] = []
-    Trainer(
-        dataclasses.replace(config, keep_checkpoints=9), checkpoints=tmp_path, on_cycle=straight.append
-    ).run()  # fmt: skip
-    rest: list[CycleReport] = []
-    Trainer(config, on_cycle=rest.append, resume=tmp_path / f"step-{step:08d}").run()
-    expected = [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in straight if r.step > step]
-    assert [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in rest] == expected
+    Trainer(dataclasses.replace(config, keep_checkpoints=9), checkpoints=tmp_path, on_cycle=straight.append).run()
+    for step in (7, 14, 21, 28):
+        rest: list[CycleReport] = []
+        Trainer(config, on_cycle=rest.append, resume=tmp_path / f"step-{step:08d}").run()
+        expected = [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in straight if r.step > step]
+        assert [(r.step, r.step_losses, r.val_loss, r.train_loss) for r in rest] == expected
 
 
 def test_a_damaged_checkpoint_is_skipped(config: TrainConfig, tmp_path: Path) -> None:
@@ -102,12 +98,11 @@ def test_nan_stops_the_run_and_keeps_the_last_good_checkpoint(
 
 def test_a_spike_is_trouble() -> None:
     assert trouble([3.0, 3.5, 5.9], 3.0, 3.0, 100) is None
-    assert trouble([3.0, 6.1], 3.0, 3.0, 100) == (
-        "the loss jumps from 3.000 (a cycle's mean) to 6.100 at step 102; --spike 3"
-    )
+    said = trouble([3.0, 6.1], 3.0, 3.0, 100) or ""
+    assert all(number in said for number in ("3.000", "6.100", "step 102", "--spike 3"))
     assert trouble([9.0], 3.0, 0, 100) is None
     assert trouble([9.0], None, 3.0, 100) is None
-    assert trouble([3.0, math.inf], None, 0, 100) == "the loss is inf at step 102", "also where no spike is looked for"
+    assert "inf at step 102" in (trouble([3.0, math.inf], None, 0, 100) or ""), "also where no spike is looked for"
 
 
 def test_a_full_disk_is_said_in_one_sentence(config: TrainConfig, tmp_path: Path) -> None:
@@ -160,27 +155,6 @@ def test_a_run_without_a_whole_checkpoint_cannot_be_continued(config: TrainConfi
             find_run(text, tmp_path)
 
 
-def test_an_interrupted_run_names_the_command_that_continues_it_if_one_can(
-    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for keep, last in ((1, "continue with: python -m train.run --resume"), (0, "no checkpoint was kept: start again")):
-        told = dataclasses.replace(config, keep_checkpoints=keep)
-        result = Trainer(told, checkpoints=tmp_path / str(keep), should_stop=lambda: True).run()
-        print_result(told, result, Place.of(tmp_path), "in MLflow")
-        assert capsys.readouterr().out.splitlines()[-1].startswith(last)
-
-
-def test_a_diverged_run_suggests_a_lower_learning_rate(
-    config: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wild = dataclasses.replace(config, learning_rate=1e30, warmup_steps=0)
-    result = Trainer(wild, checkpoints=tmp_path).run()
-    assert (result.outcome, result.checkpoint) == ("diverged", None)
-    for saved, last in ((None, "--learning-rate below 1e+30 or, "), ("step-7", "the last good checkpoint is kept")):
-        print_result(wild, dataclasses.replace(result, checkpoint=saved), Place.of(tmp_path), "in MLflow")
-        assert last in capsys.readouterr().out.splitlines()[-1]
-
-
 def test_a_resumed_run_decays_as_it_is_told_now(config: TrainConfig, tmp_path: Path) -> None:
     saved = Trainer(config, checkpoints=tmp_path).run().checkpoint
     assert saved
@@ -206,12 +180,10 @@ def taken(config: TrainConfig) -> tuple[Snapshot, Progress]:
 @pytest.mark.parametrize(
     ("end", "longer", "said"),
     [
-        ({"steps": 20}, {"steps": 21}, "one is at step 20 of 20: give a larger --steps"),
-        ({"tokens": 20 * 128 + 127}, {"tokens": 21 * 128}, "one is at step 20 of 20: give a larger --steps"),
-        ({"time_budget": 60.0}, {"time_budget": 60.5}, "one has already trained for its --time-budget: give a longer"),
-        ({}, {"steps": 21}, "one is at the end of its epoch: give --steps"),
+        ({"steps": 20}, {"steps": 21}, "step 20 of 20"), ({"tokens": 2687}, {"tokens": 21 * 128}, "step 20 of 20"),
+        ({"time_budget": 60.0}, {"time_budget": 60.5}, "--time-budget"), ({}, {"steps": 21}, "end of its epoch"),
     ],
-)
+)  # fmt: skip
 def test_a_finished_run_continues_only_for_longer(
     config: TrainConfig, end: dict[str, float], longer: dict[str, float], said: str
 ) -> None:
@@ -290,24 +262,17 @@ def test_a_snapshot_is_of_its_moment(config: TrainConfig) -> None:
     assert torch.equal(taken.state["optimizer"]["state"][0]["exp_avg"], moment)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "state.pt"])
-def test_a_checkpoint_without_one_of_its_files_is_damaged(
-    tmp_path: Path, taken: tuple[Snapshot, Progress], file: str
-) -> None:
-    (write(tmp_path, *taken) / file).unlink()
-    assert damage(tmp_path / "step-00000002") == f"{file} is missing"
-    assert newest(tmp_path) is None
-
-
 def test_only_what_is_newer_than_the_checkpoint_in_use_is_said_to_be_skipped(
     tmp_path: Path, taken: tuple[Snapshot, Progress]
 ) -> None:
     state, progress = taken
     first, second, third = (write(tmp_path, state, dataclasses.replace(progress, step=step)) for step in (1, 2, 3))
-    for damaged in (first, third):
-        (damaged / "state.pt").unlink()
+    for damaged, file in ((first, "model.safetensors"), (third, "state.pt")):
+        (damaged / file).unlink()
+        assert damage(damaged) == f"{file} is missing"
     assert newest(tmp_path) == second
-    assert list(skipped(second)) == [f"{third} is damaged: state.pt is missing; step-00000002 is used instead."]
+    (said,) = skipped(second)
+    assert said.startswith(f"{third} is damaged: state.pt is missing")
 
 
 def test_a_file_that_changes_after_it_was_found_intact_is_damaged(
@@ -366,7 +331,7 @@ def test_a_new_run_that_fails_leaves_its_folder_only_where_it_trained(tmp_path: 
     assert home.path.exists() is (left != "config.json")
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "x" * 300, "é" * 150])
-def test_what_cannot_be_a_folders_name_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError, match="is not the name of a folder"):
-        new_folder(tmp_path, name)
+def test_what_cannot_be_a_folders_name_is_refused(tmp_path: Path) -> None:
+    for name in ("", ".", "..", "a/b", "x" * 300, "é" * 150):
+        with pytest.raises(UserError, match="is not the name of a folder"):
+            new_folder(tmp_path, name)

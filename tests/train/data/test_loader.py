@@ -55,14 +55,7 @@ def test_the_order_is_a_function_of_the_place(count: int, seed: int, data: st.Da
 def test_no_epoch_of_one_seed_repeats_an_epoch_of_another() -> None:
     orders = {permute(np.arange(500), 500, seed, epoch).tobytes() for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
-
-
-def test_epochs_and_seeds_differ() -> None:
-    first, second = (permute(np.arange(500), 500, 0, epoch) for epoch in (0, 1))
-    other = permute(np.arange(500), 500, 1, 0)
-    assert not np.array_equal(first, second)
-    assert not np.array_equal(first, other)
-    assert abs(np.corrcoef(np.arange(500), first)[0, 1]) < 0.15
+    assert abs(np.corrcoef(np.arange(500), permute(np.arange(500), 500, 0, 0))[0, 1]) < 0.15
 
 
 @settings(deadline=None, max_examples=40)

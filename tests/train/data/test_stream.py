@@ -167,22 +167,20 @@ def test_as_much_is_held_out_as_validation_takes(config: TrainConfig) -> None:
     assert asked == [3 * 4 * LENGTH + 1]
 
 
-@pytest.mark.parametrize(("position", "block"), [(0, 0), (39, 0), (40, 40), (41, 40), (85, 80)])
-def test_a_checkpoint_holds_where_its_block_begins(config: TrainConfig, position: int, block: int) -> None:
+def test_a_checkpoint_holds_where_its_block_begins(config: TrainConfig) -> None:
     data = StreamData(config, Inline(config.stream, 0, config.reading))
     data.windows = StreamWindows(data._read, LENGTH, 0, 40 * LENGTH)
     rows(data.windows, 0, 100)
-    assert data.place(position)["position"] == block
+    assert [data.place(position)["position"] for position in (0, 39, 40, 41, 85)] == [0, 0, 40, 40, 80]
 
 
-@pytest.mark.parametrize("position", [0, 1, 39, 40, 55, 120, 400])
-def test_a_resumed_stream_continues_with_the_same_windows(books: Path, position: int) -> None:
+def test_a_resumed_stream_continues_with_the_same_windows(books: Path) -> None:
     straight = windows_of(books)
-    expected = rows(straight, 0, 600)[position:]
-    place = next(place for place in reversed(straight.places) if place.position <= position)
-    resumed = windows_of(books)
-    resumed.go_to(place)
-    assert np.array_equal(rows(resumed, position, 600), expected)
+    expected = rows(straight, 0, 600)
+    for position in (0, 1, 39, 40, 55, 120, 400):
+        resumed = windows_of(books)
+        resumed.go_to(next(place for place in reversed(straight.places) if place.position <= position))
+        assert np.array_equal(rows(resumed, position, 600), expected[position:])
 
 
 @pytest.mark.parametrize(("micro", "accumulation", "workers"), [(4, 3, 1), (2, 3, 2), (6, 1, 2)])
@@ -311,10 +309,7 @@ def test_books_are_held_out_until_there_are_enough_or_much_has_been_read(
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [
-        ("books.jsonl", r"books\.jsonl#0 was left out: no text in the field 'text' \(--text-field\)\."),
-        ("books.parquet", r"books\.parquet was left out: no column 'text' \(--text-column\) among Body, language\."),
-    ],
+    [("books.jsonl", r"books\.jsonl#0 .*--text-field"), ("books.parquet", r"books\.parquet .*--text-column")],
 )
 def test_when_no_book_can_be_read_the_first_is_named(config: TrainConfig, unusual: Path, name: str, why: str) -> None:
     config = dataclasses.replace(config, stream=(str(unusual / name),))

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from infra.errors import UserError
 from pipeline.shards import SPLITS, Split, TokenShards
 from train import open_shards
 
@@ -34,8 +33,3 @@ def test_a_window_is_found_from_the_end_too_and_none_beyond(small_shards: Path) 
     for index in (count, -count - 1):
         with pytest.raises(IndexError):
             windows[index]
-
-
-def test_a_split_without_a_window_is_refused(small_shards: Path) -> None:
-    with pytest.raises(UserError, match="the val split's largest shard has 4,001 tokens and one window needs 4,002"):
-        open_shards(str(small_shards), 4001, "val")

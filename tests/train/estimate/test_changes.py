@@ -21,27 +21,17 @@ def singles(config: TrainConfig) -> list[Change]:
 
 def test_the_cheapest_change_comes_first() -> None:
     config = resolve(TrainConfig(global_batch=64, micro_batch=32, **NAMED), A100)
-    assert [(change.text, change.cost) for change in singles(config)] == [
-        ("--loss fused", "no more arithmetic"),
-        ("--micro-batch 16", "the same arithmetic in 4 micro-batches instead of 2"),
-        ("--micro-batch 8", "the same arithmetic in 8 micro-batches instead of 2"),
-        ("--micro-batch 4", "the same arithmetic in 16 micro-batches instead of 2"),
-        ("--micro-batch 2", "the same arithmetic in 32 micro-batches instead of 2"),
-        ("--micro-batch 1", "the same arithmetic in 64 micro-batches instead of 2"),
-        ("--checkpointing selective", "element-wise operations twice, no more matrix products"),
-        ("--checkpointing alternate", "12% more arithmetic"),
-        ("--checkpointing full", "24% more arithmetic"),
-    ]
+    assert [change.text for change in singles(config)] == [
+        "--loss fused", *(f"--micro-batch {size}" for size in (16, 8, 4, 2, 1)),
+        *(f"--checkpointing {kind}" for kind in ("selective", "alternate", "full")),
+    ]  # fmt: skip
     full = singles(config)[-1]
     assert full.arithmetic == pytest.approx(hardware(config.model, recomputed=12) / palm(config.model) - 1)
+    assert full.cost.startswith("24%")
     assert full.peak == predict_peak(replace(config, checkpointing="full")).total
-
-
-def test_a_smaller_micro_batch_says_how_many_each_worker_accumulates() -> None:
-    config = resolve(TrainConfig(global_batch=64, micro_batch=8, workers=4, **NAMED), A100)
-    costs = {change.text: change.cost for change in savings(config)}
-    assert costs["--micro-batch 4"] == "the same arithmetic in 4 micro-batches instead of 2"
-    assert costs["--micro-batch 1"] == "the same arithmetic in 16 micro-batches instead of 2"
+    each = resolve(TrainConfig(global_batch=64, micro_batch=8, workers=4, **NAMED), A100)
+    costs = {change.text: change.cost for change in savings(each)}
+    assert "in 16 micro-batches instead of 2" in costs["--micro-batch 1"], "those of each worker"
 
 
 @pytest.mark.parametrize(

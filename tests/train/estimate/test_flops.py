@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from infra.place import Place
-from train import report
 from train.config import TrainConfig
 from train.estimate import flops
 from train.loop.trainer import Trainer
@@ -15,12 +14,6 @@ from train.model.gpt import GPT, parameter_count
 from train.model_config import PRESETS, ModelConfig
 
 GPT2 = replace(PRESETS["gpt2-124m"], padded_vocabulary=50304)
-
-
-def test_gpt2_counts_as_published() -> None:
-    assert flops.matmul_parameters(GPT2) == pytest.approx(123.57e6, rel=1e-4)
-    assert flops.palm(GPT2) == pytest.approx(854.7e6, rel=1e-3)
-    assert flops.causal(GPT2) == pytest.approx(798.0e6, rel=1e-3)
 
 
 def test_hardware_flops_of_a_large_model_are_close_to_eight_thirds_of_a_forward() -> None:
@@ -57,6 +50,7 @@ def test_utilisation_is_of_all_devices_and_none_of_unknown_ones(small_model: Mod
 
 def test_every_formula_counts_what_its_name_says() -> None:
     """GPT-2 124M: 6 x 123.57M and attention at 1,024 tokens, all of it or half, or 6 x 124.44M parameters."""
+    assert flops.matmul_parameters(GPT2) == pytest.approx(123.57e6, rel=1e-4)
     counted = {formula.name: formula.flops for formula in flops.formulas(GPT2, parameter_count(GPT2))}
     assert counted == pytest.approx(
         {"PaLM": 854.67e6, "causal": 798.04e6, "6N": 746.86e6, "hardware, checkpointed": 1062.29e6}, rel=1e-4
@@ -67,16 +61,9 @@ def test_a_run_is_compared_with_the_measured_matmul_rate(
     small_shards: Path, small_model: ModelConfig, place: Place
 ) -> None:
     config = TrainConfig(
-        data=str(small_shards),
-        model=small_model,
-        micro_batch=4,
-        global_batch=4,
-        steps=8,
-        device="cpu",
-        precision="fp32",
-        compile="off",
-        loss="plain",
-    )
+        data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=8, device="cpu",
+        precision="fp32", compile="off", loss="plain",
+    )  # fmt: skip
     result = Trainer(config).run()
     assert flops.with_matmul_efficiency(result, config, place).matmul_utilisation is None, "the doctor was not asked"
     doctor = {"machine": result.machine, "device": result.device, "matmul": {"fp32": 1e12}}
@@ -93,4 +80,3 @@ def test_a_run_is_compared_with_the_measured_matmul_rate(
         ran = flops.with_matmul_efficiency(replace(result, machine=machine), config, place)
         expected = pytest.approx(result.flops_per_second / rate) if rate else None
         assert ran.matmul_utilisation == expected, "another machine's processor is no ceiling of this one"
-    assert "of the matmul that infra.doctor measured here" in dict(report.summary(config, beside))["arithmetic"]

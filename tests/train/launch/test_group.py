@@ -65,7 +65,6 @@ def test_a_worker_that_is_silent_for_some_time_and_answers_again_is_reported(
         group.look(silence)
     assert (group.is_lost, group.is_heard()) == (False, False)
     group.look(0.1)
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2
-    assert said[0].startswith("The worker on w1 has not answered for 9 s: ")
-    assert said[1] == "w1 answers again"
+    silent, again = capsys.readouterr().out.splitlines()
+    assert "w1 has not answered for 9 s" in silent
+    assert "w1" in again

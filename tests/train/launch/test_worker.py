@@ -18,7 +18,6 @@ from infra.gpu import GpuReading
 from infra.schema import to_json
 from infra.storage import write_json
 from infra.telemetry import Telemetry
-from infra.units import GB
 from pipeline.shards import checksum, read_manifest
 from train.checkpoint import progress
 from train.checkpoint.find import find_run
@@ -184,7 +183,7 @@ def test_only_the_first_steps_tell_whether_a_size_fits(
     assert not worker.did_not_fit(make_result(outcome="diverged", steps=5 + steps), 5)
 
 
-def test_workers_all_start_again_with_the_smaller_size(home: RunFolder, config: TrainConfig) -> None:
+def test_workers_all_start_again_with_the_smaller_size(home: RunFolder) -> None:
     """What one of them found is told to all, by the channel, which outlives them."""
     channel = Channel(0, 0)
     channel.too_large(8, "8 does not fit")
@@ -197,11 +196,6 @@ def test_workers_all_start_again_with_the_smaller_size(home: RunFolder, config: 
     with ExitStack() as locks:
         past = replace(past, starts=(0, 0, 0, 0))
         assert "died" in str(worker.begin(home, locks, worker.Start(past=past))[1])
-
-
-def test_the_first_report_on_a_gpu_tells_how_full_it_is(config: TrainConfig) -> None:
-    full = worker.fullness(replace(config, micro_batch=28, global_batch=28, cycle=Cycle(10, 1)), 37 * GB, 40 * GB)
-    assert full == "GPU 37.0/40.0 GB (92.5%); batch size 28; cycle 10 + 1"
 
 
 def test_a_worker_ends_when_its_driver_says_so(home: RunFolder, config: TrainConfig) -> None:

@@ -51,6 +51,7 @@ def golden(plain: TrainConfig) -> list[float]:
 @pytest.mark.parametrize(
     "changes",
     [
+        {"micro_batch": 1},
         {"micro_batch": 2},
         {"checkpointing": "full"},
         {"checkpointing": "alternate"},

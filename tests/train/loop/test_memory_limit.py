@@ -19,7 +19,7 @@ from train import run
 from train.checkpoint.progress import checkpoints_in
 from train.config import Cycle, TrainConfig
 from train.loop import memory, memory_limit
-from train.loop.memory_limit import Limit, allocator_share
+from train.loop.memory_limit import Limit
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 
@@ -70,8 +70,8 @@ def test_the_command_imposes_its_limit(
     assert leaving.value.code == 1
     printed = " ".join(capfd.readouterr().out.split())
     assert "over_limit: the process used" in printed
-    said = "no change is predicted to fit 0.05 GB: the smallest prediction is"
-    assert said in printed.partition("memory as predicted for")[2]
+    said = "no change is predicted to fit 0.05 GB"
+    assert said in printed
     kept = json.loads(Path("runs/one/result.json").read_text())
     assert (kept["outcome"], kept["shortage"]["room"]) == ("over_limit", 50_000_000)
     assert kept["diagnosis"]["advice"].startswith(said)
@@ -127,13 +127,6 @@ def test_the_peak_is_this_process_own_and_not_that_of_the_one_that_started_it() 
     )
     done = subprocess.run([sys.executable, "-c", parent, child], cwd=ROOT, capture_output=True, text=True, check=True)
     assert 5e7 < int(done.stdout) < 9e8
-
-
-def test_the_caps_share_leaves_room_for_the_context_and_what_is_loaded_later() -> None:
-    total, context = 80 * 10**9, 10**9
-    assert allocator_share(40 * 10**9, context, total) * total == pytest.approx(39 * 10**9 - memory_limit.UNMEASURED)
-    assert allocator_share(10**12, context, total) == 1.0
-    assert allocator_share(10**6, context, total) == 0.0
 
 
 @pytest.mark.parametrize(("told", "expected"), [(5 * 10**9, 13 * 10**9), (None, 12 * 10**9)])

@@ -67,10 +67,8 @@ def test_where_memory_ran_out(config: TrainConfig, arrange: Callable[[Trainer], 
     assert result.shortage
     assert (result.shortage.during, result.shortage.tried, result.shortage.room) == (during, VAST, 10**12)
     assert f"you tried to allocate {VAST} bytes" in result.shortage.message
-    assert result.reason == (
-        f"out of memory in {during}: a tensor of 1,152,921,504.61 GB did not fit; "
-        f"{predict_peak(trainer.config).total / 1e9:.2f} GB were predicted in all, the limit is 1000.00 GB"
-    )
+    for known in (during, "1,152,921,504.61 GB", f"{predict_peak(trainer.config).total / 1e9:.2f} GB", "1000.00 GB"):
+        assert known in result.reason
     weights = 4 * parameter_count(config.model)
     assert result.shortage.held["weights"] == weights
     state = result.shortage.held["optimizer"]
@@ -147,18 +145,15 @@ def test_gradients_and_the_optimizers_state_are_counted(config: TrainConfig, opt
     assert sizes["optimizer"] >= optimizer_bytes(trainer.config, count)
 
 
-@pytest.mark.parametrize(
-    ("message", "size"),
-    [
-        ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB", 2 * 2**30),
-        ("CUDA out of memory. Tried to allocate 20.50 MiB. GPU 0", 20 * 2**20 + 2**19),
-        ("CUDA out of memory. Tried to allocate 512 bytes.", 512),
-        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1234 bytes. Error code 12", 1234),
-        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", None),
-    ],
-)
-def test_the_size_that_did_not_fit_is_read_from_torchs_message(message: str, size: int | None) -> None:
-    assert tried_to_allocate(RuntimeError(message)) == size
+def test_the_size_that_did_not_fit_is_read_from_torchs_message() -> None:
+    sizes = {
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB": 2 * 2**30,
+        "CUDA out of memory. Tried to allocate 20.50 MiB. GPU 0": 20 * 2**20 + 2**19,
+        "CUDA out of memory. Tried to allocate 512 bytes.": 512,
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1234 bytes. Error code 12": 1234,
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`": None,
+    }
+    assert {message: tried_to_allocate(RuntimeError(message)) for message in sizes} == sizes
 
 
 def test_on_a_gpu_the_cap_leaves_some_of_the_limit() -> None:

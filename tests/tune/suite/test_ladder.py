@@ -1,6 +1,5 @@
 """Whole ladders in their short form, and the command's refusals; one is interrupted in tests/test_main_job.py."""
 
-import io
 import itertools
 import json
 import re
@@ -8,7 +7,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 from mlflow.tracking import MlflowClient
 
 from infra.errors import UserError
-from infra.hardware import A100, cpu_facts
 from infra.place import Place
 from infra.storage import write_json
 from infra.tracking.store import store_uri
@@ -26,21 +24,18 @@ from pipeline.stream import EncodedBook, Stream, encoded_books
 from train.config import TrainConfig, load_config
 from train.estimate.memory import predict_peak
 from train.loop.memory_limit import Limit
-from train.loop.trainer import Trainer
 from train.model_config import ModelConfig, format_model, parse_model
 from tune import ladder, session
 from tune.config import LadderConfig
 from tune.ray_tune import Proposals, outcome
 from tune.suite import report
-from tune.suite.runs import Ladder, refuse_unsuited
-from tune.suite.suites import SUITES, Rung
+from tune.suite.runs import Ladder
 from tune.trial import run as trial
 
 pytestmark = pytest.mark.usefixtures("working_folder")
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
-    """The exit code of ``python -m tune.ladder`` with these flags."""
     monkeypatch.setattr(sys, "argv", ["tune.ladder", *flags])
     with pytest.raises(SystemExit) as leaving:
         ladder.main()
@@ -50,21 +45,14 @@ def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--suite", "lop"], "loop"),
-        (["--suite", "a100", "--rungs", "compil"], "compile"),
-        (["--steps", "3"], "needs 8 or more"),
-        (["--steps", "10", "--time-budget", "5m"], "give one of them"),
-        (["--data", "nowhere"], "pipeline.tokenize"),
-        (["--compare", "nothing"], "no finished ladder"),
-        (["--compare", "study", "--suite", "loop"], "give --suite a100"),
-        (["--suite", "precision"], "over 3 seeds are compared after equal steps: give --steps"),
-        (["--seeds", "2", "--steps", "8", "--cycle", "8+0"], "--cycle with validation batches"),
-        (["--rungs", "streaming"], "--rungs streaming needs books: name them with --stream"),
-        (["--stream", "no-books"], "no-books"),
-        (["--seeds", "0"], "--seeds 0 must be at least 1"),
-        (["--best", "nothing.json"], "--best nothing.json does not exist"),
+        (["--suite", "lop"], "loop"), (["--steps", "3"], "8 or more"),
+        (["--steps", "10", "--time-budget", "5m"], "--time-budget"), (["--data", "nowhere"], "pipeline.tokenize"),
+        (["--compare", "nothing"], "no finished ladder"), (["--compare", "study", "--suite", "loop"], "--suite a100"),
+        (["--suite", "precision"], "give --steps"), (["--seeds", "2", "--steps", "8", "--cycle", "8+0"], "--cycle"),
+        (["--rungs", "streaming"], "--stream"), (["--stream", "no-books"], "no-books"), (["--seeds", "0"], "--seeds 0"),
+        (["--best", "nothing.json"], "--best nothing.json"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str], flags: list[str], named: str
 ) -> None:
@@ -103,17 +91,13 @@ def drive(proposals: Proposals, resources: object) -> None:
         proposals.on_trial_complete(str(number), outcome(given["request"]))
 
 
-def in_this_process(patch: pytest.MonkeyPatch) -> None:
-    """A rung runs in this process. Only Ray is left out; tests/test_main_job.py has rungs through Ray."""
-    patch.setattr(session, "drive", drive)
-    patch.setattr(session, "connected", lambda *_: nullcontext())
-    patch.setattr(session, "trial_nodes", lambda _: {socket.gethostname(): "its id"})
-    patch.setattr(Ladder, "resources", lambda _: {})
-
-
 @pytest.fixture(autouse=True)
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_this_process(monkeypatch)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rung runs in this process. Only Ray is left out; tests/test_main_job.py has rungs through Ray."""
+    monkeypatch.setattr(session, "drive", drive)
+    monkeypatch.setattr(session, "connected", lambda *_: nullcontext())
+    monkeypatch.setattr(session, "trial_nodes", lambda _: {socket.gethostname(): "its id"})
+    monkeypatch.setattr(Ladder, "resources", lambda _: {})
 
 
 @pytest.mark.parametrize("suite", RUNGS)
@@ -136,15 +120,13 @@ def test_a_suite_runs_in_its_short_form(
     base, *rows = standing["rows"]
     assert len(standing["controls"]) == 1 + sum(row["speed"] is not None for row in rows)
     assert "…" not in printed, "a number that is cut off says nothing"
-    assert f"The control ran {len(standing['controls'])} times: {standing['controls'][0]:,.0f} tokens/s" in printed
+    assert f"{standing['controls'][0]:,.0f} tokens/s" in printed
     twice = {"compile", "flash attention"}  # whose batch is larger than that of the rung before
     rungs = [name for rung in rungs for name in ([f"{rung}, same batch"] if rung in twice else []) + [rung]]
     assert [row["name"] for row in rows] == rungs
     refused = {row["name"]: row["reason"] for row in rows if row["speed"] is None}
     assert refused.keys() == REFUSED.intersection(rungs)
-    for name, reason in refused.items():
-        assert f"{name}: not run, {reason}.\n" in printed, "one sentence with one full stop"
-        assert not reason.endswith(".")
+    assert all(f"{name}: not run, {reason}" in printed for name, reason in refused.items())
     assert base["loss"] > 0
     for row in rows:
         if row["speed"] is not None:
@@ -155,16 +137,11 @@ def test_a_suite_runs_in_its_short_form(
     labelled = {row["name"] for row in rows if row["changes_numerics"]}
     labels = {"compile", "flash attention", "tied weights", "Adafactor", "8-bit AdamW"}
     assert labelled == labels.intersection(rungs) - refused.keys()
-    assert ("equal runs were called different; expected are at most 5%" in printed) is (suite == "aa")
-    assert ("Total improvement over the baseline" in printed) is SUITES[suite].cumulative
     summary = (tmp_path / "runs" / suite / "summary.md").read_text()
     assert all(name in summary for name in rungs)
-    assert ("saves memory" in printed) is not SUITES[suite].cumulative
-    for said in ("112,200 / ", "the study's gpt2-124m,context_length=512", "25.4 / "):
-        assert (said in printed) is (said in summary) is (suite == "a100")
-    assert ("Each change at the batch before it" in printed) is (suite == "a100")
-    for said in ("of ceiling", "Expected is the study's speed scaled by the matmul rate", "falls behind"):
-        assert (said in printed) is (suite == "a100"), "which is known by the doctor's measurement"
+    for said in ("112,200 / ", "25.4 / "):
+        assert (said in printed) is (said in summary) is (suite == "a100"), "the study's"
+    assert ("of ceiling" in printed) is (suite == "a100"), "which is known by the doctor's measurement"
     client = MlflowClient(store_uri())
     (parent,) = client.search_runs(["1"], "tags.kind = 'ladder'")
     fastest = max((row for row in rows if row["speed"]), key=lambda row: row["speed"])
@@ -182,7 +159,7 @@ def test_a_suite_runs_in_its_short_form(
 
 
 def test_each_rung_gets_the_batch_that_fits_and_the_last_what_a_search_found(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_shards: Path
+    monkeypatch: pytest.MonkeyPatch, small_shards: Path
 ) -> None:
     limits(monkeypatch)
     text = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
@@ -228,30 +205,7 @@ def test_a_rung_over_the_limit_has_failed(
     assert other["speed"]
     limits(monkeypatch, 1e6)
     assert command(monkeypatch, *flags, "--name", "second") == 2
-    said = " ".join(capfd.readouterr().err.split())
-    assert "the baseline cannot be run: over_limit: the process used" in said
-    assert "Give --fit and --memory-limit" in said
-
-
-def test_a_fitted_batch_over_the_limit_is_run_smaller_and_the_row_says_so(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
-) -> None:
-    limits(monkeypatch, 1e6)  # of the baseline
-    base = TrainConfig(model=small_model, device="cpu", precision="fp32", attention="sdpa", micro_batch=16)
-    base = replace(base, compile="off", loss="plain")
-    limit = predict_peak(replace(base, micro_batch=16, global_batch=16)).total
-    flags = ["--suite", "memory", "--rungs", "chunked loss", "--data", str(small_shards), "--device", "cpu", "--fit"]
-    flags += ["--model", format_model(small_model), "--memory-limit", f"{limit}B", "--name", "fitted"]
-    assert command(monkeypatch, *flags, "--steps", "8", "--cycle", "8+0") == 0
-    rows = json.loads(Path("runs/fitted/standings.json").read_text())["rows"]
-    assert all(row["speed"] for row in rows)
-    found = re.fullmatch(r"(\d+) \((\d+)\)", rows[0]["batch"])
-    assert found
-    smaller, larger = map(int, found.groups())
-    assert smaller == larger - 8
-    assert "A batch in brackets was predicted to fit the memory limit and did not" in capfd.readouterr().out
-    tried = MlflowClient(store_uri()).search_runs(["1"], "tags.stage = 'baseline'")
-    assert [run.data.tags["outcome"] for run in tried].count("over_limit") == 1, "the batch that did not fit"
+    assert re.search("the baseline .*over_limit: .*--fit", " ".join(capfd.readouterr().err.split()))
 
 
 def test_a_rung_streams_books_against_shards(
@@ -283,38 +237,18 @@ def test_only_a_fitted_ladder_has_a_memory_limit_by_default() -> None:
     assert LadderConfig().with_ends().memory_limit is None
 
 
-@pytest.fixture(scope="module")
-def finished(
-    tmp_path_factory: pytest.TempPathFactory, empty_store: Path, small_shards: Path, small_model: ModelConfig
-) -> tuple[Path, str]:
-    """A working folder with the finished ladder ``[my] own``, of a suite of one's own, and what it printed."""
-    folder, printed = tmp_path_factory.mktemp("finished"), io.StringIO()
-    shutil.copy(empty_store, folder)
-    shutil.copytree(small_shards, folder / "tokens")
-    (folder / "own.py").write_text(
+def test_a_ladder_of_ones_own_that_was_killed_leaves_no_run_behind_that_seems_to_run(
+    monkeypatch: pytest.MonkeyPatch, small_shards: Path, small_model: ModelConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its names have brackets, which are printed as they are."""
+    Path("own.py").write_text(
         "from tune.suite.suites import Rung, Suite\n"
         "SUITE = Suite('own', 'of [/b]', {}, (Rung('[fast] rate', {'learning_rate': 1e-3}),))\n"
     )
-    flags = ["--suite", "own.py", "--data", "tokens", "--device", "cpu", "--steps", "8", "--cycle", "8+0"]
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
-        patch.chdir(folder)
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        in_this_process(patch)
-        assert command(patch, *flags, "--model", format_model(small_model), "--name", "[my] own") == 0
-    return folder, printed.getvalue()
-
-
-def test_brackets_of_ones_own_are_printed_as_they_are(finished: tuple[Path, str]) -> None:
-    printed = finished[1]
-    assert "own: of [/b]; 1 rungs in" in printed
-    assert printed.count("[fast] rate") >= 3, "as it begins, in the table, where it is said what helps, and if unclear"
-    assert printed.count("runs/[my] own") == 2
-
-
-def test_a_ladder_that_was_killed_leaves_no_run_behind_that_seems_to_run(
-    monkeypatch: pytest.MonkeyPatch, finished: tuple[Path, str]
-) -> None:
-    monkeypatch.chdir(finished[0])
+    flags = ["--suite", "own.py", "--data", str(small_shards), "--device", "cpu", "--steps", "8", "--cycle", "8+0"]
+    assert command(monkeypatch, *flags, "--model", format_model(small_model), "--name", "[my] own") == 0
+    printed = capfd.readouterr().out
+    assert all(name in printed for name in ("of [/b]", "[fast] rate", "runs/[my] own"))
     client = MlflowClient(store_uri())
     (rung,) = client.search_runs(["1"], "tags.stage = 'rung'")
     client.update_run(rung.info.run_id, status="RUNNING")
@@ -390,11 +324,10 @@ def test_a_ladder_whose_baseline_is_refused_leaves_its_name_for_the_corrected_on
 
 def test_a_ladder_in_object_storage_is_continued_from_what_was_sent(
     monkeypatch: pytest.MonkeyPatch, small_shards: Path, small_model: ModelConfig, tmp_path: Path,
-    s3: tuple[str, Callable[[float], None]], capfd: pytest.CaptureFixture[str],
+    bucket: str, capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    query, _ = s3
-    out = f"s3://places/{tmp_path.name}{query}"
+    out = f"s3://places/{tmp_path.name}{bucket}"
     flags = ["--suite", "memory", "--rungs", "checkpointing", "--data", str(small_shards), "--device", "cpu"]
     flags += ["--model", format_model(small_model), "--steps", "8", "--cycle", "8+0", "--name", "one", "--out", out]
     assert command(monkeypatch, *flags) == 0
@@ -438,22 +371,8 @@ def test_a_dry_run_says_what_would_run(
     flags = ["--suite", "a100", "--rungs", "tensor cores", "flash attention", "--data", str(small_shards)]
     assert command(monkeypatch, *flags, "--device", "cpu", "--dry-run", "--compare", "study") == 0
     printed = capfd.readouterr().out
-    assert "tensor cores: not run, TF32 is for GPUs" in printed
-    assert "flash attention, same batch" in printed
-    assert "37.0" in printed, "of the study"
+    assert all(known in printed for known in ("TF32 is for GPUs", "flash attention, same batch", "37.0"))
     assert not Path("runs").exists()
-
-
-def test_a_rung_that_says_nothing_here_is_named(small_shards: Path, small_model: ModelConfig) -> None:
-    config = TrainConfig(data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=8)
-    without, rung = replace(config, ablate=()), Rung("large pages", {"ablate": ()})
-    with pytest.raises(UserError, match="large pages are for CPU memory"):
-        refuse_unsuited(replace(config, ablate=("pages",)), without, rung, A100)
-    refuse_unsuited(replace(config, ablate=("pages",)), without, rung, cpu_facts())
-    with pytest.raises(UserError, match="--precision fp16 and --device cpu cannot be combined"):  # which auto finds
-        refuse_unsuited(config, replace(config, precision="fp16"), Rung("fp16", {"precision": "fp16"}), cpu_facts())
-    with pytest.raises(UserError, match="--attention cudnn"):
-        Trainer(replace(config, device="cpu", attention="cudnn")).run()
 
 
 def test_two_ladders_stand_side_by_side_with_their_commits() -> None:

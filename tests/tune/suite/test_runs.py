@@ -32,7 +32,6 @@ def well(request: Request, config: TrainConfig, **more: Any) -> TrialRow:
 
 
 def too_large(request: Request) -> TrialRow:
-    """The row of a run that ran out of memory."""
     return unmeasured(request, "oom", "more than that", 1.0)
 
 
@@ -85,7 +84,6 @@ RUNGS = (
 
 
 def sizes(measured: list[Measured]) -> dict[str, int]:
-    """Micro-batches by name."""
     return {rung.name: rung.config.micro_batch for rung in measured if rung.config}
 
 

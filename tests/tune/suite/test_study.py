@@ -46,9 +46,8 @@ def test_the_study_agrees_with_itself() -> None:
     assert memory.lines[0] == ("baseline", "28 / 28", "", "37.0 / 37.0")
     assert speed.lines[0] == ("baseline", "16,950 / 16,950", "", "1.00x / 1.00x", "4.60 / 5.08", "100%")
     assert speed.lines[4] == ("compile", "112,200 / 112,200", "2.57x / 2.57x", "6.62x / 6.62x", "33.7 / 33.7", "100%")
-    assert "those of the study's baseline are from its log" in said[0]
-    assert "falls behind at no rung" in said[1]
-    assert said[-1] == "The study's last rung is 8.7 times its first; here 'data-loading workers' is 8.7 times."
+    assert "at no rung" in said[1]
+    assert said[-1].count("8.7 times") == 2
 
 
 def test_the_first_rung_that_is_too_slow_for_the_card_is_named() -> None:
@@ -57,8 +56,8 @@ def test_the_first_rung_that_is_too_slow_for_the_card_is_named() -> None:
     rows = [row(name, card=2.9, faster=slow.get(name, 1.0)) for name in STUDY]
     _, speed = compare(rows, CONFIGS)[0]
     assert [line[-1] for line in speed.lines][3:7] == ["100%", "80%", "50%", "100%"]
-    assert "falls behind first at 'compile', with 80% of the expected speed" in verdict(rows)
-    assert "up to 786 TFLOP/s" in verdict(rows)
+    assert "first at 'compile', with 80%" in verdict(rows)
+    assert "786 TFLOP/s" in verdict(rows)
     within = [row(name, faster=0.995) for name in STUDY]
     assert "at no rung" in verdict(within), "its interval reaches the expected speed"
 
@@ -72,14 +71,7 @@ def test_what_was_not_measured_is_left_open() -> None:
     assert speed.lines[4][2] == "2.57x / -", "the rung before was not run here"
     assert speed.lines[4][-1] == "-"
     assert speed.lines[1] == ("tensor cores", "40,950 / -", "2.42x / -", "2.42x / -", "12.3 / -", "-")
-    assert "run 'python -m infra.doctor' before the ladder" in verdict([replace(rows[0], matmul_rate=None)])
-
-
-@pytest.mark.parametrize("changes", [{"model.context_length": 1024}, {"batch": 16}])
-def test_another_baseline_is_pointed_out(changes: dict[str, object]) -> None:
-    said = compare([row("baseline")], {"baseline": apply(BASELINE, changes)})[1]
-    assert "compare the ratios, not memory and speed" in said[1]
-    assert "the study's gpt2-124m,context_length=512" in said[1]
+    assert "infra.doctor" in verdict([replace(rows[0], matmul_rate=None)])
 
 
 def test_a_rung_that_lacks_what_came_before_it_has_no_expected_speed() -> None:
@@ -88,8 +80,8 @@ def test_a_rung_that_lacks_what_came_before_it_has_no_expected_speed() -> None:
     rows = [row(name, faster=0.5 if name == "compile" else 1.0) for name in STUDY]
     (_, speed), said = compare(rows, configs)
     assert [line[-1] for line in speed.lines][3:6] == ["100%", "-", "100%"]
-    assert "without an expected speed: compile (precision tf32, not fp16)." in said[1]
-    assert "falls behind at no rung" in said[2]
+    assert "compile (precision tf32, not fp16)" in said[1]
+    assert "at no rung" in said[2]
 
 
 def test_three_habits_of_textbooks_explain_the_studys_memory() -> None:

@@ -10,7 +10,6 @@ PROPOSAL = Proposal(Candidate(8, (("compile", "off"),)), "confirm", 1)
 
 
 def row(proposal: Proposal, number: int) -> TrialRow:
-    """A finished trial of ``proposal``."""
     return TrialRow(
         proposal.key("search"), number, proposal.stage, proposal.round, proposal.candidate, 1, "ok", "", 10.0,
         tokens_per_second=100.0, step_seconds=[1.0, 0.5], node="w1",
@@ -41,13 +40,6 @@ def test_every_round_of_confirmations_is_kept_in_the_order_of_its_trials(tmp_pat
         write_row(tmp_path, each)
     assert read_rows(tmp_path) == rounds
     assert sorted(row.key for row in rounds) != [row.key for row in rounds], "the order of the files is another"
-
-
-def test_a_row_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    write_row(tmp_path, row(PROPOSAL, 1))
-    (file,) = tmp_path.iterdir()
-    file.write_text(file.read_text().replace('"too_short": false', '"mfu": null'))
-    assert read_rows(tmp_path) == [row(PROPOSAL, 1)]
 
 
 def test_only_what_ran_within_the_limit_can_win() -> None:

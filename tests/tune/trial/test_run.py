@@ -28,7 +28,6 @@ def training(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
 
 
 def attempt(training: TrainConfig, folder: Path, *, limit: float = 8e9, steps: int = 20) -> TrialRow:
-    """Run one trial of ``training``."""
     folder.mkdir(exist_ok=True)
     proposal = Proposal(Candidate(training.micro_batch), "probe")
     trial = replace(training, steps=steps, cycle=Cycle(1, 0)).to_json()
@@ -37,19 +36,6 @@ def attempt(training: TrainConfig, folder: Path, *, limit: float = 8e9, steps: i
     write_row(folder, row)
     assert read_rows(folder) == [row]
     return row
-
-
-def test_an_ordinary_trial(training: TrainConfig, tmp_path: Path) -> None:
-    row = attempt(training, tmp_path)
-    assert row.outcome == "ok"
-    assert row.tokens_per_second
-    assert row.low
-    assert row.high
-    assert row.low <= row.tokens_per_second <= row.high
-    assert row.memory
-    assert row.memory_source == "rss"
-    assert row.accumulation == 2
-    assert len(row.step_seconds) == 20
 
 
 def test_a_trial_keeps_what_its_machine_did(
@@ -110,7 +96,7 @@ def test_running_out_of_memory_while_the_model_is_built_is_an_outcome(training: 
     assert "memory" in row.reason
 
 
-def test_exactly_the_limit_is_within_it(eight_steps: RunResult, tmp_path: Path) -> None:
+def test_exactly_the_limit_is_within_it(eight_steps: RunResult) -> None:
     @dataclass(frozen=True)
     class Told(Limit):
         """A limit on a process of known size."""
@@ -129,7 +115,7 @@ def test_exactly_the_limit_is_within_it(eight_steps: RunResult, tmp_path: Path) 
         assert watch.verdict == verdict
 
 
-def test_a_run_that_diverged_failed_whatever_it_measured(eight_steps: RunResult, tmp_path: Path) -> None:
+def test_a_run_that_diverged_failed_whatever_it_measured(eight_steps: RunResult) -> None:
     watch = watched([1.0] * 8, retries=[0] * 9)
     diverged = replace(eight_steps, outcome="diverged", reason="the loss is nan")
     assert judge(watch, diverged) == ("failed", "the loss is nan")
@@ -137,19 +123,18 @@ def test_a_run_that_diverged_failed_whatever_it_measured(eight_steps: RunResult,
 
 @pytest.mark.parametrize("verdict", ["time", ""])
 def test_only_a_trial_whose_time_ended_it_was_too_short(
-    training: TrainConfig, eight_steps: RunResult, tmp_path: Path, verdict: str
+    training: TrainConfig, eight_steps: RunResult, verdict: str
 ) -> None:
     """A search repeats such a trial with more time, which would not help one that ran all its steps."""
     watch = watched([9.0, 1.0], retries=[0] * 3)
     watch.verdict = verdict
     outcome, reason = judge(watch, eight_steps)
-    assert reason.endswith("raise --trial-time") == (verdict == "time")
+    assert outcome == "failed"
+    assert ("--trial-time" in reason) == (verdict == "time")
     assert make_row(REQUEST, training, (outcome, reason), eight_steps, watch).too_short == (verdict == "time")
 
 
-def test_compilation_is_what_the_first_step_took_longer(
-    training: TrainConfig, eight_steps: RunResult, tmp_path: Path
-) -> None:
+def test_compilation_is_what_the_first_step_took_longer(training: TrainConfig, eight_steps: RunResult) -> None:
     watch = watched([9.0, *[2.0] * 7], retries=[0] * 9)
     row = make_row(REQUEST, training, ("ok", ""), eight_steps, watch)
     assert row.compile_seconds == pytest.approx(7.0)
@@ -157,7 +142,7 @@ def test_compilation_is_what_the_first_step_took_longer(
     assert (row.number, row.stage, row.candidate) == (1, "probe", Candidate(1))
 
 
-def test_the_first_step_which_compiles_does_not_count_against_the_trials_time(tmp_path: Path) -> None:
+def test_the_first_step_which_compiles_does_not_count_against_the_trials_time() -> None:
     watch = watched([], retries=[])
     assert not watch.should_stop(), "no step has ended"
     began = CycleReport(
@@ -177,7 +162,7 @@ def test_the_first_step_which_compiles_does_not_count_against_the_trials_time(tm
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 def test_utilisation_is_of_one_device_at_the_trials_precision(
-    training: TrainConfig, eight_steps: RunResult, tmp_path: Path, precision: Precision
+    training: TrainConfig, eight_steps: RunResult, precision: Precision
 ) -> None:
     on_gpu = replace(eight_steps, device="NVIDIA A100-SXM4-80GB")
     watch = watched([1.0] * 8, retries=[0] * 9)
@@ -195,7 +180,6 @@ def test_a_damaged_row_is_named(training: TrainConfig, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def eight_steps(training: TrainConfig) -> RunResult:
-    """What the loop returned after eight steps."""
     return Trainer(replace(training, steps=8)).run()
 
 
@@ -210,7 +194,7 @@ def watched(steps: Sequence[float], *, retries: Sequence[int], bar: float | None
     return watch
 
 
-def test_a_step_in_which_the_allocator_freed_its_cache_is_left_out(eight_steps: RunResult, tmp_path: Path) -> None:
+def test_a_step_in_which_the_allocator_freed_its_cache_is_left_out(eight_steps: RunResult) -> None:
     """But for the first two, in which it has to."""
     watch = watched([9.0, 8.0, 1.0, 1.0, 1.0, 1.0, 5.0, 1.0], retries=[1, 2, 2, 2, 2, 2, 3, 3, 3])
     assert watch.rejected() == {6}
@@ -218,14 +202,14 @@ def test_a_step_in_which_the_allocator_freed_its_cache_is_left_out(eight_steps: 
     assert judge(watch, eight_steps) == ("ok", "ran its 8 steps; 1 step rejected")
 
 
-def test_an_allocator_that_lives_off_its_cache_thrashes(eight_steps: RunResult, tmp_path: Path) -> None:
+def test_an_allocator_that_lives_off_its_cache_thrashes(eight_steps: RunResult) -> None:
     watch = watched([1.0] * 8, retries=[0, 3, 3, 3, 4, 4, 5, 5, 5])
     assert judge(watch, eight_steps) == ("thrash", "the allocator had to free its cache in 2 steps")
 
 
 @pytest.mark.parametrize("slow", [2, 7, 18])
 def test_a_step_that_compiles_again_does_not_change_the_speed(
-    training: TrainConfig, eight_steps: RunResult, tmp_path: Path, slow: int
+    training: TrainConfig, eight_steps: RunResult, slow: int
 ) -> None:
     steps = [9.0, *([1.0, 1.01, 0.99, 1.0] * 5)[1:]]
     speeds = []
@@ -240,15 +224,6 @@ def test_a_step_that_compiles_again_does_not_change_the_speed(
     assert speeds[1] == pytest.approx(speeds[0], rel=0.01)
 
 
-def test_a_trial_without_the_time_for_a_speed_says_so(eight_steps: RunResult, tmp_path: Path) -> None:
-    watch = watched([1.0] * 3, retries=[0] * 4)
-    watch.verdict = "time"
-    outcome, reason = judge(watch, eight_steps)
-    assert outcome == "failed"
-    assert "only 3 steps could be counted in the trial's time" in reason
-    assert "--trial-time" in reason
-
-
 @pytest.mark.parametrize("batch", [4, 8, 32])
 def test_speed_counts_the_tokens_of_whole_steps(training: TrainConfig, tmp_path: Path, batch: int) -> None:
     """The usual bug is to count micro-batches, which makes a speed depend on the accumulation: 1, 2 and 8 here."""
@@ -257,3 +232,6 @@ def test_speed_counts_the_tokens_of_whole_steps(training: TrainConfig, tmp_path:
     whole = steady_state(row.step_seconds, batch * training.model.context_length)
     assert whole
     assert row.tokens_per_second == whole.tokens_per_second
+    assert (row.outcome, row.memory_source, len(row.step_seconds)) == ("ok", "rss", 20)
+    assert (row.low or 0) <= whole.tokens_per_second <= (row.high or 0)
+    assert row.memory
