@@ -1,18 +1,14 @@
 """What every command has in common: it parses flags into a config, runs, and exits with a code.
 
-In: a config dataclass and a function that takes one. Out: an exit code: 0, done; 1, it did not succeed (or a
-traceback: a bug of ours); 2, a mistake of the user (one sentence on stderr, no traceback); 130, interrupted by
-Ctrl-C. Entry files contain wiring only, because functions that are defined in a ``python -m`` file reach Ray's
-workers as ``__main__`` and are pickled by value.
+The codes: 0, done; 1, it did not succeed (or a traceback: a bug of ours); 2, a mistake of the user (one sentence on
+stderr, no traceback); 130, interrupted by Ctrl-C.
 """
 
-import argparse
 import atexit
 import errno
 import gc
 import io
 import os
-import re
 import signal
 import sys
 import threading
@@ -24,16 +20,12 @@ from typing import Any, NoReturn, TypeVar
 from rich.markup import escape
 
 from infra import flags
-from infra.console import console, errors
-from infra.credentials import has_secret
+from infra.console import errors
 from infra.errors import UserError
-from infra.help import HELP, HELP_ALL, Sections, usage
 
 Config = TypeVar("Config")
 
 INTERRUPTED = 130
-
-_ONE_LIST = Sections()
 
 program = ""
 """How the command was called, as ``throughline run``; empty for ``python -m``. The console script sets it."""
@@ -43,19 +35,13 @@ LEAVING_SECONDS = 28.0
 
 
 def run(
-    main: Callable[[Config], int | None],
-    config: type[Config],
-    *,
-    module: str,
-    description: str,
-    default: Config | None = None,
-    sections: Sections = _ONE_LIST,
+    main: Callable[[Config], int | None], config: type[Config], module: str, default: Callable[[], Config] | None = None
 ) -> NoReturn:
     """Parse ``config`` from the command line, call ``main`` with it, and exit with its code.
 
-    ``module`` is the name after ``python -m``; ``default`` supplies the values that flags override; ``sections`` is how
-    ``--help`` presents the flags.
-    A config rejects invalid values by raising ``ValueError`` in ``__post_init__``.
+    ``module`` is the name after ``python -m``; ``default`` makes the instance whose values flags override, and may
+    raise ``UserError``. The docstrings of ``config`` and of its fields are what ``--help`` prints, line by line; it
+    rejects invalid values by raising ``ValueError`` in ``__post_init__``.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # a locale may not have all characters, which must not end the work
         sys.stdout.reconfigure(errors="replace")
@@ -63,33 +49,9 @@ def run(
     atexit.register(gc.freeze)  # otherwise the last collection, of objects that are about to go anyway, takes 0.7 s
     _repeat_lost_interrupts()
     interrupt_on_termination()
-    prog = program or f"python -m {module}"
-    for word in sys.argv[1:]:
-        if re.search("[\ud800-\udfff]", word):  # bytes that are not UTF-8
-            step = "rename it, or name the folder it is in"
-            if sys.getfilesystemencoding() != "utf-8":
-                step = "the locale has another encoding, so set PYTHONUTF8=1"
-            refuse(UserError(f"{word!r} is not UTF-8, which Ray requires: {step}."))
-        if has_secret(word):
-            refuse(
-                UserError(
-                    "an address on the command line contains a password, a token or a key, which the list of processes "
-                    "shows and the results would keep: remove it, and set variables of the environment, such "
-                    "as MLFLOW_TRACKING_PASSWORD, PGPASSWORD, AWS_SECRET_ACCESS_KEY or HF_TOKEN."
-                )
-            )
-    if asked := {HELP, HELP_ALL, "-h"} & set(sys.argv[1:]):
-        width = max(60, min(console.width, 100))
-        text = usage(config, prog, description, sections, default, whole=HELP_ALL in asked, width=width)
-        console.print(text, markup=False)
-        sys.exit(0)
-    try:
-        parsed = flags.parsed(config, prog, default)
-    except ValueError as mistake:
-        refuse(mistake)
     try:
         with _leaving_in_time():
-            code = main(parsed)
+            code = main(flags.parsed(config, program or f"python -m {module}", default and default()))
     except UserError as mistake:
         refuse(mistake)
     except OSError as failure:
@@ -105,8 +67,7 @@ def run(
 def collect_rarely() -> None:
     """Run this process's garbage collector after 100,000 new objects instead of 700.
 
-    Ray, MLflow and torch create a million objects that stay: looking for garbage among them takes a quarter of the
-    time of importing them.
+    Ray, MLflow and torch create a million objects that stay; looking among them takes a quarter of their imports' time.
     """
     gc.set_threshold(100_000, 50, 100)
 
@@ -204,20 +165,7 @@ def _leaving_in_time() -> Iterator[None]:
         os.close(writer)
 
 
-def flag_value(flag: str) -> str | None:
-    """The value of ``flag`` on the command line, for flags that must be read before the defaults of others are known.
-
-    Raises ``UserError`` when it is empty, which would look like a flag that was left out.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(flag, nargs="?", dest="value")  # where the value is missing, parsing all flags says so
-    value: str | None = parser.parse_known_args()[0].value
-    if value == "":
-        raise UserError(f"{flag} is empty: give it a value, or leave it out.")
-    return value
-
-
-def refuse(mistake: ValueError) -> NoReturn:
+def refuse(mistake: Exception) -> NoReturn:
     """Print a user's mistake and exit with code 2."""
     errors.print(f"[red]error:[/red] {escape(str(mistake))}")
     sys.exit(2)

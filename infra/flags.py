@@ -1,116 +1,90 @@
 """Flags from the command line into a config: tyro parses them, and a mistake becomes one sentence."""
 
-import difflib
 import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import fields, make_dataclass
 from typing import Any, TypeVar
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from infra.console import console, errors
+from infra.credentials import has_secret
 from infra.errors import UserError
-from infra.help import HELP, HELP_ALL, VALUES, Flag, flags_of
 from infra.local_ray import environment_variables
-from infra.units import one_word, or_none
 
 Config = TypeVar("Config")
 
-MISSING = "Missing from"
-"""How tyro's message about flags that are required and were not given begins."""
+MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName)
+"""Flags have the names of their fields alone, and the help text groups those of a nested dataclass."""
 
 
 def parsed(config: type[Config], program: str, default: Config | None = None) -> Config:
-    """``config`` from the command line. Raises ``UserError``, a sentence, for a mistake in it."""
-    given: Any = {} if default is None else {"default": default}
-    known = {flag.name for flag in flags_of(config, default)}
-    # A file may have the name of a flag that does not exist, and a shell writes it for '*.txt'.
-    words = [f"./{w}" if w[:1] == "-" and w not in known and os.path.lexists(w) else w for w in sys.argv[1:]]
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said), environment_variables({"COLUMNS": "10000"}), _numbers():
-            made, unknown = tyro.cli(config, prog=program, args=words, return_unknown_args=True, **given)
-    except SystemExit as leaving:
-        if not leaving.code:
-            raise
-        text = sentence(said.getvalue())
-        raise UserError(_missing(flags_of(config, default), program) if text.startswith(MISSING) else text) from None
-    if warnings := said.getvalue():
-        sys.stderr.write(warnings)
-    if unknown:
-        raise UserError(_unknown(unknown[0].partition("=")[0], flags_of(config, default), program))
+    """``config`` from the command line, the rest from ``default``. Raises ``UserError``, a sentence, for a mistake."""
+    start: Any = {} if default is None else {"default": default}
+    with one_sentence():
+        return tyro.cli(config, prog=program, args=_words(), config=MARKERS, **start)
+
+
+def given(config: type[Any], *names: str) -> Any:
+    """Only these fields of ``config``, from which the defaults of the others follow: ``--config`` names a file."""
+    some = make_dataclass("Some", [(f.name, f.type, f.default) for f in fields(config) if f.name in names])
+    with one_sentence():
+        made, _ = tyro.cli(some, args=_words(), config=MARKERS, add_help=False, return_unknown_args=True)
+    if empty := [name for name, value in vars(made).items() if value == ""]:  # as of a shell's variable that is not set
+        raise UserError(f"--{empty[0]} is empty: give it a value, or leave it out.")
     return made
 
 
-def _missing(flags: Sequence[Flag], program: str) -> str:
-    """What to say when some of the required ``flags`` were left out."""
-    given = {word.partition("=")[0] for word in sys.argv[1:]}
-    required = [flag for flag in flags if flag.required and flag.name not in given]
-    lacking = [flag.written for flag in required if not flag.positional] or [flag.written for flag in required]
-    explained = "it" if len(lacking) == 1 else "them"
-    return f"{' and '.join(lacking)} must be given: '{program} {HELP}' explains {explained}."
+def _words() -> list[str]:
+    """The command line. Raises ``UserError`` for a word that must not be used further.
+
+    A file whose name begins with a dash, as a shell writes it for ``*.txt``, is marked as a file.
+    """
+    for word in sys.argv[1:]:
+        if re.search("[\ud800-\udfff]", word):  # bytes that are not UTF-8
+            step = "rename it, or name the folder it is in"
+            if sys.getfilesystemencoding() != "utf-8":
+                step = "the locale has another encoding, so set PYTHONUTF8=1"
+            raise UserError(f"{word!r} is not UTF-8, which Ray requires: {step}.")
+        if has_secret(word):
+            raise UserError(
+                "an address on the command line contains a password, a token or a key, which the list of processes "
+                "shows and the results would keep: remove it, and set variables of the environment, such "
+                "as MLFLOW_TRACKING_PASSWORD, PGPASSWORD, AWS_SECRET_ACCESS_KEY or HF_TOKEN."
+            )
+    return [f"./{word}" if re.match("-[^-]", word) and os.path.lexists(word) else word for word in sys.argv[1:]]
 
 
-def _unknown(word: str, flags: Sequence[Flag], program: str) -> str:
-    if not word.startswith("-"):
-        return f"{word!r} belongs to no flag: '{program} {HELP}' lists them."
-    close = difflib.get_close_matches(word, [flag.name for flag in flags], n=2, cutoff=0.6)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"'{program} {HELP_ALL}' lists all."
-    return f"{word} is not a flag of this command; {hint}"
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """Raise ``UserError`` for a mistake that tyro reports in the block, and end after help even if its reader left."""
+    said = io.StringIO()
+    wide = {} if {"-h", "--help"} & set(sys.argv) else {"COLUMNS": "10000"}
+    try:
+        try:
+            with redirect_stderr(said), environment_variables(wide):
+                yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        console.on_broken_pipe()
+        sys.exit(0)
+    except SystemExit as leaving:
+        if leaving.code:
+            raise UserError(sentence(said.getvalue())) from None
+        raise
+    errors.print(said.getvalue(), markup=False, end="")  # warnings
 
 
 def sentence(message: str) -> str:
-    """What a message of tyro's says, in one sentence, without its frame, its title, and the help that it repeats."""
-    lines = [line.strip(" │╭╮╰╯") for line in message.splitlines()]
-    rules = [number for number, line in enumerate(lines) if line.startswith(("─", "--- ", "----"))]
-    body = lines[rules[0] + 1 : rules[1]] if len(rules) > 1 else lines
-    text = " ".join(" ".join(body).split())
-    for pattern, said in _SENTENCES.items():
-        if found := re.fullmatch(pattern, text):
-            text = said(*found.groups())
-            break
-    return text if text.endswith((".", "?")) else f"{text}."
-
-
-_SENTENCES: dict[str, Callable[..., str]] = {
-    r"Error parsing --\S+: (--.*)": str,
-    r"Error parsing (--\S+): (.*)": "{} {}".format,
-    r"Error parsing \w+: (.*)": str,
-    r"Missing value for argument '(--\S+)'.*": "{} needs a value.".format,
-    r"invalid choice '(.*)' for argument '(--\S+)'\. Expected one of \((.*)\)\.": lambda value, flag, choices: (
-        f"{flag} {value} is not known; choose one of {choices.replace(chr(39), '')}."
-    ),
-}
-"""tyro's messages, and how they are said here. Any other is repeated as it is."""
-
-
-def _numbers() -> ConstructorRegistry:
-    """tyro's rules for numbers, so that one that cannot be read is named without Python's words for it."""
-    rules = ConstructorRegistry()
-
-    @rules.primitive_rule
-    def number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        for kind, spec in _NUMBERS.items():
-            if info.type is kind:
-                return spec
-            if info.type == kind | None:
-                return or_none(spec)
-        return None
-
-    return rules
-
-
-def _number(kind: type[int] | type[float], name: str) -> PrimitiveConstructorSpec[Any]:
-    def read(text: str) -> float:
-        try:
-            return kind(text)
-        except ValueError:
-            raise ValueError(f"{text!r} is not {name}") from None
-
-    return one_word(VALUES[kind], (int, float) if kind is float else int, read, str)
-
-
-_NUMBERS = {int: _number(int, "a whole number"), float: _number(float, "a number")}
+    """What a message of tyro's says and suggests, without its frame, its title, and the help that it repeats."""
+    lines = [line[2:].rstrip(" │╯") for line in message.splitlines()[1:]]
+    text = "\n".join(line for line in lines if not line.startswith(" " * 8))  # where flags are described
+    first, *others = filter(None, (" ".join(part.split()) for part in re.split("^[─-]*$", text, flags=re.MULTILINE)))
+    first = re.sub(r"^Error parsing (\S+(?=: --)|(?!--)\S+): ", "", first)  # what names a flag itself
+    hints = [part[0].lower() + part[1:] for part in others if part.split()[0] in ("Perhaps", "Arguments", "Available")]
+    return re.sub(r"(?<![.?])$", ".", "; ".join([first, *hints]))

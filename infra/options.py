@@ -5,11 +5,11 @@ from typing import Annotated
 
 from typing_extensions import Doc
 
-TrackingUri = Annotated[str | None, Doc("MLflow store; default MLFLOW_TRACKING_URI, else sqlite:///mlflow.db.")]
+TrackingUri = Annotated[str | None, Doc("MLflow store. None: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db.")]
 
 Address = Annotated[
     str | None,
-    Doc("Ray cluster to run on; default RAY_ADDRESS, else this machine. local starts a Ray here in any case."),
+    Doc("Ray cluster to run on; local starts a Ray here in any case. None: RAY_ADDRESS, else this machine."),
 ]
 
 ConfigFile = Annotated[

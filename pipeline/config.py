@@ -42,7 +42,7 @@ class Reading:
     """The separator between books in text files that contain several, for example '<|endoftext|>'."""
 
     languages: tuple[str, ...] = ()
-    """Keep only books in these languages (ISO 639-1: en fr ...), by their header, else detected. Default: all."""
+    """Keep only books in these languages (ISO 639-1: en fr ...), by their header, else detected. None given: all."""
 
     min_chars: int = 200
     """Leave out books with fewer characters."""
@@ -60,40 +60,37 @@ class Reading:
 
 @dataclass(frozen=True)
 class TokenizeConfig(Reading, JoinsRay):
-    """Settings of one run of ``pipeline.tokenize``. Raises ``ValueError`` for invalid values."""
+    """Turn books into token shards. The same command again finishes what was interrupted."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (SAMPLE,)
-    """Books: files, folders or globs of txt, md, zip, json, jsonl, parquet, plain or gz, zst, bz2, xz, here or at s3://,
-    gs://, hf://; gutenberg:1342,84 (downloads those numbers); or 'sample' (the King James Bible, installed with this
-    program).
-    Their order does not matter."""
+    """Books, in any order: files, folders or globs, here or at s3://, gs://, hf://;
+    gutenberg:1342,84, which downloads those numbers; or sample, the King James Bible, installed with this program.
+    Formats: txt, md, zip, json, jsonl, parquet, plain or gz, zst, bz2, xz."""
 
     out: str = "data/tokens"
     """Where the token shards go: a folder on a disk that all workers share, or s3://bucket/folder (gs://, az://)."""
 
     workers: int | None = None
-    """Tasks at a time, at least 1, all by Ray Data. Default: every CPU of this machine, without Ray up to 2 GB of text,
-    or of the cluster at --address."""
+    """Tasks at a time, at least 1, all by Ray Data.
+    None: every CPU of this machine, without Ray up to 2 GB of text, or of the cluster at --address."""
 
     val_fraction: float = 0.01
-    """Share of the books, at least 0 and below 1, held out for validation, chosen by a hash of each book's id. Unless
-    it is 0, at least one of two books is, and it stays held out when the data set is made again from more books."""
+    """Share of the books, at least 0 and below 1, held out for validation, chosen by a hash of each book's id.
+    Unless it is 0, at least one of two books is, and stays so when the data set is made again from more books."""
 
     encoder: Literal["gigatoken", "tiktoken"] = "gigatoken"
     """Tokenizer. Both give the same ids.
-
-    gigatoken: about 15 times as fast; a sample of the books is checked by tiktoken
-    tiktoken: OpenAI's"""
+    - gigatoken: about 15 times as fast; a sample of the books is checked by tiktoken
+    - tiktoken: OpenAI's"""
 
     mirror: str = MIRROR
     """Robot-friendly mirror for 'gutenberg:' numbers."""
 
     duplicates: Literal["drop", "near", "keep"] = "drop"
     """What happens to books with the same cleaned text.
-
-    drop: one is kept, the first by id among those held out for validation or else among all
-    near: as drop, and so are other editions of it, which MinHash finds
-    keep: all are kept"""
+    - drop: one is kept, the first by id among those held out for validation or else among all
+    - near: as drop, and so are other editions of it, which MinHash finds
+    - keep: all are kept"""
 
     shard_size: Bytes = 16_000_000
     """Text per shard and per task, at least 1MB. The shards depend on it, but not on the number of workers."""

@@ -24,7 +24,7 @@ from pipeline.shards import MANIFEST, SPLITS, Manifest, Shard, ShardInfo, read_m
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """What to show of a data set."""
+    """Show what a folder of token shards holds, and verify it."""
 
     data: Annotated[str, tyro.conf.Positional] = "data/tokens"
     """The token shards: a folder, or s3://bucket/folder (gs://, az://)."""
@@ -116,9 +116,4 @@ def _show(place: Place, manifest: Manifest) -> None:
 
 
 if __name__ == "__main__":
-    command.run(
-        main,
-        InspectConfig,
-        module="pipeline.inspect",
-        description="Show what a folder of token shards holds, and verify it.",
-    )
+    command.run(main, InspectConfig, module="pipeline.inspect")

@@ -206,9 +206,4 @@ def _counts(manifest: Manifest) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    command.run(
-        main,
-        TokenizeConfig,
-        module="pipeline.tokenize",
-        description="Turn books into token shards. The same command again finishes what was interrupted.",
-    )
+    command.run(main, TokenizeConfig, module="pipeline.tokenize")

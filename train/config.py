@@ -7,10 +7,9 @@ that names both fields. Suites and searches vary it with ``dataclasses.replace``
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 from pydantic import BeforeValidator, PlainSerializer
@@ -33,25 +32,6 @@ Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adamw-bf16", "adafact
 Schedule = Literal["cosine", "wsd", "constant"]
 Device = Literal["auto", "cuda", "cpu"]
 Ablation = Literal["sync", "zero", "copy", "collect", "pages"]
-
-
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "data": ("data", "stream", *(setting.name for setting in fields(Reading))),
-    "model": ("model",),
-    "mathematics": (
-        "global_batch", "learning_rate", "schedule", "warmup_steps", "optimizer", "weight_decay", "beta1", "beta2",
-        "clip_norm", "mask_books", "spike", "seed",
-    ),
-    "execution": (
-        "micro_batch", "precision", "attention", "compile", "checkpointing", "loss", "loss_chunks", "fp8", "device",
-        "workers", "shard", "loader_workers", "ablate", "memory_limit", "accelerator", "address",
-    ),
-    "length": ("steps", "tokens", "time_budget", "within"),
-    "output": (
-        "name", "out", "config", "resume", "cycle", "checkpoint_every", "keep_checkpoints", "tracking_uri",
-    ),
-}  # fmt: skip
-"""The flags of commands that train, by what they are about, as ``--help-all`` groups them."""
 
 
 @dataclass(frozen=True)
@@ -108,31 +88,28 @@ MicroBatch = Annotated[
 @strict
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run. The first group of fields defines what is computed, the second how, the third for how long."""
+    """One training run: first what is computed, then how, then for how long."""
 
     data: str = "data/tokens"
     """Token shards, made by python -m pipeline.tokenize: a folder, or s3://bucket/folder (gs://, az://)."""
     stream: tuple[str, ...] = ()
-    """Train straight from these books instead of --data, without shards: files, folders, globs, or any other source of
-    python -m pipeline.tokenize. Ray Data encodes them while the model trains. The flags from --text-field to
-    --join-lines are those of that command and define how the books are read."""
-    reading: Annotated[Reading, tyro.conf.arg(name="")] = field(default_factory=Reading)
-    """How the books of ``stream`` are read and cleaned."""
+    """Train straight from these books instead of --data, without shards: any source of pipeline.tokenize.
+    Ray Data encodes them while the model trains."""
+    reading: Reading = field(default_factory=Reading)
+    """How the books of --stream are read and cleaned."""
     model: Model = PRESETS["gpt2-124m"]
     """Preset, optionally with changes: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, small, tiny; tiny,layers=4."""
     seed: int = 0
     """Seed of the weights, the order of the windows, and dropout; at least 0."""
     global_batch: int = 480
-    """Sequences per optimizer step, at least 1, over all micro-batches and workers; a multiple of --micro-batch x
-    --workers."""
+    """Sequences per optimizer step, at least 1 and a multiple of --micro-batch x --workers."""
     learning_rate: float = 6e-4
     """Peak learning rate; above 0."""
     schedule: Schedule = "cosine"
     """Learning rate after warm-up.
-
-    cosine: falls to a tenth of the peak at the end of the run
-    wsd: stays at the peak, and falls to zero over the last fifth
-    constant: stays at the peak"""
+    - cosine: falls to a tenth of the peak at the end of the run
+    - wsd: stays at the peak, and falls to zero over the last fifth
+    - constant: stays at the peak"""
     warmup_steps: int = 100
     """Steps of linear warm-up, at least 0; a run spends at most a tenth of its steps on it."""
     weight_decay: float = 0.1
@@ -150,80 +127,71 @@ class TrainConfig:
 
     micro_batch: MicroBatch = AUTO
     """Sequences per forward pass on one worker, at least 1; how many are accumulated follows from the global batch.
-
-    auto: the largest that is predicted to fit in memory, or the next smaller one if it does not; on a CPU at most 4,096
-    tokens"""
+    - auto: the largest that is predicted to fit in memory, or the next smaller one; on a CPU at most 4096 tokens"""
     precision: Precision = "auto"
     """Arithmetic of the model.
-
-    auto: bf16 on GPUs that have it, else fp32, because most CPUs emulate bf16 and are many times slower with it
-    fp32: 32-bit floats throughout
-    tf32: matrix products in TensorFloat-32, on tensor cores
-    fp16: autocast to fp16, with loss scaling
-    bf16: autocast to bf16
-    bf16-activations: bf16 activations throughout, the residual stream too, over fp32 weights"""
+    - auto: bf16 on GPUs that have it, else fp32, because most CPUs emulate bf16 and are many times slower with it
+    - fp32: 32-bit floats throughout
+    - tf32: matrix products in TensorFloat-32, on tensor cores
+    - fp16: autocast to fp16, with loss scaling
+    - bf16: autocast to bf16
+    - bf16-activations: bf16 activations throughout, the residual stream too, over fp32 weights"""
     attention: Attention = "auto"
     """Kernel of attention.
-
-    auto: tries the kernels in the best order for the GPU; sdpa on a CPU
-    manual: plain operations, which write the T x T matrix to memory
-    sdpa: the one that torch chooses
-    flash: FlashAttention only
-    cudnn: cuDNN's only
-    efficient: torch's memory-efficient one only
-    flex: FlexAttention"""
-    compile: Compile = "auto"
+    - auto: tries the kernels in the best order for the GPU; sdpa on a CPU
+    - manual: plain operations, which write the T x T matrix to memory
+    - sdpa: the one that torch chooses
+    - flash: FlashAttention only
+    - cudnn: cuDNN's only
+    - efficient: torch's memory-efficient one only
+    - flex: FlexAttention"""
+    compile: Annotated[Compile, tyro.conf.arg(metavar="MODE")] = "auto"
     """What torch.compile compiles, and how.
-
-    auto: the whole model on a GPU where torch can compile, nothing on a CPU
-    off: nothing
-    whole: the model as one graph
-    blocks: each block and the loss on its own, which starts faster
-    coordinate-descent: the whole model, with the sizes of its kernels tuned one by one
-    max-autotune: the whole model, with kernels chosen by trying them
-    max-autotune-graphs: the same, replayed as CUDA graphs
-    reduce-overhead: the whole model, replayed as CUDA graphs"""
+    - auto: the whole model on a GPU where torch can compile, nothing on a CPU
+    - off: nothing
+    - whole: the model as one graph
+    - blocks: each block and the loss on its own, which starts faster
+    - coordinate-descent: the whole model, with the sizes of its kernels tuned one by one
+    - max-autotune: the whole model, with kernels chosen by trying them
+    - max-autotune-graphs: the same, replayed as CUDA graphs
+    - reduce-overhead: the whole model, replayed as CUDA graphs"""
     checkpointing: Checkpointing = "none"
     """Activations that are recomputed in the backward pass to save memory.
-
-    none: no activations
-    full: those of whole blocks, for about a third more arithmetic
-    alternate: those of every second block, for about a sixth more arithmetic
-    selective: all but the outputs of matrix products and attention
-    budget: those that torch.compile finds cheapest to recompute, to halve what is kept (torch 2.13 and later)"""
+    - none: no activations
+    - full: those of whole blocks, for about a third more arithmetic
+    - alternate: those of every second block, for about a sixth more arithmetic
+    - selective: all but the outputs of matrix products and attention
+    - budget: those that torch.compile finds cheapest to recompute, to halve what is kept (torch 2.13 and later)"""
     loss: Loss = "auto"
     """Cross-entropy loss.
-
-    auto: fused where the logits would make the micro-batch smaller, else plain
-    plain: of the logits of all tokens
-    fused: computed together with the head piece by piece, so that the logits are not kept"""
+    - auto: fused where the logits would make the micro-batch smaller, else plain
+    - plain: of the logits of all tokens
+    - fused: computed together with the head piece by piece, so that the logits are not kept"""
     loss_chunks: int = 1
     """Pieces of the fused loss, at least 1; more than one implies it. By default a piece has at most 2,048 tokens."""
     fp8: bool = False
     """Multiply the blocks' matrices in 8-bit floats, scaled per tensor (torchao, on GPUs that have them)."""
     optimizer: Optimizer = "adamw-fused"
     """Optimizer.
-
-    adamw: AdamW, with a kernel per operation
-    adamw-fused: AdamW in one fused kernel
-    adamw-8bit: AdamW with 8-bit moments (torchao)
-    adamw-bf16: AdamW with bf16 weights, rounded stochastically (torchao)
-    adafactor: Adafactor
-    muon: Muon for the matrices of the blocks, AdamW for the rest"""
+    - adamw: AdamW, with a kernel per operation
+    - adamw-fused: AdamW in one fused kernel
+    - adamw-8bit: AdamW with 8-bit moments (torchao)
+    - adamw-bf16: AdamW with bf16 weights, rounded stochastically (torchao)
+    - adafactor: Adafactor
+    - muon: Muon for the matrices of the blocks, AdamW for the rest"""
     device: Device = "auto"
     """Device to train on; auto is a CUDA GPU if there is one, else the CPU."""
     workers: int = 1
     """Data-parallel workers, at least 1; with cuda each has one GPU."""
     shard: bool = False
     """Shard weights, gradients and optimizer state over the workers (FSDP2) instead of a copy on each (DDP)."""
-    ablate: tuple[Ablation, ...] = ()
+    ablate: Annotated[tuple[Ablation, ...], tyro.conf.arg(metavar="[NAME ...]")] = ()
     """Optimizations of the loop to leave out, to measure what each gains.
-
-    sync: read each loss at once, and wait for the device
-    zero: fill gradients with zeros instead of dropping them
-    copy: read and copy each batch only when it is needed
-    collect: leave the garbage collector on
-    pages: keep large tensors in a CPU's small pages"""
+    - sync: read each loss at once, and wait for the device
+    - zero: fill gradients with zeros instead of dropping them
+    - copy: read and copy each batch only when it is needed
+    - collect: leave the garbage collector on
+    - pages: keep large tensors in a CPU's small pages"""
     loader_workers: int = 0
     """Threads that read batches ahead; with 0 the loop itself reads the next batch while the device computes."""
     accelerator: str | None = None
@@ -236,8 +204,7 @@ class TrainConfig:
     time_budget: SecondsOrNone = None
     """Time to train for, above 0, such as 90s, 5m or 1h. It begins after the first step, which compiles."""
     within: float | None = None
-    """End early once the speed is known to this fraction, between 0 and 1, by a confidence sequence: 0.005 is half a
-    percent."""
+    """End early once the speed is known to this fraction, between 0 and 1, by a confidence sequence, such as 0.005."""
     cycle: CycleText = Cycle()
     """Training steps, at least 1, then validation batches, between two reports."""
     checkpoint_every: int = 200
@@ -283,6 +250,10 @@ class TrainConfig:
         if not self.stream:
             del values["reading"]  # it has no effect then
         return values
+
+
+CHOICES = {name: get_args(kind) for name, kind in get_type_hints(TrainConfig).items() if get_origin(kind) is Literal}
+"""The values that are known of a setting that has names for them."""
 
 
 def config_from_json(values: Any, source: str) -> TrainConfig:
@@ -353,10 +324,9 @@ def _flag(config: TrainConfig, name: str) -> str:
 
 
 def _choices(config: TrainConfig) -> None:
-    for setting in fields(config):
-        if get_origin(setting.type) is Literal and getattr(config, setting.name) not in get_args(setting.type):
-            allowed = ", ".join(get_args(setting.type))
-            raise UserError(f"{_flag(config, setting.name)} is not known; choose one of {allowed}.")
+    for name, known in CHOICES.items():
+        if getattr(config, name) not in known:
+            raise UserError(f"{_flag(config, name)} is not known; choose one of {', '.join(known)}.")
     for name in config.ablate:
         if name not in get_args(Ablation):
             raise UserError(f"--ablate {name} is not known; choose one of {', '.join(get_args(Ablation))}.")

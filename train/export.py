@@ -23,7 +23,7 @@ from train.config import config_from_json
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """What to export, and where."""
+    """Write a trained model in the Hugging Face format."""
 
     checkpoint: Checkpoint
     to: Path
@@ -35,8 +35,7 @@ class ExportConfig:
 
 def main() -> None:
     """Parse, export, report, exit."""
-    description = "Write a trained model in the Hugging Face format."
-    command.run(export, ExportConfig, module="train.export", description=description)
+    command.run(export, ExportConfig, module="train.export")
 
 
 def export(config: ExportConfig) -> int:

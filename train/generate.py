@@ -15,7 +15,7 @@ from train.checkpoint.find import find_checkpoint
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """What to continue, and how."""
+    """Continue a prompt with a trained model."""
 
     checkpoint: Checkpoint
     prompt: str = ""
@@ -43,9 +43,7 @@ class GenerateConfig:
 
 def main() -> None:
     """Parse, generate, print, exit."""
-    command.run(
-        generate, GenerateConfig, module="train.generate", description="Continue a prompt with a trained model."
-    )
+    command.run(generate, GenerateConfig, module="train.generate")
 
 
 def generate(config: GenerateConfig) -> int:

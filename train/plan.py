@@ -6,42 +6,32 @@ nor the data of the run are needed. Wiring only.
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated
 
-import tyro
 from rich.table import Table
 
 from infra import command
 from infra.console import console
 from infra.errors import UserError
 from infra.hardware import device_facts
-from infra.help import Sections
 from infra.units import BytesOrNone
-from train.config import GROUPS, TrainConfig
+from train.config import TrainConfig
 from train.model_config import format_model
 from train.resolve import choices, resolve_for_plan, said
-
-COMMON = (
-    "model", "global_batch", "micro_batch", "precision", "compile", "checkpointing", "loss", "memory_limit",
-    "tokens_per_second", "price",
-)  # fmt: skip
-"""Flags that most plans are made with."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The run to plan, and what is known about the machine."""
+    """Predict what a training run needs in memory, arithmetic, time and money, before it starts."""
 
-    training: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+    training: TrainConfig = field(default_factory=TrainConfig)
     memory_limit: BytesOrNone = None
-    """Memory that the process may use, to find the largest micro-batch; default this machine's GPU, if any."""
+    """Memory that the process may use, to find the largest micro-batch. None: this machine's GPU, if any."""
     tokens_per_second: float | None = None
     """Training speed in tokens/s over all workers, above 0, to predict hours; python -m train.run measures it."""
     price: float | None = None
     """Price per hour of one worker's machine, above 0, in any currency."""
     doctor: str = "runs/doctor.json"
-    """What infra.doctor --workers measured, here or in object storage, to predict with --workers whether the
-    network slows training down."""
+    """What infra.doctor --workers measured, to predict with --workers whether the network slows training down."""
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_second", "price"):
@@ -54,14 +44,7 @@ class PlanOptions:
 
 def main() -> None:
     """Parse, compute, print, exit."""
-    command.run(
-        plan,
-        PlanOptions,
-        module="train.plan",
-        description="Predict what a training run needs in memory, arithmetic, time and money, before it starts.",
-        default=PlanOptions(),
-        sections=Sections(COMMON, GROUPS),
-    )
+    command.run(plan, PlanOptions, module="train.plan")
 
 
 def plan(options: PlanOptions) -> None:

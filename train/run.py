@@ -9,17 +9,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Annotated
 
-import tyro
-
-from infra import command
+from infra import command, flags
 from infra.cluster import connected, refuse_unshared
 from infra.command import INTERRUPTED
 from infra.console import console
 from infra.errors import UserError
 from infra.hardware import DeviceFacts
-from infra.help import Sections
 from infra.options import Address, ConfigFile, TrackingUri
 from infra.progress import IMPORTING, doing
 from infra.storage import write_json
@@ -28,64 +24,51 @@ from infra.units import BytesOrNone, format_size
 from train.checkpoint.find import resume_run, saved_config
 from train.checkpoint.progress import read_progress
 from train.checkpoint.run_folder import RunFolder, make, new_run
-from train.config import GROUPS, TrainConfig, load_config
+from train.config import TrainConfig, load_config
 from train.confirmed import confirmed_by
 from train.launch.run import Run
 from train.model_config import format_model
 from train.resolve import continued, facts_here, resolve, without
 
-COMMON = (
-    "data", "model", "global_batch", "micro_batch", "learning_rate", "compile", "steps", "time_budget", "name",
-    "resume",
-)  # fmt: skip
-"""Flags that most runs are started with."""
-
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the command needs in addition to the training config."""
+    """Train a GPT-2 on token shards or straight from books, measure it, and record it all in MLflow."""
 
-    training: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+    training: TrainConfig = field(default_factory=TrainConfig)
     name: str | None = None
     """Name of the run and of its folder; by default made from the model and the time."""
     out: str = "runs"
-    """Folder that holds runs, or one in object storage (s3://bucket/runs, gs://...), to which checkpoints are copied
-    while training continues, and from which every machine can continue a run."""
+    """Folder that holds runs, or one in object storage: s3://bucket/runs, gs://...
+    Checkpoints are copied there while training continues, and every machine can continue a run from there."""
     config: ConfigFile = None
     resume: str | None = None
     """Continue an earlier run, by its name or the path or address of its folder or newest checkpoint."""
     tracking_uri: TrackingUri = None
     memory_limit: BytesOrNone = None
-    """Most memory that a worker's process may use, such as 40GB (10^9 bytes each) or 40GiB (2^30): of the GPU, or on a
-    CPU its resident set. A run that uses more ends with the outcome over_limit, unless its micro-batch is auto and a
-    smaller one fits. Give it again to a resumed run."""
+    """Most memory, of the GPU or on a CPU of its resident set, that a worker's process may use, such as 40GB or 40GiB.
+    A run that uses more ends with the outcome over_limit, unless its micro-batch is auto and a smaller one fits.
+    Give it again to a resumed run."""
     address: Address = None
+
+    def __post_init__(self) -> None:
+        if self.resume and self.config:
+            raise UserError("--config and --resume both provide settings; give one of them.")
+        if self.resume and self.name:
+            raise UserError(f"--name {self.name}: a resumed run keeps its name; leave --name or --resume out.")
 
 
 def main() -> None:
     """Parse, train, report, exit."""
-    defaults = RunOptions()
-    try:
-        path, resume = command.flag_value("--config"), command.flag_value("--resume")
-        if path and resume:
-            raise UserError("--config and --resume both provide settings; give one of them.")
-        if resume and (name := command.flag_value("--name")):
-            raise UserError(f"--name {name}: a resumed run keeps its name; leave --name or --resume out.")
-        if resume:
-            settings = saved_config(resume, command.flag_value("--out") or defaults.out)
-            defaults = dataclasses.replace(defaults, training=settings)
-        if path:
-            defaults = dataclasses.replace(defaults, training=load_config(path))
-    except UserError as mistake:
-        command.refuse(mistake)
-    command.run(
-        train,
-        RunOptions,
-        module="train.run",
-        description="Train a GPT-2 on token shards or straight from books, measure it, record it all in MLflow.",
-        default=defaults,
-        sections=Sections(COMMON, GROUPS),
-    )
+    command.run(train, RunOptions, module="train.run", default=defaults)
+
+
+def defaults() -> RunOptions:
+    """The options whose values flags override: those of the run to resume, or of a file. Raises ``UserError``."""
+    given = RunOptions(**vars(flags.given(RunOptions, "name", "out", "config", "resume")))
+    if given.resume:
+        return dataclasses.replace(given, training=saved_config(given.resume, given.out))
+    return dataclasses.replace(given, training=load_config(given.config)) if given.config else given
 
 
 def train(options: RunOptions) -> int:

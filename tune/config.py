@@ -3,16 +3,14 @@
 import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
-
-import tyro
+from typing import Any, ClassVar, Literal
 
 from infra.errors import UserError
-from infra.options import Address, JoinsRay, TrackingUri
+from infra.options import Address, ConfigFile, JoinsRay, TrackingUri
 from infra.place import Place
 from infra.schema import strict, to_json
 from infra.units import BytesOrNone, Seconds, SecondsOrNone
-from train.config import AUTO, Cycle, CycleText, Device, TrainConfig, divisors
+from train.config import Cycle, CycleText, Device, TrainConfig
 from train.model_config import ModelOrNone
 from tune.space import parse_knobs
 
@@ -35,10 +33,6 @@ class ExperimentConfig(JoinsRay):
     tracking_uri: TrackingUri = None
     address: Address = None
 
-    def __post_init__(self) -> None:
-        if self.resume == "":
-            raise UserError(f"--resume is empty: name a {self.kind}.")
-
     def to_json(self) -> dict[str, Any]:
         """The config as JSON values; :func:`infra.schema.from_json` reads it back."""
         return to_json(self) | {"resume": None}
@@ -47,49 +41,44 @@ class ExperimentConfig(JoinsRay):
 @strict
 @dataclass(frozen=True)
 class SearchConfig(ExperimentConfig):
-    """A search around one training run: its flags describe the control and what is held fixed.
-
-    ``--steps``, ``--tokens`` and ``--time-budget`` are those of the run that best.json describes, not of
-    the trials.
-    """
+    """Find the micro-batch, and the knobs, with the most tokens per second under a memory limit."""
 
     kind = "search"
 
-    training: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+    training: TrainConfig = field(default_factory=TrainConfig)
+    """The control and what is held fixed.
+    --steps, --tokens and --time-budget are those of the run that best.json describes, not of the trials."""
     memory_limit: BytesOrNone = None
-    """Most memory that a process may use: 40GB is 40 x 10^9 bytes, 40GiB 40 x 2^30. Default: all there is."""
+    """Most memory that a process may use: 40GB is 40 x 10^9 bytes, 40GiB 40 x 2^30. None: all there is."""
     knobs: tuple[str, ...] = ()
     """Settings searched in addition to the micro-batch: names such as compile checkpointing, or all."""
     free_global_batch: bool = False
-    """A study of its own: a step is one micro-batch of any size up to --global-batch, without accumulation. Its winner
-    trains with another batch, so it does not compare with a search that holds the batch fixed."""
+    """A study of its own: a step is one micro-batch of any size up to --global-batch, without accumulation.
+    Its winner trains with another batch, so it does not compare with a search that holds the batch fixed."""
     searcher: Literal["memory", "grid", "optuna"] = "memory"
     """How candidates are chosen.
-
-    memory: by predicted memory and fitted speed
-    grid: every candidate in turn
-    optuna: by Optuna's TPE sampler"""
+    - memory: by predicted memory and fitted speed
+    - grid: every candidate in turn
+    - optuna: by Optuna's TPE sampler"""
     trial_steps: int = 20
     """Most optimizer steps of one trial, at least 7; it ends earlier when its speed is known."""
     trial_time: Seconds = 60.0
-    """Most time, above 0, that one trial's steps may take, after the first. Where this is too short for a speed, the
-    trial runs once more with enough."""
+    """Most time, above 0, that one trial's steps may take, after the first.
+    Where this is too short for a speed, the trial runs once more with enough."""
     compile_time: Seconds = 900.0
-    """Most time, above 0, that a trial may take before that, to start, to compile and to run its first step. One that
-    takes longer is killed and counts as failed."""
+    """Most time, above 0, that a trial may take before that, to start, to compile and to run its first step.
+    One that takes longer is killed and counts as failed."""
     trial_precision: float = 0.01
     """Half-width of a speed's 95% interval, as a fraction of it between 0 and 1, that ends a trial."""
     confirm: int = 3
-    """Most rounds in which the best and the control run again, interleaved, until the winner is clear; 0 trusts the
-    first measurement."""
-    config: Path | None = None
-    """Read the training settings from this JSON file; flags given with it win."""
+    """Most rounds in which the best and the control run again, interleaved, until the winner is clear.
+    0 trusts the first measurement."""
+    config: ConfigFile = None
     parallel: int = 1
-    """Trials at a time, at least 1, each on a machine of its own in the cluster, whose speeds are compared over its own
-    control."""
+    """Trials at a time, at least 1, each on a machine of its own in the cluster.
+    The speeds of a machine are compared over its own control."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         parse_knobs(self.knobs)
         if self.training.stream:
             raise UserError("--stream cannot be combined with a search, whose trials read token shards: give --data.")
@@ -132,25 +121,24 @@ FITTED = 40 * 10**9
 @strict
 @dataclass(frozen=True)
 class LadderConfig(ExperimentConfig):
-    """A suite, and how long each of its rungs runs."""
+    """Measure what each optimisation of a suite gains on this machine."""
 
     kind = "ladder"
 
     suite: str = "a100"
     """Name of a suite, or a Python file with SUITE = [Rung(...), ...].
-
-    a100: a published study of GPT-2 124M, from the textbook loop upwards
-    loop: what each habit of a training loop costs, on a small model
-    memory: what saves memory, and what it costs in speed
-    kernels: how torch.compile chooses and launches kernels
-    accumulation: four micro-batches per step, from eager to max-autotune
-    loader: threads that read batches ahead
-    precision: what fewer bits cost in held-out loss
-    sizes: sizes that fill a GPU's tiles and waves, and sizes that do not
-    aa: the same run ten times, to see how often the verdict is a false alarm"""
+    - a100: a published study of GPT-2 124M, from the textbook loop upwards
+    - loop: what each habit of a training loop costs, on a small model
+    - memory: what saves memory, and what it costs in speed
+    - kernels: how torch.compile chooses and launches kernels
+    - accumulation: four micro-batches per step, from eager to max-autotune
+    - loader: threads that read batches ahead
+    - precision: what fewer bits cost in held-out loss
+    - sizes: sizes that fill a GPU's tiles and waves, and sizes that do not
+    - aa: the same run ten times, to see how often the verdict is a false alarm"""
     rungs: tuple[str, ...] = ()
-    """Only these rungs of the suite, by name; default all. In a suite whose rungs keep those before them, what is left
-    out is not kept either."""
+    """Only these rungs of the suite, by name. None given: all.
+    In a suite whose rungs keep those before them, what is left out is not kept either."""
     data: str = "data/tokens"
     """Token shards, made by python -m pipeline.tokenize: a folder, or s3://bucket/folder (gs://, az://)."""
     model: ModelOrNone = None
@@ -158,10 +146,10 @@ class LadderConfig(ExperimentConfig):
     steps: int | None = None
     """Optimizer steps per rung, at least 8."""
     time_budget: SecondsOrNone = None
-    """Time per rung, above 0, from its first step on. Default: 5m, unless --steps is given."""
+    """Time per rung, above 0, from its first step on. None: 5m, unless --steps is given."""
     within: float | None = None
     """End a rung early, at the end of a cycle, once its speed is known to this fraction, below 1; 0 never does.
-    Default: 0.005, half a percent; 0 with --steps, which are for comparing losses."""
+    None: 0.005, half a percent; 0 with --steps, which are for comparing losses."""
     cycle: CycleText = CYCLE
     """Training steps, at least 1, then validation batches, between two reports."""
     fit: bool = False
@@ -175,19 +163,18 @@ class LadderConfig(ExperimentConfig):
     seed: int = 0
     """Seed of every rung; at least 0."""
     seeds: int | None = None
-    """Seeds, at least 1, with which rungs of another precision or other numerics are run, to compare their held-out
-    losses with those of the rung before at equal steps. Default: 3 in the suite precision; 1, which compares none, in
-    others."""
+    """Seeds, at least 1, with which rungs of another precision or other numerics are run.
+    Their held-out losses are compared with those of the rung before at equal steps.
+    None: 3 in the suite precision; 1, which compares none, in others."""
     best: Path | None = None
     """best.json of a search, whose batch and execution settings become a last rung."""
     stream: tuple[str, ...] = ()
-    """Books, as any source of python -m pipeline.tokenize: a last rung, called streaming, trains straight from them
-    instead of from --data."""
+    """Books, as any source of pipeline.tokenize.
+    A last rung, called streaming, trains straight from them instead of from --data."""
     compare: str | None = None
     """Compare with this ladder, by name or folder; or with the published figures that the suite a100 repeats: study."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.steps is not None and self.time_budget is not None:
             raise UserError("--steps and --time-budget both end a rung; give one of them.")
         if self.steps is not None and self.steps < 8:
@@ -241,19 +228,6 @@ class LadderConfig(ExperimentConfig):
             steps=self.steps,
             time_budget=None if self.steps is not None else self.time_budget or TIME_BUDGET,
         )
-
-
-def with_global_batch(training: TrainConfig, global_batch: int) -> TrainConfig:
-    """``training`` with another global batch, and a micro-batch that divides it and is no larger than before.
-
-    Raises ``UserError``.
-    """
-    if global_batch < 1:
-        raise UserError(f"--global-batch {global_batch} must be at least 1.")
-    if training.micro_batch == AUTO:
-        return replace(training, global_batch=global_batch)
-    micro = max(size for size in divisors(global_batch) if size <= training.micro_batch)
-    return replace(training, global_batch=global_batch, micro_batch=micro)
 
 
 FEWEST = 5

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from infra import command
+from infra import command, flags
 from infra.cluster import connected, refuse_unshared
 from infra.console import console
 from infra.errors import UserError
@@ -24,20 +24,14 @@ from tune.folder import kept_config, place_of
 
 def main() -> None:
     """Parse, run the rungs, print the table, exit."""
-    defaults = LadderConfig()
-    try:
-        if resume := command.flag_value("--resume"):
-            out = command.flag_value("--out") or defaults.out
-            defaults = replace(kept_config(place_of(out, resume), LadderConfig), out=out)
-    except UserError as mistake:
-        command.refuse(mistake)
-    command.run(
-        run,
-        LadderConfig,
-        module="tune.ladder",
-        description="Measure what each optimisation of a suite gains on this machine.",
-        default=defaults,
-    )
+    command.run(run, LadderConfig, module="tune.ladder", default=defaults)
+
+
+def defaults() -> LadderConfig:
+    """The config whose values flags override: that of the ladder to resume. Raises ``UserError``."""
+    given = flags.given(LadderConfig, "resume", "out")
+    kept = kept_config(place_of(given.out, given.resume), LadderConfig) if given.resume else LadderConfig()
+    return replace(kept, out=given.out)
 
 
 def run(config: LadderConfig) -> int:

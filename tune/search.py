@@ -8,47 +8,28 @@ child per trial. Wiring only.
 import dataclasses
 from contextlib import nullcontext
 
-from infra import command
+from infra import command, flags
 from infra.cluster import connected
 from infra.console import console
-from infra.errors import UserError
-from infra.help import Sections
 from infra.progress import IMPORTING, doing
 from infra.units import format_size
-from train.config import GROUPS, load_config
+from train.config import load_config
 from train.model_config import format_model
-from tune.config import SearchConfig, with_global_batch
+from tune.config import SearchConfig
 from tune.folder import kept_config, place_of
-
-COMMON = (
-    "data", "model", "global_batch", "memory_limit", "knobs", "trial_steps", "trial_time", "confirm", "name", "resume",
-)  # fmt: skip
-"""Flags that most searches are started with."""
 
 
 def main() -> None:
     """Parse, search, report, exit."""
-    defaults = SearchConfig()
-    try:
-        resume = command.flag_value("--resume")
-        if resume:
-            out = command.flag_value("--out") or defaults.out
-            defaults = dataclasses.replace(kept_config(place_of(out, resume), SearchConfig), out=out)
-        path, batch = command.flag_value("--config"), command.flag_value("--global-batch")
-        training = load_config(path) if path else defaults.training
-        if batch and batch.isdecimal():
-            training = with_global_batch(training, int(batch))
-        defaults = dataclasses.replace(defaults, training=training)
-    except UserError as mistake:
-        command.refuse(mistake)
-    command.run(
-        run,
-        SearchConfig,
-        module="tune.search",
-        description="Find the micro-batch, and the knobs, with the most tokens per second under a memory limit.",
-        default=defaults,
-        sections=Sections(COMMON, GROUPS),
-    )
+    command.run(run, SearchConfig, module="tune.search", default=defaults)
+
+
+def defaults() -> SearchConfig:
+    """The config whose values flags override: that of the search to resume, with a file's. Raises ``UserError``."""
+    given = flags.given(SearchConfig, "config", "resume", "out")
+    kept = kept_config(place_of(given.out, given.resume), SearchConfig) if given.resume else SearchConfig()
+    training = load_config(given.config) if given.config else kept.training
+    return dataclasses.replace(kept, out=given.out, training=training)
 
 
 def run(config: SearchConfig) -> int:

@@ -30,20 +30,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What to measure, and where to save it."""
+    """Check whether this machine is ready to train, and measure how fast it is at best."""
 
     workers: int = 1
-    """At least 1. With two or more, also all-reduce between as many Ray Train workers, with a GPU each where there are
-    any."""
+    """At least 1. With two or more, also all-reduce between as many Ray Train workers, each with a GPU if there are."""
     out: str = "runs"
-    """Folder that holds runs, for doctor.json; also the disk whose speed is measured. With s3://bucket/runs, gs://...
-    that of scratch is, and with --address how fast each machine writes to and reads from there."""
+    """Folder that holds runs, for doctor.json; also the disk whose speed is measured.
+    With s3://bucket/runs, gs://... that of scratch is, and with --address each machine's speed to and from there."""
     quick: bool = False
     """Only check whether the machine is ready, measure nothing."""
     tracking_uri: TrackingUri = None
     address: str | None = None
-    """Ray cluster whose machines to check and measure, too. The all-reduce runs there; without it on RAY_ADDRESS, else
-    on a Ray of its own here."""
+    """Ray cluster whose machines to check and measure, too.
+    The all-reduce runs there; without it on RAY_ADDRESS, else on a Ray of its own here."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -52,13 +51,7 @@ class DoctorOptions:
 
 def main() -> None:
     """Parse, examine, print, exit."""
-    command.run(
-        examine,
-        DoctorOptions,
-        module="infra.doctor",
-        description="Check whether this machine is ready to train, and measure how fast it is at best.",
-        default=DoctorOptions(),
-    )
+    command.run(examine, DoctorOptions, module="infra.doctor")
 
 
 def examine(options: DoctorOptions) -> int:

@@ -174,7 +174,7 @@ def test_a_user_mistake_is_one_sentence_and_exit_code_two(
     for arguments, named in ((("nowhere",), "nowhere"), (("sample", "--out", "file/tokens"), "file/tokens")):
         monkeypatch.setattr(sys, "argv", ["pipeline.tokenize", *arguments])
         with pytest.raises(SystemExit) as leaving:
-            run(main, TokenizeConfig, module="pipeline.tokenize", description="")
+            run(main, TokenizeConfig, module="pipeline.tokenize")
         said = capfd.readouterr().err
         assert (leaving.value.code, said.count("\n")) == (2, 1), said
         assert named in said

@@ -2,16 +2,17 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
-import tyro
 
 from infra.errors import UserError
+from infra.flags import parsed
 from pipeline.config import Reading
 from train.config import Cycle, TrainConfig, config_from_json, load_config
 from train.model_config import PRESETS, format_model, parse_model
-from train.run import RunOptions
+from train.run import RunOptions, defaults
 
 
 @pytest.mark.parametrize(
@@ -114,10 +115,23 @@ def test_every_field_takes_back_what_it_gave() -> None:
         assert config_from_json(json.loads(json.dumps(config.to_json())), "a.json") == config
 
 
-def test_how_a_stream_is_read_is_in_a_file_and_under_the_pipelines_flags(tmp_path: Path) -> None:
+def test_how_a_stream_is_read_is_in_a_file_and_under_the_pipelines_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TrainConfig(stream=("a.jsonl",), steps=3, reading=Reading(text_field="body")).to_json()))
     default = RunOptions(training=load_config(path))
-    parsed = tyro.cli(RunOptions, args=["--languages", "en", "fr", "--join-lines"], default=default)
-    assert parsed.training.reading == Reading(text_field="body", languages=("en", "fr"), join_lines=True)
+    monkeypatch.setattr(sys, "argv", ["command", "--languages", "en", "fr", "--join-lines"])
+    assert parsed(RunOptions, "a command", default).training.reading == Reading(
+        text_field="body", languages=("en", "fr"), join_lines=True
+    )
     assert "reading" not in TrainConfig().to_json(), "which has no effect on shards"
+
+
+def test_flags_win_over_a_file_also_with_their_default_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TrainConfig(micro_batch=7, global_batch=14, fp8=True, steps=3).to_json()))
+    words = ["--micro-batch", "auto", "--workers", "7", "--no-fp8", "--steps", "None", "--tokens=100000", "--config"]
+    monkeypatch.setattr(sys, "argv", ["command", *words, str(path)])
+    found = parsed(RunOptions, "a command", defaults()).training
+    assert found == TrainConfig(global_batch=14, workers=7, tokens=100_000)

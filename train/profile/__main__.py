@@ -8,23 +8,21 @@ It runs the real loop in this process, without Ray, and records a few steps afte
 import shutil
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import tyro
 from rich.table import Table
 
-from infra import command
+from infra import command, flags
 from infra.console import console
 from infra.errors import UserError
 from infra.hardware import device_facts
-from infra.help import Sections
 from infra.options import ConfigFile, TrackingUri
 from infra.place import Place
 from infra.progress import IMPORTING, doing
 from train.checkpoint.run_folder import new_folder
-from train.config import GROUPS, TrainConfig, load_config
+from train.config import TrainConfig, load_config
 from train.model_config import format_model
 from train.resolve import resolve
 
@@ -35,18 +33,11 @@ TRACE_ROOM = 2 * 10**9
 """Free bytes that a trace may need: two steps of GPT-2 are about 100 MB of JSON, and many times that with stacks."""
 
 
-COMMON = (
-    "data", "model", "global_batch", "micro_batch", "precision", "attention", "compile", "checkpointing", "name",
-    "config",
-)  # fmt: skip
-"""Flags that most profiles are made with."""
-
-
 @dataclass(frozen=True)
 class ProfileOptions:
-    """The configuration to profile."""
+    """Record a few training steps and show where time and memory go."""
 
-    training: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
+    training: TrainConfig = field(default_factory=TrainConfig)
     name: str | None = None
     """Name of the profile and of its folder; by default made from the model and the time."""
     out: Path = Path("runs")
@@ -57,21 +48,13 @@ class ProfileOptions:
 
 def main() -> None:
     """Parse, profile, print, exit."""
-    defaults = ProfileOptions()
-    try:
-        path = command.flag_value("--config")
-        if path:
-            defaults = replace(defaults, training=load_config(path))
-    except UserError as mistake:
-        command.refuse(mistake)
-    command.run(
-        profile,
-        ProfileOptions,
-        module="train.profile",
-        description="Record a few training steps and show where time and memory go.",
-        default=defaults,
-        sections=Sections(COMMON, GROUPS),
-    )
+    command.run(profile, ProfileOptions, module="train.profile", default=defaults)
+
+
+def defaults() -> ProfileOptions:
+    """The options whose values flags override. Raises ``UserError``."""
+    path = flags.given(ProfileOptions, "config").config
+    return ProfileOptions(training=load_config(path) if path else TrainConfig())
 
 
 def profile(options: ProfileOptions) -> None:
