@@ -50,11 +50,13 @@ class SearchConfig(ExperimentConfig):
     --steps, --tokens and --time-budget are those of the run that best.json describes, not of the trials."""
     memory_limit: BytesOrNone = None
     """Most memory that a process may use: 40GB is 40 x 10^9 bytes, 40GiB 40 x 2^30. None: all there is."""
+    accumulations: tuple[int, ...] = ()
+    """Search these numbers of micro-batches per step, at least 1, with any micro-batch, such as 1 2 4 8.
+    --global-batch is then the largest, and the winner may train with another than the control. None given: it is fixed.
+    """
     knobs: tuple[str, ...] = ()
-    """Settings searched in addition to the micro-batch: names such as compile checkpointing, or all."""
-    free_global_batch: bool = False
-    """A study of its own: a step is one micro-batch of any size up to --global-batch, without accumulation.
-    Its winner trains with another batch, so it does not compare with a search that holds the batch fixed."""
+    """Settings searched too, each with the values to try besides the control's: compile=off,whole checkpointing=full.
+    There are attention, checkpointing, compile, fp8, loader_workers, loss, loss_chunks, optimizer, precision."""
     searcher: Literal["memory", "grid", "optuna"] = "memory"
     """How candidates are chosen.
     - memory: by predicted memory and fitted speed
@@ -80,6 +82,8 @@ class SearchConfig(ExperimentConfig):
 
     def __post_init__(self) -> None:
         parse_knobs(self.knobs)
+        if wrong := [n for n in self.accumulations if n < 1 or self.accumulations.count(n) > 1]:
+            raise UserError(f"--accumulations {wrong[0]} must be {'given once' if wrong[0] > 0 else 'at least 1'}.")
         if self.training.stream:
             raise UserError("--stream cannot be combined with a search, whose trials read token shards: give --data.")
         if self.trial_steps < FEWEST + 2:
@@ -100,10 +104,9 @@ class SearchConfig(ExperimentConfig):
         """What a search over the same data must share with this one to be continued as it."""
         training = self.training.to_json()
         free = ("data", "steps", "tokens", "time_budget", "cycle")
-        own = (
-            "memory_limit", "free_global_batch", "searcher", "trial_steps", "trial_time", "trial_precision", "confirm",
-        )  # fmt: skip
-        searched = {name: getattr(self, name) for name in own} | {"knobs": ",".join(parse_knobs(self.knobs))}
+        own = ("memory_limit", "searcher", "trial_steps", "trial_time", "trial_precision", "confirm")
+        axes = {name: " ".join(map(str, getattr(self, name))) for name in ("accumulations", "knobs")}
+        searched = {name: getattr(self, name) for name in own} | axes
         return {name: value for name, value in training.items() if name not in free} | searched
 
 

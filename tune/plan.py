@@ -23,7 +23,7 @@ from tune.config import SearchConfig
 from tune.device import make_prior, memory_limit, trial_machines
 from tune.experiment import Experiment
 from tune.folder import TRIALS, kept_identity, place_of
-from tune.space import Space, make_space, parse_knobs
+from tune.space import ACCUMULATION, Candidate, Space, make_space, settings
 from tune.strategy.base import Confirmed, Grid, Retrying, Strategy, enough_seconds
 from tune.strategy.memory_aware import MemorySearcher
 from tune.strategy.nodes import comparable, control_of, first_row, scales
@@ -48,7 +48,7 @@ class Search(Experiment):
     @property
     def training(self) -> TrainConfig:
         """The control."""
-        return self.space.base
+        return self.space.config(self.space.control)
 
     @property
     def parallel(self) -> int:
@@ -137,9 +137,10 @@ class Search(Experiment):
         return changed(now, usual) | {"model": now["model"], "data": str(self.data), "memory_limit": limit}
 
     def labels(self, row: TrialRow) -> dict[str, str]:
-        """The knobs of a trial."""
-        knobs = row.candidate.knobs
-        return {"knobs": self.space.knobs_label(knobs) or "as the control"} if knobs else {}
+        """The global batch of a trial, and its knobs."""
+        knobs = settings(row.candidate.knobs)
+        batch = {"global batch": str(self.space.global_batch(row.candidate))}
+        return batch | ({"knobs": self.space.knobs_label(knobs) or "as the control"} if knobs else {})
 
 
 def search_name(config: SearchConfig) -> str:
@@ -158,10 +159,20 @@ def make_search(config: SearchConfig) -> Search:
     asked, available = config.memory_limit, min(machine.memory for machine in machines)
     if config.resume and not asked:  # or another set of machines would make it another search
         asked = kept_identity(place, Search.kind).get("memory_limit")
-    training = resolve(config.training, replace(machines[0].device, memory=asked or available))
+    facts = replace(machines[0].device, memory=asked or available)
+    training = resolve(config.training, facts)
     limit = memory_limit(asked, training, available)
-    space = make_space(training, parse_knobs(config.knobs), free=config.free_global_batch)
+    space = make_space(training, config.knobs, config.accumulations)
+    for knobs in space.combinations:
+        resolve(space.config(Candidate(space.sizes_of(knobs)[0], knobs)), facts)  # of a value that the device lacks
     memory = MemorySearcher(space, make_prior(space), limit)
+    for number in config.accumulations:
+        smallest = [Candidate(space.sizes_of(k)[0], k) for k in space.combinations if (ACCUMULATION, number) in k]
+        if not any(map(memory.curves([]).fits, smallest)):
+            fits = f"is predicted to fit under {limit / GB:.2f} GB; leave it out, or raise --memory-limit"
+            if not smallest:
+                fits = f"fits --global-batch {training.global_batch}; leave it out, or raise that"
+            raise UserError(f"--accumulations {number}: no micro-batch {fits}.")
     explore = _explorer(config, space, memory)
     strategy = Confirmed(Retrying(explore), space, config.confirm)
     return Search(config, place, machines, manifest, space, memory, strategy)

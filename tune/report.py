@@ -28,16 +28,17 @@ from train.resolve import choices, said
 from tune import charts
 from tune.compare import over
 from tune.plan import Search
-from tune.space import Candidate, Combination, Space
+from tune.space import ACCUMULATION, Candidate, Combination, Space
 from tune.strategy.nodes import comparable
 from tune.strategy.ranking import UNFIT, Ranked, fit_to_win, rank
 from tune.trial.row import OUTCOMES, TrialRow, circumstances, flat_row
 
-HEADINGS = ("", "candidate", "tokens/s", "95%", "control", "GB", "runs", "")
+NUMBERS = ("tokens/s", "95%", "control", "GB", "runs")
 FREE = (
-    "The global batch was free here: candidates train with different batches, so that the winner is another training, "
-    "not a faster way to the same one."
+    "A larger global batch is another training, not a faster way to the same one. Of each accumulation the fastest is "
+    "marked; sizes end at the limit or at --global-batch."
 )
+STAR = "* marks a setting that changes the numerics, so that the loss may differ from the control's"
 CONTROL = (
     "the control is the configuration that the flags describe; the column has the speed over the control's, in "
     "brackets where no difference from it has been shown"
@@ -72,11 +73,30 @@ class SearchReport:
 
     def line(self, row: TrialRow) -> str:
         """A finished trial as one line."""
-        return row_text(self.search, row)
+        speed = "no speed"
+        if row.tokens_per_second and row.low and row.high:
+            speed = f"{row.tokens_per_second:,.0f} ± {(row.high - row.low) / 2 / row.tokens_per_second:.1%} tokens/s"
+        memory = "-" if row.memory is None else f"{row.memory / GB:.2f} of {self.search.limit / GB:.2f} GB"
+        parts = [f"{row.number:3d} {row.stage:7s} {self.search.space.name(row.candidate)}", speed, memory]
+        if row.mfu is not None:
+            parts.append(f"MFU {row.mfu:.1%}")
+        if row.compile_seconds is not None:
+            parts.append(f"compile {row.compile_seconds:.1f} s")
+        if self.search.config.cluster:
+            parts.append(f"on {row.node}")
+        parts.append(f"{row.outcome}: {row.reason}")
+        return " | ".join(parts)
 
     def progress(self, rows: Sequence[TrialRow]) -> str:
-        """The best so far, what was spent, and the time left."""
-        return progress_text(self.search, rows)
+        """The best so far, by the rounds of confirmations that are complete, what was spent, and the time left."""
+        compared = comparable(rows)
+        ranked = rank([row for row in compared if row.stage != "confirm" or row.round < compared[-1].round])
+        name = self.search.space.name
+        best = [f"{name(entry.candidate)}, {entry.tokens_per_second:,.0f} tokens/s" for entry in ranked[:1]]
+        spent = sum(row.seconds for row in rows)
+        left = spent / len(rows) * self.search.strategy.remaining(compared) / self.search.config.parallel
+        times = f"spent {format_duration(round(spent))} | about {format_duration(round(left))} left"
+        return f"    best: {''.join(best) or 'none yet'} | {times}"
 
     def publish(self, rows: Sequence[TrialRow], tracker: Tracker) -> bool:
         """Write the finished search's files and charts, record them with its numbers, and print the leaderboard."""
@@ -92,50 +112,22 @@ class SearchReport:
             files.append(chart)
         tracker.note(summary(search, compared))
         tracker.tags({"study": search.study})
-        placed = places(search, compared)
-        show_places(tracker.key, {row.key: placed[row.candidate] for row in compared})
+        places = {
+            candidate: " ".join([f"{number:02d}", *words])  # which sorts as text
+            for number, (candidate, words) in enumerate(remarks(search.space, rank(compared)).items(), 1)
+        }
+        show_places(tracker.key, {row.key: places.get(row.candidate, "no place") for row in compared})
         search.send(*(file.name for file in files))
         print_end(search, rows)
         return bool(rank(compared))
-
-
-def row_text(search: Search, row: TrialRow) -> str:
-    """A finished trial as one line."""
-    speed = "no speed"
-    if row.tokens_per_second and row.low and row.high:
-        speed = f"{row.tokens_per_second:,.0f} ± {(row.high - row.low) / 2 / row.tokens_per_second:.1%} tokens/s"
-    memory = "-" if row.memory is None else f"{row.memory / GB:.2f} of {search.limit / GB:.2f} GB"
-    parts = [f"{row.number:3d} {row.stage:7s} {search.space.name(row.candidate)}", speed, memory]
-    if row.mfu is not None:
-        parts.append(f"MFU {row.mfu:.1%}")
-    if row.compile_seconds is not None:
-        parts.append(f"compile {row.compile_seconds:.1f} s")
-    if search.config.cluster:
-        parts.append(f"on {row.node}")
-    parts.append(f"{row.outcome}: {row.reason}")
-    return " | ".join(parts)
-
-
-def progress_text(search: Search, rows: Sequence[TrialRow]) -> str:
-    """The best so far, by the rounds of confirmations that are complete, what was spent, and the time left."""
-    compared = comparable(rows)
-    ranked = rank([row for row in compared if row.stage != "confirm" or row.round < compared[-1].round])
-    best = (
-        f"{search.space.name(ranked[0].candidate)}, {ranked[0].tokens_per_second:,.0f} tokens/s"
-        if ranked
-        else "none yet"
-    )
-    spent = sum(row.seconds for row in rows)
-    left = spent / len(rows) * search.strategy.remaining(compared) / search.config.parallel
-    return f"    best: {best} | spent {format_duration(round(spent))} | about {format_duration(round(left))} left"
 
 
 def table(search: Search, rows: Sequence[TrialRow]) -> Table:
     """The leaderboard: every candidate that was tried, the winner first."""
     result = Table(title="tokens per second under the limit", title_justify="left", box=None, padding=(0, 1, 0, 0))
     lines = [(*cells, remark.partition(":")[0]) for *cells, remark in leaderboard(search, rows)]  # reasons were told
-    for name, *cells in zip(HEADINGS, *lines, strict=True):
-        numeric = name in ("tokens/s", "95%", "control", "GB", "runs")
+    for name, *cells in zip(headings(search.space), *lines, strict=True):
+        numeric = name in NUMBERS
         longest = max((len(word) for cell in cells for word in cell.split()), default=0)
         result.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, min_width=longest)
     for cells in lines:
@@ -143,42 +135,52 @@ def table(search: Search, rows: Sequence[TrialRow]) -> Table:
     return result
 
 
+def headings(space: Space) -> tuple[str, ...]:
+    """The headings of the leaderboard; ``control`` is the speed over the control's."""
+    return ("", "candidate", *["global batch"] * space.free, *NUMBERS, "")
+
+
 def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...]]:
-    """The leaderboard's cells under ``HEADINGS``; control is the speed over the control's."""
+    """The leaderboard's cells under :func:`headings`."""
     space, ranked = search.space, rank(rows)
     control = next((entry for entry in ranked if entry.candidate == space.control), None)
+    words = remarks(space, ranked)
+
+    def named(candidate: Candidate) -> tuple[str, ...]:
+        return (space.name(candidate), *[str(space.global_batch(candidate))] * space.free)
+
     lines = [
         (
             "=" if entry.tied else str(place),
-            space.name(entry.candidate),
+            *named(entry.candidate),
             f"{entry.tokens_per_second:,.0f}",
             f"± {(entry.high - entry.low) / 2 / entry.tokens_per_second:.1%}",
             _over(entry, control),
             f"{entry.memory / GB:.2f}",
             str(entry.runs),
-            ", ".join(["winner"] * (place == 1) + ["tie"] * entry.tied + ["control"] * (entry is control)),
+            ", ".join(words[entry.candidate]),
         )
         for place, entry in enumerate(ranked, 1)
     ]
-    named = {entry.candidate for entry in ranked}
-    last = {row.candidate: row for row in rows if row.candidate not in named}
+    last = {row.candidate: row for row in rows if row.candidate not in words}
     for row in sorted(last.values(), key=lambda row: row.number):
         speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-"
         memory = "-" if row.memory is None else f"{row.memory / GB:.2f}"
         remark = f"{row.outcome}: {row.reason}"
-        lines.append(("-", space.name(row.candidate), speed, "", "", memory, "1", remark))
+        lines.append(("-", *named(row.candidate), speed, "", "", memory, "1", remark))
     return lines
 
 
-def places(search: Search, rows: Sequence[TrialRow]) -> dict[Candidate, str]:
-    """Every candidate's place in the leaderboard, as text that sorts: ``01 winner``, ``02 tie``, ``no place``."""
-    found = dict.fromkeys((row.candidate for row in rows), "no place")
-    for number, entry in enumerate(rank(rows), 1):
-        words = (
-            ["winner"] * (number == 1) + ["tie"] * entry.tied + ["control"] * (entry.candidate == search.space.control)
-        )
-        found[entry.candidate] = " ".join([f"{number:02d}", *words])
-    return found
+def remarks(space: Space, ranked: Sequence[Ranked]) -> dict[Candidate, list[str]]:
+    """What is to be said of each of the ``ranked`` candidates: winner, tie, control, fastest of its accumulation."""
+    accumulations = [dict(entry.candidate.knobs).get(ACCUMULATION) for entry in ranked]
+    return {
+        entry.candidate: ["winner"] * (number == 0)
+        + ["tie"] * entry.tied
+        + ["control"] * (entry.candidate == space.control)
+        + [f"best of x {own}"] * (own is not None and own not in accumulations[:number])
+        for number, (entry, own) in enumerate(zip(ranked, accumulations, strict=True))
+    }
 
 
 def _over(entry: Ranked, control: Ranked | None) -> str:
@@ -273,8 +275,8 @@ def summary(search: Search, rows: Sequence[TrialRow]) -> str:
         lines += [FREE, ""]
     if not ranked and (reasons := no_winner(search, rows)[1:]):
         lines += [*(f"- {line}" for line in reasons), ""]
-    lines += markdown_table(HEADINGS, leaderboard(search, rows))
-    lines += ["", *(f"{note[0].upper()}{note[1:]}." for note in _legend(rows))]
+    lines += markdown_table(headings(space), leaderboard(search, rows))
+    lines += ["", *(f"{note[0].upper()}{note[1:]}." for note in _legend(search, rows))]
     untried = never_run(search, rows)
     if untried:
         lines += ["", "Never run:", "", *(f"- {sentence}" for sentence in untried)]
@@ -303,10 +305,11 @@ def opening_lines(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, s
     ]
 
 
-def _legend(rows: Sequence[TrialRow]) -> list[str]:
-    """What the leaderboard's columns mean."""
+def _legend(search: Search, rows: Sequence[TrialRow]) -> list[str]:
+    """What the leaderboard's columns mean, and a star in it."""
     sources = {row.memory_source for row in rows if row.memory_source}
-    return [*(f"memory is {MEMORY_SOURCES[source]}" for source in sorted(sources)), CONTROL]
+    starred = any("*" in search.space.label(row.candidate) for row in rows)
+    return [*(f"memory is {MEMORY_SOURCES[source]}" for source in sorted(sources)), CONTROL, *[STAR] * starred]
 
 
 def train_command(place: Place) -> str:
@@ -355,7 +358,7 @@ def print_end(search: Search, rows: Sequence[TrialRow]) -> None:
     signs = {cells[0] for cells in leaderboard(search, rows)}
     marks = [meaning for sign, meaning in MARKS.items() if sign in signs]
     confirmed = [CONFIRM] if any(row.stage == "confirm" for row in rows) else []
-    for note in [*([FREE] if search.space.free else []), *marks, *_legend(rows), *confirmed]:
+    for note in [*[FREE] * search.space.free, *marks, *_legend(search, rows), *confirmed]:
         console.prose(note)
     untried = len(set(search.space.candidates()) - {row.candidate for row in rows})
     if untried:
@@ -376,8 +379,9 @@ COMPILE_SECONDS = {
 
 def print_control(search: Search) -> None:
     """Print the training that the flags describe and the search starts from, with what was decided for the device."""
-    base, asked = search.space.base, search.config.training
-    console.print(f"control: micro-batch {said('micro_batch', base, asked)}, {choices(base, asked)}", markup=False)
+    control, asked = search.training, search.config.training
+    size = f"micro-batch {said('micro_batch', control, asked)} x {control.accumulation}"
+    console.print(f"control: {size}, {choices(control, asked)}", markup=False)
 
 
 def print_plan(search: Search) -> None:

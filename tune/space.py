@@ -1,35 +1,29 @@
-"""What is searched: the factor pairs of the global batch, and the execution knobs around them.
+"""What is searched: micro-batches, accumulations, and the execution knobs around them.
 
-In: a training config, whose mathematics is fixed, and the names of knobs. Out: candidates, each of
-which is a training config that computes the same steps in another way.
+In: a training config, and the knobs with the values to try. Out: candidates, each of which is a training config that
+computes the same steps in another way, or other steps where the accumulation is searched: then the global batch varies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import product
+from typing import Any, get_args
 
 from infra.errors import UserError
 from infra.schema import strict
 from train.config import TrainConfig, divisors
 
-KNOBS: dict[str, tuple[Any, ...]] = {
-    "checkpointing": ("none", "selective", "full"),
-    "loss_chunks": (1, 8),
-    "compile": ("off", "blocks", "whole", "max-autotune", "reduce-overhead"),
-    "attention": ("auto", "flash", "cudnn", "efficient", "manual"),
-    "precision": ("fp32", "tf32", "bf16", "bf16-activations"),
-    "optimizer": ("adamw-fused", "adamw"),
-    "loader_workers": (0, 1),
-}
-"""Settings of a run that change how a step is executed; precision alone also changes its rounding."""
+KNOBS = (
+    "attention", "checkpointing", "compile", "fp8", "loader_workers", "loss", "loss_chunks", "optimizer", "precision",
+)  # fmt: skip
+"""Settings of a run that leave the mathematics of a step as it is."""
 
-ON_CPU: dict[str, tuple[Any, ...]] = {
-    "compile": ("off", "blocks", "whole"),
-    "attention": ("sdpa", "manual"),
-    "precision": ("fp32",),
-}
-"""What is left of them there: one fused kernel of attention, no CUDA graphs, tf32 is fp32, and bf16 is emulated."""
+NOT_SEARCHED = ("auto", "adafactor", "muon")
+"""Values of them that decide nothing, and optimizers with another mathematics."""
+
+ACCUMULATION = "accumulation"
+"""Its name among a candidate's knobs where it is searched."""
 
 Combination = tuple[tuple[str, Any], ...]
 """Values of the searched knobs, in the order of their names; empty when no knob is searched."""
@@ -38,7 +32,7 @@ Combination = tuple[tuple[str, Any], ...]
 @strict
 @dataclass(frozen=True)
 class Candidate:
-    """One point of the space. The accumulation follows from the global batch."""
+    """One point of the space. The accumulation is one of the knobs, or follows from the global batch."""
 
     micro_batch: int
     knobs: Combination = ()
@@ -46,24 +40,30 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """All candidates around ``base``: every micro-batch in ``sizes`` with every combination of knobs."""
+    """All candidates around ``base``: every micro-batch in ``sizes`` with every combination, up to its global batch."""
 
     base: TrainConfig
     sizes: tuple[int, ...]
     combinations: tuple[Combination, ...]
-    free: bool = False
-    """A step is one micro-batch, whatever its size: candidates do not compute the same training."""
+
+    @property
+    def free(self) -> bool:
+        """Whether the accumulation is searched, so that candidates have different global batches."""
+        return ACCUMULATION in dict(self.combinations[0])
 
     def config(self, candidate: Candidate) -> TrainConfig:
         """The training config of ``candidate``. Raises ``UserError`` where the knobs contradict its size."""
-        size = candidate.micro_batch
-        batch = size if self.free else self.base.global_batch
-        return replace(self.base, micro_batch=size, global_batch=batch, **dict(candidate.knobs))
+        size, batch = candidate.micro_batch, self.global_batch(candidate)
+        return replace(self.base, micro_batch=size, global_batch=batch, **dict(settings(candidate.knobs)))
+
+    def global_batch(self, candidate: Candidate) -> int:
+        """Sequences per step of ``candidate``."""
+        return candidate.micro_batch * dict(candidate.knobs)[ACCUMULATION] if self.free else self.base.global_batch
 
     @property
     def batch_label(self) -> str:
         """What a step is, in words."""
-        return "a free number of sequences per step" if self.free else f"{self.base.global_batch} sequences per step"
+        return f"{'at most ' * self.free}{self.base.global_batch} sequences per step"
 
     def sizes_of(self, knobs: Combination) -> list[int]:
         """Micro-batches that are possible with ``knobs``, ascending."""
@@ -73,24 +73,27 @@ class Space:
         """Every candidate, combination by combination, sizes ascending."""
         return [Candidate(size, knobs) for knobs, sizes in self._sizes.items() for size in sizes]
 
-    @property
+    @cached_property
     def control(self) -> Candidate:
-        """The candidate that the base config is: what the search is compared with."""
-        return Candidate(self.base.micro_batch, self.combinations[0])
-
-    def knobs_label(self, knobs: Combination) -> str:
-        """The settings that differ from the control's, such as ``checkpointing=full``; nothing where none does."""
+        """The candidate that the base config is, or is nearest to: what the search is compared with."""
         own = self.combinations[0]
-        return " ".join(f"{n}={v}" for (n, v), control in zip(knobs, own, strict=True) if (n, v) != control)
+        sizes = self.sizes_of(own)
+        return Candidate(max((size for size in sizes if size <= self.base.micro_batch), default=sizes[0]), own)
+
+    def knobs_label(self, knobs: Iterable[tuple[str, Any]]) -> str:
+        """What differs from the control's, such as ``checkpointing=full``, with a star where the numerics change."""
+        own = dict(self.combinations[0])
+        return " ".join(f"{n}={v}{'*' * changes_numerics(n, v, own[n])}" for n, v in knobs if v != own[n])
 
     def label(self, candidate: Candidate) -> str:
-        """``m8``, or ``m8 checkpointing=full``, for charts and names of runs."""
-        return f"m{candidate.micro_batch} {self.knobs_label(candidate.knobs)}".strip()
+        """``m8``, or ``m8x4 checkpointing=full`` where the accumulation is searched, for charts and names of runs."""
+        size = f"m{candidate.micro_batch}" + (f"x{dict(candidate.knobs)[ACCUMULATION]}" if self.free else "")
+        return f"{size} {self.knobs_label(settings(candidate.knobs))}".strip()
 
     def name(self, candidate: Candidate) -> str:
         """``micro-batch 8 x 4``, with its accumulation, or ``micro-batch 8 x 4, checkpointing=full``, for people."""
         size = f"micro-batch {candidate.micro_batch} x {self.config(candidate).accumulation}"
-        return ", ".join(filter(None, (size, self.knobs_label(candidate.knobs))))
+        return ", ".join(filter(None, (size, self.knobs_label(settings(candidate.knobs)))))
 
     def neighbours(self, knobs: Combination) -> list[Combination]:
         """Combinations that differ from ``knobs`` in one knob."""
@@ -103,37 +106,66 @@ class Space:
     def _possible(self, candidate: Candidate) -> bool:
         try:
             self.config(candidate)
+            return self.global_batch(candidate) <= self.base.global_batch
         except UserError:
             return False
-        return True
 
 
-def parse_knobs(words: Sequence[str]) -> tuple[str, ...]:
-    """The knobs that ``words`` name, each once; ``all`` among them means all. Raises ``UserError``."""
-    if "all" in words:
-        return tuple(KNOBS)
-    names = tuple(dict.fromkeys(word.replace("-", "_") for word in words))
-    unknown = [name for name in names if name not in KNOBS]
-    if unknown:
-        raise UserError(f"--knobs: {unknown[0]!r} is not a knob; there are {', '.join(KNOBS)}, or all.")
-    return names
+def settings(knobs: Combination) -> Combination:
+    """``knobs`` without the accumulation: what candidates share whose memory and speed follow one curve."""
+    return tuple(knob for knob in knobs if knob[0] != ACCUMULATION)
 
 
-def make_space(base: TrainConfig, knobs: Sequence[str], *, free: bool = False) -> Space:
+def changes_numerics(name: str, value: Any, own: Any) -> bool:
+    """Whether ``value`` of a knob rounds otherwise than ``own``, so that the loss may differ."""
+    return name in ("precision", "fp8") or (name == "optimizer" and not {value, own} <= {"adamw", "adamw-fused"})
+
+
+def parse_knobs(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """The knobs that ``words`` such as ``compile=off,whole`` name, with the values to try. Raises ``UserError``."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for word in words:
+        name, _, values = word.partition("=")
+        name = name.replace("-", "_")
+        if name not in KNOBS:
+            raise UserError(f"--knobs {word}: {name!r} is not a knob; there are {', '.join(KNOBS)}.")
+        if name in found:
+            raise UserError(f"--knobs names {name} twice: give all its values at once, as in {name}=A,B.")
+        found[name] = tuple(_value(name, text) for text in values.split(","))
+    return found
+
+
+def _value(name: str, text: str) -> Any:
+    """The value of the knob ``name`` that ``text`` is. Raises ``UserError``."""
+    kind = TrainConfig.__annotations__[name]
+    if kind is int and text.isdecimal():
+        return int(text)
+    known = {"true": True, "false": False} if kind is bool else {v: v for v in get_args(kind) if v not in NOT_SEARCHED}
+    if text not in known:
+        raise UserError(f"--knobs: {text!r} is not a value of {name} to try: {', '.join(known) or 'whole numbers'}.")
+    return known[text]
+
+
+def make_space(base: TrainConfig, knobs: Sequence[str], accumulations: Sequence[int] = ()) -> Space:
     """The space around ``base``; its own combination comes first, so that ties of order favour the control.
 
-    ``base`` is resolved: its device decides which settings exist. With ``free`` the global batch is
-    the largest size, and no longer fixed. Raises ``UserError``.
+    ``base`` is resolved. Where none of ``accumulations`` is its own, the control has the first. Raises ``UserError``.
     """
     if base.workers != 1:
         raise UserError(f"--workers {base.workers}: a search measures one device; leave --workers at 1.")
-    combinations: list[Combination] = [()]
-    for name in knobs:
-        own = getattr(base, name)
-        there = ON_CPU.get(name, KNOBS[name]) if base.device == "cpu" else KNOBS[name]
-        combinations = [(*chosen, (name, value)) for chosen in combinations for value in dict.fromkeys([own, *there])]
-    largest = base.global_batch
-    free_sizes = {1, 2, 4, base.micro_batch, *range(8, largest + 1, 8)}
-    sizes = sorted(size for size in free_sizes if size <= largest) if free else divisors(largest)
-    every = Space(base, tuple(sizes), tuple(combinations), free)
-    return replace(every, combinations=tuple(c for c in combinations if every.sizes_of(c)))
+    largest, searched = base.global_batch, parse_knobs(knobs)
+    if "optimizer" in searched and base.optimizer in NOT_SEARCHED:
+        raise UserError(f"--knobs optimizer: another optimizer than --optimizer {base.optimizer} is another training.")
+    axes = {name: dict.fromkeys([getattr(base, name), *values]) for name, values in searched.items()}
+    sizes = divisors(largest)
+    if accumulations:
+        axes = {ACCUMULATION: sorted(accumulations, key=lambda number: number != base.accumulation), **axes}
+        tiles = {number << power for power in range(3, 31) for number in range(1, 17)}  # by 8 to 128, by 16 to 256 ...
+        sizes = [size for size in sorted({1, 2, 4, base.micro_batch, *tiles}) if size <= largest]
+    every = Space(base, tuple(sizes), tuple(product(*([(name, value) for value in axes[name]] for name in axes))))
+    found = replace(every, combinations=tuple(c for c in every.combinations if every.sizes_of(c)))
+    for name in searched:
+        for value in axes[name]:
+            if not any((name, value) in combination for combination in found.combinations):
+                replace(base, **{name: value})  # which raises the reason
+    return found

@@ -40,7 +40,7 @@ COLUMNS = {  # with widths in pixels
     },
     "tune": {
         "tags.`place`": 95, **MEASURED, "tags.`batch`": 70, "tags.`knobs`": 180, "tags.`outcome`": 85,
-        "tags.`reason`": 300, "params.`stage`": 80, "tags.`predicted memory`": 170,
+        "tags.`reason`": 300, "params.`stage`": 80, "tags.`predicted memory`": 170, "tags.`global batch`": 110,
     },
 }  # fmt: skip
 RUNS = {"pipeline": "", "train": "tags.kind = 'run'", "ladder": "tags.kind = 'trial'", "tune": "tags.kind = 'trial'"}

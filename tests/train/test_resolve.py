@@ -145,7 +145,7 @@ def test_run_estimate_search_and_report_agree(values: dict, facts: DeviceFacts) 
         assert given_value in ("auto", decided), "what was asked for is not changed"
     assert resolve(found, facts) == found, "deciding twice is deciding once"
     assert resolve_for_plan(asked, facts) == found, "a plan speaks of the same run"
-    space = make_space(found, ("precision",))
+    space = make_space(found, (f"precision={found.precision}",))
     control = space.config(space.candidates()[space.sizes.index(found.micro_batch)])
     assert control == found, "a search's control is that run"
     in_bf16 = predict_peak(replace(found, precision="bf16"))

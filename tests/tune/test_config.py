@@ -20,8 +20,8 @@ def changed(change: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
 
 def test_what_makes_it_another_search() -> None:
     own: dict[str, Any] = {
-        "memory_limit": 10**9, "knobs": ("compile",), "free_global_batch": True, "searcher": "grid", "trial_steps": 30,
-        "trial_time": 5.0, "trial_precision": 0.5, "confirm": 0,
+        "memory_limit": 10**9, "knobs": ("compile=whole",), "accumulations": (1, 2), "searcher": "grid",
+        "trial_steps": 30, "trial_time": 5.0, "trial_precision": 0.5, "confirm": 0,
     }  # fmt: skip
     control = {"global_batch": 960, "compile": "blocks", "seed": 1, "learning_rate": 1.0}
     identities = [changed({name: value}, {}) for name, value in own.items()]
@@ -47,6 +47,15 @@ def test_what_may_change_when_it_is_resumed() -> None:
         ({"trial_steps": 6}, "--trial-steps 6"),
         ({"confirm": -1}, "--confirm -1"),
         ({"trial_precision": 1.0}, "--trial-p"),
+        ({"accumulations": (0, 1)}, "--accumulations 0"),
+        ({"accumulations": (1, 2, 2)}, "--accumulations 2"),
+        ({"knobs": ("speed=1",)}, "'speed' is not a knob"),
+        ({"knobs": ("compile",)}, "'' is not a value of compile"),
+        ({"knobs": ("compile=whole,fast",)}, "'fast' is not a value of compile"),
+        ({"knobs": ("compile=auto",)}, "'auto' is not a value"),
+        ({"knobs": ("optimizer=adamw-8bit,muon",)}, "'muon' is not a value"),
+        ({"knobs": ("loss_chunks=many",)}, "whole numbers"),
+        ({"knobs": ("compile=whole", "compile=off")}, "compile twice"),
     ],
 )
 def test_what_gives_no_search_is_refused(change: dict[str, Any], flag: str) -> None:

@@ -22,7 +22,7 @@ from tune.strategy.optuna_tpe import optuna_trials
 
 
 @pytest.mark.parametrize(
-    ("compiled", "knobs", "seconds"), [("off", (), 0), ("whole", (), 40), ("off", ("compile",), 40)]
+    ("compiled", "knobs", "seconds"), [("off", (), 0), ("whole", (), 40), ("off", ("compile=blocks,whole",), 40)]
 )
 def test_the_time_counts_each_trials_start_compilation_and_steps(
     small_shards: Path, capfd: pytest.CaptureFixture[str], compiled: Compile, knobs: tuple[str, ...], seconds: int

@@ -18,13 +18,14 @@ from tune.config import SearchConfig
 from tune.plan import Search
 from tune.report import (
     FREE,
+    SearchReport,
     best_json,
     csv_text,
+    headings,
     leaderboard,
     never_run,
     no_winner,
     print_end,
-    progress_text,
     summary,
     write_files,
 )
@@ -34,7 +35,9 @@ from tune.strategy.memory_aware import MemorySearcher
 from tune.strategy.ranking import fit_to_win
 from tune.trial.row import Stage, TrialOutcome, TrialRow
 
-SPACE = make_space(resolve(TrainConfig(global_batch=16, micro_batch=4), cpu_facts()), ("checkpointing",))
+SPACE = make_space(
+    resolve(TrainConfig(global_batch=16, micro_batch=4), cpu_facts()), ("checkpointing=none,selective,full",)
+)
 OWN = SPACE.control.knobs
 
 
@@ -135,7 +138,7 @@ def test_a_tie_is_marked_and_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_table_fits_a_terminal_without_breaking_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    knobs = ("compile", "checkpointing", "loss_chunks")
+    knobs = ("compile=max-autotune,reduce-overhead", "checkpointing=none,selective,full", "loss_chunks=1,8")
     space = make_space(resolve(TrainConfig(global_batch=480, micro_batch=32), A100), knobs)
     longest = max(space.combinations, key=lambda knobs: len(space.knobs_label(knobs)))
     rows = [
@@ -153,13 +156,13 @@ def test_the_table_fits_a_terminal_without_breaking_words(
 def test_the_best_so_far_is_of_complete_rounds() -> None:
     rows = [row(4, speed=100.0), row(8, speed=150.0)]
     left = len(SPACE.candidates()) - len(rows)
-    told = progress_text(SEARCH, rows)
+    told = SearchReport(SEARCH).progress(rows)
     assert all(known in told for known in ("8 x 2, 150 tokens/s", "20s", format_duration(10.0 * left)))
     two_at_a_time = replace(SEARCH, config=replace(SEARCH.config, parallel=2))
-    assert format_duration(5.0 * left) in progress_text(two_at_a_time, rows)
+    assert format_duration(5.0 * left) in SearchReport(two_at_a_time).progress(rows)
     rows += [row(4, speed=200.0, stage="confirm", round=1)]
-    assert "8 x 2, 150 tokens/s" in progress_text(SEARCH, rows)
-    assert "none yet" in progress_text(SEARCH, [row(4, "failed")])
+    assert "8 x 2, 150 tokens/s" in SearchReport(SEARCH).progress(rows)
+    assert "none yet" in SearchReport(SEARCH).progress([row(4, "failed")])
 
 
 def test_a_search_that_lost_its_winner_leaves_none(tmp_path: Path) -> None:
@@ -172,9 +175,27 @@ def test_a_search_that_lost_its_winner_leaves_none(tmp_path: Path) -> None:
     assert not won[2].exists()
 
 
-def test_a_search_of_a_free_global_batch_says_so() -> None:
-    assert FREE in summary(planned(4e9, replace(SPACE, free=True)), [row(4, speed=100.0)])
+def test_a_search_of_two_axes_shows_each_global_batch_and_the_best_of_each_accumulation() -> None:
+    space = make_space(SPACE.base, (), (1, 2))
+    rows = [
+        replace(row(size, speed=speed), candidate=Candidate(size, (("accumulation", times),)))
+        for size, times, speed in ((4, 1, 100.0), (8, 1, 110.0), (4, 2, 115.0), (8, 2, 130.0))
+    ]
+    free = planned(16e9, space)
+    assert headings(space).index("global batch") == 2
+    assert {cells[1].removeprefix("micro-batch "): (cells[2], cells[-1]) for cells in leaderboard(free, rows)} == {
+        "8 x 2": ("16", "winner, best of x 2"), "4 x 2": ("8", ""), "8 x 1": ("8", "best of x 1"),
+        "4 x 1": ("4", "control"),
+    }  # fmt: skip
+    assert FREE in summary(free, rows)
     assert FREE not in summary(SEARCH, [row(4, speed=100.0)])
+    best = best_json(free, rows)
+    assert best
+    assert (best["study"], best["config"]["micro_batch"], best["config"]["global_batch"]) == (
+        "free global batch",
+        8,
+        16,
+    )
 
 
 def test_each_candidate_that_never_ran_has_its_reason() -> None:

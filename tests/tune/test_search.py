@@ -207,7 +207,11 @@ def test_over_the_limit_is_an_outcome(folder: Path, small_shards: Path, capfd: p
     [
         (["--data", "nowhere"], "nowhere"),
         (["--memory-limit", "1kB"], "less than the"),
-        (["--knobs", "magic"], "'magic' is not a knob"),
+        (["--knobs", "magic=1"], "'magic' is not a knob"),
+        (["--knobs", "loss_chunks=7"], "--loss-chunks 7"),
+        (["--knobs", "fp8=true"], "--fp8"),
+        (["--accumulations", "0"], "--accumulations 0"),
+        (["--accumulations", "1", "8"], "--accumulations 8"),
         (["--device", "cuda"], "no GPU"),
         (["--workers", "2"], "--workers 2"),
         (["--trial-steps", "2"], "--trial-steps 2"),
@@ -239,7 +243,7 @@ def test_dry_run_runs_nothing(folder: Path, small_shards: Path, capfd: pytest.Ca
     )
     assert "of 3 sizes should fit" in capfd.readouterr().out
     assert not (folder / "runs" / "dry").exists()
-    flags = ["--dry-run", "--global-batch", "4", "--knobs", "checkpointing", "attention"]
+    flags = ["--dry-run", "--global-batch", "4", "--knobs", "checkpointing=selective,full", "attention=manual"]
     assert command(search.main, "--data", str(small_shards), *flags, *FLAGS) == 0
     printed = capfd.readouterr().out
     assert "the control checkpointing=none attention=sdpa: 3 of 3 sizes" in printed

@@ -14,7 +14,7 @@ from train.config import TrainConfig
 from train.resolve import resolve
 from tune.config import SearchConfig
 from tune.folder import kept_config
-from tune.space import Candidate, make_space, parse_knobs
+from tune.space import Candidate, make_space
 
 
 def test_every_factor_pair_is_a_candidate() -> None:
@@ -25,62 +25,74 @@ def test_every_factor_pair_is_a_candidate() -> None:
 
 
 def test_knobs_multiply_and_the_control_comes_first() -> None:
-    space = make_space(resolve(TrainConfig(global_batch=8, micro_batch=4), cpu_facts()), ("compile", "checkpointing"))
+    space = make_space(
+        resolve(TrainConfig(global_batch=8, micro_batch=4), cpu_facts()), ("compile=off,whole", "checkpointing=full")
+    )
     assert space.config(space.control) == space.base
     assert len(set(space.candidates())) == 4 * len(space.combinations)
     assert all(space.control.knobs != near for near in space.neighbours(space.control.knobs))
 
 
-def test_a_free_global_batch_is_one_micro_batch_a_step() -> None:
-    space = make_space(resolve(TrainConfig(global_batch=24, micro_batch=3), cpu_facts()), (), free=True)
-    assert [c.micro_batch for c in space.candidates()] == [1, 2, 3, 4, 8, 16, 24]
-    assert {space.config(c).accumulation for c in space.candidates()} == {1}
-    assert space.control in space.candidates()
-    assert "free" in space.batch_label
+@pytest.mark.parametrize(
+    ("batch", "micro_batch", "accumulations", "control"),
+    [(24, 6, (1, 2), (6, 1)), (24, 12, (1, 2), (12, 2)), (20, 20, (4, 2), (4, 4))],
+)
+def test_two_axes_have_every_pair_up_to_the_global_batch(
+    batch: int, micro_batch: int, accumulations: tuple[int, ...], control: tuple[int, int]
+) -> None:
+    """The control is the run that the flags describe, or the largest with the first accumulation."""
+    base = resolve(TrainConfig(global_batch=batch, micro_batch=micro_batch), cpu_facts())
+    space = make_space(base, (), accumulations)
+    pairs = {(c.micro_batch, space.config(c).accumulation): space.config(c).global_batch for c in space.candidates()}
+    sizes = {1, 2, 4, 8, 16, 24, micro_batch}
+    assert pairs == {(m, a): m * a for m in sizes for a in accumulations if m * a <= batch}
+    own = space.config(space.control)
+    assert (own.micro_batch, own.accumulation) == control
+    assert space.label(space.control) == f"m{control[0]}x{control[1]}"
 
 
 def test_contradictions_are_left_out() -> None:
     base = TrainConfig(global_batch=4, micro_batch=4)
-    space = make_space(
-        resolve(replace(base, model=replace(base.model, context_length=12)), cpu_facts()), ("loss_chunks",)
-    )
+    short = replace(base, model=replace(base.model, context_length=12))
+    space = make_space(resolve(short, cpu_facts()), ("loss_chunks=1,8",))
     assert [c.micro_batch for c in space.candidates() if ("loss_chunks", 8) in c.knobs] == [2, 4]
-
-
-def test_settings_that_a_cpu_lacks_are_a_gpus_alone() -> None:
-    base = TrainConfig(global_batch=2, micro_batch=2, compile="off")
-
-    def values(knob: str, device: str) -> list[object]:
-        return [
-            dict(knobs)[knob]
-            for knobs in make_space(resolve(base, {"cpu": cpu_facts(), "cuda": A100}[device]), (knob,)).combinations
-        ]
-
-    assert values("attention", "cpu") == ["sdpa", "manual"]
-    assert values("attention", "cuda") == ["auto", "flash", "cudnn", "efficient", "manual"]
-    assert values("compile", "cpu") == ["off", "blocks", "whole"]
-    assert values("compile", "cuda") == ["off", "blocks", "whole", "max-autotune", "reduce-overhead"]
-    assert values("precision", "cpu") == ["fp32"]
-    assert values("precision", "cuda") == ["bf16", "fp32", "tf32", "bf16-activations"]
-    both = make_space(resolve(base, A100), ("attention", "precision")).combinations
+    both = make_space(resolve(base, A100), ("attention=flash", "precision=fp32")).combinations
     assert (("attention", "flash"), ("precision", "bf16")) in both
     assert (("attention", "flash"), ("precision", "fp32")) not in both, "flash exists in 16 bits only"
 
 
-def test_knob_names() -> None:
-    assert parse_knobs(()) == ()
-    assert parse_knobs(("compile", "loss-chunks", "compile")) == ("compile", "loss_chunks")
-    with pytest.raises(UserError, match="'speed' is not a knob"):
-        parse_knobs(("speed",))
+def test_the_values_to_try_follow_the_controls_own_and_those_of_other_numerics_have_a_star() -> None:
+    base = resolve(TrainConfig(global_batch=4), A100)
+    space = make_space(base, ("optimizer=adamw,adamw-8bit", "loss-chunks=8,1", "precision=tf32", "fp8=true"))
+    values = [dict.fromkeys(value for _, value in axis) for axis in zip(*space.combinations, strict=True)]
+    assert [[*axis] for axis in values] == [
+        ["adamw-fused", "adamw", "adamw-8bit"], [1, 8], ["bf16", "tf32"], [False, True]
+    ]  # fmt: skip
+    near = {space.knobs_label(knobs) for knobs in space.neighbours(space.control.knobs)}
+    assert near == {"optimizer=adamw", "optimizer=adamw-8bit*", "loss_chunks=8", "precision=tf32*", "fp8=True*"}
 
 
-def test_one_device() -> None:
-    with pytest.raises(UserError, match="--workers 2"):
-        make_space(resolve(TrainConfig(workers=2), cpu_facts()), ())
+@pytest.mark.parametrize(
+    ("base", "knob", "reason"),
+    [
+        (TrainConfig(device="cpu"), "attention=flash", "--attention flash and --device cpu"),
+        (TrainConfig(device="cpu"), "loss_chunks=0", "--loss-chunks 0"),
+        (TrainConfig(device="cpu", optimizer="muon"), "optimizer=adamw", "--optimizer muon"),
+        (TrainConfig(device="cpu", workers=2), "compile=off", "--workers 2"),
+    ],
+)
+def test_what_no_candidate_can_be_is_refused(base: TrainConfig, knob: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        make_space(resolve(base, cpu_facts()), (knob,))
 
 
 def test_settings_survive_their_file() -> None:
-    config = SearchConfig(knobs=("compile",), memory_limit=10**9, training=TrainConfig(data=str(Path("/somewhere"))))
+    config = SearchConfig(
+        knobs=("compile=whole",),
+        accumulations=(1, 2),
+        memory_limit=10**9,
+        training=TrainConfig(data=str(Path("/somewhere"))),
+    )
     assert from_json(SearchConfig, config.to_json(), "test") == config
     assert replace(config, resume="one", config="one.json").to_json() == config.to_json(), "of one command alone"
 

@@ -30,7 +30,9 @@ from tune.trial.run import Request
 def search(small_shards: Path, small_model: ModelConfig, tmp_path: Path) -> Search:
     """Sizes from 1 to 8, two the control, and two settings of a knob."""
     training = TrainConfig(data=str(small_shards), model=small_model, global_batch=8, micro_batch=2, device="cpu")
-    return make_search(SearchConfig(training=training, name="one", knobs=("checkpointing",), out=str(tmp_path)))
+    return make_search(
+        SearchConfig(training=training, name="one", knobs=("checkpointing=selective,full",), out=str(tmp_path))
+    )
 
 
 def finished(size: int, speed: float, **more: Any) -> TrialRow:
@@ -106,7 +108,7 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
         assert name.strip("`") in getattr(trial, kind), column
     drawn = {metric for view in VIEWS["tune"] if view.charts for metric in (*view.charts, view.over)}
     assert drawn <= trial.metrics.keys()
-    assert whole.params["changed.knobs"] == "checkpointing"
+    assert whole.params["changed.knobs"] == "checkpointing=selective,full"
     assert whole.params["memory_limit"].endswith(" GB")
     assert "trial_steps" not in whole.params
     assert "changed.trial_steps" not in whole.params

@@ -75,7 +75,8 @@ def enough_seconds(rows: Sequence[TrialRow], trial_time: float) -> float:
     """Most seconds that the next trial's steps may take: ``trial_time``, or more where ``rows`` show it too short.
 
     Twice what the fewest steps that give a speed took in the trials that had too little time. All candidates of a
-    fixed global batch do the same work in a step, so this holds for those that have not run, too.
+    fixed global batch do the same work in a step, so this holds for those that have not run, too; one with a larger
+    global batch may have to be repeated in its turn.
     """
     steps = [statistics.median(row.step_seconds[1:] or row.step_seconds) for row in rows if row.too_short]
     return max([trial_time, *(2 * (FEWEST + 2) * step for step in steps)])

@@ -2,18 +2,22 @@
 
 In: rows, and a prior for memory. Out: for any candidate its expected memory, whether that fits, and its
 expected speed. Memory is nearly affine in the micro-batch for each combination of knobs, so two real
-probes correct the prior. A step takes a + b / micro-batch (each micro-batch costs a fixed time besides
-its tokens), so speed saturates; between two probes the form holds well, beyond them it overshoots by a
-third, hence nothing is ever extrapolated upwards.
+probes correct the prior. A token takes a + b / micro-batch + c / global batch (each micro-batch costs a fixed
+time besides its tokens, and so does each step), so speed saturates; between two probes the form holds well, beyond
+them it overshoots by a third, hence no size is ever extrapolated. All accumulations share both curves.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+
+import numpy as np
 
 from train.estimate.memory import correct
-from tune.space import Candidate, Combination, Space
+from tune.space import Candidate, Combination, Space, settings
 from tune.strategy.ranking import UNFIT
 from tune.trial.row import TrialRow, feasible
 
@@ -23,7 +27,7 @@ Prior = Callable[[Candidate], float]
 MARGIN = 0.02
 """Share of the limit that a prediction must leave free: just below the limit the allocator thrashes."""
 BACK_OFF = 0.8
-"""After a size that did not fit, the next is at most this fraction of it, whatever the prediction says."""
+"""After a size that did not fit, the next is at most this fraction of it, unless two others have been measured."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +40,14 @@ class Curves:
     rows: Sequence[TrialRow]
 
     def measured(self, knobs: Combination) -> list[TrialRow]:
-        """Rows of a combination that ran within the limit and have a speed, by size."""
-        return self._measured.get(knobs, [])
+        """Rows of these settings, at any accumulation, that ran within the limit and have a speed, by size."""
+        return self._measured.get(settings(knobs), [])
 
     @cached_property
     def _measured(self) -> dict[Combination, list[TrialRow]]:
         found: dict[Combination, list[TrialRow]] = {}
         for row in sorted(feasible(self.rows), key=lambda row: row.candidate.micro_batch):
-            found.setdefault(row.candidate.knobs, []).append(row)
+            found.setdefault(settings(row.candidate.knobs), []).append(row)
         return found
 
     def memory(self, candidate: Candidate) -> float:
@@ -60,9 +64,11 @@ class Curves:
         return statistics.median((row.memory or 0) - self.prior(row.candidate) for row in known) if known else 0.0
 
     def ceiling(self, knobs: Combination) -> float:
-        """Sizes above this are too large, by what did not fit."""
-        unfit = [r.candidate.micro_batch for r in self.rows if r.candidate.knobs == knobs and r.outcome in UNFIT]
-        return BACK_OFF * min(unfit) if unfit else float("inf")
+        """Sizes above this are too large, by what did not fit; any below it may fit once two sizes show the line."""
+        ran = [row for row in self.rows if settings(row.candidate.knobs) == settings(knobs)]
+        unfit = min((row.candidate.micro_batch for row in ran if row.outcome in UNFIT), default=math.inf)
+        sizes = {row.candidate.micro_batch for row in self.measured(knobs)}
+        return unfit - 1 if len(sizes) > 1 else BACK_OFF * unfit
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether the candidate is expected to run within the limit."""
@@ -72,17 +78,26 @@ class Curves:
 
     def feasible_sizes(self, knobs: Combination) -> list[int]:
         """Sizes of a combination that ran within the limit or are expected to, ascending."""
-        ran = {row.candidate.micro_batch for row in self.measured(knobs)}
+        ran = {row.candidate.micro_batch for row in self.measured(knobs) if row.candidate.knobs == knobs}
         return [size for size in self.space.sizes_of(knobs) if size in ran or self.fits(Candidate(size, knobs))]
 
+    def fastest(self, knobs: Combination | None = None) -> TrialRow | None:
+        """The fastest of the rows that :meth:`measured` gives for ``knobs``, or of all."""
+        rows = chain(*self._measured.values()) if knobs is None else self.measured(knobs)
+        return max(rows, key=lambda row: row.tokens_per_second or 0.0, default=None)
+
     def speed(self, candidate: Candidate) -> float | None:
-        """Expected tokens per second; None before two sizes of the combination have run, and outside of them."""
+        """Expected tokens per second; None before runs of its settings determine it, and outside of their sizes."""
         rows = self.measured(candidate.knobs)
-        points = [(1 / row.candidate.micro_batch, 1 / (row.tokens_per_second or 1)) for row in rows]
-        x = 1 / candidate.micro_batch
-        places = [place for place, _ in points]
-        if len(set(places)) < 2 or not min(places) <= x <= max(places):
+        sizes = {row.candidate.micro_batch for row in rows}
+        if len(sizes) < 2 or not min(sizes) <= candidate.micro_batch <= max(sizes):
             return None
-        slope, intercept = statistics.linear_regression(places, [seconds for _, seconds in points])
-        expected = intercept + slope * x
+        asked, *ran = (
+            (1, 1 / each.micro_batch, 1 / self.space.global_batch(each))
+            for each in (candidate, *(row.candidate for row in rows))
+        )
+        costs, _, rank, _ = np.linalg.lstsq(np.array(ran), [1 / (row.tokens_per_second or 1) for row in rows])
+        if self.space.free and np.linalg.matrix_rank([asked, *ran]) > rank:
+            return None
+        expected = float(costs @ asked)
         return 1 / expected if expected > 0 else None

@@ -4,7 +4,8 @@ In: all rows so far. Out: the next trial. The order is: the control; the largest
 with the control's knobs; the same with each setting that differs from the best combination in one knob,
 until no neighbour is better (hill climbing: knobs mostly help one by one); a small size of every
 combination that is still within reach of the best; then the sizes near the top of those. Each trial
-carries the bar below which it stops.
+carries the bar below which it stops. Where the accumulation is searched it is one more knob, but all accumulations
+share a curve: a small size of the fastest is enough.
 """
 
 from collections.abc import Sequence
@@ -59,10 +60,11 @@ class MemorySearcher:
         """About how many trials are still to come."""
         curves = self.curves(rows)
         seen = {row.candidate for row in rows}
-        best = self._best(curves)
-        neighbours = [k for k in self.space.neighbours(best or self.space.control.knobs) if not self._probed(curves, k)]
+        best = curves.fastest()
+        middle = best.candidate if best else self.space.control
+        neighbours = [k for k in self.space.neighbours(middle.knobs) if not self._probed(curves, k)]
         live = [k for k in self.space.combinations if self._live(curves, k) and self._probed(curves, k)]
-        left = sum(REFINEMENTS - self._refined(rows, k) for k in live or [self.space.control.knobs])
+        left = sum(self._refinements(curves, k) for k in live or [self.space.control.knobs])
         expected = len(neighbours) + left + (0 if seen else 3)
         untried = (c for c in self.space.candidates() if c not in seen and curves.fits(c))
         there = len(list(islice(untried, expected)))  # no more are counted: all knobs make 40,000 candidates
@@ -74,7 +76,7 @@ class MemorySearcher:
             return "a smaller one did not fit"
         if not curves.fits(candidate):
             return "predicted not to fit"
-        if curves.rows and self._best(curves) is None:
+        if curves.rows and curves.fastest() is None:
             return "the search ended, because no trial had a speed"
         if not self._probed(curves, candidate.knobs):
             return "no combination one knob away was the best"
@@ -82,8 +84,8 @@ class MemorySearcher:
             return "another size of its combination failed"
         if not self._live(curves, candidate.knobs):
             return f"its combination is more than {REACH:.0%} behind the best"
-        speed, best = curves.speed(candidate), self._best_speed(curves)
-        if speed is not None and speed < (1 - REACH) * best:
+        speed = curves.speed(candidate)
+        if speed is not None and speed < self._bar(curves):
             return f"predicted more than {REACH:.0%} behind the best"
         return "below the sizes that could win" if speed is None else "enough sizes near it were tried"
 
@@ -95,10 +97,9 @@ class MemorySearcher:
 
     def _top(self, curves: Curves) -> tuple[Candidate, Stage] | None:
         """The largest size that fits, of the control's knobs and then of the best combination's neighbours."""
-        best = self._best(curves)
-        others = self.space.combinations if best is None else self.space.neighbours(best)
-        waiting = [self.space.control.knobs, *others]
-        for knobs in waiting:
+        best = curves.fastest()
+        others = self.space.combinations if best is None else self.space.neighbours(best.candidate.knobs)
+        for knobs in (self.space.control.knobs, *others):
             sizes = curves.feasible_sizes(knobs)
             if sizes and not self._probed(curves, knobs):
                 return Candidate(sizes[-1], knobs), "probe"
@@ -107,11 +108,11 @@ class MemorySearcher:
     def _bottom(self, curves: Curves, seen: set[Candidate]) -> tuple[Candidate, Stage] | None:
         """A size about a quarter of the largest, for the fit; further down while the smallest is the fastest."""
         for knobs in self.space.combinations:
-            rows = curves.measured(knobs)
-            if not rows or not self._live(curves, knobs):
+            best = curves.fastest(knobs)
+            if best is None or best.candidate.knobs != knobs or not self._live(curves, knobs):
                 continue
-            smallest, largest = rows[0].candidate.micro_batch, rows[-1].candidate.micro_batch
-            fastest = max(rows, key=lambda row: row.tokens_per_second or 0.0).candidate.micro_batch
+            sizes = [row.candidate.micro_batch for row in curves.measured(knobs) if row.candidate.knobs == knobs]
+            smallest, largest, fastest = sizes[0], sizes[-1], best.candidate.micro_batch
             below = [s for s in self.space.sizes_of(knobs) if s < smallest and Candidate(s, knobs) not in seen]
             if below and (3 * smallest > largest or fastest == smallest):
                 goal = min(largest, 2 * smallest) / 4 if fastest == smallest and smallest < largest else largest / 4
@@ -120,10 +121,9 @@ class MemorySearcher:
 
     def _refine(self, curves: Curves, seen: set[Candidate]) -> tuple[Candidate, Stage] | None:
         """The most promising untried size between the ends of a combination: whole tiles first, then by speed."""
-        bar = (1 - REACH) * self._best_speed(curves)
-        options = []
+        bar, options = self._bar(curves), []
         for knobs in self.space.combinations:
-            if self._refined(curves.rows, knobs) >= REFINEMENTS:
+            if self._refinements(curves, knobs) <= 0:
                 continue
             for size in curves.feasible_sizes(knobs):
                 candidate = Candidate(size, knobs)
@@ -141,17 +141,19 @@ class MemorySearcher:
 
     def _live(self, curves: Curves, knobs: Combination) -> bool:
         """Whether the combination has come within reach of the best."""
-        speeds = [row.tokens_per_second or 0.0 for row in curves.measured(knobs)]
-        return bool(speeds) and max(speeds) >= (1 - REACH) * self._best_speed(curves)
+        own = curves.fastest(knobs)
+        return own is not None and _speed(own) >= self._bar(curves)
 
-    def _refined(self, rows: Sequence[TrialRow], knobs: Combination) -> int:
-        return sum(row.candidate.knobs == knobs and row.stage == "refine" for row in rows)
+    def _bar(self, curves: Curves) -> float:
+        """The speed that is within reach of the best."""
+        return (1 - REACH) * _speed(curves.fastest())
 
-    def _best(self, curves: Curves) -> Combination | None:
-        """The combination of the fastest row so far."""
-        rows = [row for knobs in self.space.combinations for row in curves.measured(knobs)]
-        return max(rows, key=lambda row: row.tokens_per_second or 0.0).candidate.knobs if rows else None
+    def _refinements(self, curves: Curves, knobs: Combination) -> int:
+        """How many more sizes of the combination may be refined: one where another accumulation is faster."""
+        best = curves.fastest(knobs)
+        most = REFINEMENTS if best is None or best.candidate.knobs == knobs else 1
+        return most - sum(row.candidate.knobs == knobs and row.stage == "refine" for row in curves.rows)
 
-    def _best_speed(self, curves: Curves) -> float:
-        best = self._best(curves)
-        return 0.0 if best is None else max(row.tokens_per_second or 0.0 for row in curves.measured(best))
+
+def _speed(row: TrialRow | None) -> float:
+    return (row and row.tokens_per_second) or 0.0

@@ -53,6 +53,8 @@ class Row:
     """That rate, in FLOP/s, at the rung's precision."""
     loss: float | None = None
     """Mean training loss over the last fifth of the tokens that every rung has seen."""
+    attention: str = ""
+    """The kernel of attention that ran; empty where all rungs ran the same."""
     changes_numerics: bool = False
     held_out: tuple[tuple[float, float], ...] = ()
     """Validation losses of the rung before and of this one, for each seed."""
@@ -73,6 +75,8 @@ def standings(controls: list[Measured], rungs: list[Measured], out: Place) -> li
         step = speeds.over_rung(number, number - 1) if number else total
         rows.append(_row(rung, out, tokens, step, total))
         number += 1
+    if len({row.attention for row in rows if row.speed}) == 1:
+        return [replace(row, attention="") for row in rows]
     return rows
 
 
@@ -102,6 +106,7 @@ def _row(
         ceiling=trial.flops_per_second / rate if trial.flops_per_second and rate else None,
         matmul_rate=rate,
         loss=loss_at(trial, tokens),
+        attention=trial.attention or "",
         changes_numerics=measured.changes_numerics,
         held_out=measured.held_out,
     )
@@ -125,7 +130,7 @@ def loss_at(trial: TrialRow, tokens: int) -> float | None:
 def header(suite: Suite) -> tuple[str, ...]:
     """The headings of the closing table."""
     took = f"s for {suite.steps_timed} steps" if suite.steps_timed > 1 else "s per step"
-    return ("rung", "batch", "tokens/s", "±", "step", "total", took, "GB", "predicted", "loss")
+    return ("rung", "batch", "tokens/s", "±", "step", "total", took, "GB", "predicted", "loss", "attention")
 
 
 def cells(row: Row, suite: Suite) -> tuple[str, ...]:
@@ -144,6 +149,7 @@ def cells(row: Row, suite: Suite) -> tuple[str, ...]:
         f"{row.memory / GB:.2f}",
         f"{row.predicted_memory / GB:.2f}" if row.predicted_memory else "-",
         f"{row.loss:.3f}" if row.loss is not None else "-",
+        row.attention,
     )
 
 

@@ -125,11 +125,14 @@ def score(name: str, machine: Machine) -> Score:
     return Score(regret, machine.seconds, len(rows), machine.memory(chosen) <= machine.limit)
 
 
+TWO = ("compile=off,blocks,whole,max-autotune,reduce-overhead", "checkpointing=none,selective,full")
 KNOBS = {
     "sizes alone": (),
-    "two knobs": ("compile", "checkpointing"),
-    "four knobs": ("compile", "checkpointing", "loss_chunks", "optimizer"),
+    "two knobs": TWO,
+    "four knobs": (*TWO, "loss_chunks=1,8", "optimizer=adamw-fused,adamw"),
+    "two axes": (),
 }
+ACCUMULATIONS = {"two axes": (1, 2, 4, 8)}
 FITTING = (0.5, 1.0)
 """Shares of the real grid's candidates that the limit lets run."""
 
@@ -139,7 +142,7 @@ def machines() -> dict[str, Callable[[int], Machine]]:
     base = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
     made: dict[str, Callable[[int], Machine]] = {}
     for name, knobs in KNOBS.items():
-        space = make_space(resolve(base, A100), knobs)
+        space = make_space(resolve(base, A100), knobs, ACCUMULATIONS.get(name, ()))
         made[f"simulated, {name}"] = lambda seed, space=space: Simulated(space, seed, GPU_LIMIT)
     record = RECORDS / "real-grid.json"
     for fitting in FITTING if record.exists() else ():

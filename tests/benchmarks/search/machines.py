@@ -132,7 +132,7 @@ class Simulated:
     def memory(self, candidate: Candidate) -> float:
         """True peak in bytes; accumulating keeps the gradients, once."""
         if candidate not in self.known:
-            accumulating = 0.5e9 if candidate.micro_batch < self.space.base.global_batch else 0.0
+            accumulating = 0.5e9 if candidate.micro_batch < self.space.global_batch(candidate) else 0.0
             moving = self.value("sequence", candidate) * candidate.micro_batch
             self.known[candidate] = self.value("rest", candidate) + moving + accumulating
         return self.known[candidate]
@@ -142,10 +142,11 @@ class Simulated:
         return self.memory(candidate) * self.prior_slope + self.prior_rest
 
     def speed(self, candidate: Candidate) -> float:
-        """True tokens per second."""
-        size = candidate.micro_batch
+        """True tokens per second; where the accumulation is searched, a step costs once what a micro-batch costs."""
+        size, batch = candidate.micro_batch, self.space.global_batch(candidate)
         dip = self.dips[size] + (0.02 if size % 8 else 0.0) + (0.04 if size % 2 else 0.0)
-        return self.value("speed", candidate) * (1 - dip) / (1 + self.value("half", candidate) / size)
+        fixed = 1 / size + (1 / batch if self.space.free else 0.0)
+        return self.value("speed", candidate) * (1 - dip) / (1 + self.value("half", candidate) * fixed)
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether the candidate runs within the limit without thrashing."""

@@ -36,7 +36,7 @@ from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import Early, Request, run
 
 MODEL = ModelConfig(layers=2, heads=2, width=64, context_length=64, vocabulary=512, padded_vocabulary=512)
-KNOBS = ("checkpointing",)
+KNOBS = ("checkpointing=none,selective,full",)
 STEPS = 12
 THREADS = "1"
 """A neighbour on the second core then costs little."""

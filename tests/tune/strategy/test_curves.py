@@ -1,6 +1,7 @@
 """What is expected of sizes that have not run: from the nearest runs, and never beyond what was measured."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,9 @@ from tune.space import Candidate, make_space
 from tune.strategy.curves import BACK_OFF, MARGIN, Curves
 from tune.trial.row import TrialOutcome, TrialRow
 
-SPACE = make_space(resolve(TrainConfig(global_batch=64, micro_batch=8), cpu_facts()), ("checkpointing",))
+SPACE = make_space(
+    resolve(TrainConfig(global_batch=64, micro_batch=8), cpu_facts()), ("checkpointing=none,selective,full",)
+)
 OWN, OTHER = SPACE.control.knobs, SPACE.combinations[1]
 
 
@@ -82,6 +85,30 @@ def test_speed_between_two_sizes_and_nowhere_else() -> None:
     assert known.speed(Candidate(1, OWN)) is None
     assert known.speed(Candidate(8, OTHER)) is None
     assert curves(row(8), row(8)).speed(Candidate(8, OWN)) is None
+
+
+def test_accumulations_share_the_curves_of_memory_and_speed() -> None:
+    """A step of a micro-batches of s sequences takes a (s + 4) + 8 units, and one sequence needs a gigabyte."""
+    space = make_space(SPACE.base, (), (1, 2, 4))
+
+    def pair(size: int, times: int) -> Candidate:
+        return Candidate(size, (("accumulation", times),))
+
+    def ran(size: int, times: int, **other: Any) -> TrialRow:
+        fast = size * times / (times * (size + 4) + 8)
+        return replace(row(size, memory=2e9 + size * 1e9, speed=fast), candidate=pair(size, times), **other)
+
+    def known(*rows: TrialRow) -> Curves:
+        return Curves(space, lambda candidate: candidate.micro_batch * 1e9, 100e9, rows)
+
+    one, two = known(ran(4, 1), ran(16, 1)), known(ran(4, 1), ran(16, 1), ran(16, 2))
+    assert one.speed(pair(8, 1)) == pytest.approx(8 / 20)
+    assert one.speed(pair(8, 2)) is None, "what a step costs is not known apart"
+    assert two.speed(pair(8, 2)) == pytest.approx(16 / 32)
+    assert one.memory(pair(32, 4)) == pytest.approx(34e9)
+    unfit = ran(24, 2, outcome="oom", tokens_per_second=None)
+    assert [known(unfit).fits(pair(size, 1)) for size in (16, 24)] == [True, False]
+    assert known(*two.rows, unfit).ceiling(pair(1, 4).knobs) == 23, "closer than four fifths, as the line is known"
 
 
 def test_a_stopped_trial_counts_as_measured_and_one_that_did_not_fit_does_not() -> None:

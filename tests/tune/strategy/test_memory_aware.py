@@ -19,6 +19,7 @@ from tune.strategy.ranking import UNFIT
 from tune.trial.row import TrialOutcome, TrialRow
 
 BASE = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16, compile="whole", attention="sdpa")
+CHECKPOINTING = "checkpointing=selective,full"
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +30,17 @@ def compare(benchmark: Callable[[str], ModuleType]) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def space() -> Space:
-    return make_space(resolve(BASE, A100), ("compile", "checkpointing"))
+    compiled = "compile=off,blocks,whole,max-autotune,reduce-overhead"
+    return make_space(resolve(BASE, A100), (compiled, "checkpointing=none,selective,full"))
 
 
-def test_close_to_the_best_and_within_the_limit(compare: ModuleType, space: Space) -> None:
-    scores = [compare.score("ours", compare.Simulated(space, seed)) for seed in range(1000, 1008)]
+@pytest.mark.parametrize("searched", ["two knobs", "two axes"])
+def test_close_to_the_best_and_within_the_limit(compare: ModuleType, searched: str) -> None:
+    machines = [compare.machines()[f"simulated, {searched}"](seed) for seed in range(1000, 1008)]
+    scores = [compare.score("ours", machine) for machine in machines]
     assert statistics.mean(s.regret for s in scores) < 0.005
     assert all(s.fits for s in scores)
-    assert max(s.trials for s in scores) < 0.2 * len(space.candidates())
+    assert max(s.trials for s in scores) < 0.2 * len(machines[0].space.candidates())
 
 
 def test_the_next_trial_follows_from_the_rows_alone(compare: ModuleType, space: Space) -> None:
@@ -53,7 +57,7 @@ def test_the_next_trial_follows_from_the_rows_alone(compare: ModuleType, space: 
 
 
 def test_no_more_trials_are_announced_than_there_are_candidates() -> None:
-    space = make_space(resolve(TrainConfig(global_batch=8, micro_batch=8), cpu_facts()), ("checkpointing",))
+    space = make_space(resolve(TrainConfig(global_batch=8, micro_batch=8), cpu_facts()), (CHECKPOINTING,))
     few = [Candidate(size, space.control.knobs) for size in (1, 2)]
     searcher = MemorySearcher(space, lambda candidate: 1e9 if candidate in few else 60e9, 40e9)
     assert searcher.remaining([]) == 2
@@ -201,7 +205,7 @@ def test_what_is_expected_far_behind_the_best_is_not_tried() -> None:
 
 
 def test_a_combination_far_behind_the_best_is_tried_once_and_its_neighbours_not_at_all() -> None:
-    searcher = plain("checkpointing", "attention")
+    searcher = plain(CHECKPOINTING, "attention=manual")
     own = searcher.space.control.knobs
     rows = searched(searcher, lambda candidate: 100.0 if candidate.knobs == own else 50.0)
     tried = [row.candidate.knobs for row in rows if row.candidate.knobs != own]
@@ -209,7 +213,7 @@ def test_a_combination_far_behind_the_best_is_tried_once_and_its_neighbours_not_
 
 
 def test_a_better_neighbour_is_followed_to_its_own() -> None:
-    searcher = plain("checkpointing", "attention")
+    searcher = plain(CHECKPOINTING, "attention=manual")
     best = searcher.space.combinations[-1]
     rows = searched(
         searcher, lambda c: 100.0 + 10 * sum(a == b for a, b in zip(c.knobs, best, strict=True)) + c.micro_batch / 100
@@ -236,7 +240,7 @@ def test_a_control_that_fits_after_all_runs_to_its_end() -> None:
 
 
 def test_knobs_whose_trial_failed_are_given_up() -> None:
-    searcher = plain("checkpointing")
+    searcher = plain(CHECKPOINTING)
     own = searcher.space.control.knobs
     failed = replace(finished(8, "failed"), candidate=searcher.space.control)
     proposal = searcher.propose([failed])

@@ -16,7 +16,7 @@ BASE = TrainConfig(model=PRESETS["gpt2-124m"], global_batch=480, micro_batch=16,
 
 def test_no_candidate_runs_twice_and_the_budget_holds(benchmark: Callable[[str], ModuleType]) -> None:
     compare = benchmark("compare")
-    machine = compare.Simulated(make_space(resolve(BASE, A100), ("checkpointing",)), 1)
+    machine = compare.Simulated(make_space(resolve(BASE, A100), ("checkpointing=none,selective,full",)), 1)
     searcher = OptunaSearcher(machine.space, trials=12)
     assert searcher.remaining([]) == 12
     rows = compare.drive(searcher, machine, race=False)
@@ -33,7 +33,7 @@ def test_a_small_space_is_tried_whole(benchmark: Callable[[str], ModuleType]) ->
 
 def test_the_next_trial_follows_from_the_rows_alone(benchmark: Callable[[str], ModuleType]) -> None:
     compare = benchmark("compare")
-    machine = compare.Simulated(make_space(resolve(BASE, A100), ("checkpointing",)), 2)
+    machine = compare.Simulated(make_space(resolve(BASE, A100), ("checkpointing=none,selective,full",)), 2)
     rows = compare.drive(OptunaSearcher(machine.space, trials=6), machine, race=False)
     again = [OptunaSearcher(machine.space, trials=6).propose(rows[:count]) for count in range(len(rows))]
     assert [proposal and proposal.candidate for proposal in again] == [row.candidate for row in rows]
@@ -41,7 +41,7 @@ def test_the_next_trial_follows_from_the_rows_alone(benchmark: Callable[[str], M
 
 def test_faster_candidates_are_sought(benchmark: Callable[[str], ModuleType]) -> None:
     compare = benchmark("compare")
-    machine = compare.Simulated(make_space(resolve(BASE, A100), ("checkpointing",)), 1, limit=1e15)
+    machine = compare.Simulated(make_space(resolve(BASE, A100), ("checkpointing=none,selective,full",)), 1, limit=1e15)
     rows = compare.drive(OptunaSearcher(machine.space, trials=30), machine, race=False)
     speeds = [row.tokens_per_second or 0.0 for row in rows]
     assert statistics.mean(speeds[10:20]) > statistics.mean(speeds[:10]), "ten are drawn at random"

@@ -39,13 +39,15 @@ CUMULATIVE = Suite("mine", "Mine", {}, (Rung("first", {"batch": 2}), Rung("secon
 FLAT = replace(CUMULATIVE, cumulative=False)
 
 
-def measured(name: str, speed: float, *, step_tokens: int = 32, reach: float = 10.0, **changes: Any) -> Measured:
+def measured(
+    name: str, speed: float, *, step_tokens: int = 32, reach: float = 10.0, attention: str = "flash", **changes: Any
+) -> Measured:
     """A run of ten steps, whose loss at each step is its number."""
     config = replace(TrainConfig(global_batch=8, micro_batch=4, device="cpu", precision="fp32"), **changes)
     row = TrialRow(
         name, 1, "rung", 0, Candidate(4), 2, "ok", "", 1.0, predicted_memory=1.5 * GB, tokens_per_second=speed,
         low=speed - reach, high=speed + reach, memory=2 * GB, node="w1", step_tokens=step_tokens,
-        losses=[float(step) for step in range(1, 11)],
+        losses=[float(step) for step in range(1, 11)], attention=attention,
     )  # fmt: skip
     return Measured(name, config, row)
 
@@ -86,6 +88,9 @@ def test_each_rung_is_compared_with_its_own_controls(tmp_path: Path) -> None:
     assert first.step_seconds == 64 / 3000
     assert (base.loss, first.loss) == (9.5, 5.0), "of the last fifth before the 320 tokens that all have seen"
     assert (first.changes_numerics, second.changes_numerics) == (False, True)
+    assert {row.attention for row in (base, first, refused, second)} == {""}, "all ran the same kernel"
+    other = standings(controls[:2], [measured("first", 3000, attention="cudnn")], Place.of(tmp_path))
+    assert [row.attention for row in other] == ["flash", "cudnn"]
 
 
 def test_losses_at_equal_tokens_are_those_of_the_last_fifth() -> None:
@@ -112,7 +117,7 @@ ROWS = [
     Row("baseline", batch="4", memory=10 * GB, speed=1000.0, low=990.0, high=1003.0, step_seconds=0.25),
     Row("first", batch="2", memory=9 * GB, predicted_memory=17 * GB // 2, speed=1500.0, low=1490.0, high=1510.0,
         step_seconds=0.125, step=Difference(1.5, 1.4, 1.6), total=Difference(1.5, 1.4, 1.6), mfu=0.5, loss=3.25,
-        changes_numerics=True),
+        attention="flash", changes_numerics=True),
     Row("refused", "no such GPU"),
     Row("second", batch="2", memory=199 * GB // 20, speed=1500.0, low=1490.0, high=1510.0, step_seconds=0.125,
         step=Difference(1.0, 0.9, 1.1), total=Difference(1.5, 1.2, 1.9, control_width=0.4)),
@@ -123,13 +128,20 @@ def test_a_row_is_told_under_its_headings() -> None:
     base, first, refused, second = (dict(zip(header(CUMULATIVE), cells(row, CUMULATIVE), strict=True)) for row in ROWS)
     assert first == {
         "rung": "first *", "batch": "2", "tokens/s": "1,500", "±": "10", "step": "1.50x ±7%", "total": "1.50x ±7%",
-        "s per step": "0.125", "GB": "9.00", "predicted": "8.50", "loss": "3.250",
+        "s per step": "0.125", "GB": "9.00", "predicted": "8.50", "loss": "3.250", "attention": "flash",
     }  # fmt: skip
     assert (base["tokens/s"], base["±"]) == ("1,000", "10"), "the wider side"
     assert (base["GB"], base["predicted"]) == ("10.00", "-")
     assert set(refused.values()) == {"refused", ""}
     assert (second["step"], second["total"]) == ("(1.00x)", "(1.50x)")
     assert dict(zip(header(FLAT), cells(ROWS[1], FLAT), strict=True))["step"] == "", "each is over the baseline"
+
+
+def test_a_column_that_is_empty_here_is_left_out() -> None:
+    shown = columns(header(FLAT), [cells(replace(row, loss=None, attention=""), FLAT) for row in ROWS])
+    assert [column[0] for column in shown] == [
+        "rung", "batch", "tokens/s", "±", "total", "s per step", "GB", "predicted",
+    ]  # fmt: skip
 
 
 def test_the_closing_table_times_as_many_steps_as_the_study() -> None:
