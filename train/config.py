@@ -173,11 +173,11 @@ class TrainConfig:
     """Multiply the blocks' matrices in 8-bit floats, scaled per tensor (torchao, on GPUs that have them)."""
     optimizer: Optimizer = "adamw-fused"
     """Optimizer.
-    - adamw: AdamW, with a kernel per operation
+    - adamw: AdamW, with a kernel per operation; with fp16 every step waits for the GPU
     - adamw-fused: AdamW in one fused kernel
     - adamw-8bit: AdamW with 8-bit moments (torchao)
     - adamw-bf16: AdamW with bf16 weights, rounded stochastically (torchao)
-    - adafactor: Adafactor
+    - adafactor: Adafactor, which waits for the GPU at every weight
     - muon: Muon for the matrices of the blocks, AdamW for the rest"""
     device: Device = "auto"
     """Device to train on; auto is a CUDA GPU if there is one, else the CPU."""

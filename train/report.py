@@ -342,7 +342,7 @@ def summary(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
             mfu += f"; {result.matmul_utilisation:.1%} of the matmul that infra.doctor measured here"
         rows.append(("arithmetic", f"{(result.flops_per_second or 0) / 1e12:,.3f} TFLOP/s; {mfu}"))
     else:
-        rows.append(("throughput", "not measured: fewer than three steps after warm-up"))
+        rows.append(("throughput", f"not measured: {result.impossible or 'fewer than three steps after warm-up'}"))
     expected = predict_peak(config).total / GB
     if joules := result.joules_per_million_tokens:
         rows.append(("energy", f"{joules / 1e3:,.3g} kJ per million tokens, of the GPU alone"))
@@ -435,7 +435,7 @@ def opening_lines(
     """What someone who opens the run's page wants to know first."""
     ended = f"{result.outcome}: {result.reason}"
     speed, memory = result.throughput, result.memory.process / GB
-    fast = "not measured, because the run was too short"
+    fast = f"not measured: {result.impossible or 'the run was too short'}"
     if speed:
         fast = f"{speed.tokens_per_second:,.0f} tokens/s (95%: {speed.low:,.0f} to {speed.high:,.0f})"
         fast += f", MFU {result.mfu:.1%}" if result.mfu else ""

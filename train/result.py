@@ -129,7 +129,9 @@ class RunResult:
     reason: str
     steps: int
     throughput: Throughput | None
-    """None when the run was too short to have a steady state."""
+    """None when the run was too short to have a steady state, or when that was ``impossible``."""
+    impossible: str = field(default="", kw_only=True)
+    """Why the speed of its steps is no measurement: no such device computes so fast; empty where one could."""
     memory: Memory
     train_loss: float | None
     """Over the padded vocabulary."""

@@ -46,11 +46,13 @@ def conclude(
 ) -> RunResult:
     """The result of a run that ``ended`` with an outcome and a reason; ``checkpoint`` is the newest one."""
     manifest = data.manifest
-    speed = throughput.steady_state(spent.steps, config.step_tokens)
+    steady = throughput.steady_state(spent.steps, config.step_tokens)
     flops = flops_formula.palm(config.model)
     again = flops_formula.recomputed_blocks(config)
     executed = flops_formula.hardware(config.model, recomputed=again) if again else None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    impossible = throughput.impossible(steady, config, name) if steady else ""
+    speed = None if impossible else steady
     peak = peak_flops(name, config.precision)
     rate = speed.tokens_per_second * flops if speed else None
     last = spent.reports[-1] if spent.reports else None
@@ -67,6 +69,7 @@ def conclude(
         reason=ended[1],
         steps=state.step,
         throughput=speed,
+        impossible=impossible,
         memory=memory.peak(device),
         train_loss=last.train_loss if last else None,
         val_loss=val_loss,

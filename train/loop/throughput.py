@@ -1,11 +1,15 @@
 """Tokens per second with a 95% interval: the steady state, and when measuring may stop.
 
 In: the seconds of every step. The first steps include compilation, cache warming and clock ramps, so they never count.
+A speed above what the device can compute is no measurement: its kernels did not run, or its clock is wrong.
 """
 
 import statistics
 from collections.abc import Sequence
 
+from infra.hardware import peak_flops
+from train.config import TrainConfig
+from train.estimate import flops
 from train.intervals import FEWEST_BATCHES, anytime_half_width, batch_means, median_interval, warmup_steps
 from train.result import Throughput
 
@@ -28,6 +32,24 @@ def steady_state(step_seconds: Sequence[float], step_tokens: int) -> Throughput 
     middle, fast, slow = median_interval(batch_means(steady))
     fastest = min(steady)
     return Throughput(step_tokens / middle, step_tokens / slow, step_tokens / max(fast, fastest), len(steady), warmup)
+
+
+def impossible(speed: Throughput, config: TrainConfig, device: str) -> str:
+    """Why ``speed`` cannot be that of ``config`` on ``device``; empty where it can, or where no peak is known.
+
+    Only what must be computed is counted: half of attention, because it is causal. In 8 bits a GPU has twice the peak.
+    """
+    peak = peak_flops(device, config.precision)
+    if not peak:
+        return ""
+    reachable = peak * config.workers * (2 if config.fp8 else 1)
+    share = speed.tokens_per_second * flops.causal(config.model) / reachable
+    if share <= 1:
+        return ""
+    return (
+        f"{speed.tokens_per_second:,.0f} tokens/s would take {share:,.0%} of the peak of {device}, which is "
+        "impossible: check the driver and the GPU with python -m infra.doctor"
+    )
 
 
 def typical(seconds: Sequence[float]) -> float:

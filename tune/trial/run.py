@@ -176,8 +176,8 @@ def judge(watch: Watch, result: RunResult) -> tuple[TrialOutcome, str]:
         return "oom", result.reason
     if excess := watch.limit.excess():
         return "over_limit", excess
-    if result.outcome == "diverged":
-        return "failed", result.reason
+    if result.outcome == "diverged" or result.impossible:
+        return "failed", result.impossible or result.reason
     rejected = len(watch.rejected())
     if rejected >= THRASHING_STEPS:
         return "thrash", f"the allocator had to free its cache in {rejected} steps"
@@ -200,6 +200,8 @@ def ended(result: RunResult) -> tuple[TrialOutcome, str]:
         return result.outcome, result.reason
     if result.outcome != "finished":
         return "failed", f"{result.outcome}: {result.reason}"
+    if result.impossible:
+        return "failed", result.impossible
     if result.throughput is None:
         return "failed", f"{result.steps} steps are too few to leave warm-up: give it more time or steps"
     return "ok", result.reason
@@ -216,7 +218,10 @@ def make_row(
 ) -> TrialRow:
     """The row of a trial that ``ended`` with an outcome and its reason, from whatever was measured before."""
     outcome, reason = ended
+    impossible = bool(result and result.impossible)
     measured = steady_state(watch.counted(), config.step_tokens) if watch else result and result.throughput
+    if impossible:
+        measured = None
     memory = result and result.memory
     used, source = limit.used() if limit else (memory.process, memory.process_source) if memory else (None, None)
     peak = peak_flops(result.device, config.precision) if result else None
@@ -257,7 +262,7 @@ def make_row(
         attention=result.attention if result else None,
         node=request.node,
         telemetry=result.telemetry if result else {},
-        too_short=outcome == "failed" and measured is None and short,
+        too_short=outcome == "failed" and measured is None and short and not impossible,
         step_tokens=config.step_tokens,
         step_seconds=steps,
         losses=[loss for cycle in spent.reports for loss in cycle.step_losses] if spent else [],

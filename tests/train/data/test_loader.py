@@ -219,11 +219,9 @@ def test_a_batch_is_taken_only_when_its_copy_is_there(
 def test_a_gpus_batches_are_those_of_the_host_while_its_copies_are_late(small_shards: Path) -> None:
     windows, cuda = windows_of(small_shards), torch.device("cuda", torch.cuda.current_device())
     plain = BatchLoader(windows, micro_batch=3, accumulation=2, position=6, device=CPU)
-    busy = torch.randn(4096, 4096, device=cuda)
     loader = BatchLoader(windows, micro_batch=3, accumulation=2, position=6, device=cuda)
     for _ in range(7):
         with torch.cuda.stream(_copy_stream(cuda)):
-            for _ in range(5):
-                torch.mm(busy, busy)
+            torch.cuda._sleep(10**8)  # cycles: some 70 ms
         for found, expected in zip(loader.next(), plain.next(), strict=True):
             assert torch.equal(found.cpu(), expected)

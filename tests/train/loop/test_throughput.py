@@ -2,16 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from infra.errors import UserError
 from train.config import Cycle, TrainConfig
+from train.estimate.flops import causal
 from train.intervals import warmup_steps
-from train.loop.throughput import is_precise, steady_state
+from train.loop.throughput import impossible, is_precise, steady_state
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
+from train.result import Throughput
 
 
 def series(seconds: float, count: int, noise: float = 0.01, seed: int = 0) -> list[float]:
@@ -58,6 +61,27 @@ def test_three_steps_after_warm_up_are_a_speed_no_faster_than_the_fastest() -> N
     known = steady_state(steps, 1000)
     assert known is not None
     assert known.high < 0.999 * 1000 / min(steps), "of many steps the interval is narrower than the steps"
+
+
+A100 = "NVIDIA A100-SXM4-40GB"
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "share", "possible"),
+    [
+        ({}, A100, 0.99, True), ({}, A100, 1.01, False), ({}, "cpu", 1000.0, True),
+        ({"precision": "fp32"}, A100, 0.06, True), ({"precision": "fp32"}, A100, 0.07, False),
+        ({"fp8": True}, A100, 1.9, True), ({"workers": 2}, A100, 1.9, True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_no_speed_is_above_what_the_device_can_compute(
+    changes: dict[str, Any], device: str, share: float, possible: bool
+) -> None:
+    """``share`` of the peak of one A100 in 16 bits, of which fp32 reaches 6%."""
+    config = replace(TrainConfig(precision="bf16"), **changes)
+    rate = share * 312e12 / causal(config.model)
+    assert (not impossible(Throughput(rate, rate, rate, 10, 1), config, device)) == possible
 
 
 def test_measuring_stops_only_when_the_speed_is_known() -> None:

@@ -19,7 +19,7 @@ from train.result import CycleReport, RunResult
 from tune.space import Candidate
 from tune.trial import early_stop
 from tune.trial.row import Proposal, TrialRow, read_rows, write_row
-from tune.trial.run import Early, Request, Watch, judge, make_row, run
+from tune.trial.run import Early, Request, Watch, ended, judge, make_row, run
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +119,17 @@ def test_a_run_that_diverged_failed_whatever_it_measured(eight_steps: RunResult)
     watch = watched([1.0] * 8, retries=[0] * 9)
     diverged = replace(eight_steps, outcome="diverged", reason="the loss is nan")
     assert judge(watch, diverged) == ("failed", "the loss is nan")
+
+
+def test_an_impossible_speed_fails_its_trial_which_is_not_repeated(
+    training: TrainConfig, eight_steps: RunResult
+) -> None:
+    watch = watched([1.0] * 8, retries=[0] * 9)
+    impossible = replace(eight_steps, impossible="1,088% of the peak", throughput=None)
+    for followed, outcome in ((watch, judge(watch, impossible)), (None, ended(impossible))):
+        assert outcome == ("failed", "1,088% of the peak")
+        row = make_row(REQUEST, training, outcome, impossible, followed)
+        assert (row.speed, row.mfu, row.too_short) == (None, None, False)
 
 
 @pytest.mark.parametrize("verdict", ["time", ""])

@@ -1,0 +1,123 @@
+"""Whole commands, trials and rungs on a GPU: memory by NVML, the kernel that ran, and no speed that cannot be."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infra.gpu import read_gpu
+from train.config import Cycle, TrainConfig
+from train.loop.trainer import Trainer
+from train.model_config import ModelConfig
+from tune.space import Candidate
+from tune.suite.suites import LOOP, Rung, apply
+from tune.trial.row import Proposal, TrialRow
+from tune.trial.run import Early, Request, run
+
+pytestmark = pytest.mark.gpu
+
+pretended = pytest.mark.skipif("PRETENDED_GPU" not in os.environ, reason="needs a GPU whose kernels do nothing")
+LIMIT = 3 * 10**9
+
+
+@pytest.fixture
+def config(small_shards: Path) -> TrainConfig:
+    model = ModelConfig(layers=2, heads=2, width=64, context_length=32, vocabulary=257, padded_vocabulary=320)
+    return TrainConfig(
+        data=str(small_shards), model=model, micro_batch=4, global_batch=8, steps=6, cycle=Cycle(3, 0), warmup_steps=2,
+        device="cuda", compile="off",
+    )  # fmt: skip
+
+
+def trial(config: TrainConfig, limit: int) -> TrialRow:
+    proposal = Proposal(Candidate(config.micro_batch), "probe")
+    values = replace(config, steps=30, cycle=Cycle(1, 0), keep_checkpoints=0).to_json()
+    try:
+        row, trace = run(Request("m4", 1, "m4", proposal, values, "here", limit, Early(60.0, 0.001)))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert row.outcome != "failed", trace or row.reason
+    return row
+
+
+def test_a_trial_is_judged_by_the_memory_of_its_process(config: TrainConfig) -> None:
+    row = trial(config, LIMIT)
+    assert (row.outcome, row.memory_source, row.attention) == ("ok", "nvml", "flash")
+    assert row.speed
+    assert row.memory
+    assert row.reserved
+    assert row.reserved < row.memory <= LIMIT
+    state = read_gpu()
+    assert state
+    assert row.device == state.name
+    assert row.telemetry["system/gpu_memory_gb"] == pytest.approx(state.memory_used / 1e9, rel=0.5)
+    assert row.telemetry["system/gpu_power_watts"] > 0
+
+
+def test_a_trial_above_its_limit_is_no_failure(config: TrainConfig) -> None:
+    wide = replace(config, model=replace(config.model, padded_vocabulary=2**20))
+    assert trial(replace(wide, micro_batch=8), LIMIT).outcome == "oom"
+
+
+@pytest.mark.parametrize("rung", [rung for rung in LOOP.rungs if "max-autotune" not in rung.changes.values()], ids=str)
+def test_a_rung_of_the_loop_trains(config: TrainConfig, rung: Rung) -> None:
+    """What the suite ``loop`` compares differs in speed, not in losses."""
+
+    def losses(changes: dict) -> list[float]:
+        kept = {name: value for name, value in changes.items() if name not in ("model", "batch", "micro_batch")}
+        result = Trainer(apply(config, {**kept, "micro_batch": changes.get("micro_batch", 8) // 4 or 1})).run()
+        return [loss for _, loss, _ in result.loss_curve]
+
+    assert losses({**LOOP.base, **rung.changes}) == pytest.approx(losses({**LOOP.base}), abs=2e-3)
+
+
+def run_idle(shards: Path, *flags: str, **environment: str) -> tuple[dict[str, Any], str]:
+    """The result of GPT-2 124M in a process whose kernels do nothing, and what it printed."""
+    command = [sys.executable, "-m", "train.run", "--data", str(shards), "--model", "gpt2-124m", "--name", "idle"]
+    done = subprocess.run(
+        [*command, "--compile", "off", "--keep-checkpoints", "0", *flags],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(Path("runs/idle/result.json").read_text()), done.stdout
+
+
+@pretended
+@pytest.mark.usefixtures("working_folder")
+def test_kernels_that_do_nothing_have_no_speed(small_shards: Path) -> None:
+    flags = "--precision fp32 --micro-batch 4 --global-batch 4 --steps 8 --cycle 4+0"
+    result, printed = run_idle(small_shards, *flags.split())
+    assert (result["throughput"], result["mfu"]) == (None, None), printed
+    assert "impossible" in " ".join(printed.split())
+    assert result["memory"]["process_source"] == "nvml"
+
+
+@pretended
+@pytest.mark.parametrize(("gpu", "attention"), [("A100", "auto"), ("H100", "flash")])
+@pytest.mark.usefixtures("working_folder")
+def test_the_header_names_the_kernel(small_shards: Path, gpu: str, attention: str) -> None:
+    """An H100's own choice, cuDNN's attention, is in a library that finds no driver here."""
+    flags = f"--micro-batch 1 --global-batch 1 --steps 2 --cycle 2+0 --attention {attention}"
+    result, printed = run_idle(small_shards, *flags.split(), PRETENDED_GPU=gpu)
+    assert gpu in result["device"]
+    assert result["attention"] == "flash"
+    assert "attention flash" in printed
+
+
+@pretended
+def test_the_doctor_examines_the_gpu(working_folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "infra.doctor", "--quick"], capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert torch.cuda.get_device_name() in done.stdout
+    assert "flash runs" in done.stdout

@@ -1,0 +1,79 @@
+"""A machine that cannot run make test-cuda is told why in one sentence, and a real GPU is left to itself."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+pretended = pytest.mark.skipif("PRETENDED_GPU" not in os.environ, reason="needs the pretended GPU")
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "answer", "named"),
+    [
+        (platform, "machine", lambda: "aarch64", "aarch64"),
+        (platform, "system", lambda: "Darwin", "Darwin"),
+        (shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9), "1.0 GB free"),
+        (shutil, "which", lambda program: None, "g++"),
+    ],
+    ids=["processor", "system", "disk", "compiler"],
+)
+def test_what_a_machine_lacks_is_said_before_anything_is_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: Any, function: str, answer: Callable[..., Any], named: str
+) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    import machine
+
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    enough = SimpleNamespace(free=10**12)
+    for part, name, found in (
+        (platform, "machine", lambda: "x86_64"), (platform, "system", lambda: "Linux"),
+        (shutil, "disk_usage", lambda folder: enough), (shutil, "which", lambda program: program),
+    ):  # fmt: skip
+        monkeypatch.setattr(part, name, found)
+    assert machine.obstacle(tmp_path) is None
+    monkeypatch.setattr(module, function, answer)
+    found = machine.obstacle(tmp_path)
+    assert found
+    assert named in found
+
+
+@pytest.mark.parametrize("lacking", ["compiler", "headers"])
+def test_the_device_is_not_built_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lacking: str) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    import build
+
+    monkeypatch.setattr(build, "headers", lambda: None)
+    monkeypatch.setattr(shutil, "which", lambda program: None if lacking == "compiler" else program)
+    with pytest.raises(SystemExit, match=lacking):
+        build.build(tmp_path)
+
+
+def test_a_real_gpu_is_left_to_itself(tmp_path: Path) -> None:
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho GPU 0: a real one\n")
+    driver.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    command = [sys.executable, str(HERE / "run.py"), "--version"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "pretended" not in done.stdout
+
+
+@pretended
+@pytest.mark.gpu
+def test_a_function_that_the_device_lacks_is_named() -> None:
+    call = "import ctypes; ctypes.CDLL(None).cudaMemcpy2DAsync()"
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "lacks cudaMemcpy2DAsync" in done.stderr
