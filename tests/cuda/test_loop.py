@@ -138,7 +138,8 @@ def test_a_checkpoint_holds_the_weights_of_its_step(config: TrainConfig, tmp_pat
     [
         *({"optimizer": name} for name in ("adamw", "adamw-fused", "adamw-8bit", "muon")),
         {"optimizer": "adamw-bf16", "precision": "bf16-activations"}, {"precision": "fp16"}, {"loader_workers": 1},
-        {"loss": "fused", "loss_chunks": 2, "precision": "bf16"}, {"checkpointing": "selective"}, {"mask_books": True},
+        {"loss": "fused", "loss_chunks": 2, "precision": "bf16"}, {"checkpointing": "selective"},
+        {"mask_books": True, "attention": "sdpa"},
     ],
     ids=str,
 )  # fmt: skip
