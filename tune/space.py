@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 from infra.errors import UserError
 from infra.schema import strict
-from train.config import TrainConfig, divisors
+from train.config import CHOICES, TrainConfig, divisors
 
 KNOBS = (
     "attention", "checkpointing", "compile", "fp8", "loader_workers", "loss", "loss_chunks", "optimizer", "precision",
@@ -140,7 +140,8 @@ def _value(name: str, text: str) -> Any:
     kind = TrainConfig.__annotations__[name]
     if kind is int and text.isdecimal():
         return int(text)
-    known = {"true": True, "false": False} if kind is bool else {v: v for v in get_args(kind) if v not in NOT_SEARCHED}
+    choices = {value: value for value in CHOICES.get(name, ()) if value not in NOT_SEARCHED}
+    known: dict[str, Any] = {"true": True, "false": False} if kind is bool else choices
     if text not in known:
         raise UserError(f"--knobs: {text!r} is not a value of {name} to try: {', '.join(known) or 'whole numbers'}.")
     return known[text]
