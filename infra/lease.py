@@ -21,8 +21,8 @@ from obstore.exceptions import AlreadyExistsError, PreconditionError
 from infra import object_storage
 from infra.console import errors
 from infra.errors import UserError
-from infra.place import LEASE, Place, scratch
 from infra.storage import write_text
+from infra.storage_dir import LEASE, StorageDir, scratch
 
 RENEW_SECONDS = 10.0
 """Between two renewals; as long as it takes to find out that another command is running."""
@@ -38,11 +38,11 @@ LEAVE_SECONDS = 5.0
 
 
 @contextmanager
-def sole_user(place: Place, refusal: str) -> Iterator[None]:
+def sole_user(place: StorageDir, refusal: str) -> Iterator[None]:
     """Hold ``place`` against other commands for the block's duration, and hardly longer than this process.
 
-    On this machine it is locked by :meth:`Place.locked` with ``refusal``, in object storage also by a lease. One that
-    a killed command left there delays the next command on the same machine not at all, and on another one for
+    On this machine it is locked by :meth:`StorageDir.locked` with ``refusal``, in object storage also by a lease. One
+    that a killed command left there delays the next command on the same machine not at all, and on another one for
     ``STALE_SECONDS``. A process that was stopped for longer and whose place has been taken since exits at once with
     code 1, up to ``RENEW_SECONDS`` after it continues. Raises ``UserError`` when another command holds the place,
     naming its machine and process.
@@ -65,7 +65,7 @@ def sole_user(place: Place, refusal: str) -> Iterator[None]:
 class _Lease:
     """The lease of ``place``. A file of this machine names the last command here that wanted it."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: StorageDir) -> None:
         self.ended = threading.Event()
         self._place = place
         self._uri = str(place / LEASE)

@@ -53,7 +53,7 @@ def temporary_folder() -> str:
     The name of a Unix socket has at most 107 bytes, and the folder ``ray`` may belong to another user of this machine.
     Raises ``UserError`` when there is no such folder.
     """
-    from infra.place import scratch  # imports Arrow
+    from infra.storage_dir import scratch  # imports Arrow
 
     usual = Path(tempfile.gettempdir())
     ray = usual / "ray"

@@ -8,15 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from infra.errors import UserError
-from infra.place import Place, scratch
 from infra.storage import lock
+from infra.storage_dir import StorageDir, scratch
 from pipeline.shards import MANIFEST, Manifest, read_manifest
 
 PATIENCE = 24 * 3600.0
 """Seconds to wait for another process of this machine that is fetching the same data set."""
 
 
-def on_this_machine(data: Place, on_shard: Callable[[Manifest, int], None] = lambda manifest, number: None) -> Path:
+def on_this_machine(
+    data: StorageDir, on_shard: Callable[[Manifest, int], None] = lambda manifest, number: None
+) -> Path:
     """The folder of ``data`` here, in which every shard is there and has been checked.
 
     Calls ``on_shard`` before each shard that is fetched, with the number of those that are here. Raises ``UserError``

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from infra import command
 from infra.console import console, errors
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.encoding import decode
 from pipeline.shards import MANIFEST, SPLITS, Manifest, Shard, ShardInfo, read_manifest
 
@@ -45,7 +45,7 @@ class InspectConfig:
 
 def main(config: InspectConfig) -> int:
     """Run the command; returns its exit code."""
-    place = Place.of(config.data)
+    place = StorageDir.of(config.data)
     manifest = read_manifest(place)
     _show(place, manifest)
     damaged = list(verify(place, manifest)) if config.verify else []
@@ -65,7 +65,7 @@ def main(config: InspectConfig) -> int:
     return 0
 
 
-def verify(place: Place, manifest: Manifest) -> Iterator[str]:
+def verify(place: StorageDir, manifest: Manifest) -> Iterator[str]:
     """A sentence for every shard that is missing or differs from the manifest."""
     sizes = {name: size for split in SPLITS for name, size in place.files(split).items()}
 
@@ -82,7 +82,7 @@ def verify(place: Place, manifest: Manifest) -> Iterator[str]:
         yield from (sentence for sentence in pool.map(check, manifest.shards) if sentence)
 
 
-def passages(place: Place, manifest: Manifest, count: int, length: int) -> Iterator[tuple[str, str]]:
+def passages(place: StorageDir, manifest: Manifest, count: int, length: int) -> Iterator[tuple[str, str]]:
     """``count`` passages of at most ``length`` tokens, from the middle of evenly spaced books: title and text."""
     books = sum(info.rows for info in manifest.shards)
     wanted = {int(place) for place in np.linspace(0, books - 1, count)} if books else set()
@@ -98,7 +98,7 @@ def passages(place: Place, manifest: Manifest, count: int, length: int) -> Itera
         first += info.rows
 
 
-def _show(place: Place, manifest: Manifest) -> None:
+def _show(place: StorageDir, manifest: Manifest) -> None:
     table = Table(title=f"{place}, fingerprint {manifest.fingerprint[:12]}", title_justify="left")
     for name in ("split", "shards", "books", "tokens", "characters", "size"):
         table.add_column(name, justify="left" if name == "split" else "right")

@@ -23,8 +23,8 @@ import pyarrow.ipc
 import xxhash
 
 from infra.errors import UserError, first_line
-from infra.place import Place
 from infra.schema import from_json, strict, to_json
+from infra.storage_dir import StorageDir
 from infra.tracking.key import RunKey
 
 FORMAT_VERSION = 1
@@ -139,18 +139,18 @@ class Manifest:
         fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         return cls(config, vocabulary_sha256, ordered, inputs, report, fingerprint, splits=splits)
 
-    def write(self, where: Place | Path) -> None:
+    def write(self, where: StorageDir | Path) -> None:
         """Finish the data set at ``where``."""
-        Place.of(where).write_json(MANIFEST, to_json(self))
+        StorageDir.of(where).write_json(MANIFEST, to_json(self))
 
 
-def read_manifest(where: Place | Path | str) -> Manifest:
+def read_manifest(where: StorageDir | Path | str) -> Manifest:
     """The manifest of a finished data set, in a folder or in object storage.
 
     Raises ``UserError`` when the data set is missing or unfinished, the manifest is damaged, or its
     format is not the one this version reads.
     """
-    place = Place.of(where)
+    place = StorageDir.of(where)
     path = place / MANIFEST
     try:
         content = place.read(MANIFEST)
@@ -175,9 +175,9 @@ def read_manifest(where: Place | Path | str) -> Manifest:
     )
 
 
-def made_by(where: Place | Path | str) -> RunKey | None:
+def made_by(where: StorageDir | Path | str) -> RunKey | None:
     """The run in MLflow that made a data set; None where that is not known here."""
-    place = Place.of(where)
+    place = StorageDir.of(where)
     try:
         key = from_json(RunKey, json.loads(place.read(TRACKING)), place / TRACKING)
     except (OSError, ValueError):
@@ -185,7 +185,7 @@ def made_by(where: Place | Path | str) -> RunKey | None:
     return key if key.is_here else None
 
 
-def write_shard(where: Place | Path, path: str, split: Split, rows: list[ShardRow]) -> ShardInfo:
+def write_shard(where: StorageDir | Path, path: str, split: Split, rows: list[ShardRow]) -> ShardInfo:
     """Write ``rows``, in the given order, as the shard ``path`` at ``where``, atomically and durably."""
     lengths = np.fromiter((len(row.tokens) for row in rows), dtype=np.int64, count=len(rows))
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
@@ -201,7 +201,7 @@ def write_shard(where: Place | Path, path: str, split: Split, rows: list[ShardRo
     return write_batch(where, path, split, pa.record_batch([*columns, streams], schema=SCHEMA))
 
 
-def write_batch(where: Place | Path, path: str, split: Split, batch: pa.RecordBatch) -> ShardInfo:
+def write_batch(where: StorageDir | Path, path: str, split: Split, batch: pa.RecordBatch) -> ShardInfo:
     """Write one record batch of ``SCHEMA`` as the shard ``path`` at ``where``, atomically and durably.
 
     The file is made in memory, because storage may have to be written again, and a checksum would read it back.
@@ -210,7 +210,7 @@ def write_batch(where: Place | Path, path: str, split: Split, batch: pa.RecordBa
     with pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_batch(batch)
     content = memoryview(sink.getvalue())
-    Place.of(where).write(path, content)
+    StorageDir.of(where).write(path, content)
     return ShardInfo(
         path=path,
         split=split,
@@ -231,9 +231,9 @@ def checksum(path: Path) -> str:
 class Shard:
     """A shard: its token stream and its books. A local one is memory-mapped, without reading the file."""
 
-    def __init__(self, path: Place | Path) -> None:
+    def __init__(self, path: StorageDir | Path) -> None:
         try:
-            if isinstance(path, Place) and path.remote:
+            if isinstance(path, StorageDir) and path.remote:
                 file = pa.BufferReader(path.parent.read(path.name))
             else:
                 file = pa.memory_map(str(path))

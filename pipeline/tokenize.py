@@ -20,12 +20,12 @@ from infra import command, provenance
 from infra.cluster import ask_others, connected, losses_reported, refuse_unshared
 from infra.console import console
 from infra.errors import UserError
-from infra.place import Place, WorkingCopy
 from infra.progress import doing
+from infra.storage_dir import StorageDir, WorkingCopy
 from infra.tracking.names import changed, shown
 from pipeline.config import TokenizeConfig
 from pipeline.job import output, processes, ray_data, report
-from pipeline.job.carried import carried_or_refused
+from pipeline.job.carried import embed_local_files
 from pipeline.job.crash_guard import forget
 from pipeline.job.plan import Job, Piece
 from pipeline.shards import MANIFEST, QUARANTINE, TRACKING, Manifest
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def main(config: TokenizeConfig) -> int:
     """Run the command; returns its exit code."""
     if not config.overwrite:
-        output.refuse_foreign(Place.of(config.out))
+        output.refuse_foreign(StorageDir.of(config.out))
     progress = report.JobStats()
     with progress.wall.time("plan"), doing("listing the books"):
         job = Job(config)
@@ -87,7 +87,7 @@ def _make(job: Job, todo: list[Piece], progress: report.JobStats, *, fresh: bool
             if config.cluster:
                 if not place.remote:
                     refuse_unshared("--out", place.folder)
-                todo = carried_or_refused(todo)
+                todo = embed_local_files(todo)
         with ExitStack() as run:
             opening = background.submit(_open_run, job)
             run.push(lambda *failure: opening.result().__exit__(*failure))  # it ends as this block does

@@ -21,7 +21,7 @@ import requests
 import torch
 
 from infra import object_storage
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.shards import END_OF_TEXT, Manifest, ShardRow, write_shard
 from train.model_config import ModelConfig
 
@@ -226,11 +226,11 @@ def bucket(s3: tuple[str, Callable[[float], None]]) -> str:
 
 
 @pytest.fixture(params=["folder", "s3"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> StorageDir:
     """An empty place: a folder, or one in object storage."""
     if request.param == "folder":
-        return Place.of(tmp_path / "place")
-    return Place.of(f"s3://places/place/{request.getfixturevalue('bucket')}")
+        return StorageDir.of(tmp_path / "place")
+    return StorageDir.of(f"s3://places/place/{request.getfixturevalue('bucket')}")
 
 
 def _free_port() -> int:

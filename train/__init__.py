@@ -16,14 +16,14 @@ def train(config: "TrainConfig", name: str | None = None, out: str = "runs") -> 
     """
     import json
 
-    from infra.place import Place
     from infra.schema import from_json
+    from infra.storage_dir import StorageDir
     from train import run
     from train.result import RunResult
 
     name = name or run.default_name(config)
-    run.train(run.RunOptions(config, name, out))
-    place = Place.of(out) / name
+    run.run(run.RunOptions(config, name, out))
+    place = StorageDir.of(out) / name
     if not place.exists("result.json"):
         raise KeyboardInterrupt
     return from_json(RunResult, json.loads(place.read("result.json")), f"{place}/result.json")

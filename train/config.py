@@ -15,8 +15,8 @@ import tyro
 from pydantic import BeforeValidator, PlainSerializer
 
 from infra.errors import UserError
-from infra.place import Place
 from infra.schema import from_json, strict, to_json
+from infra.storage_dir import StorageDir
 from infra.units import SecondsOrNone, one_word
 from pipeline.config import Reading
 from train.model_config import PRESETS, Model
@@ -266,7 +266,7 @@ def load_config(path: Path | str, flag: str = "--config") -> TrainConfig:
 
     Raises ``UserError``.
     """
-    where = Place.of(path)
+    where = StorageDir.of(path)
     try:
         values = json.loads(where.parent.read(where.name))
     except FileNotFoundError:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from infra.telemetry import THROTTLED
 from train.config import TrainConfig, config_from_json
 from train.intervals import Estimate
@@ -61,7 +61,7 @@ class Cause(NamedTuple):
 
 def confirmed_by(file: str, config: TrainConfig) -> Confirmed | None:
     """What the search that left ``file`` found; None when no search has, or ``config`` is executed in another way."""
-    where = Place.of(file)
+    where = StorageDir.of(file)
     try:
         values = json.loads(where.parent.read(where.name))
         searched, measured = config_from_json(values["config"], str(file)), values["measured"]

@@ -8,11 +8,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from infra.units import format_size
 from train.checkpoint.find import resume_run
 from train.config import TrainConfig
-from train.estimate.changes import Change, savings
+from train.estimate.changes import Change, memory_savers
 from train.estimate.memory import predict_peak
 from train.result import BUILDING, Diagnosis, RunResult, Shortage
 
@@ -22,7 +22,7 @@ NEGLIGIBLE = 5e6
 Rows = list[tuple[str, str]]
 
 
-def of_memory(config: TrainConfig, result: RunResult, place: Place, memory_limit: int | None) -> Diagnosis | None:
+def of_memory(config: TrainConfig, result: RunResult, place: StorageDir, memory_limit: int | None) -> Diagnosis | None:
     """Why the run at ``place`` did not fit in memory, and what should fit; None when it did."""
     shortage = result.shortage
     if shortage is None:
@@ -32,7 +32,7 @@ def of_memory(config: TrainConfig, result: RunResult, place: Place, memory_limit
     missed = unpredicted(config, result, shortage)
     if missed:
         rows.append(("not predicted", f"{_gb(missed)} of what it needed, which the following predictions include"))
-    changes = [replace(change, peak=change.peak + missed) for change in savings(config)]
+    changes = [replace(change, peak=change.peak + missed) for change in memory_savers(config)]
     fitting: dict[str, Change] = {}
     for change in changes:
         if change.peak <= shortage.room and (len(change.flags) == 1 or not fitting):
@@ -90,13 +90,13 @@ def none_fits(changes: Sequence[Change], now: int, room: int, memory_limit: int 
     )
 
 
-def command(flag: str, result: RunResult, place: Place, memory_limit: int | None) -> str:
+def command(flag: str, result: RunResult, place: StorageDir, memory_limit: int | None) -> str:
     """The command that continues the run with one more ``flag``, or starts it again where it left no checkpoint."""
     if result.checkpoint:
         line = resume_run(place)
     else:
         line = f"python -m train.run --config {shlex.quote(str(place / 'config.json'))}"
-        if place.parent != Place.of("runs"):
+        if place.parent != StorageDir.of("runs"):
             line += f" --out {shlex.quote(str(place.parent))}"
     return f"{line} {flag}" + (f" --memory-limit {format_size(memory_limit)}" if memory_limit else "")
 

@@ -12,8 +12,8 @@ from infra.console import console
 from infra.errors import UserError
 from infra.object_storage import is_remote
 from infra.options import Checkpoint, Runs
-from infra.place import Place
 from infra.progress import doing
+from infra.storage_dir import StorageDir
 from infra.tracking.key import RunKey
 from train.checkpoint.find import find_checkpoint
 from train.checkpoint.progress import read_progress
@@ -74,7 +74,7 @@ def export(config: ExportConfig) -> int:
 
 def named(checkpoint: Path, key: RunKey | None) -> str:
     """The name of the run of ``checkpoint``, which is here under another if it was copied from object storage."""
-    return Place.of(key.home).name if key and is_remote(key.home) else checkpoint.resolve().parent.parent.name
+    return StorageDir.of(key.home).name if key and is_remote(key.home) else checkpoint.resolve().parent.parent.name
 
 
 def run_of(checkpoint: Path, name: str | None) -> RunKey | None:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from infra.errors import UserError
 from infra.markdown import table
-from infra.place import Place
 from infra.storage import TEMPORARY, write_json
+from infra.storage_dir import StorageDir
 from train.checkpoint.progress import Progress, read_progress
 from train.config import config_from_json
 from train.data.text import is_gpt2, tokenizer_files
@@ -137,7 +137,7 @@ def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
     rows += [(text, str(measured[name])) for name, text in names.items() if measured.get(name) is not None]
     facts = "\n".join(table(("", ""), rows))
     public = {name: value for name, value in config.to_json().items() if name != "stream"}  # paths of who trained it
-    settings = json.dumps(public | {"data": Place.of(config.data).name}, indent=2, sort_keys=True)
+    settings = json.dumps(public | {"data": StorageDir.of(config.data).name}, indent=2, sort_keys=True)
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
         f"# GPT-2, {format_model(config.model)}, pre-trained on books\n\n{facts}\n\n"

@@ -17,9 +17,9 @@ from infra.console import console
 from infra.errors import UserError
 from infra.hardware import DeviceFacts
 from infra.markdown import facts, plain, table
-from infra.place import Place, WorkingCopy
 from infra.schema import from_json, to_json
 from infra.storage import write_text
+from infra.storage_dir import StorageDir, WorkingCopy
 from infra.thinning import stride
 from infra.tracking.key import RunKey
 from infra.tracking.lost import held, incomplete, is_complete
@@ -54,7 +54,7 @@ DENSE_STEPS = 1000
 
 
 def print_header(
-    config: TrainConfig, asked: TrainConfig, manifest: Manifest, place: Place, facts: DeviceFacts | None = None
+    config: TrainConfig, asked: TrainConfig, manifest: Manifest, place: StorageDir, facts: DeviceFacts | None = None
 ) -> None:
     """Print what is about to be trained, with the arithmetic of the batch, and what was decided for the device.
 
@@ -106,7 +106,7 @@ def record_search(tracker: Tracker, name: str, config_file: str) -> None:
 
     The search's page gets a link to this run, and this run the tag ``search.run``.
     """
-    place = Place.of(config_file).parent
+    place = StorageDir.of(config_file).parent
     try:
         kept = json.loads(place.read("search.json"))["parent"]
         search = from_json(RunKey, kept, "it")
@@ -220,7 +220,7 @@ def complete_earlier(key: RunKey) -> None:
     """
     with suppress(Exception):
         for left in incomplete:
-            place = Place(left.home)
+            place = StorageDir(left.home)
             home = RunFolder(WorkingCopy.folder_of(place), place if place.remote else None)
             if left.experiment_id == key.experiment_id:
                 with suppress(UserError), held(left):
@@ -394,7 +394,7 @@ def memory_text(result: RunResult) -> str:
     return text
 
 
-def print_result(config: TrainConfig, result: RunResult, place: Place, in_mlflow: str) -> None:
+def print_result(config: TrainConfig, result: RunResult, place: StorageDir, in_mlflow: str) -> None:
     """Print the result, where to find it in MLflow, and on the last line the next step, if there is one."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in summary(config, result):
@@ -408,7 +408,7 @@ def print_result(config: TrainConfig, result: RunResult, place: Place, in_mlflow
         console.print("".join(said), markup=False)
 
 
-def remedy(config: TrainConfig, result: RunResult, place: Place) -> tuple[str, str] | None:
+def remedy(config: TrainConfig, result: RunResult, place: StorageDir) -> tuple[str, str] | None:
     """What to do about a run that did not finish: a sentence, and the command that ends it, if there is one."""
     if result.diagnosis and result.diagnosis.advice:
         return result.diagnosis.advice, result.diagnosis.command
@@ -430,7 +430,7 @@ def remedy(config: TrainConfig, result: RunResult, place: Place) -> tuple[str, s
 
 
 def opening_lines(
-    config: TrainConfig, result: RunResult, place: Place, memory_limit: int | None
+    config: TrainConfig, result: RunResult, place: StorageDir, memory_limit: int | None
 ) -> list[tuple[str, str]]:
     """What someone who opens the run's page wants to know first."""
     ended = f"{result.outcome}: {result.reason}"

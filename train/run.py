@@ -26,7 +26,7 @@ from train.checkpoint.progress import read_progress
 from train.checkpoint.run_folder import RunFolder, make, new_run
 from train.config import TrainConfig, load_config
 from train.confirmed import confirmed_by
-from train.launch.run import Run
+from train.launch.run import RunPlan
 from train.model_config import format_model
 from train.resolve import continued, facts_here, resolve, without
 
@@ -60,7 +60,7 @@ class RunOptions:
 
 def main() -> None:
     """Parse, train, report, exit."""
-    command.run(train, RunOptions, module="train.run", default=defaults)
+    command.run(run, RunOptions, module="train.run", default=defaults)
 
 
 def defaults() -> RunOptions:
@@ -71,36 +71,36 @@ def defaults() -> RunOptions:
     return dataclasses.replace(given, training=load_config(given.config)) if given.config else given
 
 
-def train(options: RunOptions) -> int:
-    """Run one training from its options; returns the exit code.
+def run(options: RunOptions) -> int:
+    """RunPlan one training from its options; returns the exit code.
 
     Invalid options are refused first. torch and MLflow are then imported, while Ray starts where the run needs it.
     """
     run = planned(options)
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as locks:
-        if run.resume or run.home.kept_at:
+        if run.resume or run.home.remote:
             locks.enter_context(run.home.command_lock())
         store = options.tracking_uri or ((known := run.home.key()) and known.store)
         preparing = background.submit(prepare, store)
         with nullcontext() if run.is_local else connected(run.address):
             with doing(IMPORTING):
                 preparing.result()
-            if not (run.home.kept_at or run.is_local):
+            if not (run.home.remote or run.is_local):
                 refuse_unshared("--out", run.home.path.parent)
             if not run.resume:
-                if not run.home.kept_at:
+                if not run.home.remote:
                     make(run.home.path)
                     locks.enter_context(run.home.command_lock())
                 locks.enter_context(run.home.removed_on_failure())
             return recorded(run, options)
 
 
-def planned(options: RunOptions) -> Run:
+def planned(options: RunOptions) -> RunPlan:
     """The run that the options describe. Raises ``UserError``."""
     config, limits = options.training, {"memory_limit": options.memory_limit, "address": options.address}
     if options.resume:
-        return Run.continued(config, options.resume, options.out, **limits)
-    run = Run.new(config, new_run(options.out, options.name or default_name(config)), **limits)
+        return RunPlan.continued(config, options.resume, options.out, **limits)
+    run = RunPlan.new(config, new_run(options.out, options.name or default_name(config)), **limits)
     confirmed = confirmed_by(options.config, config) if options.config else None
     return dataclasses.replace(run, confirmed=confirmed)
 
@@ -120,13 +120,13 @@ def prepare(tracking_uri: str | None) -> None:
     open_store(tracking_uri)
 
 
-def recorded(run: Run, options: RunOptions) -> int:
+def recorded(run: RunPlan, options: RunOptions) -> int:
     """Train on the connected Ray and record it in MLflow; returns the exit code."""
     from infra.tracking.tracker import Tracker
     from infra.tracking.views import ui_link
     from train import report
     from train.charts import record_curves
-    from train.launch.driver import measure
+    from train.launch.driver import train_and_record
 
     home, facts = run.home, _facts(run)
     asked = continued(run.asked, read_progress(run.resume).decided) if run.resume else run.asked
@@ -146,7 +146,7 @@ def recorded(run: Run, options: RunOptions) -> int:
         if run.memory_limit:
             tracker.tags({"memory_limit": format_size(run.memory_limit)})
         try:
-            result = measure(run, config, tracker, console.print)
+            result = train_and_record(run, config, tracker, console.print)
         except KeyboardInterrupt:
             if not home.has_checkpoint():
                 raise
@@ -161,7 +161,7 @@ def recorded(run: Run, options: RunOptions) -> int:
     return 0 if result.outcome == "finished" else 1
 
 
-def _facts(run: Run) -> DeviceFacts:
+def _facts(run: RunPlan) -> DeviceFacts:
     """The device that will train."""
     if run.is_local:
         return facts_here(run.asked)

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from infra.errors import UserError
 from infra.options import Address, ConfigFile, JoinsRay, TrackingUri
-from infra.place import Place
 from infra.schema import strict, to_json
+from infra.storage_dir import StorageDir
 from infra.units import BytesOrNone, Seconds, SecondsOrNone
 from train.config import Cycle, CycleText, Device, TrainConfig
 from train.model_config import ModelOrNone
@@ -97,7 +97,7 @@ class SearchConfig(ExperimentConfig):
 
     def to_json(self) -> dict[str, Any]:
         """The config as JSON values; :func:`infra.schema.from_json` reads it back."""
-        training = self.training.to_json() | {"data": Place.of(self.training.data).address}
+        training = self.training.to_json() | {"data": StorageDir.of(self.training.data).address}
         return super().to_json() | {"training": training, "config": None}
 
     def identity(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class LadderConfig(ExperimentConfig):
         whole = replace(
             self,
             suite=str(Path(self.suite).resolve()) if Path(self.suite).suffix else self.suite,
-            data=Place.of(self.data).address,
+            data=StorageDir.of(self.data).address,
             best=self.best and self.best.resolve(),
             stream=tuple(map(whole_path, self.stream)),
         )
@@ -220,7 +220,7 @@ class LadderConfig(ExperimentConfig):
             micro_batch=BATCH,
             compile="off",
             loss="plain",
-            data=Place.of(self.data).address,
+            data=StorageDir.of(self.data).address,
             model=self.model or TrainConfig.model,
             seed=self.seed,
             device=self.device,

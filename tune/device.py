@@ -23,7 +23,7 @@ from infra.cluster import (
 from infra.errors import UserError
 from infra.gpu import read_gpu
 from infra.hardware import DeviceFacts, cpu_facts, device_facts
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from infra.units import format_size
 from pipeline.shards import read_manifest
 from train.config import TrainConfig
@@ -54,7 +54,7 @@ def look(data: str, *, cpu: bool, own: Sequence[int] = ()) -> Machine:
     """This machine, with ``data`` where that is a folder. The processes ``own`` do not count as others on its GPU."""
     state = None if cpu else read_gpu()
     fingerprint = None
-    if not Place.of(data).remote:
+    if not StorageDir.of(data).remote:
         with suppress(UserError):  # a folder of another machine
             fingerprint = read_manifest(data).fingerprint
     return Machine(
@@ -88,7 +88,7 @@ def trial_machines(training: TrainConfig, *, cluster: str | None, parallel: int 
         )
     if training.device == "cuda" and idle[0].device.kind != "cuda":
         raise UserError("--device cuda: there is no GPU here; use --device cpu, or --address of a cluster with one.")
-    data = Place.of(training.data)
+    data = StorageDir.of(training.data)
     if not (here or data.remote):
         fingerprint = read_manifest(data).fingerprint
         blind = [machine.name for machine in idle if machine.data != fingerprint]
@@ -111,7 +111,7 @@ def _ask(training: TrainConfig) -> list[Machine]:
     gpu = training.device != "cpu" and any(node.get("GPU") for node in nodes.values())
     there = trial_nodes(trial_resources(training, use_gpu=gpu))
     answers = ask_nodes(
-        list(there.values()), look, Place.of(training.data).address, cpu=not gpu, seconds=ANSWER_SECONDS,
+        list(there.values()), look, StorageDir.of(training.data).address, cpu=not gpu, seconds=ANSWER_SECONDS,
         num_gpus=int(gpu),  # without one Ray hides it from the task
     )  # fmt: skip
     found = [answer for answer in answers.values() if isinstance(answer, Machine)]

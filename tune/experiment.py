@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from infra.place import Place, WorkingCopy
+from infra.storage_dir import StorageDir, WorkingCopy
 from pipeline.shards import Manifest
 from train.config import TrainConfig
 from tune.config import ExperimentConfig
@@ -21,7 +21,7 @@ class Experiment(ABC):
     """One search or ladder, with everything decided that its config leaves open."""
 
     config: ExperimentConfig
-    place: Place
+    place: StorageDir
     """Where it belongs: --out and its name."""
     machines: tuple[Machine, ...]
     """The machines on which its trials may run."""
@@ -99,9 +99,9 @@ class Experiment(ABC):
         return self.folder / TRIALS
 
     @property
-    def data(self) -> Place:
+    def data(self) -> StorageDir:
         """The token shards, by a whole path or URI, because trials run elsewhere."""
-        return Place.of(self.training.data)
+        return StorageDir.of(self.training.data)
 
     @property
     def device(self) -> str:

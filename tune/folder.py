@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from infra.errors import UserError, nearest
 from infra.lease import sole_user
-from infra.place import Place, WorkingCopy
 from infra.schema import from_json
 from infra.storage import clear_temporaries, write_json
+from infra.storage_dir import StorageDir, WorkingCopy
 from infra.tracking.key import RunKey
 from tune.config import ExperimentConfig
 
@@ -23,13 +23,13 @@ Config = TypeVar("Config", bound=ExperimentConfig)
 TRIALS = "trials"
 
 
-def place_of(out: str, name: str) -> Place:
+def place_of(out: str, name: str) -> StorageDir:
     """Where the experiment ``name`` belongs."""
-    place = Place.of(out)
-    return place / name if place.remote else Place.of(place.folder / name)
+    place = StorageDir.of(out)
+    return place / name if place.remote else StorageDir.of(place.folder / name)
 
 
-def kept_config(place: Place, kind: type[Config]) -> Config:
+def kept_config(place: StorageDir, kind: type[Config]) -> Config:
     """The settings of the experiment in ``place``. Raises ``UserError`` when there is none."""
     content = _content(place, kind.kind)
     try:
@@ -39,7 +39,7 @@ def kept_config(place: Place, kind: type[Config]) -> Config:
         raise UserError(f"--resume: {file} is damaged ({damage}); begin a new {kind.kind}.") from damage
 
 
-def _content(place: Place, kind: str) -> bytes:
+def _content(place: StorageDir, kind: str) -> bytes:
     """What :func:`begin` has kept. Raises ``UserError`` where nothing was begun."""
     try:
         return place.read(f"{kind}.json")
@@ -50,7 +50,7 @@ def _content(place: Place, kind: str) -> bytes:
 
 
 @contextmanager
-def locked(place: Place, kind: str) -> Iterator[WorkingCopy]:
+def locked(place: StorageDir, kind: str) -> Iterator[WorkingCopy]:
     """Make ``place``, and hold it against other drivers however this one ends. Yields where to write what it holds.
 
     Raises ``UserError``.
@@ -72,12 +72,12 @@ def begin(copy: WorkingCopy, config: ExperimentConfig, identity: dict[str, Any],
     copy.send(f"{config.kind}.json")
 
 
-def kept_identity(place: Place, kind: str) -> dict[str, Any]:
+def kept_identity(place: StorageDir, kind: str) -> dict[str, Any]:
     """What the experiment in ``place`` was."""
     return json.loads(_content(place, kind))["identity"]
 
 
-def resumed_parent(place: Place, kind: str, identity: dict[str, Any]) -> RunKey:
+def resumed_parent(place: StorageDir, kind: str, identity: dict[str, Any]) -> RunKey:
     """The parent run of the experiment in ``place``. Raises ``UserError`` when ``identity`` is another one's."""
     there, now = kept_identity(place, kind), json.loads(json.dumps(identity))
     changed = [

@@ -11,7 +11,7 @@ from typing import Any
 
 from infra.console import console
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from infra.tracking.names import changed
 from infra.units import GB, format_duration
 from pipeline.shards import read_manifest
@@ -26,7 +26,7 @@ from tune.folder import TRIALS, kept_identity, place_of
 from tune.space import ACCUMULATION, Candidate, Space, make_space, settings
 from tune.strategy.base import Confirmed, Grid, Retrying, Strategy, enough_seconds
 from tune.strategy.memory_aware import MemorySearcher
-from tune.strategy.nodes import comparable, control_of, first_row, scales
+from tune.strategy.nodes import control_of, first_row, scaled_to_first_node, scales
 from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import Early, Request, pending
 
@@ -75,7 +75,7 @@ class Search(Experiment):
     def trial(self, proposal: Proposal, machine: str, number: int, rows: Sequence[TrialRow]) -> Request:
         """What the trial's process on ``machine`` is told."""
         if proposal.predicted_memory is None:  # a grid's, Optuna's, a repetition, or a confirmation
-            predicted = self.memory.curves(comparable(rows)).memory(proposal.candidate)
+            predicted = self.memory.curves(scaled_to_first_node(rows)).memory(proposal.candidate)
             proposal = replace(proposal, predicted_memory=predicted)
         if scale := scales(rows).get(machine):
             proposal = replace(
@@ -101,14 +101,14 @@ class Search(Experiment):
             return None  # it has nothing to be compared with
         if control := control_of(machine, rows):
             return control
-        proposal = self.strategy.propose(comparable([*rows, *map(pending, running)]))
+        proposal = self.strategy.propose(scaled_to_first_node([*rows, *map(pending, running)]))
         if proposal and proposal.stage == "confirm" and running:
             return None  # rounds of confirmations are measured on one machine, one after another
         return proposal
 
     def is_finished(self, rows: Sequence[TrialRow]) -> bool:
         """Whether the strategy has no more trials."""
-        return self.strategy.propose(comparable(rows)) is None
+        return self.strategy.propose(scaled_to_first_node(rows)) is None
 
     def usable(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
         """Machines on which the control did not fail: the speeds of others cannot be compared."""
@@ -154,7 +154,7 @@ def make_search(config: SearchConfig) -> Search:
     name = search_name(config)
     place = place_of(config.out, name)
     if not (config.resume or config.dry_run):
-        new_place(config.out, name, begun=(TRIALS, Place.LOCK))
+        new_place(config.out, name, begun=(TRIALS, StorageDir.LOCK))
     machines = trial_machines(config.training, cluster=config.cluster, parallel=config.parallel)
     asked, available = config.memory_limit, min(machine.memory for machine in machines)
     if config.resume and not asked:  # or another set of machines would make it another search

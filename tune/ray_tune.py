@@ -107,7 +107,7 @@ class Proposals(Searcher):
         """Attempts without a row, by the trial's key."""
         self.failure: UserError | None = None
         """Why the experiment cannot continue."""
-        self.again = False
+        self.restart_tuner = False
         """Whether Tune was ended in order to begin again: it can neither withdraw a trial nor wait for a machine."""
         self.avoided = ""
         """Name of the machine that had no room for the last trial."""
@@ -115,7 +115,7 @@ class Proposals(Searcher):
 
     def suggest(self, trial_id: str) -> dict[str, Any] | None:
         """The next trial's parameters, None while there is nothing to do but wait, or ``FINISHED``."""
-        if self.failure or self.again:
+        if self.failure or self.restart_tuner:
             return None if self.running else self._finished()
         if len(self.running) >= self.experiment.parallel or self._nothing_to_do:
             return None
@@ -129,7 +129,7 @@ class Proposals(Searcher):
             except UserError as failure:
                 self.failure = failure
         else:
-            self.again = not self.running
+            self.restart_tuner = not self.running
         if request is None:
             self._nothing_to_do = bool(self.running)
             return None if self.running else self._finished()
@@ -177,7 +177,7 @@ class Proposals(Searcher):
         seconds = time.monotonic() - trial.asked_at
         if sent := result.get("row"):
             row = replace(from_json(TrialRow, json.loads(sent), "the trial's row"), seconds=seconds)
-        elif self.again or self.failure:
+        elif self.restart_tuner or self.failure:
             return  # it was withdrawn
         elif error and not trial.overdue and trial.node not in self.nodes().values():
             errors.print(f"Trial {request.number}: {request.node} was lost. It runs again.", markup=False)
@@ -219,7 +219,7 @@ class Proposals(Searcher):
     def withdraw(self) -> None:
         """Forget the trials that were asked for and have not started, and have Tune begin again on other machines."""
         self.avoided = next((trial.request.node for trial in self.running.values()), "")
-        self.again = True
+        self.restart_tuner = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing for Tune's snapshots, which pickle their searcher: the rows are the state."""
@@ -258,7 +258,7 @@ class Placing(ray.tune.Stopper):
         self.since = None
         if set(proposals.machines().values()) - {trial.node for trial in proposals.running.values()}:
             proposals.withdraw()
-        return proposals.again
+        return proposals.restart_tuner
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing for Tune's snapshots."""
@@ -327,14 +327,14 @@ def drive(proposals: Proposals, resources: dict[str, float]) -> None:
             ).fit()
             if proposals.failure:
                 raise proposals.failure
-            if not proposals.again:
+            if not proposals.restart_tuner:
                 return
 
 
 def _await_machine(proposals: Proposals, resources: dict[str, float]) -> None:
     """Wait until there is a machine for trials, and say so; Tune would wait without taking Ctrl-C."""
     proposals.running.clear()
-    proposals.again = False
+    proposals.restart_tuner = False
     told = False
     while not proposals.machines():
         if proposals.failure:

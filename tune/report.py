@@ -17,8 +17,8 @@ from rich.table import Table
 from infra.console import console
 from infra.markdown import facts
 from infra.markdown import table as markdown_table
-from infra.place import Place
 from infra.storage import write_json, write_text
+from infra.storage_dir import StorageDir
 from infra.tracking.names import shown
 from infra.tracking.saved_views import show_places
 from infra.tracking.tracker import Tracker
@@ -29,7 +29,7 @@ from tune import charts
 from tune.compare import over
 from tune.plan import Search
 from tune.space import ACCUMULATION, Candidate, Combination, Space
-from tune.strategy.nodes import comparable
+from tune.strategy.nodes import scaled_to_first_node
 from tune.strategy.ranking import UNFIT, Ranked, fit_to_win, rank
 from tune.trial.row import OUTCOMES, TrialRow, circumstances, flat_row
 
@@ -89,7 +89,7 @@ class SearchReport:
 
     def progress(self, rows: Sequence[TrialRow]) -> str:
         """The best so far, by the rounds of confirmations that are complete, what was spent, and the time left."""
-        compared = comparable(rows)
+        compared = scaled_to_first_node(rows)
         ranked = rank([row for row in compared if row.stage != "confirm" or row.round < compared[-1].round])
         name = self.search.space.name
         best = [f"{name(entry.candidate)}, {entry.tokens_per_second:,.0f} tokens/s" for entry in ranked[:1]]
@@ -100,7 +100,7 @@ class SearchReport:
 
     def publish(self, rows: Sequence[TrialRow], tracker: Tracker) -> bool:
         """Write the finished search's files and charts, record them with its numbers, and print the leaderboard."""
-        search, compared = self.search, comparable(rows)
+        search, compared = self.search, scaled_to_first_node(rows)
         tracker.metrics(shown(summary_metrics(search, rows), SEARCH_METRICS))
         files = write_files(search, rows)
         for file in files:
@@ -312,14 +312,14 @@ def _legend(search: Search, rows: Sequence[TrialRow]) -> list[str]:
     return [*(f"memory is {MEMORY_SOURCES[source]}" for source in sorted(sources)), CONTROL, *[STAR] * starred]
 
 
-def train_command(place: Place) -> str:
+def train_command(place: StorageDir) -> str:
     """The line to paste."""
     return f"python -m train.run --config {shlex.quote(str(place / 'best.json'))}"
 
 
 def summary_metrics(search: Search, rows: Sequence[TrialRow]) -> dict[str, float | int | None]:
     """A finished search's numbers, by which searches compare in MLflow's list."""
-    ranked = rank(comparable(rows))
+    ranked = rank(scaled_to_first_node(rows))
     best = ranked[0] if ranked else None
     control = next((entry for entry in ranked if entry.candidate == search.space.control), None)
     return {
@@ -340,7 +340,7 @@ def write_files(search: Search, rows: Sequence[TrialRow]) -> list[Path]:
     ``rows`` are as they were measured, on whichever machine; the summary and the winner compare them.
     """
     table, text, best = (search.folder / name for name in ("trials.csv", "summary.md", "best.json"))
-    compared = comparable(rows)
+    compared = scaled_to_first_node(rows)
     write_text(table, csv_text(rows))
     write_text(text, summary(search, compared))
     winner = best_json(search, compared)
@@ -353,7 +353,7 @@ def write_files(search: Search, rows: Sequence[TrialRow]) -> list[Path]:
 
 def print_end(search: Search, rows: Sequence[TrialRow]) -> None:
     """The closing table and what to do next."""
-    rows = comparable(rows)
+    rows = scaled_to_first_node(rows)
     console.print("", table(search, rows), "", sep="\n")
     signs = {cells[0] for cells in leaderboard(search, rows)}
     marks = [meaning for sign, meaning in MARKS.items() if sign in signs]

@@ -19,7 +19,7 @@ from tune import folder as folders
 from tune.device import trial_nodes
 from tune.experiment import Experiment
 from tune.ray_tune import Listener, Proposals, drive
-from tune.tracking import Evidence, open_parent
+from tune.tracking import ExperimentRecorder, open_parent
 from tune.trial.row import TrialRow, read_rows
 from tune.trial.run import Request
 
@@ -74,7 +74,7 @@ class Session:
         kind, resumed = experiment.kind, experiment.config.resume
         identity = experiment.identity()
         parent = folders.resumed_parent(experiment.place, kind, identity) if resumed else open_parent(experiment)
-        evidence = Evidence(experiment, parent)
+        evidence = ExperimentRecorder(experiment, parent)
         if resumed:
             console.print(f"{len(kept)} trial{'s' * (len(kept) != 1)} kept")
         with Tracker(parent) as tracker:
@@ -110,7 +110,7 @@ class Session:
         trials = self.experiment.trials
         return any(row.step_seconds for row in read_rows(trials)) or any(trials.glob("*.txt"))
 
-    def _drive(self, evidence: Evidence) -> None:
+    def _drive(self, evidence: ExperimentRecorder) -> None:
         """Run trials until there are no more, or until Ctrl-C: Tune takes it between two of its events."""
         experiment = self.experiment
 

@@ -33,7 +33,7 @@ TRIAL_METRICS = (
 """The numbers of a trial's page in MLflow; its other metrics are under ``detail/``."""
 
 
-class Evidence:
+class ExperimentRecorder:
     """The parent run of one experiment, and its children."""
 
     def __init__(self, experiment: Experiment, parent: RunKey) -> None:

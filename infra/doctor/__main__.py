@@ -19,8 +19,8 @@ from infra.console import console
 from infra.doctor import allreduce
 from infra.errors import UserError
 from infra.options import TrackingUri
-from infra.place import Place, scratch
 from infra.progress import IMPORTING, doing
+from infra.storage_dir import StorageDir, scratch
 from infra.table import tables
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def examine(options: DoctorOptions) -> int:
 
     began = time.perf_counter()
     device, name = ceilings.first_device()
-    out = Place.of(options.out)
+    out = StorageDir.of(options.out)
     out.refuse_unusable("--out")
     disk = scratch() if out.remote else Path(options.out)
     results = checks.checks(device, disk)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 
 FILE = "doctor.json"
 """What the doctor saves where runs are kept."""
@@ -134,7 +134,7 @@ def disk_rate(folder: Path) -> float:
         return DISK_BYTES / (time.perf_counter() - began)
 
 
-def read_matmul_rate(out: Place, device: str, precision: str, machine: str) -> float | None:
+def read_matmul_rate(out: StorageDir, device: str, precision: str, machine: str) -> float | None:
     """FLOP/s of a matrix product in ``precision`` on ``device`` from the doctor's file in ``out``; None if not known.
 
     A GPU's name says how fast it is. A processor has none here: ``machine`` must be one that was measured.

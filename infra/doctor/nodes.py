@@ -19,8 +19,8 @@ import psutil
 from infra.cluster import connected
 from infra.errors import UserError, first_line
 from infra.gpu import read_gpu
-from infra.place import Place, scratch
 from infra.storage import TEMPORARY
+from infra.storage_dir import StorageDir, scratch
 from infra.units import GB
 
 ANSWER_SECONDS = 45.0
@@ -92,7 +92,7 @@ class Probe:
         """The time of this machine's clock, in seconds since the epoch."""
         return time.time()
 
-    def storage(self, place: Place) -> dict[str, float]:
+    def storage(self, place: StorageDir) -> dict[str, float]:
         """Bytes/s of writing and reading a file of a few MB at ``place``. Raises ``UserError``."""
         name = f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}"
         content = os.urandom(STORAGE_BYTES)
@@ -136,7 +136,7 @@ def rates() -> Rates:
     return Rates(socket.gethostname(), name, ceilings.matmul_rates(device))
 
 
-def examine(address: str, storage: Place | None = None, *, measure: bool = False) -> list[Report]:
+def examine(address: str, storage: StorageDir | None = None, *, measure: bool = False) -> list[Report]:
     """A report for each live machine of the cluster at ``address``. Raises ``UserError`` when nothing answers there.
 
     Each reaches for ``storage``, and where ``measure`` multiplies matrices on a free GPU, or on all its cores.

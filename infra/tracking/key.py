@@ -9,8 +9,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from infra.errors import UserError
-from infra.place import Place
 from infra.schema import strict, to_json
+from infra.storage_dir import StorageDir
 
 SQLITE = "sqlite:///"
 
@@ -46,7 +46,7 @@ class RunKey:
         file = sqlite_file(self.store)
         return file is None or file.exists()
 
-    def valid_in(self, place: Place, instead: str) -> "RunKey":
+    def valid_in(self, place: StorageDir, instead: str) -> "RunKey":
         """The key, which was read in ``place``.
 
         Raises ``UserError`` when that is not the folder it was saved in, because two folders must not continue one run,

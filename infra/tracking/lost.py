@@ -12,7 +12,7 @@ from mlflow.tracking import MlflowClient
 
 from infra.command import uninterrupted
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from infra.tracking.key import RunKey
 
 COMPLETE = "complete"
@@ -61,7 +61,7 @@ def held(key: RunKey) -> AbstractContextManager[None]:
 
     Raises ``UserError`` where the run is open, another command holds its home, or that cannot be known.
     """
-    place = Place(key.home)
+    place = StorageDir(key.home)
     if key.run_id not in opened:
         if key.home in opened.values():
             return nullcontext()

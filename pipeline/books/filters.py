@@ -29,7 +29,7 @@ _CODES = {
 }  # fmt: skip
 
 
-def refuse(book: Book, settings: Reading) -> Dropped | None:
+def drop_reason(book: Book, settings: Reading) -> Dropped | None:
     """Why ``book`` is left out under ``settings``; None if it is kept."""
     if book.chars < settings.min_chars:
         return Dropped(book.id, "too short", f"{book.chars:,} characters, fewer than {settings.min_chars:,}")

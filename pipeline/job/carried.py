@@ -21,7 +21,7 @@ ASKED = 100
 """Files that the other machines are asked for."""
 
 
-def carried_or_refused(pieces: list[Piece]) -> list[Piece]:
+def embed_local_files(pieces: list[Piece]) -> list[Piece]:
     """``pieces`` as every machine of the connected Ray can do them: with the bytes of local files, if one lacks them.
 
     Raises ``UserError`` when these are more than ``CARRIED`` bytes.

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.books.readers import Dropped
 from pipeline.job.plan import split_of
 from pipeline.job.record import Record
@@ -44,7 +44,7 @@ def find_duplicates(records: dict[str, Record], val_fraction: float) -> dict[str
     return found
 
 
-def drop_duplicates(place: Place, records: dict[str, Record], duplicates: dict[str, Dropped]) -> dict[str, Record]:
+def drop_duplicates(place: StorageDir, records: dict[str, Record], duplicates: dict[str, Dropped]) -> dict[str, Record]:
     """Remove ``duplicates`` from shards and records; returns the updated records, by piece name."""
     hits = {name: {book for book, *_ in record.books if book in duplicates} for name, record in records.items()}
     affected = {name: {book: duplicates[book] for book in hit} for name, hit in hits.items() if hit}
@@ -56,7 +56,7 @@ def drop_duplicates(place: Place, records: dict[str, Record], duplicates: dict[s
     return records | changed
 
 
-def _thin(place: Place, record: Record, out: dict[str, Dropped]) -> Record:
+def _thin(place: StorageDir, record: Record, out: dict[str, Dropped]) -> Record:
     """``record`` and its shards without the books in ``out``. A shard without books is deleted."""
     return replace(
         record,
@@ -68,7 +68,7 @@ def _thin(place: Place, record: Record, out: dict[str, Dropped]) -> Record:
     )
 
 
-def thinned(place: Place, info: ShardInfo, out: Container[str]) -> ShardInfo | None:
+def thinned(place: StorageDir, info: ShardInfo, out: Container[str]) -> ShardInfo | None:
     """A shard after its books in ``out`` have been removed from it; None, and no file, where none is left."""
     batch = Shard(place / info.path).batch
     left = batch.filter(pa.array([book not in out for book in batch.column("book").to_pylist()]))

@@ -13,8 +13,8 @@ from typing import Any
 
 from infra.errors import UserError
 from infra.lease import sole_user
-from infra.place import REQUESTS, Place
 from infra.storage import clear_temporaries
+from infra.storage_dir import REQUESTS, StorageDir
 from pipeline.books.readers import Dropped
 from pipeline.encoding import VOCABULARY_SHA256
 from pipeline.job import report
@@ -28,7 +28,7 @@ _RECORD = re.compile(rf"{PIECES}/\d{{6,}}\.json")
 """What a piece's record is called: other files in its folder are not ours to delete."""
 
 
-def sole_writer(place: Place) -> AbstractContextManager[None]:
+def sole_writer(place: StorageDir) -> AbstractContextManager[None]:
     """Hold ``place`` for this process. Raises ``UserError`` when it is held, or cannot be written."""
     if place.remote:
         place.refuse_unusable("--out")
@@ -36,7 +36,7 @@ def sole_writer(place: Place) -> AbstractContextManager[None]:
     return sole_user(place, refusal)
 
 
-def refuse_foreign(place: Place) -> None:
+def refuse_foreign(place: StorageDir) -> None:
     """Raise ``UserError`` when ``place`` holds a data set without the settings that we note for ours."""
     if place.exists(MANIFEST) and not place.exists(SETTINGS):
         raise UserError(f"{place} holds a data set that this program did not make (no {SETTINGS}): name another --out.")
@@ -54,7 +54,7 @@ def changed_settings(job: Job) -> dict[str, tuple[Any, Any]]:
     return {name: (there.get(name), now[name]) for name in now if there.get(name) != now[name]}
 
 
-def _settings(place: Place) -> dict[str, Any]:
+def _settings(place: StorageDir) -> dict[str, Any]:
     """What the last run noted at ``place``; nothing where none has."""
     try:
         content = place.read(SETTINGS)
@@ -159,12 +159,12 @@ def collect(job: Job) -> dict[str, Record]:
     return records
 
 
-def _files(place: Place) -> dict[str, int]:
+def _files(place: StorageDir) -> dict[str, int]:
     """Bytes of every file in the folders of a data set, by name. A local --out may hold anything besides them."""
     return {name: size for folder in _folders(place) for name, size in place.files(folder).items()}
 
 
-def _folders(place: Place) -> Iterable[str]:
+def _folders(place: StorageDir) -> Iterable[str]:
     return ("",) if place.remote else (*SPLITS, PIECES)
 
 
@@ -196,7 +196,7 @@ def begin(job: Job, todo: Iterable[str]) -> None:
     _note_settings(job, _settings(job.place).get("held_out", {}))
 
 
-def clear(place: Place) -> None:
+def clear(place: StorageDir) -> None:
     """Remove what this program wrote to ``place``, and nothing else.
 
     Records go first, so that a kill leaves nothing that looks done; the settings stay until :func:`begin` notes others.
@@ -212,14 +212,14 @@ def clear(place: Place) -> None:
                 (place.folder / name).rmdir()
 
 
-def remove_half_written(place: Place, *folders: str) -> None:
+def remove_half_written(place: StorageDir, *folders: str) -> None:
     """Remove what killed writers left in these folders. Object storage shows no half-written files."""
     if not place.remote:
         for name in folders:
             clear_temporaries(place.folder / name)
 
 
-def write_quarantine(place: Place, records: Iterable[Record]) -> list[Dropped]:
+def write_quarantine(place: StorageDir, records: Iterable[Record]) -> list[Dropped]:
     """Write one JSON line per book that was left out or is doubtful, in the order of their ids; returns those books."""
     listed = (each for record in records for each in record.dropped + record.doubtful)
     dropped = sorted(listed, key=lambda d: (d.book, d.detail))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pyarrow.parquet as pq
 import xxhash
 
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.books.readers import DAMAGE, Part, members
 from pipeline.books.sources import Inventory, SourceFile, find
 from pipeline.config import TokenizeConfig
@@ -61,7 +61,7 @@ class Job:
 
     def __init__(self, config: TokenizeConfig) -> None:
         self.config = config
-        self.place = Place.of(config.out)
+        self.place = StorageDir.of(config.out)
         self.inventory = find(config.sources, config.mirror)
         self.pieces = make_plan(self.inventory, config)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from infra.cluster import PROJECT
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.job.crash_guard import DEATHS
 from pipeline.job.output import remove_half_written
 from pipeline.job.plan import Piece
@@ -40,7 +40,7 @@ class _Worker:
         self.piece: Piece | None = None
         """What it does; None while it starts."""
 
-    def begin(self, piece: Piece, place: Place, run: str) -> None:
+    def begin(self, piece: Piece, place: StorageDir, run: str) -> None:
         """Have it do ``piece`` next."""
         self.piece = piece
         with suppress(BrokenPipeError):  # it has died, as its answer will tell
@@ -60,7 +60,7 @@ class _Worker:
 
 
 def do_pieces(
-    pieces: Sequence[Piece], place: Place, run: str, *, workers: int
+    pieces: Sequence[Piece], place: StorageDir, run: str, *, workers: int
 ) -> Generator[dict[str, Any], None, None]:
     """Do ``pieces``, up to ``workers`` at a time, and yield each one's summary when it is done.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from infra.command import collect_rarely
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.job.plan import Piece
 from pipeline.job.task import do_piece
 
@@ -28,7 +28,7 @@ MOST = 32
 
 
 def do_pieces(
-    pieces: list[Piece], place: Place, run: str, *, workers: int | None, ours: bool
+    pieces: list[Piece], place: StorageDir, run: str, *, workers: int | None, ours: bool
 ) -> Generator[dict[str, Any], None, None]:
     """Do ``pieces`` on the connected Ray and yield each one's summary when it is done.
 
@@ -68,7 +68,7 @@ def grouped(pieces: Sequence[Piece], workers: int | None) -> list[Sequence[Piece
 
 def _task(batch: Any) -> dict[str, list[bytes]]:
     pieces: list[Piece] = pickle.loads(batch["pieces"][0])  # noqa: S301 our own bytes
-    place, run = Place(str(batch["place"][0])), str(batch["run"][0])
+    place, run = StorageDir(str(batch["place"][0])), str(batch["run"][0])
     done: list[Any] = []
     try:
         for piece in pieces:

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infra.place import Place
 from infra.schema import from_json, strict, to_json
+from infra.storage_dir import StorageDir
 from pipeline.books.readers import Dropped
 from pipeline.shards import MANIFEST, PIECES, ShardInfo
 
@@ -34,7 +34,7 @@ class Record:
     doubtful: list[Dropped] = field(default_factory=list)
     """Books that were kept, with what may be wrong in them."""
 
-    def write(self, place: Place, name: str) -> None:
+    def write(self, place: StorageDir, name: str) -> None:
         """Mark the piece as done."""
         place.write_json(record_file(name), to_json(self))
 
@@ -44,10 +44,10 @@ def record_file(name: str) -> str:
     return f"{PIECES}/{name}.json"
 
 
-def read_record(where: Place | Path, name: str) -> Record | None:
+def read_record(where: StorageDir | Path, name: str) -> Record | None:
     """The record of a piece, or None where there is none that is whole. Raises ``UserError`` when storage fails."""
     try:
-        content = Place.of(where).read(record_file(name))
+        content = StorageDir.of(where).read(record_file(name))
     except OSError:
         return None
     try:
@@ -56,7 +56,7 @@ def read_record(where: Place | Path, name: str) -> Record | None:
         return None
 
 
-def reopen(place: Place, names: Iterable[str]) -> None:
+def reopen(place: StorageDir, names: Iterable[str]) -> None:
     """Mark the data set at ``place`` as unfinished and its pieces ``names`` as not done, durably.
 
     Call it before any shard of these pieces is written: a manifest or record that outlived the shards it describes

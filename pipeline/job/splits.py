@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.job.dedup import thinned
 from pipeline.job.plan import Job, is_one_book, position_of, split_of
 from pipeline.job.record import Record
@@ -49,7 +49,7 @@ def fill_splits(job: Job, records: dict[str, Record], held: Iterable[str]) -> di
     return records | changed
 
 
-def _with_moved(place: Place, name: str, record: Record, wanted: list[str]) -> Record:
+def _with_moved(place: StorageDir, name: str, record: Record, wanted: list[str]) -> Record:
     """``record`` and its shards with ``wanted``, and no other books, in the split that is not their ids'.
 
     What moves is written before it is removed, and the record last: after a kill the piece is done again.

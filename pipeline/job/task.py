@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from infra.errors import UserError, first_line
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.books.clean import Book, clean
-from pipeline.books.filters import refuse
+from pipeline.books.filters import drop_reason
 from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.config import Reading, TokenizeConfig
 from pipeline.encoding import encode, verify
@@ -63,17 +63,17 @@ def _tokenize(raw: RawBook, settings: TokenizeConfig, stages: Stopwatch) -> tupl
     with stages.time("clean"):
         book = clean(raw, join=settings.join_lines)
         if isinstance(book, Book):
-            book = refuse(book, settings) or book
+            book = drop_reason(book, settings) or book
     if isinstance(book, Dropped):
         return book
     with stages.time("encode"):
         return book, np.append(encode(book.text, settings.encoder), np.uint16(END_OF_TEXT))
 
 
-class Work:
+class PieceWriter:
     """One piece being done. Books go in one by one; shards are written when they are full, and at the end."""
 
-    def __init__(self, piece: Piece, place: Place, guard: CrashGuard) -> None:
+    def __init__(self, piece: Piece, place: StorageDir, guard: CrashGuard) -> None:
         self.piece = piece
         self.place = place
         self.guard = guard
@@ -165,7 +165,7 @@ class Work:
         self.waiting = 0
 
 
-def do_piece(piece: Piece, place: Place, run: str) -> dict[str, Any]:
+def do_piece(piece: Piece, place: StorageDir, run: str) -> dict[str, Any]:
     """Do the work of ``piece`` and return a small summary: its number, seconds by stage, bytes, tokens, books.
 
     ``run`` names the running command, for the notes of :mod:`pipeline.job.crash_guard`. Raises ``UserError`` when a
@@ -179,7 +179,7 @@ def do_piece(piece: Piece, place: Place, run: str) -> dict[str, Any]:
     else:
         reopen(place, [piece.name])  # the manifest, too: this may be another disk than the driver's
     with CrashGuard(run, piece.name) as guard:
-        work = Work(piece, place, guard)
+        work = PieceWriter(piece, place, guard)
         record = work.run()
     return {
         "piece": piece.index,

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.job.plan import Piece
 from pipeline.job.task import do_piece
 
@@ -31,7 +31,7 @@ def serve() -> None:
             answer = _done(*pickle.load(sys.stdin.buffer))  # noqa: S301 our own bytes
 
 
-def _done(piece: Piece, place: Place, run: str) -> dict[str, Any] | Exception:
+def _done(piece: Piece, place: StorageDir, run: str) -> dict[str, Any] | Exception:
     try:
         return do_piece(piece, place, run)
     except UserError as expected:

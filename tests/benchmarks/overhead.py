@@ -30,7 +30,7 @@ from infra.provenance import commit
 from train.checkpoint.run_folder import RunFolder
 from train.config import Cycle, TrainConfig
 from train.intervals import t_quantile
-from train.launch.run import Run
+from train.launch.run import RunPlan
 from train.model_config import parse_model
 from train.resolve import resolve
 
@@ -155,8 +155,8 @@ def wrapped(config: TrainConfig, *, on_ray: bool) -> dict[str, float]:
             key = create_run("train", "overhead")
             recorded = time.time()
             with Tracker(key) as tracker:
-                run = Run.new(config, RunFolder(folder), address="local" if on_ray else None)
-                result, _ = driver.train(run, resolve(config, cpu_facts()), tracker, on_cycle)
+                run = RunPlan.new(config, RunFolder(folder), address="local" if on_ray else None)
+                result, _ = driver.launch(run, resolve(config, cpu_facts()), tracker, on_cycle)
             returned = time.time()
         started, ended = ((folder / file).stat().st_mtime for file in ("lock", "cycles.jsonl"))
     first_step = ended - result.seconds

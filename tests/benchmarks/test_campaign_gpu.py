@@ -14,7 +14,7 @@ import pytest
 
 from infra import flags
 from infra.doctor.ceilings import read_matmul_rate
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from train.run import RunOptions
 from tune.config import LadderConfig, SearchConfig
 
@@ -87,7 +87,7 @@ def test_a_verdict_stands_after_every_step(tmp_path: Path) -> None:
     assert not made.work(60 * 9)
     said = (tmp_path / "bring" / "verdict.txt").read_text()
     assert all(number in said for number in ("416,129 (goal 500,000)", "0.4504 (goal 0.6)")), "an H100's"
-    measured = read_matmul_rate(Place.of(tmp_path / "runs"), "NVIDIA H100 80GB HBM3", "bf16", "any")
+    measured = read_matmul_rate(StorageDir.of(tmp_path / "runs"), "NVIDIA H100 80GB HBM3", "bf16", "any")
     assert measured == 790e12, "which ladders compare with"
     path = campaign_gpu.record(tmp_path / "bring", tmp_path)
     kept = json.loads(path.read_text())

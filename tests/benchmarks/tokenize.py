@@ -126,7 +126,7 @@ if __name__ == "__main__":
 _WARM = """
 if __name__ == "__main__":
     from infra.cluster import connected
-    from infra.place import Place
+    from infra.storage_dir import StorageDir
     from pipeline.config import TokenizeConfig
     from pipeline.job.plan import make_plan
     from pipeline.books.sources import find
@@ -134,9 +134,9 @@ if __name__ == "__main__":
     config = TokenizeConfig(sources=(sys.argv[1],))
     plan = make_plan(find(config.sources), config)
     with connected(cpus=2):
-        list(do_pieces(plan, Place.of(out), "warm-up", workers=2, ours=True))
+        list(do_pieces(plan, StorageDir.of(out), "warm-up", workers=2, ours=True))
         start = time.perf_counter()
-        list(do_pieces(plan, Place.of(out), "measured", workers=2, ours=True))
+        list(do_pieces(plan, StorageDir.of(out), "measured", workers=2, ours=True))
         print(f"SECONDS {time.perf_counter() - start}")
 """
 

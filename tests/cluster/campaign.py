@@ -49,33 +49,33 @@ BEGUN = {"tokenize": TOKENIZE + "/{name}", "train": TRAIN + " --name {name}", "s
 
 BOOKS = """
 import random
-from infra.place import Place
+from infra.storage_dir import StorageDir
 chance = random.Random(0)
 words = ["".join(chance.choices("aeioulnrst", k=chance.randint(2, 7))) for _ in range(3000)]
 for number in range(24):
     text = ". ".join(f"Number {number} " + " ".join(chance.choices(words, k=100)) for _ in range(1500))
-    Place.of("s3://lab/books").write(f"book {number}.txt", text.encode())
+    StorageDir.of("s3://lab/books").write(f"book {number}.txt", text.encode())
 """
 COPY = """
 from pathlib import Path
-from infra.place import Place
-there, here = Place.of("s3://lab/small"), Path.home() / "small"
-for name in Place.of(here).files():
+from infra.storage_dir import StorageDir
+there, here = StorageDir.of("s3://lab/small"), Path.home() / "small"
+for name in StorageDir.of(here).files():
     there.put(here / name, name)
 """
 LEFT = {
     "tokenize": """
 import json, sys
-from infra.place import Place
-place = Place.of(f"s3://lab/{sys.argv[1]}")
+from infra.storage_dir import StorageDir
+place = StorageDir.of(f"s3://lab/{sys.argv[1]}")
 print(json.dumps({name: place.checksum(name) for name in place.files() if name.endswith(("arrow", "manifest.json"))}))
 """,
     "train": """
 import json, sys
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from infra.tracking.key import RunKey
 from mlflow.tracking import MlflowClient
-place = Place.of(f"s3://lab/runs/{sys.argv[1]}")
+place = StorageDir.of(f"s3://lab/runs/{sys.argv[1]}")
 key = json.loads(place.read("tracking.json"))
 client = MlflowClient(key["store"])
 points = client.get_metric_history(key["run_id"], "loss/step")
@@ -89,9 +89,9 @@ print(json.dumps({
 """,
     "search": """
 import json, sys
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from mlflow.tracking import MlflowClient
-place = Place.of(f"s3://lab/searches/{sys.argv[1]}")
+place = StorageDir.of(f"s3://lab/searches/{sys.argv[1]}")
 parent = json.loads(place.read("search.json"))["parent"]
 client = MlflowClient(parent["store"])
 experiment = client.get_run(parent["run_id"]).info.experiment_id
@@ -206,7 +206,7 @@ def ended(process: subprocess.Popen[str], began: float) -> int | None:
 def exists(lab: Any, command: str, name: str) -> str:
     """A shell command that says whether there is something to continue."""
     where = {"train": f"s3://lab/runs/{name}/checkpoints", "search": f"s3://lab/searches/{name}"}[command]
-    program = f"from infra.place import Place; print(bool(Place.of('{where}').files()))"
+    program = f"from infra.storage_dir import StorageDir; print(bool(StorageDir.of('{where}').files()))"
     return f'cd ~/project && {lab.python} -c "{program}"'
 
 

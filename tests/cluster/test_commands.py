@@ -16,13 +16,13 @@ import pytest
 BOOKS = """
 import random
 from pathlib import Path
-from infra.place import Place
+from infra.storage_dir import StorageDir
 chance = random.Random(0)
 words = ["".join(chance.choices("aeioulnrst", k=chance.randint(2, 7))) for _ in range(3000)]
 for number in range(6):
     text = ". ".join(f"Number {number} " + " ".join(chance.choices(words, k=100)) for _ in range(1500))
     for books in ("s3://lab/books", Path.home() / "books"):
-        Place.of(books).write(f"book {number}.txt", text.encode())
+        StorageDir.of(books).write(f"book {number}.txt", text.encode())
 """
 ON_ONE_MACHINE = """
 from pipeline.config import TokenizeConfig
@@ -37,14 +37,14 @@ output.finish(job)
 """
 CONTENTS = """
 import json, sys
-from infra.place import Place
-place = Place.of(sys.argv[1])
+from infra.storage_dir import StorageDir
+place = StorageDir.of(sys.argv[1])
 made = [name for name in place.files() if not name.endswith((".command", "tracking.json"))]
 print(json.dumps({name: place.checksum(name) for name in made}))
 """
 LOSE = """
-from infra.place import Place
-Place.of("s3://lab/tokens").remove(["train/000001-000.arrow"])
+from infra.storage_dir import StorageDir
+StorageDir.of("s3://lab/tokens").remove(["train/000001-000.arrow"])
 """
 
 MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
@@ -54,10 +54,10 @@ FLAGS = (
 )
 READ = """
 import json
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from infra.tracking.key import RunKey
 from mlflow.tracking import MlflowClient
-place = Place.of("s3://lab/runs/one")
+place = StorageDir.of("s3://lab/runs/one")
 key = json.loads(place.read("tracking.json"))
 client = MlflowClient(key["store"])
 steps = [point.step for point in client.get_metric_history(key["run_id"], "loss/step")]
@@ -75,24 +75,24 @@ SEARCH = (
 COPY = """
 import sys
 from pathlib import Path
-from infra.place import Place
-there = Place.of("s3://lab/small")
-for name in Place.of(sys.argv[1]).files():
+from infra.storage_dir import StorageDir
+there = StorageDir.of("s3://lab/small")
+for name in StorageDir.of(sys.argv[1]).files():
     there.put(Path(sys.argv[1]) / name, name)
 """
 
 
 BEST = """
 import sys
-from infra.place import Place
-print(Place.of(sys.argv[1]).read("best.json").decode())
+from infra.storage_dir import StorageDir
+print(StorageDir.of(sys.argv[1]).read("best.json").decode())
 """
 
 
 STORED = """
 import json, sys
-from infra.place import Place
-place = Place.of(sys.argv[1])
+from infra.storage_dir import StorageDir
+place = StorageDir.of(sys.argv[1])
 print(json.dumps({n: place.read(n).decode() for n in place.files() if n.endswith(("json", "csv"))}))
 """
 

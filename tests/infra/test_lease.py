@@ -18,7 +18,7 @@ from infra import lease, object_storage
 from infra.cluster import PROJECT
 from infra.errors import UserError
 from infra.lease import sole_user
-from infra.place import LEASE, Place
+from infra.storage_dir import LEASE, StorageDir
 
 S3 = tuple[str, Callable[[float], None]]
 Held = Callable[[str], AbstractContextManager[None]]
@@ -26,24 +26,24 @@ Held = Callable[[str], AbstractContextManager[None]]
 HOLD = """
 import sys
 from infra import lease
-from infra.place import Place
+from infra.storage_dir import StorageDir
 lease.RENEW_SECONDS = 0.2
-with lease.sole_user(Place(sys.argv[1]), "held on this machine"):
+with lease.sole_user(StorageDir(sys.argv[1]), "held on this machine"):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
 @pytest.fixture
-def place(bucket: str, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(bucket: str, monkeypatch: pytest.MonkeyPatch) -> StorageDir:
     """A place in object storage, where leases are renewed and looked at often."""
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.2)
     monkeypatch.setattr(lease, "LOOK_SECONDS", 0.1)
-    return Place.of(f"s3://places/run{bucket}")
+    return StorageDir.of(f"s3://places/run{bucket}")
 
 
 @pytest.fixture
-def held(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Held:
+def held(place: StorageDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Held:
     """``held(machine)`` holds the place for a block, on a machine with a scratch of its own."""
 
     @contextmanager
@@ -57,7 +57,7 @@ def held(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Held:
 
 
 @contextmanager
-def process(place: Place, machine: Path) -> Iterator[subprocess.Popen[str]]:
+def process(place: StorageDir, machine: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that holds ``place`` on another machine, whose scratch is ``machine``; it is killed at the end."""
     machine.mkdir(exist_ok=True)
     with subprocess.Popen(
@@ -72,12 +72,12 @@ def process(place: Place, machine: Path) -> Iterator[subprocess.Popen[str]]:
             holder.kill()
 
 
-def held_by(place: Place) -> dict[str, Any]:
+def held_by(place: StorageDir) -> dict[str, Any]:
     """Who has the lease of ``place``; nobody where there is none."""
     return json.loads(place.read(LEASE)) if place.exists(LEASE) else {}
 
 
-def test_a_place_is_held_against_another_machine_until_its_command_ends(place: Place, held: Held, s3: S3) -> None:
+def test_a_place_is_held_against_another_machine_until_its_command_ends(place: StorageDir, held: Held, s3: S3) -> None:
     with held("one"):
         mine = held_by(place)["id"]
         for rate in (0.0, 0.2):
@@ -98,7 +98,7 @@ def test_a_place_is_held_against_another_machine_until_its_command_ends(place: P
     assert time.monotonic() - began < 5, "there was nothing to wait for"
 
 
-def test_of_commands_that_start_together_one_holds_the_place(place: Place, tmp_path: Path) -> None:
+def test_of_commands_that_start_together_one_holds_the_place(place: StorageDir, tmp_path: Path) -> None:
     program = HOLD.replace("sys.stdin.read()", "import time; time.sleep(3)")
     commands = []
     for number in range(3):
@@ -115,7 +115,7 @@ def test_of_commands_that_start_together_one_holds_the_place(place: Place, tmp_p
 
 
 def test_a_killed_command_delays_other_machines_for_a_limited_time_and_its_own_not_at_all(
-    place: Place, held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: StorageDir, held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with process(place, tmp_path / "one") as killed:
         pass
@@ -133,7 +133,7 @@ def test_a_killed_command_delays_other_machines_for_a_limited_time_and_its_own_n
         assert held_by(place)["process"] == os.getpid()
 
 
-def test_what_another_command_has_just_written_is_not_overlooked(place: Place, held: Held) -> None:
+def test_what_another_command_has_just_written_is_not_overlooked(place: StorageDir, held: Held) -> None:
     """It ends while this one, which has looked at the place before, waits for it."""
     place.write(LEASE, b"{}")
     ending = threading.Timer(0.5, place.remove, [[LEASE]])
@@ -144,7 +144,7 @@ def test_what_another_command_has_just_written_is_not_overlooked(place: Place, h
 
 
 def test_a_command_that_had_stopped_exits_when_its_place_has_been_taken(
-    place: Place, held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: StorageDir, held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "STALE_SECONDS", 1.0)
     with process(place, tmp_path / "one") as stopped:
@@ -158,7 +158,7 @@ def test_a_command_that_had_stopped_exits_when_its_place_has_been_taken(
 
 
 def test_a_renewal_whose_answer_was_lost_is_not_taken_for_another_command(
-    place: Place, held: Held, monkeypatch: pytest.MonkeyPatch
+    place: StorageDir, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The storage has the new version, of which this command knows only the one before."""
     write = object_storage.write

@@ -98,7 +98,7 @@ def test_ray_has_its_files_where_it_can_make_sockets(name: str, foreign: bool, u
             (folder / "ray").mkdir(mode=0o555)
         program = """
 import os, tempfile
-import infra.place
+import infra.storage_dir
 from infra.local_ray import temporary_folder
 if os.getuid() == 0:
     os.setuid(65534)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from infra import object_storage
 from infra.errors import UserError
 from infra.object_storage import listing, open_file
-from infra.place import Place
+from infra.storage_dir import StorageDir
 
 S3 = tuple[str, Callable[[float], None]]
 
@@ -32,7 +32,7 @@ S3 = tuple[str, Callable[[float], None]]
 def test_a_remote_file_reads_like_a_local_one(bucket: str, data: st.DataObject) -> None:
     """Whatever its reader looks for: archives are read from their end."""
     content = bytes(range(256)) * 3
-    Place.of(f"s3://places/like/{bucket}").write("file", content)
+    StorageDir.of(f"s3://places/like/{bucket}").write("file", content)
     local = io.BytesIO(content)
     with open_file(f"s3://places/like/file{bucket}") as buffered:
         whole: Any = buffered
@@ -51,7 +51,7 @@ def test_a_remote_file_reads_like_a_local_one(bucket: str, data: st.DataObject) 
 
 @pytest.mark.parametrize("name", ["a b.txt", "ä#%.txt", "100%25.txt", "plus+and&.txt", "why?.txt", "a%2Fb"])
 def test_any_name_is_written_listed_and_read(bucket: str, name: str) -> None:
-    place = Place.of(f"s3://places/names/{bucket}")
+    place = StorageDir.of(f"s3://places/names/{bucket}")
     place.write(name, b"content")
     assert place.files()[name] == 7
     (path,) = {entry.path for entry in listing(place.address)} & {f"places/names/{name}"}
@@ -63,11 +63,11 @@ def test_any_name_is_written_listed_and_read(bucket: str, name: str) -> None:
 def test_what_storage_refuses_for_good_is_said_at_once(bucket: str) -> None:
     began = time.monotonic()
     with pytest.raises(UserError, match="there is no bucket nowhere"):
-        Place.of(f"s3://nowhere/{bucket}").write("file", b"content")
+        StorageDir.of(f"s3://nowhere/{bucket}").write("file", b"content")
     with pytest.raises(UserError, match="cannot be opened"):
-        Place.of("s3://places/?no_setting=1").write("file", b"content")
+        StorageDir.of("s3://places/?no_setting=1").write("file", b"content")
     with pytest.raises(UserError, match="can only be read"):
-        Place.of("hf://datasets/org/books").write("file", b"content")
+        StorageDir.of("hf://datasets/org/books").write("file", b"content")
     assert time.monotonic() - began < 5
 
 
@@ -76,7 +76,7 @@ def test_a_large_file_arrives_whole_through_a_storage_that_fails_now_and_then(s3
     content = os.urandom(20 << 20)  # in several parts
     (tmp_path / "file").write_bytes(content)
     set_rate(0.2)
-    place = Place.of(f"s3://places/large/{query}")
+    place = StorageDir.of(f"s3://places/large/{query}")
     place.put(tmp_path / "file", "file")
     place.fetch("file", tmp_path / "copy", expected=place.checksum("file"))
     assert (tmp_path / "copy").read_bytes() == content

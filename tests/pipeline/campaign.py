@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
 from infra import provenance
-from infra.place import Place
 from infra.storage import write_json
+from infra.storage_dir import StorageDir
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
 from pipeline.encoding import decode, encode, reference
@@ -160,7 +160,7 @@ def test_a_hundred_thousand_tiny_files(tmp_path: Path) -> None:
         (folder / f"{number}.txt").write_text(f"Book {number}. {line * 4}")
     config = TokenizeConfig((str(folder),))
     summaries = [
-        do_piece(piece, Place.of(tmp_path / "out"), "tiny") for piece in make_plan(find(config.sources), config)
+        do_piece(piece, StorageDir.of(tmp_path / "out"), "tiny") for piece in make_plan(find(config.sources), config)
     ]
     assert sum(summary["books"] for summary in summaries) == 100_000
 
@@ -172,4 +172,4 @@ def test_a_book_of_two_gigabytes_in_one_line(tmp_path: Path, prose: Callable[...
             file.write(line)
     config = TokenizeConfig((str(tmp_path / "line.txt"),), duplicates="keep")
     (piece,) = make_plan(find(config.sources), config)
-    assert do_piece(piece, Place.of(tmp_path / "out"), "line")["books"] == 1
+    assert do_piece(piece, StorageDir.of(tmp_path / "out"), "line")["books"] == 1

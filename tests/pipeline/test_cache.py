@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from infra import place
+from infra import storage_dir
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.cache import on_this_machine
 from pipeline.shards import MANIFEST, Manifest, TokenShards, read_manifest
 
@@ -18,10 +18,10 @@ S3 = tuple[str, Callable[[float], None]]
 
 
 @pytest.fixture
-def data(bucket: str, small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def data(bucket: str, small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StorageDir:
     """A finished data set of three shards in object storage, for a machine that has none yet."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    data = Place.of(f"s3://places/{tmp_path.name}/tokens{bucket}")
+    data = StorageDir.of(f"s3://places/{tmp_path.name}/tokens{bucket}")
     for path in small_shards.rglob("*.*"):
         data.put(path, path.relative_to(small_shards).as_posix())
     return data
@@ -33,9 +33,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_same_bytes_arrive_through_a_storage_that_fails_now_and_then_and_are_fetched_once(
-    data: Place, s3: S3, small_shards: Path, monkeypatch: pytest.MonkeyPatch
+    data: StorageDir, s3: S3, small_shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(place, "_BLOCK", 10_000)  # a third of a shard
+    monkeypatch.setattr(storage_dir, "_BLOCK", 10_000)  # a third of a shard
     _, set_rate = s3
     set_rate(0.2)
     fetched: list[int] = []
@@ -45,10 +45,10 @@ def test_the_same_bytes_arrive_through_a_storage_that_fails_now_and_then_and_are
     assert fetched == [0, 1, 2]
     assert on_this_machine(data, lambda _, number: fetched.append(number)) == folder
     assert fetched == [0, 1, 2]
-    assert on_this_machine(Place.of(small_shards)) == small_shards
+    assert on_this_machine(StorageDir.of(small_shards)) == small_shards
 
 
-def test_what_was_interrupted_is_continued(data: Place, small_shards: Path) -> None:
+def test_what_was_interrupted_is_continued(data: StorageDir, small_shards: Path) -> None:
     class Killed(Exception):
         pass
 
@@ -69,7 +69,7 @@ def test_what_was_interrupted_is_continued(data: Place, small_shards: Path) -> N
 
 
 def test_another_data_set_at_the_same_address_is_another_folder(
-    data: Place, make_shards: Callable[..., Path], tmp_path: Path
+    data: StorageDir, make_shards: Callable[..., Path], tmp_path: Path
 ) -> None:
     before = on_this_machine(data)
     kept = contents(before)
@@ -82,7 +82,7 @@ def test_another_data_set_at_the_same_address_is_another_folder(
 
 
 def test_a_damaged_data_set_is_refused_and_described(
-    data: Place, s3: S3, small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: StorageDir, s3: S3, small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = (small_shards / "train/000000-000.arrow").read_bytes()
     data.write("train/000000-000.arrow", whole[:-1] + b"?")
@@ -112,7 +112,7 @@ def test_a_damaged_data_set_is_refused_and_described(
 
 
 def test_a_full_disk_leaves_no_half_shard(
-    data: Place, small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: StorageDir, small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert read_manifest(data).shards
     scratch = tmp_path / "full"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
 from pipeline.inspect import InspectConfig, main, passages, verify
@@ -26,7 +26,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory, write_books: Callable[..., 
     books = write_books(folder / "books", 8, 500)
     config = TokenizeConfig(sources=(str(books),), val_fraction=0.3)
     for piece in make_plan(find(config.sources), config):
-        do_piece(piece, Place.of(folder / "tokens"), "test")
+        do_piece(piece, StorageDir.of(folder / "tokens"), "test")
     record = read_record(folder / "tokens", "000000")
     assert record
     assert len(record.shards) == 2
@@ -37,7 +37,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory, write_books: Callable[..., 
 
 def test_every_flipped_byte_is_found(tokens: Path) -> None:
     manifest = read_manifest(tokens)
-    assert not list(verify(Place.of(tokens), manifest))
+    assert not list(verify(StorageDir.of(tokens), manifest))
     chance = random.Random(0)
     for _ in range(1000):
         path = tokens / chance.choice(manifest.shards).path
@@ -47,7 +47,7 @@ def test_every_flipped_byte_is_found(tokens: Path) -> None:
             (byte,) = file.read(1)
             file.seek(place)
             file.write(bytes([byte ^ bit]))
-        (sentence,) = verify(Place.of(tokens), manifest)
+        (sentence,) = verify(StorageDir.of(tokens), manifest)
         assert str(path) in sentence
         with path.open("r+b") as file:
             file.seek(place)
@@ -85,7 +85,7 @@ def test_brackets_and_names_between_colons_are_printed_as_they_are(
     (tmp_path / "[b] [a=b].txt").write_text(prose(1).replace(" the ", " [/foo] [a=b] [1] :abc: "), encoding="utf-8")
     config = TokenizeConfig(sources=(f"{glob.escape(str(tmp_path))}/*.txt",))
     (piece,) = make_plan(find(config.sources), config)
-    do_piece(piece, Place.of(tmp_path / "tokens"), "test")
+    do_piece(piece, StorageDir.of(tmp_path / "tokens"), "test")
     record = read_record(tmp_path / "tokens", piece.name)
     assert record
     Manifest.of(record.shards, config={}, vocabulary_sha256="", inputs={}, report={}).write(tmp_path / "tokens")
@@ -97,12 +97,12 @@ def test_brackets_and_names_between_colons_are_printed_as_they_are(
 
 def test_passages_are_the_text_of_books_and_end_with_them(tokens: Path) -> None:
     manifest = read_manifest(tokens)
-    short = list(passages(Place.of(tokens), manifest, 3, 40))
+    short = list(passages(StorageDir.of(tokens), manifest, 3, 40))
     assert len(short) == 3
     for title, text in short:
         assert text in (tokens.parent / title.split(", from token")[0]).read_text(encoding="utf-8")
     books = sum(info.rows for info in manifest.shards)
-    found = list(passages(Place.of(tokens), manifest, books, 5000))  # longer than a book
+    found = list(passages(StorageDir.of(tokens), manifest, books, 5000))  # longer than a book
     assert len(found) == books
     for title, text in found:
         book = tokens.parent / title.split(", from token")[0]

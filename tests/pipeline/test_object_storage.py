@@ -14,7 +14,7 @@ import pytest
 
 from infra.errors import UserError
 from infra.object_storage import locate
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.books.readers import RawBook, read_books
 from pipeline.books.sources import find
 from pipeline.cache import on_this_machine
@@ -103,17 +103,17 @@ def test_google_cloud_storage_is_read_and_written(
     gs = f"?base_url={parse_qs(bucket.lstrip('?'))['endpoint'][0]}"
     local = write_books(tmp_path / "books", 3)
     for path in local.iterdir():
-        Place.of(f"gs://places/books{gs}").put(path, path.name)
+        StorageDir.of(f"gs://places/books{gs}").put(path, path.name)
     expected = {f"books/{path.name}": path.read_bytes() for path in local.iterdir()}
     assert books_of(f"gs://places/books{gs}") == expected
     assert len(books_of(f"gs://places/*/*2.txt{gs}")) == 1
     with pytest.raises(UserError, match="your credentials"):  # of a bucket that is not public
         books_of(f"gs://anonymous@places/books{gs}")
-    tokens = Place.of(f"gs://places/tokens{gs}")
-    for name in Place.of(small_shards).files():
+    tokens = StorageDir.of(f"gs://places/tokens{gs}")
+    for name in StorageDir.of(small_shards).files():
         tokens.put(small_shards / name, name)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    copy = Place.of(on_this_machine(tokens))
+    copy = StorageDir.of(on_this_machine(tokens))
     assert len(read_manifest(copy).shards) == 3
     assert list(verify(copy, read_manifest(tokens))) == list(verify(tokens, read_manifest(copy))) == []
     tokens.remove([*tokens.files(), "never-there"])

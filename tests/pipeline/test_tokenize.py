@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 
 from infra.command import run
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.config import TokenizeConfig
 from pipeline.job import processes
 from pipeline.shards import TRACKING, TokenShards, made_by, read_manifest
@@ -27,7 +27,9 @@ ROOT = Path(__file__).parent.parent.parent
 
 def contents(folder: Path) -> dict[str, str]:
     """Every file of a data set and the hash of its bytes, but for the name of the run that made it."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (Place.LOCK, TRACKING))
+    files = sorted(
+        path for path in folder.rglob("*") if path.is_file() and path.name not in (StorageDir.LOCK, TRACKING)
+    )
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -96,7 +98,7 @@ def test_a_finished_folder_is_untouched_and_a_missing_shard_is_made_again(
     do_pieces = processes.do_pieces
     with monkeypatch.context() as patch:  # workers on another machine, whose --out is another disk
         patch.setattr(
-            processes, "do_pieces", lambda todo, _, *rest, **how: do_pieces(todo, Place.of(tmp_path), *rest, **how)
+            processes, "do_pieces", lambda todo, _, *rest, **how: do_pieces(todo, StorageDir.of(tmp_path), *rest, **how)
         )
         with pytest.raises(UserError, match=r"2 of 3 pieces .*pieces/000001\.json.* give an --out on a disk"):
             make("tokens")

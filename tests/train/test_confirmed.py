@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.shards import read_manifest
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
 from train.confirmed import Confirmed, confirmed_by, slower
 from train.intervals import Estimate
 from train.launch.driver import diagnosed
-from train.launch.run import Run
+from train.launch.run import RunPlan
 from train.report import summary
 from train.result import Memory, RunResult, Shortage, Throughput
 from train.run import RunOptions, planned
@@ -136,7 +136,7 @@ def test_what_a_search_found_is_read_from_its_file(best: Path) -> None:
 
 
 def test_it_is_also_read_from_object_storage(best: Path, bucket: str) -> None:
-    place = Place.of(f"s3://places/fast/{bucket}")
+    place = StorageDir.of(f"s3://places/fast/{bucket}")
     place.put(best, "best.json")
     assert confirmed_by(str(place / "best.json"), TrainConfig()) == CONFIRMED
     assert confirmed_by(str(place / "absent.json"), TrainConfig()) is None
@@ -166,7 +166,7 @@ def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, smal
         data=str(small_shards), precision="fp32", device="cpu", attention="sdpa", micro_batch=32, compile="off",
         loss="plain",
     )  # fmt: skip
-    run = Run(config, read_manifest(small_shards), RunFolder(tmp_path), confirmed=CONFIRMED)
+    run = RunPlan(config, read_manifest(small_shards), RunFolder(tmp_path), confirmed=CONFIRMED)
     result = ran(make_result, data_wait_fraction=0.12)
     found = diagnosed(run, config, result)
     assert found == slower(result, CONFIRMED, EAGER)

@@ -12,8 +12,8 @@ import pytest
 
 from infra import flags
 from infra.hardware import A100
-from infra.place import Place
 from infra.schema import from_json, to_json
+from infra.storage_dir import StorageDir
 from train.config import TrainConfig, load_config
 from train.diagnosis import of_memory
 from train.estimate.memory import predict_peak
@@ -24,7 +24,7 @@ from train.run import RunOptions
 Make = Callable[..., RunResult]
 
 GB = 10**9
-HOME = Place.of("runs/one")
+HOME = StorageDir.of("runs/one")
 SAID = "CUDA out of memory. Tried to allocate 6.14 GiB. GPU 0 has a total capacity of 79.11 GiB"
 
 
@@ -142,7 +142,7 @@ def test_the_command_can_be_copied(
     home = tmp_path / "my runs" / "one"
     home.mkdir(parents=True)
     (home / "config.json").write_text(json.dumps(TrainConfig().to_json()))
-    for place in (Place.of(home), HOME):
+    for place in (StorageDir.of(home), HOME):
         found = of_memory(config, failed(make_result, 12 * GB), place, 12 * GB)
         assert found
         words = shlex.split(found.command)

@@ -11,9 +11,9 @@ import pytest
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
-from infra.place import Place
 from infra.schema import to_json
 from infra.storage import write_json
+from infra.storage_dir import StorageDir
 from infra.tracking import lost
 from infra.tracking.key import RunKey
 from infra.tracking.lost import incomplete
@@ -139,7 +139,7 @@ def test_the_page_names_the_next_command(config: TrainConfig, make_result: Calla
         ({"sample": "In the beginning"}, "train.generate --checkpoint one"), ({"checkpoint": None}, "one/config.json"),
         ({"outcome": "interrupted"}, "train.run --resume one"),
     ):  # fmt: skip
-        told = dict(report.opening_lines(config, make_result(**changes), Place.of("runs/one"), None))
+        told = dict(report.opening_lines(config, make_result(**changes), StorageDir.of("runs/one"), None))
         assert command in told["Next"]
 
 
@@ -168,7 +168,7 @@ def test_an_unknown_run_is_not_named(tmp_path: Path, small_shards: Path) -> None
 
 
 @pytest.mark.usefixtures("working_folder")
-def test_a_search_links_to_the_run_that_trained_with_its_winner(place: Place, tmp_path: Path) -> None:
+def test_a_search_links_to_the_run_that_trained_with_its_winner(place: StorageDir, tmp_path: Path) -> None:
     search, run = create_run("tune", "search"), create_run("train", "best")
     with Tracker(search) as tracker:
         tracker.note("**What:** the fastest way\n\n| a table |")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infra.hardware import A100, cpu_facts
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from infra.units import GB
 from pipeline.shards import read_manifest
 from train import report
@@ -146,12 +146,12 @@ def test_what_is_about_to_be_trained(
     manifest = read_manifest(small_shards)
     config, cut_off = replace(config, data=str(small_shards)), replace(A100, uncompilable="there is no C compiler")
     asked = replace(config, micro_batch=AUTO, compile="auto", precision="auto", attention="sdpa")
-    report.print_header(resolve(config, cpu_facts()), asked, manifest, Place("runs/a name"), cut_off)
+    report.print_header(resolve(config, cpu_facts()), asked, manifest, StorageDir("runs/a name"), cut_off)
     printed = " ".join(capfd.readouterr().out.split())
     for known in (f"{manifest.splits['train']['tokens']:,}", "2 (auto)", "fp32 (auto)", "off (auto)", "runs/a name"):
         assert known in printed
     assert "no C compiler" not in printed, "which a CPU's run does not miss"
-    report.print_header(replace(config, device="cuda"), asked, manifest, Place("runs/a name"), cut_off)
+    report.print_header(replace(config, device="cuda"), asked, manifest, StorageDir("runs/a name"), cut_off)
     assert "no C compiler" in capfd.readouterr().out
 
 
@@ -169,7 +169,7 @@ def test_the_last_line_says_what_to_do_next(
     advice = "try again: ", "python -m train.run --config runs/one/config.json --loss fused"
     found = Diagnosis([("logits", "19.78 GB predicted")], *advice) if outcome == "oom" else None
     result = make_result(outcome=outcome, checkpoint=checkpoint, diagnosis=found)
-    report.print_result(config, result, Place.of(Path("runs/one").resolve()), "the link")
+    report.print_result(config, result, StorageDir.of(Path("runs/one").resolve()), "the link")
     printed = " ".join(capfd.readouterr().out.split())
     assert ("logits 19.78 GB predicted" in printed) == (outcome == "oom")
     assert said in printed.partition("the link")[1 if said == "the link" else 2]

@@ -23,7 +23,7 @@ from train.checkpoint.progress import checkpoints_in
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig, config_from_json
 from train.launch import driver, worker
-from train.launch.channel import Past
+from train.launch.channel import EarlierWorkers
 from train.launch.worker import Start
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
@@ -183,9 +183,11 @@ def begin(folder: Path, start: Start) -> tuple[Path | None, str | None]:
 
 
 def test_a_worker_that_is_told_why_another_gave_up_or_has_died_too_often_does_not_train(tmp_path: Path) -> None:
-    assert begin(tmp_path, Start(past=Past(refusal="the disk is full"))) == (None, "the disk is full")
-    assert begin(tmp_path, Start(past=Past((0,) * (worker.ATTEMPTS - 1)))) == (None, None)
-    assert "died 3 times between step 0" in (begin(tmp_path, Start(past=Past((0,) * worker.ATTEMPTS)))[1] or "")
+    assert begin(tmp_path, Start(past=EarlierWorkers(refusal="the disk is full"))) == (None, "the disk is full")
+    assert begin(tmp_path, Start(past=EarlierWorkers((0,) * (worker.ATTEMPTS - 1)))) == (None, None)
+    assert "died 3 times between step 0" in (
+        begin(tmp_path, Start(past=EarlierWorkers((0,) * worker.ATTEMPTS)))[1] or ""
+    )
     assert "cannot be used" in (begin(tmp_path / "gone", Start())[1] or "")
     (tmp_path / "file").touch()
     assert "cannot be used (Not a directory)" in (begin(tmp_path / "file", Start())[1] or "")
@@ -209,11 +211,11 @@ def test_a_worker_begins_at_the_step_that_it_is_told_or_a_later_one(
     assert begin(home.path, Start(6)) == (sixth, None)
     assert begin(home.path, Start(3)) == (sixth, None), "a predecessor that was dying saved it"
     shutil.rmtree(sixth)
-    for start in (Start(6), Start(0, past=Past((0, 6)))):
+    for start in (Start(6), Start(0, past=EarlierWorkers((0, 6)))):
         resume, refusal = begin(home.path, start)
         assert resume is None
         assert re.search("the run continues from step 6, but .*, seen from .*, ends at step 3", refusal or "")
-    assert begin(home.path, Start(0, past=Past((0,)))) == (third, None), "a worker saved it since"
+    assert begin(home.path, Start(0, past=EarlierWorkers((0,)))) == (third, None), "a worker saved it since"
     shutil.rmtree(third)
     assert "has no intact checkpoint" in (begin(home.path, Start(3))[1] or "")
 
@@ -240,9 +242,9 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
     Trainer(config, checkpoints=home.checkpoints).run()
     write_json(home.config, config.to_json())
     shutil.copytree(home.path, elsewhere, ignore=shutil.ignore_patterns("step-*"))
-    trained = driver.train
+    trained = driver.launch
     there = RunFolder(elsewhere)
-    monkeypatch.setattr(driver, "train", lambda run, *how: trained(dataclasses.replace(run, home=there), *how))
+    monkeypatch.setattr(driver, "launch", lambda run, *how: trained(dataclasses.replace(run, home=there), *how))
     assert command(monkeypatch, "--resume", "one", "--steps", "8") == 2
     said = " ".join(capfd.readouterr().err.split())
     assert "the run continues from step 6, but" in said

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from infra.place import Place, WorkingCopy
 from infra.storage import TEMPORARY
+from infra.storage_dir import StorageDir, WorkingCopy
 from infra.tracking.key import RunKey
 from tune.config import LadderConfig, SearchConfig
 from tune.folder import TRIALS, begin, kept_config, locked, place_of, resumed_parent
@@ -15,7 +15,7 @@ IDENTITY = {"confirm": 3, "memory_limit": 10**9, "knobs": "compile"}
 
 
 def test_another_search_is_refused_by_what_differs(tmp_path: Path) -> None:
-    place = Place.of(tmp_path)
+    place = StorageDir.of(tmp_path)
     key = RunKey("sqlite:///none.db", "1", "a")
     begin(WorkingCopy.of(place, fresh=True), SearchConfig(name="one"), IDENTITY, key)
     for now, said in (
@@ -29,7 +29,7 @@ def test_another_search_is_refused_by_what_differs(tmp_path: Path) -> None:
 
 def test_one_process_at_a_time_and_no_halves_of_rows(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
-    place = Place.of(folder)
+    place = StorageDir.of(folder)
     with (
         locked(place, "search"),
         pytest.raises(UserError, match="another process runs the search"),

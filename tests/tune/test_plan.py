@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.hardware import cpu_facts
-from infra.place import WorkingCopy
+from infra.storage_dir import WorkingCopy
 from infra.tracking.key import RunKey
 from train.config import Compile, TrainConfig
 from train.resolve import resolve

@@ -154,7 +154,7 @@ def test_a_trial_whose_machine_is_lost_runs_again_without_counting(
     assert "Trial 1: w1 was lost. It runs again." in capfd.readouterr().err
     there.clear()
     assert searcher.suggest("nowhere") == "FINISHED", "the driver waits for a machine, where Tune would not take Ctrl-C"
-    assert searcher.again
+    assert searcher.restart_tuner
 
 
 def test_no_trial_is_proposed_twice_and_each_machine_has_its_own_control(search: Search) -> None:
@@ -176,7 +176,7 @@ def test_no_trial_is_proposed_twice_and_each_machine_has_its_own_control(search:
     assert searcher.suggest("e") is None, "the only other candidate is running"
     searcher.on_trial_complete("c", sent(row_of(second, 1100.0)))
     assert searcher.suggest("f") == "FINISHED"
-    assert not searcher.again
+    assert not searcher.restart_tuner
     assert [row.number for row in read_rows(search.trials)] == [1, 2, 3]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infra.hardware import A100, cpu_facts
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from infra.units import format_duration
 from pipeline.shards import Manifest
 from train.config import TrainConfig
@@ -57,7 +57,7 @@ def planned(limit: float, space: Space = SPACE) -> Search:
     """A search of every candidate that expects a gigabyte per sequence."""
     memory = MemorySearcher(space, lambda candidate: candidate.micro_batch * 1e9, limit)
     manifest = Manifest.of([], config={}, vocabulary_sha256="", inputs={}, report={})
-    return Search(SearchConfig(), Place.of("runs/one"), (), manifest, space, memory, Grid(space))
+    return Search(SearchConfig(), StorageDir.of("runs/one"), (), manifest, space, memory, Grid(space))
 
 
 SEARCH = planned(4e9)
@@ -167,7 +167,7 @@ def test_the_best_so_far_is_of_complete_rounds() -> None:
 
 def test_a_search_that_lost_its_winner_leaves_none(tmp_path: Path) -> None:
     """As one that is resumed with a row less may."""
-    search = replace(SEARCH, place=Place.of(tmp_path))
+    search = replace(SEARCH, place=StorageDir.of(tmp_path))
     won = [tmp_path / name for name in ("trials.csv", "summary.md", "best.json")]
     assert write_files(search, [row(4, speed=100.0)]) == won
     assert all(path.stat().st_size for path in won)

@@ -21,7 +21,7 @@ from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
 from infra.cluster import connected
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from train.checkpoint.run_folder import resume_command
 from train.config import Cycle, load_config
 from train.loop.trainer import Trainer
@@ -136,10 +136,10 @@ def test_a_search_leaves_rows_files_and_runs(folder: Path, searched: Path) -> No
 
 def test_what_is_to_be_pasted_names_odd_folders_as_a_shell_reads_them(tmp_path: Path) -> None:
     folder = tmp_path / "all of my [runs]" / "it's one"
-    again = resume_command("tune.search", Place.of(folder))
+    again = resume_command("tune.search", StorageDir.of(folder))
     assert shlex.split(again)[-3:] == ["it's one", "--out", str(folder.parent)]
-    assert shlex.split(train_command(Place.of(folder)))[-1] == str(folder / "best.json")
-    again = resume_command("tune.search", Place.of("s3://lab/runs/one"))
+    assert shlex.split(train_command(StorageDir.of(folder)))[-1] == str(folder / "best.json")
+    again = resume_command("tune.search", StorageDir.of("s3://lab/runs/one"))
     assert again == "python -m tune.search --resume one --out s3://lab/runs"
 
 

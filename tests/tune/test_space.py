@@ -8,8 +8,8 @@ import pytest
 
 from infra.errors import UserError
 from infra.hardware import A100, cpu_facts
-from infra.place import Place
 from infra.schema import from_json
+from infra.storage_dir import StorageDir
 from train.config import TrainConfig
 from train.resolve import resolve
 from tune.config import SearchConfig
@@ -101,6 +101,6 @@ def test_a_damaged_search_is_named(tmp_path: Path) -> None:
     for damage in ({"memory_limit": "4GB"}, {"knobs": [["compile"]]}, {"out": 3}):
         (tmp_path / "search.json").write_text(json.dumps({"config": SearchConfig().to_json() | damage}))
         with pytest.raises(UserError, match=r"search\.json is damaged"):
-            kept_config(Place.of(tmp_path), SearchConfig)
+            kept_config(StorageDir.of(tmp_path), SearchConfig)
     with pytest.raises(UserError, match="there is no"):
-        kept_config(Place.of(tmp_path / "search.json"), SearchConfig)
+        kept_config(StorageDir.of(tmp_path / "search.json"), SearchConfig)

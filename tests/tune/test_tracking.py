@@ -21,7 +21,7 @@ from tune.config import SearchConfig
 from tune.plan import Search, make_search
 from tune.report import SEARCH_METRICS, SearchReport, summary_metrics
 from tune.space import Candidate
-from tune.tracking import TRIAL_METRICS, Evidence, metrics, open_parent
+from tune.tracking import TRIAL_METRICS, ExperimentRecorder, metrics, open_parent
 from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import Request
 
@@ -78,7 +78,7 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
     ]  # fmt: skip
     search.folder.mkdir()
     parent = open_parent(search)
-    evidence = Evidence(search, parent)
+    evidence = ExperimentRecorder(search, parent)
     with Tracker(parent) as tracker:
         evidence.describe(tracker)
         evidence.catch_up(rows)
@@ -133,7 +133,7 @@ def test_a_store_that_goes_away_between_trials_gets_them_later(
         return Request(row.key, row.number, "m1", Proposal(row.candidate, "probe"), {}, "here")
 
     parent = open_parent(replace(search, config=replace(search.config, tracking_uri=database)))
-    evidence = Evidence(search, parent)
+    evidence = ExperimentRecorder(search, parent)
     evidence.start(request(first))
     evidence.parent = replace(parent, store=server)
     evidence.catch_up([first])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from infra.errors import UserError
 from infra.object_storage import is_remote
-from infra.place import Place, scratch
+from infra.storage_dir import StorageDir, scratch
 from train.checkpoint.progress import checkpoints_in, newest, read_progress
 from train.checkpoint.remote import CHECKPOINTS, fetch_newest, fetch_progress, newest_copy
 from train.checkpoint.run_folder import KEY, RunFolder, working_copy
@@ -58,7 +58,7 @@ def find_checkpoint(text: str, out: Path | str) -> Path:
     if place := _remote_run(text, out):
         newest_copy(place, "--checkpoint")
         folder = scratch("fetched", place.digest)
-        named = Place.of(text).name if is_remote(text) else place.name
+        named = StorageDir.of(text).name if is_remote(text) else place.name
         wanted = None if named == place.name else named
         found, damaged = fetch_newest(place, folder / "checkpoints", only=wanted)
         if found is None:
@@ -72,28 +72,28 @@ def find_checkpoint(text: str, out: Path | str) -> Path:
     return find_run(text, out, flag="--checkpoint").newest()
 
 
-def run_argument(place: Place) -> str:
+def run_argument(place: StorageDir) -> str:
     """The run at ``place`` as :func:`find_run` finds it in the folder in which this command was called."""
-    return shlex.quote(place.name if place.parent == Place.of("runs") else str(place))
+    return shlex.quote(place.name if place.parent == StorageDir.of("runs") else str(place))
 
 
-def resume_run(place: Place) -> str:
+def resume_run(place: StorageDir) -> str:
     """The command that continues the run at ``place``; of a run in object storage it works on every machine."""
     return f"python -m train.run --resume {run_argument(place)}"
 
 
-def _remote_run(text: str, out: Path | str) -> Place | None:
+def _remote_run(text: str, out: Path | str) -> StorageDir | None:
     """The place of the run in object storage that ``text`` or, as a name in ``out``, names; None for one on disk."""
     if not is_remote(text):
-        return Place.of(out) / text if is_remote(str(out)) else None
-    place = Place.of(text)
+        return StorageDir.of(out) / text if is_remote(str(out)) else None
+    place = StorageDir.of(text)
     return place.parent.parent if place.parent.name == CHECKPOINTS else place
 
 
-def _newest(place: Place, text: str, flag: str) -> str:
+def _newest(place: StorageDir, text: str, flag: str) -> str:
     """The newest copy of a checkpoint, which is also the one that ``text`` names if it names one."""
     copy = newest_copy(place, flag)
-    if is_remote(text) and (named := Place.of(text).name) != place.name and named != copy:
+    if is_remote(text) and (named := StorageDir.of(text).name) != place.name and named != copy:
         raise _not_newest(flag, text, copy)
     return copy
 

@@ -10,14 +10,14 @@ import shutil
 from pathlib import Path
 
 from infra.errors import UserError
-from infra.place import Place
 from infra.storage import TEMPORARY
+from infra.storage_dir import StorageDir
 from train.checkpoint.progress import PROGRESS, checkpoints_in, damage
 
 CHECKPOINTS, CYCLES = "checkpoints", "cycles.jsonl"
 
 
-def upload(checkpoint: Path, cycles: Path, place: Place, keep: int) -> None:
+def upload(checkpoint: Path, cycles: Path, place: StorageDir, keep: int) -> None:
     """Copy ``checkpoint`` of the run at ``place``, and its cycles, there; keep the newest ``keep`` copies.
 
     Copies of later steps go too: they are damaged, or the run would have continued from there. Raises ``UserError``
@@ -33,12 +33,12 @@ def upload(checkpoint: Path, cycles: Path, place: Place, keep: int) -> None:
             place.remove(place.files(f"{CHECKPOINTS}/{copy}"))
 
 
-def copies(place: Place) -> list[str]:
+def copies(place: StorageDir) -> list[str]:
     """The names of the complete checkpoints of the run at ``place``, oldest first."""
     return sorted(name.split("/")[1] for name in place.files(CHECKPOINTS) if name.endswith(f"/{PROGRESS}"))
 
 
-def fetch_newest(place: Place, checkpoints: Path, only: str | None = None) -> tuple[Path | None, list[str]]:
+def fetch_newest(place: StorageDir, checkpoints: Path, only: str | None = None) -> tuple[Path | None, list[str]]:
     """The newest intact checkpoint of the run at ``place``, alone below the folder ``checkpoints`` of this machine.
 
     With ``only`` a name, the checkpoint of that name. None without one. What is here already is not fetched again. The
@@ -66,7 +66,7 @@ def fetch_newest(place: Place, checkpoints: Path, only: str | None = None) -> tu
     return found, lines
 
 
-def fetch(place: Place, copy: str, checkpoints: Path) -> Path:
+def fetch(place: StorageDir, copy: str, checkpoints: Path) -> Path:
     """The checkpoint ``copy`` of ``place``, below ``checkpoints``; only its cycles where the rest is here, intact."""
     here, there = checkpoints / copy, place / CHECKPOINTS / copy
     progress = there.read(PROGRESS)
@@ -83,7 +83,7 @@ def fetch(place: Place, copy: str, checkpoints: Path) -> Path:
     return here
 
 
-def fetch_progress(place: Place, copy: str, checkpoints: Path) -> Path:
+def fetch_progress(place: StorageDir, copy: str, checkpoints: Path) -> Path:
     """What a driver needs of the checkpoint ``copy``: how far it got, below ``checkpoints``, and the cycles."""
     here, there = checkpoints / copy, place / CHECKPOINTS / copy
     there.fetch(PROGRESS, here / PROGRESS)
@@ -92,7 +92,7 @@ def fetch_progress(place: Place, copy: str, checkpoints: Path) -> Path:
     return here
 
 
-def newest_copy(place: Place, flag: str) -> str:
+def newest_copy(place: StorageDir, flag: str) -> str:
     """The newest of the :func:`copies` of ``place``, which ``flag`` names. Raises ``UserError`` when there is none."""
     found = copies(place)
     if not found:

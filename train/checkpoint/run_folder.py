@@ -20,9 +20,9 @@ from infra.console import errors
 from infra.errors import UserError
 from infra.lease import sole_user
 from infra.object_storage import is_remote
-from infra.place import Place, WorkingCopy, refuse_name
 from infra.schema import from_json, to_json
 from infra.storage import atomic_file, lock, write_json
+from infra.storage_dir import StorageDir, WorkingCopy, refuse_name
 from infra.tracking.key import RunKey
 from train.checkpoint.progress import PROGRESS, checkpoints_in, newest, skipped
 from train.result import CycleReport
@@ -38,17 +38,17 @@ class RunFolder:
     """The paths of one run."""
 
     path: Path
-    kept_at: Place | None = None
+    remote: StorageDir | None = None
     """The run's place in object storage, of which ``path`` is this machine's copy; None where ``path`` is its place."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StorageDir:
         """Where the run is."""
-        return self.kept_at or Place.of(self.path)
+        return self.remote or StorageDir.of(self.path)
 
     def send(self, *files: Path) -> None:
         """Send these files of ``path`` to the run's place. Raises ``UserError`` when storage keeps failing."""
-        if self.kept_at is None:
+        if self.remote is None:
             return
         WorkingCopy(self.place, self.path).send(*(file.relative_to(self.path).as_posix() for file in files))
 
@@ -111,7 +111,7 @@ class RunFolder:
             return None
         if store:
             return replace(kept, store=store) if kept.home == self.place.address else None
-        if self.kept_at and not kept.is_here:
+        if self.remote and not kept.is_here:
             return None
         return kept.valid_in(self.place, "name a store for its run with --tracking-uri")
 
@@ -131,7 +131,7 @@ class RunFolder:
 
         Of a run in object storage only its progress is here.
         """
-        if self.kept_at:
+        if self.remote:
             return checkpoints_in(self.checkpoints)[-1]
         found = newest(self.checkpoints)
         assert found is not None, "find_run refuses a run without an intact checkpoint"
@@ -156,8 +156,8 @@ class RunFolder:
             begun = self.cycles.exists() or self.result.exists() or checkpoints_in(self.checkpoints)
             if not (begun or self.has_checkpoint()):
                 shutil.rmtree(self.path, ignore_errors=True)
-                if self.kept_at:
-                    self.kept_at.remove(self.kept_at.files())
+                if self.remote:
+                    self.remote.remove(self.remote.files())
             raise
 
     def append(self, report: CycleReport) -> dict[str, Any]:
@@ -205,17 +205,17 @@ def new_folder(out: Path, name: str, *, resumable: bool = True, begun: Sequence[
     return folder
 
 
-def new_place(out: str, name: str, *, begun: Sequence[str] = ()) -> Place:
+def new_place(out: str, name: str, *, begun: Sequence[str] = ()) -> StorageDir:
     """The place of a new ladder or search in ``out``, a path or a URI. Raises ``UserError`` as :func:`new_folder`."""
     if not is_remote(out):
-        return Place.of(new_folder(Path(out), name, begun=begun))
+        return StorageDir.of(new_folder(Path(out), name, begun=begun))
     refuse_name(name)
-    return _unused(Place.of(out) / name)
+    return _unused(StorageDir.of(out) / name)
 
 
-def resume_command(module: str, place: Place) -> str:
+def resume_command(module: str, place: StorageDir) -> str:
     """The command that continues the ladder or search in ``place``, which ``python -m module`` began."""
-    out = [] if place.parent == Place.of("runs") else ["--out", str(place.parent)]
+    out = [] if place.parent == StorageDir.of("runs") else ["--out", str(place.parent)]
     return shlex.join(["python", "-m", module, "--resume", place.name, *out])
 
 
@@ -224,10 +224,10 @@ def new_run(out: str, name: str) -> RunFolder:
     _refuse_name(name)
     if not is_remote(out):
         return RunFolder(new_folder(Path(out), name, resumable=RunFolder(Path(out) / name).has_checkpoint()))
-    return working_copy(_unused(Place.of(out) / name, PROGRESS), fresh=True)
+    return working_copy(_unused(StorageDir.of(out) / name, PROGRESS), fresh=True)
 
 
-def _unused(place: Place, ending: str = "") -> Place:
+def _unused(place: StorageDir, ending: str = "") -> StorageDir:
     """``place``, in object storage. Raises ``UserError`` when it is taken, or cannot be written.
 
     ``ending`` is that of a file without which what is there cannot be continued.
@@ -240,7 +240,7 @@ def _unused(place: Place, ending: str = "") -> Place:
     return place
 
 
-def working_copy(place: Place, *, fresh: bool) -> RunFolder:
+def working_copy(place: StorageDir, *, fresh: bool) -> RunFolder:
     """This machine's copy of the small files of the run in object storage at ``place``; empty where ``fresh``.
 
     Raises ``UserError`` when another command of this machine is using it.
@@ -250,7 +250,7 @@ def working_copy(place: Place, *, fresh: bool) -> RunFolder:
         return RunFolder(WorkingCopy.of(place, fresh=fresh, wanted=there.__contains__).folder, place)
 
 
-def _in_use(place: Place) -> str:
+def _in_use(place: StorageDir) -> str:
     return f"another command is training in {place}: wait for it, or stop it."
 
 

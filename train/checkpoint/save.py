@@ -20,14 +20,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from infra.errors import UserError
-from infra.place import Place
 from infra.schema import to_json
 from infra.storage import TEMPORARY, sync_folder, write_json
+from infra.storage_dir import StorageDir
 from pipeline.shards import checksum
 from train.checkpoint.progress import PROGRESS, Progress, checkpoints_in, damage
 from train.checkpoint.remote import CYCLES, upload
 from train.model.gpt import GPT
-from train.model.parallel import share_of, whole
+from train.model.parallel import full_tensor, share_of
 
 WEIGHTS, _STATE = "model.safetensors", "state.pt"
 
@@ -66,7 +66,7 @@ def snapshot(model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.Gra
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    tensor = whole(tensor.detach())
+    tensor = full_tensor(tensor.detach())
     if hasattr(tensor, "__tensor_flatten__"):  # a wrapper of tensors: torchao's quantised moments, which clone() breaks
         wrapper: Any = tensor
         names, context = wrapper.__tensor_flatten__()
@@ -89,7 +89,7 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 class Checkpoints:
     """The checkpoints of one run, ``folder/step-00000123``: written one by one in a thread; the newest are kept."""
 
-    def __init__(self, folder: Path, keep: int, copy_to: Place | None = None) -> None:
+    def __init__(self, folder: Path, keep: int, copy_to: StorageDir | None = None) -> None:
         self.folder = folder
         self.keep = keep
         self.copy_to = copy_to
@@ -145,7 +145,7 @@ class Checkpoints:
             for leftover in self.folder.glob(f"{TEMPORARY}*"):  # on a disk that may be full
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def _copy(self, checkpoint: Path, place: Place) -> None:
+    def _copy(self, checkpoint: Path, place: StorageDir) -> None:
         """Upload ``checkpoint``, with retries if the storage is away for a while; training continues meanwhile."""
         cycles = self.folder.parent / CYCLES
         for pause in PAUSES:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.cache import on_this_machine
 from pipeline.shards import Manifest, TokenShards
 from train.config import TrainConfig
@@ -58,7 +58,7 @@ class ShardData:
     ) -> None:
         if config.stream:
             raise UserError("--stream is for 'python -m train.run' alone: here, give token shards with --data.")
-        shards = TokenShards(on_this_machine(Place.of(config.data), on_shard))
+        shards = TokenShards(on_this_machine(StorageDir.of(config.data), on_shard))
         length = config.model.context_length
         self.manifest = shards.manifest
         self.windows = Windows(shards.streams("train"), length, config.seed)

@@ -123,7 +123,7 @@ class BatchLoader:
         """Prepare the batch after those that are ready, or have a thread do it."""
         micro = self._prepared % (self._planned * self.accumulation)
         if micro == 0:
-            self._numbers = self.windows.order(self._places(self._prepared // self.accumulation))
+            self._numbers = self.windows.window_ids(self._places(self._prepared // self.accumulation))
         numbers = self._numbers[micro * self.micro_batch : (micro + 1) * self.micro_batch]
         turn = self._prepared % len(self._host)
         self._prepared += 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.shards import Manifest
 from pipeline.stream import BYTES_PER_TOKEN, EncodedBook, Stream, whole_path
 from train.config import TrainConfig
@@ -16,7 +16,7 @@ from train.config import TrainConfig
 def absolute(config: TrainConfig) -> TrainConfig:
     """``config`` with absolute paths of local sources, because workers run in a folder of Ray's."""
     if not config.stream:
-        return replace(config, data=Place.of(config.data).address)
+        return replace(config, data=StorageDir.of(config.data).address)
     return replace(config, stream=tuple(whole_path(source) for source in config.stream))
 
 

@@ -64,9 +64,9 @@ class StreamWindows:
         """Begin at ``place``; call it before anything is read."""
         self.places, self._start = [place], place.position
 
-    def order(self, places: np.ndarray) -> np.ndarray:
-        """The places themselves: a place's window is known only when its block is read."""
-        return places
+    def window_ids(self, positions: np.ndarray) -> np.ndarray:
+        """The positions themselves: a position's window is known only when its block is read."""
+        return positions
 
     def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
         """Copy the windows at the places ``numbers`` into ``out``, after reading as far as them."""

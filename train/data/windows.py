@@ -20,8 +20,8 @@ class OrderedWindows(Protocol):
 
     context_length: int
 
-    def order(self, places: np.ndarray) -> np.ndarray:
-        """Numbers of the windows at ``places``."""
+    def window_ids(self, positions: np.ndarray) -> np.ndarray:
+        """Numbers of the windows at ``positions``."""
         ...
 
     def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
@@ -49,10 +49,10 @@ class Windows:
                 f"more books, {validated if split == 'val' else ''}or choose a shorter context length."
             )
 
-    def order(self, places: np.ndarray) -> np.ndarray:
-        """Numbers of the windows at ``places`` of the shuffled order, which continues from epoch to epoch."""
-        epochs, within = np.divmod(places, self.count)
-        numbers = np.empty(len(places), dtype=np.int64)
+    def window_ids(self, positions: np.ndarray) -> np.ndarray:
+        """Numbers of the windows at ``positions`` of the shuffled order, which continues from epoch to epoch."""
+        epochs, within = np.divmod(positions, self.count)
+        numbers = np.empty(len(positions), dtype=np.int64)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
             numbers[chosen] = permute(within[chosen], self.count, self.seed, int(epoch))
@@ -66,8 +66,8 @@ class Windows:
             out[row] = self.streams[shard][start : start + self.context_length + 1]
 
 
-def permute(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """A pseudo-random permutation of ``range(count)``, applied to ``places``; needs no memory of size ``count``.
+def permute(positions: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
+    """A pseudo-random permutation of ``range(count)``, applied to ``positions``; needs no memory of size ``count``.
 
     A Feistel network over the smallest even number of bits that holds ``count``, repeated until the result is in range
     (Black and Rogaway 2002, "Ciphers with arbitrary finite domains", method 2). The round function is splitmix64's
@@ -76,7 +76,7 @@ def permute(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray
     half = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
     keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
-    result = places.astype(np.uint64)
+    result = positions.astype(np.uint64)
     outside = np.ones(len(result), dtype=bool)
     while outside.any():
         left, right = result[outside] >> np.uint64(half), result[outside] & mask

@@ -34,7 +34,7 @@ class Change:
         return " ".join(self.flags)
 
 
-def savings(config: TrainConfig) -> list[Change]:
+def memory_savers(config: TrainConfig) -> list[Change]:
     """The single changes, and after them their combinations, that are predicted to save memory, by what they cost.
 
     Among those without further arithmetic, first what leaves the batch as it is, then smaller micro-batches from the

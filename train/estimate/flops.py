@@ -7,7 +7,7 @@ and an addition are two FLOPs; the backward pass costs twice as much as the forw
 from dataclasses import dataclass, replace
 
 from infra.doctor.ceilings import read_matmul_rate
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from train.config import TrainConfig
 from train.model_config import ModelConfig
 from train.result import RunResult
@@ -71,7 +71,7 @@ def formulas(model: ModelConfig, parameters: int) -> list[Formula]:
     ]
 
 
-def with_matmul_efficiency(result: RunResult, config: TrainConfig, out: Place) -> RunResult:
+def with_matmul_efficiency(result: RunResult, config: TrainConfig, out: StorageDir) -> RunResult:
     """``result`` with its FLOP/s as a fraction of the matmul rate that the doctor saved in ``out``."""
     rate = read_matmul_rate(out, result.device, config.precision, result.machine)
     if not rate or not result.flops_per_second:

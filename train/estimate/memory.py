@@ -1,6 +1,6 @@
 """Predicted peak memory: what is in memory at the worst moment, part by part, and the largest batch that fits.
 
-In: a TrainConfig. Out: an :class:`Anatomy` in bytes. Eager execution is counted by what autograd saves,
+In: a TrainConfig. Out: an :class:`MemoryBreakdown` in bytes. Eager execution is counted by what autograd saves,
 operation by operation, in the manner of Korthikanti et al. (arXiv 2205.05198, section 4), and agrees with
 torch's memory tracker. Compiled execution keeps as much of a block: torch's partitioner computes element-wise
 work again, but not what a matrix product of the backward pass reads, such as the outputs of norms and GELU
@@ -38,7 +38,7 @@ _parameters = cache(parameter_count)  # a search asks for the same model hundred
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class MemoryBreakdown:
     """Bytes at the moment of peak memory, by part."""
 
     weights: int
@@ -87,7 +87,7 @@ class TokenSizes:
     """Logits and the intermediate results of the loss, for a token in the piece that is being computed."""
 
 
-def predict_peak(config: TrainConfig) -> Anatomy:
+def predict_peak(config: TrainConfig) -> MemoryBreakdown:
     """The anatomy of the peak of a resolved ``config`` on one worker: by formulas only, without using a device."""
     kind = config.device
     choices = (kind, config.precision, config.compile, config.loss)
@@ -168,7 +168,7 @@ def predict_peak(config: TrainConfig) -> Anatomy:
     }  # fmt: skip
     moment = max(moments, key=lambda name: sum(moments[name]))
     gradients, casts, activations, logits, working = (round(size) for size in moments[moment])
-    return Anatomy(
+    return MemoryBreakdown(
         weights=one * parameters // shards,
         gradients=gradients,
         optimizer=optimizer_bytes(config, parameters) // shards,

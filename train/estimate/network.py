@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from infra.doctor.ceilings import matmul_rate_of
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from train.config import TrainConfig
 from train.estimate import flops
 from train.model.gpt import parameter_count
@@ -73,7 +73,7 @@ def network_rows(config: TrainConfig, measured: str) -> list[tuple[str, str]]:
 
 def _measured(file: str) -> dict[str, Any]:
     """What the doctor measured of several workers; empty where it has not."""
-    place = Place.of(file)
+    place = StorageDir.of(file)
     try:
         found = json.loads(place.parent.read(place.name))
     except FileNotFoundError:

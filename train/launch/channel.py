@@ -24,7 +24,7 @@ LISTEN_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Past:
+class EarlierWorkers:
     """What a worker that starts must know of the earlier ones of the same command."""
 
     starts: tuple[int, ...] = ()
@@ -38,7 +38,7 @@ class Past:
 
 
 @dataclass(frozen=True)
-class News:
+class WorkerNews:
     """What has happened since the driver asked last."""
 
     messages: list[tuple[str, Any]] = field(default_factory=list)
@@ -65,10 +65,10 @@ class Channel:
         self._heard: float | None = None
         self._doing: tuple[str, int] | None = None
 
-    def past(self) -> Past:
+    def past(self) -> EarlierWorkers:
         """What the worker that asks must know of earlier ones; a refusal is told once."""
         refusal, self._refusal = self._refusal, None
-        return Past(tuple(self._starts), refusal, self._result, tuple(self._too_large))
+        return EarlierWorkers(tuple(self._starts), refusal, self._result, tuple(self._too_large))
 
     def begun(self, step: int, about: dict[str, Any]) -> tuple[int, int, int]:
         """A worker starts from ``step``; ``about`` it the driver is told.
@@ -129,11 +129,11 @@ class Channel:
         """The driver wants the run to stop after the current step."""
         self._stopping = True
 
-    def news(self) -> News:
+    def news(self) -> WorkerNews:
         """What the driver has not been told yet."""
         told = len(self._messages)  # a thread that trains may append meanwhile
         messages = [self._messages.pop(0) for _ in range(told)]
-        return News(messages, None if self._heard is None else time.monotonic() - self._heard, self._doing)
+        return WorkerNews(messages, None if self._heard is None else time.monotonic() - self._heard, self._doing)
 
 
 class Remote:
@@ -142,7 +142,7 @@ class Remote:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    def past(self) -> Past:
+    def past(self) -> EarlierWorkers:
         """As :meth:`Channel.past`, as are those below."""
         return ray.get(self._actor.past.remote())
 
@@ -191,7 +191,7 @@ def opened(last: int, second: int) -> Iterator[Any]:
         ray.kill(channel)
 
 
-class Inbox:
+class DriverEnd:
     """The driver's end of an actor. Asks again only when it has been answered, and never waits."""
 
     def __init__(self, channel: Any) -> None:
@@ -199,7 +199,7 @@ class Inbox:
         self._asked = channel.news.remote()
         self._next = 0.0
 
-    def poll(self) -> News | None:
+    def poll(self) -> WorkerNews | None:
         """What is new; None while there is no answer. Raises ``RayActorError`` when the actor has died."""
         if time.monotonic() < self._next or not ray.wait([self._asked], timeout=0)[0]:
             return None
@@ -208,13 +208,13 @@ class Inbox:
         self._next = time.monotonic() + LISTEN_SECONDS
         return news
 
-    def rest(self) -> Iterator[News]:
+    def rest(self) -> Iterator[WorkerNews]:
         """What is left when the workers have ended."""
         yield ray.get(self._asked)
         yield ray.get(self._channel.news.remote())
 
 
-class Line:
+class WorkerEnd:
     """The first worker's end: tells the driver about cycles, and listens while the block runs."""
 
     def __init__(self, channel: Channel | Remote, step: int, about: dict[str, Any]) -> None:
@@ -226,7 +226,7 @@ class Line:
         self.doing: Callable[[], tuple[str, int]] = lambda: ("loading the data", step)
         """What the worker does, and its step; asked by the thread that listens."""
 
-    def __enter__(self) -> "Line":
+    def __enter__(self) -> "WorkerEnd":
         self._thread.start()
         return self
 

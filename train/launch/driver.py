@@ -25,7 +25,7 @@ from train.estimate.flops import with_matmul_efficiency
 from train.estimate.memory import predict_peak
 from train.launch import here
 from train.launch.listener import Listener
-from train.launch.run import Run
+from train.launch.run import RunPlan
 from train.resolve import without
 from train.result import Diagnosis, RunResult
 
@@ -34,12 +34,12 @@ class WorkerFailure(Exception):
     """The loop failed in its worker; the message is the worker's traceback."""
 
 
-def measure(run: Run, config: TrainConfig, tracker: Tracker, say: Callable[[str], None]) -> RunResult:
+def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker, say: Callable[[str], None]) -> RunResult:
     """Train ``run`` as ``config``, print each cycle's line with ``say``, and record the result.
 
-    Raises as :func:`train` does.
+    Raises as :func:`launch` does.
     """
-    result, gpu = train(run, config, tracker, lambda cycle: say(cycle["line"]))
+    result, gpu = launch(run, config, tracker, lambda cycle: say(cycle["line"]))
     config = without(config, result.too_large) or config
     result = with_matmul_efficiency(result, config, run.home.place.parent)
     result = replace(result, diagnosis=diagnosed(run, config, result), predicted_memory=predict_peak(config).total)
@@ -50,14 +50,14 @@ def measure(run: Run, config: TrainConfig, tracker: Tracker, say: Callable[[str]
     return result
 
 
-def diagnosed(run: Run, config: TrainConfig, result: RunResult) -> Diagnosis | None:
+def diagnosed(run: RunPlan, config: TrainConfig, result: RunResult) -> Diagnosis | None:
     """What was wrong with the ``result`` of a run: that it did not fit in memory, or was slower than its search."""
     found = diagnosis.of_memory(config, result, run.home.place, run.memory_limit)
     return found or (slower(result, run.confirmed, config) if run.confirmed else None)
 
 
-def train(
-    run: Run, config: TrainConfig, tracker: Tracker, on_cycle: Callable[[dict[str, Any]], None] = lambda cycle: None
+def launch(
+    run: RunPlan, config: TrainConfig, tracker: Tracker, on_cycle: Callable[[dict[str, Any]], None] = lambda cycle: None
 ) -> tuple[RunResult, dict[str, float] | None]:
     """Train ``run`` as the resolved ``config``; ``on_cycle`` is called with the report of each cycle.
 
@@ -76,7 +76,7 @@ def train(
         tracker.flush()
         sent = last_steps(tracker.key)
         second = max((last for name, last in sent.items() if name.startswith("system/")), default=0)
-    elif not home.kept_at:
+    elif not home.remote:
         shutil.rmtree(home.checkpoints, ignore_errors=True)
         home.cycles.unlink(missing_ok=True)
     listener = Listener(run, config, tracker, on_cycle, sent)
@@ -94,11 +94,11 @@ def train(
         "stream": run.stream,
     }
     if run.is_local:
-        returned = here.train(payload, listener, reported, second)
+        returned = here.start(payload, listener, reported, second)
     else:
         from train.launch import there
 
-        returned = there.train(payload, listener, reported, second)
+        returned = there.start(payload, listener, reported, second)
     if "refused" in returned:
         raise UserError(returned["refused"])
     if "failed" in returned:

@@ -14,7 +14,7 @@ from train.launch.listener import Listener
 from train.launch.signals import interrupt_main, stop_on_signal
 
 
-def train(payload: dict[str, Any], listener: Listener, reported: int, second: int) -> dict[str, Any]:
+def start(payload: dict[str, Any], listener: Listener, reported: int, second: int) -> dict[str, Any]:
     """What the train function returns for ``payload``; cycles are known until ``reported``, telemetry to ``second``.
 
     Raises ``KeyboardInterrupt`` when a stop takes too long.

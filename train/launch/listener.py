@@ -12,10 +12,10 @@ from infra.tracking.tracker import Tracker
 from train import report
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
-from train.launch.channel import News
+from train.launch.channel import WorkerNews
 from train.launch.group import WorkerGroup
 from train.launch.pace import Pace
-from train.launch.run import Run
+from train.launch.run import RunPlan
 
 SEND_SECONDS = 5.0
 """Between two copies of a run's cycles to object storage."""
@@ -26,7 +26,7 @@ class Listener:
 
     def __init__(
         self,
-        run: Run,
+        run: RunPlan,
         config: TrainConfig,
         tracker: Tracker,
         on_cycle: Callable[[dict[str, Any]], None],
@@ -46,13 +46,13 @@ class Listener:
         """Send MLflow what it lacks of a cycle."""
         report.record_cycle(self._tracker, cycle, self._sent)
 
-    def take(self, news: News, shown: Doing) -> None:
+    def take(self, news: WorkerNews, shown: Doing) -> None:
         """Do what follows from ``news``; ``shown`` is what the terminal shows that is being done."""
         for kind, content in news.messages:
             if kind == "cycle":
                 self.record(content)
                 self._pace.cycle(content)
-                if self.run.home.kept_at:
+                if self.run.home.remote:
                     self.run.home.log(content)
                     self._changed.set()
                 self._on_cycle(content)
@@ -88,7 +88,7 @@ class Listener:
                     except UserError:
                         self._changed.set()
 
-        if not home.kept_at:
+        if not home.remote:
             yield
             return
         threading.Thread(target=send, name="sending", daemon=True).start()

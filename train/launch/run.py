@@ -16,7 +16,7 @@ from train.data.text import refuse_foreign_ids
 
 
 @dataclass(frozen=True)
-class Run:
+class RunPlan:
     """One training run. Imports no torch, so that what is wrong with it is said at once."""
 
     asked: TrainConfig
@@ -43,7 +43,7 @@ class Run:
     @classmethod
     def new(
         cls, config: TrainConfig, home: RunFolder, *, memory_limit: int | None = None, address: str | None = None
-    ) -> "Run":
+    ) -> "RunPlan":
         """A run that begins in ``home``, which need not exist. Raises ``UserError`` for data that do not fit it."""
         asked = absolute(config)
         stream = stream_of(asked) if asked.stream else None
@@ -55,7 +55,7 @@ class Run:
     @classmethod
     def continued(
         cls, config: TrainConfig, name: str, out: str, *, memory_limit: int | None = None, address: str | None = None
-    ) -> "Run":
+    ) -> "RunPlan":
         """The run that ``--resume`` names, to be trained on as ``config``.
 
         Raises ``UserError`` when there is none, it is another run, or it has come to its end.

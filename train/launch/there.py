@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 from infra.cluster import WAITER, await_room, connected, placing, ray_files
 from infra.errors import UserError
 from infra.progress import doing
-from train.launch.channel import Inbox, opened
+from train.launch.channel import DriverEnd, opened
 from train.launch.controller import SingleWorker
 from train.launch.listener import Listener
 from train.launch.placement import needs, scaling
@@ -26,8 +26,8 @@ class ControllerDied(UserError):
     """Ray Train's controller process has died; its workers' resources stay taken until our command ends."""
 
 
-def train(payload: dict[str, Any], listener: Listener, reported: int, second: int) -> dict[str, Any]:
-    """What the train function of the first worker returns for ``payload``; the rest as :func:`train.launch.here.train`.
+def start(payload: dict[str, Any], listener: Listener, reported: int, second: int) -> dict[str, Any]:
+    """What the train function of the first worker returns for ``payload``; the rest as :func:`train.launch.here.start`.
 
     Raises ``UserError``, ``ControllerDied``, and ``KeyboardInterrupt`` when a stop takes too long, or Ray has not
     placed the workers yet.
@@ -43,7 +43,7 @@ def train(payload: dict[str, Any], listener: Listener, reported: int, second: in
         files.mkdir()
         marker = files / f"driver-{uuid.uuid4().hex}"
         marker.touch()
-        told = {"channel": channel, "marker": None if home.kept_at else str(marker)}
+        told = {"channel": channel, "marker": None if home.remote else str(marker)}
         trainer = ray.train.torch.TorchTrainer(
             train_function,
             train_loop_config=payload | told,
@@ -65,7 +65,7 @@ def train(payload: dict[str, Any], listener: Listener, reported: int, second: in
 
         thread = threading.Thread(target=fit, name=WAITER, daemon=True)
         bundles = [needs(wanted)] * config.workers
-        group, inbox = listener.group, Inbox(channel)
+        group, inbox = listener.group, DriverEnd(channel)
         with (
             doing("waiting for Ray to start the worker") as shown,
             stop_on_signal() as stop,

@@ -15,9 +15,9 @@ import ray.train
 import torch
 
 from infra.errors import UserError
-from infra.place import Place, scratch
 from infra.provenance import machine
 from infra.schema import to_json
+from infra.storage_dir import StorageDir, scratch
 from infra.telemetry import Telemetry, of_machine
 from infra.units import GB
 from pipeline.shards import MANIFEST, Manifest
@@ -29,13 +29,13 @@ from train.config import AUTO, TrainConfig, config_from_json
 from train.confirmed import FIRST_STEPS
 from train.data.dataset import ShardData
 from train.data.stream import StreamData
-from train.launch.channel import Channel, Line, Past, Remote
+from train.launch.channel import Channel, EarlierWorkers, Remote, WorkerEnd
 from train.loop import memory
 from train.loop.memory_limit import Limit
 from train.loop.sampling import closing_sample
 from train.loop.shortage import OutOfMemory
 from train.loop.trainer import Trainer
-from train.model.parallel import exchange
+from train.model.parallel import all_gather
 from train.resolve import without
 from train.result import CycleReport, RunResult
 
@@ -56,7 +56,7 @@ class Start:
     """The step that the run continues from; 0 is its beginning."""
     marker: Path | None = None
     """A file that the driver has made in the run's folder; None for a run in object storage."""
-    past: Past = field(default_factory=Past)
+    past: EarlierWorkers = field(default_factory=EarlierWorkers)
 
 
 def train_function(payload: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
     It runs in Ray's workers, or in the driver's own process, where an error of ours is raised as it is.
     """
     trust(payload["checksums"])
-    place, told = Place(payload["place"]), payload["channel"]
+    place, told = StorageDir(payload["place"]), payload["channel"]
     local = isinstance(told, Channel)
     channel = told if local else Remote(told)
     context = ray.train.get_context()
@@ -73,7 +73,7 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
     first = rank == 0
     # Workers on one machine do not share what they fetch and remove.
     home = RunFolder(scratch("runs", place.digest, str(rank)), place) if place.remote else RunFolder(place.folder)
-    past = channel.past() if first else Past()
+    past = channel.past() if first else EarlierWorkers()
     marker = payload["marker"]
     start = Start(payload["step"], Path(marker) if marker else None, past)
     host, node = socket.gethostname(), "" if local else ray.get_runtime_context().get_node_id()
@@ -82,7 +82,7 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
         resume, refusal = begin(home, locks, start) if first else follow(home)
         too_large = past.too_large
         if not alone:
-            found = exchange((refusal, step_of(resume), host, node, too_large))
+            found = all_gather((refusal, step_of(resume), host, node, too_large))
             refusal = common_refusal([theirs[:3] for theirs in found])
             hosts, nodes = [theirs[2] for theirs in found], [theirs[3] for theirs in found]
             too_large = found[0][4]
@@ -98,7 +98,7 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
             line, telemetry = None, None
             if first:
                 about = {"hosts": hosts, "nodes": nodes, "machine": machine()}
-                line = locks.enter_context(Line(channel, step_of(resume), about))
+                line = locks.enter_context(WorkerEnd(channel, step_of(resume), about))
                 name = host if len(set(nodes)) > 1 else None
                 telemetry = locks.enter_context(Telemetry(sender(channel, name), line.second))
             elif nodes.index(node) == rank:  # the first worker of another machine
@@ -109,7 +109,7 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
                 read.append(data_of(config, stream, fingerprint, channel.say if first else lambda text: None))
                 return read[-1]
 
-            result = train(home, config, resume, line, limit, asked, data, telemetry, too_large)
+            result = train_here(home, config, resume, line, limit, asked, data, telemetry, too_large)
             summary = read[-1].summary() if isinstance(read[-1], StreamData) else None
             gpu = telemetry and telemetry.gpu
             ended = {"result": to_json(result), "gpu": gpu, "stream": summary}
@@ -128,7 +128,7 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
             if alone and not local:
                 return {"failed": traceback.format_exc()}
             raise  # the others wait in a collective until Ray stops the group and restarts it
-        if home.kept_at:
+        if home.remote:
             shutil.rmtree(home.path, ignore_errors=True)  # all of it is in the run's place
         return ended
 
@@ -144,7 +144,7 @@ def sender(channel: Channel | Remote, name: str | None) -> Callable[[int, dict[s
 
 @contextmanager
 def watched(channel: Channel | Remote, name: str) -> Iterator[None]:
-    """While the block runs, hand over what this machine does, where no worker has a :class:`Line`."""
+    """While the block runs, hand over what this machine does, where no worker has a :class:`WorkerEnd`."""
     with Telemetry(sender(channel, name), channel.second()):
         yield
     channel.flush()
@@ -161,7 +161,7 @@ def begin(home: RunFolder, locks: ExitStack, start: Start) -> tuple[Path | None,
         if start.marker and not start.marker.exists():
             return None, f"{home.path} on {socket.gethostname()}, where Ray placed the worker, is another disk: {SHARE}"
         locks.enter_context(home.worker_lock())
-        resume = stands(home)
+        resume = newest_checkpoint(home)
         refuse_other_step(home, start, step_of(resume))
         refuse_hopeless([*start.past.starts, step_of(resume)], ATTEMPTS + len(start.past.too_large))
     except UserError as mistake:
@@ -175,16 +175,16 @@ def begin(home: RunFolder, locks: ExitStack, start: Start) -> tuple[Path | None,
 def follow(home: RunFolder) -> tuple[Path | None, str | None]:
     """The checkpoint from which another worker than the first continues, or a reason not to train."""
     try:
-        return stands(home), None
+        return newest_checkpoint(home), None
     except UserError as mistake:
         return None, str(mistake)
 
 
-def stands(home: RunFolder) -> Path | None:
+def newest_checkpoint(home: RunFolder) -> Path | None:
     """The newest intact checkpoint of the run, on this machine; None at its beginning."""
-    if home.kept_at is None:
+    if home.remote is None:
         return newest(home.checkpoints)
-    return fetch_newest(home.kept_at, home.checkpoints)[0]
+    return fetch_newest(home.remote, home.checkpoints)[0]
 
 
 def step_of(checkpoint: Path | None) -> int:
@@ -194,7 +194,7 @@ def step_of(checkpoint: Path | None) -> int:
 
 def with_checkpoint(result: dict[str, Any], home: RunFolder) -> dict[str, Any]:
     """``result`` of an earlier worker, which need not have been the one that knew the newest checkpoint."""
-    checkpoint = stands(home)
+    checkpoint = newest_checkpoint(home)
     return result | {"checkpoint": home.named(checkpoint) if checkpoint else None}
 
 
@@ -233,7 +233,7 @@ def data_of(
     """
     if stream:
         return StreamData(config, stream)
-    host, place, told = socket.gethostname(), Place.of(config.data), [0.0]
+    host, place, told = socket.gethostname(), StorageDir.of(config.data), [0.0]
     if not place.remote and not place.exists(MANIFEST):
         raise UserError(
             f"--data {place} is not on {host}, where Ray placed the worker: give object storage, such as --data "
@@ -259,11 +259,11 @@ class TooLarge(Exception):
     """Several workers are to start again with a smaller micro-batch, which they were not given: (size, a line)."""
 
 
-def train(
+def train_here(
     home: RunFolder,
     config: TrainConfig,
     resume: Path | None,
-    line: Line | None,
+    line: WorkerEnd | None,
     limit: Limit | None = None,
     asked: TrainConfig | None = None,
     data: Callable[[], ShardData | StreamData] | None = None,
@@ -320,7 +320,7 @@ def _attempt(
     home: RunFolder,
     config: TrainConfig,
     resume: Path | None,
-    line: Line | None,
+    line: WorkerEnd | None,
     limit: Limit | None,
     asked: TrainConfig | None,
     data: ShardData | StreamData,
@@ -347,7 +347,7 @@ def _attempt(
         on_cycle=on_cycle,
         should_stop=line.stopping,
         checkpoints=home.checkpoints,
-        copies=home.kept_at,
+        copies=home.remote,
         resume=resume,
         limit=limit,
         asked=asked,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from infra.hardware import device_facts
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from infra.telemetry import Telemetry
 from train.checkpoint import save
 from train.checkpoint.progress import Progress, RunState, read_progress, refuse_other_run
@@ -66,7 +66,7 @@ class Trainer:
         on_cycle: Callable[[CycleReport], None] = lambda report: None,
         should_stop: Callable[[], bool] = lambda: False,
         checkpoints: Path | None = None,
-        copies: Place | None = None,
+        copies: StorageDir | None = None,
         resume: Path | None = None,
         limit: Limit | None = None,
         asked: TrainConfig | None = None,
@@ -251,7 +251,7 @@ class Trainer:
         if config.clip_norm:
             self.scaler.unscale_(self.optimizer)
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm)
-            cycle.norms[index] = parallel.whole(norm)
+            cycle.norms[index] = parallel.full_tensor(norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
@@ -275,7 +275,7 @@ class Trainer:
         if (whole or self.device.type == "cpu") and (excess := self._excess()):  # NVML takes milliseconds
             outcome, ended = "over_limit", excess
         known: list[Outcome | None] = [None, "finished", "interrupted", "over_limit"]
-        code, elapsed = self.workers.most(known.index(outcome), elapsed)
+        code, elapsed = self.workers.all_max(known.index(outcome), elapsed)
         self._advance(elapsed=elapsed)
         return known[int(code)], ended or "another worker ended it"
 

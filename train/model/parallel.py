@@ -42,7 +42,7 @@ class Workers:
         """Whether this worker reports and saves for all."""
         return self.rank == 0
 
-    def most(self, *values: float) -> list[float]:
+    def all_max(self, *values: float) -> list[float]:
         """The largest of all ranks' ``values``, on every rank."""
         if self._control is None:
             return list(values)
@@ -59,7 +59,7 @@ class Workers:
         return total / self.size
 
 
-def exchange(value: Any) -> list[Any]:
+def all_gather(value: Any) -> list[Any]:
     """Every worker's ``value``, by rank. All workers must call it, before the loop; it is exchanged over the CPU."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value, group=dist.new_group(backend="gloo"))
@@ -94,7 +94,7 @@ def synchronised(forward: Any, model: nn.Module, last: bool) -> contextlib.Abstr
     return contextlib.nullcontext()
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be sharded; all workers must call it together."""
     return tensor.full_tensor() if _is_sharded(tensor) else tensor
 

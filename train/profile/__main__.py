@@ -19,8 +19,8 @@ from infra.console import console
 from infra.errors import UserError
 from infra.hardware import device_facts
 from infra.options import ConfigFile, TrackingUri
-from infra.place import Place
 from infra.progress import IMPORTING, doing
+from infra.storage_dir import StorageDir
 from train.checkpoint.run_folder import new_folder
 from train.config import TrainConfig, load_config
 from train.model_config import format_model
@@ -88,7 +88,7 @@ def profile(options: ProfileOptions) -> None:
         raise UserError(f"{options.out} has {free / 1e9:.1f} GB free and a trace may need {TRACE_ROOM / 1e9:g} GB.")
     tags = provenance.collect() | {"kind": "profile"}
     open_store(options.tracking_uri)
-    place = Place.of(folder)
+    place = StorageDir.of(folder)
     # Compiling can take a minute before there is more output.
     report.print_header(config, options.training, manifest, place)
     with ExitStack() as stack:

@@ -47,7 +47,7 @@ def control_of(node: str, rows: Sequence[TrialRow]) -> Proposal | None:
     return Proposal(first.candidate, "control", node=node)
 
 
-def comparable(rows: Sequence[TrialRow]) -> list[TrialRow]:
+def scaled_to_first_node(rows: Sequence[TrialRow]) -> list[TrialRow]:
     """``rows`` with all speeds as on the machine of the first one, without the other machines' controls."""
     known = scales(rows)
     return [_scaled(row, known.get(row.node, Scale())) for row in rows if row.stage != "control"]

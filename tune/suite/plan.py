@@ -5,7 +5,7 @@ from typing import Any
 
 from infra.console import console
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from infra.table import tables
 from infra.units import GB
 from pipeline.shards import read_manifest
@@ -31,7 +31,7 @@ def make_ladder(config: LadderConfig) -> Ladder:
     name = config.name or config.suite
     place = place_of(config.out, name)
     if not (config.resume or config.dry_run):
-        new_place(config.out, name, begun=(TRIALS, Place.LOCK))
+        new_place(config.out, name, begun=(TRIALS, StorageDir.LOCK))
     start = config.training
     suite = chosen(config, start)
     manifest = read_manifest(config.data)

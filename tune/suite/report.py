@@ -12,8 +12,8 @@ from infra.console import console
 from infra.errors import UserError
 from infra.markdown import facts
 from infra.object_storage import is_remote
-from infra.place import Place
 from infra.storage import write_json, write_text
+from infra.storage_dir import StorageDir
 from infra.tracking.tracker import Tracker
 from infra.units import GB, format_duration
 from train.config import TrainConfig
@@ -129,7 +129,7 @@ def load(text: str, out: str) -> dict[str, Any] | str:
     """The standings of an earlier ladder, by its name or folder, or the name of the study. Raises ``UserError``."""
     if text == NAME:
         return text
-    for place in (Place.of(text) if is_remote(text) else Place.of(out) / text, Place.of(text)):
+    for place in (StorageDir.of(text) if is_remote(text) else StorageDir.of(out) / text, StorageDir.of(text)):
         try:
             found = json.loads(place.read("standings.json"))
             speeds = [{"name": row["name"], "speed": row["speed"] and float(row["speed"])} for row in found["rows"]]
@@ -142,7 +142,7 @@ def load(text: str, out: str) -> dict[str, Any] | str:
             raise UserError(
                 f"--compare {text}: {place / 'standings.json'} is damaged ({damage}); run that ladder again."
             ) from damage
-    raise UserError(f"--compare {text}: there is no finished ladder in {Place.of(out) / text} or {text}.")
+    raise UserError(f"--compare {text}: there is no finished ladder in {StorageDir.of(out) / text} or {text}.")
 
 
 def comparison(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, ...]]:

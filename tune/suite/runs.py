@@ -15,7 +15,7 @@ from typing import Any
 
 from infra.errors import UserError
 from infra.hardware import DeviceFacts
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from infra.units import format_size
 from train.config import GPU_KERNELS, SIXTEEN_BITS, TrainConfig
 from train.estimate.memory import predict_peak
@@ -108,9 +108,9 @@ class Ladder(Experiment):
         return replace(resolve(self.start, self.machines[0].device), stream=self.config.stream)
 
     @property
-    def data(self) -> Place:
+    def data(self) -> StorageDir:
         """The token shards."""
-        return Place.of(self.start.data)
+        return StorageDir.of(self.start.data)
 
     @property
     def limit(self) -> int | None:

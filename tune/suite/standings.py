@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from rich.table import Table
 
 from infra.markdown import table as markdown_table
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from infra.table import tables
 from infra.units import GB
 from train.estimate.flops import read_matmul_rate
@@ -60,7 +60,7 @@ class Row:
     """Validation losses of the rung before and of this one, for each seed."""
 
 
-def standings(controls: list[Measured], rungs: list[Measured], out: Place) -> list[Row]:
+def standings(controls: list[Measured], rungs: list[Measured], out: StorageDir) -> list[Row]:
     """The rows of the closing table; ``out`` has what the doctor measured."""
     ran = [rung for rung in rungs if rung.speed is not None]
     speeds = Interleaved([control.speed for control in controls if control.speed], [rung.speed for rung in ran])
@@ -81,7 +81,7 @@ def standings(controls: list[Measured], rungs: list[Measured], out: Place) -> li
 
 
 def _row(
-    measured: Measured, out: Place, tokens: int, step: Difference | None = None, total: Difference | None = None
+    measured: Measured, out: StorageDir, tokens: int, step: Difference | None = None, total: Difference | None = None
 ) -> Row:
     trial, config, speed = measured.row, measured.config, measured.speed
     assert trial is not None
@@ -348,7 +348,7 @@ def table(suite: Suite, rows: list[Row], width: int) -> list[Table]:
     return list(tables(heading, lines, suite.title, width))
 
 
-def opening_lines(suite: Suite, rows: list[Row], device: str, best_file: Place) -> list[tuple[str, str]]:
+def opening_lines(suite: Suite, rows: list[Row], device: str, best_file: StorageDir) -> list[tuple[str, str]]:
     """What someone who opens the ladder's page wants to know first; ``best_file`` has the fastest rung's config."""
     ran = [row for row in rows if row.speed is not None and row.low is not None and row.high is not None]
     base, best = ran[0], max(ran, key=lambda row: row.speed or 0.0)

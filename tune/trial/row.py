@@ -56,7 +56,7 @@ class TrialRow:
 
     key: str
     number: int
-    """Place in the order in which trials were begun, from 1."""
+    """StorageDir in the order in which trials were begun, from 1."""
     stage: Stage
     round: int
     candidate: Candidate

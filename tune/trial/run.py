@@ -15,7 +15,7 @@ import torch
 
 from infra.errors import UserError, first_line
 from infra.hardware import peak_flops
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from infra.telemetry import Telemetry
 from pipeline.cache import on_this_machine
 from train.config import TrainConfig, config_from_json
@@ -132,7 +132,7 @@ def fetch_data(request: Request) -> None:
     """Have the trial's data on this machine. Raises ``UserError`` when its storage fails: not an outcome."""
     config = config_from_json(request.config, "the trial's config")
     if not config.stream:
-        on_this_machine(Place.of(config.data))
+        on_this_machine(StorageDir.of(config.data))
 
 
 def run(request: Request) -> tuple[TrialRow, str | None]:

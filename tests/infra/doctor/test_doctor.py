@@ -22,7 +22,7 @@ from infra.doctor import __main__ as doctor
 from infra.doctor import allreduce, ceilings, checks, nodes
 from infra.gpu import GpuState
 from infra.hardware import peak_flops
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from infra.tracking.store import store_uri
 
 CPU = torch.device("cpu")
@@ -51,12 +51,12 @@ def test_the_whole_examination(
     found = json.loads(Path("runs/doctor.json").read_text())
     for rate, unit in ((found["matmul"]["fp32"] / 1e12, "TFLOP/s"), (found["copy"]["within the device"] / 1e9, "GB/s")):
         assert f"{rate:,.2f} {unit}" in output.out, "what is kept is what is shown"
-    left, runs, here = Path("runs/doctor.json"), Place.of("runs"), socket.gethostname()
+    left, runs, here = Path("runs/doctor.json"), StorageDir.of("runs"), socket.gethostname()
     assert ceilings.read_matmul_rate(runs, found["device"], "fp32", here) == found["matmul"]["fp32"]
     assert ceilings.read_matmul_rate(runs, found["device"], "fp16", here) == found["matmul"].get("bf16")
     assert ceilings.read_matmul_rate(runs, "another", "fp32", here) is None
     assert ceilings.read_matmul_rate(runs, "cpu", "fp32", "another machine") is None
-    assert ceilings.read_matmul_rate(Place.of("nothing"), "cpu", "fp32", here) is None
+    assert ceilings.read_matmul_rate(StorageDir.of("nothing"), "cpu", "fp32", here) is None
     assert command(monkeypatch, "--out", "runs", "--quick") == 0
     assert json.loads(left.read_text()) == found, "what was measured stays"
     left.write_text(json.dumps({"device": "cpu", "machine": here, "checks": []}))

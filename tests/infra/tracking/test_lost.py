@@ -19,8 +19,8 @@ from mlflow.tracking import MlflowClient
 
 from infra.command import interrupt_on_termination
 from infra.errors import UserError
-from infra.place import Place
 from infra.storage import write_json
+from infra.storage_dir import StorageDir
 from infra.tracking import lost
 from infra.tracking.key import RunKey
 from infra.tracking.lost import held, incomplete
@@ -45,7 +45,7 @@ def project(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def command(name: str, experiment: str = "train", work: Callable[[RunKey], object] = bool) -> None:
     """What a command does: hold its folder, continue the run whose key it keeps or create one, and write to it."""
-    home = Place.of(name)
+    home = StorageDir.of(name)
     with home.locked(f"{name} is in use"):
         kept = home.folder / "key.json"
         if kept.exists():
@@ -205,13 +205,13 @@ def test_runs_that_lack_something_are_found_until_they_are_closed_with_all_they_
     for name, experiment in (("first", "train"), ("other", "tune")):
         killed(lambda name=name, experiment=experiment: command(name, experiment, work=die))
     command("whole")
-    assert [Place(left.home).name for left in incomplete] == ["other", "first"]
-    with held(incomplete[1]), pytest.raises(UserError, match="in use"), Place(incomplete[1].home).locked("in use"):
+    assert [StorageDir(left.home).name for left in incomplete] == ["other", "first"]
+    with held(incomplete[1]), pytest.raises(UserError, match="in use"), StorageDir(incomplete[1].home).locked("in use"):
         pass
     with Tracker(incomplete[1]) as tracker:
         tracker.tags({"more": "of it"})
     command("next")
-    assert [Place(left.home).name for left in incomplete] == ["other"]
+    assert [StorageDir(left.home).name for left in incomplete] == ["other"]
 
 
 def test_a_childs_end_tells_a_resumed_command_what_it_need_not_do_again(project: Path) -> None:

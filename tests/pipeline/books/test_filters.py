@@ -4,7 +4,7 @@ import hashlib
 import random
 
 from pipeline.books.clean import Book
-from pipeline.books.filters import refuse
+from pipeline.books.filters import drop_reason
 from pipeline.config import Reading
 
 WORDS = """the lantern of a winter morning was not with her captain but under every garden wall by river and there he
@@ -20,7 +20,7 @@ def reason(text: str, settings: Reading | None = None, language: str | None = No
     data = text.encode()
     digest = hashlib.sha256(data).hexdigest()
     book = Book("a", "a", data, len(text), digest, None, None, language, None, 0, ())
-    dropped = refuse(book, settings or Reading())
+    dropped = drop_reason(book, settings or Reading())
     return dropped.reason if dropped else None
 
 

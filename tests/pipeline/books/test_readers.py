@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.books import readers, sources
 from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import SourceFile, find
@@ -203,7 +203,7 @@ def test_half_surrogates_in_titles_reach_the_shard_as_text(tmp_path: Path, prose
     (tmp_path / "lines.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     config = TokenizeConfig(sources=(str(tmp_path / "lines.jsonl"),))
     (piece,) = make_plan(find(config.sources), config)
-    do_piece(piece, Place.of(tmp_path / "out"), "test")
+    do_piece(piece, StorageDir.of(tmp_path / "out"), "test")
     record = read_record(tmp_path / "out", piece.name)
     assert record
     assert len(record.books) == 1

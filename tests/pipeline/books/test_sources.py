@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.books import downloads, sources
 from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import Inventory, SourceFile, find
@@ -400,7 +400,7 @@ def test_a_data_set_of_ours_is_no_source_finished_or_not(tmp_path: Path) -> None
 
 
 def test_a_data_set_of_ours_is_no_source_in_object_storage_either(bucket: str) -> None:
-    place = Place.of(f"s3://places/mixed/{bucket}")
+    place = StorageDir.of(f"s3://places/mixed/{bucket}")
     for name in (
         "a.txt", "rows.jsonl", "tokens/quarantine.jsonl", "tokens/manifest.json", "tokens/x/rows.jsonl",
         "begun/pieces/settings.json", "begun/notes.txt", "other/manifest.json", "other/pieces/b.txt",

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.books.sources import SourceFile, find
 from pipeline.config import SAMPLE, TokenizeConfig
 from pipeline.job import carried
-from pipeline.job.carried import carried_or_refused, lacks_one
+from pipeline.job.carried import embed_local_files, lacks_one
 from pipeline.job.plan import make_plan
 from pipeline.job.task import do_piece
 
@@ -28,10 +28,10 @@ def test_carried_books_make_the_same_shards_on_a_machine_without_them(
     books = write_books(tmp_path / "books", 3)
     config = TokenizeConfig((str(books), SAMPLE))
     plan = make_plan(find(config.sources), config)
-    here, there = Place.of(tmp_path / "here"), Place.of(tmp_path / "there")
+    here, there = StorageDir.of(tmp_path / "here"), StorageDir.of(tmp_path / "there")
     for piece in plan:
         do_piece(piece, here, "test")
-    pieces = carried_or_refused(plan)
+    pieces = embed_local_files(plan)
     assert [piece.key() for piece in pieces] == [piece.key() for piece in plan]
     for book in books.iterdir():
         book.unlink()
@@ -47,7 +47,7 @@ def test_many_local_books_are_refused(
     monkeypatch.setattr(carried, "CARRIED", 10_000)
     config = TokenizeConfig((str(write_books(tmp_path / "books", 3)),))
     with pytest.raises(UserError, match=r"which w1 of the cluster cannot see: copy them to object storage and name"):
-        carried_or_refused(make_plan(find(config.sources), config))
+        embed_local_files(make_plan(find(config.sources), config))
 
 
 def test_a_file_of_another_size_is_another_file(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.books.readers import RawBook, read_books
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
@@ -140,7 +140,7 @@ def test_books_are_read_from_s3_that_fails_now_and_then(
     query, set_rate = s3
     local = write_books(tmp_path / "books", 12, words=3000)
     for path in local.iterdir():
-        Place.of(f"s3://places/books{query}").write(path.name, path.read_bytes())
+        StorageDir.of(f"s3://places/books{query}").write(path.name, path.read_bytes())
     set_rate(0.2)
     settings = TokenizeConfig()
     inventory = find([f"s3://places/books{query}"])

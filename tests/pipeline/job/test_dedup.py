@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
 from pipeline.encoding import encode
@@ -34,7 +34,7 @@ def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.Monke
     config = TokenizeConfig((str(books),), duplicates="near", val_fraction=0)
     planned = make_plan(find(config.sources), config)
     for piece in planned:
-        do_piece(piece, Place.of(tmp_path), "test")
+        do_piece(piece, StorageDir.of(tmp_path), "test")
     found = {piece.name: read_record(tmp_path, piece.name) for piece in planned}
     return {name: record for name, record in reversed(found.items()) if record}  # whichever is done first
 
@@ -42,7 +42,7 @@ def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.Monke
 def test_the_first_by_id_is_kept_and_the_others_are_removed_everywhere(
     records: dict[str, Record], tmp_path: Path, prose: Callable[..., str]
 ) -> None:
-    thinned = drop_duplicates(Place.of(tmp_path), records, find_duplicates(records, 0))
+    thinned = drop_duplicates(StorageDir.of(tmp_path), records, find_duplicates(records, 0))
     kept = {name: [book for book, *_ in record.books] for name, record in sorted(thinned.items())}
     assert list(kept.values()) == [["books/a.txt", "books/b.txt"], [], [], ["books/h.txt"]]
     reasons = {d.book: (d.reason, d.detail) for record in thinned.values() for d in record.dropped}
@@ -70,8 +70,8 @@ def test_the_first_by_id_is_kept_and_the_others_are_removed_everywhere(
 def test_a_run_killed_while_dropping_ends_with_the_same_records(records: dict[str, Record], tmp_path: Path) -> None:
     duplicates = find_duplicates(records, 0)
     some = {book: dropped for book, dropped in duplicates.items() if book in ("books/c.txt", "books/g.txt")}
-    half = drop_duplicates(Place.of(tmp_path), records, some)
-    whole = drop_duplicates(Place.of(tmp_path), half, find_duplicates(half, 0))
+    half = drop_duplicates(StorageDir.of(tmp_path), records, some)
+    whole = drop_duplicates(StorageDir.of(tmp_path), half, find_duplicates(half, 0))
     assert {d.book for record in whole.values() for d in record.dropped} >= duplicates.keys()
     values = json.dumps([dataclasses.asdict(whole[name]) for name in sorted(whole)])
     assert all(f'"{book}"' in values for book in duplicates)

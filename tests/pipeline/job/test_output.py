@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from infra import place
+from infra import storage_dir
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.books.readers import Dropped
 from pipeline.config import IDENTITY, TokenizeConfig
 from pipeline.inspect import verify
@@ -59,11 +59,11 @@ def test_clearing_removes_our_files_and_no_others(config: TokenizeConfig) -> Non
     out = Path(config.out)
     put(out, (*FOREIGN, "train/.partial-7-000001-000.arrow", MANIFEST, output.QUARANTINE))
     assert "train/000000-000.arrow" in files(out)
-    output.clear(Place.of(out))
+    output.clear(StorageDir.of(out))
     assert files(out) == {*FOREIGN, "pieces/settings.json"}
     for name in FOREIGN:
         (out / name).unlink()
-    output.clear(Place.of(out))
+    output.clear(StorageDir.of(out))
     assert not (out / "train").exists()
 
 
@@ -126,12 +126,12 @@ def tokenize(config: TokenizeConfig, workers_out: Path | None = None, *, pieces:
     with output.sole_writer(job.place):
         output.begin(job, todo)
         for each in [each for each in job.pieces if each.name in todo][:pieces]:
-            do_piece(each, Place.of(workers_out) if workers_out else job.place, "test")
+            do_piece(each, StorageDir.of(workers_out) if workers_out else job.place, "test")
         return output.finish(job)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in files(folder) if not name.endswith(Place.LOCK)}
+    return {name: (folder / name).read_bytes() for name in files(folder) if not name.endswith(StorageDir.LOCK)}
 
 
 def replace_book(folder: Path, number: int, text: str) -> None:
@@ -227,10 +227,10 @@ def test_manifest_and_record_are_durably_removed_before_the_first_new_shard(
 ) -> None:
     tokenize(small_pieces)
     events: list[str] = []
-    synced, written = place.sync_folder, task.write_shard
-    monkeypatch.setattr(place, "sync_folder", lambda folder: events.append(folder.name) or synced(folder))
+    synced, written = storage_dir.sync_folder, task.write_shard
+    monkeypatch.setattr(storage_dir, "sync_folder", lambda folder: events.append(folder.name) or synced(folder))
     monkeypatch.setattr(task, "write_shard", lambda *rest: events.append("shard") or written(*rest))
-    do_piece(Job(small_pieces).pieces[2], Place.of(small_pieces.out), "test")
+    do_piece(Job(small_pieces).pieces[2], StorageDir.of(small_pieces.out), "test")
     assert events[:3] == ["out", "pieces", "shard"]
 
 
@@ -251,9 +251,9 @@ def test_killed_clearing_leaves_a_whole_data_set_or_nothing_that_looks_done(
         with monkeypatch.context() as patch:
             patch.setattr(Path, "unlink", limited)
             with pytest.raises(KeyboardInterrupt):
-                output.clear(Place.of(out))
+                output.clear(StorageDir.of(out))
         if (out / MANIFEST).exists():
-            assert list(verify(Place.of(out), manifest)) == []
+            assert list(verify(StorageDir.of(out), manifest)) == []
         else:
             done = output.assess(Job(replace(small_pieces, out=str(out)))).done
             assert done == {}, "the next --overwrite would keep it"
@@ -280,12 +280,12 @@ def test_a_data_set_without_its_quarantine_is_not_finished(small_pieces: Tokeniz
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
-    with output.sole_writer(Place.of(tmp_path)):
-        with pytest.raises(UserError, match="another run is writing to"), output.sole_writer(Place.of(tmp_path)):
+    with output.sole_writer(StorageDir.of(tmp_path)):
+        with pytest.raises(UserError, match="another run is writing to"), output.sole_writer(StorageDir.of(tmp_path)):
             raise AssertionError
-        with output.sole_writer(Place.of(tmp_path / "other")):
+        with output.sole_writer(StorageDir.of(tmp_path / "other")):
             pass
-    with output.sole_writer(Place.of(tmp_path)):
+    with output.sole_writer(StorageDir.of(tmp_path)):
         pass
 
 
@@ -301,6 +301,6 @@ def test_settings_are_kept_beside_the_pieces_and_compared(config: TokenizeConfig
 def test_the_quarantine_is_one_line_per_book_sorted_by_id(tmp_path: Path) -> None:
     dropped = [Dropped("b", "empty", "a"), Dropped("é", "language", "de"), Dropped("a", "unreadable", "b")]
     written = [Record("", [], [], some, {}, {}, [], 0, 0, 0) for some in (dropped[:1], dropped[1:])]
-    assert output.write_quarantine(Place.of(tmp_path), written) == [dropped[2], dropped[0], dropped[1]]
+    assert output.write_quarantine(StorageDir.of(tmp_path), written) == [dropped[2], dropped[0], dropped[1]]
     lines = (tmp_path / output.QUARANTINE).read_text(encoding="utf-8").splitlines()
     assert [Dropped(**json.loads(line)) for line in lines] == [dropped[2], dropped[0], dropped[1]]

@@ -16,14 +16,14 @@ import json, sys, threading, uuid
 from pathlib import Path
 from infra.cluster import connected
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.config import TokenizeConfig
 from pipeline.job.plan import make_plan
 from pipeline.books.sources import find
 from pipeline.job.ray_data import do_pieces
 
 run = uuid.uuid4().hex  # this machine may hold notes of a killed test
-out, books = Place.of(sys.argv[1]), Path(sys.argv[2])
+out, books = StorageDir.of(sys.argv[1]), Path(sys.argv[2])
 config = TokenizeConfig(sources=(str(books),), shard_size=1_000_000)
 plan = make_plan(find(config.sources), config)
 with connected(cpus=1):

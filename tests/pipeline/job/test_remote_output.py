@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline import inspect
 from pipeline.config import TokenizeConfig
 from pipeline.inspect import InspectConfig
@@ -52,8 +52,8 @@ def tokenize(config: TokenizeConfig) -> list[str]:
 
 
 def contents(where: str) -> dict[str, bytes]:
-    place = Place.of(where)
-    return {name: place.read(name) for name in place.files() if not name.endswith(Place.LOCK)}
+    place = StorageDir.of(where)
+    return {name: place.read(name) for name in place.files() if not name.endswith(StorageDir.LOCK)}
 
 
 def test_every_file_is_the_same_as_in_a_folder_also_through_failing_storage(
@@ -73,7 +73,7 @@ def test_every_file_is_the_same_as_in_a_folder_also_through_failing_storage(
     assert inspect.main(InspectConfig(config.out, verify=True, passages=1)) == 0
     assert "All" in capsys.readouterr().out
     name = next(name for name in there if name.endswith(".arrow"))
-    Place.of(config.out).write(name, there[name][:-1] + b"?")
+    StorageDir.of(config.out).write(name, there[name][:-1] + b"?")
     assert inspect.main(InspectConfig(config.out, verify=True)) == 1
     assert "has checksum" in capsys.readouterr().err
 
@@ -82,7 +82,7 @@ def test_what_is_missing_or_changed_is_redone_and_what_is_left_over_is_removed(
     config: TokenizeConfig, prose: Callable[..., str], tmp_path: Path
 ) -> None:
     tokenize(config)
-    whole, place = contents(config.out), Place.of(config.out)
+    whole, place = contents(config.out), StorageDir.of(config.out)
     held = {"000000", "000003", "000005"}  # the pieces that gave up duplicates are done with any other
     shard = next(name for name in whole if "000001-" in name)
     foreign = {"train/own.arrow": b"not ours", "notes/pieces.txt": b"neither"}

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from infra.errors import UserError
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import find
 from pipeline.config import Reading, TokenizeConfig
@@ -41,7 +41,7 @@ def plan_of(folder: Path, **settings) -> list[Piece]:
 
 def do(folder: Path, out: Path, **settings) -> Record:
     (piece,) = plan_of(folder, **settings)
-    do_piece(piece, Place.of(out), "test")
+    do_piece(piece, StorageDir.of(out), "test")
     record = read_record(out, piece.name)
     assert record
     return record
@@ -98,7 +98,7 @@ def test_a_record_describes_its_shards_and_what_was_read(tmp_path: Path, prose: 
     assert record.replaced == 2
     assert record.traits == {"encoding: utf-8, damaged": 1, "line ends: CRLF": 1}
     plan = plan_of(folder, val_fraction=0.5)
-    do_piece(replace(plan[0], index=1), Place.of(tmp_path / "out"), "test")
+    do_piece(replace(plan[0], index=1), StorageDir.of(tmp_path / "out"), "test")
     other = read_record(tmp_path / "out", "000001")
     assert other
     assert other.verified_bytes == 0
@@ -111,7 +111,7 @@ def test_a_book_whose_character_set_was_guessed_is_kept_counted_and_listed(tmp_p
     record = do(folder, tmp_path / "out")
     assert [book for book, *_ in record.books] == ["books/cafe.txt"]
     assert [trait.endswith("guessed") for trait in record.traits] == [True]
-    listed = write_quarantine(Place.of(tmp_path / "out"), [record])
+    listed = write_quarantine(StorageDir.of(tmp_path / "out"), [record])
     assert [(entry.book, entry.reason) for entry in listed] == [("books/cafe.txt", GUESSED)]
     assert totals([record])["books_dropped"] == {}
 
@@ -211,7 +211,7 @@ def test_a_piece_that_is_done_late_leaves_the_manifest(
 ) -> None:
     """As on a machine that was cut off: others have done its piece, and the data set is finished."""
     (piece,) = plan_of(write_books(tmp_path / "books", 2))
-    place = Place.of(f"s3://places/late/{bucket}")
+    place = StorageDir.of(f"s3://places/late/{bucket}")
     do_piece(piece, place, "test")
     place.write("manifest.json", b"published")
     do_piece(piece, place, "test")
@@ -224,7 +224,7 @@ def test_a_source_that_vanishes_stops_the_work(tmp_path: Path, write_books: Call
     (piece,) = plan_of(books)
     (books / "book 0001.txt").unlink()
     with pytest.raises(UserError, match=r"book 0001\.txt has disappeared"):
-        do_piece(piece, Place.of(tmp_path / "out"), "test")
+        do_piece(piece, StorageDir.of(tmp_path / "out"), "test")
     assert not list((tmp_path / "out").rglob("*.arrow"))
 
 
@@ -260,7 +260,7 @@ def test_the_book_that_kills_its_worker_is_skipped(tmp_path: Path, write_books: 
     program = f"""
         import os, sys
         import pipeline.job.task
-        from infra.place import Place
+        from infra.storage_dir import StorageDir
         from pipeline.config import TokenizeConfig
         from pipeline.job.plan import make_plan
         from pipeline.books.sources import find
@@ -273,7 +273,7 @@ def test_the_book_that_kills_its_worker_is_skipped(tmp_path: Path, write_books: 
         pipeline.job.task.encode = deadly
         config = TokenizeConfig(sources=({str(books)!r},))
         (piece,) = make_plan(find(config.sources), config)
-        pipeline.job.task.do_piece(piece, Place.of({str(tmp_path / "out")!r}), "deadly-{os.getpid()}")
+        pipeline.job.task.do_piece(piece, StorageDir.of({str(tmp_path / "out")!r}), "deadly-{os.getpid()}")
     """
     codes = []
     while not codes or codes[-1]:

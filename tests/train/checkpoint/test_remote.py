@@ -18,8 +18,8 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from infra.errors import UserError
-from infra.place import LEASE, Place
 from infra.storage import write_json
+from infra.storage_dir import LEASE, StorageDir
 from infra.tracking.key import RunKey
 from train.checkpoint import remote, save
 from train.checkpoint.find import find_checkpoint, find_run, saved_config
@@ -50,7 +50,7 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_run_continues_from_its_copy(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
-    place = Place.of(f"s3://places/kept/run1{bucket}")
+    place = StorageDir.of(f"s3://places/kept/run1{bucket}")
     place.write_json("config.json", config.to_json())
     straight: list[CycleReport] = []
     Trainer(config, on_cycle=straight.append).run()
@@ -73,7 +73,7 @@ def test_a_run_continues_from_its_copy(config: TrainConfig, bucket: str, tmp_pat
     with pytest.raises(UserError, match="is not the newest checkpoint of its run"):
         find_run(f"s3://places/kept/run1/checkpoints/step-00000015{bucket}", "runs")
     rest: list[CycleReport] = []
-    Trainer(config, on_cycle=rest.append, resume=worker.stands(RunFolder(tmp_path / "there", place))).run()
+    Trainer(config, on_cycle=rest.append, resume=worker.newest_checkpoint(RunFolder(tmp_path / "there", place))).run()
     assert [(r.step, r.step_losses) for r in rest] == [(r.step, r.step_losses) for r in straight[1:]]
 
 
@@ -81,7 +81,7 @@ def test_a_worker_takes_from_storage_what_it_lacks_and_nothing_else(
     config: TrainConfig, bucket: str, tmp_path: Path
 ) -> None:
     """What its scratch has of another run or a later step is removed; a damaged copy is passed over and named."""
-    place = Place.of(f"s3://places/kept/run2{bucket}")
+    place = StorageDir.of(f"s3://places/kept/run2{bucket}")
     home = RunFolder(tmp_path / "one", place)
     Trainer(replace(config, steps=10), checkpoints=home.checkpoints, copies=place).run()
     fifth, tenth = checkpoints_in(home.checkpoints)
@@ -127,7 +127,7 @@ def test_mlflow_has_the_whole_curve_of_a_run_whose_machine_was_lost(
     write_json(here / "config.json", replace(config, checkpoint_every=7, steps=40_000).to_json())
     flags = ["--config", "config.json", "--out", f"s3://places/kept{bucket}", "--name", "run4"]
     lost = subprocess.Popen([sys.executable, "-m", "train.run", *flags], cwd=here)
-    place = Place.of(f"s3://places/kept/run4{bucket}")
+    place = StorageDir.of(f"s3://places/kept/run4{bucket}")
     deadline = time.monotonic() + 240
     while "step-00000056" not in remote.copies(place):
         assert lost.poll() is None
@@ -171,7 +171,7 @@ def test_unreachable_storage_is_retried(
     back = threading.Timer(3.0, set_rate, [0.0])
     back.start()
     away = time.monotonic()
-    place = Place.of(f"s3://places/kept/run5{bucket}")
+    place = StorageDir.of(f"s3://places/kept/run5{bucket}")
     done = Trainer(replace(config, steps=6), checkpoints=tmp_path / "here" / "checkpoints", copies=place).run()
     assert done.outcome == "finished"
     assert time.monotonic() - away > 3.0
@@ -191,7 +191,7 @@ def test_a_storage_that_refuses_is_named(
     config: TrainConfig, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(save, "PAUSES", (0.1,))
-    place = Place.of(f"s3://absent/kept{bucket}")
+    place = StorageDir.of(f"s3://absent/kept{bucket}")
     with pytest.raises(UserError, match=r"or s3://absent/kept.* could not be written"):
         Trainer(config, checkpoints=tmp_path / "one" / "checkpoints", copies=place).run()
     assert newest(tmp_path / "one" / "checkpoints")
@@ -200,20 +200,20 @@ def test_a_storage_that_refuses_is_named(
 def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every moment: it comes last and goes first."""
     did: list[str] = []
-    put, remove = Place.put, Place.remove
+    put, remove = StorageDir.put, StorageDir.remove
 
-    def watched_put(self: Place, file: Path, name: str) -> None:
+    def watched_put(self: StorageDir, file: Path, name: str) -> None:
         did.append(f"+{name}")
         put(self, file, name)
 
-    def watched_remove(self: Place, names: Iterable[str]) -> None:
+    def watched_remove(self: StorageDir, names: Iterable[str]) -> None:
         names = list(names)
         did.extend(f"-{name}" for name in names)
         remove(self, names)
 
-    monkeypatch.setattr(Place, "put", watched_put)
-    monkeypatch.setattr(Place, "remove", watched_remove)
-    place = Place.of(tmp_path / "kept")
+    monkeypatch.setattr(StorageDir, "put", watched_put)
+    monkeypatch.setattr(StorageDir, "remove", watched_remove)
+    place = StorageDir.of(tmp_path / "kept")
     for old in ("checkpoints/step-00000005", "checkpoints/step-00000020"):  # one is older, the other damaged
         for name in ("model.safetensors", "progress.json", "state.pt"):
             place.write(f"{old}/{name}", b"")
@@ -234,7 +234,7 @@ def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path, monkeypatch: 
 
 def test_a_copy_is_as_far_as_its_checkpoint(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
     """Cycles that were reported while it was copied are left out."""
-    place = Place.of(f"s3://places/kept/run9{bucket}")
+    place = StorageDir.of(f"s3://places/kept/run9{bucket}")
     checkpoints = tmp_path / "one" / "checkpoints"
     lines = [json.dumps({"step": step}) + "\n" for step in (10, 12, 20)]
     checkpoints.mkdir(parents=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from infra.errors import UserError
-from infra.place import Place
 from infra.storage import write_json
+from infra.storage_dir import StorageDir
 from infra.tracking.key import RunKey
 from train.checkpoint.find import find_checkpoint, find_run, resume_run
 from train.checkpoint.progress import Progress
@@ -147,9 +147,9 @@ def test_a_folder_that_a_command_only_began_may_be_taken(tmp_path: Path) -> None
 
 
 def test_a_run_elsewhere_is_continued_by_its_whole_path(tmp_path: Path) -> None:
-    assert resume_run(Place.of("runs/my run")) == "python -m train.run --resume 'my run'"
-    assert resume_run(Place("s3://bucket/runs/one")) == "python -m train.run --resume s3://bucket/runs/one"
-    assert resume_run(Place.of(tmp_path / "one")) == f"python -m train.run --resume {tmp_path / 'one'}"
-    assert resume_command("tune.search", Place.of("runs/one")) == "python -m tune.search --resume one"
-    there = resume_command("tune.search", Place.of(tmp_path / "one"))
+    assert resume_run(StorageDir.of("runs/my run")) == "python -m train.run --resume 'my run'"
+    assert resume_run(StorageDir("s3://bucket/runs/one")) == "python -m train.run --resume s3://bucket/runs/one"
+    assert resume_run(StorageDir.of(tmp_path / "one")) == f"python -m train.run --resume {tmp_path / 'one'}"
+    assert resume_command("tune.search", StorageDir.of("runs/one")) == "python -m tune.search --resume one"
+    there = resume_command("tune.search", StorageDir.of(tmp_path / "one"))
     assert there == f"python -m tune.search --resume one --out {tmp_path}"

@@ -63,7 +63,7 @@ def test_no_epoch_of_one_seed_repeats_an_epoch_of_another() -> None:
 def test_an_epoch_visits_every_window_once(small_shards: Path, step: int, epoch: int) -> None:
     windows = windows_of(small_shards)
     first, count = epoch * windows.count, windows.count
-    seen = [windows.order(np.arange(p, min(p + step, first + count))) for p in range(first, first + count, step)]
+    seen = [windows.window_ids(np.arange(p, min(p + step, first + count))) for p in range(first, first + count, step)]
     assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(count))
 
 

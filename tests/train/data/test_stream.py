@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-import infra.place
+import infra.storage_dir
 from infra.cluster import connected
 from infra.errors import UserError
 from infra.tracking.store import create_run
@@ -35,7 +35,7 @@ from train.data.loader import BatchLoader
 from train.data.source import absolute, estimate, stream_of
 from train.data.stream import StreamData, StreamPosition, StreamWindows
 from train.launch import driver
-from train.launch.run import Run
+from train.launch.run import RunPlan
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport
@@ -80,7 +80,7 @@ def windows_of(books: Path, seed: int = 0, block: int = 40 * LENGTH) -> StreamWi
 
 def rows(windows: StreamWindows, first: int, stop: int) -> np.ndarray:
     out = np.empty((stop - first, LENGTH + 1), dtype=np.int64)
-    windows.read(windows.order(np.arange(first, stop)), out)
+    windows.read(windows.window_ids(np.arange(first, stop)), out)
     return out
 
 
@@ -266,7 +266,7 @@ def test_a_stream_reads_what_shards_hold(
     sources = (str(unusual / name),)
     config = TokenizeConfig(sources, val_fraction=HELD_OUT, **dataclasses.asdict(reading))
     (piece,) = make_plan(find(sources), config)
-    do_piece(piece, infra.place.Place.of(tmp_path), "test")
+    do_piece(piece, infra.storage_dir.StorageDir.of(tmp_path), "test")
     record = read_record(tmp_path, piece.name)
     assert record
     shards = {
@@ -328,11 +328,11 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
     with connected(cpus=2):
         tracker = Tracker(create_run("train", "stream", tracking_uri=store, tags={}))
         short, whole = (dataclasses.replace(config, schedule="constant", **end) for end in ({"steps": 7}, {}))
-        run = Run.new(short, RunFolder(folder))
-        first, _ = driver.train(run, short, tracker)
+        run = RunPlan.new(short, RunFolder(folder))
+        first, _ = driver.launch(run, short, tracker)
         assert first.checkpoint
         again = dataclasses.replace(run, asked=whole, resume=Path(first.checkpoint))
-        result, _ = driver.train(again, whole, tracker)
+        result, _ = driver.launch(again, whole, tracker)
         gone = Stream([str(shutil.copytree(config.stream[0], tmp_path / "gone"))], 0, config.reading)
         (tmp_path / "gone" / "book 3.txt").unlink()
         with pytest.raises(UserError, match=r"book 3\.txt has disappeared since the work was planned"):
@@ -369,7 +369,7 @@ def test_the_sources_of_a_run_are_listed_once(
         return find(sources)
 
     monkeypatch.setattr(stream, "find", counted)
-    run = Run.new(config, RunFolder(tmp_path / "run"))
+    run = RunPlan.new(config, RunFolder(tmp_path / "run"))
     handed = pickle.loads(pickle.dumps(run.stream))  # noqa: S301 as Ray hands it to a worker
     assert handed.order(0)
     assert StreamData(config, handed).manifest.fingerprint == run.manifest.fingerprint

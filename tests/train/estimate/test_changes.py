@@ -7,7 +7,7 @@ import pytest
 
 from infra.hardware import A100, cpu_facts
 from train.config import TrainConfig
-from train.estimate.changes import Change, savings
+from train.estimate.changes import Change, memory_savers
 from train.estimate.flops import hardware, palm
 from train.estimate.memory import predict_peak
 from train.resolve import resolve
@@ -16,7 +16,7 @@ NAMED: dict[str, Any] = {"compile": "off", "loss": "plain"}
 
 
 def singles(config: TrainConfig) -> list[Change]:
-    return [change for change in savings(config) if len(change.flags) == 1]
+    return [change for change in memory_savers(config) if len(change.flags) == 1]
 
 
 def test_the_cheapest_change_comes_first() -> None:
@@ -30,7 +30,7 @@ def test_the_cheapest_change_comes_first() -> None:
     assert full.cost.startswith("24%")
     assert full.peak == predict_peak(replace(config, checkpointing="full")).total
     each = resolve(TrainConfig(global_batch=64, micro_batch=8, workers=4, **NAMED), A100)
-    costs = {change.text: change.cost for change in savings(each)}
+    costs = {change.text: change.cost for change in memory_savers(each)}
     assert "in 16 micro-batches instead of 2" in costs["--micro-batch 1"], "those of each worker"
 
 
@@ -65,7 +65,7 @@ def test_what_can_be_changed_saves_memory_and_is_sorted_by_its_cost(
 
 def test_combinations_come_after_single_changes_and_keep_the_largest_batch() -> None:
     config = resolve(TrainConfig(global_batch=4, micro_batch=4, **NAMED), A100)
-    found = savings(config)
+    found = memory_savers(config)
     assert [len(change.flags) > 1 for change in found] == sorted(len(change.flags) > 1 for change in found)
     combined = [change.text for change in found if len(change.flags) > 1]
     assert combined[:3] == [

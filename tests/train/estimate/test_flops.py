@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from train.config import TrainConfig
 from train.estimate import flops
 from train.loop.trainer import Trainer
@@ -58,7 +58,7 @@ def test_every_formula_counts_what_its_name_says() -> None:
 
 
 def test_a_run_is_compared_with_the_measured_matmul_rate(
-    small_shards: Path, small_model: ModelConfig, place: Place
+    small_shards: Path, small_model: ModelConfig, place: StorageDir
 ) -> None:
     config = TrainConfig(
         data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, steps=8, device="cpu",

@@ -25,7 +25,7 @@ from train.checkpoint.progress import newest
 from train.checkpoint.run_folder import RunFolder
 from train.config import AUTO, Cycle, TrainConfig
 from train.launch import worker
-from train.launch.channel import Channel, Line
+from train.launch.channel import Channel, WorkerEnd
 from train.loop.trainer import Trainer
 from train.model.gpt import GPT
 from train.model_config import ModelConfig
@@ -71,7 +71,7 @@ class Told:
 
 def train(home: RunFolder, config: TrainConfig, resume: Path | None, told: Told | None = None) -> RunResult:
     """What the first worker makes of its config."""
-    return worker.train(home, config, resume, cast(Line, told or Told()))
+    return worker.train_here(home, config, resume, cast(WorkerEnd, told or Told()))
 
 
 def cycles(home: RunFolder) -> list[dict[str, Any]]:
@@ -149,7 +149,7 @@ def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunF
     """And the run is that of the size which fits: the same losses, bit for bit, of the same global batch."""
     config = replace(config, global_batch=8, micro_batch=8, compile="off", loss="plain")
     told, asked = Told(), replace(config, micro_batch=AUTO)
-    result = worker.train(home, config, None, cast(Line, told), asked=asked)
+    result = worker.train_here(home, config, None, cast(WorkerEnd, told), asked=asked)
     assert (result.outcome, result.steps, result.too_large) == ("finished", 12, (8, 4))
     assert [size for size, _ in told.failed] == [8, 4]
     assert "out of memory in the forward pass of step 1" in told.failed[0][1]
@@ -169,7 +169,7 @@ def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunF
 @pytest.mark.usefixtures("room_for_two")
 def test_a_micro_batch_that_was_given_is_not_changed(home: RunFolder, config: TrainConfig) -> None:
     told = Told()
-    result = worker.train(home, config, None, cast(Line, told), asked=config)
+    result = worker.train_here(home, config, None, cast(WorkerEnd, told), asked=config)
     assert (result.outcome, result.steps, result.too_large, told.failed) == ("oom", 0, (), [])
 
 
@@ -238,7 +238,7 @@ def test_a_result_has_what_the_machine_did_after_the_first_step(home: RunFolder,
     with Telemetry(lambda second, metrics: None) as watched:
         watched._points = [(-math.inf, {"system/gpu_sm_clock_mhz": [1000.0, 1]})]
         watched._points += [(math.inf, {"system/gpu_sm_clock_mhz": [3000.0, 2]})]
-        result = worker.train(home, replace(config, steps=2), None, cast(Line, Told()), telemetry=watched)
+        result = worker.train_here(home, replace(config, steps=2), None, cast(WorkerEnd, Told()), telemetry=watched)
     assert result.telemetry["system/gpu_sm_clock_mhz"] == 1500.0
 
 

@@ -267,7 +267,7 @@ def test_validation_is_without_dropout_and_disturbs_nothing(config: TrainConfig)
     windows = trainer.data.validation
     assert windows
     rows = np.empty((8, 33), dtype=np.int64)
-    windows.read(windows.order(np.arange(8)), rows)
+    windows.read(windows.window_ids(np.arange(8)), rows)
     batch = torch.from_numpy(rows)
     with torch.no_grad():
         expected = trainer.model.eval()(batch[:, :-1], batch[:, 1:]).item()

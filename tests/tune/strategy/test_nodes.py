@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from tune.space import Candidate
-from tune.strategy.nodes import comparable, control_of, scales
+from tune.strategy.nodes import control_of, scaled_to_first_node, scales
 from tune.trial.row import Proposal, Stage, TrialRow
 
 
@@ -19,7 +19,7 @@ def row(number: int, node: str, size: int, speed: float | None, stage: Stage = "
 
 def test_a_machine_that_is_slower_throughout_ranks_no_candidate_lower() -> None:
     rows = [row(1, "w1", 1, 1000.0), row(2, "w2", 1, 500.0, "control"), row(3, "w2", 2, 600.0), row(4, "w2", 4, None)]
-    first, scaled, failed = comparable(rows)
+    first, scaled, failed = scaled_to_first_node(rows)
     assert first == rows[0]
     assert failed == rows[3]
     assert scaled.tokens_per_second == 1200.0
@@ -31,14 +31,14 @@ def test_a_machine_that_is_slower_throughout_ranks_no_candidate_lower() -> None:
 
 def test_what_was_predicted_of_a_machine_stays_as_far_from_what_was_measured_there() -> None:
     measured = replace(row(3, "w2", 2, 600.0), predicted_speed=660.0)
-    _, scaled = comparable([row(1, "w1", 1, 1000.0), row(2, "w2", 1, 500.0, "control"), measured])
+    _, scaled = scaled_to_first_node([row(1, "w1", 1, 1000.0), row(2, "w2", 1, 500.0, "control"), measured])
     assert scaled.predicted_speed == 1320.0
     assert scaled.tokens_per_second == 1200.0
 
 
 def test_one_machine_needs_no_other_control_and_its_rows_stay_as_they_are() -> None:
     rows = [row(1, "w1", 1, None), row(2, "w1", 2, 900.0)]
-    assert comparable(rows) == rows
+    assert scaled_to_first_node(rows) == rows
     assert control_of("w1", rows) is None
 
 

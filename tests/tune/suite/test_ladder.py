@@ -17,8 +17,8 @@ import torch
 from mlflow.tracking import MlflowClient
 
 from infra.errors import UserError
-from infra.place import Place
 from infra.storage import write_json
+from infra.storage_dir import StorageDir
 from infra.tracking.store import store_uri
 from pipeline.stream import EncodedBook, Stream, encoded_books
 from train.config import TrainConfig, load_config
@@ -333,7 +333,7 @@ def test_a_ladder_in_object_storage_is_continued_from_what_was_sent(
     assert command(monkeypatch, *flags) == 0
     (folder,) = tmp_path.glob("throughline-*")
     shutil.rmtree(folder)
-    place = Place.of(out) / "one"
+    place = StorageDir.of(out) / "one"
     place.remove(["standings.json"])
     capfd.readouterr()
     assert command(monkeypatch, "--resume", "one", "--out", out) == 0

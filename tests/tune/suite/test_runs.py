@@ -9,7 +9,7 @@ import pytest
 
 from infra.errors import UserError
 from infra.hardware import A100, DeviceFacts, cpu_facts
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from pipeline.shards import read_manifest
 from train.config import TrainConfig, config_from_json
 from train.estimate.memory import predict_peak
@@ -54,7 +54,7 @@ def ladder_of(small_shards: Path, tmp_path: Path) -> Callable[..., Ladder]:
     def make(suite: Suite, start: TrainConfig, facts: DeviceFacts | None = None, **options: Any) -> Ladder:
         machine = Machine("here", facts or cpu_facts(), 10**12)
         return Ladder(
-            LadderConfig(**options), Place.of(tmp_path), (machine,), read_manifest(small_shards), suite, start
+            LadderConfig(**options), StorageDir.of(tmp_path), (machine,), read_manifest(small_shards), suite, start
         )
 
     return make

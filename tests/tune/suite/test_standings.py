@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infra.place import Place
+from infra.storage_dir import StorageDir
 from infra.units import GB
 from train.config import TrainConfig
 from tune.compare import Difference
@@ -53,13 +53,13 @@ def measured(
 
 
 def test_a_ladder_is_told_in_five_lines() -> None:
-    told = dict(opening_lines(FLAT, ROWS, "NVIDIA H100", Place("/a ladder/best.json")))
+    told = dict(opening_lines(FLAT, ROWS, "NVIDIA H100", StorageDir("/a ladder/best.json")))
     for name, numbers in {
         "What": "2 of 3 .*NVIDIA H100", "Speed": "1,500 .*1,490 to 1,510.* first, 1,000", "Memory": "9.00 GB, 10.00 GB",
         "Gain": "1.50 .*1.40 to 1.60", "Next": "--config '/a ladder/best.json'",
     }.items():  # fmt: skip
         assert re.search(numbers, told[name]), told[name]
-    alone = dict(opening_lines(FLAT, ROWS[:1], "cpu", Place("/one/best.json")))
+    alone = dict(opening_lines(FLAT, ROWS[:1], "cpu", StorageDir("/one/best.json")))
     assert re.search("1,000 .*990 to 1,003", alone["Speed"])
     assert "no rung is faster" in alone["Gain"]
 
@@ -71,7 +71,7 @@ def test_each_rung_is_compared_with_its_own_controls(tmp_path: Path) -> None:
         Measured("refused", reason="no such GPU"),
         replace(measured("second", 2000, global_batch=4), changes_numerics=True),
     ]
-    base, first, refused, second = standings(controls, rungs, Place.of(tmp_path))
+    base, first, refused, second = standings(controls, rungs, StorageDir.of(tmp_path))
     assert refused == Row("refused", "no such GPU")
     assert (base.name, base.step, base.total) == ("baseline", None, None)
     assert first.total is not None
@@ -89,7 +89,7 @@ def test_each_rung_is_compared_with_its_own_controls(tmp_path: Path) -> None:
     assert (base.loss, first.loss) == (9.5, 5.0), "of the last fifth before the 320 tokens that all have seen"
     assert (first.changes_numerics, second.changes_numerics) == (False, True)
     assert {row.attention for row in (base, first, refused, second)} == {""}, "all ran the same kernel"
-    other = standings(controls[:2], [measured("first", 3000, attention="cudnn")], Place.of(tmp_path))
+    other = standings(controls[:2], [measured("first", 3000, attention="cudnn")], StorageDir.of(tmp_path))
     assert [row.attention for row in other] == ["flash", "cudnn"]
 
 

@@ -35,7 +35,7 @@ REQUESTS = 32
 
 
 @dataclass(frozen=True)
-class Place:
+class StorageDir:
     """A folder, by its path or its URI (``s3://bucket/folder``, ``gs://...``, ``az://...``).
 
     Names of files are relative to it, with ``/`` between parts. Where object storage keeps failing, or does not
@@ -48,9 +48,9 @@ class Place:
     address: str
 
     @classmethod
-    def of(cls, where: "Place | Path | str") -> "Place":
+    def of(cls, where: "StorageDir | Path | str") -> "StorageDir":
         """``where`` with a whole path, so that it means the same in every process of this machine."""
-        if isinstance(where, Place):
+        if isinstance(where, StorageDir):
             return where
         text = str(where)
         if not is_remote(text):
@@ -69,7 +69,7 @@ class Place:
         return self._path.rpartition("/")[2]
 
     @property
-    def parent(self) -> "Place":
+    def parent(self) -> "StorageDir":
         """The folder that it is in."""
         return self._at(self._path.rpartition("/")[0])
 
@@ -84,7 +84,7 @@ class Place:
         """A name for scratch that belongs to it."""
         return hashlib.sha256(self.address.encode()).hexdigest()[:16]
 
-    def __truediv__(self, name: str) -> "Place":
+    def __truediv__(self, name: str) -> "StorageDir":
         return self._at(f"{self._path}/{quote(name) if self.remote else name}")
 
     @property
@@ -92,8 +92,8 @@ class Place:
         """The address without the query of a URI, which may name an endpoint."""
         return self.address.partition("?")[0] if self.remote else self.address
 
-    def _at(self, path: str) -> "Place":
-        return Place(path + self.address.removeprefix(self._path))
+    def _at(self, path: str) -> "StorageDir":
+        return StorageDir(path + self.address.removeprefix(self._path))
 
     def __str__(self) -> str:
         return self.address
@@ -256,11 +256,11 @@ class WorkingCopy:
     What is written there is complete in the place only once it has been sent.
     """
 
-    place: Place
+    place: StorageDir
     folder: Path
 
     @classmethod
-    def of(cls, place: Place, *, fresh: bool, wanted: Callable[[str], bool] = lambda name: True) -> "WorkingCopy":
+    def of(cls, place: StorageDir, *, fresh: bool, wanted: Callable[[str], bool] = lambda name: True) -> "WorkingCopy":
         """That of ``place``: empty where ``fresh``, else with the place's files whose names are ``wanted``.
 
         Each machine's copy of a remote place is made anew, because another machine may have continued it.
@@ -277,7 +277,7 @@ class WorkingCopy:
         return cls(place, folder)
 
     @staticmethod
-    def folder_of(place: Place) -> Path:
+    def folder_of(place: StorageDir) -> Path:
         """The folder of a place's copy, alone in one that exists; of a place that is not remote its own."""
         return place.folder if not place.remote else scratch("copies", place.digest) / place.name
 

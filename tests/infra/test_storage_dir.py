@@ -8,10 +8,10 @@ import pytest
 import xxhash
 
 from infra.errors import UserError
-from infra.place import Place, WorkingCopy, scratch
+from infra.storage_dir import StorageDir, WorkingCopy, scratch
 
 
-def test_files_are_written_listed_read_and_removed(place: Place, tmp_path: Path) -> None:
+def test_files_are_written_listed_read_and_removed(place: StorageDir, tmp_path: Path) -> None:
     assert place.files() == {}
     assert not place.exists("train/a")
     with pytest.raises(FileNotFoundError):
@@ -36,7 +36,7 @@ def test_files_are_written_listed_read_and_removed(place: Place, tmp_path: Path)
     assert (place.name, (place / "x/y").name, (place / "x").parent) == ("place", "y", place)
 
 
-def test_what_differs_from_its_checksum_is_not_fetched(place: Place, tmp_path: Path) -> None:
+def test_what_differs_from_its_checksum_is_not_fetched(place: StorageDir, tmp_path: Path) -> None:
     place.write("shard", b"other bytes")
     with pytest.raises(UserError, match=r"shard\S* is damaged: its checksum"):
         place.fetch("shard", tmp_path / "shard", "0" * 32)
@@ -46,17 +46,17 @@ def test_what_differs_from_its_checksum_is_not_fetched(place: Place, tmp_path: P
 
 
 def test_a_place_that_cannot_be_written_is_refused_by_its_flag(bucket: str, tmp_path: Path) -> None:
-    Place.of(tmp_path / "new").refuse_unusable("--out")
-    Place.of(f"s3://places/new{bucket}").refuse_unusable("--out")
-    assert Place.of(f"s3://places/new{bucket}").files() == {}
+    StorageDir.of(tmp_path / "new").refuse_unusable("--out")
+    StorageDir.of(f"s3://places/new{bucket}").refuse_unusable("--out")
+    assert StorageDir.of(f"s3://places/new{bucket}").files() == {}
     with pytest.raises(UserError, match=r"^--out s3://nobodys/new\S* cannot be written \(The specified bucket"):
-        Place.of(f"s3://nobodys/new{bucket}").refuse_unusable("--out")
+        StorageDir.of(f"s3://nobodys/new{bucket}").refuse_unusable("--out")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--out .*/file/new cannot be written"):
-        Place.of(tmp_path / "file/new").refuse_unusable("--out")
+        StorageDir.of(tmp_path / "file/new").refuse_unusable("--out")
 
 
-def test_a_working_copy_begins_with_the_wanted_files_and_sends_what_it_is_told(place: Place) -> None:
+def test_a_working_copy_begins_with_the_wanted_files_and_sends_what_it_is_told(place: StorageDir) -> None:
     place.write("config.json", b"{}")
     place.write("checkpoints/step-1/model", b"x" * 10)
     copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: not name.startswith("checkpoints/"))
@@ -96,7 +96,7 @@ def test_names_in_a_bucket_that_lead_out_of_a_folder_are_refused(bucket: str, tm
     """No client can be asked to store them, so the server's own storage is."""
     from moto.s3.models import s3_backends
 
-    place = Place.of(f"s3://places/run{bucket}")
+    place = StorageDir.of(f"s3://places/run{bucket}")
     place.write("config.json", b"{}")
     (account,) = (backends["aws"] for backends in s3_backends.values() if "places" in backends["aws"].buckets)
     account.put_object("places", "run/", b"")  # as S3's own page makes a folder
@@ -112,4 +112,4 @@ def test_a_link_to_itself_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "gone").symlink_to("nowhere")
     (tmp_path / "file").write_bytes(b"one")
-    assert Place.of(tmp_path).files() == {"file": 3}
+    assert StorageDir.of(tmp_path).files() == {"file": 3}
