@@ -17,6 +17,7 @@ from infra.units import GB, format_duration
 from pipeline.shards import read_manifest
 from train.checkpoint.run_folder import new_place
 from train.config import Cycle, TrainConfig
+from train.data.source import refuse_vast_steps
 from train.model_config import format_model
 from train.resolve import resolve
 from tune.config import SearchConfig
@@ -161,6 +162,8 @@ def make_search(config: SearchConfig) -> Search:
         asked = kept_identity(place, Search.kind).get("memory_limit")
     facts = replace(machines[0].device, memory=asked or available)
     training = resolve(config.training, facts)
+    if not config.accumulations:
+        refuse_vast_steps(training, manifest)
     limit = memory_limit(asked, training, available)
     space = make_space(training, config.knobs, config.accumulations)
     for knobs in space.combinations:
