@@ -35,12 +35,12 @@ COLUMNS = {  # with widths in pixels
         "metrics.`progress/train_tokens`": 190, "metrics.`detail/memory/prediction_error`": 240,
     },
     "ladder": {
-        "tags.`rung`": 160, **MEASURED, "tags.`batch`": 70, "metrics.`loss/train`": 130, "metrics.`result/mfu`": 100,
-        "tags.`outcome`": 85, "tags.`reason`": 300, "tags.`predicted memory`": 170,
+        "tags.`rung`": 160, **MEASURED, "tags.`predicted memory`": 170, "tags.`batch`": 70, "metrics.`loss/train`": 130,
+        "metrics.`result/mfu`": 100, "tags.`outcome`": 85, "tags.`reason`": 300,
     },
     "tune": {
-        "tags.`place`": 95, **MEASURED, "tags.`batch`": 70, "tags.`knobs`": 180, "tags.`outcome`": 85,
-        "tags.`reason`": 300, "params.`stage`": 80, "tags.`predicted memory`": 170, "tags.`global batch`": 110,
+        "tags.`place`": 95, **MEASURED, "tags.`predicted memory`": 170, "tags.`batch`": 70, "tags.`global batch`": 110,
+        "tags.`knobs`": 180, "tags.`outcome`": 85, "tags.`reason`": 300, "params.`stage`": 80,
     },
 }  # fmt: skip
 RUNS = {"pipeline": "", "train": "tags.kind = 'run'", "ladder": "tags.kind = 'trial'", "tune": "tags.kind = 'trial'"}
@@ -88,7 +88,7 @@ VIEWS = {  # the first of ladder and tune is that of each run's children too
     "train": (View("Runs", CREATED), CURVES, LARGEST),
     "ladder": (  # by name, which begins with the number: by time they would be folded under their parent
         View("Ladder", "tags.`mlflow.runName`", True),
-        CURVES._replace(charts=LINES[:1]),
+        CURVES._replace(charts=LINES[:1], order="tags.`mlflow.runName`", ascending=True),
         TRIALS,
     ),
     "tune": (View("Leaderboard", "metrics.`result/tokens_per_second`"), TRIALS),
