@@ -39,8 +39,8 @@ COLUMNS = {  # with widths in pixels
         "metrics.`result/mfu`": 100, "tags.`outcome`": 85, "tags.`reason`": 300,
     },
     "tune": {
-        "tags.`place`": 95, **MEASURED, "tags.`predicted memory`": 170, "tags.`batch`": 70, "tags.`global batch`": 110,
-        "tags.`knobs`": 180, "tags.`outcome`": 85, "tags.`reason`": 300, "params.`stage`": 80,
+        "tags.`place`": 95, **MEASURED, "tags.`batch`": 70, "tags.`knobs`": 180, "tags.`outcome`": 85,
+        "tags.`reason`": 300, "params.`stage`": 80, "tags.`predicted memory`": 170, "tags.`global batch`": 110,
     },
 }  # fmt: skip
 RUNS = {"pipeline": "", "train": "tags.kind = 'run'", "ladder": "tags.kind = 'trial'", "tune": "tags.kind = 'trial'"}

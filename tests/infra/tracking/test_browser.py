@@ -182,7 +182,7 @@ LEADERBOARD = (
     [
         ("search", None, LEADERBOARD),
         ("search", "leaderboard", LEADERBOARD),
-        ("search", "memory", ("4.00 of 10.00 GB", "4.40 GB (+10%)", "8.80 GB")),
+        ("search", "memory", ("4.00 of 10.00 GB", "2.00 of 10.00 GB")),
         ("ladder", None, ("baseline", "compile", "1,650 (1,640 to 1,670)", "1,100 (1,090 to 1,120)")),
         ("ladder", "curves", ("baseline", "compile")),
         ("run", "runs", ("1,234 (1,224 to 1,254)", "1,567 (1,557 to 1,587)", "1.00 GB", "finished")),
