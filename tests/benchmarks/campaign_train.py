@@ -2,8 +2,8 @@
 
     python -P tests/benchmarks/campaign_train.py --data data/tokens --record FILE.json [--kills 20]
 
-Each kill is SIGKILL of the worker (Ray starts it again), of the driver, or of the driver with every process
-below it, as when the machine dies. After the last one the run is left to finish. Its losses must equal, bit
+Each kill is SIGKILL of the worker (with Ray, which starts it again), of the driver, or of the driver with every
+process below it, as when the machine dies. After the last one the run is left to finish. Its losses must equal, bit
 for bit, those of the undisturbed bare loop, and every metric in MLflow must have each step once. Runs that
 the record holds already are not repeated, so a long campaign can be done in parts.
 """

@@ -10,6 +10,8 @@ from pathlib import Path, PurePosixPath
 from typing import ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from infra.errors import UserError
@@ -123,12 +125,17 @@ def test_google_cloud_storage_is_read_and_written(
 def test_the_hugging_face_hub_is_read(hub: str, tmp_path: Path, write_books: Callable[..., Path]) -> None:
     local = write_books(tmp_path / "books", 3)
     Hub.files = {f"data/sub folder/{path.name}": path.read_bytes() for path in local.iterdir()}
+    for number in range(2):  # as corpora of books are kept there
+        table = pa.table({"TEXT": [f"Book {number}. {'It was a day. ' * 99}"], "METADATA": ["{}"]})
+        pq.write_table(table, tmp_path / "train.parquet")
+        Hub.files[f"parts/train-{number}.parquet"] = (tmp_path / "train.parquet").read_bytes()
     program = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 from test_object_storage import books_of
 from infra.errors import UserError
 print(json.dumps({name: data.decode() for name, data in books_of("hf://datasets/org/books/data").items()}))
+print(json.dumps({name: data.decode() for name, data in books_of("hf://datasets/org/books/parts/train-0*.parquet").items()}))
 for folder in ("nothing", "refused"):
     try:
         books_of(f"hf://datasets/org/{folder}")
@@ -140,7 +147,9 @@ for folder in ("nothing", "refused"):
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    read, missing, refused = done.stdout.splitlines()
+    read, share, missing, refused = done.stdout.splitlines()
+    ((_, text),) = json.loads(share).items()
+    assert text.startswith("Book 0. It was")
     assert json.loads(read) == {f"data/sub folder/{path.name}": path.read_text() for path in local.iterdir()}
     assert "hf://datasets/org/nothing holds no books" in missing
     assert "hf://datasets/org/refused cannot be listed" in refused
