@@ -91,13 +91,9 @@ def _store(bucket: str, query: str) -> Any:
     if bucket.startswith("hf://"):
         return _Hub(bucket.removeprefix("hf://"))
     settings: dict[str, Any] = dict(parse_qsl(query))
-    known = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")
-    if bucket.startswith("s3://") and find_spec("boto3") and not (any(map(os.environ.get, known)) or "skip_s" in query):
-        from obstore.auth.boto3 import Boto3CredentialProvider  # which knows the profiles of ~/.aws
-
-        with suppress(ValueError):  # there are none
-            settings["credential_provider"] = Boto3CredentialProvider()
     try:
+        if bucket.startswith("s3://") and "skip_signature" not in settings:
+            settings |= _credentials()
         return from_url(
             bucket,
             # An endpoint that begins with http:// was asked for.
@@ -107,6 +103,24 @@ def _store(bucket: str, query: str) -> Any:
         )
     except (BaseError, ValueError) as wrong:
         raise UserError(f"{bucket}?{query} cannot be opened: {first_line(wrong)}") from wrong
+
+
+def _credentials() -> dict[str, Any]:
+    """Those of a profile of ``~/.aws``, which only boto3 reads, where the environment has none.
+
+    Raises ``ValueError`` when the profile does not exist.
+    """
+    if any(map(os.environ.get, ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"))) or not find_spec("boto3"):
+        return {}
+    from botocore.exceptions import BotoCoreError
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        return {"credential_provider": Boto3CredentialProvider()}
+    except ValueError:  # there are none; a machine may have a role
+        return {}
+    except BotoCoreError as wrong:
+        raise ValueError(str(wrong)) from wrong
 
 
 class _Hub:
@@ -163,8 +177,8 @@ def answered(uri: str, action: Callable[[], T], doing: str = "read") -> T:
         ) from refused
     except _failures(uri) as failure:
         raise UserError(
-            f"{uri} cannot be {doing}: {reason(failure)}. Check the address and the network, then run the same "
-            "command again to continue from here."
+            f"{uri} cannot be {doing}: {reason(failure)}. Check the address, your credentials and the "
+            "network, then run the same command again to continue from here."
         ) from failure
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -71,7 +72,22 @@ def test_what_storage_refuses_for_good_is_said_at_once(bucket: str) -> None:
     assert time.monotonic() - began < 5
 
 
-def test_a_large_file_arrives_whole_through_a_storage_that_fails_now_and_then(s3: S3, tmp_path: Any) -> None:
+def test_a_profile_has_the_credentials_where_the_environment_has_none(
+    bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = key\naws_secret_access_key = secret\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    object_storage._store.cache_clear()
+    monkeypatch.setenv("AWS_PROFILE", "gone")
+    with pytest.raises(UserError, match="gone"):
+        StorageDir.of(f"s3://places/{bucket}").files()
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    StorageDir.of(f"s3://places/profile/{bucket}").write("file", b"content")
+
+
+def test_a_large_file_arrives_whole_through_a_storage_that_fails_now_and_then(s3: S3, tmp_path: Path) -> None:
     query, set_rate = s3
     content = os.urandom(20 << 20)  # in several parts
     (tmp_path / "file").write_bytes(content)
@@ -141,7 +157,7 @@ def test_a_command_ends_though_storage_never_answers(unanswered: str) -> None:
             last = line
         process.wait(timeout=60)
     assert began is not None
-    assert "Check the address and the network" in last
+    assert "Check the address, your credentials and the network" in last
     assert process.returncode == 2
     assert time.monotonic() - began < 10.0
 
