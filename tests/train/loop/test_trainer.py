@@ -7,6 +7,7 @@ import math
 import time
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -82,16 +83,18 @@ def test_the_parts_of_a_step_make_no_more_than_the_step(config: TrainConfig) -> 
 
 
 def test_a_pause_is_named_and_in_no_share(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine sleeps for a second in the optimizer's part of a step that takes milliseconds."""
-    monkeypatch.setattr(conclusion, "PAUSE", 0.5)
-    usual = Trainer(config).run()
+    """The machine sleeps for two seconds in the optimizer's part of a step that takes milliseconds."""
+    monkeypatch.setattr(conclusion, "PAUSE", 1.0)
     trainer = Trainer(config)
-    monkeypatch.setattr(trainer.scaler, "update", lambda: time.sleep(trainer.state.step == 30))
+    monkeypatch.setattr(trainer.scaler, "update", lambda: time.sleep(2 * (trainer.state.step == 30)))
     result = trainer.run()
-    assert sum(trainer.spent.optimizer) > 0.5 * sum(trainer.spent.steps)
-    assert usual.optimizer_fraction is not None
-    assert result.optimizer_fraction == pytest.approx(usual.optimizer_fraction, abs=0.2)
-    assert (usual.paused_seconds, result.paused_seconds) == (0, pytest.approx(1, abs=0.1))
+    spent = trainer.spent
+    usual = [(part, step) for part, step in zip(spent.optimizer, spent.steps, strict=True) if step < 2]
+    assert len(usual) == len(spent.steps) - 1
+    share = median(part for part, _ in usual) / median(step for _, step in usual)
+    assert result.optimizer_fraction == pytest.approx(share, rel=0.2)
+    assert sum(spent.optimizer) > 1.2 * share * sum(spent.steps)
+    assert result.paused_seconds == pytest.approx(2, abs=0.2)
 
 
 def test_the_same_seed_gives_the_same_run(config: TrainConfig) -> None:
