@@ -86,7 +86,8 @@ class _Lease:
         except AlreadyExistsError:
             pass
         holder, self._version = self._read()
-        if before is None or holder.get("id") != before:  # else its lock is ours, so it was killed
+        # An earlier command's lock is ours, so it was killed; and of our own write the answer may have been lost.
+        if holder.get("id", "") not in (before, self._me["id"]):
             self._wait_until_stale(holder)
         try:
             self._write()

@@ -219,9 +219,8 @@ def listing(uri: str) -> list[Entry]:
         if path:
             with suppress(FileNotFoundError):
                 return [store.head(path)]
-        return [
-            one for some in store.list(path) for one in some if one["path"] != path
-        ]  # that of a folder by a console
+        every = (one for some in store.list(path) for one in some)
+        return [one for one in every if one["path"] != path]  # a page of S3 makes a folder as a file of its name
 
     return [
         Entry(

@@ -63,7 +63,7 @@ class TokenizeConfig(Reading, JoinsRay):
     """Turn books into token shards. The same command again finishes what was interrupted."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (SAMPLE,)
-    """Books, in any order: files, folders or globs, here or at s3://, gs://, hf://;
+    """Books, in any order: files, folders or globs, here or at s3://, gs://, az://, hf://;
     gutenberg:1342,84, which downloads those numbers; or sample, the King James Bible, installed with this program.
     Formats: txt, md, zip, json, jsonl, parquet, plain or gz, zst, bz2, xz."""
 
@@ -72,7 +72,7 @@ class TokenizeConfig(Reading, JoinsRay):
 
     workers: int | None = None
     """Tasks at a time, at least 1, all by Ray Data.
-    None: every CPU of this machine, without Ray up to 2 GB of text, or of the cluster at --address."""
+    None: every CPU of this machine, without Ray, or of the cluster at --address."""
 
     val_fraction: float = 0.01
     """Share of the books, at least 0 and below 1, held out for validation, chosen by a hash of each book's id.

@@ -163,11 +163,18 @@ def test_a_renewal_whose_answer_was_lost_is_not_taken_for_another_command(
     """The storage has the new version, of which this command knows only the one before."""
     write = object_storage.write
 
+    def create_twice(uri: str, content: bytes, mode: Any) -> dict[str, Any]:
+        monkeypatch.setattr(object_storage, "write", write)
+        return write_twice(uri, content, mode)
+
     def write_twice(uri: str, content: bytes, mode: Any) -> dict[str, Any]:
         write(uri, content, mode)
         return write(uri, content, mode)
 
+    monkeypatch.setattr(object_storage, "write", create_twice)
+    began = time.monotonic()
     with held("one"):
+        assert time.monotonic() - began < 5, "its own lease is not waited for"
         monkeypatch.setattr(object_storage, "write", write_twice)
         time.sleep(1.0)
         monkeypatch.setattr(object_storage, "write", write)
