@@ -30,7 +30,7 @@ pytestmark = [
 RUN_BY_OTHERS = ("make test", "make install", "make demo", "mlflow ui")
 """Commands that a test cannot run from inside: itself, what it stands on, and a server that never ends."""
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-"""For commands on the shared Ray, which has none either."""
+"""For the commands after the demo: what is expected of them is what a CPU computes."""
 LADDER = "python -m tune.ladder"
 """Is interrupted, in a test of its own."""
 
@@ -124,12 +124,12 @@ def test_mlflow_holds_the_demo(demo: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def used(demo: Path, cluster: str) -> Path:
+def used(demo: Path) -> Path:
     """The demo's folder after every command of the README but the ladder."""
     wanted = [command for command in commands("sh") if not command.startswith(LADDER)]
     assert len(wanted) > 5, "the README's commands were not found"
     for command in wanted:
-        run(command, demo, RAY_ADDRESS=cluster, **NO_GPU)
+        run(command, demo, **NO_GPU)
     return demo
 
 
@@ -155,13 +155,13 @@ def test_no_secret_of_the_environment_is_kept_or_printed(used: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_python_of_the_readme_works(used: Path, cluster: str) -> None:
+def test_the_python_of_the_readme_works(used: Path) -> None:
     """All blocks in one program: later ones use what earlier ones have made."""
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 5
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(blocks)],
-        cwd=used, env=environment(RAY_ADDRESS=cluster, **NO_GPU), capture_output=True, text=True, check=False,
+        cwd=used, env=environment(**NO_GPU), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     manifest = read_manifest(used / "data/notebook")
@@ -175,11 +175,11 @@ def test_the_python_of_the_readme_works(used: Path, cluster: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_readmes_ladder_is_interrupted_and_continued(used: Path, cluster: str) -> None:
+def test_the_readmes_ladder_is_interrupted_and_continued(used: Path) -> None:
     (line,) = [command for command in commands("sh") if command.startswith(LADDER)]
     ladder = used / "runs/ladder"
     started = subprocess.Popen(
-        shlex.split(line), cwd=used, env=environment(RAY_ADDRESS=cluster, **NO_GPU), stdout=subprocess.PIPE, text=True
+        shlex.split(line), cwd=used, env=environment(**NO_GPU), stdout=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 240
     while not list(ladder.glob("trials/control-00-*.json")) and time.monotonic() < deadline:
@@ -190,7 +190,7 @@ def test_the_readmes_ladder_is_interrupted_and_continued(used: Path, cluster: st
     assert started.returncode == 130, printed
     assert "--resume ladder" in printed
 
-    printed = run(f"{LADDER} --resume ladder", used, RAY_ADDRESS=cluster, **NO_GPU).stdout
+    printed = run(f"{LADDER} --resume ladder", used, **NO_GPU).stdout
     assert "1 trial kept" in printed
     found = json.loads((ladder / "standings.json").read_text())
     base, accumulation, cores = found["rows"]
@@ -212,7 +212,7 @@ def test_the_readmes_ladder_is_interrupted_and_continued(used: Path, cluster: st
     assert {run.info.status for run in runs} == {"FINISHED"}, "the interrupted rung's too, which was opened again"
     assert {f.path for f in client.list_artifacts(parent.info.run_id)} >= {"speed.png", "loss.png", "summary.md"}
 
-    printed = run(f"{LADDER} --resume ladder --compare ladder", used, **NO_GPU).stdout  # all is kept: no Ray is started
+    printed = run(f"{LADDER} --resume ladder --compare ladder", used, **NO_GPU).stdout
     assert "3 trials kept" in printed
 
 
