@@ -17,9 +17,10 @@ from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from infra import command, provenance
-from infra.cluster import ask_others, connected, losses_reported, refuse_unshared
+from infra.cluster import connected
 from infra.console import console
 from infra.errors import UserError
+from infra.machines import ask_others, losses_reported, refuse_unshared
 from infra.progress import doing
 from infra.storage_dir import StorageDir, WorkingCopy
 from infra.tracking.names import changed, shown

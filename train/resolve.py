@@ -99,12 +99,12 @@ def without(config: TrainConfig, too_large: Sequence[int]) -> TrainConfig | None
     return replace(config, micro_batch=sizes[-1]) if sizes else None
 
 
-def continued(asked: TrainConfig, decided: Mapping[str, Any]) -> TrainConfig:
-    """``asked`` with what it leaves open as its run has ``decided`` before, by the memory that was free then.
+def continued(asked: TrainConfig, before: Mapping[str, Any]) -> TrainConfig:
+    """``asked`` with what it leaves open as its run, whose config was ``before``, has decided it by its memory.
 
     A micro-batch that another number of workers rules out is decided anew.
     """
-    kept = {name: value for name, value in decided.items() if getattr(asked, name) in (AUTO, "auto")}
+    kept = {name: before[name] for name in BY_MEMORY if getattr(asked, name) in (AUTO, "auto")}
     if kept.get("micro_batch") not in asked.micro_batches:
         kept.pop("micro_batch", None)
     return replace(asked, **kept)

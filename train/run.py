@@ -11,11 +11,12 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 
 from infra import command, flags
-from infra.cluster import connected, refuse_unshared
+from infra.cluster import connected
 from infra.command import INTERRUPTED
 from infra.console import console
 from infra.errors import UserError
 from infra.hardware import DeviceFacts
+from infra.machines import refuse_unshared
 from infra.options import Address, ConfigFile, TrackingUri
 from infra.progress import IMPORTING, doing
 from infra.storage import write_json
@@ -129,7 +130,7 @@ def recorded(run: RunPlan, options: RunOptions) -> int:
     from train.launch.driver import train_and_record
 
     home, facts = run.home, _facts(run)
-    asked = continued(run.asked, read_progress(run.resume).decided) if run.resume else run.asked
+    asked = continued(run.asked, read_progress(run.resume).config) if run.resume else run.asked
     config = resolve(asked, facts.within(run.memory_limit))
     key, is_new = run_in_mlflow(home, options.tracking_uri, starts=run.resume is None)
     write_json(home.config, run.asked.to_json())

@@ -12,7 +12,10 @@ from functools import cache
 
 import psutil
 
-from infra.cluster import (
+from infra.errors import UserError
+from infra.gpu import read_gpu
+from infra.hardware import DeviceFacts, cpu_facts, device_facts
+from infra.machines import (
     accelerator_resource,
     ask_nodes,
     await_accelerator,
@@ -20,9 +23,6 @@ from infra.cluster import (
     eligible_nodes,
     is_this_machine_alone,
 )
-from infra.errors import UserError
-from infra.gpu import read_gpu
-from infra.hardware import DeviceFacts, cpu_facts, device_facts
 from infra.storage_dir import StorageDir
 from infra.units import format_size
 from pipeline.shards import read_manifest
@@ -110,9 +110,10 @@ def _ask(training: TrainConfig) -> list[Machine]:
     nodes = eligible_nodes(accelerator=training.accelerator)
     gpu = training.device != "cpu" and any(node.get("GPU") for node in nodes.values())
     there = trial_nodes(trial_resources(training, use_gpu=gpu))
+    needs = {node: {"num_gpus": 1} for node in there.values()} if gpu else None  # without one Ray hides it from a task
     answers = ask_nodes(
         list(there.values()), look, StorageDir.of(training.data).address, cpu=not gpu, seconds=ANSWER_SECONDS,
-        num_gpus=int(gpu),  # without one Ray hides it from the task
+        needs=needs,
     )  # fmt: skip
     found = [answer for answer in answers.values() if isinstance(answer, Machine)]
     if not found:

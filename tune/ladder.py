@@ -14,9 +14,10 @@ from pathlib import Path
 from rich.markup import escape
 
 from infra import command, flags
-from infra.cluster import connected, refuse_unshared
+from infra.cluster import connected
 from infra.console import console
 from infra.errors import UserError
+from infra.machines import refuse_unshared
 from infra.progress import IMPORTING, doing
 from tune.config import LadderConfig
 from tune.folder import kept_config, place_of

@@ -23,9 +23,10 @@ import ray
 import ray.tune
 from ray.tune.search import Searcher
 
-from infra.cluster import lack, placing, ray_files
+from infra.cluster import ray_files
 from infra.console import errors
 from infra.errors import UserError, first_line
+from infra.machines import PLACING_SECONDS, is_pending, lack
 from infra.schema import from_json, to_json
 from infra.storage import write_text
 from infra.units import format_duration
@@ -233,12 +234,13 @@ class Proposals(Searcher):
 
 
 class Placing(ray.tune.Stopper):
-    """Ends Tune when its only trial finds no room on its machine while another machine could run it."""
+    """Says when a trial finds no room, and ends Tune when it is the only one and another machine could run it."""
 
-    def __init__(self, proposals: Proposals, waits: threading.Event) -> None:
+    def __init__(self, proposals: Proposals, resources: dict[str, float]) -> None:
         self.proposals = proposals
-        self.waits = waits
+        self.resources = resources
         self.since: float | None = None
+        self.told = False
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         """Never stops a single trial."""
@@ -249,14 +251,19 @@ class Placing(ray.tune.Stopper):
         proposals = self.proposals
         if proposals.failure:
             return True
-        if not self.waits.is_set() or any(trial.started for trial in list(proposals.running.values())):
-            self.since = None
+        if proposals.have_started() or not is_pending([self.resources]):
+            self.since, self.told = None, False
             return False
         self.since = self.since or time.monotonic()
-        if time.monotonic() - self.since < UNPLACED_SECONDS:
+        waited = time.monotonic() - self.since
+        if waited >= PLACING_SECONDS and not self.told:
+            self.told = True
+            errors.print(lack("a trial", [self.resources]), markup=False)
+        running = list(proposals.running.values())
+        if waited < UNPLACED_SECONDS or any(trial.started for trial in running):
             return False
         self.since = None
-        if set(proposals.machines().values()) - {trial.node for trial in proposals.running.values()}:
+        if set(proposals.machines().values()) - {trial.node for trial in running}:
             proposals.withdraw()
         return proposals.restart_tuner
 
@@ -307,7 +314,7 @@ def drive(proposals: Proposals, resources: dict[str, float]) -> None:
         label = {"ray.io/node-id": parameters["node"]}
         return ray.tune.PlacementGroupFactory([resources], bundle_label_selector=[label])
 
-    with ray_files(folder) as place, placing("a trial", [resources], proposals.have_started) as waits:
+    with ray_files(folder) as place:
         for number in itertools.count():
             _await_machine(proposals, resources)
             ray.tune.Tuner(
@@ -321,7 +328,7 @@ def drive(proposals: Proposals, resources: dict[str, float]) -> None:
                 run_config=ray.tune.RunConfig(
                     name=f"{place.name}-{number}" if number else place.name,
                     storage_path=str(folder),
-                    stop=Placing(proposals, waits),
+                    stop=Placing(proposals, resources),
                     verbose=0,
                 ),
             ).fit()

@@ -11,8 +11,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from infra.cluster import connected, placing
+from infra.cluster import connected
 from infra.errors import UserError
+from infra.machines import await_room
 
 SIZES = (2**18, 2**22, 2**26)
 """Bytes reduced at once; DDP's buckets are 25 MiB."""
@@ -54,8 +55,8 @@ def measure(workers: int, address: str | None = None) -> Reduced:
                 ),
                 run_config=ray.train.RunConfig(name="allreduce", storage_path=folder),
             )
-            with placing("the all-reduce", [each] * workers, lambda: False):
-                found = trainer.fit().return_value
+            await_room("the all-reduce", [each] * workers)
+            found = trainer.fit().return_value
     assert found is not None
     return Reduced(workers, **found)
 

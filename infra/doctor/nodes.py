@@ -9,7 +9,7 @@ import platform
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -19,6 +19,7 @@ import psutil
 from infra.cluster import connected
 from infra.errors import UserError, first_line
 from infra.gpu import read_gpu
+from infra.machines import ask_nodes
 from infra.storage import TEMPORARY
 from infra.storage_dir import StorageDir, scratch
 from infra.units import GB
@@ -32,6 +33,8 @@ SPARE = 20 * 10**9
 """Free scratch space below which copies of data sets and runs are in danger."""
 MEASURE_SECONDS = 120.0
 """How long it may take to start a process with torch and to measure its matrix products."""
+CLOCK_PATIENCE = 5.0
+"""How long a machine may take to tell its clock's time."""
 CLOCK_SECONDS = 1.0
 """Difference of clocks above which the times of a run and of its machine's logs cannot be compared."""
 
@@ -81,30 +84,24 @@ class Report:
         return asdict(self)
 
 
-class Probe:
-    """An actor on a machine, which describes it."""
+def reach(place: StorageDir) -> dict[str, float]:
+    """Bytes/s of writing and reading a file of a few MB at ``place``. Raises ``UserError``."""
+    name = f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}"
+    content = os.urandom(STORAGE_BYTES)
+    began = time.perf_counter()
+    place.write(name, content)
+    written = time.perf_counter()
+    try:
+        if place.read(name) != content:
+            raise UserError(f"{place / name} reads differently from what was written")
+        return {"up": STORAGE_BYTES / (written - began), "down": STORAGE_BYTES / (time.perf_counter() - written)}
+    finally:
+        place.remove([name])
 
-    def describe(self) -> MachineReport:
-        """This machine."""
-        return describe()
 
-    def clock(self) -> float:
-        """The time of this machine's clock, in seconds since the epoch."""
-        return time.time()
-
-    def storage(self, place: StorageDir) -> dict[str, float]:
-        """Bytes/s of writing and reading a file of a few MB at ``place``. Raises ``UserError``."""
-        name = f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}"
-        content = os.urandom(STORAGE_BYTES)
-        began = time.perf_counter()
-        place.write(name, content)
-        written = time.perf_counter()
-        try:
-            if place.read(name) != content:
-                raise UserError(f"{place / name} reads differently from what was written")
-            return {"up": STORAGE_BYTES / (written - began), "down": STORAGE_BYTES / (time.perf_counter() - written)}
-        finally:
-            place.remove([name])
+def clock() -> float:
+    """The time of this machine's clock, in seconds since the epoch."""
+    return time.time()
 
 
 def describe() -> MachineReport:
@@ -143,64 +140,51 @@ def examine(address: str, storage: StorageDir | None = None, *, measure: bool = 
     """
     with connected(address):
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        actor: Any = ray.remote(num_cpus=0)(Probe)
-        nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerHostname"])
-        reports = [Report(node["NodeManagerHostname"], int(node["Resources"].get("CPU", 0))) for node in nodes]
-        probes = [
-            actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
-            for node in nodes
-        ]
-        own = describe()
-        for report, answer in zip(
-            reports, _answers([p.describe.remote() for p in probes], ANSWER_SECONDS), strict=True
-        ):
-            if isinstance(answer, MachineReport):
+        nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        reports = {
+            node: Report(found["NodeManagerHostname"], int(found["Resources"].get("CPU", 0)))
+            for node, found in sorted(nodes.items(), key=lambda item: item[1]["NodeManagerHostname"])
+        }
+        own, answers = describe(), ask_nodes(list(reports), describe, seconds=ANSWER_SECONDS)
+        for node, report in reports.items():
+            if isinstance(answer := answers.get(node), MachineReport):
                 report.machine = answer
                 report.problems |= compare(answer, own)
             else:
-                report.problems[f"does not answer: {answer}"] = True
-        there = [(report, probe) for report, probe in zip(reports, probes, strict=True) if report.machine]
-        for report, probe in there:
-            report.clock = _clock_difference(probe)
+                report.problems[f"does not answer: {_why(answer, ANSWER_SECONDS)}"] = True
+        there = {node: report for node, report in reports.items() if report.machine}
+        for node, report in there.items():
+            report.clock = _clock_difference(node)
             if report.clock is not None and abs(report.clock) > CLOCK_SECONDS:
                 problem = f"its clock is {report.clock:+.1f} s off this machine's: set it by NTP"
                 report.problems[problem] = False
-        if storage:
-            asked = [probe.storage.remote(storage) for _, probe in there]
-            for (report, _), answer in zip(there, _answers(asked, STORAGE_SECONDS), strict=True):
-                if isinstance(answer, dict):
-                    report.storage = answer
-                else:
-                    report.problems[f"cannot use {storage}: {answer}"] = True
+        answers = ask_nodes(list(there), reach, storage, seconds=STORAGE_SECONDS) if storage else {}
+        for node, report in there.items() if storage else ():
+            if isinstance(answer := answers.get(node), dict):
+                report.storage = answer
+            else:
+                report.problems[f"cannot use {storage}: {_why(answer, STORAGE_SECONDS)}"] = True
         if measure:
-            _measure([(report, node) for report, node in zip(reports, nodes, strict=True) if report.machine])
-        return reports
+            _measure(there, {node: "GPU" in nodes[node]["Resources"] for node in there})
+        return list(reports.values())
 
 
-def _measure(machines: "list[tuple[Report, dict[str, Any]]]") -> None:
-    """Measure the matrix products of those of ``machines``, with Ray's description of each, that have what computes."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    able = [(report, node) for report, node in machines if report.cores or node["Resources"].get("GPU")]
-    asked = [
-        ray.remote(num_cpus=0 if node["Resources"].get("GPU") else report.cores)(rates)
-        .options(
-            num_gpus=min(1, node["Resources"].get("GPU", 0)),
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-        )
-        .remote()
-        for report, node in able
-    ]
-    for (report, _), task, answer in zip(able, asked, _answers(asked, MEASURE_SECONDS), strict=True):
-        if isinstance(answer, Rates):
-            report.rates = answer
+def _measure(reports: Mapping[str, Report], has_gpu: Mapping[str, bool]) -> None:
+    """Measure the matrix products of those machines, by their node ids, that have a GPU or cores."""
+    needs = {
+        node: {"num_gpus": 1} if has_gpu[node] else {"num_cpus": report.cores}
+        for node, report in reports.items()
+        if has_gpu[node] or report.cores
+    }
+    answers = ask_nodes(list(needs), rates, seconds=MEASURE_SECONDS, needs=needs)
+    for node in needs:
+        if isinstance(answer := answers.get(node), Rates):
+            reports[node].rates = answer
         else:
-            ray.cancel(task, force=True)
-            problem = f"its matrix products were not measured ({answer}): other work has its GPU or cores"
-            report.problems[problem] = False
+            why = _why(answer, MEASURE_SECONDS)
+            problem = f"its matrix products were not measured ({why}): other work has its GPU or cores"
+            reports[node].problems[problem] = False
 
 
 def compare(machine: MachineReport, own: MachineReport) -> dict[str, bool]:
@@ -219,36 +203,20 @@ def compare(machine: MachineReport, own: MachineReport) -> dict[str, bool]:
     return found
 
 
-def _answers(asked: Sequence[Any], seconds: float) -> list[Any]:
-    """What each of ``asked`` returned within ``seconds``, or a sentence why it did not."""
-    import ray
-    from ray.exceptions import RayTaskError
-
-    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=seconds) if asked else ([], [])
-    answers: list[Any] = []
-    for answer in asked:
-        try:
-            answers.append(ray.get(answer) if answer in done else f"nothing within {seconds:.0f} s")
-        except RayTaskError as failure:
-            answers.append(first_line(failure.cause))
-        except Exception as failure:  # noqa: BLE001 whatever happened to its process
-            answers.append(first_line(failure))
-    return answers
+def _why(answer: Exception | None, seconds: float) -> str:
+    """Why a machine has not answered as it should, within ``seconds``."""
+    return first_line(getattr(answer, "cause", answer)) if answer else f"nothing within {seconds:.0f} s"
 
 
-def _clock_difference(probe: Any) -> float | None:
-    """Seconds that the clock of a ``probe``'s machine is ahead of ours, by the fastest of three questions."""
-    import ray
-    from ray.exceptions import RayError
-
+def _clock_difference(node: str) -> float | None:
+    """Seconds that the clock of a machine is ahead of ours, by the fastest of three questions."""
     best: tuple[float, float] | None = None
     for _ in range(3):
         asked = time.time()
-        try:
-            there: Any = ray.get(probe.clock.remote(), timeout=5)
-        except RayError:
-            break
+        there = ask_nodes([node], clock, seconds=CLOCK_PATIENCE).get(node)
         answered = time.time()
+        if not isinstance(there, float):
+            break
         took = answered - asked
         if best is None or took < best[0]:
             best = (took, there - (asked + answered) / 2)

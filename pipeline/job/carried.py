@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from infra.cluster import ask_others
 from infra.errors import UserError
+from infra.machines import ask_others
 from infra.object_storage import is_remote
 from pipeline.books.readers import Part
 from pipeline.books.sources import CarriedFile

@@ -15,8 +15,9 @@ import ray
 from mlflow.tracking import MlflowClient
 from ray._common.utils import get_default_ray_temp_dir
 
-from infra.cluster import PROJECT, await_room, connected, cores_each
+from infra.cluster import PROJECT, connected
 from infra.errors import UserError
+from infra.machines import await_room, cores_each
 from pipeline.config import TokenizeConfig
 from pipeline.tokenize import main
 
@@ -121,14 +122,14 @@ def nothing_is_reserved() -> bool:
 def test_room_is_waited_for_and_none_of_it_is_kept(cluster: str) -> None:
     with connected(cluster):
         cores = int(ray.cluster_resources()["CPU"])
-        assert await_room([{"CPU": cores}], lambda: False)
+        assert await_room("work", [{"CPU": cores}])
         assert nothing_is_reserved()
         others = ray.util.placement_group([{"CPU": cores}])
         assert others.wait(60)
         stopped = iter([False, False, True])
-        assert not await_room([{"CPU": 1}], lambda: next(stopped))
+        assert not await_room("work", [{"CPU": 1}], lambda: next(stopped))
         threading.Timer(0.5, ray.util.remove_placement_group, [others]).start()
-        assert await_room([{"CPU": cores}], lambda: False), "as soon as there is some"
+        assert await_room("work", [{"CPU": cores}]), "as soon as there is some"
         assert nothing_is_reserved()
 
 
@@ -182,7 +183,7 @@ def test_a_machine_that_an_autoscaler_may_bring_is_waited_for(
     )  # fmt: skip
     assert waiting.stderr
     said = next(line for line in waiting.stderr if not line.startswith("..."))
-    assert said.startswith("--accelerator A100 is not in the cluster, which has none: waiting until a machine with one")
+    assert said.startswith("Waiting for a machine with A100 for --accelerator A100. Ray has ")
     waiting.send_signal(signal.SIGTERM)
     waiting.communicate(timeout=30)
     assert waiting.returncode == 130

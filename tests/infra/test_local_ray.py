@@ -22,7 +22,8 @@ from infra.local_ray import on_loopback, only_needed_processes, own_process_grou
 
 PROGRAM = """
 import json, os, psutil
-from infra.cluster import await_accelerator, connected
+from infra.cluster import connected
+from infra.machines import await_accelerator
 from infra.errors import UserError
 
 def train_of_worker():
@@ -78,7 +79,7 @@ def test_a_local_ray_has_no_idle_processes_imports_our_packages_and_has_no_accel
     """One Python waits in place of the dashboard's agent; the current folder has a ``train`` of its own."""
     (_, *rays), imported, refused, _ = local_ray
     assert imported == str(PROJECT / "train" / "__init__.py")
-    assert "--accelerator A100 is not in the cluster" in refused
+    assert "--accelerator A100 is not in this machine" in refused
     names = [name for name, _, _ in rays if name != "ray::IDLE"]
     assert sorted(names) == sorted(["gcs_server", "raylet", "ray::RuntimeEnvAgent", Path(sys.executable).name])
 

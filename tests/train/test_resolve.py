@@ -104,7 +104,8 @@ def test_a_size_that_did_not_fit_is_followed_by_the_next_smaller_one() -> None:
 
 
 def test_a_continued_run_keeps_what_it_found_and_what_is_given_wins() -> None:
-    asked, decided = TrainConfig(), {"micro_batch": 24, "loss": "plain"}
+    asked = TrainConfig()
+    decided = replace(asked, micro_batch=24, loss="plain").to_json()
     found = resolve(continued(asked, decided), H100)
     assert (found.micro_batch, found.loss) == (24, "plain")
     assert resolve(continued(replace(asked, workers=80), decided), H100).micro_batch == 6, "24 is no divisor there"

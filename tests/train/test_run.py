@@ -16,6 +16,7 @@ from mlflow.tracking import MlflowClient
 
 from infra.errors import UserError
 from infra.storage import write_json
+from infra.storage_dir import StorageDir
 from infra.tracking.store import store_uri
 from pipeline.shards import read_manifest
 from train import run
@@ -24,7 +25,7 @@ from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig, config_from_json
 from train.launch import driver, worker
 from train.launch.channel import EarlierWorkers
-from train.launch.worker import Start
+from train.launch.run import Assignment
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport
@@ -176,21 +177,22 @@ with stop_on_signal() as asked:
     os.close(writer)
 
 
-def begin(folder: Path, start: Start) -> tuple[Path | None, str | None]:
-    """What a worker that is told ``start`` makes of ``folder``."""
+def begin(
+    folder: Path, step: int = 0, marker: Path | None = None, past: EarlierWorkers | None = None
+) -> tuple[Path | None, str | None]:
+    """What a worker that is told to continue from ``step`` makes of ``folder``."""
+    assignment = Assignment(TrainConfig(), StorageDir.of(folder), "", step, marker=marker)
     with ExitStack() as locks:
-        return worker.begin(RunFolder(folder), locks, start)
+        return worker.begin(RunFolder(folder), locks, assignment, past or EarlierWorkers())
 
 
 def test_a_worker_that_is_told_why_another_gave_up_or_has_died_too_often_does_not_train(tmp_path: Path) -> None:
-    assert begin(tmp_path, Start(past=EarlierWorkers(refusal="the disk is full"))) == (None, "the disk is full")
-    assert begin(tmp_path, Start(past=EarlierWorkers((0,) * (worker.ATTEMPTS - 1)))) == (None, None)
-    assert "died 3 times between step 0" in (
-        begin(tmp_path, Start(past=EarlierWorkers((0,) * worker.ATTEMPTS)))[1] or ""
-    )
-    assert "cannot be used" in (begin(tmp_path / "gone", Start())[1] or "")
+    assert begin(tmp_path, past=EarlierWorkers(refusal="the disk is full")) == (None, "the disk is full")
+    assert begin(tmp_path, past=EarlierWorkers((0,) * (worker.ATTEMPTS - 1))) == (None, None)
+    assert "died 3 times between step 0" in (begin(tmp_path, past=EarlierWorkers((0,) * worker.ATTEMPTS))[1] or "")
+    assert "cannot be used" in (begin(tmp_path / "gone")[1] or "")
     (tmp_path / "file").touch()
-    assert "cannot be used (Not a directory)" in (begin(tmp_path / "file", Start())[1] or "")
+    assert "cannot be used (Not a directory)" in (begin(tmp_path / "file")[1] or "")
 
 
 def test_a_worker_begins_at_the_step_that_it_is_told_or_a_later_one(
@@ -204,20 +206,20 @@ def test_a_worker_begins_at_the_step_that_it_is_told_or_a_later_one(
     Trainer(config, checkpoints=home.checkpoints).run()
     third, sixth = checkpoints_in(home.checkpoints)
     before = sorted(home.path.rglob("*"))
-    resume, refusal = begin(home.path, Start(6, marker=home.path / "made-by-the-driver"))
+    resume, refusal = begin(home.path, 6, marker=home.path / "made-by-the-driver")
     assert resume is None
     assert "is another disk: give object storage, such as --out s3://bucket/runs" in (refusal or "")
     assert before == sorted(home.path.rglob("*")), "nothing is overwritten"
-    assert begin(home.path, Start(6)) == (sixth, None)
-    assert begin(home.path, Start(3)) == (sixth, None), "a predecessor that was dying saved it"
+    assert begin(home.path, 6) == (sixth, None)
+    assert begin(home.path, 3) == (sixth, None), "a predecessor that was dying saved it"
     shutil.rmtree(sixth)
-    for start in (Start(6), Start(0, past=EarlierWorkers((0, 6)))):
-        resume, refusal = begin(home.path, start)
+    for step, past in ((6, None), (0, EarlierWorkers((0, 6)))):
+        resume, refusal = begin(home.path, step, past=past)
         assert resume is None
         assert re.search("the run continues from step 6, but .*, seen from .*, ends at step 3", refusal or "")
-    assert begin(home.path, Start(0, past=EarlierWorkers((0,)))) == (third, None), "a worker saved it since"
+    assert begin(home.path, 0, past=EarlierWorkers((0,))) == (third, None), "a worker saved it since"
     shutil.rmtree(third)
-    assert "has no intact checkpoint" in (begin(home.path, Start(3))[1] or "")
+    assert "has no intact checkpoint" in (begin(home.path, 3)[1] or "")
 
 
 def test_workers_that_find_different_checkpoints_train_nothing() -> None:

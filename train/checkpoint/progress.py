@@ -44,8 +44,7 @@ class Progress(RunState):
     data_fingerprint: str
     vocabulary_sha256: str
     config: dict[str, Any]
-    decided: dict[str, Any]
-    """Settings that the run has decided by the memory that was free."""
+    """The run as it was resolved."""
     place: dict[str, Any] | None = None
     """The place of the position in a stream of books; None for shards."""
     files: dict[str, str] = field(default_factory=dict)
@@ -104,16 +103,6 @@ def _checksum(file: Path) -> str:
     if stamp not in _checksums:
         _checksums[stamp] = checksum(file)
     return _checksums[stamp]
-
-
-def known_checksums() -> list[tuple[Stamp, str]]:
-    """The checksums that this process has computed, for a worker on this machine to :func:`trust`."""
-    return list(_checksums.items())
-
-
-def trust(known: Iterable[tuple[Stamp, str]]) -> None:
-    """Use the checksums that another process has computed; on another machine no file has their stamps."""
-    _checksums.update(known)
 
 
 def read_progress(checkpoint: Path) -> Progress:

@@ -1,7 +1,7 @@
 """What the driver of a run and its workers tell each other: one channel, which ends with the driver.
 
 A run in the command's own process calls the channel directly. For workers of Ray it is an actor on the driver's
-machine, which they call through a :class:`Remote`: the same methods.
+machine, called through a :class:`Remote`.
 
 In: from the workers, where they started, their cycles, what their machine does, refusals; from the driver, the wish to
 stop. Driver and worker share no file and no clock. The loop never waits for an answer: it hands cycles over and looks
@@ -14,10 +14,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
+
+if TYPE_CHECKING:
+    from train.result import RunResult  # which the actor's process need not import
 
 LISTEN_SECONDS = 0.5
 """How often a worker asks whether to stop, and the driver what is new."""
@@ -31,8 +34,8 @@ class EarlierWorkers:
     """The steps that they started from."""
     refusal: str | None = None
     """Why one of several workers gave up, which all of them must do."""
-    result: dict[str, Any] | None = None
-    """The run's result as JSON values, if that worker gave up because its memory ran out."""
+    result: "RunResult | None" = None
+    """The run's result, if that worker gave up because its memory ran out."""
     too_large: tuple[int, ...] = ()
     """Micro-batches that were chosen automatically and did not fit."""
 
@@ -58,7 +61,7 @@ class Channel:
         self._second = second
         self._starts: list[int] = []
         self._refusal: str | None = None
-        self._result: dict[str, Any] | None = None
+        self._result: RunResult | None = None
         self._too_large: list[int] = []
         self._stopping = False
         self._messages: list[tuple[str, Any]] = []
@@ -113,7 +116,7 @@ class Channel:
     def flush(self) -> None:
         """Answer: what the caller has sent before has arrived."""
 
-    def refuse(self, why: str, result: dict[str, Any] | None = None) -> None:
+    def refuse(self, why: str, result: "RunResult | None" = None) -> None:
         """One of several workers gives up; Ray starts all of them again, and they are told what the first one said."""
         if self._refusal is None:
             self._refusal, self._result = why, result
@@ -136,89 +139,45 @@ class Channel:
         return WorkerNews(messages, None if self._heard is None else time.monotonic() - self._heard, self._doing)
 
 
+_SENT = ("cycle", "system", "say", "stop")
+"""Methods whose end nobody waits for."""
+
+
 class Remote:
-    """A :class:`Channel` that is an actor: what returns something is waited for, the rest is sent and left."""
+    """A :class:`Channel` that is an actor: its methods are called by the same names."""
 
     def __init__(self, actor: Any) -> None:
-        self._actor = actor
+        self.actor = actor
 
-    def past(self) -> EarlierWorkers:
-        """As :meth:`Channel.past`, as are those below."""
-        return ray.get(self._actor.past.remote())
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self.actor, name).remote
+        return call if name in _SENT else lambda *arguments: ray.get(call(*arguments))
 
-    def begun(self, step: int, about: dict[str, Any]) -> tuple[int, int, int]:
-        return ray.get(self._actor.begun.remote(step, about))
-
-    def listen(self, number: int, doing: tuple[str, int] | None = None) -> str:
-        return ray.get(self._actor.listen.remote(number, doing))
-
-    def second(self) -> int:
-        return ray.get(self._actor.second.remote())
-
-    def refuse(self, why: str, result: dict[str, Any] | None = None) -> None:
-        ray.get(self._actor.refuse.remote(why, result))
-
-    def too_large(self, micro_batch: int, line: str) -> None:
-        ray.get(self._actor.too_large.remote(micro_batch, line))
-
-    def flush(self) -> None:
-        with suppress(RayError):  # the driver has died
-            ray.get(self._actor.flush.remote())
-
-    def cycle(self, cycle: dict[str, Any]) -> None:
-        self._actor.cycle.remote(cycle)
-
-    def system(self, second: int, metrics: dict[str, float]) -> None:
-        self._actor.system.remote(second, metrics)
-
-    def say(self, line: str) -> None:
-        self._actor.say.remote(line)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Remote, (self.actor,)
 
 
 @contextmanager
-def opened(last: int, second: int) -> Iterator[Any]:
-    """A handle of the actor of a run whose cycles are known up to step ``last``, and its telemetry up to ``second``.
+def opened(last: int, second: int) -> Iterator[Remote]:
+    """The actor of a run whose cycles are known up to step ``last``, and its telemetry up to ``second``.
 
     It starts in the background.
     """
-    from infra.cluster import here  # imported here because the actor's process would import flags and storage with it
+    from infra.machines import here  # imported here because the actor's process would import flags and storage with it
 
     actor: Any = ray.remote(num_cpus=0)(Channel)
     channel = actor.options(scheduling_strategy=here()).remote(last, second)
     try:
-        yield channel
+        yield Remote(channel)
     finally:
         ray.kill(channel)
 
 
-class DriverEnd:
-    """The driver's end of an actor. Asks again only when it has been answered, and never waits."""
-
-    def __init__(self, channel: Any) -> None:
-        self._channel = channel
-        self._asked = channel.news.remote()
-        self._next = 0.0
-
-    def poll(self) -> WorkerNews | None:
-        """What is new; None while there is no answer. Raises ``RayActorError`` when the actor has died."""
-        if time.monotonic() < self._next or not ray.wait([self._asked], timeout=0)[0]:
-            return None
-        news: Any = ray.get(self._asked)
-        self._asked = self._channel.news.remote()
-        self._next = time.monotonic() + LISTEN_SECONDS
-        return news
-
-    def rest(self) -> Iterator[WorkerNews]:
-        """What is left when the workers have ended."""
-        yield ray.get(self._asked)
-        yield ray.get(self._channel.news.remote())
-
-
 class WorkerEnd:
-    """The first worker's end: tells the driver about cycles, and listens while the block runs."""
+    """The first worker's end: it catches up on cycles, and listens to the driver while the block runs."""
 
-    def __init__(self, channel: Channel | Remote, step: int, about: dict[str, Any]) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, step: int, about: dict[str, Any]) -> None:
+        self.channel = channel
         self._number, self._last, self.second = channel.begun(step, about)
         self._stop = threading.Event()
         self._ended = threading.Event()
@@ -233,25 +192,14 @@ class WorkerEnd:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        self._channel.flush()
+        with suppress(RayError):  # the driver has died
+            self.channel.flush()
 
     def catch_up(self, cycles: Iterable[dict[str, Any]]) -> None:
         """Send those of the earlier ``cycles`` that did not arrive."""
         for cycle in cycles:
             if cycle["step"] > self._last:
-                self.cycle(cycle)
-
-    def cycle(self, cycle: dict[str, Any]) -> None:
-        """Hand a cycle over."""
-        self._channel.cycle(cycle)
-
-    def say(self, text: str) -> None:
-        """Have the driver print a line."""
-        self._channel.say(text)
-
-    def too_large(self, micro_batch: int, text: str) -> None:
-        """Tell that ``micro_batch`` does not fit and what is tried instead, as :meth:`Channel.too_large`."""
-        self._channel.too_large(micro_batch, text)
+                self.channel.cycle(cycle)
 
     def stopping(self) -> bool:
         """Whether the driver wants the run to stop."""
@@ -260,7 +208,7 @@ class WorkerEnd:
     def _listen(self) -> None:
         while not self._ended.wait(LISTEN_SECONDS):
             try:
-                answer = self._channel.listen(self._number, self.doing())
+                answer = self.channel.listen(self._number, self.doing())
             except RayError:  # the driver has died; Ray ends its workers
                 return
             if answer == "replaced":  # it was cut off, and its checkpoints would mix with those of the other

@@ -12,20 +12,20 @@ from dataclasses import replace
 from typing import Any
 
 from infra.errors import UserError
-from infra.schema import from_json, to_json
+from infra.schema import to_json
 from infra.storage import write_json
 from infra.tracking.store import last_steps
 from infra.tracking.tracker import Tracker
 from train import diagnosis, report
-from train.checkpoint.progress import known_checksums, read_progress
-from train.config import TrainConfig
+from train.checkpoint.progress import read_progress
+from train.config import AUTO, TrainConfig
 from train.confirmed import slower
 from train.data.source import absolute
 from train.estimate.flops import with_matmul_efficiency
 from train.estimate.memory import predict_peak
 from train.launch import here
 from train.launch.listener import Listener
-from train.launch.run import RunPlan
+from train.launch.run import Assignment, RunPlan
 from train.resolve import without
 from train.result import Diagnosis, RunResult
 
@@ -82,28 +82,26 @@ def launch(
     listener = Listener(run, config, tracker, on_cycle, sent)
     for cycle in home.cycles_until(reported):
         listener.record(cycle)
-    payload = {
-        "config": absolute(config).to_json(),
-        "asked": absolute(run.asked).to_json(),
-        "place": home.place.address,
-        "marker": None,
-        "step": step,
-        "fingerprint": run.manifest.fingerprint,
-        "checksums": known_checksums(),
-        "memory_limit": run.memory_limit,
-        "stream": run.stream,
-    }
+    assignment = Assignment(
+        config=absolute(config),
+        place=home.place,
+        fingerprint=run.manifest.fingerprint,
+        step=step,
+        memory_limit=run.memory_limit,
+        stream=run.stream,
+        tries_smaller=run.asked.micro_batch == AUTO,
+    )
     if run.is_local:
-        returned = here.start(payload, listener, reported, second)
+        returned = here.start(assignment, listener, reported, second)
     else:
         from train.launch import there
 
-        returned = there.start(payload, listener, reported, second)
-    if "refused" in returned:
-        raise UserError(returned["refused"])
-    if "failed" in returned:
-        raise WorkerFailure(returned["failed"])
-    if returned["stream"]:
-        write_json(home.stream, returned["stream"])
+        returned = there.start(assignment, listener, reported, second)
+    if returned.stream:
+        write_json(home.stream, returned.stream)
         tracker.file(home.stream)
-    return from_json(RunResult, returned["result"], "the worker's result"), returned["gpu"]
+    if returned.refused:
+        raise UserError(returned.refused)
+    if returned.result is None:
+        raise WorkerFailure(returned.failed)
+    return returned.result, returned.gpu

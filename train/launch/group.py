@@ -36,10 +36,6 @@ class WorkerGroup:
             {"worker": ", ".join(self._hosts)} | {k: v for k, v in about["machine"].items() if k != "host"}
         )
 
-    def is_heard(self) -> bool:
-        """Whether workers have begun and are heard from."""
-        return bool(self._hosts) and not self.is_silent
-
     def look(self, silence: float | None) -> None:
         """Say when the first worker has not been heard from for some time, or the machine of one is lost.
 

@@ -11,11 +11,12 @@ from typing import Any
 from infra.progress import doing
 from train.launch.channel import LISTEN_SECONDS, Channel
 from train.launch.listener import Listener
+from train.launch.run import Assignment, Returned
 from train.launch.signals import interrupt_main, stop_on_signal
 
 
-def start(payload: dict[str, Any], listener: Listener, reported: int, second: int) -> dict[str, Any]:
-    """What the train function returns for ``payload``; cycles are known until ``reported``, telemetry to ``second``.
+def start(assignment: Assignment, listener: Listener, reported: int, second: int) -> Returned:
+    """Do what ``assignment`` says; cycles are known until ``reported``, telemetry to ``second``.
 
     Raises ``KeyboardInterrupt`` when a stop takes too long.
     """
@@ -26,7 +27,7 @@ def start(payload: dict[str, Any], listener: Listener, reported: int, second: in
 
     logging.getLogger("ray.train").setLevel(logging.WARNING)  # it says that it runs here
     channel, ended = Channel(reported, second), threading.Event()
-    with doing("loading the data") as shown, stop_on_signal() as stop, listener.sending():
+    with doing("loading the data") as shown, stop_on_signal() as stop:
 
         def listen() -> None:
             while not ended.wait(LISTEN_SECONDS):
@@ -41,7 +42,7 @@ def start(payload: dict[str, Any], listener: Listener, reported: int, second: in
         try:
             trainer = ray.train.torch.TorchTrainer(
                 train_function,
-                train_loop_config=payload | {"channel": channel},
+                train_loop_config={"assignment": assignment, "channel": channel},
                 scaling_config=ray.train.ScalingConfig(num_workers=0),
             )
             returned: Any = trainer.fit().return_value

@@ -9,7 +9,9 @@ import ray
 import ray.train
 from ray.exceptions import GetTimeoutError
 
-from infra.cluster import (
+from infra.errors import UserError
+from infra.hardware import DeviceFacts, cpu_facts, device_facts
+from infra.machines import (
     accelerator_resource,
     ask_nodes,
     await_accelerator,
@@ -17,8 +19,6 @@ from infra.cluster import (
     eligible_nodes,
     is_this_machine_alone,
 )
-from infra.errors import UserError
-from infra.hardware import DeviceFacts, cpu_facts, device_facts
 from train.config import TrainConfig
 
 READERS = 2

@@ -1,9 +1,11 @@
-"""One training run as its command hands it on: what is to be trained on what, where, and from which checkpoint."""
+"""One training run as its command hands it on, and what of it crosses to its workers and comes back."""
 
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from infra.storage_dir import StorageDir
 from pipeline.shards import Manifest, read_manifest
 from pipeline.stream import Stream
 from train.checkpoint.find import find_run
@@ -13,6 +15,43 @@ from train.config import TrainConfig
 from train.confirmed import Confirmed
 from train.data.source import absolute, estimate, refuse_vast_steps, stream_of
 from train.data.text import refuse_foreign_ids
+from train.result import RunResult
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """All that a worker is told. It may be on another machine, so that no path of the driver's need exist there."""
+
+    config: TrainConfig
+    """The resolved run, with whole paths."""
+    place: StorageDir
+    """Where the run's folder is."""
+    fingerprint: str
+    """That of the data that the driver saw."""
+    step: int = 0
+    """The step that the run continues from; 0 is its beginning."""
+    memory_limit: int | None = None
+    """Bytes that the worker's process may use."""
+    stream: Stream | None = None
+    tries_smaller: bool = False
+    """Whether a micro-batch that does not fit is replaced by the next smaller one, because none was asked for."""
+    marker: Path | None = None
+    """A file that the driver has made in the run's folder; None for a run in object storage."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What the first worker returns at the end: a result, or why there is none."""
+
+    result: RunResult | None = None
+    gpu: dict[str, float] | None = None
+    """NVML's readings of the worker's GPU."""
+    stream: dict[str, Any] | None = None
+    """What a run straight from books has read."""
+    refused: str = ""
+    """The user's mistake."""
+    failed: str = ""
+    """The traceback of a bug of ours."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +59,7 @@ class RunPlan:
     """One training run. Imports no torch, so that what is wrong with it is said at once."""
 
     asked: TrainConfig
-    """As the user gave it, with whole paths. Checkpoints keep it, because another machine may decide otherwise what it
-    leaves open."""
+    """As the user gave it, with whole paths; the run's folder keeps it."""
     manifest: Manifest
     home: RunFolder
     """With a whole path."""

@@ -2,6 +2,7 @@
 
 import threading
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -9,25 +10,25 @@ import ray.train
 import ray.train.torch
 from ray.exceptions import RayActorError
 
-from infra.cluster import WAITER, await_room, connected, placing, ray_files
+from infra.cluster import WAITER, connected, ray_files
 from infra.errors import UserError
+from infra.machines import await_room
 from infra.progress import doing
-from train.launch.channel import DriverEnd, opened
+from train.launch.channel import LISTEN_SECONDS, opened
 from train.launch.controller import SingleWorker
 from train.launch.listener import Listener
 from train.launch.placement import needs, scaling
+from train.launch.run import Assignment, Returned
 from train.launch.signals import stop_on_signal
 from train.launch.worker import train_function
-
-POLL_SECONDS = 0.2
 
 
 class ControllerDied(UserError):
     """Ray Train's controller process has died; its workers' resources stay taken until our command ends."""
 
 
-def start(payload: dict[str, Any], listener: Listener, reported: int, second: int) -> dict[str, Any]:
-    """What the train function of the first worker returns for ``payload``; the rest as :func:`train.launch.here.start`.
+def start(assignment: Assignment, listener: Listener, reported: int, second: int) -> Returned:
+    """What the first worker returns for ``assignment``; the rest as :func:`train.launch.here.start`.
 
     Raises ``UserError``, ``ControllerDied``, and ``KeyboardInterrupt`` when a stop takes too long, or Ray has not
     placed the workers yet.
@@ -41,12 +42,13 @@ def start(payload: dict[str, Any], listener: Listener, reported: int, second: in
     ):
         wanted = scaling(config)
         files.mkdir()
-        marker = files / f"driver-{uuid.uuid4().hex}"
-        marker.touch()
-        told = {"channel": channel, "marker": None if home.remote else str(marker)}
+        if not home.remote:
+            marker = files / f"driver-{uuid.uuid4().hex}"
+            marker.touch()
+            assignment = replace(assignment, marker=marker)
         trainer = ray.train.torch.TorchTrainer(
             train_function,
-            train_loop_config=payload | told,
+            train_loop_config={"assignment": assignment, "channel": channel},
             torch_config=SingleWorker() if config.workers == 1 else None,  # type: ignore[arg-type]
             scaling_config=wanted,
             run_config=ray.train.RunConfig(
@@ -64,30 +66,25 @@ def start(payload: dict[str, Any], listener: Listener, reported: int, second: in
                 done.append(failure)
 
         thread = threading.Thread(target=fit, name=WAITER, daemon=True)
-        bundles = [needs(wanted)] * config.workers
-        group, inbox = listener.group, DriverEnd(channel)
-        with (
-            doing("waiting for Ray to start the worker") as shown,
-            stop_on_signal() as stop,
-            placing("the training", bundles, group.is_heard) as waits,
-            listener.sending(),
-        ):
-            if not await_room(bundles, lambda: stop):
+        group = listener.group
+        with doing("waiting for Ray to start the worker") as shown, stop_on_signal() as stop:
+            if not await_room("the training", [needs(wanted)] * config.workers, lambda: stop):
                 raise KeyboardInterrupt
-            asked = False
+            asked, news = False, channel.actor.news.remote()
             thread.start()
             while thread.is_alive():
-                thread.join(POLL_SECONDS)
-                if news := inbox.poll():
-                    listener.take(news, shown)
+                thread.join(LISTEN_SECONDS)
+                if ray.wait([news], timeout=0)[0]:  # else the actor is still starting, which is not waited for
+                    listener.take(ray.get(news), shown)
+                    news = channel.actor.news.remote()
                 if stop and not asked:
                     asked = True
-                    channel.stop.remote()
-                if stop and (waits.is_set() or group.is_lost or stop.is_late()):
+                    channel.stop()
+                if stop and (group.is_lost or stop.is_late()):
                     raise KeyboardInterrupt
             shown.now("ending")
-            for news in inbox.rest():
-                listener.take(news, shown)
+            listener.take(ray.get(news), shown)
+            listener.take(channel.news(), shown)
     if isinstance(done[0], RayActorError):
         raise ControllerDied(
             f"Ray Train's controller died (is the machine out of memory?). Finished work in {home.place.parent} is "

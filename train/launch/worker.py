@@ -4,9 +4,9 @@ import shutil
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,19 @@ import torch
 
 from infra.errors import UserError
 from infra.provenance import machine
-from infra.schema import to_json
 from infra.storage_dir import StorageDir, scratch
 from infra.telemetry import Telemetry, of_machine
 from infra.units import GB
 from pipeline.shards import MANIFEST, Manifest
-from pipeline.stream import Stream
-from train.checkpoint.progress import newest, read_progress, trust
+from train.checkpoint.progress import newest, read_progress
 from train.checkpoint.remote import fetch_newest
 from train.checkpoint.run_folder import RunFolder
-from train.config import AUTO, TrainConfig, config_from_json
+from train.config import TrainConfig
 from train.confirmed import FIRST_STEPS
 from train.data.dataset import ShardData
 from train.data.stream import StreamData
-from train.launch.channel import Channel, EarlierWorkers, Remote, WorkerEnd
+from train.launch.channel import Channel, EarlierWorkers, WorkerEnd
+from train.launch.run import Assignment, Returned
 from train.loop import memory
 from train.loop.memory_limit import Limit
 from train.loop.sampling import closing_sample
@@ -48,38 +47,24 @@ FETCHING_SECONDS = 10.0
 SHARE = "give object storage, such as --out s3://bucket/runs, or a folder on a disk that all machines share."
 
 
-@dataclass(frozen=True)
-class Start:
-    """What a worker is told about its start."""
-
-    step: int = 0
-    """The step that the run continues from; 0 is its beginning."""
-    marker: Path | None = None
-    """A file that the driver has made in the run's folder; None for a run in object storage."""
-    past: EarlierWorkers = field(default_factory=EarlierWorkers)
-
-
-def train_function(payload: dict[str, Any]) -> dict[str, Any]:
+def train_function(told: dict[str, Any]) -> Returned:
     """The loop, from the step that the driver names or a newer checkpoint of this command.
 
     It runs in Ray's workers, or in the driver's own process, where an error of ours is raised as it is.
     """
-    trust(payload["checksums"])
-    place, told = StorageDir(payload["place"]), payload["channel"]
-    local = isinstance(told, Channel)
-    channel = told if local else Remote(told)
-    context = ray.train.get_context()
+    assignment: Assignment = told["assignment"]
+    channel: Channel = told["channel"]
+    local = isinstance(channel, Channel)
+    context, place = ray.train.get_context(), assignment.place
     rank, alone = context.get_world_rank(), context.get_world_size() == 1
     first = rank == 0
     # Workers on one machine do not share what they fetch and remove.
     home = RunFolder(scratch("runs", place.digest, str(rank)), place) if place.remote else RunFolder(place.folder)
     past = channel.past() if first else EarlierWorkers()
-    marker = payload["marker"]
-    start = Start(payload["step"], Path(marker) if marker else None, past)
     host, node = socket.gethostname(), "" if local else ray.get_runtime_context().get_node_id()
     hosts, nodes = [host], [node]
     with ExitStack() as locks:
-        resume, refusal = begin(home, locks, start) if first else follow(home)
+        resume, refusal = begin(home, locks, assignment, past) if first else follow(home)
         too_large = past.too_large
         if not alone:
             found = all_gather((refusal, step_of(resume), host, node, too_large))
@@ -87,14 +72,13 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
             hosts, nodes = [theirs[2] for theirs in found], [theirs[3] for theirs in found]
             too_large = found[0][4]
         if past.result:
-            return {"result": with_checkpoint(past.result, home), "gpu": None, "stream": None}
+            return Returned(with_checkpoint(past.result, home))
         if refusal:
-            return {"refused": refusal}
+            return Returned(refused=refusal)
         try:
-            config, asked = (config_from_json(payload[name], "the run's config") for name in ("config", "asked"))
+            config = assignment.config
             config = without(config, too_large) or config
-            size, stream, fingerprint = (payload[name] for name in ("memory_limit", "stream", "fingerprint"))
-            limit = Limit.impose(size, config.device) if size else None
+            limit = Limit.impose(assignment.memory_limit, config.device) if assignment.memory_limit else None
             line, telemetry = None, None
             if first:
                 about = {"hosts": hosts, "nodes": nodes, "machine": machine()}
@@ -102,38 +86,39 @@ def train_function(payload: dict[str, Any]) -> dict[str, Any]:
                 name = host if len(set(nodes)) > 1 else None
                 telemetry = locks.enter_context(Telemetry(sender(channel, name), line.second))
             elif nodes.index(node) == rank:  # the first worker of another machine
-                locks.enter_context(watched(channel, host))
+                locks.callback(channel.flush)
+                locks.enter_context(Telemetry(sender(channel, host), channel.second()))
             read: list[ShardData | StreamData] = []
 
             def data() -> ShardData | StreamData:
-                read.append(data_of(config, stream, fingerprint, channel.say if first else lambda text: None))
+                read.append(data_of(assignment, channel.say if first else lambda text: None))
                 return read[-1]
 
-            result = train_here(home, config, resume, line, limit, asked, data, telemetry, too_large)
+            smaller = assignment.tries_smaller
+            result = train_here(home, config, resume, line, limit, smaller, data, telemetry, too_large)
             summary = read[-1].summary() if isinstance(read[-1], StreamData) else None
-            gpu = telemetry and telemetry.gpu
-            ended = {"result": to_json(result), "gpu": gpu, "stream": summary}
+            ended = Returned(result, telemetry and telemetry.gpu, summary)
         except TooLarge as failure:
             channel.too_large(*failure.args)
             raise RuntimeError(failure.args[1]) from None  # which Ray Train's controller reads without torch
         except OutOfMemory as failure:
-            channel.refuse(failure.result.reason, to_json(failure.result))
+            channel.refuse(failure.result.reason, failure.result)
             raise RuntimeError(failure.result.reason) from None
         except UserError as mistake:
             if alone:
-                return {"refused": str(mistake)}
+                return Returned(refused=str(mistake))
             channel.refuse(str(mistake))
             raise
         except Exception:
             if alone and not local:
-                return {"failed": traceback.format_exc()}
+                return Returned(failed=traceback.format_exc())
             raise  # the others wait in a collective until Ray stops the group and restarts it
         if home.remote:
             shutil.rmtree(home.path, ignore_errors=True)  # all of it is in the run's place
         return ended
 
 
-def sender(channel: Channel | Remote, name: str | None) -> Callable[[int, dict[str, float]], None]:
+def sender(channel: Channel, name: str | None) -> Callable[[int, dict[str, float]], None]:
     """What hands over a point of telemetry; with the ``name`` of its machine where there are several."""
 
     def send(second: int, metrics: dict[str, float]) -> None:
@@ -142,28 +127,22 @@ def sender(channel: Channel | Remote, name: str | None) -> Callable[[int, dict[s
     return send
 
 
-@contextmanager
-def watched(channel: Channel | Remote, name: str) -> Iterator[None]:
-    """While the block runs, hand over what this machine does, where no worker has a :class:`WorkerEnd`."""
-    with Telemetry(sender(channel, name), channel.second()):
-        yield
-    channel.flush()
-
-
-def begin(home: RunFolder, locks: ExitStack, start: Start) -> tuple[Path | None, str | None]:
+def begin(
+    home: RunFolder, locks: ExitStack, assignment: Assignment, past: EarlierWorkers
+) -> tuple[Path | None, str | None]:
     """Lock the run's folder while ``locks`` is open; returns the checkpoint to continue from, or a reason not to train.
 
     Called by the first worker, whose answer all follow: one that left alone would leave the others in a collective.
     """
     try:
-        if start.past.refusal:
-            return None, start.past.refusal
-        if start.marker and not start.marker.exists():
+        if past.refusal:
+            return None, past.refusal
+        if assignment.marker and not assignment.marker.exists():
             return None, f"{home.path} on {socket.gethostname()}, where Ray placed the worker, is another disk: {SHARE}"
         locks.enter_context(home.worker_lock())
         resume = newest_checkpoint(home)
-        refuse_other_step(home, start, step_of(resume))
-        refuse_hopeless([*start.past.starts, step_of(resume)], ATTEMPTS + len(start.past.too_large))
+        refuse_other_step(home, max(assignment.step, *past.starts, 0), step_of(resume))
+        refuse_hopeless([*past.starts, step_of(resume)], ATTEMPTS + len(past.too_large))
     except UserError as mistake:
         return None, str(mistake)
     except OSError as failure:  # if it were raised, Ray would restart the worker again and again
@@ -192,18 +171,17 @@ def step_of(checkpoint: Path | None) -> int:
     return read_progress(checkpoint).step if checkpoint else 0
 
 
-def with_checkpoint(result: dict[str, Any], home: RunFolder) -> dict[str, Any]:
+def with_checkpoint(result: RunResult, home: RunFolder) -> RunResult:
     """``result`` of an earlier worker, which need not have been the one that knew the newest checkpoint."""
     checkpoint = newest_checkpoint(home)
-    return result | {"checkpoint": home.named(checkpoint) if checkpoint else None}
+    return replace(result, checkpoint=home.named(checkpoint) if checkpoint else None)
 
 
-def refuse_other_step(home: RunFolder, start: Start, found: int) -> None:
-    """Raise ``UserError`` when the newest checkpoint, of step ``found``, is older than one that was there before.
+def refuse_other_step(home: RunFolder, least: int, found: int) -> None:
+    """Raise ``UserError`` when the newest checkpoint, of step ``found``, is older than the one of step ``least``.
 
     A newer one was saved by an earlier worker; an older one means that checkpoints have been lost or damaged.
     """
-    least = max(start.step, *start.past.starts, 0)
     if found < least:
         there = f"ends at step {found:,}" if found else "has no intact checkpoint"
         raise UserError(
@@ -224,15 +202,14 @@ def common_refusal(found: Sequence[tuple[str | None, int, str]]) -> str | None:
     return None
 
 
-def data_of(
-    config: TrainConfig, stream: Stream | None, fingerprint: str, say: Callable[[str], Any] = lambda text: None
-) -> ShardData | StreamData:
+def data_of(assignment: Assignment, say: Callable[[str], Any] = lambda text: None) -> ShardData | StreamData:
     """The data of a run, which must be those that the driver saw; ``say`` gets lines about what is fetched.
 
     Raises ``UserError``.
     """
-    if stream:
-        return StreamData(config, stream)
+    config, fingerprint = assignment.config, assignment.fingerprint
+    if assignment.stream:
+        return StreamData(config, assignment.stream)
     host, place, told = socket.gethostname(), StorageDir.of(config.data), [0.0]
     if not place.remote and not place.exists(MANIFEST):
         raise UserError(
@@ -265,26 +242,26 @@ def train_here(
     resume: Path | None,
     line: WorkerEnd | None,
     limit: Limit | None = None,
-    asked: TrainConfig | None = None,
+    tries_smaller: bool = False,
     data: Callable[[], ShardData | StreamData] | None = None,
     telemetry: Telemetry | None = None,
     too_large: Sequence[int] = (),
 ) -> RunResult:
     """Train in ``home`` from ``resume`` as one worker; the first one has a ``line`` to the driver, and ``telemetry``.
 
-    A micro-batch that ``asked`` leaves open and that does not fit is replaced by the next smaller one, which is also
-    below those that were ``too_large`` before. For that one of several workers raises ``TooLarge``, and
-    ``OutOfMemory`` where there is no smaller one.
+    With ``tries_smaller`` a micro-batch that does not fit is replaced by the next smaller one, which is also below
+    those that were ``too_large`` before. For that one of several workers raises ``TooLarge``, and ``OutOfMemory`` where
+    there is no smaller one.
     """
     failed = [*too_large]
     while True:
         begun = step_of(resume)  # now, because training removes old checkpoints
         try:
-            trainer, result = _attempt(home, config, resume, line, limit, asked, data() if data else ShardData(config))
+            trainer, result = _attempt(home, config, resume, line, limit, data() if data else ShardData(config))
         except OutOfMemory as failure:
             trainer, result = None, failure.result
         smaller = None
-        if asked and asked.micro_batch == AUTO and did_not_fit(result, begun):
+        if tries_smaller and did_not_fit(result, begun):
             smaller = without(config, [config.micro_batch])
         if smaller is None:
             break
@@ -293,7 +270,7 @@ def train_here(
         if config.workers > 1:
             raise TooLarge(config.micro_batch, said)
         if line:
-            line.too_large(config.micro_batch, said)
+            line.channel.too_large(config.micro_batch, said)
             line.doing = lambda: ("building the model", 0)
         trainer = None
         memory.start_over(config)
@@ -322,12 +299,11 @@ def _attempt(
     resume: Path | None,
     line: WorkerEnd | None,
     limit: Limit | None,
-    asked: TrainConfig | None,
     data: ShardData | StreamData,
 ) -> tuple[Trainer, RunResult]:
     """One run of the loop, with its trainer. Raises ``OutOfMemory`` as the trainer does."""
-    if line is None:
-        trainer = Trainer(config, data=data, checkpoints=home.checkpoints, resume=resume, limit=limit, asked=asked)
+    if line is None:  # of another worker than the first, which alone reports and saves
+        trainer = Trainer(config, data=data, checkpoints=home.checkpoints, resume=resume, limit=limit)
         return trainer, trainer.run()
     reported = read_progress(resume).reported if resume else 0
     home.rewind(reported)
@@ -337,8 +313,8 @@ def _attempt(
     def on_cycle(report: CycleReport) -> None:
         if trainer and trainer.device.type == "cuda" and len(trainer.spent.reports) == 1:
             total = limit.size if limit else torch.cuda.get_device_properties(trainer.device).total_memory
-            line.say(fullness(config, memory.peak(trainer.device).process, total))
-        line.cycle(home.append(report))
+            line.channel.say(fullness(config, memory.peak(trainer.device).process, total))
+        line.channel.cycle(home.append(report))
 
     line.doing = lambda: (trainer.doing, trainer.state.step) if trainer else ("building the model", reported)
     trainer = Trainer(
@@ -350,10 +326,9 @@ def _attempt(
         copies=home.remote,
         resume=resume,
         limit=limit,
-        asked=asked,
     )
     if trainer.attention != trainer.config.attention:
-        line.say(f"attention {trainer.attention} (auto)")
+        line.channel.say(f"attention {trainer.attention} (auto)")
     return trainer, trainer.run()
 
 

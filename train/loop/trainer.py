@@ -43,7 +43,7 @@ from train.loop.validation import validate
 from train.model import parallel
 from train.model.optimizer import learning_rate, make_optimizer, set_rate
 from train.model.parallel import Workers
-from train.resolve import BY_MEMORY, resolve
+from train.resolve import resolve
 from train.result import BUILDING, TRAINING, CycleReport, Outcome, RunResult, Shortage
 
 
@@ -53,9 +53,9 @@ class Trainer:
     ``data`` defaults to the config's token shards. ``on_cycle`` is called with every cycle's report and
     ``should_stop`` after every step, both on the first worker only. ``checkpoints`` is the folder to save to,
     ``copies`` the run's place in object storage, to which they are copied, ``resume`` the checkpoint to continue from,
-    ``limit`` the limit on the memory of this process. A config that leaves something open is resolved for this machine;
-    for one that is already resolved, ``asked`` is the original, which checkpoints keep. Raises ``UserError`` when this
-    machine, the data or the checkpoint do not fit the config, and ``OutOfMemory`` when memory does not hold the model.
+    ``limit`` the limit on the memory of this process. A config that leaves something open is resolved for this machine.
+    Raises ``UserError`` when this machine, the data or the checkpoint do not fit the config, and ``OutOfMemory`` when
+    memory does not hold the model.
     """
 
     def __init__(
@@ -69,9 +69,7 @@ class Trainer:
         copies: StorageDir | None = None,
         resume: Path | None = None,
         limit: Limit | None = None,
-        asked: TrainConfig | None = None,
     ) -> None:
-        self.asked = asked or config
         self.config = config = resolve(config, device_facts())
         choose_pages(config)
         self.on_cycle = on_cycle
@@ -340,15 +338,14 @@ class Trainer:
             **vars(self.state),
             data_fingerprint=self.data.manifest.fingerprint,
             vocabulary_sha256=self.data.manifest.vocabulary_sha256,
-            config=self.asked.to_json(),
-            decided={name: getattr(self.config, name) for name in BY_MEMORY},
+            config=self.config.to_json(),
             place=self.data.place(self.state.position),
         )
         self.checkpoints.save(taken, progress, lambda losses: trouble(losses, reference, spike, first) is None)
 
     def _restore(self, path: Path) -> None:
         progress = read_progress(path)
-        refuse_other_run(path, progress, self.asked, self.data.manifest)
+        refuse_other_run(path, progress, self.config, self.data.manifest)
         self.earlier = save.load(path, self.model, self.optimizer, self.scaler, self.device)
         self.state = progress.state
         self.data.go_to(progress.place)

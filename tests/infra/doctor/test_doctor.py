@@ -8,13 +8,13 @@ import resource
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import ray
 import torch
 from mlflow.tracking import MlflowClient
 
@@ -185,21 +185,17 @@ def test_all_reduce_between_two_workers() -> None:
     assert all(rate > 1e5 for rate in reduced.bus_bytes_per_second.values())
 
 
-@pytest.mark.usefixtures("joined")
-def test_a_clock_is_compared_by_the_fastest_answer() -> None:
+def test_a_clock_is_compared_by_the_fastest_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow one says little: the clock was read at any moment of it."""
+    pauses = iter([0.5, 0.0, 0.5])
 
-    class Probe:
-        asked = 0
+    def ask(machines: list[str], question: Callable[[], float], seconds: float) -> dict[str, float]:
+        there = question() + 100
+        time.sleep(next(pauses))
+        return dict.fromkeys(machines, there)
 
-        def clock(self) -> float:
-            now = time.time()
-            self.asked += 1
-            time.sleep(0.5 if self.asked != 2 else 0.0)
-            return now + 100
-
-    probe = ray.remote(num_cpus=0)(Probe).remote()
-    assert nodes._clock_difference(probe) == pytest.approx(100, abs=0.2)
+    monkeypatch.setattr(nodes, "ask_nodes", ask)
+    assert nodes._clock_difference("w1") == pytest.approx(100, abs=0.2)
 
 
 def test_every_precision_has_the_rate_of_its_matrix_products() -> None:

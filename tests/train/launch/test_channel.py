@@ -1,6 +1,9 @@
 """What driver and workers tell each other, without Ray: the actor's methods are called one by one there, too."""
 
+from collections.abc import Callable
+
 from train.launch.channel import Channel, EarlierWorkers
+from train.result import RunResult
 
 
 def cycle(step: int, loss: float = 1.0) -> dict[str, float]:
@@ -67,14 +70,15 @@ def test_a_worker_is_told_to_stop_and_a_replaced_one_to_end() -> None:
     assert channel.listen(second) == "stop"
 
 
-def test_workers_learn_where_earlier_ones_started_and_why_one_gave_up() -> None:
+def test_workers_learn_where_earlier_ones_started_and_why_one_gave_up(make_result: Callable[..., RunResult]) -> None:
+    result = make_result(outcome="oom")
     channel = Channel(0, 0)
     assert channel.past() == EarlierWorkers()
     channel.begun(0, {})
     channel.begun(15, {})
     channel.refuse("the disk is full")
-    channel.refuse("the disk is full here, too", {"outcome": "oom"})
+    channel.refuse("the disk is full here, too", result)
     assert channel.past() == EarlierWorkers((0, 15), "the disk is full")
     assert channel.past() == EarlierWorkers((0, 15)), "it is told once: the cause may be gone when the user tries again"
-    channel.refuse("out of memory", {"outcome": "oom"})
-    assert channel.past() == EarlierWorkers((0, 15), "out of memory", {"outcome": "oom"})
+    channel.refuse("out of memory", result)
+    assert channel.past() == EarlierWorkers((0, 15), "out of memory", result)

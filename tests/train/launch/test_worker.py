@@ -15,7 +15,6 @@ import torch
 
 from infra.errors import UserError
 from infra.gpu import GpuReading
-from infra.schema import to_json
 from infra.storage import write_json
 from infra.telemetry import Telemetry
 from pipeline.shards import checksum, read_manifest
@@ -23,9 +22,10 @@ from train.checkpoint import progress
 from train.checkpoint.find import find_run
 from train.checkpoint.progress import newest
 from train.checkpoint.run_folder import RunFolder
-from train.config import AUTO, Cycle, TrainConfig
+from train.config import Cycle, TrainConfig
 from train.launch import worker
-from train.launch.channel import Channel, WorkerEnd
+from train.launch.channel import Channel, EarlierWorkers, WorkerEnd
+from train.launch.run import Assignment
 from train.loop.trainer import Trainer
 from train.model.gpt import GPT
 from train.model_config import ModelConfig
@@ -55,6 +55,10 @@ class Told:
         self.steps = steps
         self.last = last
 
+    @property
+    def channel(self) -> "Told":
+        return self
+
     def catch_up(self, cycles: Iterable[dict[str, Any]]) -> None:
         self.sent += [cycle["step"] for cycle in cycles if cycle["step"] > self.last]
 
@@ -74,6 +78,10 @@ def train(home: RunFolder, config: TrainConfig, resume: Path | None, told: Told 
     return worker.train_here(home, config, resume, cast(WorkerEnd, told or Told()))
 
 
+def assigned(home: RunFolder, config: TrainConfig, step: int = 0) -> Assignment:
+    return Assignment(config, home.place, read_manifest(config.data).fingerprint, step)
+
+
 def cycles(home: RunFolder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in home.cycles.read_text().splitlines()]
 
@@ -89,7 +97,7 @@ def test_a_worker_trains_into_its_folder(home: RunFolder, config: TrainConfig, m
 def test_a_resumed_run_reads_its_checkpoint_once_to_check_it(
     home: RunFolder, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver does; the worker takes that over for files that are still the same, and looks at others itself."""
+    """The driver and the worker are one process; a file that has changed is looked at again."""
     train(home, replace(config, steps=7, schedule="constant"), None)
     write_json(home.config, config.to_json())
     progress._checksums.clear()
@@ -101,11 +109,8 @@ def test_a_resumed_run_reads_its_checkpoint_once_to_check_it(
 
     monkeypatch.setattr(progress, "checksum", counted)
     found = find_run(str(home.path), home.path.parent).newest()
-    known = progress.known_checksums()
-    progress._checksums.clear()  # the worker is another process
-    progress.trust(known)
     with ExitStack() as locks:
-        assert worker.begin(home, locks, worker.Start(7)) == (found, None)
+        assert worker.begin(home, locks, assigned(home, config, step=7), EarlierWorkers()) == (found, None)
         assert train(home, replace(config, schedule="constant"), found).steps == 12
     assert sorted(checked) == ["model.safetensors", "state.pt"]
     os.utime(found / "state.pt", ns=(1, 1))
@@ -148,8 +153,8 @@ def room_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunFolder, config: TrainConfig) -> None:
     """And the run is that of the size which fits: the same losses, bit for bit, of the same global batch."""
     config = replace(config, global_batch=8, micro_batch=8, compile="off", loss="plain")
-    told, asked = Told(), replace(config, micro_batch=AUTO)
-    result = worker.train_here(home, config, None, cast(WorkerEnd, told), asked=asked)
+    told = Told()
+    result = worker.train_here(home, config, None, cast(WorkerEnd, told), tries_smaller=True)
     assert (result.outcome, result.steps, result.too_large) == ("finished", 12, (8, 4))
     assert [size for size, _ in told.failed] == [8, 4]
     assert "out of memory in the forward pass of step 1" in told.failed[0][1]
@@ -159,8 +164,7 @@ def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunF
     assert [c["step_losses"] for c in cycles(home)] == [report.step_losses for report in straight.spent.reports]
     kept = newest(home.checkpoints)
     assert kept
-    assert progress.read_progress(kept).decided == {"micro_batch": 2, "loss": "plain"}
-    assert progress.read_progress(kept).config["micro_batch"] == "auto"
+    assert progress.read_progress(kept).config["micro_batch"] == 2, "with which it is continued"
     driver = without(config, result.too_large)
     assert driver
     assert driver.micro_batch == 2
@@ -169,7 +173,7 @@ def test_a_micro_batch_that_nobody_gave_is_made_smaller_until_it_fits(home: RunF
 @pytest.mark.usefixtures("room_for_two")
 def test_a_micro_batch_that_was_given_is_not_changed(home: RunFolder, config: TrainConfig) -> None:
     told = Told()
-    result = worker.train_here(home, config, None, cast(WorkerEnd, told), asked=config)
+    result = worker.train_here(home, config, None, cast(WorkerEnd, told))
     assert (result.outcome, result.steps, result.too_large, told.failed) == ("oom", 0, (), [])
 
 
@@ -183,7 +187,7 @@ def test_only_the_first_steps_tell_whether_a_size_fits(
     assert not worker.did_not_fit(make_result(outcome="diverged", steps=5 + steps), 5)
 
 
-def test_workers_all_start_again_with_the_smaller_size(home: RunFolder) -> None:
+def test_workers_all_start_again_with_the_smaller_size(home: RunFolder, config: TrainConfig) -> None:
     """What one of them found is told to all, by the channel, which outlives them."""
     channel = Channel(0, 0)
     channel.too_large(8, "8 does not fit")
@@ -192,10 +196,10 @@ def test_workers_all_start_again_with_the_smaller_size(home: RunFolder) -> None:
     assert [content for _, content in channel.news().messages] == ["8 does not fit"]
     with ExitStack() as locks:
         past = replace(channel.past(), starts=(0, 0, 0))
-        assert worker.begin(home, locks, worker.Start(past=past)) == (None, None), "one of the starts was for that"
+        assert worker.begin(home, locks, assigned(home, config), past) == (None, None), "one of the starts was for that"
     with ExitStack() as locks:
         past = replace(past, starts=(0, 0, 0, 0))
-        assert "died" in str(worker.begin(home, locks, worker.Start(past=past))[1])
+        assert "died" in str(worker.begin(home, locks, assigned(home, config), past)[1])
 
 
 def test_a_worker_ends_when_its_driver_says_so(home: RunFolder, config: TrainConfig) -> None:
@@ -211,8 +215,8 @@ def test_a_model_that_cannot_be_built_is_a_result_that_names_the_machine(home: R
     assert (result.outcome, result.machine, result.checkpoint) == ("oom", socket.gethostname(), None)
     assert result.shortage
     train(home, replace(config, steps=7, schedule="constant"), None)
-    told = worker.with_checkpoint(to_json(result), home)
-    assert told == to_json(result) | {"checkpoint": str(home.checkpoints / "step-00000007")}
+    told = worker.with_checkpoint(result, home)
+    assert told == replace(result, checkpoint=str(home.checkpoints / "step-00000007"))
 
 
 def test_energy_is_told_for_the_steps_after_the_first(
@@ -243,9 +247,9 @@ def test_a_result_has_what_the_machine_did_after_the_first_step(home: RunFolder,
 
 
 def test_a_worker_refuses_data_that_its_driver_did_not_see(config: TrainConfig, tmp_path: Path) -> None:
-    fingerprint = read_manifest(config.data).fingerprint
-    assert worker.data_of(config, None, fingerprint).manifest.fingerprint == fingerprint
+    known = assigned(RunFolder(tmp_path), config)
+    assert worker.data_of(known).manifest.fingerprint == known.fingerprint
     with pytest.raises(UserError, match="and on the driver's machine 0000"):
-        worker.data_of(config, None, "0" * 64)
+        worker.data_of(replace(known, fingerprint="0" * 64))
     with pytest.raises(UserError, match=r"absent is not on .*, where Ray placed the worker: give object storage"):
-        worker.data_of(replace(config, data=str(tmp_path / "absent")), None, fingerprint)
+        worker.data_of(replace(known, config=replace(config, data=str(tmp_path / "absent"))))
