@@ -18,6 +18,7 @@ from infra.errors import UserError
 COMMANDS = {
     "tokenize": ("pipeline.tokenize", "TokenizeConfig"),
     "inspect": ("pipeline.inspect", "InspectConfig"),
+    "vocabulary": ("pipeline.vocabulary", "VocabularyConfig"),
     "run": ("train.run", "RunOptions"),
     "ladder": ("tune.ladder", "LadderConfig"),
     "plan": ("train.plan", "PlanOptions"),

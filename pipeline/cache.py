@@ -10,7 +10,7 @@ from pathlib import Path
 from infra.errors import UserError
 from infra.storage import lock
 from infra.storage_dir import StorageDir, scratch
-from pipeline.shards import MANIFEST, Manifest, read_manifest
+from pipeline.shards import MANIFEST, VOCABULARY_FILE, Manifest, read_manifest
 
 PATIENCE = 24 * 3600.0
 """Seconds to wait for another process of this machine that is fetching the same data set."""
@@ -39,6 +39,8 @@ def on_this_machine(
                     raise UserError(
                         f"{data / shard.path} is missing: run 'python -m pipeline.tokenize --out {data}' again."
                     ) from None
+        if data.exists(VOCABULARY_FILE):
+            data.fetch(VOCABULARY_FILE, folder / VOCABULARY_FILE)
         if not (folder / MANIFEST).exists():
             manifest.write(folder)
     return folder

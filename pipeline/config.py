@@ -29,8 +29,8 @@ IDENTITY = (
 
 @strict
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How sources become clean books, for shards and streams alike. Raises ``UserError`` for invalid values."""
+class Cleaning:
+    """How sources become clean books. Raises ``UserError`` for invalid values."""
 
     text_field: str = "text"
     """The field of JSON lines that contains a book's text."""
@@ -58,6 +58,16 @@ class Reading:
                 raise UserError(f"--languages {language!r} is not a language code: write for example en fr de.")
 
 
+@strict
+@dataclass(frozen=True, kw_only=True)
+class Reading(Cleaning):
+    """How sources become tokens, for shards and streams alike."""
+
+    vocabulary: str | None = None
+    """A tokenizer.json of a byte-level BPE, or a .tiktoken file of ranks whose name tells its split pattern (gpt2,
+    cl100k or o200k); also in object storage. python -m pipeline.vocabulary trains one. None: GPT-2's."""
+
+
 @dataclass(frozen=True)
 class TokenizeConfig(Reading, JoinsRay):
     """Turn books into token shards. The same command again finishes what was interrupted."""
@@ -80,8 +90,8 @@ class TokenizeConfig(Reading, JoinsRay):
 
     encoder: Literal["gigatoken", "tiktoken"] = "gigatoken"
     """Tokenizer. Both give the same ids.
-    - gigatoken: about 15 times as fast; a sample of the books is checked by tiktoken
-    - tiktoken: OpenAI's"""
+    - gigatoken: about 15 times as fast; a sample of the books is checked by the other
+    - tiktoken: OpenAI's, or Hugging Face's tokenizers for a --vocabulary of theirs"""
 
     mirror: str = MIRROR
     """Robot-friendly mirror for 'gutenberg:' numbers."""

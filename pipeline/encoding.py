@@ -1,35 +1,52 @@
-"""UTF-8 text to GPT-2 token ids, exactly those of tiktoken's ``encode_ordinary``.
+"""UTF-8 text to token ids, exactly those of the library that a vocabulary is written for.
 
-The fast encoder and the reference that checks it are built from one rank table that is package data, so
-nothing is downloaded, and the table is checked against the hash that tiktoken itself pins. Neither knows
-special tokens: a book that contains the characters ``<|endoftext|>`` must not end there.
+A :class:`Vocabulary` is read from a rank file of tiktoken or from a ``tokenizer.json`` of Hugging Face, and the fast
+encoder and the reference that checks it are both built from its bytes. GPT-2's is package data, so that nothing is
+downloaded, and is checked against the hash that tiktoken itself pins. No encoder knows special tokens: a book that
+contains the characters ``<|endoftext|>`` must not end there.
 """
 
 import base64
 import hashlib
+import json
 import re
-from collections.abc import Iterator
-from functools import cache
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import gigatoken
 import numpy as np
 import psutil
 import tiktoken
 
-from infra.errors import UserError
-from pipeline.shards import END_OF_TEXT
+from infra.errors import UserError, first_line
+from infra.storage_dir import StorageDir
+from pipeline.shards import VOCABULARY_FILE
 
 VOCABULARY = Path(__file__).with_name("gpt2.tiktoken")
 VOCABULARY_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 
-# The pattern of r50k_base as tiktoken publishes it (tiktoken_ext/openai_public.py).
-_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+# As tiktoken publishes them (tiktoken_ext/openai_public.py), by the name that gigatoken has for each.
+PATTERNS = {
+    "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
+    "cl100k": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"""
+    r"""|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
+    "o200k": r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"""
+    r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
+    r"""|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
+    r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+}
+END = "<|endoftext|>"
+_ENDS = (END, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
+"""What the token that ends a text is called, in the order in which a ``tokenizer.json`` is searched for it."""
 
 CHUNK = 500_000
 """Bytes per call of an encoder. tiktoken refuses a text with more than a million blanks in a row."""
 
+VERIFIED_BYTES = 300_000
+"""Bytes of a book that are compared: tiktoken takes 0.2 s for them."""
 CACHE = 100_000_000
 """Bytes by which this process may grow before the fast encoder is made again, which takes 0.2 s with learning the usual
 words: it never forgets a word, at 63 bytes each in a table that doubles. This limit keeps it below 300 MB."""
@@ -59,6 +76,8 @@ _PUNCTUATION = (
 _CUT = re.compile(
     rf"(?<=\S)(?=[ \n])|(?<=[^\W_])(?=[{_PUNCTUATION}])|(?<=[ \t\n\u3000])(?=[ \t\u3000])|(?<=[ \t\u3000])(?=\n)"
 )
+# No pattern has a pre-token in which a space follows something else than whitespace.
+_WORD_END = re.compile(rb"(?:(?<=[!-~])|(?<=[\xc3-\xdf][\x80-\xbf]))(?= )")
 _CONTINUATION = bytes(range(0x80, 0xC0))
 _WINDOW = 4096
 _ALIKE = 16
@@ -71,41 +90,16 @@ class EncodingMismatch(UserError):
     """The fast encoder and tiktoken gave different ids."""
 
 
-def vocabulary() -> bytes:
-    """The rank table's bytes; raises ``UserError`` when they are not the published ones."""
-    table = VOCABULARY.read_bytes()
-    found = hashlib.sha256(table).hexdigest()
-    if found != VOCABULARY_SHA256:
-        raise UserError(
-            f"{VOCABULARY} is not GPT-2's vocabulary (its sha256 is {found}): install this program again with "
-            "'pip install --force-reinstall --no-deps .' in its folder."
-        )
-    return table
-
-
-@cache
-def reference() -> tiktoken.Encoding:
-    """tiktoken's GPT-2 encoding, built offline."""
-    pairs = (line.split() for line in vocabulary().splitlines())
-    ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
-    return tiktoken.Encoding(
-        "gpt2",
-        pat_str=_PATTERN,
-        mergeable_ranks=ranks,
-        special_tokens={"<|endoftext|>": END_OF_TEXT},
-        explicit_n_vocab=END_OF_TEXT + 1,
-    )
-
-
 class _Fast:
     """gigatoken, which remembers every word that it meets, made again before that takes too much memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[], gigatoken.Tokenizer]) -> None:
         self._process = psutil.Process()
+        self._new = make
         self._make()
 
     def _make(self) -> None:
-        self._tokenizer = gigatoken.Tokenizer.from_tiktoken(VOCABULARY, pretokenizer="r50k", special_tokens={})
+        self._tokenizer = self._new()
         self._smallest = self._process.memory_info().rss  # because large books come and go beside it
         self._since_look = 0
 
@@ -119,36 +113,6 @@ class _Fast:
                 del self._tokenizer  # before the next one needs memory
                 self._make()
         return self._tokenizer.encode(text)
-
-
-@cache
-def _fast() -> _Fast:
-    vocabulary()
-    return _Fast()
-
-
-def encode(text: bytes, encoder: EncoderName = "gigatoken") -> np.ndarray:
-    """Token ids (uint16) of ``text``, which must be valid UTF-8; no end-of-text token is added.
-
-    A chunk with one of the newest letters is always encoded by tiktoken.
-    """
-    ids = [_encode(chunk, encoder).astype(np.uint16) for chunk in chunks(text)]
-    return ids[0] if len(ids) == 1 else np.concatenate(ids)
-
-
-def _encode(text: bytes, encoder: EncoderName) -> np.ndarray:
-    if encoder == "tiktoken" or any(first in text and letter.search(text) for first, letter in _NEWEST.items()):
-        return reference().encode_to_numpy(text.decode(), disallowed_special=())
-    return _fast().encode(text)
-
-
-def chunks(text: bytes, size: int = CHUNK) -> Iterator[bytes]:
-    """``text`` in chunks of about ``size`` bytes that encode to the same ids as the whole."""
-    start = 0
-    while len(text) - start > size and (cut := _cut(text, start, start + size)) < len(text):
-        yield text[start:cut]
-        start = cut
-    yield text[start:] if start else text
 
 
 def _cut(text: bytes, start: int, at: int) -> int:
@@ -170,30 +134,318 @@ def _cut(text: bytes, start: int, at: int) -> int:
     return len(text)
 
 
-VERIFIED_BYTES = 300_000
-"""Bytes of a book that are compared: tiktoken takes 0.2 s for them."""
+def _cut_between_words(text: bytes, start: int, at: int) -> int:
+    """As :func:`_cut`, where a pre-token begins by every pattern, and whatever the tokens are."""
+    found = _WORD_END.search(text, at)
+    return found.start() if found else len(text)
 
 
-def verify(book: str, text: bytes, ids: np.ndarray) -> int:
-    """Compare ``ids`` of ``text`` with tiktoken's, over about ``VERIFIED_BYTES``; return the bytes compared.
+class Vocabulary:
+    """The tokens of a vocabulary by id, and what encodes with them.
 
-    Raises ``EncodingMismatch`` naming ``book`` and the first difference.
+    Its ``content`` is what a data set and a checkpoint carry: a ``tokenizer.json`` as it is, or the ranks of a
+    ``.tiktoken`` file as JSON, with the name of their split pattern. Raises ``UserError``, which names the file as
+    ``name``, for anything that no byte-level BPE can be built from.
     """
-    head = next(chunks(text, VERIFIED_BYTES))
-    expected = reference().encode_to_numpy(head.decode(), disallowed_special=()).astype(np.uint16)
-    found = ids[: len(expected)] if len(head) < len(text) else ids
-    if np.array_equal(expected, found):
-        return len(head)
-    common = min(len(expected), len(found))
-    differs = np.nonzero(expected[:common] != found[:common])[0]
-    where = int(differs[0]) if len(differs) else common
-    raise EncodingMismatch(
-        f"the book {book} is encoded differently than by tiktoken from token {where:,} on "
-        f"({found[where : where + 4].tolist()} instead of {expected[where : where + 4].tolist()}): "
-        "use --encoder tiktoken, and report the versions of gigatoken and tiktoken with this book."
-    )
+
+    def __init__(self, content: bytes, name: str) -> None:
+        self.content = content
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        try:
+            values = {"pattern": "gpt2", "ranks": content.decode()} if self.is_gpt2 else json.loads(content)
+            self.pattern: str | None = values.get("pattern")
+            """The name of a rank file's pattern; None for a ``tokenizer.json``."""
+            if self.pattern:
+                self._ranks = values["ranks"].encode()
+                self.tokens = _tokens_of_ranks(self._ranks)
+                self.end_of_text = len(self.tokens) - 1
+            else:
+                self._json = _without_special_tokens(values)
+                self.tokens, self.end_of_text = _tokens_of_json(values)
+        except (KeyError, TypeError, ValueError, AttributeError) as fault:
+            raise UserError(
+                f"{name} is not the vocabulary of a byte-level BPE ({first_line(fault).rstrip('.')}): give a .tiktoken "
+                "file with all ranks, or a tokenizer.json as 'python -m pipeline.vocabulary' writes it."
+            ) from fault
+        self.name = name
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_gpt2(self) -> bool:
+        """Whether it is GPT-2's, which every installation has."""
+        return self.sha256 == VOCABULARY_SHA256
+
+    @property
+    def dtype(self) -> type[np.unsignedinteger]:
+        """The smallest type of shards that holds every id."""
+        return np.uint16 if len(self) <= 1 << 16 else np.uint32
+
+    @property
+    def library(self) -> str:
+        """The name of the library that it is written for, and checked against."""
+        return "tiktoken" if self.pattern else "tokenizers"
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """UTF-8 bytes of each token id, 0 for the end of a text."""
+        sizes = np.array([len(token) for token in self.tokens], dtype=np.int64)
+        sizes[self.end_of_text] = 0
+        return sizes
+
+    @cached_property
+    def tiktoken(self) -> tiktoken.Encoding:
+        """tiktoken's encoding of a rank file."""
+        assert self.pattern
+        return tiktoken.Encoding(
+            "gpt2" if self.is_gpt2 else self.sha256,
+            pat_str=PATTERNS[self.pattern],
+            mergeable_ranks={token: rank for rank, token in enumerate(self.tokens[:-1])},
+            special_tokens={END: self.end_of_text},
+            explicit_n_vocab=len(self),
+        )
+
+    @cached_property
+    def _tokenizers(self) -> Any:
+        from tokenizers import Tokenizer  # which takes 0.1 s, and GPT-2's vocabulary does without
+
+        return Tokenizer.from_str(self._json)
+
+    def reference(self, text: str) -> np.ndarray:
+        """The ids of ``text`` by the library that the vocabulary is written for, uint32."""
+        if self.pattern:
+            return self.tiktoken.encode_to_numpy(text, disallowed_special=())
+        return np.array(self._tokenizers.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    @cached_property
+    def _fast(self) -> _Fast:
+        try:
+            return _Fast(self._gigatoken)
+        except RuntimeError as unknown:
+            raise UserError(
+                f"{self.name} cannot be used by gigatoken ({first_line(unknown)}): add --encoder tiktoken, which "
+                "encodes with the library that it is written for."
+            ) from unknown
+
+    def _gigatoken(self) -> gigatoken.Tokenizer:
+        if not self.pattern:
+            return gigatoken.Tokenizer.from_json(self._json)
+        with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:  # it reads ranks from a file alone
+            file.write(self._ranks)
+            file.flush()
+            return gigatoken.Tokenizer.from_tiktoken(file.name, pretokenizer=self.pattern, special_tokens={})
+
+    def prepare(self, encoder: EncoderName) -> None:
+        """Build what ``encoder`` needs. Raises ``UserError`` when that cannot be done."""
+        try:
+            _ = self._fast if encoder == "gigatoken" else None
+            self.reference("")
+        except UserError:
+            raise
+        except Exception as fault:  # of this class are those of the libraries in Rust
+            raise UserError(
+                f"{self.name} cannot be used by {self.library} ({first_line(fault)}): give a tokenizer.json as "
+                "'python -m pipeline.vocabulary' writes it."
+            ) from fault
+
+    def encode(self, text: bytes, encoder: EncoderName = "gigatoken") -> np.ndarray:
+        """Token ids of ``text``, which must be valid UTF-8; no end-of-text token is added.
+
+        A chunk with one of the newest letters is always encoded by the reference.
+        """
+        ids = [self._encode(chunk, encoder).astype(self.dtype) for chunk in self.chunks(text)]
+        return ids[0] if len(ids) == 1 else np.concatenate(ids)
+
+    def _encode(self, text: bytes, encoder: EncoderName) -> np.ndarray:
+        if encoder == "tiktoken" or any(first in text and letter.search(text) for first, letter in _NEWEST.items()):
+            return self.reference(text.decode())
+        return self._fast.encode(text)
+
+    def chunks(self, text: bytes, size: int = CHUNK) -> Iterator[bytes]:
+        """``text`` in chunks of about ``size`` bytes that encode to the same ids as the whole."""
+        start, cut = 0, _cut if self.is_gpt2 else _cut_between_words
+        while len(text) - start > size and (end := cut(text, start, start + size)) < len(text):
+            yield text[start:end]
+            start = end
+        yield text[start:] if start else text
+
+    def verify(self, book: str, text: bytes, ids: np.ndarray) -> int:
+        """Compare ``ids`` of ``text`` with the reference's, over about ``VERIFIED_BYTES``; return the bytes compared.
+
+        Raises ``EncodingMismatch`` naming ``book`` and the first difference.
+        """
+        head = next(self.chunks(text, VERIFIED_BYTES))
+        expected = self.reference(head.decode()).astype(self.dtype)
+        found = ids[: len(expected)] if len(head) < len(text) else ids
+        if np.array_equal(expected, found):
+            return len(head)
+        common = min(len(expected), len(found))
+        differs = np.nonzero(expected[:common] != found[:common])[0]
+        where = int(differs[0]) if len(differs) else common
+        raise EncodingMismatch(
+            f"the book {book} is encoded differently than by {self.library} from token {where:,} on "
+            f"({found[where : where + 4].tolist()} instead of {expected[where : where + 4].tolist()}): "
+            f"use --encoder tiktoken, and report the versions of gigatoken and {self.library} with this book."
+        )
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ``ids``; a cut inside a character shows as a replacement character."""
+        return b"".join(self.tokens[token] for token in ids).decode(errors="replace")
 
 
-def decode(ids: np.ndarray) -> str:
-    """The text of ``ids``; a cut inside a character shows as a replacement character."""
-    return reference().decode(ids.tolist())
+@cache
+def gpt2() -> Vocabulary:
+    """GPT-2's vocabulary; raises ``UserError`` when its table is not the published one."""
+    table = VOCABULARY.read_bytes()
+    found = hashlib.sha256(table).hexdigest()
+    if found != VOCABULARY_SHA256:
+        raise UserError(
+            f"{VOCABULARY} is not GPT-2's vocabulary (its sha256 is {found}): install this program again with "
+            "'pip install --force-reinstall --no-deps .' in its folder."
+        )
+    return Vocabulary(table, str(VOCABULARY))
+
+
+def read_vocabulary(address: str | None) -> Vocabulary:
+    """The vocabulary that ``--vocabulary`` names, here or in object storage; GPT-2's for None. Raises ``UserError``."""
+    if address is None:
+        return gpt2()
+    file = StorageDir.of(address)
+    try:
+        content = file.parent.read(file.name)
+    except OSError as missing:
+        raise UserError(
+            f"--vocabulary {address} cannot be read ({missing.strerror or 'there is no such file'}): name a .tiktoken "
+            "file or a tokenizer.json, in object storage for the machines of a cluster."
+        ) from missing
+    name = f"--vocabulary {address}"
+    if content.lstrip().startswith(b"{") or not file.name.endswith(".tiktoken"):
+        return Vocabulary(content, name)
+    named = re.search("|".join(["r50k", *PATTERNS]), file.name)
+    if named is None:
+        raise UserError(
+            f"{name} does not tell its split pattern, which is no part of a rank file: name it in the file's name, "
+            f"such as {file.name.removesuffix('.tiktoken')}.{'.tiktoken, .'.join(PATTERNS)}.tiktoken."
+        )
+    pattern = named[0].replace("r50k", "gpt2")
+    if pattern == "gpt2" and hashlib.sha256(content).hexdigest() == VOCABULARY_SHA256:
+        return gpt2()
+    ranks = content.decode(errors="replace")
+    return Vocabulary(json.dumps({"pattern": pattern, "ranks": ranks}).encode(), name)
+
+
+@cache
+def vocabulary_of(sha256: str, address: str | None) -> Vocabulary:
+    """The vocabulary with this hash, read once by a process; at ``address`` unless it is GPT-2's.
+
+    Raises ``UserError`` when another is there.
+    """
+    if sha256 == VOCABULARY_SHA256:
+        return gpt2()
+    found = read_vocabulary(address)
+    if found.sha256 != sha256:
+        raise UserError(
+            f"{address} has changed (sha256 {found.sha256[:12]}, not {sha256[:12]}): put the vocabulary of the data "
+            "back, or make them again with 'python -m pipeline.tokenize --overwrite'."
+        )
+    return found
+
+
+def vocabulary_at(place: StorageDir, sha256: str) -> Vocabulary | None:
+    """The vocabulary of the data set or checkpoint at ``place``; None where it has ids without one."""
+    known = sha256 == VOCABULARY_SHA256 or place.exists(VOCABULARY_FILE)
+    return vocabulary_of(sha256, (place / VOCABULARY_FILE).address) if known else None
+
+
+def _tokens_of_ranks(ranks: bytes) -> list[bytes]:
+    """The tokens of a rank file by id, the last the end of text. Raises ``ValueError`` for holes."""
+    found: dict[int, bytes] = {}
+    for line in ranks.splitlines():
+        token, rank = line.split()
+        found[int(rank)] = base64.b64decode(token, validate=True)
+    return [*_complete(found), END.encode()]
+
+
+def _tokens_of_json(values: dict[str, Any]) -> tuple[list[bytes], int]:
+    """The tokens of a ``tokenizer.json`` by id, and the id of the end of text. Raises ``ValueError`` for holes."""
+    model, splits = values["model"], values["pre_tokenizer"] or {}
+    *before, last = splits.get("pretokenizers", [splits])
+    if model["type"] != "BPE" or last.get("type") != "ByteLevel":
+        raise ValueError(f"its model is {model['type']} with the pre-tokenizer {last.get('type')}")
+    if last["add_prefix_space"] or values["normalizer"] or model.get("unk_token") or model.get("dropout"):
+        raise ValueError("it changes the text: add_prefix_space, normalizer, unk_token and dropout must be off")
+    if [split["type"] for split in before] != ["Split"] * (not last["use_regex"]):
+        raise ValueError("its pre-tokenizer is not one split pattern and ByteLevel")
+    bytes_of = {letter: byte for byte, letter in letters().items()}
+    special = {token["id"]: token["content"].encode() for token in values["added_tokens"]}
+    found = {
+        number: bytes(bytes_of[letter] for letter in token)
+        for token, number in model["vocab"].items()
+        if number not in special
+    }
+    ends = [number for name in _ENDS for number, token in special.items() if token == name.encode()]
+    if not ends:
+        raise ValueError(f"none of its added tokens is one of {' '.join(_ENDS)}, which ends a text")
+    return _complete(found, special), ends[0]
+
+
+def _complete(found: dict[int, bytes], special: dict[int, bytes] | None = None) -> list[bytes]:
+    """The tokens by id. Raises ``ValueError`` when an id or a single byte is missing."""
+    if missing := sorted(set(map(_byte, range(256))) - set(found.values())):
+        raise ValueError(f"{len(missing)} of the 256 single bytes have no token, the first is {missing[0]!r}")
+    everything = found | (special or {})
+    if holes := set(range(len(everything))) - everything.keys():
+        raise ValueError(f"the id {min(holes)} has no token")
+    if len(set(found.values())) < len(found):
+        raise ValueError("two ids have the same token")
+    return [everything[number] for number in range(len(everything))]
+
+
+def _byte(value: int) -> bytes:
+    return bytes([value])
+
+
+def _without_special_tokens(values: dict[str, Any]) -> str:
+    """A ``tokenizer.json`` that encodes special tokens as ordinary text, and adds none."""
+    off = dict.fromkeys(("post_processor", "truncation", "padding"))
+    return json.dumps(values | off | {"added_tokens": []}, ensure_ascii=False)
+
+
+def letters() -> dict[int, str]:
+    """GPT-2's printable character for each byte: the byte's own if it is printable, else one from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+def tokenizer_json(vocabulary: Vocabulary) -> str:
+    """The vocabulary as a ``tokenizer.json``, which Hugging Face's libraries read."""
+    if not vocabulary.pattern:
+        return vocabulary.content.decode()
+    known = letters()
+
+    def written(token: bytes) -> str:
+        return "".join(known[byte] for byte in token)
+
+    tokens = {written(token): rank for rank, token in enumerate(vocabulary.tokens[:-1])}
+    # Oniguruma reads a possessive {1,3}+ as a repeated group and $ as the end of a line; nothing here depends on
+    # whether a repeat gives back.
+    regex = re.sub(r"([+*?]|\{1,3\})\+", r"\1", PATTERNS[vocabulary.pattern]).replace("$", r"\z")
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    after_split = {"type": "Sequence", "pretokenizers": [split, byte_level | {"use_regex": False}]}
+    end = {"id": vocabulary.end_of_text, "content": END, "special": True, "normalized": False}
+    values = {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
+        "added_tokens": [end | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)],
+        "pre_tokenizer": byte_level if vocabulary.pattern == "gpt2" else after_split,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+            "vocab": tokens | {END: vocabulary.end_of_text},
+            "merges": [[written(part) for part in pair] for pair in vocabulary._gigatoken().merges],
+        },
+    }  # fmt: skip
+    return json.dumps(values, ensure_ascii=False)

@@ -18,7 +18,7 @@ from rich.table import Table
 from infra import command
 from infra.console import console, errors
 from infra.storage_dir import StorageDir
-from pipeline.encoding import decode
+from pipeline.encoding import vocabulary_at
 from pipeline.shards import MANIFEST, SPLITS, Manifest, Shard, ShardInfo, read_manifest
 
 
@@ -86,6 +86,7 @@ def passages(place: StorageDir, manifest: Manifest, count: int, length: int) -> 
     """``count`` passages of at most ``length`` tokens, from the middle of evenly spaced books: title and text."""
     books = sum(info.rows for info in manifest.shards)
     wanted = {int(place) for place in np.linspace(0, books - 1, count)} if books else set()
+    vocabulary = vocabulary_at(place, manifest.vocabulary_sha256)
     first = 0
     for info in manifest.shards:
         for row in sorted(place - first for place in wanted if first <= place < first + info.rows):
@@ -93,7 +94,8 @@ def passages(place: StorageDir, manifest: Manifest, count: int, length: int) -> 
             begin, end = int(shard.offsets[row]), int(shard.offsets[row + 1]) - 1
             middle = max(begin, (begin + end - length) // 2)
             book = shard.batch.column("book")[row].as_py()
-            text = decode(shard.tokens[middle : min(middle + length, end)])
+            ids = shard.tokens[middle : min(middle + length, end)].tolist()
+            text = vocabulary.decode(ids) if vocabulary else " ".join(map(str, ids))
             yield f"{book}, from token {middle - begin:,}, {info.path}", text
         first += info.rows
 

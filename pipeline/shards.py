@@ -2,6 +2,7 @@
 
 A data set is a folder: ``train/*.arrow``, ``val/*.arrow``, ``quarantine.jsonl`` and ``manifest.json``, beside which
 ``tracking.json`` names the run in MLflow that made it, and so is the one file that differs when it is made again.
+A data set of another vocabulary than GPT-2's holds that, too, as ``vocabulary.json``.
 A shard is one uncompressed Arrow IPC file with one record batch and one row per book; the child buffer
 of ``tokens`` is therefore the shard's contiguous token stream, which a memory map slices without a
 copy, and the list offsets are the book boundaries. The manifest is written last: a folder without one
@@ -28,10 +29,10 @@ from infra.storage_dir import StorageDir
 from infra.tracking.key import RunKey
 
 FORMAT_VERSION = 1
-END_OF_TEXT = 50256
 MANIFEST = "manifest.json"
 QUARANTINE = "quarantine.jsonl"
 TRACKING = "tracking.json"
+VOCABULARY_FILE = "vocabulary.json"
 PIECES = "pieces"
 """The folder that records which part of the work is done."""
 SETTINGS = f"{PIECES}/settings.json"
@@ -49,7 +50,7 @@ def shard_path(split: Split, piece: str, number: int) -> str:
     return f"{split}/{piece}-{number:03d}.arrow"
 
 
-SCHEMA = pa.schema(
+_COLUMNS = pa.schema(
     [
         pa.field("book", pa.string(), nullable=False),
         pa.field("title", pa.string()),
@@ -59,15 +60,20 @@ SCHEMA = pa.schema(
         pa.field("source", pa.string(), nullable=False),
         pa.field("sha256", pa.string(), nullable=False),
         pa.field("chars", pa.int64(), nullable=False),
-        pa.field("tokens", pa.large_list(pa.field("item", pa.uint16(), nullable=False)), nullable=False),
     ]
 )
 
 
+def tokens_field(dtype: Any) -> pa.Field:
+    """The column of token streams, of ids of this type of numpy."""
+    item = pa.field("item", pa.from_numpy_dtype(dtype), nullable=False)
+    return pa.field("tokens", pa.large_list(item), nullable=False)
+
+
 @dataclass(frozen=True)
 class ShardRow:
-    """One book in a shard. ``tokens`` is uint16 and ends with ``END_OF_TEXT``; ``sha256`` is of the cleaned text;
-    ``released`` is the date of the edition as its header writes it."""
+    """One book in a shard. ``tokens`` is uint16 or uint32 and ends with the end of text; ``sha256`` is of the cleaned
+    text; ``released`` is the date of the edition as its header writes it."""
 
     book: str
     title: str | None
@@ -186,28 +192,27 @@ def made_by(where: StorageDir | Path | str) -> RunKey | None:
 
 
 def write_shard(where: StorageDir | Path, path: str, split: Split, rows: list[ShardRow]) -> ShardInfo:
-    """Write ``rows``, in the given order, as the shard ``path`` at ``where``, atomically and durably."""
+    """Write ``rows``, in the given order, as the shard ``path`` at ``where``, atomically and durably.
+
+    Its ids have the type of the first row's.
+    """
     lengths = np.fromiter((len(row.tokens) for row in rows), dtype=np.int64, count=len(rows))
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
     tokens = np.concatenate([row.tokens for row in rows]) if rows else np.zeros(0, dtype=np.uint16)
-    streams = pa.LargeListArray.from_arrays(
-        pa.array(offsets), pa.array(tokens.astype(np.uint16, copy=False)), type=SCHEMA.field("tokens").type
-    )
-    columns = [
-        pa.array([getattr(row, field.name) for row in rows], type=field.type)
-        for field in SCHEMA
-        if field.name != "tokens"
-    ]
-    return write_batch(where, path, split, pa.record_batch([*columns, streams], schema=SCHEMA))
+    field = tokens_field(tokens.dtype)
+    streams = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(tokens), type=field.type)
+    columns = [pa.array([getattr(row, column.name) for row in rows], type=column.type) for column in _COLUMNS]
+    schema = _COLUMNS.append(field)
+    return write_batch(where, path, split, pa.record_batch([*columns, streams], schema=schema))
 
 
 def write_batch(where: StorageDir | Path, path: str, split: Split, batch: pa.RecordBatch) -> ShardInfo:
-    """Write one record batch of ``SCHEMA`` as the shard ``path`` at ``where``, atomically and durably.
+    """Write one record batch, as shards have it, as the shard ``path`` at ``where``, atomically and durably.
 
     The file is made in memory, because storage may have to be written again, and a checksum would read it back.
     """
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, SCHEMA) as writer:
+    with pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
     content = memoryview(sink.getvalue())
     StorageDir.of(where).write(path, content)
@@ -246,7 +251,7 @@ class Shard:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """The shard's token stream, uint16, a read-only view of the memory map."""
+        """The shard's token stream, uint16 or uint32, a read-only view of the memory map."""
         return self.batch.column("tokens").values.to_numpy(zero_copy_only=True)
 
     @cached_property

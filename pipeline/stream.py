@@ -25,11 +25,11 @@ from pipeline.books.downloads import PREFIX
 from pipeline.books.readers import Dropped, Part, RawBook
 from pipeline.books.sources import Inventory, find
 from pipeline.config import SAMPLE, Reading, TokenizeConfig
-from pipeline.encoding import VOCABULARY_SHA256
+from pipeline.encoding import read_vocabulary
 from pipeline.job.plan import Piece, is_one_book, make_plan, position_of, split_of
 from pipeline.job.report import Stopwatch
 from pipeline.job.task import read, tokenize
-from pipeline.shards import Split
+from pipeline.shards import Split, tokens_field
 
 PIECE = 4_000_000
 """Bytes of text per task: few, so that the first tokens arrive soon."""
@@ -48,8 +48,7 @@ BYTES_PER_TOKEN = 4
 
 _SCHEMA = pa.schema(
     {"piece": pa.int64(), "source": pa.string(), "book": pa.string(), "chars": pa.int64(), "dropped": pa.string(),
-     "why": pa.string(), "node": pa.string(), "mistake": pa.string(),
-     "tokens": pa.large_list(pa.field("item", pa.uint16(), nullable=False))}
+     "why": pa.string(), "node": pa.string(), "mistake": pa.string()}
 )  # fmt: skip
 
 
@@ -79,11 +78,14 @@ class Stream:
 
     def __init__(self, sources: Sequence[str], seed: int, reading: Reading) -> None:
         self.seed = seed
-        self.vocabulary_sha256 = VOCABULARY_SHA256
+        vocabulary = read_vocabulary(reading.vocabulary)
+        self.vocabulary_sha256 = vocabulary.sha256
         self.settings = TokenizeConfig(tuple(sources), val_fraction=HELD_OUT, shard_size=PIECE, **asdict(reading))
+        if not vocabulary.is_gpt2:
+            vocabulary.prepare(self.settings.encoder)
         self.inventory = find(sources)
         identity = self.settings.identity() | {"sources": self.inventory.summary()["sha256"]}
-        everything = json.dumps([identity, VOCABULARY_SHA256], sort_keys=True)
+        everything = json.dumps([identity, self.vocabulary_sha256], sort_keys=True)
         self.fingerprint = hashlib.sha256(everything.encode()).hexdigest()
         self.settings = replace(self.settings, val_fraction=self._reachable_fraction())
 
@@ -101,7 +103,7 @@ class Stream:
         """Books for validation, by id, until they have ``tokens`` tokens or ``SEARCHED`` bytes have been read."""
         found: list[EncodedBook] = []
         searched = 0
-        for piece in make_plan(self.inventory, self.settings):
+        for piece in make_plan(self.inventory, self.settings, self.vocabulary_sha256):
             for book in encoded_books(piece, "val"):
                 found.append(book)
                 tokens -= len(book.tokens)
@@ -125,7 +127,7 @@ class Stream:
             return xxhash.xxh3_64_intdigest(f"{epoch}/{name}".encode(), seed=self.seed)
 
         files = sorted(self.inventory.files, key=lambda file: chance(file.id))
-        pieces = make_plan(Inventory(files), self.settings)
+        pieces = make_plan(Inventory(files), self.settings, self.vocabulary_sha256)
         pieces.sort(key=lambda piece: chance(str(piece.index)))
         return [replace(piece, index=index) for index, piece in enumerate(pieces)]
 
@@ -142,9 +144,9 @@ def encoded_books(piece: Piece, split: Split) -> Iterator[EncodedBook]:
         for raw in read(part, settings):
             if isinstance(raw, RawBook) and split_of(raw.id, settings.val_fraction) != split:
                 continue
-            outcome = tokenize(raw, settings, Stopwatch())
+            outcome = tokenize(raw, settings, piece.vocabulary, Stopwatch())
             if isinstance(outcome, Dropped):
-                nothing = np.zeros(0, np.uint16)
+                nothing = np.zeros(0, piece.vocabulary.dtype)
                 yield EncodedBook(piece.index, part.file.id, outcome.book, 0, nothing, outcome.reason, outcome.detail)
             else:
                 book, tokens = outcome
@@ -193,20 +195,23 @@ def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
 
 def _task(batch: Any) -> Iterator[pa.Table]:
     piece: Piece = pickle.loads(batch["piece"][0])  # noqa: S301 our own bytes
+    nothing = np.zeros(0, np.uint16)
     try:
         for book in encoded_books(piece, "train"):
+            nothing = book.tokens[:0]
             yield _table(book)
     except UserError as mistake:  # as a row, because Ray Data wraps what a task raises
-        yield _table(EncodedBook(piece.index, "", "", 0, np.zeros(0, np.uint16)), str(mistake))
+        yield _table(EncodedBook(piece.index, "", "", 0, nothing), str(mistake))
 
 
 def _table(book: EncodedBook, mistake: str | None = None) -> pa.Table:
     """One row; the tokens are not copied."""
     offsets = pa.array([0, len(book.tokens)], pa.int64())
-    tokens = pa.LargeListArray.from_arrays(offsets, pa.array(book.tokens), type=_SCHEMA.field("tokens").type)
+    field = tokens_field(book.tokens.dtype)
+    tokens = pa.LargeListArray.from_arrays(offsets, pa.array(book.tokens), type=field.type)
     values = [book.piece, book.source, book.book, book.chars, book.dropped, book.why, socket.gethostname(), mistake]
-    columns = [pa.array([value], type=field.type) for value, field in zip(values, _SCHEMA, strict=False)]
-    return pa.table([*columns, tokens], schema=_SCHEMA)
+    columns = [pa.array([value], type=field.type) for value, field in zip(values, _SCHEMA, strict=True)]
+    return pa.table([*columns, tokens], schema=_SCHEMA.append(field))
 
 
 def _rows(table: pa.Table) -> Iterator[EncodedBook]:

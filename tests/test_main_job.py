@@ -225,8 +225,8 @@ def test_every_gpu_command_of_the_readme_works(demo: Path) -> None:
 
 
 COMMANDS = (
-    "pipeline.tokenize", "pipeline.inspect", "train.run", "train.plan", "train.profile", "train.generate",
-    "train.export", "tune.search", "tune.ladder", "infra.doctor",
+    "pipeline.tokenize", "pipeline.inspect", "pipeline.vocabulary", "train.run", "train.plan", "train.profile",
+    "train.generate", "train.export", "tune.search", "tune.ladder", "infra.doctor",
 )  # fmt: skip
 
 

@@ -98,7 +98,8 @@ class TrainConfig:
     reading: Reading = field(default_factory=Reading)
     """How the books of --stream are read and cleaned."""
     model: Model = PRESETS["gpt2-124m"]
-    """Preset, optionally with changes: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, small, tiny; tiny,layers=4."""
+    """Preset, optionally with changes: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, small, edu-3m, tiny; tiny,layers=4.
+    Its vocabulary follows the data unless it is given."""
     seed: int = 0
     """Seed of the weights, the order of the windows, and dropout; at least 0."""
     global_batch: int = 480

@@ -50,20 +50,23 @@ def generate(config: GenerateConfig) -> int:
     """Print the continuation; returns the exit code. torch is imported only when the flags are known to be valid."""
     checkpoint = find_checkpoint(config.checkpoint, config.out)
     with doing("loading the model"):
-        from train.data.text import is_gpt2, to_ids, to_text
         from train.loop.sampling import load_model, sample
 
         model, vocabulary = load_model(checkpoint)
-    if not is_gpt2(vocabulary):
+    if vocabulary is None:
         raise UserError(
-            f"--checkpoint {config.checkpoint} was trained on token ids other than GPT-2's, so it cannot write text."
+            f"--checkpoint {config.checkpoint} was trained on token ids without a vocabulary, so it cannot write text: "
+            "train on shards of 'python -m pipeline.tokenize'."
         )
-    ids = [model.config.vocabulary - 1, *to_ids(config.prompt)]  # a book begins after the end of another
+    ids = [
+        vocabulary.end_of_text,
+        *vocabulary.encode(config.prompt.encode(), "tiktoken").tolist(),
+    ]  # a book begins after the end of another
     with doing("writing"):
         written = sample(
             model, ids, config.tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
         )  # fmt: skip
-    console.print(config.prompt + to_text(written), markup=False)
+    console.print(config.prompt + vocabulary.decode(written), markup=False)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 In: a checkpoint. Out: a folder that ``transformers`` loads with ``GPT2LMHeadModel.from_pretrained``, with the same
 logits: weights under GPT-2's published names, without the padding rows of the vocabulary, and the tokenizer's files
-if the ids are GPT-2's. Does not need transformers.
+if the ids have a vocabulary. Does not need transformers.
 """
 
 import json
@@ -21,7 +21,7 @@ from infra.storage import TEMPORARY, write_json
 from infra.storage_dir import StorageDir
 from train.checkpoint.progress import Progress, read_progress
 from train.config import config_from_json
-from train.data.text import is_gpt2, tokenizer_files
+from train.data.text import tokenizer_files
 from train.loop.sampling import load_model
 from train.model.gpt import GPT
 from train.model_config import ModelConfig, format_model
@@ -56,8 +56,8 @@ def write_model(checkpoint: Path, folder: Path, run: str = "") -> None:
         temporary.mkdir(parents=True)
         save_file(published_weights(model), temporary / "model.safetensors", metadata={"format": "pt"})
         write_json(temporary / "config.json", published_config(model.config))
-        if is_gpt2(vocabulary):
-            for name, content in tokenizer_files(model.config.context_length).items():
+        if vocabulary:
+            for name, content in tokenizer_files(vocabulary, model.config.context_length).items():
                 (temporary / name).write_text(content, encoding="utf-8")
         (temporary / "README.md").write_text(model_card(progress, checkpoint, run), encoding="utf-8")
         temporary.rename(folder)
@@ -92,7 +92,7 @@ def published_weights(model: GPT) -> dict[str, Tensor]:
 
 def published_config(config: ModelConfig) -> dict[str, Any]:
     """The model's shape as transformers' ``GPT2Config`` reads it."""
-    end_of_text = config.vocabulary - 1
+    end_of_text = config.end_of_text % config.vocabulary
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],

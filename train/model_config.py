@@ -27,6 +27,8 @@ class ModelConfig:
     bias: bool = True
     tied: bool = True
     """Share the token embedding with the head."""
+    end_of_text: int = -1
+    """Id of the token that ends a book, by the vocabulary of the data; -1 is the last."""
 
     def __post_init__(self) -> None:
         for size in ("layers", "heads", "width", "context_length", "vocabulary"):
@@ -38,6 +40,8 @@ class ModelConfig:
             raise UserError(
                 f"model padded_vocabulary={self.padded_vocabulary} is smaller than vocabulary={self.vocabulary}."
             )
+        if not -1 <= self.end_of_text < self.vocabulary:
+            raise UserError(f"model end_of_text={self.end_of_text} is not an id below vocabulary={self.vocabulary}.")
         if not 0 <= self.dropout < 1:
             raise UserError(f"model dropout={self.dropout} must be at least 0 and below 1.")
 
@@ -48,9 +52,14 @@ PRESETS: dict[str, ModelConfig] = {
     "gpt2-774m": ModelConfig(layers=36, heads=20, width=1280),
     "gpt2-1558m": ModelConfig(layers=48, heads=25, width=1600),
     "small": ModelConfig(layers=4, heads=4, width=256, context_length=512),
+    "edu-3m": ModelConfig(layers=4, heads=4, width=256, context_length=512, vocabulary=512, padded_vocabulary=512),
     "tiny": ModelConfig(layers=2, heads=2, width=64, context_length=128),
 }
-"""The four published GPT-2 sizes, and two that train on a CPU."""
+"""The four published GPT-2 sizes, and three that train on a CPU.
+
+``edu-3m`` is the model of a study that treats its loop as a black box, with a vocabulary of its own, so that the blocks
+and not the head decide time and memory.
+"""
 
 
 def parse_model(text: str) -> ModelConfig:

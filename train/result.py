@@ -176,7 +176,7 @@ class RunResult:
     val_perplexity: float | None = None
     """exp of the validation loss: per token, so it is comparable only within one vocabulary."""
     val_bits_per_byte: float | None = None
-    """Validation loss per UTF-8 byte of text; None when the vocabulary is not GPT-2's."""
+    """Validation loss per UTF-8 byte of text; None without a vocabulary."""
     val_bits_per_character: float | None = None
     sample: str | None = None
     """Text that the model wrote at the end."""

@@ -16,13 +16,23 @@ from infra.lease import sole_user
 from infra.storage import clear_temporaries
 from infra.storage_dir import REQUESTS, StorageDir
 from pipeline.books.readers import Dropped
-from pipeline.encoding import VOCABULARY_SHA256
 from pipeline.job import report
 from pipeline.job.dedup import EXACT, NEAR, drop_duplicates, find_duplicates
 from pipeline.job.plan import Job, Piece
 from pipeline.job.record import Record, read_record, record_file, reopen
 from pipeline.job.splits import fill_splits, held_out_besides
-from pipeline.shards import MANIFEST, PIECES, QUARANTINE, SETTINGS, SHARD, SPLITS, TRACKING, Manifest, read_manifest
+from pipeline.shards import (
+    MANIFEST,
+    PIECES,
+    QUARANTINE,
+    SETTINGS,
+    SHARD,
+    SPLITS,
+    TRACKING,
+    VOCABULARY_FILE,
+    Manifest,
+    read_manifest,
+)
 
 _RECORD = re.compile(rf"{PIECES}/\d{{6,}}\.json")
 """What a piece's record is called: other files in its folder are not ours to delete."""
@@ -49,7 +59,7 @@ def changed_settings(job: Job) -> dict[str, tuple[Any, Any]]:
     """
     if not (there := _settings(job.place)):
         return {}
-    now = json.loads(json.dumps(job.config.identity()))
+    now = json.loads(json.dumps(job.identity()))
     del now["sources"]
     return {name: (there.get(name), now[name]) for name in now if there.get(name) != now[name]}
 
@@ -67,7 +77,7 @@ def _settings(place: StorageDir) -> dict[str, Any]:
 
 
 def _note_settings(job: Job, held_out: dict[str, str]) -> None:
-    job.place.write_json(SETTINGS, job.config.identity() | {"held_out": held_out})
+    job.place.write_json(SETTINGS, job.identity() | {"held_out": held_out})
 
 
 @dataclass(frozen=True)
@@ -134,8 +144,8 @@ def finish(job: Job) -> Manifest:
         )
     manifest = Manifest.of(
         [shard for record in records.values() for shard in record.shards],
-        config=job.config.identity(),
-        vocabulary_sha256=VOCABULARY_SHA256,
+        config=job.identity(),
+        vocabulary_sha256=job.vocabulary.sha256,
         inputs=job.inventory.summary(),
         report=counts,
     )
@@ -193,6 +203,8 @@ def begin(job: Job, todo: Iterable[str]) -> None:
     """
     reopen(job.place, todo)
     remove_half_written(job.place, *SPLITS, PIECES, ".")
+    if not job.vocabulary.is_gpt2:
+        job.place.write(VOCABULARY_FILE, job.vocabulary.content)
     _note_settings(job, _settings(job.place).get("held_out", {}))
 
 
@@ -203,7 +215,7 @@ def clear(place: StorageDir) -> None:
     """
     there = _files(place)
     place.remove(filter(_RECORD.fullmatch, there))
-    place.remove([MANIFEST, QUARANTINE, TRACKING])
+    place.remove([MANIFEST, QUARANTINE, TRACKING, VOCABULARY_FILE])
     place.remove(filter(SHARD.fullmatch, there))
     remove_half_written(place, *SPLITS)
     if not place.remote:

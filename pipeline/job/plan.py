@@ -6,7 +6,8 @@ They depend on the inventory and the config alone, so that one worker and a hund
 import hashlib
 import json
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pyarrow.parquet as pq
 import xxhash
@@ -15,8 +16,8 @@ from infra.storage_dir import StorageDir
 from pipeline.books.readers import DAMAGE, Part, members
 from pipeline.books.sources import Inventory, SourceFile, find
 from pipeline.config import TokenizeConfig
-from pipeline.encoding import VOCABULARY_SHA256
-from pipeline.shards import FORMAT_VERSION, Split
+from pipeline.encoding import VOCABULARY_SHA256, Vocabulary, read_vocabulary, vocabulary_of
+from pipeline.shards import FORMAT_VERSION, VOCABULARY_FILE, Split
 
 PARTS_PER_PIECE = 4096
 """Limits the number of tiny files in a piece, so that a crash repeats seconds of work and not minutes."""
@@ -34,6 +35,12 @@ class Piece:
     index: int
     parts: tuple[Part, ...]
     settings: TokenizeConfig
+    vocabulary_sha256: str = VOCABULARY_SHA256
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What its books are encoded with. Raises ``UserError`` when another is at the place that the settings name."""
+        return vocabulary_of(self.vocabulary_sha256, self.settings.vocabulary)
 
     @property
     def name(self) -> str:
@@ -49,24 +56,34 @@ class Piece:
         """Hash of everything that decides this piece's shards: with an equal key, the work need not be repeated."""
         parts = [[p.file.id, p.file.uri, p.file.size, p.file.modified, p.start, p.stop] for p in self.parts]
         settings = self.settings.identity() | {"sources": []}
-        everything = [FORMAT_VERSION, VOCABULARY_SHA256, self.index, settings, parts]
+        everything = [FORMAT_VERSION, self.vocabulary_sha256, self.index, settings, parts]
         return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
 
 class Job:
     """One run of the command: its settings, where its output goes, its inputs, and the pieces they are split into.
 
-    Raises ``UserError`` for a source that is missing or holds no books.
+    Raises ``UserError`` for a source that is missing or holds no books, and a vocabulary that cannot be used.
     """
 
     def __init__(self, config: TokenizeConfig) -> None:
-        self.config = config
+        self.vocabulary = read_vocabulary(config.vocabulary)
         self.place = StorageDir.of(config.out)
+        if not self.vocabulary.is_gpt2:
+            self.vocabulary.prepare(config.encoder)
+            config = replace(
+                config, vocabulary=(self.place / VOCABULARY_FILE).address
+            )  # every worker can read it there
+        self.config = config
         self.inventory = find(config.sources, config.mirror)
-        self.pieces = make_plan(self.inventory, config)
+        self.pieces = make_plan(self.inventory, config, self.vocabulary.sha256)
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the bytes of the shards: the settings, and the vocabulary by its hash."""
+        return self.config.identity() | {"vocabulary": self.vocabulary.sha256}
 
 
-def make_plan(inventory: Inventory, config: TokenizeConfig) -> list[Piece]:
+def make_plan(inventory: Inventory, config: TokenizeConfig, vocabulary_sha256: str = VOCABULARY_SHA256) -> list[Piece]:
     """Pieces of about ``shard_size`` bytes of text. A book is never split: one that is larger is a piece of its own."""
     groups: list[list[Part]] = []
     room = -1
@@ -77,7 +94,7 @@ def make_plan(inventory: Inventory, config: TokenizeConfig) -> list[Piece]:
                 room = config.shard_size
             groups[-1].append(part)
             room -= part.size
-    return [Piece(index, tuple(parts), config) for index, parts in enumerate(groups)]
+    return [Piece(index, tuple(parts), config, vocabulary_sha256) for index, parts in enumerate(groups)]
 
 
 def split_file(file: SourceFile, config: TokenizeConfig) -> list[Part]:

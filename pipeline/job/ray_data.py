@@ -87,10 +87,10 @@ def warm_up(workers: int) -> None:
         collect_rarely()
         import ray.data  # noqa: F401 what a map task unpickles needs it
 
-        from pipeline.encoding import encode
+        from pipeline.encoding import gpt2
         from pipeline.job.task import do_piece  # noqa: F401
 
-        encode(b"warm")
+        gpt2().encode(b"warm")
 
     for _ in range(workers):
         load.remote()

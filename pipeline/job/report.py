@@ -183,7 +183,7 @@ def as_markdown(name: str, counts: dict[str, Any], progress: JobStats, fingerpri
         facts(opening, apart=apart),
         "",
         f"- normalized: {_list(usual) or 'nothing'}; {counts['replaced_bytes']:,} undecodable bytes",
-        f"- checked against tiktoken: {counts['verified_bytes'] / 1e6:.1f} MB, equal",
+        f"- checked against the vocabulary's own library: {counts['verified_bytes'] / 1e6:.1f} MB, equal",
         "- tokens per book: "
         + ", ".join(f"{count:,} {label}" for label, count in counts["tokens_a_book"].items() if count),
     ]

@@ -14,12 +14,12 @@ from pipeline.books.clean import Book, clean
 from pipeline.books.filters import drop_reason
 from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.config import Reading, TokenizeConfig
-from pipeline.encoding import encode, verify
+from pipeline.encoding import Vocabulary
 from pipeline.job.crash_guard import DEATHS, CrashGuard
 from pipeline.job.plan import Piece, split_of
 from pipeline.job.record import Record, record_file, reopen
 from pipeline.job.report import Stopwatch
-from pipeline.shards import END_OF_TEXT, SPLITS, ShardRow, Split, shard_path, write_shard
+from pipeline.shards import SPLITS, ShardRow, Split, shard_path, write_shard
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ GUESSED = "character set guessed"
 """What the quarantine says of a book that was kept, but whose letters may be wrong."""
 
 VERIFIED_PIECES = 8
-"""In one of this many pieces, the first book is encoded again by tiktoken, which is 15 times slower."""
+"""In one of this many pieces, the first book is encoded again by the reference, which is 15 times slower."""
 
 
 def or_dropped(book: str, work: Callable[[], T]) -> T | Dropped:
@@ -54,20 +54,30 @@ def read(part: Part, settings: Reading) -> Iterator[RawBook | Dropped]:
         yield book
 
 
-def tokenize(raw: RawBook | Dropped, settings: TokenizeConfig, stages: Stopwatch) -> tuple[Book, np.ndarray] | Dropped:
+def cleaned(raw: RawBook, settings: Reading) -> Book | Dropped:
+    """The book in ``raw``, or why it is left out."""
+    book = clean(raw, join=settings.join_lines)
+    return drop_reason(book, settings) or book if isinstance(book, Book) else book
+
+
+def tokenize(
+    raw: RawBook | Dropped, settings: TokenizeConfig, vocabulary: Vocabulary, stages: Stopwatch
+) -> tuple[Book, np.ndarray] | Dropped:
     """The cleaned book and its tokens, the last of them the end of text; or why it is left out."""
-    return raw if isinstance(raw, Dropped) else or_dropped(raw.id, partial(_tokenize, raw, settings, stages))
+    if isinstance(raw, Dropped):
+        return raw
+    return or_dropped(raw.id, partial(_tokenize, raw, settings, vocabulary, stages))
 
 
-def _tokenize(raw: RawBook, settings: TokenizeConfig, stages: Stopwatch) -> tuple[Book, np.ndarray] | Dropped:
+def _tokenize(
+    raw: RawBook, settings: TokenizeConfig, vocabulary: Vocabulary, stages: Stopwatch
+) -> tuple[Book, np.ndarray] | Dropped:
     with stages.time("clean"):
-        book = clean(raw, join=settings.join_lines)
-        if isinstance(book, Book):
-            book = drop_reason(book, settings) or book
+        book = cleaned(raw, settings)
     if isinstance(book, Dropped):
         return book
     with stages.time("encode"):
-        return book, np.append(encode(book.text, settings.encoder), np.uint16(END_OF_TEXT))
+        return book, np.append(vocabulary.encode(book.text, settings.encoder), vocabulary.dtype(vocabulary.end_of_text))
 
 
 class PieceWriter:
@@ -75,6 +85,7 @@ class PieceWriter:
 
     def __init__(self, piece: Piece, place: StorageDir, guard: CrashGuard) -> None:
         self.piece = piece
+        self.vocabulary = piece.vocabulary
         self.place = place
         self.guard = guard
         self.stages = Stopwatch()
@@ -123,7 +134,7 @@ class PieceWriter:
 
     def _add(self, raw: RawBook | Dropped) -> None:
         settings, record = self.piece.settings, self.record
-        outcome = tokenize(raw, settings, self.stages)
+        outcome = tokenize(raw, settings, self.vocabulary, self.stages)
         if not isinstance(outcome, Dropped):
             outcome = or_dropped(outcome[0].id, partial(self._checked, *outcome))
         if isinstance(outcome, Dropped):
@@ -142,10 +153,10 @@ class PieceWriter:
             record.doubtful.append(Dropped(book.id, GUESSED, f"kept, read as {book.guessed}: too few letters tell it"))
 
     def _checked(self, book: Book, tokens: np.ndarray) -> tuple[Book, np.ndarray]:
-        """The book as it is, compared with tiktoken if it is the piece's first, and its signature recorded."""
+        """The book as it is, compared with the reference if it is the piece's first, and its signature recorded."""
         if not self.record.verified_bytes and self.piece.index % VERIFIED_PIECES == 0:
             with self.stages.time("verify"):
-                self.record.verified_bytes = verify(book.id, book.text, tokens[:-1])
+                self.record.verified_bytes = self.vocabulary.verify(book.id, book.text, tokens[:-1])
         if self.piece.settings.duplicates == "near":
             from pipeline.job.similarity import signature  # an extra step that few runs take
 
@@ -169,7 +180,7 @@ def do_piece(piece: Piece, place: StorageDir, run: str) -> dict[str, Any]:
     """Do the work of ``piece`` and return a small summary: its number, seconds by stage, bytes, tokens, books.
 
     ``run`` names the running command, for the notes of :mod:`pipeline.job.crash_guard`. Raises ``UserError`` when a
-    source is gone or ``place`` cannot be written, ``EncodingMismatch`` when tiktoken disagrees; the piece is
+    source is gone or ``place`` cannot be written, ``EncodingMismatch`` when the reference disagrees; the piece is
     then done again from its beginning.
     """
     if place.remote:

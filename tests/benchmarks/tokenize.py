@@ -55,11 +55,11 @@ out.mkdir(parents=True, exist_ok=True)
 
 _FLOOR = """
 def work(part):
-    from pipeline.encoding import encode
+    from pipeline.encoding import gpt2
     with (out / f"{part}.bin").open("wb") as file:
         for name in files[part::2]:
             with open(name, "rb") as book:
-                encode(book.read()).tofile(file)
+                gpt2().encode(book.read()).tofile(file)
 
 if __name__ == "__main__":
     processes = [get_context("fork").Process(target=work, args=(part,)) for part in range(2)]
@@ -70,13 +70,13 @@ if __name__ == "__main__":
 
 _POOL = """
 def load():
-    from pipeline.encoding import reference
-    reference()
+    from pipeline.encoding import gpt2
+    gpt2().tiktoken
 
 def encode(name):
-    from pipeline.encoding import reference
+    from pipeline.encoding import gpt2
     with open(name, encoding="utf-8", newline="") as book:
-        return reference().encode_to_numpy(book.read(), disallowed_special=()).astype(np.uint16)
+        return gpt2().tiktoken.encode_to_numpy(book.read(), disallowed_special=()).astype(np.uint16)
 
 if __name__ == "__main__":
     with get_context("fork").Pool(2, load) as pool, (out / "tokens.bin").open("wb") as file:
@@ -86,8 +86,8 @@ if __name__ == "__main__":
 
 _DATASETS = """
 def encode(book):
-    from pipeline.encoding import reference
-    ids = reference().encode_ordinary(book["text"])
+    from pipeline.encoding import gpt2
+    ids = gpt2().tiktoken.encode_ordinary(book["text"])
     return {"ids": ids, "len": len(ids)}
 
 if __name__ == "__main__":
@@ -112,10 +112,10 @@ if __name__ == "__main__":
 
 _LITDATA = """
 def encode(name):
-    from pipeline.encoding import reference
+    from pipeline.encoding import gpt2
     import torch
     with open(name, encoding="utf-8", newline="") as book:
-        yield torch.tensor(reference().encode_ordinary(book.read()), dtype=torch.uint16)
+        yield torch.tensor(gpt2().tiktoken.encode_ordinary(book.read()), dtype=torch.uint16)
 
 if __name__ == "__main__":
     from litdata import optimize, TokensLoader

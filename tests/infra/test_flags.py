@@ -92,6 +92,7 @@ MISTAKES = {
         (["--languages", "english"], "--languages"), (["--encoder", "bpe"], "--encoder gigatoken tiktoken"),
         (["--no-such"], "--no-such"), ([""], "a source is empty"),
     ],
+    "vocabulary": [(["--size", "256"], "--size 256"), (["--sample", "9B"], "--sample"), (["--languages", "x"], "x")],
     "inspect": [(["--passages", "-1"], "--passages"), (["--length", "x"], "--length"), (["one", "two"], "two")],
     "run": [
         (["--sede", "4"], "--sede --seed"), (["--seed"], "--seed"), (["--seed", "x"], "--seed x"),

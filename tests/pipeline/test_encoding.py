@@ -14,7 +14,10 @@ from pipeline import encoding
 from pipeline.books.readers import Part, RawBook, read_books
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
-from pipeline.encoding import EncodingMismatch, chunks, decode, encode, reference, verify
+from pipeline.encoding import EncodingMismatch, gpt2
+
+GPT2 = gpt2()
+chunks, decode, encode, verify = GPT2.chunks, GPT2.decode, GPT2.encode, GPT2.verify
 
 ODD_SPACES = "\t\n\v\f\r\x1c\x1d\x85\u00a0\u1680\u180e\u2000\u2028\u2029\u202f\u205f\u3000\u200b\ufeff "
 texts = st.text(
@@ -29,7 +32,7 @@ texts = st.text(
 @given(texts)
 def test_ids_equal_tiktoken_and_decode_to_the_text(text: str) -> None:
     ids = encode(text.encode())
-    assert ids.tolist() == reference().encode_ordinary(text)
+    assert ids.tolist() == GPT2.tiktoken.encode_ordinary(text)
     assert decode(ids) == text
 
 
@@ -47,13 +50,13 @@ def test_letters_of_a_newer_unicode_than_one_encoder_knows_have_the_ids_of_tikto
     for first, last in NEWEST:
         for letter in map(chr, range(first, last + 1)):
             text = f"x{letter}x 1{letter}{letter}1 \u6000{letter}\u6000 !{letter}!"
-            assert encode(text.encode()).tolist() == reference().encode_ordinary(text), hex(ord(letter))
+            assert encode(text.encode()).tolist() == GPT2.tiktoken.encode_ordinary(text), hex(ord(letter))
 
 
 def test_every_character_of_the_basic_plane_has_the_ids_of_tiktoken() -> None:
     for letter in map(chr, (*range(0xD800), *range(0xE000, 0x10000))):
         text = f"x{letter}x 1{letter} !{letter}!"
-        assert encode(text.encode()).tolist() == reference().encode_ordinary(text), hex(ord(letter))
+        assert encode(text.encode()).tolist() == GPT2.tiktoken.encode_ordinary(text), hex(ord(letter))
 
 
 def test_the_sample_has_the_ids_of_tiktoken() -> None:
@@ -83,7 +86,7 @@ def test_text_may_be_encoded_in_chunks(parts: list[str], size: int) -> None:
     text = "".join(parts)
     pieces = list(chunks(text.encode(), size))
     assert b"".join(pieces) == text.encode()
-    expected = reference().encode_ordinary(text)
+    expected = GPT2.tiktoken.encode_ordinary(text)
     for encoder in ("gigatoken", "tiktoken"):
         assert [i for piece in pieces for i in encode(piece, encoder).tolist()] == expected
 
@@ -100,14 +103,14 @@ def test_runs_of_blanks_may_be_encoded_in_chunks(runs: list[tuple[str, int]], si
     text = "".join(character * count for character, count in runs)
     pieces = list(chunks(text.encode(), size))
     assert b"".join(pieces) == text.encode()
-    assert [i for piece in pieces for i in encode(piece, "tiktoken").tolist()] == reference().encode_ordinary(text)
+    assert [i for piece in pieces for i in encode(piece, "tiktoken").tolist()] == GPT2.tiktoken.encode_ordinary(text)
 
 
 @pytest.mark.parametrize("blank", [" ", "\n", "\u00a0", "\n\t"])
 def test_a_million_blanks_in_a_row_are_encoded_and_verified(blank: str) -> None:
     text = f"word{blank * (1_200_000 // len(blank))}word".encode()
     with pytest.raises(ValueError, match="stack"):
-        reference().encode_to_numpy(text.decode())
+        GPT2.tiktoken.encode_to_numpy(text.decode())
     ids = encode(text, "tiktoken")
     assert np.array_equal(ids, encode(text))
     assert verify("blanks", text, ids) < len(text)
@@ -132,7 +135,8 @@ def test_the_fast_encoder_keeps_its_ids_and_its_memory_when_it_is_made_again() -
         import re
         from pathlib import Path
         import numpy as np
-        from pipeline.encoding import encode, reference
+        from pipeline.encoding import gpt2
+        encode, reference = gpt2().encode, lambda: gpt2().tiktoken
         sample = b"The miller's granddaughter ran to the river; nobody followed her."
         before, chance = encode(sample), np.random.default_rng(0)
         kilobytes = lambda name: int(re.search(name + r":\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
@@ -158,7 +162,7 @@ def test_another_vocabulary_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch
     altered.write_bytes(encoding.VOCABULARY.read_bytes()[:-2])
     monkeypatch.setattr(encoding, "VOCABULARY", altered)
     with pytest.raises(UserError, match="not GPT-2's vocabulary"):
-        encoding.vocabulary()
+        gpt2.__wrapped__()
 
 
 def test_a_text_longer_than_a_chunk_is_encoded_to_its_end() -> None:

@@ -11,19 +11,19 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 from safetensors.torch import save_file
-from transformers import GPT2LMHeadModel, GPT2Tokenizer
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from infra.errors import UserError
 from infra.tracking.store import create_run
 from infra.tracking.tracker import NOTE, Tracker
-from pipeline.encoding import VOCABULARY_SHA256
-from pipeline.shards import END_OF_TEXT, checksum
+from pipeline.encoding import VOCABULARY_SHA256, gpt2
+from pipeline.shards import checksum
 from train import hugging_face
 from train.checkpoint.find import find_checkpoint
 from train.checkpoint.progress import read_progress
 from train.checkpoint.run_folder import RunFolder
 from train.config import Cycle, TrainConfig, config_from_json
-from train.data.text import to_ids, to_text, token_bytes, tokenizer_files
+from train.data.text import tokenizer_files
 from train.export import ExportConfig, export
 from train.generate import GenerateConfig, generate
 from train.hugging_face import model_card, write_model
@@ -156,20 +156,21 @@ def test_a_model_of_gpt2s_ids_has_its_tokenizer_and_writes(
 ) -> None:
     saved = as_gpt2s(once, tmp_path / "gpt2")
     write_model(saved, tmp_path / "exported")
-    assert GPT2Tokenizer.from_pretrained(tmp_path / "exported").encode("It was") == to_ids("It was")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "exported")
+    assert tokenizer.encode("It was") == gpt2().tiktoken.encode_ordinary("It was")
     write_model(once, tmp_path / "foreign")
-    assert not (tmp_path / "foreign" / "vocab.json").exists()
-    with pytest.raises(UserError, match="ids other than GPT-2's"):
+    assert not (tmp_path / "foreign" / "tokenizer.json").exists()
+    with pytest.raises(UserError, match="ids without a vocabulary"):
         generate(GenerateConfig(checkpoint=str(once)))
 
     model = load_model(saved)[0]
     asked = GenerateConfig(checkpoint=str(saved), prompt="It was", tokens=12, seed=3)
     assert generate(asked) == 0
-    beginning = [END_OF_TEXT, *to_ids("It was")]
-    expected = to_text(sample(model, beginning, 12, seed=3))
+    beginning = [gpt2().end_of_text, *gpt2().tiktoken.encode_ordinary("It was")]
+    expected = gpt2().decode(sample(model, beginning, 12, seed=3))
     assert "".join(capsys.readouterr().out.split()) == "".join(f"It was{expected}".split())
-    assert expected != to_text(sample(model, beginning, 12, seed=0))
-    assert expected != to_text(sample(model, beginning[1:], 12, seed=3))
+    assert expected != gpt2().decode(sample(model, beginning, 12, seed=0))
+    assert expected != gpt2().decode(sample(model, beginning[1:], 12, seed=3))
 
 
 def test_an_export_that_cannot_be_written_is_named_and_leaves_nothing(
@@ -209,23 +210,21 @@ def test_a_sampling_that_cannot_be_is_refused() -> None:
 
 
 def test_the_tokenizer_is_gpt2s(tmp_path: Path) -> None:
-    for name, content in tokenizer_files(128).items():
+    for name, content in tokenizer_files(gpt2(), 128).items():
         (tmp_path / name).write_text(content, encoding="utf-8")
-    tokenizer = GPT2Tokenizer.from_pretrained(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     for text in ("In the beginning God created the heaven and the earth.", " naïve\n\n  日本 don't 1234", "Ġ"):
-        assert tokenizer.encode(text) == to_ids(text)
-        assert to_text(to_ids(text)) == text
+        assert tokenizer.encode(text) == gpt2().tiktoken.encode_ordinary(text)
+        assert gpt2().decode(gpt2().tiktoken.encode_ordinary(text)) == text
     assert len(tokenizer("In the beginning God created. " * 100, truncation=True)["input_ids"]) == 128
 
 
 def test_bytes_are_counted_by_token() -> None:
-    lengths = token_bytes(VOCABULARY_SHA256)
-    assert lengths is not None
+    lengths = gpt2().lengths
     text = "naïve 日本 and so on"
-    assert lengths[to_ids(text)].sum() == len(text.encode())
-    assert len(lengths) == END_OF_TEXT + 1
-    assert lengths[END_OF_TEXT] == 0, "the end of a book is no text"
-    assert token_bytes("another") is None
+    assert lengths[gpt2().tiktoken.encode_ordinary(text)].sum() == len(text.encode())
+    assert len(lengths) == gpt2().end_of_text + 1
+    assert lengths[gpt2().end_of_text] == 0, "the end of a book is no text"
 
 
 def test_a_gpus_checkpoint_is_asked_on_any_machine(saved: Path) -> None:

@@ -23,7 +23,8 @@ from infra.errors import UserError
 from infra.schema import to_json
 from infra.storage import TEMPORARY, sync_folder, write_json
 from infra.storage_dir import StorageDir
-from pipeline.shards import checksum
+from pipeline.encoding import Vocabulary
+from pipeline.shards import VOCABULARY_FILE, checksum
 from train.checkpoint.progress import PROGRESS, Progress, checkpoints_in, damage
 from train.checkpoint.remote import CYCLES, upload
 from train.model.gpt import GPT
@@ -89,10 +90,13 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 class Checkpoints:
     """The checkpoints of one run, ``folder/step-00000123``: written one by one in a thread; the newest are kept."""
 
-    def __init__(self, folder: Path, keep: int, copy_to: StorageDir | None = None) -> None:
+    def __init__(
+        self, folder: Path, keep: int, copy_to: StorageDir | None = None, vocabulary: Vocabulary | None = None
+    ) -> None:
         self.folder = folder
         self.keep = keep
         self.copy_to = copy_to
+        self.vocabulary = vocabulary
         self.latest: Path | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -132,7 +136,7 @@ class Checkpoints:
                 taken.copied.synchronize()
             finite = all(bool(torch.isfinite(value).all()) for value in taken.weights.values())
             if finite and is_sound(taken.state["losses"].tolist()):
-                self.latest = write(self.folder, taken, progress)
+                self.latest = write(self.folder, taken, progress, self.vocabulary)
                 for later in checkpoints_in(self.folder):
                     if later.name > self.latest.name:  # damaged, or the run would have continued from there
                         shutil.rmtree(later, ignore_errors=True)
@@ -156,19 +160,23 @@ class Checkpoints:
         upload(checkpoint, cycles, place, self.keep)
 
 
-def write(folder: Path, taken: Snapshot, progress: Progress) -> Path:
-    """Write one checkpoint: to a temporary name, fsynced, read back, renamed."""
+def write(folder: Path, taken: Snapshot, progress: Progress, vocabulary: Vocabulary | None = None) -> Path:
+    """Write one checkpoint, with its ``vocabulary``: to a temporary name, fsynced, read back, renamed."""
     name = f"step-{progress.step:08d}"
     temporary = folder / f"{TEMPORARY}{os.getpid()}-{name}"
     temporary.mkdir(mode=0o700)
     save_file(taken.weights, temporary / WEIGHTS)
     torch.save(taken.state, temporary / _STATE)
-    for file in (WEIGHTS, _STATE):
+    names = [WEIGHTS, _STATE]
+    if vocabulary and not vocabulary.is_gpt2:
+        names.append(VOCABULARY_FILE)
+        (temporary / VOCABULARY_FILE).write_bytes(vocabulary.content)
+    for file in names:
         with (temporary / file).open("rb") as opened:
             os.fsync(opened.fileno())
     if any(not torch.equal(value, taken.weights[key]) for key, value in load_file(temporary / WEIGHTS).items()):
         raise OSError(f"{temporary / WEIGHTS} differs from what was written when it is read back")
-    files = {file: checksum(temporary / file) for file in (WEIGHTS, _STATE)}
+    files = {file: checksum(temporary / file) for file in names}
     write_json(temporary / PROGRESS, to_json(replace(progress, files=files)))
     temporary.chmod(0o755)
     if (folder / name).exists():

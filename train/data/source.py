@@ -17,7 +17,9 @@ def absolute(config: TrainConfig) -> TrainConfig:
     """``config`` with absolute paths of local sources, because workers run in a folder of Ray's."""
     if not config.stream:
         return replace(config, data=StorageDir.of(config.data).address)
-    return replace(config, stream=tuple(whole_path(source) for source in config.stream))
+    vocabulary = config.reading.vocabulary and StorageDir.of(config.reading.vocabulary).address
+    reading = replace(config.reading, vocabulary=vocabulary)
+    return replace(config, stream=tuple(whole_path(source) for source in config.stream), reading=reading)
 
 
 def stream_of(config: TrainConfig) -> Stream:

@@ -1,92 +1,58 @@
-"""Token ids and text: for samples, for losses per byte, and for the tokenizer of an exported model."""
+"""The vocabulary of a run: that of its data, which the model follows, and the tokenizer of an exported model."""
 
-import itertools
 import json
-from functools import cache
-
-import numpy as np
+from dataclasses import replace
 
 from infra.errors import UserError
-from pipeline.encoding import VOCABULARY_SHA256, decode, encode, reference
-from pipeline.shards import END_OF_TEXT, Manifest
+from infra.storage_dir import StorageDir
+from pipeline.encoding import Vocabulary, tokenizer_json, vocabulary_at, vocabulary_of
+from pipeline.shards import Manifest
 from train.config import TrainConfig
+from train.model_config import ModelConfig
 
 
-def is_gpt2(vocabulary_sha256: str) -> bool:
-    """Whether ids of this vocabulary can be turned into text."""
-    return vocabulary_sha256 == VOCABULARY_SHA256
+def vocabulary_of_data(config: TrainConfig, manifest: Manifest) -> Vocabulary | None:
+    """The vocabulary of the data of ``config``; None for shards of ids without one."""
+    if config.stream:
+        return vocabulary_of(manifest.vocabulary_sha256, config.reading.vocabulary)
+    return vocabulary_at(StorageDir.of(config.data), manifest.vocabulary_sha256)
+
+
+def fitted(config: TrainConfig, manifest: Manifest) -> TrainConfig:
+    """``config`` with a model of the data's vocabulary, padded as it was. Raises ``UserError`` when it has another.
+
+    A model follows the data unless its vocabulary is not the default, GPT-2's.
+    """
+    model, vocabulary = config.model, vocabulary_of_data(config, manifest)
+    if vocabulary is None:
+        return config
+    ids = len(vocabulary)
+    padded = -(-ids // 64) * 64
+    if model.vocabulary == ModelConfig.vocabulary != ids:
+        pads = model.padded_vocabulary > model.vocabulary
+        model = replace(model, vocabulary=ids, padded_vocabulary=padded if pads else ids)
+    if model.vocabulary != ids:
+        raise UserError(
+            f"{config.source} has {ids:,} token ids and --model has vocabulary={model.vocabulary:,}: give --model with "
+            f"vocabulary={ids},padded_vocabulary={padded}, or data that were made with another --vocabulary."
+        )
+    end = vocabulary.end_of_text
+    return replace(config, model=replace(model, end_of_text=-1 if end == ids - 1 else end))
 
 
 def refuse_foreign_ids(config: TrainConfig, manifest: Manifest) -> None:
-    """Raise ``UserError`` when the data's token ids are GPT-2's and the model's vocabulary is not."""
-    ids = END_OF_TEXT + 1
-    if is_gpt2(manifest.vocabulary_sha256) and config.model.vocabulary != ids:
-        raise UserError(
-            f"{config.source} has GPT-2's {ids:,} token ids and --model has vocabulary={config.model.vocabulary:,}: "
-            "leave vocabulary out of --model (padded_vocabulary is the one that may be larger)."
-        )
+    """Raise ``UserError`` when the model has another vocabulary than the data."""
+    fitted(config, manifest)
 
 
-@cache
-def token_bytes(vocabulary_sha256: str) -> np.ndarray | None:
-    """UTF-8 bytes of each token id, 0 for the end of a text; None for a vocabulary other than GPT-2's."""
-    if not is_gpt2(vocabulary_sha256):
-        return None
-    sizes = [len(reference().decode_single_token_bytes(token)) for token in range(END_OF_TEXT)]
-    return np.array([*sizes, 0], dtype=np.int64)
-
-
-def to_ids(text: str) -> list[int]:
-    """Token ids of ``text``."""
-    return encode(text.encode(), "tiktoken").tolist()
-
-
-def to_text(ids: list[int]) -> str:
-    """The text of ``ids``."""
-    return decode(np.array(ids))
-
-
-def tokenizer_files(context_length: int) -> dict[str, str]:
-    """GPT-2's ``vocab.json`` and ``merges.txt``, which transformers' tokenizer reads, rebuilt from the rank table.
+def tokenizer_files(vocabulary: Vocabulary, context_length: int) -> dict[str, str]:
+    """The vocabulary as files of a tokenizer that transformers reads.
 
     With ``truncation=True``, and in a warning without, it knows a model's ``context_length``.
-
-    A merge is the pair of tokens that byte-pair encoding joins last to form a token. It is found by encoding the token
-    with the ranks below its own.
     """
-    ranks = {reference().decode_single_token_bytes(token): token for token in range(END_OF_TEXT)}
-    letters = _letters()
-
-    def written(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
-
-    vocabulary = {written(token): rank for token, rank in ranks.items()} | {"<|endoftext|>": END_OF_TEXT}
-    merges = ["#version: 0.2"]
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        if len(token) > 1:
-            merges.append(" ".join(written(part) for part in _parts(token, rank, ranks)))
+    end = vocabulary.decode([vocabulary.end_of_text])
     settings = {
-        "tokenizer_class": "GPT2Tokenizer", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>",
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end,
         "model_max_length": context_length,
     }  # fmt: skip
-    return {
-        "vocab.json": json.dumps(vocabulary, ensure_ascii=False),
-        "merges.txt": "\n".join(merges) + "\n",
-        "tokenizer_config.json": json.dumps(settings),
-    }
-
-
-def _parts(token: bytes, rank: int, ranks: dict[bytes, int]) -> list[bytes]:
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        pairs = [ranks.get(a + b, rank) for a, b in itertools.pairwise(parts)]
-        first = min(range(len(pairs)), key=pairs.__getitem__)
-        parts[first : first + 2] = [parts[first] + parts[first + 1]]
-    return parts
-
-
-def _letters() -> dict[int, str]:
-    """GPT-2's printable character for each byte: the byte's own if it is printable, else one from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    return {"tokenizer.json": tokenizer_json(vocabulary), "tokenizer_config.json": json.dumps(settings)}

@@ -12,6 +12,7 @@ from infra.hardware import peak_flops
 from train.checkpoint.progress import RunState
 from train.config import TrainConfig
 from train.data.dataset import Data
+from train.data.text import vocabulary_of_data
 from train.estimate import flops as flops_formula
 from train.estimate.flops import utilisation
 from train.loop import memory, throughput
@@ -63,7 +64,9 @@ def conclude(
     totals, val = manifest.splits["train"], manifest.splits["val"]
     val_loss = last.val_loss if last else None
     validation = data.validation
-    val_bytes = bytes_of(validation, manifest.vocabulary_sha256) if validation and val_loss is not None else None
+    val_bytes = (
+        bytes_of(validation, vocabulary_of_data(config, manifest)) if validation and val_loss is not None else None
+    )
     return RunResult(
         outcome=ended[0],
         reason=ended[1],

@@ -105,7 +105,7 @@ def _dense(config: TrainConfig) -> MaskFunction:
 
 
 def _end_of_text(config: TrainConfig) -> int:
-    return config.model.vocabulary - 1  # GPT-2's last id
+    return config.model.end_of_text % config.model.vocabulary
 
 
 def _to_fp8(model: GPT) -> None:

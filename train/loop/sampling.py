@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from infra.errors import UserError
+from infra.storage_dir import StorageDir
+from pipeline.encoding import Vocabulary, vocabulary_at
 from train.checkpoint.progress import damage, read_progress
 from train.checkpoint.save import WEIGHTS, load_weights
 from train.config import config_from_json
-from train.data.text import is_gpt2, to_text
 from train.loop.execution import plain
 from train.loop.trainer import Trainer
 from train.model.gpt import GPT
@@ -22,8 +23,8 @@ from train.result import RunResult
 SAMPLE_TOKENS = 64
 
 
-def load_model(checkpoint: Path) -> tuple[GPT, str]:
-    """The model of a checkpoint, in evaluation mode, and its vocabulary's hash. Raises ``UserError``."""
+def load_model(checkpoint: Path) -> tuple[GPT, Vocabulary | None]:
+    """The model of a checkpoint, in evaluation mode, and its vocabulary, if it has one. Raises ``UserError``."""
     progress = read_progress(checkpoint)
     config = config_from_json(progress.config, str(checkpoint))
     fault = damage(checkpoint, only=WEIGHTS)
@@ -32,7 +33,7 @@ def load_model(checkpoint: Path) -> tuple[GPT, str]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = plain(config).to(device)
     load_weights(checkpoint, model, device)
-    return model, progress.vocabulary_sha256
+    return model, vocabulary_at(StorageDir.of(checkpoint), progress.vocabulary_sha256)
 
 
 @torch.no_grad()
@@ -59,10 +60,11 @@ def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gen
 
 
 def closing_sample(trainer: Trainer, result: RunResult) -> str | None:
-    """Text that a model writes at the end of its run; None if it cannot: it is sharded, or its ids are not GPT-2's."""
-    if result.outcome != "finished" or trainer.config.shard or not is_gpt2(trainer.data.manifest.vocabulary_sha256):
+    """Text that a model writes at the end of its run; None if it is sharded, or its ids have no vocabulary."""
+    vocabulary = trainer.vocabulary
+    if result.outcome != "finished" or trainer.config.shard or vocabulary is None:
         return None
     with torch.device("meta"):
         model = plain(trainer.config)
     model.load_state_dict(trainer.model.state_dict(), assign=True)  # the weights themselves, not a copy
-    return to_text(sample(model, [trainer.config.model.vocabulary - 1], SAMPLE_TOKENS))
+    return vocabulary.decode(sample(model, [vocabulary.end_of_text], SAMPLE_TOKENS))

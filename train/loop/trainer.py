@@ -23,7 +23,7 @@ from train.checkpoint.progress import Progress, RunState, read_progress, refuse_
 from train.config import CUDA_GRAPHS, TrainConfig
 from train.data.dataset import Data, ShardData
 from train.data.loader import BatchLoader
-from train.data.text import refuse_foreign_ids
+from train.data.text import fitted, vocabulary_of_data
 from train.loop import memory, shortage, timing
 from train.loop.conclusion import Spent, conclude
 from train.loop.cycle import RunningCycle, close_cycle, open_cycle, report, step_seconds, trouble
@@ -70,6 +70,9 @@ class Trainer:
         resume: Path | None = None,
         limit: Limit | None = None,
     ) -> None:
+        self.data = data or ShardData(config)
+        config = fitted(config, self.data.manifest)
+        self.vocabulary = vocabulary_of_data(config, self.data.manifest)
         self.config = config = resolve(config, device_facts())
         choose_pages(config)
         self.on_cycle = on_cycle
@@ -79,8 +82,6 @@ class Trainer:
         self.workers = Workers(config)
         self.device = torch_device(config)
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
-        self.data = data or ShardData(config)
-        refuse_foreign_ids(config, self.data.manifest)
         self.state = RunState()
         self.spent = Spent()
         self.elapsed_before = 0.0
@@ -88,7 +89,7 @@ class Trainer:
         self.resumed = resume
         self.checkpoints = None
         if checkpoints and config.keep_checkpoints and self.workers.first:
-            self.checkpoints = save.Checkpoints(checkpoints, config.keep_checkpoints, copies)
+            self.checkpoints = save.Checkpoints(checkpoints, config.keep_checkpoints, copies, self.vocabulary)
         self.saves = checkpoints is not None and config.keep_checkpoints > 0
         self.doing = "building the model"
         """What the loop does, for whoever watches it from another thread, as they may read ``state.step``."""

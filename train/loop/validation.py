@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.encoding import Vocabulary
 from train.config import TrainConfig
 from train.data.loader import BatchLoader
 from train.data.windows import Windows
@@ -58,9 +59,10 @@ def bits_per(loss: float | None, tokens: int, units: int | None) -> float | None
     return loss / math.log(2) * tokens / units if loss is not None and units else None
 
 
-def bytes_of(windows: Windows, vocabulary_sha256: str) -> int | None:
-    """UTF-8 bytes of the text of ``windows``, from its tokens; None when the vocabulary is not GPT-2's."""
-    from train.data.text import token_bytes
-
-    lengths = token_bytes(vocabulary_sha256)
-    return None if lengths is None else sum(int(lengths[tokens].sum(dtype="int64")) for tokens in windows.streams)
+def bytes_of(windows: Windows, vocabulary: Vocabulary | None) -> int | None:
+    """UTF-8 bytes of the text of ``windows``, from its tokens; None without a vocabulary."""
+    return (
+        None
+        if vocabulary is None
+        else sum(int(vocabulary.lengths[tokens].sum(dtype="int64")) for tokens in windows.streams)
+    )

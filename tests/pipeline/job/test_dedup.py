@@ -11,7 +11,7 @@ import pytest
 from infra.storage_dir import StorageDir
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
-from pipeline.encoding import encode
+from pipeline.encoding import gpt2
 from pipeline.job import plan
 from pipeline.job.dedup import drop_duplicates, find_duplicates
 from pipeline.job.plan import make_plan
@@ -62,7 +62,7 @@ def test_the_first_by_id_is_kept_and_the_others_are_removed_everywhere(
             assert checksum(tmp_path / info.path) == info.checksum
             assert (info.rows, info.tokens) == (len(kept[name]), len(shard.tokens))
     first = Shard(tmp_path / "train/000000-000.arrow")
-    assert np.array_equal(first.tokens[: first.offsets[1] - 1], encode(prose(1, 200).encode()))
+    assert np.array_equal(first.tokens[: first.offsets[1] - 1], gpt2().encode(prose(1, 200).encode()))
     assert sorted(path.name for path in (tmp_path / "train").iterdir()) == ["000000-000.arrow", "000003-000.arrow"]
     assert find_duplicates(thinned, 0) == {}
 

@@ -115,8 +115,8 @@ def test_the_settings_in_a_data_sets_identity_have_not_changed() -> None:
         "duplicates": "drop", "shard_size": 16_000_000,
     }  # fmt: skip
     assert {field.name for field in fields(TokenizeConfig)} - set(IDENTITY) == {
-        "out", "workers", "mirror", "dry_run", "overwrite", "tracking_uri", "address"
-    }, "a new setting either decides the bytes of shards or does not"  # fmt: skip
+        "out", "workers", "mirror", "dry_run", "overwrite", "tracking_uri", "address", "vocabulary"
+    }, "a new setting either decides the bytes of shards, as the vocabulary does by its hash, or does not"  # fmt: skip
 
 
 def tokenize(config: TokenizeConfig, workers_out: Path | None = None, *, pieces: int = 1000) -> Manifest:
@@ -291,7 +291,7 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
 
 def test_settings_are_kept_beside_the_pieces_and_compared(config: TokenizeConfig) -> None:
     values = json.loads((Path(config.out) / output.SETTINGS).read_text(encoding="utf-8"))
-    assert values == config.identity() | {"sources": list(config.sources), "languages": [], "held_out": {}}
+    assert values == Job(config).identity() | {"sources": list(config.sources), "languages": [], "held_out": {}}
     assert output.changed_settings(Job(config)) == {}
     assert output.changed_settings(Job(replace(config, min_chars=7))) == {"min_chars": (200, 7)}
     with pytest.raises(UserError, match=r"min_chars was 200 and is now 7.*--overwrite"):

@@ -23,13 +23,13 @@ from infra.storage_dir import StorageDir
 from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import find
 from pipeline.config import Reading, TokenizeConfig
-from pipeline.encoding import encode, reference
+from pipeline.encoding import Vocabulary, gpt2
 from pipeline.job.output import write_quarantine
 from pipeline.job.plan import Piece, make_plan
 from pipeline.job.record import Record, read_record
 from pipeline.job.report import totals
 from pipeline.job.task import GUESSED, do_piece
-from pipeline.shards import END_OF_TEXT, Shard, checksum
+from pipeline.shards import Shard, checksum
 
 Prose = Callable[..., str]
 
@@ -60,8 +60,8 @@ def test_a_shard_holds_every_token_of_its_books(tmp_path: Path, write_books: Cal
     assert shard.offsets[-1] == len(shard.tokens) == info.tokens
     for number, path in enumerate(sorted(books.iterdir())):
         tokens = shard.tokens[shard.offsets[number] : shard.offsets[number + 1]]
-        assert tokens[-1] == END_OF_TEXT
-        assert np.array_equal(tokens[:-1], encode(path.read_bytes()))
+        assert tokens[-1] == gpt2().end_of_text
+        assert np.array_equal(tokens[:-1], gpt2().encode(path.read_bytes()))
         assert shard.batch.column("book")[number].as_py() == f"books/{path.name}"
 
 
@@ -161,11 +161,13 @@ def test_a_book_at_which_something_fails_is_listed_and_the_others_are_kept(
     """The failures are those of a bug, of a library in Rust, which is no ``Exception``, and while a file is read."""
     panic = type("PanicException", (BaseException,), {})
 
-    def failing(text: bytes, encoder: Any) -> np.ndarray:
+    encode = Vocabulary.encode
+
+    def failing(self: Vocabulary, text: bytes, encoder: Any) -> np.ndarray:
         for word, failure in {b"BUG": KeyError("no such key"), b"PANIC": panic("index out of bounds")}.items():
             if word in text:
                 raise failure
-        return encode(text, encoder)
+        return encode(self, text, encoder)
 
     def reading(part: Part, settings: Reading) -> Iterator[RawBook | Dropped]:
         for book in read_books(part, settings):
@@ -173,7 +175,7 @@ def test_a_book_at_which_something_fails_is_listed_and_the_others_are_kept(
             if isinstance(book, RawBook) and book.id.endswith("#0"):
                 raise RuntimeError("the decompressor is confused")
 
-    monkeypatch.setattr("pipeline.job.task.encode", failing)
+    monkeypatch.setattr(Vocabulary, "encode", failing)
     monkeypatch.setattr("pipeline.job.task.read_books", reading)
     books = write_books(tmp_path / "books", 3)
     (books / "bug.txt").write_text(prose(7) + "BUG", encoding="utf-8")
@@ -200,8 +202,8 @@ def test_books_with_a_million_blanks_in_a_row_are_kept_with_the_ids_of_tiktoken(
         name: shard.tokens[shard.offsets[row] : shard.offsets[row + 1] - 1].tolist()
         for row, name in enumerate(("blanks", "lines", "usual", "word"))
     }
-    first, last = (reference().encode_ordinary(text) for text in (prose(1).rstrip("\n"), f"end{prose(2)}"))
-    after = reference().encode_ordinary(f" end{prose(2)}")
+    first, last = (gpt2().tiktoken.encode_ordinary(text) for text in (prose(1).rstrip("\n"), f"end{prose(2)}"))
+    after = gpt2().tiktoken.encode_ordinary(f" end{prose(2)}")
     assert found["blanks"] == [*first, 198, *[220] * 1_199_999, *after]
     assert found["lines"] == [*first, *[628] * 600_000, 198, *last], "all but the last line feed, by twos"
 
@@ -265,12 +267,14 @@ def test_the_book_that_kills_its_worker_is_skipped(tmp_path: Path, write_books: 
         from pipeline.job.plan import make_plan
         from pipeline.books.sources import find
 
-        encode = pipeline.job.task.encode
-        def deadly(text, encoder):
+        from pipeline.encoding import Vocabulary
+
+        encode = Vocabulary.encode
+        def deadly(self, text, encoder):
             if b"KILLER" in text:
                 os.kill(os.getpid(), {signal.SIGKILL})
-            return encode(text, encoder)
-        pipeline.job.task.encode = deadly
+            return encode(self, text, encoder)
+        Vocabulary.encode = deadly
         config = TokenizeConfig(sources=({str(books)!r},))
         (piece,) = make_plan(find(config.sources), config)
         pipeline.job.task.do_piece(piece, StorageDir.of({str(tmp_path / "out")!r}), "deadly-{os.getpid()}")

@@ -23,10 +23,11 @@ from infra.tracking.tracker import Tracker
 from pipeline import stream
 from pipeline.books.sources import Inventory, find
 from pipeline.config import Reading, TokenizeConfig
+from pipeline.encoding import gpt2
 from pipeline.job.plan import make_plan
 from pipeline.job.record import read_record
 from pipeline.job.task import do_piece
-from pipeline.shards import END_OF_TEXT, Shard
+from pipeline.shards import Shard
 from pipeline.stream import HELD_OUT, EncodedBook, Stream, encoded_books
 from train.checkpoint.progress import read_progress, refuse_other_run
 from train.checkpoint.run_folder import RunFolder
@@ -97,7 +98,7 @@ def test_an_epoch_is_every_training_book_once_and_no_other(books: Path) -> None:
     assert [book.book for book in Inline([str(books)], 1, Reading()).read(0)] != names[0]
     dropped = [(book.book, book.dropped) for book in stream.read(0) if book.dropped]
     assert dropped == [("books/short.txt", "too short")]
-    assert all(book.tokens[-1] == END_OF_TEXT for book in stream.read(0) if not book.dropped)
+    assert all(book.tokens[-1] == gpt2().end_of_text for book in stream.read(0) if not book.dropped)
 
 
 def test_blocks_hold_every_window_of_the_stream_once(books: Path) -> None:

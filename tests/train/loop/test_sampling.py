@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.encoding import VOCABULARY_SHA256
-from pipeline.shards import END_OF_TEXT
+from pipeline.encoding import VOCABULARY_SHA256, gpt2
 from train.config import Cycle, TrainConfig
-from train.data.text import to_ids, to_text
 from train.loop.execution import plain
 from train.loop.sampling import SAMPLE_TOKENS, closing_sample, load_model, sample
 from train.loop.trainer import Trainer
@@ -46,16 +44,17 @@ def test_a_finished_run_writes_the_beginning_of_a_book(config: TrainConfig, tmp_
     written = closing_sample(trainer, result)
     assert result.checkpoint
     model, _ = load_model(Path(result.checkpoint))
-    assert written == to_text(sample(model.cpu(), [END_OF_TEXT], SAMPLE_TOKENS))
+    assert written == gpt2().decode(sample(model.cpu(), [gpt2().end_of_text], SAMPLE_TOKENS))
     untrained = plain(config)
-    assert written != to_text(sample(untrained, [END_OF_TEXT], SAMPLE_TOKENS))
+    assert written != gpt2().decode(sample(untrained, [gpt2().end_of_text], SAMPLE_TOKENS))
     assert trainer.model.training, "the trained model stays as it is"
     assert {name: value.data_ptr() for name, value in trainer.model.state_dict().items()} == before
 
 
 def test_a_model_that_has_learnt_a_sentence_closes_with_it(config: TrainConfig) -> None:
     """A model made by hand, whose head gives at each position the next token of a text."""
-    ids = (to_ids("It was the best of times, it was the worst of times") * SAMPLE_TOKENS)[:SAMPLE_TOKENS]
+    sentence = gpt2().tiktoken.encode_ordinary("It was the best of times, it was the worst of times")
+    ids = (sentence * SAMPLE_TOKENS)[:SAMPLE_TOKENS]
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, tied=False, width=64, context_length=64), steps=1
     )
@@ -68,7 +67,7 @@ def test_a_model_that_has_learnt_a_sentence_closes_with_it(config: TrainConfig) 
         trainer.model.position_embedding.weight.copy_(torch.eye(64))
         for place, token in enumerate(ids):
             trainer.model.head.weight[token, place] += 10.0
-    assert closing_sample(trainer, result) == to_text(ids)
+    assert closing_sample(trainer, result) == gpt2().decode(ids)
 
 
 def test_a_run_that_cannot_write_has_no_sample(

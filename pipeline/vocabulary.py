@@ -1,0 +1,121 @@
+"""Train a vocabulary on books: ``python -m pipeline.vocabulary BOOKS --size 4096 --out data/vocabulary.json``.
+
+In: sources. Out: the ``tokenizer.json`` of a byte-level BPE, for ``python -m pipeline.tokenize --vocabulary``. The same
+books and settings give the same file: they are read in an order of their own, and the trainer breaks ties by id.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Annotated
+
+import tyro
+import xxhash
+
+from infra import command
+from infra.console import console
+from infra.errors import UserError
+from infra.progress import Doing, doing
+from infra.storage_dir import StorageDir
+from infra.units import Bytes
+from pipeline.books.readers import Dropped
+from pipeline.books.sources import find
+from pipeline.config import SAMPLE, Cleaning, TokenizeConfig
+from pipeline.encoding import END, Vocabulary, gpt2
+from pipeline.job.plan import Piece, make_plan
+from pipeline.job.task import cleaned, or_dropped, read
+
+BYTE_TOKENS = 256
+PIECE = 1_000_000
+"""Bytes of text in the pieces of which a sample is made."""
+CHUNK = 100_000
+"""Bytes of text that the trainer gets at a time: it collects 256 of them before it counts their words."""
+
+
+@dataclass(frozen=True)
+class VocabularyConfig(Cleaning):
+    """Train the vocabulary of a byte-level BPE, with GPT-2's split pattern, on a sample of books."""
+
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (SAMPLE,)
+    """Books, as pipeline.tokenize takes them."""
+
+    size: int = 4096
+    """Token ids, at least 257: the single bytes, the tokens that are learned, and the end of text, which is the last.
+    Shards of up to 65536 ids take two bytes per token, others four."""
+
+    sample: Bytes = 100_000_000
+    """Text to learn from, at least 1kB, in pieces spread over the books."""
+
+    out: str = "data/vocabulary.json"
+    """The file to write, also in object storage."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size <= BYTE_TOKENS:
+            raise UserError(
+                f"--size {self.size} must be at least {BYTE_TOKENS + 1}, for all bytes and the end of text."
+            )
+        if self.sample < 1000:
+            raise UserError(f"--sample {self.sample}B is too small to learn from: give 1kB or more.")
+
+
+def main(config: VocabularyConfig) -> int:
+    """Run the command; returns its exit code."""
+    file = StorageDir.of(config.out)
+    if file.parent.exists(file.name):
+        raise UserError(f"--out {config.out} exists already: name another file, or remove it.")
+    with doing("listing the books") as told:
+        content = train(config, told)
+    file.parent.write(file.name, content)
+    found = Vocabulary(content, config.out)
+    console.print(
+        f"{config.out}: {len(found):,} ids, sha256 {found.sha256[:12]}; encode books with 'python -m pipeline.tokenize "
+        f"... --vocabulary {config.out}'",
+        markup=False,
+    )
+    return 0
+
+
+def train(config: VocabularyConfig, told: Doing) -> bytes:
+    """The ``tokenizer.json``. Raises ``UserError`` when the books are missing, or too few for its size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    cleaning = {field.name: getattr(config, field.name) for field in fields(Cleaning)}
+    settings = TokenizeConfig(config.sources, shard_size=PIECE, **cleaning)
+    pieces = make_plan(find(config.sources), settings)
+    tokenizer.train_from_iterator(_texts(config, pieces, told), trainer)
+    tokenizer.add_special_tokens([END])
+    if (found := tokenizer.get_vocab_size()) < config.size:
+        raise UserError(
+            f"the books have enough words for {found:,} of --size {config.size:,} token ids: name more books, or give "
+            f"--size {found}."
+        )
+    return tokenizer.to_str().encode()
+
+
+def _texts(config: VocabularyConfig, pieces: list[Piece], told: Doing) -> Iterator[str]:
+    """The first ``sample`` bytes of the pieces' text, in an order that depends on their numbers alone."""
+    size = 0
+    for piece in sorted(pieces, key=lambda piece: xxhash.xxh3_64_intdigest(piece.name.encode())):
+        settings = piece.settings
+        for raw in (raw for part in piece.parts for raw in read(part, settings)):
+            if size >= config.sample:
+                break
+            book = raw if isinstance(raw, Dropped) else or_dropped(raw.id, partial(cleaned, raw, settings))
+            if isinstance(book, Dropped):
+                continue
+            for chunk in gpt2().chunks(book.text[: config.sample - size], CHUNK):
+                yield chunk.decode(errors="ignore")
+            size += len(book.text)
+            told.now(f"reading books, {size / 1e6:,.1f} MB")
+    told.now(f"learning {config.size:,} tokens from {min(size, config.sample) / 1e6:,.1f} MB of text")
+
+
+if __name__ == "__main__":
+    command.run(main, VocabularyConfig, module="pipeline.vocabulary")
