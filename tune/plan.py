@@ -18,6 +18,7 @@ from pipeline.shards import read_manifest
 from train.checkpoint.run_folder import new_place
 from train.config import Cycle, TrainConfig
 from train.data.source import refuse_vast_steps
+from train.data.text import with_vocabulary_of
 from train.model_config import format_model
 from train.resolve import resolve
 from tune.config import SearchConfig
@@ -161,7 +162,7 @@ def make_search(config: SearchConfig) -> Search:
     if config.resume and not asked:  # or another set of machines would make it another search
         asked = kept_identity(place, Search.kind).get("memory_limit")
     facts = replace(machines[0].device, memory=asked or available)
-    training = resolve(config.training, facts)
+    training = resolve(with_vocabulary_of(config.training, manifest), facts)
     if not config.accumulations:
         refuse_vast_steps(training, manifest)
     limit = memory_limit(asked, training, available)

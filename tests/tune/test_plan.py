@@ -1,6 +1,8 @@
 """What a search says before it is paid for: sizes that should fit, trials, and the time with compilation."""
 
+import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +11,13 @@ import pytest
 from infra.hardware import cpu_facts
 from infra.storage_dir import WorkingCopy
 from infra.tracking.key import RunKey
+from pipeline.encoding import read_vocabulary
+from pipeline.shards import VOCABULARY_FILE
+from pipeline.vocabulary import VocabularyConfig
+from pipeline.vocabulary import main as train_vocabulary
 from train.config import Compile, TrainConfig
 from train.resolve import resolve
-from tune.config import SearchConfig
+from tune.config import LadderConfig, SearchConfig
 from tune.device import Machine
 from tune.folder import begin
 from tune.plan import Search, make_search
@@ -19,6 +25,7 @@ from tune.report import print_plan
 from tune.space import make_space
 from tune.strategy.memory_aware import MemorySearcher
 from tune.strategy.optuna_tpe import optuna_trials
+from tune.suite.plan import make_ladder
 
 
 @pytest.mark.parametrize(
@@ -65,6 +72,24 @@ def test_a_search_that_is_continued_keeps_its_limit(
     before.folder.mkdir()
     begin(WorkingCopy.of(before.place, fresh=True), config, before.identity(), RunKey("", "", ""))
     assert search_on(16, replace(config, name=None, resume="one")).limit == before.limit
+
+
+def test_a_search_and_a_ladder_follow_the_vocabulary_of_the_data(small_shards: Path, tmp_path: Path) -> None:
+    """What they predict and compare is the model that their trials train."""
+    data, vocabulary = shutil.copytree(small_shards, tmp_path / "data"), tmp_path / "own.json"
+    train_vocabulary(VocabularyConfig(size=300, sample=100_000, out=str(vocabulary)))
+    shutil.copy(vocabulary, data / VOCABULARY_FILE)
+    manifest = json.loads((data / "manifest.json").read_bytes())
+    (data / "manifest.json").write_text(
+        json.dumps(manifest | {"vocabulary_sha256": read_vocabulary(str(vocabulary)).sha256})
+    )
+    training = TrainConfig(data=str(data), device="cpu", global_batch=8, micro_batch=8)
+    search = make_search(SearchConfig(training=training, dry_run=True))
+    assert search.space.base.model.vocabulary == 300
+    ladder = make_ladder(LadderConfig(suite="loop", data=str(data), dry_run=True))
+    request = ladder.request("here", 1, [], [])
+    assert request
+    assert request.config["model"]["vocabulary"] == 300
 
 
 def test_optunas_budget_grows_with_the_grid_within_bounds() -> None:

@@ -18,7 +18,7 @@ def vocabulary_of_data(config: TrainConfig, manifest: Manifest) -> Vocabulary | 
     return vocabulary_at(StorageDir.of(config.data), manifest.vocabulary_sha256)
 
 
-def fitted(config: TrainConfig, manifest: Manifest) -> TrainConfig:
+def with_vocabulary_of(config: TrainConfig, manifest: Manifest) -> TrainConfig:
     """``config`` with a model of the data's vocabulary, padded as it was. Raises ``UserError`` when it has another.
 
     A model follows the data unless its vocabulary is not the default, GPT-2's.
@@ -38,11 +38,6 @@ def fitted(config: TrainConfig, manifest: Manifest) -> TrainConfig:
         )
     end = vocabulary.end_of_text
     return replace(config, model=replace(model, end_of_text=-1 if end == ids - 1 else end))
-
-
-def refuse_foreign_ids(config: TrainConfig, manifest: Manifest) -> None:
-    """Raise ``UserError`` when the model has another vocabulary than the data."""
-    fitted(config, manifest)
 
 
 def tokenizer_files(vocabulary: Vocabulary, context_length: int) -> dict[str, str]:

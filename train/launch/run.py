@@ -14,7 +14,7 @@ from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
 from train.confirmed import Confirmed
 from train.data.source import absolute, estimate, refuse_vast_steps, stream_of
-from train.data.text import fitted
+from train.data.text import with_vocabulary_of
 from train.result import RunResult
 
 
@@ -86,7 +86,7 @@ class RunPlan:
         asked = absolute(config)
         stream = stream_of(asked) if asked.stream else None
         manifest = estimate(stream) if stream else read_manifest(asked.data)
-        asked = fitted(asked, manifest)
+        asked = with_vocabulary_of(asked, manifest)
         refuse_vast_steps(asked, manifest)
         return cls(asked, manifest, home, None, memory_limit, address, stream)
 

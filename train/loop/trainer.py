@@ -23,7 +23,7 @@ from train.checkpoint.progress import Progress, RunState, read_progress, refuse_
 from train.config import CUDA_GRAPHS, TrainConfig
 from train.data.dataset import Data, ShardData
 from train.data.loader import BatchLoader
-from train.data.text import fitted, vocabulary_of_data
+from train.data.text import vocabulary_of_data, with_vocabulary_of
 from train.loop import memory, shortage, timing
 from train.loop.conclusion import Spent, conclude
 from train.loop.cycle import RunningCycle, close_cycle, open_cycle, report, step_seconds, trouble
@@ -71,7 +71,7 @@ class Trainer:
         limit: Limit | None = None,
     ) -> None:
         self.data = data or ShardData(config)
-        config = fitted(config, self.data.manifest)
+        config = with_vocabulary_of(config, self.data.manifest)
         self.vocabulary = vocabulary_of_data(config, self.data.manifest)
         self.config = config = resolve(config, device_facts())
         choose_pages(config)

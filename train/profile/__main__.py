@@ -71,12 +71,12 @@ def profile(options: ProfileOptions) -> None:
         from infra.tracking.views import ui_link
         from pipeline.shards import read_manifest
         from train import report
-        from train.data.text import fitted
+        from train.data.text import with_vocabulary_of
         from train.profile.memory_timeline import VIEWER
         from train.profile.record import record
 
     manifest = read_manifest(options.training.data)
-    config = resolve(fitted(options.training, manifest), device_facts())
+    config = resolve(with_vocabulary_of(options.training, manifest), device_facts())
     preset = format_model(options.training.model).partition(",")[0]
     name = options.name or f"profile-{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = new_folder(options.out, name, resumable=False)

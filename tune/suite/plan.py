@@ -13,7 +13,7 @@ from pipeline.stream import Stream
 from train.checkpoint.run_folder import new_place
 from train.config import TrainConfig, load_config
 from train.data.source import estimate
-from train.data.text import refuse_foreign_ids
+from train.data.text import with_vocabulary_of
 from train.estimate.memory import predict_peak
 from train.resolve import resolve
 from tune.config import LadderConfig
@@ -32,11 +32,13 @@ def make_ladder(config: LadderConfig) -> Ladder:
     place = place_of(config.out, name)
     if not (config.resume or config.dry_run):
         new_place(config.out, name, begun=(TRIALS, StorageDir.LOCK))
-    start = config.training
-    suite = chosen(config, start)
     manifest = read_manifest(config.data)
+    start = with_vocabulary_of(config.training, manifest)
+    suite = chosen(config, start)
     if config.stream:  # what is wrong with the books is known now, and not after the other rungs
-        refuse_foreign_ids(start, estimate(Stream(config.stream, start.seed, start.reading)))
+        with_vocabulary_of(
+            replace(start, stream=config.stream), estimate(Stream(config.stream, start.seed, start.reading))
+        )
     machines = trial_machines(start, cluster=config.cluster)
     if resolve(start, machines[0].device).device == "cpu":
         suite = short_form(suite)

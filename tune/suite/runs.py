@@ -18,6 +18,7 @@ from infra.hardware import DeviceFacts
 from infra.storage_dir import StorageDir
 from infra.units import format_size
 from train.config import GPU_KERNELS, SIXTEEN_BITS, TrainConfig
+from train.data.text import with_vocabulary_of
 from train.estimate.memory import predict_peak
 from train.intervals import Estimate
 from train.loop.memory_limit import UNMEASURED
@@ -26,7 +27,7 @@ from train.resolve import resolve
 from tune.config import LadderConfig
 from tune.experiment import Experiment
 from tune.space import Candidate
-from tune.suite.suites import Rung, Suite, apply
+from tune.suite.suites import Changes, Rung, Suite, apply
 from tune.trial.row import Proposal, Stage, TrialRow
 from tune.trial.run import Request
 
@@ -183,7 +184,7 @@ class Climb:
     def to_the_end(self) -> tuple[list[Measured], list[Measured]]:
         """See :meth:`Ladder.measured`."""
         suite, room = self.ladder.suite, self._room()
-        baseline = self._fitted(apply(self.ladder.start, suite.base), room)
+        baseline = self._fitted(self._with(self.ladder.start, suite.base), room)
         refuse_several(baseline)
         first, baseline, room = self._fitting("control-00", Rung("baseline"), baseline, room)
         refuse_short(first, fitted=bool(room))
@@ -191,7 +192,7 @@ class Climb:
         rungs: list[Measured] = []
         for number, rung in enumerate(suite.rungs, 1):
             try:
-                config = self._fitted(apply(state, rung.changes), room)
+                config = self._fitted(self._with(state, rung.changes), room)
                 if config == state and rung.changes:
                     raise UserError("here it changes nothing")
                 refuse_unsuited(state, config, rung, self.facts)
@@ -251,6 +252,11 @@ class Climb:
         if not (ladder.config.fit and ladder.limit):
             return None
         return ladder.limit - (UNMEASURED if ladder.device == "cuda" else 0)
+
+    def _with(self, config: TrainConfig, changes: Changes) -> TrainConfig:
+        """``config`` with ``changes``; a model that they name follows the vocabulary of the data."""
+        changed = apply(config, changes)
+        return with_vocabulary_of(changed, self.ladder.manifest) if "model" in changes else changed
 
     def _fitted(self, config: TrainConfig, room: int | None) -> TrainConfig:
         if room is None:

@@ -16,7 +16,7 @@ from pipeline.shards import VOCABULARY_FILE, read_manifest
 from pipeline.vocabulary import VocabularyConfig
 from train.checkpoint.run_folder import RunFolder
 from train.config import Cycle, TrainConfig
-from train.data.text import fitted
+from train.data.text import with_vocabulary_of
 from train.generate import GenerateConfig, generate
 from train.hugging_face import write_model
 from train.launch.run import RunPlan
@@ -82,9 +82,9 @@ def test_the_models_vocabulary_follows_the_data_and_any_other_is_refused(own: Tr
     manifest = read_manifest(own.data)
     plan = RunPlan.new(own, RunFolder(tmp_path))
     assert (plan.asked.model.vocabulary, plan.asked.model.padded_vocabulary) == (600, 640)
-    assert fitted(plan.asked, manifest) == plan.asked
+    assert with_vocabulary_of(plan.asked, manifest) == plan.asked
     unpadded = replace(own, model=replace(own.model, padded_vocabulary=50257))
-    assert fitted(unpadded, manifest).model.padded_vocabulary == 600
+    assert with_vocabulary_of(unpadded, manifest).model.padded_vocabulary == 600
     for words in ("edu-3m", "tiny,vocabulary=599", "tiny,vocabulary=601"):
         with pytest.raises(UserError, match=r"600 token ids .* vocabulary=600,padded_vocabulary=640"):
             RunPlan.new(replace(own, model=parse_model(words)), RunFolder(tmp_path))
