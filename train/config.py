@@ -31,6 +31,7 @@ Loss = Literal["auto", "plain", "fused"]
 Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adamw-bf16", "adafactor", "muon"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Device = Literal["auto", "cuda", "cpu"]
+Allocator = Literal["auto", "default", "split", "expandable"]
 Ablation = Literal["sync", "zero", "copy", "collect", "pages"]
 
 
@@ -180,6 +181,13 @@ class TrainConfig:
     - adamw-bf16: AdamW with bf16 weights, rounded stochastically (torchao)
     - adafactor: Adafactor, which waits for the GPU at every weight
     - muon: Muon for the matrices of the blocks, AdamW for the rest"""
+    allocator: Allocator = "auto"
+    """How torch's allocator takes memory of a GPU.
+    - auto: expandable, which leaves the least unused
+    - default: in segments of the size asked for, which smaller tensors may split
+    - split: the same, but segments above 512 MiB are not split (max_split_size_mb)
+    - expandable: in segments that grow (expandable_segments)
+    The environment variable PYTORCH_ALLOC_CONF, where it is set, has precedence."""
     device: Device = "auto"
     """Device to train on; auto is a CUDA GPU if there is one, else the CPU."""
     workers: int = 1

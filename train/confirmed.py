@@ -19,7 +19,7 @@ from train.result import Diagnosis, RunResult
 SAME = (
     "stream", "model", "global_batch", "optimizer", "clip_norm", "mask_books", "micro_batch", "precision", "attention",
     "compile", "checkpointing", "loss", "loss_chunks", "fp8", "device", "workers", "shard", "loader_workers", "ablate",
-    "accelerator",
+    "accelerator", "allocator",
 )  # fmt: skip
 """Settings on which the speed depends."""
 

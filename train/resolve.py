@@ -48,7 +48,10 @@ def resolve(config: TrainConfig, facts: DeviceFacts) -> TrainConfig:
     compile = _compile(config, facts) if config.compile == "auto" else config.compile
     if compile != "off" and kind == facts.kind and facts.uncompilable:
         raise UserError(f"--compile {compile} cannot work on {facts.name}: {facts.uncompilable}; or use --compile off.")
-    decided = replace(config, device=kind, precision=precision, attention=attention, compile=compile)
+    allocator = ("expandable" if cuda else "default") if config.allocator == "auto" else config.allocator
+    decided = replace(
+        config, device=kind, precision=precision, attention=attention, compile=compile, allocator=allocator
+    )
     decided = _fitted(decided, facts.memory)
     if decided.accumulation > MOST_ACCUMULATED:
         raise UserError(

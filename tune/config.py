@@ -56,7 +56,8 @@ class SearchConfig(ExperimentConfig):
     """
     knobs: tuple[str, ...] = ()
     """Settings searched too, each with the values to try besides the control's: compile=off,whole checkpointing=full.
-    There are attention, checkpointing, compile, fp8, loader_workers, loss, loss_chunks, optimizer, precision."""
+    There are allocator, attention, checkpointing, compile, fp8, loader_workers, loss, loss_chunks, optimizer and
+    precision."""
     searcher: Literal["memory", "grid", "optuna"] = "memory"
     """How candidates are chosen.
     - memory: by predicted memory and fitted speed

@@ -15,7 +15,8 @@ from infra.schema import strict
 from train.config import CHOICES, TrainConfig, divisors
 
 KNOBS = (
-    "attention", "checkpointing", "compile", "fp8", "loader_workers", "loss", "loss_chunks", "optimizer", "precision",
+    "allocator", "attention", "checkpointing", "compile", "fp8", "loader_workers", "loss", "loss_chunks", "optimizer",
+    "precision",
 )  # fmt: skip
 """Settings of a run that leave the mathematics of a step as it is."""
 

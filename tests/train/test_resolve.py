@@ -45,12 +45,12 @@ def made(values: dict) -> TrainConfig:
 @pytest.mark.parametrize(
     ("facts", "limit", "expected"),
     [
-        (T4, None, ("fp32", "whole", 16, "fused")),
-        (A10G, None, ("bf16", "whole", 40, "fused")),
-        (A100, None, ("bf16", "whole", 80, "fused")),
-        (A100_80, None, ("bf16", "whole", 160, "fused")),
-        (H100, None, ("bf16", "whole", 160, "fused")),
-        (H100, 40 * 10**9, ("bf16", "whole", 80, "fused")),
+        (T4, None, ("fp32", "whole", 20, "fused")),
+        (A10G, None, ("bf16", "whole", 48, "fused")),
+        (A100, None, ("bf16", "whole", 96, "fused")),
+        (A100_80, None, ("bf16", "whole", 160, "plain")),
+        (H100, None, ("bf16", "whole", 160, "plain")),
+        (H100, 40 * 10**9, ("bf16", "whole", 96, "fused")),
         (OLD_CPU, None, ("fp32", "off", 4, "plain")),
         (NEW_CPU, None, ("fp32", "off", 4, "plain")),
         (NEW_CPU, 4 * 10**9, ("fp32", "off", 1, "fused")),

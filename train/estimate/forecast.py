@@ -14,9 +14,9 @@ from pipeline.shards import read_manifest
 from train.config import SIXTEEN_BITS, TrainConfig
 from train.estimate import flops
 from train.estimate.memory import (
-    MARGIN,
     largest_micro_batch,
     largest_of_any_batch,
+    margin,
     predict_peak,
     published_activations,
 )
@@ -87,8 +87,8 @@ def limit_rows(config: TrainConfig, limit: int | None) -> Rows:
         else:
             fitted = replace(variant, micro_batch=size)
             rows.append((name, f"{size} sequences x {fitted.accumulation} accumulated{_cap(fitted, limit)}"))
-    margin = f"with a margin of {MARGIN[config.device]:.0%} of what is allocated"
-    return [("limit", f"{format_size(limit)}, {margin}"), *rows]
+    kept = f"with a margin of {margin(config):.0%} of what is reserved"
+    return [("limit", f"{format_size(limit)}, {kept}"), *rows]
 
 
 def _cap(config: TrainConfig, limit: int) -> str:

@@ -30,6 +30,7 @@ from train.data.stream import StreamData
 from train.launch.channel import Channel, EarlierWorkers, WorkerEnd
 from train.launch.run import Assignment, Returned
 from train.loop import memory
+from train.loop.execution import choose_allocator
 from train.loop.memory_limit import Limit
 from train.loop.sampling import closing_sample
 from train.loop.shortage import OutOfMemory
@@ -78,6 +79,7 @@ def train_function(told: dict[str, Any]) -> Returned:
         try:
             config = assignment.config
             config = without(config, too_large) or config
+            choose_allocator(config)
             limit = Limit.impose(assignment.memory_limit, config.device) if assignment.memory_limit else None
             line, telemetry = None, None
             if first:

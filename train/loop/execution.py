@@ -30,6 +30,8 @@ MODES = {
     "max-autotune": "max-autotune-no-cudagraphs", "max-autotune-graphs": "max-autotune",
     "reduce-overhead": "reduce-overhead",
 }  # fmt: skip
+ALLOCATORS = {"split": "max_split_size_mb:512", "expandable": "expandable_segments:True"}
+"""Values of PYTORCH_ALLOC_CONF."""
 OPTIONS: dict[str, dict[str, Any]] = {"coordinate-descent": {"coordinate_descent_tuning": True}}
 INDUCTOR_CACHE = Path("~/.cache/throughline/inductor")
 """torch's default is in /tmp and is lost with every container and restart."""
@@ -168,6 +170,16 @@ def no_collections(config: TrainConfig) -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def choose_allocator(config: TrainConfig) -> None:
+    """Set how torch takes memory of the GPU, before it first does: it reads the variable at its first allocation.
+
+    A value that the user has set stays, under the name that torch had before 2.10 as well.
+    """
+    named = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    if config.allocator in ALLOCATORS and not named:
+        os.environ["PYTORCH_ALLOC_CONF"] = ALLOCATORS[config.allocator]
 
 
 def choose_pages(config: TrainConfig) -> None:

@@ -17,6 +17,16 @@ def start_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
+def settle(config: TrainConfig) -> None:
+    """Return what is not in use after the first step, which has put the optimizer's state where it found room.
+
+    That may be in the middle of what the next step needs in one piece, such as the logits, and would leave a hole.
+    Segments of a fixed size would rather leave more unused afterwards.
+    """
+    if config.device == "cuda" and config.allocator == "expandable":
+        torch.cuda.empty_cache()
+
+
 def start_over(config: TrainConfig) -> None:
     """Free what the run of ``config``, which did not fit, has left in this process, and forget its peak."""
     if config.compile != "off":

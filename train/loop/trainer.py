@@ -31,6 +31,7 @@ from train.loop.execution import (
     arithmetic,
     attention_kernel,
     build,
+    choose_allocator,
     choose_pages,
     compiled,
     no_collections,
@@ -74,6 +75,7 @@ class Trainer:
         config = with_vocabulary_of(config, self.data.manifest)
         self.vocabulary = vocabulary_of_data(config, self.data.manifest)
         self.config = config = resolve(config, device_facts())
+        choose_allocator(config)
         choose_pages(config)
         self.on_cycle = on_cycle
         self.should_stop = should_stop
@@ -194,6 +196,7 @@ class Trainer:
             cycle.marks.append(timing.mark(self.device))
             if self.spent.first_step is None:
                 timing.wait_for(cycle.marks[-1])
+                memory.settle(config)
                 begun = time.perf_counter()  # the time budget does not include compilation
                 self.spent.first_step = begun - self.started
                 self.doing = TRAINING

@@ -24,6 +24,7 @@ from train.data.source import stream_of
 from train.data.stream import StreamData
 from train.estimate.flops import palm, utilisation
 from train.loop.conclusion import Spent
+from train.loop.execution import choose_allocator
 from train.loop.memory import is_exhausted
 from train.loop.memory_limit import Limit
 from train.loop.shortage import OutOfMemory
@@ -144,6 +145,7 @@ def run(request: Request) -> tuple[TrialRow, str | None]:
     result: RunResult | None = None
     spent, trace = Spent(), None
     try:
+        choose_allocator(config)
         limit = Limit.impose(request.memory_limit, config.device) if request.memory_limit else None
         if request.early and limit:
             watch = Watch(request.early, request.proposal.bar, config.step_tokens, limit)

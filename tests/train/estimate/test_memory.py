@@ -142,14 +142,16 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not() -> None:
     size = largest_micro_batch(config, limit)
     assert size is not None
     fitted = replace(config, micro_batch=size)
-    assert predict_peak(fitted).total + 0.2 * predict_peak(fitted).allocated <= limit, "what the allocator may reserve"
+    assert predict_peak(fitted).total + 0.03 * predict_peak(fitted).allocated <= limit, "what the allocator may reserve"
     larger = min(n for n in divisors(480) if n > size)
     least = most(replace(config, micro_batch=larger))
     assert least > limit
     assert (largest_micro_batch(config, least), largest_micro_batch(config, least - 1)) == (larger, size)
     assert largest_micro_batch(config, 10**9) is None
     assert size <= largest_of_any_batch(fitted, limit) < larger
-    assert largest_of_any_batch(replace(fitted, loss_chunks=15), limit) % 15 == 0, "pieces divide the tokens"
+    assert largest_of_any_batch(replace(config, loss_chunks=15, micro_batch=15), limit) % 15 == 0, (
+        "pieces divide the tokens"
+    )
     assert largest_of_any_batch(fitted, 10**9) == 0
 
 
