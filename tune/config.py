@@ -52,8 +52,7 @@ class SearchConfig(ExperimentConfig):
     """Most memory that a process may use: 40GB is 40 x 10^9 bytes, 40GiB 40 x 2^30. None: all there is."""
     accumulations: tuple[int, ...] = ()
     """Search these numbers of micro-batches per step, at least 1, with any micro-batch, such as 1 2 4 8.
-    --global-batch is then the largest, and the winner may train with another than the control. None given: it is fixed.
-    """
+    The global batch then varies, and the winner may train with another than the control. None given: it is fixed."""
     knobs: tuple[str, ...] = ()
     """Settings searched too, each with the values to try besides the control's: compile=off,whole checkpointing=full.
     There are allocator, attention, checkpointing, compile, fp8, loader_workers, loss, loss_chunks, optimizer and

@@ -32,6 +32,9 @@ from tune.strategy.nodes import control_of, first_row, scaled_to_first_node, sca
 from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import Early, Request, pending
 
+BEYOND = 1.25
+"""Micro-batches are candidates up to this multiple of the memory limit, by which a prediction may be off."""
+
 
 @dataclass(frozen=True)
 class Search(Experiment):
@@ -163,20 +166,23 @@ def make_search(config: SearchConfig) -> Search:
         asked = kept_identity(place, Search.kind).get("memory_limit")
     facts = replace(machines[0].device, memory=asked or available)
     training = resolve(with_vocabulary_of(config.training, manifest), facts)
-    if not config.accumulations:
-        refuse_vast_steps(training, manifest)
+    refuse_vast_steps(training, manifest)
     limit = memory_limit(asked, training, available)
-    space = make_space(training, config.knobs, config.accumulations)
+    sequences = manifest.splits["train"]["tokens"] // training.model.context_length
+    space = make_space(training, config.knobs, config.accumulations, sequences)
+    prior = make_prior(space)
+    if space.free:  # else the divisors of the global batch are few
+        space = space.within(lambda candidate: prior(candidate) <= BEYOND * limit)
     for knobs in space.combinations:
         resolve(space.config(Candidate(space.sizes_of(knobs)[0], knobs)), facts)  # of a value that the device lacks
-    memory = MemorySearcher(space, make_prior(space), limit)
+    memory = MemorySearcher(space, prior, limit)
     for number in config.accumulations:
         smallest = [Candidate(space.sizes_of(k)[0], k) for k in space.combinations if (ACCUMULATION, number) in k]
         if not any(map(memory.curves([]).fits, smallest)):
-            fits = f"is predicted to fit under {limit / GB:.2f} GB; leave it out, or raise --memory-limit"
+            reason = f"no micro-batch is predicted to fit under {limit / GB:.2f} GB"
             if not smallest:
-                fits = f"fits --global-batch {training.global_batch}; leave it out, or raise that"
-            raise UserError(f"--accumulations {number}: no micro-batch {fits}.")
+                reason = f"the data have {sequences:,} sequences for a step"
+            raise UserError(f"--accumulations {number}: {reason}; leave it out.")
     explore = _explorer(config, space, memory)
     strategy = Confirmed(Retrying(explore), space, config.confirm)
     return Search(config, place, machines, manifest, space, memory, strategy)

@@ -4,7 +4,7 @@ In: a training config, and the knobs with the values to try. Out: candidates, ea
 computes the same steps in another way, or other steps where the accumulation is searched: then the global batch varies.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -41,11 +41,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """All candidates around ``base``: every micro-batch in ``sizes`` with every combination, up to its global batch."""
+    """All candidates around ``base``: every micro-batch in ``sizes`` with every combination that they go with."""
 
     base: TrainConfig
     sizes: tuple[int, ...]
     combinations: tuple[Combination, ...]
+    largest: int
+    """Sequences that a step may have."""
 
     @property
     def free(self) -> bool:
@@ -64,7 +66,7 @@ class Space:
     @property
     def batch_label(self) -> str:
         """What a step is, in words."""
-        return f"{'at most ' * self.free}{self.base.global_batch} sequences per step"
+        return f"{'any number of' if self.free else self.base.global_batch} sequences per step"
 
     def sizes_of(self, knobs: Combination) -> list[int]:
         """Micro-batches that are possible with ``knobs``, ascending."""
@@ -73,6 +75,13 @@ class Space:
     def candidates(self) -> list[Candidate]:
         """Every candidate, combination by combination, sizes ascending."""
         return [Candidate(size, knobs) for knobs, sizes in self._sizes.items() for size in sizes]
+
+    def within(self, fits: Callable[[Candidate], bool]) -> "Space":
+        """The space without the micro-batches that fit with no combination, but for the smallest."""
+        smallest, *larger = self.sizes
+        sizes = [size for size in larger if any(fits(Candidate(size, knobs)) for knobs in self.combinations)]
+        found = replace(self, sizes=(smallest, *sizes))
+        return replace(found, combinations=tuple(c for c in found.combinations if found.sizes_of(c)))
 
     @cached_property
     def control(self) -> Candidate:
@@ -107,7 +116,7 @@ class Space:
     def _possible(self, candidate: Candidate) -> bool:
         try:
             self.config(candidate)
-            return self.global_batch(candidate) <= self.base.global_batch
+            return self.global_batch(candidate) <= self.largest
         except UserError:
             return False
 
@@ -148,23 +157,29 @@ def _value(name: str, text: str) -> Any:
     return known[text]
 
 
-def make_space(base: TrainConfig, knobs: Sequence[str], accumulations: Sequence[int] = ()) -> Space:
+def make_space(
+    base: TrainConfig, knobs: Sequence[str], accumulations: Sequence[int] = (), largest: int | None = None
+) -> Space:
     """The space around ``base``; its own combination comes first, so that ties of order favour the control.
 
-    ``base`` is resolved. Where none of ``accumulations`` is its own, the control has the first. Raises ``UserError``.
+    ``base`` is resolved. With ``accumulations`` a step may have up to ``largest`` sequences, by default as many as the
+    base's; where none of them is its own, the control has the first. Without, its global batch is fixed. Raises
+    ``UserError``.
     """
     if base.workers != 1:
         raise UserError(f"--workers {base.workers}: a search measures one device; leave --workers at 1.")
-    largest, searched = base.global_batch, parse_knobs(knobs)
+    searched = parse_knobs(knobs)
     if "optimizer" in searched and base.optimizer in NOT_SEARCHED:
         raise UserError(f"--knobs optimizer: another optimizer than --optimizer {base.optimizer} is another training.")
     axes = {name: dict.fromkeys([getattr(base, name), *values]) for name, values in searched.items()}
-    sizes = divisors(largest)
+    sizes = divisors(base.global_batch)
+    largest = (largest if accumulations else None) or base.global_batch
     if accumulations:
         axes = {ACCUMULATION: sorted(accumulations, key=lambda number: number != base.accumulation), **axes}
         tiles = {number << power for power in range(3, 31) for number in range(1, 17)}  # by 8 to 128, by 16 to 256 ...
         sizes = [size for size in sorted({1, 2, 4, base.micro_batch, *tiles}) if size <= largest]
-    every = Space(base, tuple(sizes), tuple(product(*([(name, value) for value in axes[name]] for name in axes))))
+    combinations = product(*([(name, value) for value in axes[name]] for name in axes))
+    every = Space(base, tuple(sizes), tuple(combinations), largest)
     found = replace(every, combinations=tuple(c for c in every.combinations if every.sizes_of(c)))
     for name in searched:
         for value in axes[name]:

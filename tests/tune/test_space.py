@@ -34,21 +34,31 @@ def test_knobs_multiply_and_the_control_comes_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "micro_batch", "accumulations", "control"),
-    [(24, 6, (1, 2), (6, 1)), (24, 12, (1, 2), (12, 2)), (20, 20, (4, 2), (4, 4))],
+    ("batch", "micro_batch", "accumulations", "largest", "control"),
+    [(12, 6, (1, 2), 24, (6, 2)), (24, 12, (1, 2), None, (12, 2)), (20, 20, (4, 2), 20, (4, 4))],
 )
-def test_two_axes_have_every_pair_up_to_the_global_batch(
-    batch: int, micro_batch: int, accumulations: tuple[int, ...], control: tuple[int, int]
+def test_two_axes_have_every_pair_up_to_the_largest_step(
+    batch: int, micro_batch: int, accumulations: tuple[int, ...], largest: int | None, control: tuple[int, int]
 ) -> None:
     """The control is the run that the flags describe, or the largest with the first accumulation."""
     base = resolve(TrainConfig(global_batch=batch, micro_batch=micro_batch), cpu_facts())
-    space = make_space(base, (), accumulations)
+    space = make_space(base, (), accumulations, largest)
     pairs = {(c.micro_batch, space.config(c).accumulation): space.config(c).global_batch for c in space.candidates()}
     sizes = {1, 2, 4, 8, 16, 24, micro_batch}
-    assert pairs == {(m, a): m * a for m in sizes for a in accumulations if m * a <= batch}
+    assert pairs == {(m, a): m * a for m in sizes for a in accumulations if m * a <= (largest or batch)}
     own = space.config(space.control)
     assert (own.micro_batch, own.accumulation) == control
     assert space.label(space.control) == f"m{control[0]}x{control[1]}"
+
+
+def test_micro_batches_that_fit_with_no_setting_are_left_out() -> None:
+    base = resolve(TrainConfig(global_batch=1, micro_batch=1), A100)
+    space = make_space(base, ("checkpointing=full",), (1, 2), 10**6)
+    kept = space.within(
+        lambda candidate: candidate.micro_batch <= (64 if ("checkpointing", "full") in candidate.knobs else 8)
+    )
+    assert max(kept.sizes) == 64
+    assert space.within(lambda candidate: False).sizes == (1,)
 
 
 def test_contradictions_are_left_out() -> None:
