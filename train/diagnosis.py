@@ -53,7 +53,7 @@ def comparison(config: TrainConfig, result: RunResult, shortage: Shortage) -> Ro
     predicted, measured = dict(anatomy.parts()), dict(shortage.held)
     if memory.allocated is not None and memory.reserved is not None:
         predicted["all tensors"], measured["all tensors"] = anatomy.allocated, memory.allocated
-        measured["unused in segments"] = memory.reserved - memory.allocated
+        measured["unused"] = memory.reserved - memory.allocated
         if memory.process_source == "nvml":
             measured["context"] = memory.process - memory.reserved
     predicted["process"], measured["process"] = anatomy.total, memory.process

@@ -163,15 +163,15 @@ def compile_nothing() -> None:
 
 def compared(row: dict[str, Any]) -> dict[str, Any]:
     """The prediction for ``row`` and its errors, as shares."""
-    from train.estimate.memory import predict_peak, predict_reserved
+    from train.estimate.memory import predict_peak
 
     run = config(Path(), row)
-    peak, reserved = predict_peak(run), predict_reserved(run)
-    found: dict[str, Any] = {"predicted": peak.allocated, "predicted_reserved": reserved, "moment": peak.moment}
+    peak = predict_peak(run)
+    found: dict[str, Any] = {"predicted": peak.allocated, "predicted_reserved": peak.reserved, "moment": peak.moment}
     if row["outcome"] == "finished":
         found["error"] = round(peak.allocated / row["allocated"] - 1, 4)
         found["unused"] = round(row["reserved"] / row["allocated"] - 1, 4)
-        found["reserved_error"] = round(reserved / row["reserved"] - 1, 4)
+        found["reserved_error"] = round(peak.reserved / row["reserved"] - 1, 4)
     return found
 
 

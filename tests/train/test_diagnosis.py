@@ -30,7 +30,7 @@ SAID = "CUDA out of memory. Tried to allocate 6.14 GiB. GPU 0 has a total capaci
 
 @pytest.fixture
 def config() -> TrainConfig:
-    """GPT-2 124M, predicted to take 33.6 GB."""
+    """GPT-2 124M, predicted to take 36.9 GB."""
     return resolve(TrainConfig(micro_batch=32, compile="off", loss="plain"), A100)
 
 
@@ -57,17 +57,17 @@ def test_what_was_predicted_is_beside_what_was_measured(config: TrainConfig, mak
         ("activations", "11.05 GB predicted"),
         ("logits", "19.78 GB predicted"),
         ("workspace", "0.03 GB predicted"),
+        ("unused", "3.30 GB predicted, 1.50 GB measured"),
         ("context", "0.52 GB predicted, 0.60 GB measured"),
         ("all tensors", "33.10 GB predicted, 27.30 GB measured"),
-        ("process", "33.63 GB predicted, 29.40 GB measured"),
-        ("unused in segments", "1.50 GB measured"),
-        ("not predicted", "3.37 GB of what it needed, which the following predictions include"),
+        ("process", "36.92 GB predicted, 29.40 GB measured"),
+        ("not predicted", "0.07 GB of what it needed, which the following predictions include"),
         ("predicted to fit", "30.00 GB, which the process could use"),
-        ("--loss fused", "18.55 GB, no more arithmetic"),
-        ("--micro-batch 24", "29.29 GB, the same arithmetic in 20 micro-batches instead of 15"),
+        ("--loss fused", "15.25 GB, no more arithmetic"),
+        ("--micro-batch 24", "28.46 GB, the same arithmetic in 20 micro-batches instead of 15"),
         ("--checkpointing full", "27.14 GB, 24% more arithmetic"),
     ]
-    assert "--loss fused, which is predicted to take 18.55 GB" in found.advice
+    assert "--loss fused, which is predicted to take 15.25 GB" in found.advice
     kept = replace(result, diagnosis=found)
     assert from_json(RunResult, to_json(kept), "it") == kept
 
@@ -75,11 +75,11 @@ def test_what_was_predicted_is_beside_what_was_measured(config: TrainConfig, mak
 def test_what_the_optimizer_held_already_is_not_needed_once_more(config: TrainConfig, make_result: Make) -> None:
     """In a later step than the first."""
     full = {"weights": 498_000_000, "gradients": 0, "optimizer": predict_peak(config).optimizer}
-    result = failed(make_result, 30 * GB)
+    result = failed(make_result, 34 * GB)
     assert result.shortage
     found = of_memory(config, replace(result, shortage=replace(result.shortage, held=full)), HOME, None)
     assert found
-    assert dict(found.rows)["not predicted"].startswith("2.37 GB of what it needed")
+    assert dict(found.rows)["not predicted"].startswith("3.08 GB of what it needed")
 
 
 def test_a_run_needed_at_least_what_it_could_use(config: TrainConfig, make_result: Make) -> None:
@@ -87,7 +87,7 @@ def test_a_run_needed_at_least_what_it_could_use(config: TrainConfig, make_resul
     shortage = Shortage("the backward pass of step 2", None, 40 * GB, {}, "CUBLAS_STATUS_ALLOC_FAILED")
     found = of_memory(config, failed(make_result, 40 * GB, process=35 * GB, shortage=shortage), HOME, None)
     assert found
-    assert dict(found.rows)["not predicted"].startswith("6.37 GB of what it needed")
+    assert dict(found.rows)["not predicted"].startswith("3.08 GB of what it needed")
 
 
 @pytest.mark.parametrize("room", [1, 3, 5, 10, 15, 20, 25, 30, 33, 34, 80])

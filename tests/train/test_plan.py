@@ -38,7 +38,9 @@ def test_time_and_cost_follow_from_speed_and_price(small_shards: Path, small_mod
 
 
 def test_the_limit_names_a_batch_or_says_that_none_fits() -> None:
-    config = TrainConfig(device="cuda", precision="bf16", micro_batch=1, compile="off", loss="plain")
+    config = TrainConfig(
+        device="cuda", precision="bf16", micro_batch=1, compile="off", loss="plain", allocator="expandable"
+    )
 
     def largest(config: TrainConfig, limit: int = 40 * 10**9) -> str:
         return dict(limit_rows(config, limit))["as configured"]
@@ -46,11 +48,11 @@ def test_the_limit_names_a_batch_or_says_that_none_fits() -> None:
     def numbers(config: TrainConfig) -> list[int]:
         return [int(number) for number in re.findall(r"\d+", largest(config))]
 
-    assert numbers(config) == [30, 16, 480, 31], "the largest divisor of the global batch, and what would fit"
+    assert numbers(config) == [32, 15, 480, 33], "the largest divisor of the global batch, and what would fit"
     assert "not even one" in largest(config, 10**9)
     assert numbers(replace(config, workers=2))[:2] == [30, 8]
-    assert numbers(replace(config, global_batch=28)) == [28, 1, 28, 32]
-    assert numbers(replace(config, global_batch=32)) == [32, 1], "which memory limits"
+    assert numbers(replace(config, global_batch=28)) == [28, 1, 28, 34]
+    assert numbers(replace(config, global_batch=34)) == [34, 1], "which memory limits"
 
 
 @pytest.mark.parametrize(

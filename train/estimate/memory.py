@@ -31,7 +31,9 @@ CONTEXT = {"cuda": 500 * 2**20, "cpu": 600 * 2**20}
 """Outside the allocator: the CUDA context and loaded kernels; on the CPU the interpreter with torch, Ray and MLflow."""
 MARGIN = {"cuda": 0.03, "cpu": 0.05}
 """What a process may need in addition to the predicted peak, as a share of it: on a GPU how far reserved memory
-was from :func:`predict_reserved` (tests/benchmarks/records/memory-cuda.json)."""
+was from the prediction (tests/benchmarks/records/memory-cuda.json)."""
+LOSS = "the loss's backward pass"
+"""The moment when the logits are in memory."""
 FIXED_SEGMENTS = 0.2
 """The same on a GPU with the other settings of the allocator, which leave holes that have no formula."""
 
@@ -54,6 +56,8 @@ class MemoryBreakdown:
     working: int
     """Temporary results of the current block or of the optimizer."""
     workspace: int
+    unused: int
+    """What torch's allocator reserves and has no use for."""
     context: int
     moment: str
     """When the peak occurs."""
@@ -65,7 +69,12 @@ class MemoryBreakdown:
 
     @property
     def allocated(self) -> int:
-        """What torch's allocator hands out: the total without the context."""
+        """What torch's allocator hands out: the total without the context and what it cannot use."""
+        return self.reserved - self.unused
+
+    @property
+    def reserved(self) -> int:
+        """What torch's allocator takes of the device, with expandable segments on a GPU."""
         return self.total - self.context
 
     def parts(self) -> dict[str, int]:
@@ -148,7 +157,7 @@ def predict_peak(config: TrainConfig) -> MemoryBreakdown:
 
     # (gradients, casts, activations, logits, working) at each moment that can be the worst.
     moments = {
-        "the loss's backward pass": (
+        LOSS: (
             accumulated + summed, casts + head_cast, saved + tokens * sizes.ends, logits, beside,
         ),
         "the scaling of the loss's gradients": (
@@ -169,6 +178,9 @@ def predict_peak(config: TrainConfig) -> MemoryBreakdown:
         ),
     }  # fmt: skip
     moment = max(moments, key=lambda name: sum(moments[name]))
+    # In eager execution the logits in 16 bits and their copy in fp32 leave room for one and a half of the latter. The
+    # gradient of the log-softmax takes one, and that of the logits does not fit into the rest.
+    hole = kind == "cuda" and config.compile == "off" and product == 2 and not chunks and moment == LOSS
     gradients, casts, activations, logits, working = (round(size) for size in moments[moment])
     return MemoryBreakdown(
         weights=one * parameters // shards,
@@ -179,6 +191,7 @@ def predict_peak(config: TrainConfig) -> MemoryBreakdown:
         logits=logits,
         working=working,
         workspace=WORKSPACE[kind],
+        unused=2 * tokens * model.padded_vocabulary if hole else 0,
         context=CONTEXT[kind],
         moment=moment,
     )
@@ -291,21 +304,8 @@ def correct(predicted: float, probes: Sequence[tuple[float, float]]) -> float:
 
 def most(config: TrainConfig) -> int:
     """Bytes that the process of a resolved ``config`` is expected to need at most: the predicted peak and a margin."""
-    context = predict_peak(config).context
-    return context + round((1 + margin(config)) * predict_reserved(config))
-
-
-def predict_reserved(config: TrainConfig) -> int:
-    """Bytes that torch's allocator takes of the device, which a limit counts, with expandable segments on a GPU.
-
-    In eager execution the logits in 16 bits and their copy in fp32 leave room for one and a half of the latter. The
-    gradient of the log-softmax takes one, and that of the logits does not fit into the rest.
-    """
     peak = predict_peak(config)
-    hole = 0
-    if config.device == "cuda" and config.compile == "off" and _half(config) and not _pieces(config):
-        hole = 2 * config.micro_batch * config.model.context_length * config.model.padded_vocabulary
-    return peak.allocated + hole * (peak.moment == "the loss's backward pass")
+    return peak.total + round(margin(config) * peak.reserved)
 
 
 def margin(config: TrainConfig) -> float:

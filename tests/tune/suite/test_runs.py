@@ -67,7 +67,7 @@ Make = Callable[..., Ladder]
 def base(small_model: ModelConfig) -> TrainConfig:
     return TrainConfig(
         model=small_model, micro_batch=4, global_batch=12, steps=10, device="cpu", precision="fp32", compile="off",
-        loss="plain",
+        loss="plain", allocator="default",
     )  # fmt: skip
 
 
