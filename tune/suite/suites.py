@@ -152,6 +152,7 @@ KERNELS = Suite(
         Rung("max-autotune", {"compile": "max-autotune"}),
         Rung("CUDA graphs", {"compile": "reduce-overhead"}),
         Rung("max-autotune with CUDA graphs", {"compile": "max-autotune-graphs"}),
+        Rung("no biases (another model)", {"model.bias": False}, changes_numerics=True),
     ),
 )  # fmt: skip
 
@@ -276,7 +277,7 @@ def searched(best: TrainConfig) -> Rung:
     """A rung with the batch and the execution settings that a search found to be the fastest."""
     names = (
         "global_batch", "micro_batch", "precision", "attention", "compile", "checkpointing", "loss", "loss_chunks",
-        "optimizer", "loader_workers",
+        "optimizer", "loader_workers", "allocator",
     )  # fmt: skip
     return Rung("searched batch", {name: getattr(best, name) for name in names}, changes_numerics=True)
 

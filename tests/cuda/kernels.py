@@ -1,0 +1,142 @@
+"""The kernels of a training step as Inductor lowers it for a GPU: how many, and the bytes that they move.
+
+    tests/cuda/kernels.py [--record FILE.json]    # in the environment of make test-cuda
+
+The forward and backward pass of GPT-2 124M for one micro-batch, without the optimizer. Models of 2 and 4 layers are
+lowered, and 12 follow from the difference, because every block adds the same kernels. Nothing is compiled or run, so
+that a change that costs a GPU a pass over the logits is seen without one.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/cuda"), str(ROOT / "tests/benchmarks")]
+
+STEPS: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16"},
+    "bf16-activations": {"precision": "bf16-activations"},
+    "bf16-activations, no biases": {"precision": "bf16-activations", "bias": False},
+    "bf16-activations, fused loss": {"precision": "bf16-activations", "loss": "fused"},
+}
+"""The steps of the record, by name."""
+
+SEQUENCES = 16
+"""Inductor counts at most 10^9 elements for one access; the logits of 16 sequences of 1,024 tokens have 0.8 x 10^9."""
+LAYERS, ALL_LAYERS = (2, 4), 12
+LARGEST = 10
+
+Kernel = dict[str, Any]
+
+
+def main() -> None:
+    """Lower every step, print and record what was found."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("--lower", type=json.loads, help="lower this alone, in this process")
+    options = parser.parse_args()
+    if options.lower is not None:
+        print(json.dumps(lowered(**options.lower)))
+        sys.stdout.flush()
+        os._exit(0)
+    found = {name: step(settings) for name, settings in STEPS.items()}
+    for name, row in found.items():
+        print(f"{name:32} {row['kernels']:4} kernels, {row['gigabytes']:6.2f} GB for {SEQUENCES} sequences")
+    if options.record:
+        command = " ".join(["python", *sys.orig_argv[1:]])
+        record = {"command": command, "versions": {"torch": version("torch")}, "sequences": SEQUENCES, "steps": found}
+        options.record.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def step(settings: dict[str, Any]) -> dict[str, Any]:
+    """Kernels, bytes by kind of kernel, and the largest kernels of a step of the whole model."""
+    from memory_cuda import device  # type: ignore[import-not-found]
+
+    _, environment = device()
+    few, more = LAYERS
+    with tempfile.TemporaryDirectory() as cache:
+        environment |= {"TORCHINDUCTOR_CACHE_DIR": cache, "PRETENDED_GPU": "A100", "TORCH_LOGS": "inductor_metrics"}
+        models: list[list[Kernel]] = []
+        for layers in LAYERS:
+            command = [sys.executable, "-P", __file__, "--lower", json.dumps(settings | {"layers": layers})]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(done.stderr)
+            models.append(json.loads(done.stdout.splitlines()[-1]))
+
+    def whole(of: Any) -> float:
+        """A sum over the kernels of the whole model."""
+        small, large = map(of, models)
+        return small + (large - small) * (ALL_LAYERS - few) / (more - few)
+
+    def gigabytes(kind: str = "") -> float:
+        return round(whole(lambda kernels: sum(k["bytes"] for k in kernels if kind in k["kind"])) / 1e9, 3)
+
+    largest = sorted(models[0], key=lambda kernel: -kernel["bytes"])[:LARGEST]
+    return {
+        "kernels": round(whole(len)),
+        "gigabytes": gigabytes(),
+        "of matrix products": gigabytes("mm"),
+        "of attention": gigabytes("attention"),
+        "of Triton": gigabytes("triton"),
+        "largest": largest,
+    }
+
+
+def lowered(*, layers: int, bias: bool = True, **settings: Any) -> list[Kernel]:
+    """The kernels of a step in the order in which they run."""
+    import torch
+    from memory_cuda import compile_nothing  # type: ignore[import-not-found]
+
+    from infra.hardware import device_facts
+    from train.config import TrainConfig
+    from train.loop.execution import arithmetic, build, compiled
+    from train.model_config import parse_model
+    from train.resolve import resolve
+
+    compile_nothing()
+    chosen: dict[str, Any] = {"loss": "plain", "attention": "flash", "compile": "whole", "device": "cuda"} | settings
+    model = replace(parse_model("gpt2-124m"), layers=layers, bias=bias)
+    config = TrainConfig(model=model, micro_batch=SEQUENCES, global_batch=SEQUENCES, **chosen)
+    config = resolve(config, device_facts())
+    device = torch.device("cuda", 0)
+    torch.set_float32_matmul_precision("high")
+    forward = compiled(build(config, device), config)
+    ids = torch.zeros(SEQUENCES, model.context_length + 1, dtype=torch.int64, device=device)
+    with arithmetic(config):
+        loss = forward(ids[:, :-1], ids[:, 1:])
+    loss.backward()
+    from torch._inductor import metrics
+
+    return [kernel for node, _ in metrics.nodes_num_elem if (kernel := described(node))]
+
+
+def described(node: Any) -> Kernel | None:
+    """A kernel's kind, bytes, operators and outputs; None for what runs nothing."""
+    from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
+
+    size, kind = int(node.get_read_write_buffers_sizes()), "triton"
+    if isinstance(node, ExternKernelSchedulerNode):
+        kind = str(getattr(node.node, "python_kernel_name", None) or getattr(node.node, "op_overload", "extern"))
+    if isinstance(node, NopKernelSchedulerNode) or not size:  # such as one output of a kernel that has several
+        return None
+    parts = [part.node for part in node.get_nodes() if part.node is not None]
+    origins = [origin.target for part in parts for origin in part.get_origins() if origin.op == "call_function"]
+    operators = sorted({getattr(target, "__name__", str(target)).partition(".")[0] for target in origins})
+    outputs = [(output.node.maybe_get_dtype(), output.node.maybe_get_size()) for output in node.get_outputs()]
+    makes = [
+        f"{str(dtype).partition('.')[2]}{[int(n) for n in shape]}" for dtype, shape in outputs if shape is not None
+    ]
+    return {"kind": kind, "bytes": size, "operators": operators, "makes": makes}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""The step that Inductor makes for a GPU is the recorded one: as many kernels, moving as many bytes.
+
+A change that costs the GPU a pass over the logits, or a cast per weight, is seen here without a GPU. Where the change
+is meant, ``make bench-kernels`` records the step anew.
+"""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from kernels import STEPS, step  # type: ignore[import-not-found]
+
+RECORD = Path(__file__).parents[1] / "benchmarks" / "records" / "kernels.json"
+
+TOLERANCE = 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)  # two models are lowered
+@pytest.mark.parametrize("name", ["bf16-activations", "bf16-activations, fused loss"])
+def test_the_step_moves_the_recorded_bytes(name: str) -> None:
+    record = json.loads(RECORD.read_text())
+    if record["versions"]["torch"].partition("+")[0] != version("torch").partition("+")[0]:
+        pytest.skip(f"recorded with torch {record['versions']['torch']}; this is {version('torch')}")
+    before, now = record["steps"][name], step(STEPS[name])
+    for number in ("kernels", "gigabytes", "of matrix products", "of attention", "of Triton"):
+        assert now[number] == pytest.approx(before[number], rel=TOLERANCE), number
