@@ -74,6 +74,13 @@ class DeviceFacts:
 A100 = DeviceFacts("cuda", "NVIDIA A100", (8, 0), bf16=True, memory=40 * 2**30)
 """Used where something is planned for a GPU that this machine does not have: the one with 40 GB."""
 
+CARDS = {
+    "A100": A100,
+    "H100": DeviceFacts("cuda", "NVIDIA H100", (9, 0), bf16=True, memory=80 * 2**30),
+    "H200": DeviceFacts("cuda", "NVIDIA H200", (9, 0), bf16=True, memory=141 * 10**9),
+}
+"""GPUs that can be planned for without one."""
+
 
 def device_facts() -> DeviceFacts:
     """The facts about this machine's first visible GPU, or its CPU. Asks NVML, so that CUDA need not be initialised."""

@@ -5,14 +5,15 @@ nor the data of the run are needed. Wiring only.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from rich.table import Table
 
 from infra import command
 from infra.console import console
 from infra.errors import UserError
-from infra.hardware import device_facts
+from infra.hardware import CARDS, device_facts
 from infra.units import BytesOrNone
 from train.config import TrainConfig
 from train.model_config import format_model
@@ -24,8 +25,10 @@ class PlanOptions:
     """Predict what a training run needs in memory, arithmetic, time and money, before it starts."""
 
     training: TrainConfig = field(default_factory=TrainConfig)
+    gpu: Literal["A100", "H100", "H200"] | None = None
+    """Plan for this GPU, which need not be here: for all its memory, and with the speed to expect of it."""
     memory_limit: BytesOrNone = None
-    """Memory that the process may use, to find the largest micro-batch. None: this machine's GPU, if any."""
+    """Memory that the process may use, to find the largest micro-batch. None: all of --gpu or of this machine's GPU."""
     tokens_per_second: float | None = None
     """Training speed in tokens/s over all workers, above 0, to predict hours; python -m train.run measures it."""
     price: float | None = None
@@ -49,22 +52,27 @@ def main() -> None:
 
 def plan(options: PlanOptions) -> None:
     """Print every table of the plan. torch is imported only now, when the flags are known to be valid."""
-    from train.estimate import forecast, network
+    from train.estimate import forecast, network, roofline
 
-    config = resolve_for_plan(options.training, device_facts(), options.memory_limit)
-    size = said("micro_batch", config, options.training)
+    training, facts, limit = options.training, device_facts(), options.memory_limit
+    if options.gpu:
+        training, facts = replace(training, device="cuda"), CARDS[options.gpu]
+        limit = limit or facts.memory
+    config = resolve_for_plan(training, facts, limit)
+    size = said("micro_batch", config, training)
     batch = f"micro-batch {size} x {config.accumulation} accumulated"
     workers = f"{config.workers} worker{'s' * (config.workers > 1)}"
     console.print(
         f"[bold]{format_model(config.model)}[/bold], {batch}, of {config.model.context_length:,} tokens, on {workers}"
     )
-    console.print(choices(config, options.training), "", sep="\n", markup=False)
+    console.print(choices(config, training), "", sep="\n", markup=False)
     for title, rows in (
         ("Parameters", forecast.parameter_rows(config)),
         ("Predicted peak memory", forecast.memory_rows(config)),
-        ("Largest micro-batch", forecast.limit_rows(config, options.memory_limit)),
+        ("Largest micro-batch", forecast.limit_rows(config, limit)),
         ("Arithmetic", forecast.arithmetic_rows(config)),
-        *([("Waste of tiles and waves", forecast.tile_rows(config))] if config.device == "cuda" else []),
+        *([("Waste of tiles and waves", forecast.tile_rows(config, options.gpu))] if config.device == "cuda" else []),
+        *([(f"Speed on an {options.gpu}", roofline.speed_rows(config, options.gpu))] if options.gpu else []),
         *([("Network", network.network_rows(config, options.doctor))] if config.workers > 1 else []),
         ("Data, time and cost", forecast.time_rows(config, options.tokens_per_second, options.price)),
     ):

@@ -17,6 +17,11 @@ from train.config import AUTO, Compile, Loss, TrainConfig
 CPU_TOKENS = 4096
 """Most tokens of a micro-batch that is chosen for a CPU: its caches gain nothing from more."""
 
+ENOUGH_TOKENS = 32_768
+"""Tokens of a micro-batch with which a GPU has work enough, so that a larger one by the fused loss gains less than that
+loss costs: each of its pieces adds to the head's gradient in fp32, which moves 4.5 more bytes for each logit beside the
+6 of the plain loss, and takes about 4% of an A100's step (:mod:`train.estimate.roofline`)."""
+
 MOST_ACCUMULATED = 1_000_000
 """Micro-batches per optimizer step, each of which is timed: 0.2 GB of moments."""
 
@@ -76,7 +81,8 @@ def _compile(config: TrainConfig, facts: DeviceFacts) -> Compile:
 def _fitted(config: TrainConfig, memory: int) -> TrainConfig:
     """``config`` with the largest micro-batch that is expected to fit ``memory`` bytes, and the loss that allows it.
 
-    The plain loss is preferred where it allows the same. Where nothing is expected to fit, what needs least is tried.
+    The plain loss is preferred where it allows the same, or enough. Where nothing is expected to fit, what needs least
+    is tried.
     """
     if config.micro_batch != AUTO and config.loss != "auto":
         return config
@@ -90,7 +96,9 @@ def _fitted(config: TrainConfig, memory: int) -> TrainConfig:
     if config.loss == "auto":
         losses = ["fused"] if config.loss_chunks > 1 else ["plain", "fused"]
     tried = [replace(config, micro_batch=size, loss=loss) for size in reversed(sizes) for loss in losses]
-    return next((found for found in tried if most(found) <= memory), None) or min(tried, key=most)
+    fitting = [found for found in tried if most(found) <= memory]
+    enough = (c for c in fitting if c.loss == "plain" and c.micro_batch * c.model.context_length >= ENOUGH_TOKENS)
+    return next(enough, None) or next(iter(fitting), None) or min(tried, key=most)
 
 
 def without(config: TrainConfig, too_large: Sequence[int]) -> TrainConfig | None:

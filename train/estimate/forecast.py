@@ -20,7 +20,7 @@ from train.estimate.memory import (
     predict_peak,
     published_activations,
 )
-from train.estimate.tiles import A100_MULTIPROCESSORS, products, warnings
+from train.estimate.tiles import MULTIPROCESSORS, products, warnings
 from train.model.gpt import GPT, parameter_count
 
 CHINCHILLA = 20
@@ -125,10 +125,10 @@ def arithmetic_rows(config: TrainConfig) -> Rows:
     return rows
 
 
-def tile_rows(config: TrainConfig) -> Rows:
-    """The waste of tiles and waves by matrix product, on this machine's GPU or else an A100, and warnings."""
-    count = A100_MULTIPROCESSORS
-    if torch.cuda.is_available():
+def tile_rows(config: TrainConfig, card: str | None = None) -> Rows:
+    """The waste of tiles and waves by matrix product, and warnings: on ``card``, this machine's GPU, or an A100."""
+    count = MULTIPROCESSORS[card or "A100"]
+    if card is None and torch.cuda.is_available():
         count = torch.cuda.get_device_properties(0).multi_processor_count
     rows = [
         (waste.name, f"{waste.rows:,} x {waste.columns:,}: tiles {waste.tiles:.1%}, waves {waste.waves:.1%}")

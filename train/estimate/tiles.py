@@ -12,7 +12,7 @@ from train.config import SIXTEEN_BITS, TrainConfig
 
 TILE = (128, 256)
 """Rows and columns of the most efficient tile on A100 and H100."""
-A100_MULTIPROCESSORS = 108
+MULTIPROCESSORS = {"A100": 108, "H100": 132, "H200": 132}
 WARN = 0.15
 """Waste above which a warning is given."""
 

@@ -1,0 +1,46 @@
+"""The speed that is predicted of a GPU rests on recorded kernels, and stands where published speeds do."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.errors import UserError
+from infra.hardware import CARDS
+from train.config import Precision, TrainConfig
+from train.estimate.roofline import SHARE, moved, reachable
+from train.model_config import PRESETS
+from train.resolve import resolve
+
+RECORD = json.loads((Path(__file__).parents[2] / "benchmarks" / "records" / "kernels.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "preset"),
+    [
+        ("bf16", "bf16", "gpt2-124m"),
+        ("bf16-activations", "bf16-activations", "gpt2-124m"),
+        ("bf16-activations, GPT-2 355M", "bf16-activations", "gpt2-355m"),
+    ],
+)
+def test_the_bytes_are_those_of_the_recorded_kernels(name: str, precision: Precision, preset: str) -> None:
+    """The coefficients come from GPT-2 124M; the larger model follows from its sizes."""
+    model, size = PRESETS[preset], RECORD["sequences"]
+    config = TrainConfig(model=model, micro_batch=size, global_batch=size, precision=precision)
+    gather = 2 * size * model.context_length * model.padded_vocabulary  # which a GPU does not read
+    assert moved(config) == pytest.approx(RECORD["steps"][name]["of Triton"] * 1e9 - gather, rel=0.02)
+
+
+def test_published_speeds_are_in_the_range_that_is_expected() -> None:
+    """Tokens/s of GPT-2 124M: 182,000 by the code of the lecture build-nanogpt, and 475,000 by llm.c in CUDA."""
+    for card, published in (("A100", 182e3), ("H100", 475e3)):
+        config = resolve(TrainConfig(device="cuda"), replace(CARDS[card], uncompilable=""))
+        low, high = (share * reachable(config, card) for share in SHARE)
+        assert 0.9 * low < published < 1.1 * high
+
+
+def test_what_is_not_compiled_whole_is_not_predicted() -> None:
+    config = resolve(TrainConfig(device="cuda", compile="off"), CARDS["A100"])
+    with pytest.raises(UserError, match="compiled whole"):
+        reachable(config, "A100")
