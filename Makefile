@@ -20,7 +20,7 @@ DEMO_RUN := --global-batch 96 --steps 100 --cycle 20+1 --device cuda
 DEMO_SEARCH := --global-batch 96 --memory-limit 40GB --device cuda
 endif
 
-.PHONY: install demo test test-slow test-cuda lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-kernels bench-memory bench-memory-cuda bench-scale campaign-pipeline campaign-train campaign-search campaign-cluster campaign-gpu
+.PHONY: install demo test test-slow test-cuda lint clean bench-tokenize bench-loader bench-overhead bench-search bench-real-grid bench-aa bench-kernels bench-memory bench-memory-cuda bench-scale record-textbook campaign-pipeline campaign-train campaign-search campaign-cluster campaign-gpu
 
 install: $(INSTALLED)
 
@@ -105,6 +105,10 @@ bench-memory-cuda: $(CUDA_VENV)/installed
 
 bench-scale: install
 	$(BIN)/python -P tests/benchmarks/scale.py --record $(RECORDS)/scale.json
+
+# What --compare study shows of a textbook's loop.
+record-textbook: $(CUDA_VENV)/installed
+	$(CUDA_VENV)/bin/python tests/cuda/textbook.py tune/suite/textbook.json
 
 campaign-pipeline: install
 	RECORD=$(RECORDS)/campaign-pipeline.json $(BIN)/pytest tests/pipeline/campaign.py

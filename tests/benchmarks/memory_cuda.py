@@ -21,6 +21,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/cuda")]
 
+from build import GPU, environment  # type: ignore[import-not-found]  # noqa: E402
+
 ALLOCATORS = ("expandable", "default", "split")
 COMPARED = 5
 """Rows of the grid that are measured with every allocator; the others are with the first."""
@@ -72,38 +74,25 @@ def main() -> None:
     if options.record and options.record.exists() and not options.again:
         record = json.loads(options.record.read_text())
     record |= {"command": " ".join(["python", *sys.orig_argv[1:]]), "versions": {"torch": version("torch")}}
-    record["device"], environment = device()
+    started = environment()
+    record["device"] = "pretended" if GPU in started else "the GPU of this machine"
     plain = {"model": "gpt2-124m", "context": 1024, "accumulation": 1, "gpu": "A100"}
     wanted = [row | {"allocator": ALLOCATORS[0]} for row in sorted(GRID + OTHERS, key=lambda row: row["compile"])]
     wanted += [row | {"allocator": name} for row in GRID[:COMPARED] for name in ALLOCATORS[1:]]
     with tempfile.TemporaryDirectory() as cache:
-        environment["TORCHINDUCTOR_CACHE_DIR"] = cache  # a graph is lowered once for all settings of the allocator
+        started["TORCHINDUCTOR_CACHE_DIR"] = cache  # a graph is lowered once for all settings of the allocator
         for row in (plain | asked for asked in wanted):
             found = next((known for known in record["rows"] if row.items() <= known.items()), None)
             if found is None:
-                chosen = {"PRETENDED_GPU": row["gpu"]}
                 command = [sys.executable, "-P", __file__, "--row", json.dumps(row)]
-                done = subprocess.run(command, env=environment | chosen, stdout=subprocess.PIPE, text=True, check=True)
+                chosen = started | ({GPU: row["gpu"]} if GPU in started else {})
+                done = subprocess.run(command, env=chosen, stdout=subprocess.PIPE, text=True, check=True)
                 found = row | json.loads(done.stdout.splitlines()[-1])
                 record["rows"].append(found)
             found |= compared(found)
             print(line(found), flush=True)
             if options.record:
                 options.record.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def device() -> tuple[str, dict[str, str]]:
-    """What the rows run on, and the environment of their processes."""
-    from build import build  # type: ignore[import-not-found]
-    from machine import has_gpu  # type: ignore[import-not-found]
-
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    if has_gpu():
-        return "the GPU of this machine", environment
-    library = build(Path(sys.prefix) / "pretended")
-    folder = str(library.parent)
-    loaded = {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": folder, "TRITON_LIBCUDA_PATH": folder}
-    return "pretended", environment | loaded
 
 
 def config(data: Path, row: dict[str, Any]) -> Any:
@@ -129,7 +118,9 @@ def measured(**row: Any) -> dict[str, Any]:
     from pipeline.shards import Manifest, ShardRow, write_shard
     from train.loop.trainer import Trainer
 
-    if "libpretended" in os.environ.get("LD_PRELOAD", ""):
+    if GPU in os.environ:
+        from compute import compile_nothing  # type: ignore[import-not-found]
+
         compile_nothing()
     allocations: list[int] = []
 
@@ -150,15 +141,6 @@ def measured(**row: Any) -> dict[str, Any]:
         "outcome": result.outcome, "allocated": memory and memory.allocated, "reserved": memory and memory.reserved,
         "late_allocations": allocations[-1] - allocations[1] if allocations else None,
     }  # fmt: skip
-
-
-def compile_nothing() -> None:
-    """Let Inductor lower graphs as ever, and replace each Triton kernel by one that does nothing."""
-    from types import SimpleNamespace
-
-    from torch._inductor.async_compile import AsyncCompile
-
-    AsyncCompile.triton = lambda self, *source, **options: SimpleNamespace(run=lambda *inputs, **launch: None)  # type: ignore[method-assign,assignment,misc]
 
 
 def compared(row: dict[str, Any]) -> dict[str, Any]:

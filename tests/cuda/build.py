@@ -4,12 +4,15 @@ A function that torch's libraries ask of CUDA and the device lacks becomes one t
 when it is called: torch asks for hundreds that no test needs, and NVIDIA's own would fail far from the cause.
 """
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+from machine import has_gpu
 
 SOURCES = Path(__file__).parent / "device"
 OURS = re.compile(r"(__cuda|cuda[A-Z]|cublas|cu[A-Z]|nvml)\w+")
@@ -18,6 +21,18 @@ MISSING = """#define EXPORTED extern "C" __attribute__((visibility("default")))
 EXPORTED void pretended_lacks(const char*);"""
 NAMES = ("libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1")
 """The libraries that programs load by name, all of which the device is."""
+GPU = "PRETENDED_GPU"
+"""Set to the model in all that runs on the pretended device."""
+
+
+def environment() -> dict[str, str]:
+    """The environment of a process that is to have a GPU: where there is none, with the device, which is built."""
+    if has_gpu():
+        return dict(os.environ)
+    library = build(Path(sys.prefix) / "pretended")
+    folder = str(library.parent)
+    loaded = {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": folder, "TRITON_LIBCUDA_PATH": folder}
+    return {GPU: "A100", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ | loaded
 
 
 def build(folder: Path) -> Path:

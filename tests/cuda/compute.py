@@ -9,10 +9,12 @@ not computed.
 import ctypes
 import math
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor.async_compile import AsyncCompile
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -244,3 +246,11 @@ ATTENTION: dict[str, Callable[..., Any]] = {
     for direction, function in zip(("", "_backward"), both, strict=True)
 }
 """The operators' own parameters, in their order."""
+
+
+def compile_nothing() -> None:
+    """Let Inductor lower graphs as ever, and replace each Triton kernel by one that does nothing.
+
+    The memory of compiled code is then real, and nothing waits for Triton's compiler.
+    """
+    AsyncCompile.triton = lambda self, *source, **options: SimpleNamespace(run=lambda *inputs, **launch: None)  # type: ignore[method-assign,assignment,misc]

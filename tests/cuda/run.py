@@ -10,13 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from build import build
+from build import environment
 from machine import has_gpu
 
 ROOT = Path(__file__).parents[2]
-NAME = "PRETENDED_GPU"
-"""Set to the model in all that runs on the pretended device."""
-
 NOT_THERE = {
     "test_a_gpu_reaches_most_of_its_datasheet": "measures speed, and kernels take no time here",
     "test_a_profile_on_a_gpu_names_the_kernel_that_ran": "reads the kernels that NVIDIA's profiler saw run",
@@ -52,14 +49,8 @@ def main() -> None:
     """Load the device into a new process of this program, unless there is a GPU or it is loaded."""
     gpu = has_gpu()
     if not gpu and "libpretended" not in os.environ.get("LD_PRELOAD", ""):
-        library = build(Path(sys.prefix) / "pretended")
-        folder = str(library.parent)
-        os.environ.setdefault(NAME, "A100")
-        os.environ.update(
-            LD_PRELOAD=str(library), LD_LIBRARY_PATH=folder, TRITON_LIBCUDA_PATH=folder, OMP_NUM_THREADS="1"
-        )
         print("No GPU found: the tests run on a pretended one.", flush=True)
-        sys.exit(subprocess.run([sys.executable, *sys.argv]).returncode)
+        sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment()).returncode)
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     plugins = [] if gpu else [Pretended()]

@@ -20,7 +20,8 @@ from tune.config import LadderConfig
 from tune.device import trial_machines
 from tune.folder import TRIALS, place_of
 from tune.space import Candidate
-from tune.suite import published
+from tune.suite import study
+from tune.suite.published import NAME
 from tune.suite.runs import SHORTEST, Climb, Ladder
 from tune.suite.suites import STREAMING, Suite, choose, find_suite, searched, short_form, streamed, without_model
 from tune.trial.row import TrialRow
@@ -87,10 +88,9 @@ def print_plan(ladder: Ladder, before: dict[str, Any] | str | None) -> None:
             console.print(f"{rung.name}: not run, {rung.reason}.", markup=False)
     for table in tables(("rung", "batch", "predicted GB"), lines, "", console.width):
         console.print(table)
-    if before == published.NAME:
-        title = "Peak memory on an A100, in GB"
-        for table in tables(published.HEADING, published.memory_rows(), title, console.width):
+    if before == NAME:
+        for table in study.memory({}).terminal(console.width):
             console.print("", table)
         console.print()
-        console.prose(published.EXPLANATION)
+        console.prose(study.MEMORY)
     console.print("nothing was run")

@@ -1,15 +1,16 @@
 """A ladder beside the study that the suite ``a100`` repeats: each rung's figures, and where this machine falls behind.
 
-In: the rows of a ladder. Out: two tables of pairs, the study's figure and the one measured here, and sentences.
+In: the rows of a ladder. Out: a table of memory, beside that of a textbook's loop; one of speed, whose pairs are the
+study's figure and the one measured here; and sentences.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from infra.units import GB
 from train.config import TrainConfig
+from train.estimate.memory import predict_peak
 from train.model_config import format_model
-from tune.suite.published import A100_MATMUL, FIVE_MINUTES, STUDY, deviations, kinds, studied
+from tune.suite.published import A100_MATMUL, FIVE_MINUTES, GIB, STUDY, deviations, kinds, studied, textbook
 from tune.suite.runs import SAME_BATCH
 from tune.suite.standings import Part, Row, three_digits
 
@@ -20,15 +21,11 @@ def compare(rows: Sequence[Row], configs: Mapping[str, TrainConfig]) -> tuple[li
     rows = [replace(row, matmul_rate=None) if row.name in others else row for row in rows]  # with nothing to expect
     here = {row.name: row for row in rows}
     first = STUDY["baseline"].speed
-    memory: list[tuple[str, ...]] = []
     speed: list[tuple[str, ...]] = []
     study_before = row_before = None
     scaled = dict(expected(rows))
     for name, published in STUDY.items():
-        row, same = here.get(name, Row(name)), here.get(name + SAME_BATCH)
-        freed = _pair(published.same_batch_gb, same and _gb(same), "{:.1f}")
-        batch = _pair(str(published.batch), row.batch or None, "{}")
-        memory.append((name, batch, "" if freed == "- / -" else freed, _pair(published.gb, _gb(row), "{:.1f}")))
+        row = here.get(name, Row(name))
         total = _ratio(row)
         step = total / row_before if total and row_before else None
         speed.append(
@@ -45,18 +42,46 @@ def compare(rows: Sequence[Row], configs: Mapping[str, TrainConfig]) -> tuple[li
         )
         study_before, row_before = published.speed, total
     parts = [
-        Part(
-            "Memory in GB: the study / here, - where it was not measured",
-            ("rung", "batch", "same batch", "peak"),
-            memory,
-        ),
+        memory(here),
         Part(
             "Speed: the study / here, - where it was not measured",
             ("rung", "tokens/s", "step", "total", "M tokens in 5 min", "of expected"),
             speed,
         ),
     ]
-    return parts, [*_caveats(configs["baseline"], others), verdict(rows), _last(rows)]
+    return parts, [MEMORY, *_caveats(configs["baseline"], others), verdict(rows), _last(rows)]
+
+
+MEMORY = (
+    "Textbook is a loop as textbooks write it, with dropout, with GELU and normalisation written out, and with the "
+    "loss outside the compiled model: it was run at each rung, and what torch's allocator reserved is counted together "
+    "with the CUDA context. Predicted is this project's own rung at the study's batch."
+)
+"""What the columns of :func:`memory` are."""
+
+
+def memory(here: Mapping[str, Row]) -> Part:
+    """The study's memory beside that of a textbook's loop, the prediction, and what the rows ``here`` measured, if any.
+
+    A rung whose batch the study raised has a line before, at the batch of the rung before it.
+    """
+    lines: list[tuple[str, ...]] = []
+    needed, batch = textbook(), 0
+    for name, config in studied():
+        published = STUDY[name]
+        for rung, size, gib in (
+            (name + SAME_BATCH, batch, published.same_batch_gib), (name, published.batch, published.gib),
+        ):  # fmt: skip
+            if gib is None:
+                continue
+            predicted = predict_peak(replace(config, micro_batch=size, global_batch=size)).total / GIB
+            line = rung, f"{size}", *(f"{number:.1f}" for number in (gib, needed[rung], predicted))
+            row = here.get(rung, Row(rung))
+            measured = f"{row.memory / GIB:.1f}" if row.memory else "-"
+            lines.append((*line, measured, row.batch or "-") if here else line)
+        batch = published.batch
+    heading = ("rung", "batch", "study", "textbook", "predicted", *(("here", "batch here") if here else ()))
+    return Part("Memory in GiB on an A100", heading, lines)
 
 
 def expected(rows: Sequence[Row]) -> list[tuple[str, float]]:
@@ -129,10 +154,6 @@ def _millions(tokens: float) -> str:
 def _ratio(row: Row) -> float | None:
     """Speed over the baseline's, relative to the controls around the rung."""
     return 1.0 if row.name == "baseline" else row.total and row.total.ratio
-
-
-def _gb(row: Row) -> float | None:
-    return row.memory and row.memory / GB
 
 
 def _pair(study: object, here: object, template: str) -> str:

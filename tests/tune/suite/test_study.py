@@ -1,17 +1,18 @@
-"""A ladder beside the study: in pairs, scaled by the matmul rate, with the first rung that is too slow."""
+"""A ladder beside the study and a textbook's loop, scaled by the matmul rate, with the first rung that is too slow."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from infra.units import GB
 from train.config import TrainConfig
 from tune.compare import Difference
-from tune.suite.published import A100_MATMUL, STUDY, kinds, memory_rows, studied
+from tune.suite.published import A100_MATMUL, GIB, STUDY, kinds, studied, textbook
 from tune.suite.standings import Row
-from tune.suite.study import compare, verdict
+from tune.suite.study import compare, memory, verdict
 from tune.suite.suites import A100, apply
 
+ROOT = Path(__file__).parents[3]
 BASELINE = apply(TrainConfig(device="cuda", steps=10), A100.base)
 CONFIGS = dict(studied()) | {"baseline": BASELINE}
 
@@ -22,7 +23,7 @@ def row(name: str, *, faster: float = 1.0, card: float = 1.0, **changes: object)
     speed = published.speed * card * faster
     total = speed / (STUDY["baseline"].speed * card)
     made = Row(
-        name, batch=str(published.batch), memory=round(published.gb * GB), speed=speed, low=0.99 * speed,
+        name, batch=str(published.batch), memory=round(published.gib * GIB), speed=speed, low=0.99 * speed,
         high=1.01 * speed, total=None if name == "baseline" else Difference(total, 0.9 * total, 1.1 * total),
         flops_per_second=0.5 * rate, ceiling=0.5, matmul_rate=rate,
     )  # fmt: skip
@@ -42,11 +43,12 @@ def test_the_studys_rungs_are_those_of_the_suite() -> None:
 
 def test_the_study_agrees_with_itself() -> None:
     (memory, speed), said = compare([row(name) for name in STUDY], CONFIGS)
-    assert memory.lines[4] == ("compile", "48 / 48", "25.4 / -", "37.4 / 37.4")
-    assert memory.lines[0] == ("baseline", "28 / 28", "", "37.0 / 37.0")
+    assert memory.lines[0] == ("baseline", "28", "37.0", "37.0", "22.3", "37.0", "28")
+    assert memory.lines[5] == ("compile, same batch", "32", "25.4", "26.9", "16.0", "-", "-")
+    assert memory.lines[6] == ("compile", "48", "37.4", "37.2", "22.7", "37.4", "48")
     assert speed.lines[0] == ("baseline", "16,950 / 16,950", "", "1.00x / 1.00x", "4.60 / 5.08", "100%")
     assert speed.lines[4] == ("compile", "112,200 / 112,200", "2.57x / 2.57x", "6.62x / 6.62x", "33.7 / 33.7", "100%")
-    assert "at no rung" in said[1]
+    assert "at no rung" in said[2]
     assert said[-1].count("8.7 times") == 2
 
 
@@ -64,10 +66,11 @@ def test_the_first_rung_that_is_too_slow_for_the_card_is_named() -> None:
 
 def test_what_was_not_measured_is_left_open() -> None:
     rows = [row("baseline"), replace(row("compile"), matmul_rate=None), Row("flash attention", "oom")]
-    rows.insert(1, replace(rows[1], name="compile, same batch", memory=20 * GB))
+    rows.insert(1, replace(rows[1], name="compile, same batch", memory=20 * GIB))
     (memory, speed), _ = compare(rows, CONFIGS)
-    assert memory.lines[4] == ("compile", "48 / 48", "25.4 / 20.0", "37.4 / 37.4")
-    assert memory.lines[5] == ("flash attention", "64 / -", "29.6 / -", "38.9 / -")
+    assert [line[5:] for line in memory.lines[4:9]] == [
+        ("-", "-"), ("20.0", "48"), ("37.4", "48"), ("-", "-"), ("-", "-"),
+    ]  # fmt: skip
     assert speed.lines[4][2] == "2.57x / -", "the rung before was not run here"
     assert speed.lines[4][-1] == "-"
     assert speed.lines[1] == ("tensor cores", "40,950 / -", "2.42x / -", "2.42x / -", "12.3 / -", "-")
@@ -80,18 +83,21 @@ def test_a_rung_that_lacks_what_came_before_it_has_no_expected_speed() -> None:
     rows = [row(name, faster=0.5 if name == "compile" else 1.0) for name in STUDY]
     (_, speed), said = compare(rows, configs)
     assert [line[-1] for line in speed.lines][3:6] == ["100%", "-", "100%"]
-    assert "compile (precision tf32, not fp16)" in said[1]
-    assert "at no rung" in said[2]
+    assert "compile (precision tf32, not fp16)" in said[2]
+    assert "at no rung" in said[3]
 
 
-def test_three_habits_of_textbooks_explain_the_studys_memory() -> None:
-    rows = {(name, int(batch)): numbers for name, batch, *numbers in memory_rows()}
-    assert len(rows) == 12, "nine rungs, three of which raised the batch"
-    assert [rows[name][0] for name in (("compile", 32), ("compile", 48), ("flash attention", 48))] == [
-        "25.4", "37.4", "29.6",
-    ]  # fmt: skip
-    for numbers in rows.values():
-        study, predicted, *habits, expected, left = map(float, numbers)
-        assert expected == pytest.approx(predicted + sum(habits), abs=0.21)
-        assert left == pytest.approx(study - expected, abs=0.11)
-        assert abs(left) < 0.16 * study, "all but a sixth"
+def test_a_textbooks_loop_needs_what_the_study_says() -> None:
+    assert textbook() == pytest.approx({
+        "baseline": 37.0, "tensor cores": 37.0, "no synchronisation": 37.0,
+        "mixed precision fp16, same batch": 32.4, "mixed precision fp16": 36.8,
+        "compile, same batch": 26.9, "compile": 37.2, "flash attention, same batch": 31.1, "flash attention": 37.9,
+        "padded vocabulary": 37.9, "tied weights": 37.7, "data-loading workers": 37.7,
+    }, abs=0.06)  # fmt: skip
+    lines, readme = memory({}).lines, (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {line[0] for line in lines} == textbook().keys()
+    for _, batch, study, needed, predicted in lines:
+        assert float(needed) == pytest.approx(float(study), rel=0.06)
+        assert float(predicted) < 0.75 * float(needed), f"ours at a batch of {batch}"
+    shown = [" | ".join(line) in readme for line in lines]
+    assert sum(shown) == 5
