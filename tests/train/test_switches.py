@@ -3,6 +3,9 @@
 import dataclasses
 import importlib.util
 import itertools
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -17,7 +20,7 @@ from torch.nn.attention import SDPBackend
 from infra.errors import UserError
 from infra.hardware import cpu_facts
 from train.config import AUTO, Attention, Checkpointing, Cycle, Loss, Optimizer, Precision, Schedule, TrainConfig
-from train.loop.execution import AUTOCAST, build, compiled, keep_compiled_attention
+from train.loop.execution import AUTOCAST, build, choose_allocator, compiled, keep_compiled_attention
 from train.loop.trainer import Trainer
 from train.model.attention import books_of, by_kernels
 from train.model.optimizer import learning_rate
@@ -112,6 +115,38 @@ def test_compiled_code_computes_the_same(config: TrainConfig, compile: str) -> N
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, layers=1), micro_batch=2)
     changed = dataclasses.replace(config, compile=compile, loss_chunks=2)
     assert losses(changed) == pytest.approx(losses(config), rel=1e-4)
+
+
+@pytest.mark.parametrize("setting", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_allocator_is_chosen_unless_the_user_has(
+    setting: str | None, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if setting:
+        monkeypatch.setenv(setting, "max_split_size_mb:64")
+    choose_allocator(dataclasses.replace(config, allocator="default"))
+    assert "PYTORCH_ALLOC_CONF" not in os.environ or setting
+    choose_allocator(dataclasses.replace(config, allocator="expandable"))
+    expected = {None: "expandable_segments:True", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}.get(setting)
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+
+
+GROWING = """
+import sys, torch
+from train.config import TrainConfig
+from train.loop.execution import choose_allocator
+choose_allocator(TrainConfig(device="cuda", allocator=sys.argv[1]))
+kept = torch.zeros(1, device="cuda")
+print(torch.cuda.memory_snapshot()[0]["is_expandable"])
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("allocator", ["default", "split", "expandable"])
+def test_segments_grow_where_that_was_asked_for(allocator: str) -> None:
+    done = subprocess.run([sys.executable, "-c", GROWING, allocator], capture_output=True, text=True)
+    assert done.stdout.split() == [str(allocator == "expandable")], done.stderr
 
 
 def test_a_new_process_finds_compiled_attention_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,9 +113,11 @@ LOOP = Suite(
 MEMORY = Suite(
     "memory",
     "What saves memory, and what it costs in speed",
-    _PLAIN | {"model": "gpt2-124m", "attention": "sdpa", "optimizer": "adamw-fused", "batch": 16},
+    _PLAIN
+    | {"model": "gpt2-124m", "attention": "sdpa", "optimizer": "adamw-fused", "batch": 16, "allocator": "default"},
     (
         Rung("accumulation", {"micro_batch": 4}),
+        Rung("expandable segments", {"allocator": "expandable"}),
         Rung("checkpointing", {"checkpointing": "full"}),
         Rung("checkpointing every second block", {"checkpointing": "alternate"}),
         Rung("selective checkpointing", {"checkpointing": "selective"}),
@@ -133,7 +135,7 @@ MEMORY = Suite(
             "all together",
             {
                 "micro_batch": 4, "checkpointing": "full", "precision": "bf16-activations", "loss_chunks": 8,
-                "optimizer": "adamw-bf16", "compile": "blocks",
+                "optimizer": "adamw-bf16", "compile": "blocks", "allocator": "expandable",
             },
             changes_numerics=True,
         ),
