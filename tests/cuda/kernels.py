@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/cuda"), str(ROOT / "tests/benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/cuda")]
 
 STEPS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
@@ -58,20 +58,19 @@ def main() -> None:
 
 def step(settings: dict[str, Any]) -> dict[str, Any]:
     """Kernels, bytes by kind of kernel, and the largest kernels of a step of the whole model."""
-    from memory_cuda import device  # type: ignore[import-not-found]
+    from build import GPU, environment  # type: ignore[import-not-found]
 
     from train.model_config import PRESETS
 
-    _, environment = device()
     few, more = LAYERS
     added = PRESETS[settings.get("model", MODEL)].layers - few
     with tempfile.TemporaryDirectory() as cache:
-        environment |= {"TORCHINDUCTOR_CACHE_DIR": cache, "PRETENDED_GPU": "A100", "TORCH_LOGS": "inductor_metrics"}
+        started = environment() | {"TORCHINDUCTOR_CACHE_DIR": cache, GPU: "A100", "TORCH_LOGS": "inductor_metrics"}
         models: list[list[Kernel]] = []
         for layers in LAYERS:
             lower = json.dumps(settings | {"layers": layers})
             command = [sys.executable, "-P", __file__, "--lower", lower]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            done = subprocess.run(command, env=started, capture_output=True, text=True)
             if done.returncode:
                 sys.exit(done.stderr)
             models.append(json.loads(done.stdout.splitlines()[-1]))
@@ -98,7 +97,7 @@ def step(settings: dict[str, Any]) -> dict[str, Any]:
 def lowered(*, layers: int, model: str = MODEL, bias: bool = True, **settings: Any) -> list[Kernel]:
     """The kernels of a step in the order in which they run."""
     import torch
-    from memory_cuda import compile_nothing  # type: ignore[import-not-found]
+    from compute import compile_nothing  # type: ignore[import-not-found]
 
     from infra.hardware import device_facts
     from train.config import TrainConfig
