@@ -1,7 +1,7 @@
 """Settings of a local Ray that have no documented interface. No other file may use private names of Ray.
 
-In: nothing. Out: context managers to start Ray in. Each replaces one private attribute of Ray while Ray starts. A Ray
-that no longer has the attribute shows its default behaviour, but one that other machines could reach is refused.
+Each context manager here replaces one private attribute of Ray while Ray starts. A Ray that no longer has the attribute
+shows its default behaviour, but one that other machines could reach is refused.
 """
 
 import functools
@@ -51,7 +51,6 @@ def temporary_folder() -> str:
     """Where a Ray of our own keeps its sockets and logs: ``TMPDIR``, or another folder if Ray could not work there.
 
     The name of a Unix socket has at most 107 bytes, and the folder ``ray`` may belong to another user of this machine.
-    Raises ``UserError`` when there is no such folder.
     """
     from infra.storage_dir import scratch  # imports Arrow
 

@@ -1,7 +1,6 @@
 """Where a data set or a run lives: a folder on this machine, or one in object storage, behind one interface.
 
-In: what ``--data`` or ``--out`` was given. Out: its files, read and written whole. Machines of a cluster share
-object storage and nothing else; scratch is what each of them has for itself.
+Machines of a cluster share object storage and nothing else; scratch is what each of them has for itself.
 """
 
 import hashlib

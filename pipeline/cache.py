@@ -1,7 +1,7 @@
 """The shards of a data set on this machine's disk, where training memory-maps them.
 
-In: a data set's place. Out: a folder: the place itself, or for object storage a copy on this machine, which every
-run here shares. Copies are named by the data set's fingerprint, so that one never stands for another.
+Every run on this machine shares its copies. They are named by the data set's fingerprint, so that one never stands for
+another.
 """
 
 from collections.abc import Callable

@@ -13,11 +13,11 @@ from typing import Annotated
 import numpy as np
 import tyro
 from rich.markup import escape
-from rich.table import Table
 
 from infra import command
 from infra.console import console, errors
 from infra.storage_dir import StorageDir
+from infra.table import Part
 from pipeline.encoding import vocabulary_at
 from pipeline.shards import MANIFEST, SPLITS, Manifest, Shard, ShardInfo, read_manifest
 
@@ -101,15 +101,13 @@ def passages(place: StorageDir, manifest: Manifest, count: int, length: int) -> 
 
 
 def _show(place: StorageDir, manifest: Manifest) -> None:
-    table = Table(title=f"{place}, fingerprint {manifest.fingerprint[:12]}", title_justify="left")
-    for name in ("split", "shards", "books", "tokens", "characters", "size"):
-        table.add_column(name, justify="left" if name == "split" else "right")
-    for split in SPLITS:
-        sums = manifest.splits[split]
-        size = sum(info.bytes for info in manifest.shards if info.split == split)
-        numbers = (sums["shards"], sums["books"], sums["tokens"], sums["chars"])
-        table.add_row(split, *(f"{number:,}" for number in numbers), f"{size / 1e6:,.1f} MB")
-    console.print(table)
+    lines = [
+        (split, *(f"{sums[name]:,}" for name in ("shards", "books", "tokens", "chars")), f"{size / 1e6:,.1f} MB")
+        for split, sums in manifest.splits.items()
+        for size in [sum(info.bytes for info in manifest.shards if info.split == split)]
+    ]
+    title = f"{place}, fingerprint {manifest.fingerprint[:12]}"
+    Part(title, ("split", "shards", "books", "tokens", "characters", "size"), lines).show()
     report = manifest.report
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in report.get("books_dropped", {}).items())
     console.print(f"left out: {dropped or 'nothing'}", markup=False)

@@ -89,10 +89,7 @@ class ShardRow:
 @strict
 @dataclass(frozen=True)
 class ShardInfo:
-    """A shard as the manifest lists it. ``path`` is relative to the folder; ``checksum`` is xxh3-128 of the file.
-
-    Raises ``UserError`` for a path that no shard has.
-    """
+    """A shard as the manifest lists it. ``path`` is relative to the folder; ``checksum`` is xxh3-128 of the file."""
 
     path: str
     split: Split
@@ -151,11 +148,7 @@ class Manifest:
 
 
 def read_manifest(where: StorageDir | Path | str) -> Manifest:
-    """The manifest of a finished data set, in a folder or in object storage.
-
-    Raises ``UserError`` when the data set is missing or unfinished, the manifest is damaged, or its
-    format is not the one this version reads.
-    """
+    """The manifest of a finished data set, in a folder or in object storage."""
     place = StorageDir.of(where)
     path = place / MANIFEST
     try:

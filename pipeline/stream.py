@@ -71,10 +71,7 @@ class EncodedBook:
 
 
 class Stream:
-    """The books of ``sources``; 1% of them, and at least one where all are known, are held out for validation.
-
-    Raises ``UserError`` for a source that is missing or holds no books.
-    """
+    """The books of ``sources``; 1% of them, and at least one where all are known, are held out for validation."""
 
     def __init__(self, sources: Sequence[str], seed: int, reading: Reading) -> None:
         self.seed = seed

@@ -10,10 +10,8 @@ import uuid
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING
 
-from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from infra import command, provenance
@@ -108,8 +106,8 @@ def _make(job: Job, todo: list[Piece], progress: report.JobStats, *, fresh: bool
             if on_ray:
                 with phase("ray stop"), doing("stopping Ray"):
                     stopping.result()
-            told = partial(report.as_markdown, str(config.out), manifest.report, progress, manifest.fingerprint)
-            tracker.note(told())
+            told = report.data_report(str(config.out), manifest.report, progress, manifest.fingerprint)
+            tracker.note(told.markdown())
             tracker.metrics(shown(progress.metrics() | _counts(manifest), report.METRICS))
             tracker.tags({"dropped": report.dropped(manifest.report)})
             copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name in (MANIFEST, QUARANTINE))
@@ -118,7 +116,7 @@ def _make(job: Job, todo: list[Piece], progress: report.JobStats, *, fresh: bool
             tracker.data(place.name, manifest.fingerprint, str(place), manifest.report, "output")
     from infra.tracking.views import ui_link
 
-    console.print(Markdown(told(apart=True)), soft_wrap=False)
+    told.show()
     console.print(ui_link(tracker.key), markup=False)
 
 

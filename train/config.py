@@ -271,10 +271,7 @@ def config_from_json(values: Any, source: str) -> TrainConfig:
 
 
 def load_config(path: Path | str, flag: str = "--config") -> TrainConfig:
-    """Read the file that ``flag`` names: a run's ``config.json`` or a search's ``best.json``, also in object storage.
-
-    Raises ``UserError``.
-    """
+    """The file that ``flag`` names: a run's ``config.json`` or a search's ``best.json``, also in object storage."""
     where = StorageDir.of(path)
     try:
         values = json.loads(where.parent.read(where.name))

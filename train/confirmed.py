@@ -1,8 +1,7 @@
 """The speed that a search confirmed for a config, and why a run with it is slower.
 
-In: a search's ``best.json``, and the result of a run that was started from it. Out: a Diagnosis of a run whose interval
-lies below the search's. A cause is named only where what was recorded of the run, compared with what the search
-recorded of its trials, shows it.
+A cause is named only where what was recorded of the run, compared with what the search recorded of its trials, shows
+it.
 """
 
 import json

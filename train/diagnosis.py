@@ -1,7 +1,6 @@
 """What was wrong with a run, for a person: why it did not fit in memory, and the cheapest change that should help.
 
-In: a resolved config and its result. Out: a Diagnosis, which the terminal, the run's page and its report show. Sizes
-are in GB of 10^9 bytes, as limits are given.
+Sizes are in GB of 10^9 bytes, as limits are given.
 """
 
 import shlex
@@ -10,16 +9,11 @@ from dataclasses import replace
 
 from infra.storage_dir import StorageDir
 from infra.units import format_size
-from train.checkpoint.find import resume_run
+from train.checkpoint.find import resume_run, run_with
 from train.config import TrainConfig
 from train.estimate.changes import Change, memory_savers
 from train.estimate.memory import predict_peak
 from train.result import BUILDING, Diagnosis, RunResult, Shortage
-
-NEGLIGIBLE = 5e6
-"""Bytes; less is 0.00 GB."""
-
-Rows = list[tuple[str, str]]
 
 
 def of_memory(config: TrainConfig, result: RunResult, place: StorageDir, memory_limit: int | None) -> Diagnosis | None:
@@ -28,7 +22,6 @@ def of_memory(config: TrainConfig, result: RunResult, place: StorageDir, memory_
     if shortage is None:
         return None
     rows = [("torch's message", shortage.message)] if shortage.message else []
-    rows += comparison(config, result, shortage)
     missed = unpredicted(config, result, shortage)
     if missed:
         rows.append(("not predicted", f"{_gb(missed)} of what it needed, which the following predictions include"))
@@ -45,25 +38,6 @@ def of_memory(config: TrainConfig, result: RunResult, place: StorageDir, memory_
     again = "the last checkpoint is kept; continue" if result.checkpoint else "try again"
     advice = f"{again} with {first.text}, which is predicted to take {_gb(first.peak)} ({first.cost}): "
     return Diagnosis(rows, advice, command(first.text, result, place, memory_limit))
-
-
-def comparison(config: TrainConfig, result: RunResult, shortage: Shortage) -> Rows:
-    """The predicted peak by part, with what was measured: of the parts that can be told apart, and of their sums."""
-    anatomy, memory = predict_peak(config), result.memory
-    predicted, measured = dict(anatomy.parts()), dict(shortage.held)
-    if memory.allocated is not None and memory.reserved is not None:
-        predicted["all tensors"], measured["all tensors"] = anatomy.allocated, memory.allocated
-        measured["unused"] = memory.reserved - memory.allocated
-        if memory.process_source == "nvml":
-            measured["context"] = memory.process - memory.reserved
-    predicted["process"], measured["process"] = anatomy.total, memory.process
-    rows = [("memory", f"as predicted for {anatomy.moment}, and as measured")]
-    for part in dict.fromkeys([*predicted, *measured]):
-        sizes = {"predicted": predicted.get(part), "measured": measured.get(part)}
-        if any(size and size >= NEGLIGIBLE for size in sizes.values()):
-            texts = [f"{_gb(size)} {said}" for said, size in sizes.items() if size is not None]
-            rows.append((part, ", ".join(texts)))
-    return rows
 
 
 def unpredicted(config: TrainConfig, result: RunResult, shortage: Shortage) -> int:
@@ -95,7 +69,7 @@ def command(flag: str, result: RunResult, place: StorageDir, memory_limit: int |
     if result.checkpoint:
         line = resume_run(place)
     else:
-        line = f"python -m train.run --config {shlex.quote(str(place / 'config.json'))}"
+        line = run_with(place / "config.json")
         if place.parent != StorageDir.of("runs"):
             line += f" --out {shlex.quote(str(place.parent))}"
     return f"{line} {flag}" + (f" --memory-limit {format_size(memory_limit)}" if memory_limit else "")

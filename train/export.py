@@ -1,6 +1,6 @@
 """Entry: ``python -m train.export`` writes a trained model in the Hugging Face format, with its model card.
 
-In: a checkpoint. Out: a folder, and if asked for a version in MLflow's model registry. Wiring only.
+In: a checkpoint. Out: a folder, and if asked for a version in MLflow's model registry.
 """
 
 from dataclasses import dataclass
@@ -78,10 +78,7 @@ def named(checkpoint: Path, key: RunKey | None) -> str:
 
 
 def run_of(checkpoint: Path, name: str | None) -> RunKey | None:
-    """The MLflow run of ``checkpoint``; None if it is not known here and no model is to be registered as ``name``.
-
-    Raises ``UserError``.
-    """
+    """The MLflow run of ``checkpoint``; None if it is not known here and no model is to be registered as ``name``."""
     try:
         key = RunFolder(checkpoint.resolve().parent.parent).key()
     except UserError:  # its folder was copied without the store, which the model can do without

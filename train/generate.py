@@ -1,6 +1,6 @@
 """Entry: ``python -m train.generate`` continues a prompt with a trained model.
 
-In: a checkpoint and a prompt. Out: text. Wiring only.
+In: a checkpoint and a prompt. Out: text.
 """
 
 from dataclasses import dataclass

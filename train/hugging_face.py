@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from infra.errors import UserError
-from infra.markdown import table
 from infra.storage import TEMPORARY, write_json
 from infra.storage_dir import StorageDir
+from infra.table import Part
 from train.checkpoint.progress import Progress, read_progress
 from train.config import config_from_json
 from train.data.text import tokenizer_files
@@ -44,7 +44,7 @@ _BLOCK = {
 
 
 def write_model(checkpoint: Path, folder: Path, run: str = "") -> None:
-    """Write the model of ``checkpoint`` to the new ``folder``, whole or not at all. Raises ``UserError``.
+    """Write the model of ``checkpoint`` to the new ``folder``, whole or not at all.
 
     ``run`` names the run that trained it, for its model card.
     """
@@ -135,7 +135,7 @@ def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
         "device": "trained on",
     }
     rows += [(text, str(measured[name])) for name, text in names.items() if measured.get(name) is not None]
-    facts = "\n".join(table(("", ""), rows))
+    facts = Part("", ("", ""), rows).markdown()
     public = {name: value for name, value in config.to_json().items() if name != "stream"}  # paths of who trained it
     settings = json.dumps(public | {"data": StorageDir.of(config.data).name}, indent=2, sort_keys=True)
     return (

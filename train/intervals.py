@@ -1,8 +1,7 @@
 """Statistics of noisy timings: where warm-up ends, a confidence interval of the median, when to stop measuring.
 
-In: numbers measured one after another. Out: estimates with their uncertainty. Neighbouring steps of a run are
-correlated (clocks, temperature, other processes), so an interval that assumes independence is too narrow; the means of
-batches that are long enough are nearly independent.
+Neighbouring steps of a run are correlated (clocks, temperature, other processes), so an interval that assumes
+independence is too narrow; the means of batches that are long enough are nearly independent.
 """
 
 import itertools
@@ -30,6 +29,9 @@ class Estimate(NamedTuple):
     def width(self) -> float:
         """Width of the whole interval, as a fraction of the quantity."""
         return (self.high - self.low) / self.middle
+
+    def __str__(self) -> str:
+        return f"{self.middle:,.0f} (95%: {self.low:,.0f} to {self.high:,.0f})"
 
 
 def warmup_steps(step_seconds: Sequence[float]) -> int:

@@ -63,7 +63,7 @@ and not the head decide time and memory.
 
 
 def parse_model(text: str) -> ModelConfig:
-    """``gpt2-124m``, or a preset with changes: ``tiny,layers=4,dropout=0.1``. Raises ``UserError``."""
+    """``gpt2-124m``, or a preset with changes: ``tiny,layers=4,dropout=0.1``."""
     preset, *changes = [part.strip() for part in text.split(",")]
     if preset not in PRESETS:
         raise UserError(f"--model {preset!r} is not a preset; the presets are {', '.join(PRESETS)}.")

@@ -1,7 +1,7 @@
 """Entry: ``python -m train.plan`` predicts what a run will need: memory, arithmetic, time, cost.
 
 In: the flags of ``train.run``, a memory limit, and a speed and a price if they are known. Out: tables. Neither the GPU
-nor the data of the run are needed. Wiring only.
+nor the data of the run are needed.
 """
 
 import math

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -11,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from infra.console import console
 from infra.errors import UserError
 from infra.hardware import DeviceFacts
-from infra.markdown import facts, plain, table
 from infra.schema import from_json, to_json
 from infra.storage import write_text
 from infra.storage_dir import StorageDir, WorkingCopy
+from infra.table import Part, Report
 from infra.thinning import stride
 from infra.tracking.key import RunKey
 from infra.tracking.lost import held, incomplete, is_complete
@@ -29,7 +27,7 @@ from infra.tracking.tracker import Tracker
 from infra.tracking.views import model_link, page_link
 from infra.units import GB, format_duration
 from pipeline.shards import Manifest, made_by
-from train.checkpoint.find import resume_run, run_argument
+from train.checkpoint.find import resume_run, run_argument, run_with
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig, load_config
 from train.estimate.flops import formulas
@@ -84,7 +82,8 @@ def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest, aske
     tracker.data(Path(config.source).name, manifest.fingerprint, config.source, manifest.splits, "training")
     maker = None if config.stream else made_by(config.data)
     tracker.tags({"data.run": maker.run_id} if maker else {})
-    tracker.note(f"Training {format_model(config.model)} on `{config.source}`. Still running.{origin(tracker, config)}")
+    running = f"Training {format_model(config.model)} on `{config.source}`. Still running."
+    tracker.note("\n\n".join([running, *origin(config, tracker.key.store)]))
 
 
 def params(config: TrainConfig, asked: TrainConfig) -> dict[str, Any]:
@@ -169,10 +168,10 @@ def record_cycle(tracker: Tracker, cycle: dict[str, Any], sent: Mapping[str, int
         tracker.metrics({name: value for name, value in values.items() if step > sent.get(name, 0)}, step)
 
 
-def origin(tracker: Tracker, config: TrainConfig) -> str:
-    """A paragraph that links to the run that made the data; empty where that is not known."""
+def origin(config: TrainConfig, store: str) -> list[str]:
+    """A paragraph that links to the run that made the data, for a page in ``store``; none where that is not known."""
     maker = None if config.stream else made_by(config.data)
-    return f"\n\nData: {page_link(maker, Path(config.data).name, store=tracker.key.store)}" if maker else ""
+    return [f"Data: {page_link(maker, Path(config.data).name, store=store)}"] if maker else []
 
 
 def record_end(
@@ -193,16 +192,15 @@ def record_end(
     _record_result(tracker, config, replace(result, predicted_memory=predict_peak(config).total))
     if result.too_large:
         tracker.json(config.to_json(), "config.json")  # instead of what was decided when it began
-    opening = facts(opening_lines(config, result, home.place, memory_limit))
-    text = f"{opening}{origin(tracker, config)}\n\n{markdown(config, result)}"
+    told = run_report(config, result, home.place, memory_limit)
+    text = replace(told, pieces=[*origin(config, tracker.key.store), *told.pieces]).markdown()
     write_text(home.summary, text)
     home.send(home.summary)
     tracker.note(text)
 
 
 def _record_result(tracker: Tracker, config: TrainConfig, result: RunResult) -> None:
-    metrics = result_metrics(result) | prediction_metrics(result) | formula_metrics(config, result)
-    tracker.metrics(shown(metrics, METRICS))
+    tracker.metrics(shown(result_metrics(result) | formula_metrics(config, result), METRICS))
     reason = "" if result.outcome == "finished" else result.reason  # of a run that was continued, it is replaced
     tags = {"outcome": result.outcome, "reason": reason, "device": result.device, "attention": result.attention}
     if result.too_large:
@@ -261,17 +259,8 @@ def columns(result: RunResult) -> dict[str, str]:
     if result.predicted_memory:
         words["memory"] += f" (predicted {result.predicted_memory / GB:.2f})"
     if speed := result.throughput:
-        words["tokens/s"] = f"{speed.tokens_per_second:,.0f} ({speed.low:,.0f} to {speed.high:,.0f})"
+        words["tokens/s"] = str(speed.estimate)
     return words
-
-
-def prediction_metrics(result: RunResult) -> dict[str, float | None]:
-    """The predicted peak, and its error as a fraction of the measured one."""
-    total = result.predicted_memory
-    return {
-        "memory/predicted_gb": total and total / GB,
-        "memory/prediction_error": total and total / result.memory.process - 1,
-    }
 
 
 def formula_metrics(config: TrainConfig, result: RunResult) -> dict[str, float | None]:
@@ -283,19 +272,9 @@ def formula_metrics(config: TrainConfig, result: RunResult) -> dict[str, float |
     }
 
 
-def memory_markdown(config: TrainConfig, result: RunResult) -> str:
-    """A table of the predicted peak by part, with the sums that were measured."""
-    anatomy, memory = predict_peak(config), result.memory
-    rows = [(part, f"{size / GB:.3f}", "") for part, size in anatomy.parts().items() if size]
-    if memory.allocated is not None:
-        rows.append(("in torch's allocator", f"{anatomy.allocated / GB:.3f}", f"{memory.allocated / GB:.3f}"))
-    rows.append(("**process**", f"{anatomy.total / GB:.3f}", f"{memory.process / GB:.3f}"))
-    return "\n".join(table(("peak memory, GB", "predicted", "measured"), rows))
-
-
 def result_metrics(result: RunResult) -> dict[str, float | None]:
     """The numbers of a result by grouped names for MLflow."""
-    speed, memory = result.throughput, result.memory
+    speed, memory, predicted = result.throughput, result.memory, result.predicted_memory
     return {
         "result/tokens_per_second": speed and speed.tokens_per_second,
         "result/tokens_per_second_low": speed and speed.low,
@@ -314,42 +293,91 @@ def result_metrics(result: RunResult) -> dict[str, float | None]:
         "memory/allocated_gb": memory.allocated and memory.allocated / GB,
         "memory/reserved_gb": memory.reserved and memory.reserved / GB,
         "memory/allocator_retries": memory.allocator_retries,
+        "memory/predicted_gb": predicted and predicted / GB,
+        "memory/prediction_error": predicted and predicted / memory.process - 1,
         "time/first_step_seconds": result.first_step_seconds,
         "time/data_wait_fraction": result.data_wait_fraction,
         "time/optimizer_fraction": result.optimizer_fraction,
     }
 
 
-def summary(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
-    """The result of ``config`` as (name, value with unit) rows."""
-    rows = [("outcome", f"{result.outcome}: {result.reason}")]
+def run_report(config: TrainConfig, result: RunResult, place: StorageDir, memory_limit: int | None = None) -> Report:
+    """What a run at ``place`` has found, for its last lines on the terminal, ``summary.md`` and its page in MLflow."""
+    batch = (
+        f"Batch: {config.global_batch} sequences = {config.micro_batch} x {config.accumulation} accumulated x "
+        f"{config.workers} workers. Precision {config.precision}, attention {result.attention or config.attention}, "
+        f"compile {config.compile}, loss {config.loss}. Device: {result.device}. FLOPs: {result.flops_formula}."
+    )
+    rows = Part("", ("", ""), details(config, result))
+    return Report(opening_lines(config, result, place, memory_limit), [rows, memory_part(config, result), batch])
+
+
+def opening_lines(
+    config: TrainConfig, result: RunResult, place: StorageDir, memory_limit: int | None
+) -> list[tuple[str, str]]:
+    """What somebody wants to know first of a run."""
+    speed = result.throughput
+    fast = f"not measured: {result.impossible or 'fewer than three steps after warm-up'}"
+    if speed:
+        fast = str(speed.estimate) + (f", MFU {result.mfu:.1%}" if result.mfu else "")
+    limit = f" of {memory_limit / GB:.2f} GB" if memory_limit else " GB"
+    good = "no cycle was completed"
+    if result.train_loss is not None:
+        held_out = "" if result.val_loss is None else f", validation {result.val_loss:.3f}"
+        good = f"training {result.train_loss:.3f}{held_out}"
+    return [
+        ("What", f"{format_model(config.model)} on `{Path(config.source).name}`; {result.outcome}: {result.reason}"),
+        ("Tokens/s", fast),
+        ("Memory", f"{result.memory.process / GB:.2f}{limit} (predicted {predict_peak(config).total / GB:.2f})"),
+        ("Loss", good),
+        ("Next", next_step(config, result, place)),
+    ]
+
+
+def next_step(config: TrainConfig, result: RunResult, place: StorageDir) -> str:
+    """What to do after a run: a command, or a sentence."""
+    if result.diagnosis and result.diagnosis.advice:
+        command = result.diagnosis.command
+        return result.diagnosis.advice + (f"`{command}`" if command else "")
+    match result.outcome, bool(result.checkpoint):
+        case "interrupted", True:
+            return f"continue with: `{resume_run(place)}`"
+        case "interrupted", False:
+            return "no checkpoint was kept: start again with another --name, and with --keep-checkpoints above 0"
+        case "diverged", True:
+            return (
+                "the last good checkpoint is kept; continue from it with a lower learning rate: "
+                f"`{resume_run(place)} --learning-rate ...`"
+            )
+        case "diverged", False:
+            return (
+                "no checkpoint was kept: start again with another --name, and with --learning-rate below "
+                f"{config.learning_rate:g} or, in a long run, --warmup-steps above {config.warmup_steps}"
+            )
+        case _, False:
+            return f"repeat it with `{run_with(place / 'config.json')}`"
+    if result.sample is not None:
+        return f'`python -m train.generate --checkpoint {run_argument(place)} --prompt "In the beginning"`'
+    return f"`python -m train.export --checkpoint {run_argument(place)} --to exported`"
+
+
+def details(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
+    """The rest of a run's result as rows of a name and a value with its unit."""
+    rows: list[tuple[str, str]] = []
     if result.too_large:
         failed = ", ".join(map(str, result.too_large))
         rows.append(("micro-batch", f"{config.micro_batch}; {failed} did not fit"))
-    if result.throughput:
-        speed = result.throughput
-        rows.append(
-            (
-                "throughput",
-                f"{speed.tokens_per_second:,.0f} tokens/s (95%: {speed.low:,.0f} to {speed.high:,.0f}; "
-                f"median of {speed.steps} steps after {speed.warmup_steps} of warm-up)",
-            )
-        )
-        mfu = f"MFU {result.mfu:.1%}" if result.mfu else f"no MFU: the peak of {result.device!r} is not known"
+    if speed := result.throughput:
+        rows.append(("measured", f"the median of {speed.steps} steps after {speed.warmup_steps} of warm-up"))
+        done = f"{(result.flops_per_second or 0) / 1e12:,.3f} TFLOP/s"
+        done += "" if result.mfu else f"; no MFU: the peak of {result.device!r} is not known"
         if result.hfu:
-            mfu += f", HFU {result.hfu:.1%} with what is computed again"
+            done += f"; HFU {result.hfu:.1%} with what is computed again"
         if result.matmul_utilisation:
-            mfu += f"; {result.matmul_utilisation:.1%} of the matmul that infra.doctor measured here"
-        rows.append(("arithmetic", f"{(result.flops_per_second or 0) / 1e12:,.3f} TFLOP/s; {mfu}"))
-    else:
-        rows.append(("throughput", f"not measured: {result.impossible or 'fewer than three steps after warm-up'}"))
-    expected = predict_peak(config).total / GB
+            done += f"; {result.matmul_utilisation:.1%} of the matmul that infra.doctor measured here"
+        rows.append(("arithmetic", done))
     if joules := result.joules_per_million_tokens:
         rows.append(("energy", f"{joules / 1e3:,.3g} kJ per million tokens, of the GPU alone"))
-    rows.append(("peak memory", f"{memory_text(result)}; predicted {expected:.2f} GB"))
-    if result.train_loss is not None:
-        val = "" if result.val_loss is None else f", validation {result.val_loss:.3f}"
-        rows.append(("loss", f"training {result.train_loss:.3f}{val}"))
     if result.val_perplexity is not None:
         bits = [("byte", result.val_bits_per_byte), ("character", result.val_bits_per_character)]
         per = "".join(f"; {value:.3f} bits per {unit}" for unit, value in bits if value is not None)
@@ -382,96 +410,31 @@ def summary(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:
     return rows
 
 
-def memory_text(result: RunResult) -> str:
-    """Peak memory under each of its names."""
-    memory = result.memory
+def memory_part(config: TrainConfig, result: RunResult) -> Part:
+    """The predicted peak by part, with what was measured: of the parts that can be told apart, and of their sums."""
+    anatomy, memory = predict_peak(config), result.memory
+    predicted, measured = anatomy.parts(), dict(result.shortage.held) if result.shortage else {}
+    if memory.allocated is not None and memory.reserved is not None:
+        predicted |= {"allocated": anatomy.allocated, "reserved": anatomy.reserved}
+        measured |= {"allocated": memory.allocated, "reserved": memory.reserved}
+        measured["unused"] = memory.reserved - memory.allocated
+        if memory.process_source == "nvml":
+            measured["context"] = memory.process - memory.reserved
     names = {"nvml": "NVML", "reserved": "reserved; NVML does not report it", "rss": "resident set"}
-    source = names[memory.process_source]
-    text = f"process {memory.process / GB:.2f} GB ({source})"
-    for name, value in (("reserved", memory.reserved), ("allocated", memory.allocated)):
-        if value is not None:
-            text += f", {name} {value / GB:.2f} GB"
-    return text
+    process = f"process ({names[memory.process_source]})"
+    predicted[process], measured[process] = anatomy.total, memory.process
+    lines = [
+        (part, *("" if size is None else f"{size / GB:.3f}" for size in (predicted.get(part), measured.get(part))))
+        for part in predicted
+        if predicted[part] or measured.get(part)
+    ]
+    return Part(f"Memory in GB at its peak, {anatomy.moment}", ("part", "predicted", "measured"), lines)
 
 
-def print_result(config: TrainConfig, result: RunResult, place: StorageDir, in_mlflow: str) -> None:
-    """Print the result, where to find it in MLflow, and on the last line the next step, if there is one."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in summary(config, result):
-        table.add_row(f"[bold]{name}[/bold]", escape(value))
-    console.print(table)
+def print_result(report: Report, result: RunResult, in_mlflow: str) -> None:
+    """Print the result of a run, and where to find it in MLflow."""
+    report.show()
     if result.outcome == "finished":
         minutes = (result.seconds + (result.first_step_seconds or 0.0)) / 60
         console.print(f"Training completed in {minutes:.2f} minutes")
     console.print(in_mlflow, markup=False)
-    if said := remedy(config, result, place):
-        console.print("".join(said), markup=False)
-
-
-def remedy(config: TrainConfig, result: RunResult, place: StorageDir) -> tuple[str, str] | None:
-    """What to do about a run that did not finish: a sentence, and the command that ends it, if there is one."""
-    if result.diagnosis and result.diagnosis.advice:
-        return result.diagnosis.advice, result.diagnosis.command
-    resume = resume_run(place)
-    match result.outcome, bool(result.checkpoint):
-        case "interrupted", True:
-            return "continue with: ", resume
-        case "interrupted", False:
-            return "no checkpoint was kept: start again with another --name, and with --keep-checkpoints above 0", ""
-        case "diverged", True:
-            why = "the last good checkpoint is kept; continue from it with a lower learning rate: "
-            return why, f"{resume} --learning-rate ..."
-        case "diverged", False:
-            return (
-                "no checkpoint was kept: start again with another --name, and with --learning-rate below "
-                f"{config.learning_rate:g} or, in a long run, --warmup-steps above {config.warmup_steps}"
-            ), ""
-    return None
-
-
-def opening_lines(
-    config: TrainConfig, result: RunResult, place: StorageDir, memory_limit: int | None
-) -> list[tuple[str, str]]:
-    """What someone who opens the run's page wants to know first."""
-    ended = f"{result.outcome}: {result.reason}"
-    speed, memory = result.throughput, result.memory.process / GB
-    fast = f"not measured: {result.impossible or 'the run was too short'}"
-    if speed:
-        fast = f"{speed.tokens_per_second:,.0f} tokens/s (95%: {speed.low:,.0f} to {speed.high:,.0f})"
-        fast += f", MFU {result.mfu:.1%}" if result.mfu else ""
-    limit = f" of {memory_limit / GB:.2f} GB" if memory_limit else " GB"
-    large = f"{memory:.2f}{limit} (predicted {predict_peak(config).total / GB:.2f})"
-    good = "no cycle was completed"
-    if result.train_loss is not None:
-        held_out = "" if result.val_loss is None else f", validation {result.val_loss:.3f}"
-        good = f"training {result.train_loss:.3f}{held_out}, after {result.train_tokens:,} tokens"
-    if said := remedy(config, result, place):
-        sentence, command = said
-        step = f"{sentence}`{command}`" if command else sentence
-    elif result.checkpoint and result.sample is not None:
-        step = f'`python -m train.generate --checkpoint {run_argument(place)} --prompt "In the beginning"`'
-    elif result.checkpoint:
-        step = f"`python -m train.export --checkpoint {run_argument(place)} --to exported`"
-    else:
-        step = f"repeat it with `python -m train.run --config {shlex.quote(str(place / 'config.json'))}`"
-    return [
-        ("What", f"{format_model(config.model)} on `{Path(config.source).name}`; {ended}"),
-        ("Speed", fast),
-        ("Memory", large),
-        ("Loss", good),
-        ("Next", step),
-    ]
-
-
-def markdown(config: TrainConfig, result: RunResult) -> str:
-    """The result as tables, for the run's description in MLflow."""
-    lines = table(("", ""), ((f"**{name}**", plain(value)) for name, value in summary(config, result)))
-    lines += [
-        "",
-        f"Batch: {config.global_batch} sequences = {config.micro_batch} x {config.accumulation} accumulated x "
-        f"{config.workers} workers. Precision {config.precision}, attention {result.attention or config.attention}, "
-        f"compile {config.compile}, loss {config.loss}. Device: {result.device}. FLOPs: {result.flops_formula}.",
-        "",
-        memory_markdown(config, result),
-    ]
-    return "\n".join(lines)

@@ -1,6 +1,5 @@
 """Decide what a config leaves open, in one place, for the device that will train.
 
-In: a config, which may contain ``auto``, and facts about that device. Out: the same config with everything decided.
 Whatever starts a run calls this and passes the result on, so that the run, its memory estimate, the space of a search
 and the report cannot disagree. The device may be another machine's. Imports torch, for the estimate of memory, only
 when it is called.

@@ -1,7 +1,7 @@
 """Entry: ``python -m train.run`` trains one configuration and records the measurements.
 
 In: flags, or ``--config`` with a file that flags override. Out: ``runs/NAME/`` with config.json, cycles.jsonl,
-result.json and checkpoints, and an MLflow run. Wiring only.
+result.json and checkpoints, and an MLflow run.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def defaults() -> RunOptions:
-    """The options whose values flags override: those of the run to resume, or of a file. Raises ``UserError``."""
+    """The options whose values flags override: those of the run to resume, or of a file."""
     given = RunOptions(**vars(flags.given(RunOptions, "name", "out", "config", "resume")))
     if given.resume:
         return dataclasses.replace(given, training=saved_config(given.resume, given.out))
@@ -97,7 +97,7 @@ def run(options: RunOptions) -> int:
 
 
 def planned(options: RunOptions) -> RunPlan:
-    """The run that the options describe. Raises ``UserError``."""
+    """The run that the options describe."""
     config, limits = options.training, {"memory_limit": options.memory_limit, "address": options.address}
     if options.resume:
         return RunPlan.continued(config, options.resume, options.out, **limits)
@@ -156,7 +156,8 @@ def recorded(run: RunPlan, options: RunOptions) -> int:
             return INTERRUPTED
         config = without(config, result.too_large) or config
         record_curves(tracker, config, result, home)
-    report.print_result(config, result, home.place, ui_link(key))
+    told = report.run_report(config, result, home.place, run.memory_limit)
+    report.print_result(told, result, ui_link(key))
     if result.outcome == "interrupted":
         return INTERRUPTED
     return 0 if result.outcome == "finished" else 1

@@ -1,7 +1,7 @@
 """The search in pictures: leaderboard, memory and speed by micro-batch, their Pareto front, progress, and single knobs.
 
-In: rows and the searcher's curves. Out: matplotlib figures by file name. Everything drawn as a line is
-the searcher's own prediction, so that the pictures show what it believed, not a fit made afterwards.
+Everything drawn as a line is the searcher's own prediction, so that the pictures show what it believed, not a fit made
+afterwards.
 """
 
 from collections.abc import Sequence
@@ -48,15 +48,15 @@ def _leaderboard(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure:
     figure, axes = _figure("Leaderboard", "tokens/s, with 95% intervals", "")
     ranked = rank(rows)
     shown = ranked[:MOST_PLACES]
-    speeds = [entry.tokens_per_second for entry in shown]
-    below = [entry.tokens_per_second - entry.low for entry in shown]
-    above = [entry.high - entry.tokens_per_second for entry in shown]
+    speeds = [entry.speed.middle for entry in shown]
+    below = [entry.speed.middle - entry.speed.low for entry in shown]
+    above = [entry.speed.high - entry.speed.middle for entry in shown]
     axes.errorbar(speeds, range(len(shown)), xerr=[below, above], fmt="o", capsize=3)
     axes.set_yticks(range(len(shown)), [memory.space.label(entry.candidate) for entry in shown])
     axes.invert_yaxis()
     for entry in ranked:
         if entry.candidate == memory.space.control:
-            axes.axvline(entry.tokens_per_second, color="grey", linestyle="--", label="control")
+            axes.axvline(entry.speed.middle, color="grey", linestyle="--", label="control")
             axes.legend(fontsize="small")
     return figure
 
@@ -110,15 +110,15 @@ def _pareto(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure:
     """Speed against memory, and the candidates that nothing beats in both."""
     figure, axes = _figure("Speed against memory", "GB (10^9 bytes)", "tokens/s")
     ranked = sorted(rank(rows), key=lambda s: s.memory)
-    axes.scatter([s.memory / GB for s in ranked], [s.tokens_per_second for s in ranked])
+    axes.scatter([s.memory / GB for s in ranked], [s.speed.middle for s in ranked])
     front, best = [], 0.0
     for entry in ranked:
-        place = (entry.memory / GB, entry.tokens_per_second)
+        place = (entry.memory / GB, entry.speed.middle)
         axes.annotate(memory.space.label(entry.candidate), place, fontsize="x-small", clip_on=True)
-        if entry.tokens_per_second > best:
-            best = entry.tokens_per_second
+        if entry.speed.middle > best:
+            best = entry.speed.middle
             front.append(entry)
-    axes.step([s.memory / GB for s in front], [s.tokens_per_second for s in front], where="post", label="Pareto front")
+    axes.step([s.memory / GB for s in front], [s.speed.middle for s in front], where="post", label="Pareto front")
     axes.axvline(memory.limit / GB, color="red", linestyle="--", label="limit")
     axes.legend(fontsize="small")
     return figure

@@ -1,9 +1,8 @@
 """Is this rung faster than that one, or has the machine drifted? The suite ``aa`` tests these verdicts.
 
-In: the speeds of rungs, each run between two runs of the control, in the order in which they were run, with their
-intervals. Out: ratios with 95% intervals. Runs of the same config usually scatter more than the steps within a run
-(clocks, memory layout, other processes), so the scatter is estimated from the controls. The runs' own intervals are
-added to it, because two controls that happen to agree do not show how precisely either is known.
+Runs of the same config usually scatter more than the steps within a run (clocks, memory layout, other processes), so
+the scatter is estimated from the controls. The runs' own intervals are added to it, because two controls that happen to
+agree do not show how precisely either is known.
 """
 
 import itertools

@@ -1,7 +1,6 @@
 """The machines that trials run on, and whether the limit makes sense there: asked before anything is started.
 
-In: the training. Out: what each machine reports about itself, and the limit in bytes. Raises ``UserError`` in one
-sentence for what cannot work, because a search that starts anyway wastes hours.
+Raises ``UserError`` in one sentence for what cannot work, because a search that starts anyway wastes hours.
 """
 
 import socket
@@ -67,11 +66,7 @@ def look(data: str, *, cpu: bool, own: Sequence[int] = ()) -> Machine:
 
 
 def trial_machines(training: TrainConfig, *, cluster: str | None, parallel: int = 1) -> tuple[Machine, ...]:
-    """The machines on which trials may run: this one, or those of the connected Ray that have the most room.
-
-    Raises ``UserError`` when there is none: a GPU is asked for and absent, or in use by somebody else, or no machine
-    of the cluster has the data.
-    """
+    """The machines on which trials may run: this one, or those of the connected Ray that have the most room."""
     if cluster and training.accelerator:
         await_accelerator(training.accelerator)
     here = not cluster or is_this_machine_alone()
@@ -129,8 +124,6 @@ def trial_resources(training: TrainConfig, *, use_gpu: bool) -> dict[str, float]
     """What a run gets on the machine with the most room: a trial has it to itself, as the run that it stands for.
 
     On a stream of books it leaves cores to Ray Data, which encodes them.
-
-    Raises ``UserError`` when the connected Ray has no machine for it.
     """
     if training.accelerator:
         await_accelerator(training.accelerator)
@@ -167,10 +160,7 @@ def _process(number: int) -> str:
 
 
 def memory_limit(asked: int | None, training: TrainConfig, available: int) -> int:
-    """The limit in bytes: as ``asked`` for, else all that is ``available`` to the resolved ``training``.
-
-    Raises ``UserError`` when the model's state alone exceeds it.
-    """
+    """The limit in bytes: as ``asked`` for, else all that is ``available`` to the resolved ``training``."""
     limit = asked or available
     parts = predict_peak(replace(training, micro_batch=1))
     needed = parts.weights + parts.gradients + parts.optimizer

@@ -6,7 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from infra.console import console
+from infra.storage import write_text
 from infra.storage_dir import StorageDir, WorkingCopy
+from infra.table import Report
+from infra.tracking.tracker import Tracker
 from pipeline.shards import Manifest
 from train.config import TrainConfig
 from tune.config import ExperimentConfig
@@ -74,6 +78,19 @@ class Experiment(ABC):
     def labels(self, row: TrialRow) -> dict[str, str]:
         """Further columns of a trial in MLflow's list."""
 
+    @abstractmethod
+    def remaining(self, rows: Sequence[TrialRow]) -> int:
+        """About how many trials are left after ``rows``."""
+
+    def best(self, rows: Sequence[TrialRow]) -> str:
+        """The fastest so far, with its speed."""
+        best = max(rows, key=lambda row: row.tokens_per_second or 0.0)
+        return f"{best.name}, {best.tokens_per_second:,.0f} tokens/s" if best.tokens_per_second else "none yet"
+
+    def named(self, row: TrialRow) -> str:
+        """A trial in words."""
+        return row.name
+
     def is_kept(self, row: TrialRow) -> bool:
         """Whether ``row`` counts when the experiment is continued; what it is of runs again otherwise."""
         return True
@@ -115,3 +132,14 @@ class Experiment(ABC):
     def send(self, *names: str) -> None:
         """Send files of the folder to the place; nothing to do where that is the folder itself."""
         self.working_copy.send(*names)
+
+    def publish(self, told: Report, files: Sequence[Path], tracker: Tracker) -> None:
+        """Print what was found, and keep it and ``files`` of the folder with the place and in MLflow."""
+        summary = self.folder / "summary.md"
+        write_text(summary, told.markdown())
+        tracker.note(told.markdown())
+        for path in (summary, *files):
+            tracker.file(path)
+            self.send(path.name)
+        told.show()
+        console.print(f"tables, charts and every trial: {self.place}", markup=False)

@@ -51,10 +51,7 @@ def _content(place: StorageDir, kind: str) -> bytes:
 
 @contextmanager
 def locked(place: StorageDir, kind: str) -> Iterator[WorkingCopy]:
-    """Make ``place``, and hold it against other drivers however this one ends. Yields where to write what it holds.
-
-    Raises ``UserError``.
-    """
+    """Make ``place``, and hold it against other drivers however this one ends. Yields where to write what it holds."""
     if place.remote:
         place.refuse_unusable("--out")
     with sole_user(place, f"another process runs the {kind} in {place}: wait for it, or end it."):

@@ -2,7 +2,7 @@
 
 In: a suite, token shards, and a budget per rung. Out: ``OUT/NAME/``, a folder or in object storage, with
 standings.json, best.json (for ``python -m train.run --config``), summary.md and two charts, and in MLflow one parent
-run with one child per run. Wiring only.
+run with one child per run.
 """
 
 import time
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def defaults() -> LadderConfig:
-    """The config whose values flags override: that of the ladder to resume. Raises ``UserError``."""
+    """The config whose values flags override: that of the ladder to resume."""
     given = flags.given(LadderConfig, "resume", "out")
     kept = kept_config(place_of(given.out, given.resume), LadderConfig) if given.resume else LadderConfig()
     return replace(kept, out=given.out)
@@ -59,7 +59,7 @@ def run(config: LadderConfig) -> int:
         if config.dry_run:
             print_plan(ladder, before)
             return 0
-        return conduct(ladder, partial(report.LadderReport, before=before))
+        return conduct(ladder, partial(report.publish, before=before))
 
 
 def default_name(config: LadderConfig) -> str:

@@ -1,6 +1,5 @@
 """What a search will do, decided before anything runs.
 
-In: a search's config. Out: a :class:`Search`, which whoever runs, records or reports the search is handed whole.
 Raises ``UserError`` in one sentence for what cannot work, because a search that starts anyway wastes hours.
 """
 
@@ -29,6 +28,7 @@ from tune.space import ACCUMULATION, Candidate, Space, make_space, settings
 from tune.strategy.base import Confirmed, Grid, Retrying, Strategy, enough_seconds
 from tune.strategy.memory_aware import MemorySearcher
 from tune.strategy.nodes import control_of, first_row, scaled_to_first_node, scales
+from tune.strategy.ranking import rank
 from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import Early, Request, pending
 
@@ -110,6 +110,21 @@ class Search(Experiment):
         if proposal and proposal.stage == "confirm" and running:
             return None  # rounds of confirmations are measured on one machine, one after another
         return proposal
+
+    def remaining(self, rows: Sequence[TrialRow]) -> int:
+        """What the strategy expects."""
+        return self.strategy.remaining(scaled_to_first_node(rows))
+
+    def best(self, rows: Sequence[TrialRow]) -> str:
+        """The winner so far, by the rounds of confirmations that are complete."""
+        rows = scaled_to_first_node(rows)
+        ranked = rank([row for row in rows if row.stage != "confirm" or row.round < rows[-1].round])
+        best = [f"{self.space.name(entry.candidate)}, {entry.speed.middle:,.0f} tokens/s" for entry in ranked[:1]]
+        return "".join(best) or "none yet"
+
+    def named(self, row: TrialRow) -> str:
+        """The candidate in words."""
+        return self.space.name(row.candidate)
 
     def is_finished(self, rows: Sequence[TrialRow]) -> bool:
         """Whether the strategy has no more trials."""

@@ -1,11 +1,10 @@
 """Ray Tune around an experiment: it asks for trials, runs each in a fresh process, and hands over their ends.
 
-In: an experiment. Out: rows in its folder. Ray Tune supplies processes and
-resources, and brings a trial's row to the driver as its result, because the trial's machine may share no disk with it;
-what has been done is read from the rows alone, never from Tune's own snapshots, which are
-up to a second old when the driver is killed. A trial that cannot win ends itself (:mod:`tune.trial.early_stop`):
-a scheduler of Tune's would stop it by an exception in the middle of its row. One that does not end is
-killed, and every trial gets a row: where it did not arrive, the driver writes one that says why.
+Ray Tune supplies processes and resources, and brings a trial's row to the driver as its result, because the trial's
+machine may share no disk with it; what has been done is read from the rows alone, never from Tune's own snapshots,
+which are up to a second old when the driver is killed. A trial that cannot win ends itself
+(:mod:`tune.trial.early_stop`): a scheduler of Tune's would stop it by an exception in the middle of its row. One that
+does not end is killed, and every trial gets a row: where it did not arrive, the driver writes one that says why.
 """
 
 import itertools
@@ -299,10 +298,7 @@ def outcome(request: Request) -> dict[str, Any]:
 
 
 def drive(proposals: Proposals, resources: dict[str, float]) -> None:
-    """Run trials with ``resources`` each, until the strategy has no more or Ctrl-C, which Tune takes between events.
-
-    Raises ``UserError`` when rows cannot be kept.
-    """
+    """Run trials with ``resources`` each, until the strategy has no more or Ctrl-C, which Tune takes between events."""
     os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # its console prints a box of its own even when silenced
     os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")  # CSV and JSON copies of the rows
     logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)  # at the end it counts also processes that ran again

@@ -1,29 +1,19 @@
-"""What a person gets from a search: a line per trial while it runs, and at the end a table and three files.
-
-In: a search and its rows. Out: the terminal, and ``trials.csv``, ``best.json`` and ``summary.md`` in its folder.
-"""
+"""What a person gets from a search: a line per trial while it runs, and at the end a report, charts and three files."""
 
 import csv
 import io
-import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from infra.console import console
-from infra.markdown import facts
-from infra.markdown import table as markdown_table
 from infra.storage import write_json, write_text
-from infra.storage_dir import StorageDir
+from infra.table import Part, Report, listed
 from infra.tracking.names import shown
 from infra.tracking.saved_views import show_places
 from infra.tracking.tracker import Tracker
 from infra.units import GB, format_duration, format_size
-from train.intervals import Estimate
+from train.checkpoint.find import run_with
 from train.resolve import choices, said
 from tune import charts
 from tune.compare import over
@@ -31,23 +21,18 @@ from tune.plan import Search
 from tune.space import ACCUMULATION, Candidate, Combination, Space
 from tune.strategy.nodes import scaled_to_first_node
 from tune.strategy.ranking import UNFIT, Ranked, fit_to_win, rank
-from tune.trial.row import OUTCOMES, TrialRow, circumstances, flat_row
+from tune.trial.row import OUTCOMES, TrialRow, flat_row, measured
 
-NUMBERS = ("tokens/s", "95%", "control", "GB", "runs")
 FREE = (
     "A larger global batch is another training, not a faster way to the same one. Of each accumulation the fastest is "
     "marked; sizes end at the limit or at --global-batch."
 )
-STAR = "* marks a setting that changes the numerics, so that the loss may differ from the control's"
+STAR = "a star marks a setting that changes the numerics, so that the loss may differ from the control's"
 CONTROL = (
     "the control is the configuration that the flags describe; the column has the speed over the control's, in "
     "brackets where no difference from it has been shown"
 )
-MARKS = {
-    "=": "= marks a tie: candidates that may be as fast as the winner",
-    "-": "- marks candidates that did not run within the limit, or have no speed",
-}
-"""What the signs in the first column mean."""
+TIE = "candidates that tie may be as fast as the winner"
 CONFIRM = "runs counts the first measurement and the rounds in which the best and the control ran again (confirm)"
 MEMORY_SOURCES = {
     "nvml": "the process's GPU memory by NVML",
@@ -65,85 +50,53 @@ SEARCH_METRICS = (
 """The same of a search's page."""
 
 
-@dataclass(frozen=True)
-class SearchReport:
-    """What is said of ``search``."""
+def publish(search: Search, rows: Sequence[TrialRow], tracker: Tracker) -> bool:
+    """Write the finished search's files and charts, record them with its numbers, and print what was found.
 
-    search: Search
-
-    def line(self, row: TrialRow) -> str:
-        """A finished trial as one line."""
-        speed = "no speed"
-        if row.tokens_per_second and row.low and row.high:
-            speed = f"{row.tokens_per_second:,.0f} ± {(row.high - row.low) / 2 / row.tokens_per_second:.1%} tokens/s"
-        memory = "-" if row.memory is None else f"{row.memory / GB:.2f} of {self.search.limit / GB:.2f} GB"
-        parts = [f"{row.number:3d} {row.stage:7s} {self.search.space.name(row.candidate)}", speed, memory]
-        if row.mfu is not None:
-            parts.append(f"MFU {row.mfu:.1%}")
-        if row.compile_seconds is not None:
-            parts.append(f"compile {row.compile_seconds:.1f} s")
-        if self.search.config.cluster:
-            parts.append(f"on {row.node}")
-        parts.append(f"{row.outcome}: {row.reason}")
-        return " | ".join(parts)
-
-    def progress(self, rows: Sequence[TrialRow]) -> str:
-        """The best so far, by the rounds of confirmations that are complete, what was spent, and the time left."""
-        compared = scaled_to_first_node(rows)
-        ranked = rank([row for row in compared if row.stage != "confirm" or row.round < compared[-1].round])
-        name = self.search.space.name
-        best = [f"{name(entry.candidate)}, {entry.tokens_per_second:,.0f} tokens/s" for entry in ranked[:1]]
-        spent = sum(row.seconds for row in rows)
-        left = spent / len(rows) * self.search.strategy.remaining(compared) / self.search.config.parallel
-        times = f"spent {format_duration(round(spent))} | about {format_duration(round(left))} left"
-        return f"    best: {''.join(best) or 'none yet'} | {times}"
-
-    def publish(self, rows: Sequence[TrialRow], tracker: Tracker) -> bool:
-        """Write the finished search's files and charts, record them with its numbers, and print the leaderboard."""
-        search, compared = self.search, scaled_to_first_node(rows)
-        tracker.metrics(shown(summary_metrics(search, rows), SEARCH_METRICS))
-        files = write_files(search, rows)
-        for file in files:
-            tracker.file(file)
-        for name, figure in charts.draw(compared, search.memory).items():
-            chart = search.folder / f"{name}.png"
-            figure.savefig(chart, dpi=120)
-            tracker.file(chart, "charts")
-            files.append(chart)
-        tracker.note(summary(search, compared))
-        tracker.tags({"study": search.study})
-        places = {
-            candidate: " ".join([f"{number:02d}", *words])  # which sorts as text
-            for number, (candidate, words) in enumerate(remarks(search.space, rank(compared)).items(), 1)
-        }
-        show_places(tracker.key, {row.key: places.get(row.candidate, "no place") for row in compared})
-        search.send(*(file.name for file in files))
-        print_end(search, rows)
-        return bool(rank(compared))
+    Returns whether there is a winner.
+    """
+    compared = scaled_to_first_node(rows)
+    tracker.metrics(shown(summary_metrics(search, rows), SEARCH_METRICS))
+    files = write_files(search, rows)
+    for name, figure in charts.draw(compared, search.memory).items():
+        files.append(search.folder / f"{name}.png")
+        figure.savefig(files[-1], dpi=120)
+    tracker.tags({"study": search.study})
+    places = {
+        candidate: " ".join([f"{number:02d}", *words])  # which sorts as text
+        for number, (candidate, words) in enumerate(remarks(search.space, rank(compared)).items(), 1)
+    }
+    show_places(tracker.key, {row.key: places.get(row.candidate, "no place") for row in compared})
+    search.publish(search_report(search, compared), files, tracker)
+    return bool(rank(compared))
 
 
-def table(search: Search, rows: Sequence[TrialRow]) -> Table:
-    """The leaderboard: every candidate that was tried, the winner first."""
-    result = Table(title="tokens per second under the limit", title_justify="left", box=None, padding=(0, 1, 0, 0))
-    lines = [(*cells, remark.partition(":")[0]) for *cells, remark in leaderboard(search, rows)]  # reasons were told
-    for name, *cells in zip(headings(search.space), *lines, strict=True):
-        numeric = name in NUMBERS
-        longest = max((len(word) for cell in cells for word in cell.split()), default=0)
-        result.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, min_width=longest)
-    for cells in lines:
-        result.add_row(*map(escape, cells))
-    return result
+def search_report(search: Search, rows: Sequence[TrialRow]) -> Report:
+    """What a search has found, for the terminal, ``summary.md`` and its page in MLflow."""
+    space = search.space
+    sources = sorted({row.memory_source for row in rows if row.memory_source})
+    notes = [f"memory is {MEMORY_SOURCES[source]}" for source in sources] + [CONTROL]
+    notes += [STAR] * any("*" in space.label(row.candidate) for row in rows)
+    notes += [TIE] * any(entry.tied for entry in rank(rows))
+    notes += [CONFIRM] * any(row.stage == "confirm" for row in rows)
+    found: list[str | Part] = [FREE] * space.free
+    if failed := no_winner(search, rows)[1:]:
+        found.append(listed(failed))
+    found += [Part("Tokens per second under the limit", headings(space), leaderboard(search, rows)), listed(notes)]
+    if untried := never_run(search, rows):
+        found += ["Never run:", listed(untried)]
+    return Report(opening_lines(search, rows), found)
 
 
 def headings(space: Space) -> tuple[str, ...]:
     """The headings of the leaderboard; ``control`` is the speed over the control's."""
-    return ("", "candidate", *["global batch"] * space.free, *NUMBERS, "")
+    return ("candidate", *["global batch"] * space.free, "tokens/s", "95%", "control", "GB", "runs", "")
 
 
 def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...]]:
-    """The leaderboard's cells under :func:`headings`."""
+    """The cells under :func:`headings` of every candidate that was tried, the winner first."""
     space, ranked = search.space, rank(rows)
-    control = next((entry for entry in ranked if entry.candidate == space.control), None)
+    control = control_among(ranked, space)
     words = remarks(space, ranked)
 
     def named(candidate: Candidate) -> tuple[str, ...]:
@@ -151,24 +104,27 @@ def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...
 
     lines = [
         (
-            "=" if entry.tied else str(place),
             *named(entry.candidate),
-            f"{entry.tokens_per_second:,.0f}",
-            f"± {(entry.high - entry.low) / 2 / entry.tokens_per_second:.1%}",
+            f"{entry.speed.middle:,.0f}",
+            f"± {entry.speed.width / 2:.1%}",
             _over(entry, control),
             f"{entry.memory / GB:.2f}",
             str(entry.runs),
             ", ".join(words[entry.candidate]),
         )
-        for place, entry in enumerate(ranked, 1)
+        for entry in ranked
     ]
     last = {row.candidate: row for row in rows if row.candidate not in words}
     for row in sorted(last.values(), key=lambda row: row.number):
         speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-"
         memory = "-" if row.memory is None else f"{row.memory / GB:.2f}"
-        remark = f"{row.outcome}: {row.reason}"
-        lines.append(("-", *named(row.candidate), speed, "", "", memory, "1", remark))
+        lines.append((*named(row.candidate), speed, "", "", memory, "1", f"{row.outcome}: {row.reason}"))
     return lines
+
+
+def control_among(ranked: Sequence[Ranked], space: Space) -> Ranked | None:
+    """The control, if it has a place."""
+    return next((entry for entry in ranked if entry.candidate == space.control), None)
 
 
 def remarks(space: Space, ranked: Sequence[Ranked]) -> dict[Candidate, list[str]]:
@@ -187,7 +143,7 @@ def _over(entry: Ranked, control: Ranked | None) -> str:
     """``1.234 x`` the control's speed; ``(1.234 x)`` when that may be no difference, ``1.000 x`` for the control."""
     if control is None:
         return "-"
-    difference = over(*(Estimate(s.tokens_per_second, s.low, s.high) for s in (entry, control)))
+    difference = over(entry.speed, control.speed)
     text = f"{difference.ratio:.3f} x"
     return text if difference.different or entry is control else f"({text})"
 
@@ -244,15 +200,8 @@ def best_json(search: Search, rows: Sequence[TrialRow]) -> dict[str, Any] | None
     return {
         "study": search.study,
         "config": search.space.config(best.candidate).to_json(),
-        "measured": {
-            "tokens_per_second": best.tokens_per_second,
-            "low": best.low,
-            "high": best.high,
-            "memory_bytes": best.memory,
-            "runs": best.runs,
-            "tied_with": [search.space.label(entry.candidate) for entry in ranked[1:] if entry.tied],
-            **circumstances(fit_to_win(rows)[best.candidate]),
-        },
+        "measured": measured(best.speed, best.memory, fit_to_win(rows)[best.candidate])
+        | {"runs": best.runs, "tied_with": [search.space.label(entry.candidate) for entry in ranked[1:] if entry.tied]},
     }
 
 
@@ -267,22 +216,6 @@ def csv_text(rows: Sequence[TrialRow]) -> str:
     return text.getvalue()
 
 
-def summary(search: Search, rows: Sequence[TrialRow]) -> str:
-    """The search as Markdown: for ``summary.md`` and for the description in MLflow."""
-    space, ranked = search.space, rank(rows)
-    lines = [facts(opening_lines(search, rows)), ""]
-    if space.free:
-        lines += [FREE, ""]
-    if not ranked and (reasons := no_winner(search, rows)[1:]):
-        lines += [*(f"- {line}" for line in reasons), ""]
-    lines += markdown_table(headings(space), leaderboard(search, rows))
-    lines += ["", *(f"{note[0].upper()}{note[1:]}." for note in _legend(search, rows))]
-    untried = never_run(search, rows)
-    if untried:
-        lines += ["", "Never run:", "", *(f"- {sentence}" for sentence in untried)]
-    return "\n".join(lines) + "\n"
-
-
 def opening_lines(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, str]]:
     """What someone who opens the search's page wants to know first."""
     space, ranked = search.space, rank(rows)
@@ -293,40 +226,28 @@ def opening_lines(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, s
         tried = f"{trials}, searcher {search.config.searcher}"
         return [("What", f"{what}: none was found"), ("Why", no_winner(search, rows)[0]), ("Trials", tried)]
     best = ranked[0]
-    control = next((entry for entry in ranked if entry.candidate == space.control), None)
+    control = control_among(ranked, space)
     tied = [space.name(entry.candidate) for entry in ranked[1:] if entry.tied]
     gain = "it is the control" if best is control else f"{_over(best, control)} the control's speed"
     return [
         ("What", f"{what}: {space.name(best.candidate)}; {trials}"),
-        ("Speed", f"{best.tokens_per_second:,.0f} tokens/s (95%: {best.low:,.0f} to {best.high:,.0f})"),
+        ("Tokens/s", str(best.speed)),
         ("Memory", f"{best.memory / GB:.2f} of {search.limit / GB:.2f} GB"),
         ("Gain", (f"{gain}; tied with {', '.join(tied)}" if tied else gain) if control else "the control has no speed"),
-        ("Next", f"`{train_command(search.place)}`"),
+        ("Next", f"`{run_with(search.place / 'best.json')}`"),
     ]
-
-
-def _legend(search: Search, rows: Sequence[TrialRow]) -> list[str]:
-    """What the leaderboard's columns mean, and a star in it."""
-    sources = {row.memory_source for row in rows if row.memory_source}
-    starred = any("*" in search.space.label(row.candidate) for row in rows)
-    return [*(f"memory is {MEMORY_SOURCES[source]}" for source in sorted(sources)), CONTROL, *[STAR] * starred]
-
-
-def train_command(place: StorageDir) -> str:
-    """The line to paste."""
-    return f"python -m train.run --config {shlex.quote(str(place / 'best.json'))}"
 
 
 def summary_metrics(search: Search, rows: Sequence[TrialRow]) -> dict[str, float | int | None]:
     """A finished search's numbers, by which searches compare in MLflow's list."""
     ranked = rank(scaled_to_first_node(rows))
     best = ranked[0] if ranked else None
-    control = next((entry for entry in ranked if entry.candidate == search.space.control), None)
+    control = control_among(ranked, search.space)
     return {
-        "result/tokens_per_second": best and best.tokens_per_second,
-        "result/tokens_per_second_low": best and best.low,
-        "result/tokens_per_second_high": best and best.high,
-        "result/speedup_over_control": best.tokens_per_second / control.tokens_per_second if best and control else None,
+        "result/tokens_per_second": best and best.speed.middle,
+        "result/tokens_per_second_low": best and best.speed.low,
+        "result/tokens_per_second_high": best and best.speed.high,
+        "result/speedup_over_control": best.speed.middle / control.speed.middle if best and control else None,
         "memory/process_gb": best and best.memory / GB,
         "trials/all": len(rows),
         **{f"trials/{outcome}": sum(row.outcome == outcome for row in rows) for outcome in OUTCOMES},
@@ -335,36 +256,15 @@ def summary_metrics(search: Search, rows: Sequence[TrialRow]) -> dict[str, float
 
 
 def write_files(search: Search, rows: Sequence[TrialRow]) -> list[Path]:
-    """Write trials.csv, summary.md and, when something fits, best.json; returns their paths.
-
-    ``rows`` are as they were measured, on whichever machine; the summary and the winner compare them.
-    """
-    table, text, best = (search.folder / name for name in ("trials.csv", "summary.md", "best.json"))
-    compared = scaled_to_first_node(rows)
+    """Write trials.csv, with ``rows`` as they were measured, and, if something fits, best.json; returns their paths."""
+    table, best = search.folder / "trials.csv", search.folder / "best.json"
     write_text(table, csv_text(rows))
-    write_text(text, summary(search, compared))
-    winner = best_json(search, compared)
+    winner = best_json(search, scaled_to_first_node(rows))
     if winner is None:
         best.unlink(missing_ok=True)
-        return [table, text]
+        return [table]
     write_json(best, winner)
-    return [table, text, best]
-
-
-def print_end(search: Search, rows: Sequence[TrialRow]) -> None:
-    """The closing table and what to do next."""
-    rows = scaled_to_first_node(rows)
-    console.print("", table(search, rows), "", sep="\n")
-    signs = {cells[0] for cells in leaderboard(search, rows)}
-    marks = [meaning for sign, meaning in MARKS.items() if sign in signs]
-    confirmed = [CONFIRM] if any(row.stage == "confirm" for row in rows) else []
-    for note in [*[FREE] * search.space.free, *marks, *_legend(search, rows), *confirmed]:
-        console.prose(note)
-    untried = len(set(search.space.candidates()) - {row.candidate for row in rows})
-    if untried:
-        console.print(f"never run: {untried} candidates; {search.place / 'summary.md'} has the reasons", markup=False)
-    for line in [f"train with it: {train_command(search.place)}"] if rank(rows) else no_winner(search, rows):
-        console.print(line, markup=False)
+    return [table, best]
 
 
 START_SECONDS = 10.0

@@ -1,8 +1,8 @@
 """Entry: ``python -m tune.search`` finds the fastest way to execute a training under a memory limit.
 
-In: the flags of a training run, a limit, and what to search. Out: ``OUT/NAME/``, a folder or in object storage,
-with trials.csv, best.json (for ``python -m train.run --config``) and summary.md, and in MLflow one parent run with one
-child per trial. Wiring only.
+In: the flags of a training run, a limit, and what to search. Out: ``OUT/NAME/``, a folder or in object storage, with
+trials.csv, best.json (for ``python -m train.run --config``) and summary.md, and in MLflow one parent run with one child
+per trial.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def defaults() -> SearchConfig:
-    """The config whose values flags override: that of the search to resume, with a file's. Raises ``UserError``."""
+    """The config whose values flags override: that of the search to resume, with a file's."""
     given = flags.given(SearchConfig, "config", "resume", "out")
     kept = kept_config(place_of(given.out, given.resume), SearchConfig) if given.resume else SearchConfig()
     training = load_config(given.config) if given.config else kept.training
@@ -36,7 +36,7 @@ def run(config: SearchConfig) -> int:
     """Search; torch, Ray and MLflow are imported only now, when the flags are known to be right."""
     with doing(IMPORTING):
         from tune.plan import make_search
-        from tune.report import SearchReport, print_control, print_plan
+        from tune.report import print_control, print_plan, publish
         from tune.session import conduct
 
     with connected(config.address) if config.cluster else nullcontext():
@@ -53,7 +53,7 @@ def run(config: SearchConfig) -> int:
         if config.dry_run:
             print_plan(search)
             return 0
-        return conduct(search, SearchReport)
+        return conduct(search, publish)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from infra.cluster import connected
 from infra.command import INTERRUPTED
@@ -14,6 +14,7 @@ from infra.progress import doing
 from infra.tracking.store import open_store
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import ui_link
+from infra.units import GB, format_duration
 from train.checkpoint.run_folder import resume_command
 from tune import folder as folders
 from tune.device import trial_nodes
@@ -23,35 +24,18 @@ from tune.tracking import ExperimentRecorder, open_parent
 from tune.trial.row import TrialRow, read_rows
 from tune.trial.run import Request
 
-
-class Report(Protocol):
-    """What is said of an experiment."""
-
-    def line(self, row: TrialRow) -> str:
-        """A finished trial as one line."""
-        ...
-
-    def progress(self, rows: Sequence[TrialRow]) -> str:
-        """What was spent, and what is left."""
-        ...
-
-    def publish(self, rows: Sequence[TrialRow], tracker: Tracker) -> bool:
-        """Print, write and record what was found; returns whether there is a winner."""
-        ...
-
+Publish = Callable[[Sequence[TrialRow], Tracker], bool]
+"""Prints, writes and records what was found; returns whether there is a winner."""
 
 Kind = TypeVar("Kind", bound=Experiment)
 
 
-def conduct(experiment: Kind, reported: Callable[[Kind], Report]) -> int:
-    """Run, record and report ``experiment``; returns the exit code. Raises ``UserError``.
-
-    ``reported`` makes its report, once its folder on this machine is known.
-    """
+def conduct(experiment: Kind, publish: Callable[[Kind, Sequence[TrialRow], Tracker], bool]) -> int:
+    """Run, record and ``publish`` ``experiment``; returns the exit code."""
     open_store(experiment.config.tracking_uri)  # one that cannot be used is refused before anything is made
     with folders.locked(experiment.place, experiment.kind) as copy:
         experiment = replace(experiment, copy=copy)
-        session = Session(experiment, reported(experiment))
+        session = Session(experiment, partial(publish, experiment))
         try:
             return session.run()
         except UserError:
@@ -65,7 +49,7 @@ class Session:
     """An experiment that is run, in its folder, which this process has locked."""
 
     experiment: Experiment
-    report: Report
+    publish: Publish
 
     def run(self) -> int:
         """Run trials until there are no more, and publish what was found; returns the exit code."""
@@ -92,7 +76,7 @@ class Session:
                 console.print(f"stopped; continue with: {again}", markup=False)
                 tracker.status = "KILLED"
                 return INTERRUPTED
-            won = self.report.publish(rows, tracker)
+            won = self.publish(rows, tracker)
             tracker.status = "FINISHED" if won else "FAILED"
         console.print(ui_link(parent, children=True), markup=False)
         return 0 if won else 1
@@ -123,8 +107,8 @@ class Session:
             running.pop(row.key, None)
             shown.now("; ".join(running.values()) or "deciding on the next trial")
             evidence.catch_up(rows)
-            console.print(self.report.line(row), markup=False)
-            console.print(self.report.progress(rows), markup=False)
+            console.print(line(experiment, row), markup=False)
+            console.print(progress(experiment, rows), markup=False)
 
         running: dict[str, str] = {}
         # Where Ctrl-C falls elsewhere, the rows say as well where to continue.
@@ -132,3 +116,28 @@ class Session:
             resources = experiment.resources()
             with doing("starting trials") as shown:
                 drive(Proposals(experiment, Listener(started, ended), partial(trial_nodes, resources)), resources)
+
+
+def line(experiment: Experiment, row: TrialRow) -> str:
+    """A finished trial as one line."""
+    limit = f" of {experiment.limit / GB:.2f}" if experiment.limit else ""
+    validation = "" if row.val_loss is None else f"/{row.val_loss:.3f}"
+    told = [
+        f"{row.number:3d} {row.stage:8s} {experiment.named(row)}",
+        f"{row.speed.middle:,.0f} ± {row.speed.width / 2:.1%} tokens/s" if row.speed else "no speed",
+        "" if row.memory is None else f"{row.memory / GB:.2f}{limit} GB",
+        "" if row.mfu is None else f"MFU {row.mfu:.1%}",
+        "" if row.compile_seconds is None else f"compile {row.compile_seconds:.1f} s",
+        "" if row.train_loss is None else f"loss {row.train_loss:.3f}{validation}",
+        f"on {row.node}" if experiment.config.cluster else "",
+        f"{row.outcome}: {row.reason}",
+    ]
+    return " | ".join(filter(None, told))
+
+
+def progress(experiment: Experiment, rows: Sequence[TrialRow]) -> str:
+    """The best so far, what was spent, and about what is left."""
+    spent = sum(row.seconds for row in rows)
+    left = spent / len(rows) * experiment.remaining(rows) / experiment.parallel
+    times = f"spent {format_duration(round(spent))} | about {format_duration(round(left))} left"
+    return f"    best: {experiment.best(rows)} | {times}"

@@ -1,8 +1,4 @@
-"""What is searched: micro-batches, accumulations, and the execution knobs around them.
-
-In: a training config, and the knobs with the values to try. Out: candidates, each of which is a training config that
-computes the same steps in another way, or other steps where the accumulation is searched: then the global batch varies.
-"""
+"""What is searched: micro-batches, accumulations, and the execution knobs around them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -132,7 +128,7 @@ def changes_numerics(name: str, value: Any, own: Any) -> bool:
 
 
 def parse_knobs(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """The knobs that ``words`` such as ``compile=off,whole`` name, with the values to try. Raises ``UserError``."""
+    """The knobs that ``words`` such as ``compile=off,whole`` name, with the values to try."""
     found: dict[str, tuple[Any, ...]] = {}
     for word in words:
         name, _, values = word.partition("=")
@@ -146,7 +142,7 @@ def parse_knobs(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 
 
 def _value(name: str, text: str) -> Any:
-    """The value of the knob ``name`` that ``text`` is. Raises ``UserError``."""
+    """The value of the knob ``name`` that ``text`` is."""
     kind = TrainConfig.__annotations__[name]
     if kind is int and text.isdecimal():
         return int(text)
@@ -163,8 +159,7 @@ def make_space(
     """The space around ``base``; its own combination comes first, so that ties of order favour the control.
 
     ``base`` is resolved. With ``accumulations`` a step may have up to ``largest`` sequences, by default as many as the
-    base's; where none of them is its own, the control has the first. Without, its global batch is fixed. Raises
-    ``UserError``.
+    base's; where none of them is its own, the control has the first. Without, its global batch is fixed.
     """
     if base.workers != 1:
         raise UserError(f"--workers {base.workers}: a search measures one device; leave --workers at 1.")

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from infra import provenance
 from infra.console import errors
 from infra.errors import UserError
-from infra.markdown import facts
+from infra.table import facts
 from infra.tracking.key import RunKey
 from infra.tracking.names import shown
 from infra.tracking.store import children, create_run, reopen_run
@@ -109,8 +109,8 @@ class ExperimentRecorder:
         words = {"batch": f"{row.candidate.micro_batch} x {row.accumulation}"} | self.experiment.labels(row)
         if row.attention:
             words["attention"] = row.attention
-        if row.tokens_per_second and row.low and row.high:
-            words["tokens/s"] = f"{row.tokens_per_second:,.0f} ({row.low:,.0f} to {row.high:,.0f})"
+        if row.speed:
+            words["tokens/s"] = str(row.speed)
         if row.memory is not None:
             limit = self.experiment.limit
             words["memory"] = f"{row.memory / GB:.2f}" + (f" of {limit / GB:.2f} GB" if limit else " GB")
@@ -122,10 +122,9 @@ class ExperimentRecorder:
     def _opening_lines(self, row: TrialRow, words: dict[str, str]) -> list[tuple[str, str]]:
         """What someone who opens a trial's page wants to know first; ``words`` are those of :meth:`_words`."""
         expected = f" (predicted {row.predicted_memory / GB:.2f})" if row.predicted_memory else ""
-        speed = f"{words['tokens/s']} tokens/s" if "tokens/s" in words else "none was measured"
         return [
             ("What", f"{row.stage} of {row.name}; trial {row.number} of {self.experiment.place.name}"),
-            ("Speed", speed),
+            ("Tokens/s", words.get("tokens/s", "none was measured")),
             ("Memory", words["memory"] + expected if "memory" in words else "not measured"),
             ("Outcome", f"{row.outcome}: {row.reason}"),
         ]

@@ -2,7 +2,7 @@
 
 With ``--address`` it also checks and measures the machines of a Ray cluster. In: nothing but the machine. Out: a table
 with a red line and a fix for each problem, the best rates that were measured, ``runs/doctor.json`` (from which runs and
-ladders compute which fraction of them they reach), and an MLflow run. Wiring and tables only.
+ladders compute which fraction of them they reach), and an MLflow run.
 """
 
 import socket
@@ -12,8 +12,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from infra import command
 from infra.console import console
 from infra.doctor import allreduce
@@ -21,11 +19,10 @@ from infra.errors import UserError
 from infra.options import TrackingUri
 from infra.progress import IMPORTING, doing
 from infra.storage_dir import StorageDir, scratch
-from infra.table import tables
+from infra.table import Part, Report
 
 if TYPE_CHECKING:
-    from infra.doctor import checks
-    from infra.doctor.nodes import Report
+    from infra.doctor import checks, nodes
 
 
 @dataclass(frozen=True)
@@ -71,19 +68,27 @@ def examine(options: DoctorOptions) -> int:
     out.refuse_unusable("--out")
     disk = scratch() if out.remote else Path(options.out)
     results = checks.checks(device, disk)
-    print_checks(results)
     found: dict[str, object] = {
         "device": name, "machine": socket.gethostname(), "checks": [asdict(check) for check in results],
     }  # fmt: skip
     metrics: dict[str, float] = {}
-    machines: list[nodes.Report] = []
+    parts = [checks_part(results)]
+    parts[-1].show()
+    problems = [f"{check.name}: {check.fix}" for check in results if check.fix]
+    print_problems(problems)
+    failing = any(check.fix and check.fatal for check in results)
     if options.address:
         with doing("asking the machines of the cluster"):
             machines = nodes.examine(options.address, out if out.remote else None, measure=not options.quick)
         found["nodes"] = [machine.to_json() for machine in machines]
-        print_nodes(machines)
-    rates: dict[str, dict[str, float]] = {}
+        parts.append(nodes_part(machines))
+        parts[-1].show()
+        lacking = [f"{machine.name}: {problem}" for machine in machines for problem in machine.problems]
+        print_problems(lacking)
+        problems += lacking
+        failing = failing or any(fatal for machine in machines for fatal in machine.problems.values())
     if not options.quick:
+        rates: dict[str, dict[str, float]] = {}
         with doing("measuring matrix products"):
             rates = {"matmul": ceilings.matmul_rates(device), "model_matmul": ceilings.model_rates(device)}
         with doing("measuring copies"):
@@ -97,7 +102,8 @@ def examine(options: DoctorOptions) -> int:
                 f"the disk of {where} cannot be measured: {failure.strerror}; make room there, or name another."
             ) from failure
         found |= rates
-        print_rates(rates)
+        parts.append(rates_part(rates))
+        parts[-1].show()
         metrics = {
             f"{group}/{key.replace(',', '')}": rate for group, known in rates.items() for key, rate in known.items()
         }
@@ -105,7 +111,8 @@ def examine(options: DoctorOptions) -> int:
         with doing(f"measuring all-reduce between {options.workers} workers"):
             reduced = allreduce.measure(options.workers, options.address)
         found["allreduce"] = asdict(reduced)
-        print_allreduce(reduced)
+        parts.append(allreduce_part(reduced))
+        parts[-1].show()
         metrics |= {f"allreduce/{size}": rate for size, rate in reduced.bus_bytes_per_second.items()}
     saved = "nothing was measured; an earlier doctor.json is left as it is"
     if not options.quick:
@@ -117,42 +124,29 @@ def examine(options: DoctorOptions) -> int:
     with Tracker(key) as tracker:
         tracker.metrics(metrics)
         tracker.json(found, "doctor.json")
-        tracker.note(
-            "\n".join(f"- {'✗' if check.fix else '✓'} {check.name}: {check.value} {check.fix}" for check in results)
-            + "".join(f"\n- ✗ {machine.name}: {problem}" for machine in machines for problem in machine.problems)
-        )
+        tracker.note(Report((), [*(f"✗ {problem}" for problem in problems), *parts]).markdown())
         tracker.finish()
     console.print(f"{saved}; {time.perf_counter() - began:.0f} s")
-    failing = any(fatal for machine in machines for fatal in machine.problems.values())
-    return int(failing or any(check.fix and check.fatal for check in results))
+    return int(failing)
 
 
-def print_checks(results: "list[checks.Check]") -> None:
-    """One line per check; red and with the fix where there is a problem."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for check in results:
-        sign, style = ("✗", "red") if check.fix else ("✓", "green")
-        value = command.escape(check.value) + (f"\n{command.escape(check.fix)}" if check.fix else "")
-        table.add_row(f"[{style}]{sign}[/{style}]", check.name, f"[red]{value}[/red]" if check.fix else value)
-    console.print(table)
+def print_problems(problems: list[str]) -> None:
+    """A red line for each."""
+    for problem in problems:
+        console.print(f"✗ {problem}", markup=False, style="red")
 
 
-def print_nodes(machines: "list[Report]") -> None:
-    """A line per machine of the cluster, and below them their problems."""
-    heads = (
-        "machine",
-        "cores",
-        "load",
-        "GPU",
-        "memory",
-        "Python",
-        "Ray",
-        "torch",
-        "clock",
-        "scratch",
-        "storage up, down",
+def checks_part(results: "list[checks.Check]") -> Part:
+    """A line per check."""
+    return Part("", ("", "", ""), [("✗" if check.fix else "✓", check.name, check.value) for check in results])
+
+
+def nodes_part(machines: "list[nodes.Report]") -> Part:
+    """A line per machine of the cluster."""
+    heading = (
+        "machine", "cores", "load", "GPU", "memory", "Python", "Ray", "torch", "clock", "scratch", "storage up, down",
         "matmul",
-    )
+    )  # fmt: skip
     lines: list[tuple[str, ...]] = []
     for report in machines:
         machine = report.machine
@@ -167,34 +161,25 @@ def print_nodes(machines: "list[Report]") -> None:
         best = report.rates and max(report.rates.matmul.items(), key=itemgetter(1))
         matmul = f"{best[1] / 1e12:,.2f} TFLOP/s {best[0]}" if best else ""
         lines.append((report.name, str(report.cores), *cells, speeds, matmul))
-    for table in tables(heads, lines, "Machines of the cluster", console.width):
-        console.print(table)
-    for report in machines:
-        for problem in report.problems:
-            console.print(f"[red]✗ {command.escape(report.name)}: {command.escape(problem)}[/red]")
+    return Part("Machines of the cluster", heading, lines)
 
 
-def print_rates(rates: dict[str, dict[str, float]]) -> None:
+def rates_part(rates: dict[str, dict[str, float]]) -> Part:
     """The best measured rates, in TFLOP/s and GB/s."""
-    table = Table(title="Measured ceilings", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    lines: list[tuple[str, str]] = []
     for group, known in rates.items():
         for key, rate in known.items():
-            flops = "matmul" in group
-            text = f"{rate / 1e12:,.2f} TFLOP/s" if flops else f"{rate / 1e9:,.2f} GB/s"
-            table.add_row(f"  {group.replace('_', ' ')}, {key}", text)
-    console.print(table)
+            text = f"{rate / 1e12:,.2f} TFLOP/s" if "matmul" in group else f"{rate / 1e9:,.2f} GB/s"
+            lines.append((f"{group.replace('_', ' ')}, {key}", text))
+    return Part("Measured ceilings", ("", ""), lines)
 
 
-def print_allreduce(reduced: allreduce.Reduced) -> None:
+def allreduce_part(reduced: allreduce.Reduced) -> Part:
     """Bus bandwidth by size."""
     machines = ", ".join(dict.fromkeys(reduced.machines))
-    table = Table(
-        title=f"All-reduce, {reduced.workers} workers on {machines}, {reduced.backend}",
-        title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0),
-    )  # fmt: skip
-    for size, rate in reduced.bus_bytes_per_second.items():
-        table.add_row(f"  {int(size) / 2**20:,.2f} MiB", f"{rate / 1e9:,.3f} GB/s")
-    console.print(table)
+    speeds = reduced.bus_bytes_per_second.items()
+    lines = [(f"{int(size) / 2**20:,.2f} MiB", f"{rate / 1e9:,.3f} GB/s") for size, rate in speeds]
+    return Part(f"All-reduce, {reduced.workers} workers on {machines}, {reduced.backend}", ("", ""), lines)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """How fast workers can average gradients: all-reduce between Ray Train workers, by size.
 
-In: a number of workers, which are spread over the machines. Out: their matrix products' speed, and bus bandwidth, which
-does not depend on their number (NCCL tests' convention: each byte crosses the bus 2 (n - 1) / n times). ``train.plan``
-tells what it means for a model.
+Bus bandwidth does not depend on the number of workers (NCCL tests' convention: each byte crosses the bus
+2 (n - 1) / n times). ``train.plan`` tells what it means for a model.
 """
 
 import socket

@@ -1,8 +1,8 @@
 """The best rates that this machine reaches: matrix products by precision, copies, and reading from disk.
 
-In: a torch device. Out: rates, in FLOP/s and bytes/s. A datasheet's peak assumes clocks and cooling that
-a machine may not have, so a run is also compared with what a bare matrix product reached here. Each rate is
-that of the fastest of several repetitions: a ceiling, not an average.
+A datasheet's peak assumes clocks and cooling that a machine may not have, so a run is also compared with what a bare
+matrix product reached here. Each rate, in FLOP/s or bytes/s, is that of the fastest of several repetitions: a ceiling,
+not an average.
 """
 
 import json

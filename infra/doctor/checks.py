@@ -1,6 +1,6 @@
 """Is this machine ready to train? Checks, each with the fix for a problem that it finds.
 
-In: a torch device. Out: checks. Nothing is changed on the machine.
+Nothing is changed on the machine.
 """
 
 import os

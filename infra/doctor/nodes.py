@@ -1,8 +1,4 @@
-"""The machines of a Ray cluster, each as a process on it reports itself, compared with the driver's.
-
-In: an address, and storage that all of them must reach. Out: a report for each machine, also for one that does not
-answer, with its problems and their fixes.
-"""
+"""The machines of a Ray cluster, each as a process on it reports itself, compared with the driver's."""
 
 import os
 import platform
@@ -85,7 +81,7 @@ class Report:
 
 
 def reach(place: StorageDir) -> dict[str, float]:
-    """Bytes/s of writing and reading a file of a few MB at ``place``. Raises ``UserError``."""
+    """Bytes/s of writing and reading a file of a few MB at ``place``."""
     name = f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}"
     content = os.urandom(STORAGE_BYTES)
     began = time.perf_counter()

@@ -1,8 +1,4 @@
-"""Register a trained model in MLflow, with its signature and an input example.
-
-In: a model in the Hugging Face format and the run that trained it. Out: a new version of a registered
-model, which ``mlflow.pyfunc.load_model`` loads and ``mlflow models serve`` serves.
-"""
+"""Register a trained model in MLflow, with its signature and an input example."""
 
 import logging
 import os
@@ -29,7 +25,6 @@ def register(key: RunKey, name: str, folder: Path, vocabulary: int, description:
     """Log the model in ``folder`` to the run of ``key``, register it as ``name``, and return its version there.
 
     Token ids are below ``vocabulary``; the version's page shows ``description``, which is Markdown.
-    Raises ``UserError`` when the store rejects the model.
     """
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     ids, logits = np.dtype(np.int64), np.dtype(np.float32)

@@ -52,10 +52,7 @@ def store_uri(tracking_uri: str | None = None) -> str:
 
 @uninterrupted()
 def open_store(tracking_uri: str | None = None) -> None:
-    """Open the store, and create its database if it is new, which takes seconds.
-
-    Raises ``UserError`` when the store cannot be reached.
-    """
+    """Open the store, and create its database if it is new, which takes seconds."""
     store = store_uri(tracking_uri)
     file = sqlite_file(store)
     if file and file.is_dir():
@@ -177,10 +174,7 @@ def reopen_run(key: RunKey) -> None:
 
 @uninterrupted()
 def last_steps(key: RunKey) -> dict[str, int]:
-    """The last step of every metric of the run, up to which a continued run need not send them again.
-
-    Raises ``UserError``.
-    """
+    """The last step of every metric of the run, up to which a continued run need not send them again."""
     try:
         client = MlflowClient(key.store)
         names = client.get_run(key.run_id).data.metrics
@@ -191,7 +185,7 @@ def last_steps(key: RunKey) -> dict[str, int]:
 
 @uninterrupted()
 def has_run(key: RunKey) -> bool:
-    """Whether the run is in its store and not deleted. Raises ``UserError`` when the store cannot be used."""
+    """Whether the run is in its store and not deleted."""
     try:
         return not is_deleted(MlflowClient(key.store), key.run_id)
     except MlflowException as failure:
@@ -205,7 +199,6 @@ def children(parent: RunKey, tag: str) -> dict[str, tuple[RunKey, bool]]:
     """The children of ``parent`` (but deleted ones) by their value of ``tag``.
 
     With each is whether it has ended by itself, and has all its entries.
-    Raises ``UserError`` when the store cannot be used.
     """
     try:
         found = MlflowClient(parent.store).search_runs(

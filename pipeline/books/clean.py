@@ -1,8 +1,4 @@
-"""Raw bytes to a clean book, or the reason why it is left out.
-
-In: a ``RawBook``. Out: a ``Book`` in UTF-8 with ``\\n`` line ends and without Project Gutenberg's
-wrapping, or a ``Dropped``, which becomes one line of ``quarantine.jsonl``.
-"""
+"""Raw bytes to a clean book, or the reason why it is left out."""
 
 import hashlib
 import re

@@ -25,10 +25,7 @@ _TIMEOUT = 60.0
 
 
 def fetch(source: str, mirror: str) -> Iterator[Path]:
-    """The files of ``gutenberg:1342,84``, downloaded unless the cache has them.
-
-    Raises ``UserError`` for what is not a number, a number without a plain text, and an unreachable mirror.
-    """
+    """The files of ``gutenberg:1342,84``, downloaded unless the cache has them."""
     numbers = source.removeprefix(PREFIX).split(",")
     for number in numbers:
         if not re.fullmatch(r"[1-9]\d{0,6}", number):

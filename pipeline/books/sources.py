@@ -105,10 +105,7 @@ class Inventory:
 
 
 def find(sources: Iterable[str], mirror: str = MIRROR) -> Inventory:
-    """The inventory of ``sources``; books named by number are downloaded from ``mirror``.
-
-    Raises ``UserError`` for a source that is missing or holds no books.
-    """
+    """The inventory of ``sources``; books named by number are downloaded from ``mirror``."""
     found: dict[str, SourceFile] = {}
     skipped: Counter[str] = Counter()
     for source in sorted(set(sources)):

@@ -25,10 +25,7 @@ _LENGTH = 8
 
 
 class CrashGuard:
-    """The notes of one piece in one run. A context manager: they are removed when the piece ends, also by an error.
-
-    Raises ``UserError`` when this machine's temporary folder cannot be written.
-    """
+    """The notes of one piece in one run. A context manager: they are removed when the piece ends, also by an error."""
 
     def __init__(self, run: str, piece: str) -> None:
         try:

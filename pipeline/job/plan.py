@@ -61,10 +61,7 @@ class Piece:
 
 
 class Job:
-    """One run of the command: its settings, where its output goes, its inputs, and the pieces they are split into.
-
-    Raises ``UserError`` for a source that is missing or holds no books, and a vocabulary that cannot be used.
-    """
+    """One run of the command: its settings, where its output goes, its inputs, and the pieces they are split into."""
 
     def __init__(self, config: TokenizeConfig) -> None:
         self.vocabulary = read_vocabulary(config.vocabulary)

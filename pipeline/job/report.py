@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from infra.markdown import facts, table
+from infra.table import Part, Report
 from infra.units import format_duration
 from pipeline.books.clean import SEEMS
 from pipeline.job.plan import Piece
@@ -121,11 +121,6 @@ class JobStats:
         for stage, seconds in summary["seconds"].items():
             self.seconds.add(stage, seconds)
 
-    @property
-    def slowest(self) -> str:
-        """The stage that took the most worker time."""
-        return max(self.seconds, key=lambda stage: self.seconds[stage], default="none")
-
     def metrics(self) -> dict[str, float]:
         """Rates and times, under grouped metric names."""
         values = {f"time/{phase}": seconds for phase, seconds in self.wall.items()}
@@ -141,59 +136,50 @@ class JobStats:
         return values
 
 
-def as_markdown(name: str, counts: dict[str, Any], progress: JobStats, fingerprint: str, *, apart: bool = False) -> str:
-    """The report for people, in MLflow or, with a line of its own for each of its first facts, on the terminal."""
+def data_report(name: str, counts: dict[str, Any], progress: JobStats, fingerprint: str) -> Report:
+    """What the data set ``name`` holds, and what this run did for it."""
     ratio = counts["chars"] / counts["tokens"] if counts["tokens"] else 0.0
-    opening = [
-        (
-            "What",
-            f"**{counts['books_kept']:,} books, {counts['tokens']:,} tokens** in `{name}` "
-            f"(fingerprint `{fingerprint[:12]}`).",
-        ),
-        ("Books", f"{counts['books_in']:,} in, {counts['books_kept']:,} kept; dropped: {dropped(counts)}"),
+    content = f"{counts['books_kept']:,} books, {counts['tokens']:,} tokens"
+    facts = [
+        ("What", f"{content} in `{name}` (fingerprint `{fingerprint[:12]}`)"),
+        ("Books", f"{counts['books_in']:,} in; dropped: {dropped(counts)}"),
         ("Text", f"{counts['chars']:,} characters, {ratio:.2f} characters per token"),
     ]
-    if not counts["books_val"]:
-        opening.append(("Validation", "none, because no book is held out: training needs `--cycle N+0`"))
-    elif held_out := counts["held_out"]:
-        opening.append(
-            ("Validation", f"{', '.join(f'`{book}`' for book in held_out[:3])}, because --val-fraction takes none of "
-             "these; made again from more books with the same `--out`, the data set still holds it out")
-        )  # fmt: skip
-    cycle = "" if counts["books_val"] else " --cycle 200+0"
-    opening.append(("Next", f"`python -m train.run --data {shlex.quote(name)}{cycle}`"))
+    pieces: list[str | Part] = []
     if progress.pieces:
         rates = progress.metrics()
-        opening[1:1] = [
-            (
-                "Speed",
-                f"this run: {progress.pieces:,} pieces, {progress.bytes / 1e6:,.1f} MB, "
-                f"{rates.get('throughput/MB_per_second', 0):,.0f} MB/s, "
-                f"{rates.get('throughput/tokens_per_second', 0):,.0f} tokens/s while working",
-            )
-        ]
+        done = f"{progress.pieces:,} pieces, {progress.bytes / 1e6:,.1f} MB"
+        speeds = [rates.get(f"throughput/{unit}_per_second", 0) for unit in ("MB", "tokens")]
+        facts.insert(1, ("Speed", f"this run: {done}, {speeds[0]:,.0f} MB/s, {speeds[1]:,.0f} tokens/s while working"))
+        rows: list[tuple[str, str, str, str]] = []
+        for stage, seconds in sorted(progress.seconds.items(), key=lambda item: -item[1]):
+            speeds = [amount / 1e6 / seconds if seconds else 0 for amount in (progress.bytes, progress.tokens)]
+            rows.append((stage, f"{seconds:.2f}", f"{speeds[0]:,.0f}", f"{speeds[1]:,.1f}"))
+        heading = ("stage", "worker seconds", "MB/s per worker", "million tokens/s per worker")
+        pieces.append(Part("Stages, the slowest first", heading, rows))
     usual, odd = (
         {trait: count for trait, count in counts["traits"].items() if trait.startswith(SEEMS) == seems}
         for seems in (False, True)
     )
+    lengths = {label: count for label, count in counts["tokens_a_book"].items() if count}
+    phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in progress.wall.items())
+    about = [
+        ("normalized", f"{_list(usual) or 'nothing'}; {counts['replaced_bytes']:,} undecodable bytes"),
+        ("checked against the vocabulary's own library", f"{counts['verified_bytes'] / 1e6:.1f} MB, equal"),
+        ("tokens per book", _list(lengths)),
+        ("time", phases),
+    ]
+    pieces.append(Part("", ("", ""), about))
+    if not counts["books_val"]:
+        facts.append(("Validation", "none, because no book is held out: training needs `--cycle N+0`"))
+    elif held_out := counts["held_out"]:
+        facts.append(
+            ("Validation", f"{', '.join(f'`{book}`' for book in held_out[:3])}, because --val-fraction takes none of "
+             "these; made again from more books with the same `--out`, the data set still holds it out")
+        )  # fmt: skip
     if odd:
         doubts = (f"{n:,} {trait if n == 1 else trait.replace('looks', 'look', 1)}" for trait, n in odd.items())
-        opening[-1:-1] = [("Doubtful", ", ".join(doubts))]
-    lines = [
-        facts(opening, apart=apart),
-        "",
-        f"- normalized: {_list(usual) or 'nothing'}; {counts['replaced_bytes']:,} undecodable bytes",
-        f"- checked against the vocabulary's own library: {counts['verified_bytes'] / 1e6:.1f} MB, equal",
-        "- tokens per book: "
-        + ", ".join(f"{count:,} {label}" for label, count in counts["tokens_a_book"].items() if count),
-    ]
-    if progress.pieces:
-        lines.append("")
-        rows: list[tuple[str, str, str, str]] = []
-        for stage, seconds in sorted(progress.seconds.items(), key=lambda item: -item[1]):
-            rates = [amount / 1e6 / seconds if seconds else 0 for amount in (progress.bytes, progress.tokens)]
-            rows.append((stage, f"{seconds:.2f}", f"{rates[0]:,.0f}", f"{rates[1]:,.1f}"))
-        lines += table(("stage", "worker seconds", "MB/s per worker", "million tokens/s per worker"), rows)
-        lines += ["", f"Slowest stage: {progress.slowest}."]
-    phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in progress.wall.items())
-    return "\n".join([*lines, "", f"Time: {phases}."])
+        facts.append(("Doubtful", ", ".join(doubts)))
+    cycle = "" if counts["books_val"] else " --cycle 200+0"
+    facts.append(("Next", f"`python -m train.run --data {shlex.quote(name)}{cycle}`"))
+    return Report(facts, pieces)

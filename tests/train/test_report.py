@@ -16,11 +16,13 @@ from train import report
 from train.config import AUTO, TrainConfig
 from train.estimate.flops import causal, palm
 from train.estimate.memory import predict_peak
-from train.model_config import ModelConfig
+from train.model_config import ModelConfig, format_model
 from train.resolve import resolve
-from train.result import Diagnosis, Memory, RunResult, Throughput
+from train.result import Diagnosis, Memory, RunResult, Shortage, Throughput
 
 Make = Callable[..., RunResult]
+
+HOME = StorageDir.of("runs/one")
 
 CYCLE: dict[str, Any] = {
     "step": 12, "step_losses": [5.0, 4.0, 3.0], "train_loss": 4.0, "val_loss": 0.0, "cycle_tokens": 1000,
@@ -39,20 +41,27 @@ def config(small_model: ModelConfig) -> TrainConfig:
 
 def test_what_a_model_has_learned_to_write_is_text_in_mlflow(config: TrainConfig, make_result: Make) -> None:
     """Books may contain Markdown, and a model that was trained on them writes it."""
-    page = report.markdown(config, make_result(sample="<script>a</script> ![x](http://a/b.png) | [y](javascript:z)"))
-    row = r"| **sample** | &lt;script>a&lt;/script> !\[x](http://a/b.png) \| \[y](javascript:z) |"
+    result = make_result(sample="<script>a</script> ![x](http://a/b.png) | [y](javascript:z)")
+    page = report.run_report(config, result, HOME).markdown()
+    row = r"| sample | &lt;script>a&lt;/script> !\[x](http://a/b.png) \| \[y](javascript:z) |"
     assert row in page.splitlines()
 
 
 def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
-    rows = dict(report.summary(config, make_result(val_bits_per_character=1.25, sample="so\n it  goes")))
-    predicted = predict_peak(replace(config, device="cpu")).total / GB
-    assert rows == {
-        "outcome": "finished: reached 10 steps",
-        "throughput": "1,000 tokens/s (95%: 990 to 1,020; median of 7 steps after 3 of warm-up)",
+    result = make_result(val_bits_per_character=1.25, sample="so\n it  goes")
+    predicted = predict_peak(config).total / GB
+    *first, (name, command) = report.run_report(config, result, HOME, 2 * GB).facts
+    assert first == [
+        ("What", f"{format_model(config.model)} on `tokens`; finished: reached 10 steps"),
+        ("Tokens/s", "1,000 (95%: 990 to 1,020)"),
+        ("Memory", f"1.00 of 2.00 GB (predicted {predicted:.2f})"),
+        ("Loss", "training 3.250, validation 3.500"),
+    ]
+    assert name == "Next"
+    assert "train.generate --checkpoint one" in command
+    assert dict(report.details(config, result)) == {
+        "measured": "the median of 7 steps after 3 of warm-up",
         "arithmetic": "0.002 TFLOP/s; no MFU: the peak of 'cpu' is not known",
-        "peak memory": f"process 1.00 GB (resident set); predicted {predicted:.2f} GB",
-        "loss": "training 3.250, validation 3.500",
         "validation": "perplexity 33.1 over 257 ids; 1.500 bits per byte; 1.250 bits per character",
         "tokens seen": "320 training + 64 validation = 384 in all",
         "books seen": "0.5",
@@ -61,19 +70,33 @@ def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
         "checkpoint": "runs/one/checkpoints/step-00000010",
         "sample": "so it goes",
     }
-    streamed = dict(report.summary(config, make_result(machine="w1", encoded_on={"w2": 300, "w1": 100})))
+    streamed = dict(report.details(config, make_result(machine="w1", encoded_on={"w2": 300, "w1": 100})))
     assert streamed["step time"].endswith("w1 (25%), w2 (75%)")
-    on_gpu = make_result(
-        device="NVIDIA H100", mfu=0.5, memory=Memory(2 * GB, 3 * GB, 4 * GB, "nvml"), throughput=None, val_loss=None
-    )
-    rows = dict(report.summary(config, replace(on_gpu, joules_per_million_tokens=1754.0)))
+    on_gpu = make_result(device="NVIDIA H100", mfu=0.5, throughput=None, val_loss=None)
+    rows = dict(report.details(config, replace(on_gpu, joules_per_million_tokens=1754.0)))
     assert rows["energy"].startswith("1.75 kJ")
-    assert rows["peak memory"].startswith("process 4.00 GB (NVML), reserved 3.00 GB, allocated 2.00 GB")
-    assert rows["throughput"].startswith("not measured")
+    assert dict(report.run_report(config, on_gpu, HOME).facts)["Tokens/s"].startswith("not measured")
     measured = replace(on_gpu, throughput=Throughput(1.0, 1.0, 1.0, 3, 1), matmul_utilisation=0.625)
-    arithmetic = dict(report.summary(config, replace(measured, hfu=0.75, paused_seconds=60.0)))
-    assert all(number in arithmetic["arithmetic"] for number in ("0.002", "50.0%", "62.5%", "HFU"))
-    assert "paused" in arithmetic
+    assert "50.0%" in dict(report.run_report(config, measured, HOME).facts)["Tokens/s"]
+    rows = dict(report.details(config, replace(measured, hfu=0.75, paused_seconds=60.0)))
+    assert all(number in rows["arithmetic"] for number in ("0.002", "62.5%", "HFU 75.0%"))
+    assert "paused" in rows
+
+
+def test_the_predicted_memory_is_beside_what_was_measured(config: TrainConfig, make_result: Make) -> None:
+    """Of a run that did not fit also its weights, gradients and the optimizer's state."""
+    peak = predict_peak(config)
+    memory = Memory(2 * GB, 3 * GB, 4 * GB, "nvml")
+    lines = {name: cells for name, *cells in report.memory_part(config, make_result(memory=memory)).lines}
+    assert {name: cells[1] for name, cells in lines.items() if cells[1]} == {
+        "context": "1.000", "allocated": "2.000", "reserved": "3.000", "process (NVML)": "4.000"
+    } | ({"unused": "1.000"} if "unused" in lines else {})  # fmt: skip
+    assert lines["allocated"][0] == f"{peak.allocated / GB:.3f}"
+    assert lines["process (NVML)"][0] == f"{peak.total / GB:.3f}"
+    assert lines["weights"] == [f"{peak.weights / GB:.3f}", ""]
+    shortage = Shortage("the backward pass of step 1", None, 4 * GB, {"weights": GB})
+    lines = report.memory_part(config, make_result(memory=memory, shortage=shortage)).lines
+    assert ("weights", f"{peak.weights / GB:.3f}", "1.000") in lines
 
 
 def test_a_cycle_in_mlflow_has_each_steps_loss_at_its_step() -> None:
@@ -120,24 +143,20 @@ def test_a_result_in_mlflow(config: TrainConfig, make_result: Make) -> None:
         "result/tflops_per_second": 0.002, "result/val_loss": 3.5, "result/val_perplexity": 33.1,
         "result/val_bits_per_byte": 1.5, "result/val_bits_per_character": None, "memory/process_gb": 4.0,
         "memory/allocated_gb": 2.0, "memory/reserved_gb": 3.0, "memory/allocator_retries": 5,
+        "memory/predicted_gb": None, "memory/prediction_error": None,
         "time/first_step_seconds": 1.5, "time/data_wait_fraction": 0.01, "time/optimizer_fraction": 0.09,
     }  # fmt: skip
     peak = predict_peak(config)
     result = replace(result, predicted_memory=peak.total)
     assert report.columns(result) == {
-        "memory": f"4.00 GB (predicted {peak.total / GB:.2f})", "tokens/s": "1,000 (990 to 1,020)",
+        "memory": f"4.00 GB (predicted {peak.total / GB:.2f})", "tokens/s": "1,000 (95%: 990 to 1,020)",
     }  # fmt: skip
     assert "tokens/s" not in report.columns(replace(result, throughput=None))
-    table = report.memory_markdown(config, result)
-    assert f"| {peak.allocated / GB:.3f} | 2.000 |" in table
-    assert f"| {peak.total / GB:.3f} | 4.000 |" in table
     formulas = report.formula_metrics(config, result)
     assert formulas["result/mfu_causal"] == pytest.approx(0.4 * causal(config.model) / palm(config.model))
-    for device, kind in (("cpu", "cpu"), ("NVIDIA H100", "cuda")):
-        there = replace(config, device=kind)
-        total = predict_peak(there).total
-        found = report.prediction_metrics(replace(result, device=device, predicted_memory=total))
-        assert found == {"memory/predicted_gb": total / GB, "memory/prediction_error": total / (4 * GB) - 1}
+    found = report.result_metrics(result)
+    assert found["memory/predicted_gb"] == peak.total / GB
+    assert found["memory/prediction_error"] == peak.total / (4 * GB) - 1
 
 
 def test_what_is_about_to_be_trained(
@@ -158,18 +177,20 @@ def test_what_is_about_to_be_trained(
 @pytest.mark.parametrize(
     ("outcome", "checkpoint", "said"),
     [
-        ("finished", "c", "the link"), ("interrupted", "c", "--resume one"), ("interrupted", None, "another --name"),
+        ("finished", "c", "train.export --checkpoint one"), ("finished", None, "one/config.json"),
+        ("interrupted", "c", "--resume one"), ("interrupted", None, "another --name"),
         ("diverged", "c", "--resume one --learning-rate"), ("diverged", None, "--learning-rate below 0.0006"),
         ("oom", None, "python -m train.run --config runs/one/config.json --loss fused"),
     ],
 )  # fmt: skip
-def test_the_last_line_says_what_to_do_next(
+def test_the_last_fact_says_what_to_do_next(
     config: TrainConfig, make_result: Make, capfd: pytest.CaptureFixture[str], outcome: str, checkpoint: str, said: str
 ) -> None:
     advice = "try again: ", "python -m train.run --config runs/one/config.json --loss fused"
     found = Diagnosis([("logits", "19.78 GB predicted")], *advice) if outcome == "oom" else None
     result = make_result(outcome=outcome, checkpoint=checkpoint, diagnosis=found)
-    report.print_result(config, result, StorageDir.of(Path("runs/one").resolve()), "the link")
+    told = report.run_report(config, result, StorageDir.of(Path("runs/one").resolve()))
+    report.print_result(told, result, "the link")
     printed = " ".join(capfd.readouterr().out.split())
     assert ("logits 19.78 GB predicted" in printed) == (outcome == "oom")
-    assert said in printed.partition("the link")[1 if said == "the link" else 2]
+    assert said in printed.partition("Next")[2].partition("the link")[0]

@@ -65,10 +65,10 @@ def test_the_leaderboard_begins_with_the_winner(
         memory.space.label(entry.candidate) for entry in ranked[:20]
     ]
     speeds = [x for x, _ in path(axes.lines[0])]
-    assert speeds == [entry.tokens_per_second for entry in ranked[:20]]
+    assert speeds == [entry.speed.middle for entry in ranked[:20]]
     (intervals,) = [lines.get_segments() for lines in axes.collections if isinstance(lines, LineCollection)]
     ends = [tuple(np.asarray(interval)[:, 0]) for interval in intervals]
-    assert ends == [pytest.approx((entry.low, entry.high)) for entry in ranked[:20]]
+    assert ends == [pytest.approx((entry.speed.low, entry.speed.high)) for entry in ranked[:20]]
     assert axes.yaxis_inverted()
     assert labels(charts["leaderboard"]) == {"control"}
 

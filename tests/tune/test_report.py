@@ -18,17 +18,17 @@ from tune.config import SearchConfig
 from tune.plan import Search
 from tune.report import (
     FREE,
-    SearchReport,
+    TIE,
     best_json,
     csv_text,
     headings,
     leaderboard,
     never_run,
     no_winner,
-    print_end,
-    summary,
+    search_report,
     write_files,
 )
+from tune.session import progress
 from tune.space import Candidate, Space, make_space
 from tune.strategy.base import Grid
 from tune.strategy.memory_aware import MemorySearcher
@@ -81,9 +81,9 @@ def test_why_nothing_won() -> None:
 def test_who_won_and_by_how_much() -> None:
     rows = [row(4, speed=100.0), row(8, speed=150.0), row(16, "oom", "out of memory")]
     first, control, last = leaderboard(SEARCH, rows)
-    assert first == ("1", "micro-batch 8 x 2", "150", "± 1.0%", "1.500 x", "8.00", "1", "winner")
-    assert control == ("2", "micro-batch 4 x 4", "100", "± 1.0%", "1.000 x", "4.00", "1", "control")
-    assert last == ("-", "micro-batch 16 x 1", "-", "", "", "16.00", "1", "oom: out of memory")
+    assert first == ("micro-batch 8 x 2", "150", "± 1.0%", "1.500 x", "8.00", "1", "winner")
+    assert control == ("micro-batch 4 x 4", "100", "± 1.0%", "1.000 x", "4.00", "1", "control")
+    assert last == ("micro-batch 16 x 1", "-", "", "", "16.00", "1", "oom: out of memory")
     best = best_json(SEARCH, rows)
     assert best
     assert (best["config"]["micro_batch"], best["config"]["global_batch"]) == (8, 16)
@@ -114,25 +114,24 @@ def test_the_winner_is_kept_with_what_its_machine_did() -> None:
 
 def test_a_search_is_told_in_three_lines_above_its_table() -> None:
     rows = [row(4, speed=100.0), row(8, speed=150.0), row(16, "oom", "tried | to <allocate>")]
-    first, table, *_ = summary(SEARCH, rows).split("\n\n")
+    first, _, table, *_ = search_report(SEARCH, rows).markdown().split("\n\n")
     what, numbers, following = first.split("  \n")
     assert re.search("16 sequences .* 4GB: micro-batch 8 x 2; 3 trials in 30s", what)
     assert re.search("150 .*149 to 152.* 8.00 of 4.00 GB .*1.500", numbers)
     assert f"--config {SEARCH.place}/best.json" in following
-    assert table.splitlines()[2] == "| 1 | micro-batch 8 x 2 | 150 | ± 1.0% | 1.500 x | 8.00 | 1 | winner |"
+    assert table.splitlines()[2] == "| micro-batch 8 x 2 | 150 | ± 1.0% | 1.500 x | 8.00 | 1 | winner |"
     assert table.splitlines()[-1].endswith("| oom: tried \\| to &lt;allocate> |")
-    assert "1 of 1 trials failed" in summary(SEARCH, [row(8, "failed", "no driver")])
+    assert "1 of 1 trials failed" in search_report(SEARCH, [row(8, "failed", "no driver")]).markdown()
 
 
-def test_a_tie_is_marked_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tie_is_marked_and_named() -> None:
     rows = [row(4, speed=100.0), row(8, speed=101.0), row(1, speed=50.0)]
-    print_end(SEARCH, rows)
-    assert "= marks a tie" in capsys.readouterr().out
-    assert [line[0] for line in leaderboard(SEARCH, rows)] == ["=", "=", "3"]
-    assert leaderboard(SEARCH, rows)[0][-1] == "winner, tie"
+    assert TIE in search_report(SEARCH, rows).markdown()
+    assert [line[-1] for line in leaderboard(SEARCH, rows)] == ["winner, tie", "tie, control", ""]
     best = best_json(SEARCH, rows)
     assert best
     assert best["measured"]["tied_with"] == ["m4"]
+    assert TIE not in search_report(SEARCH, rows[::2]).markdown()
 
 
 def test_the_table_fits_a_terminal_without_breaking_words(
@@ -147,32 +146,32 @@ def test_the_table_fits_a_terminal_without_breaking_words(
         replace(row(60, "over_limit", "the process used 41.00 GB of 40.00 GB"), candidate=Candidate(60, longest)),
     ]
     monkeypatch.setenv("COLUMNS", "80")
-    print_end(planned(40e9, space), rows)
-    table, _ = capsys.readouterr().out.split("- marks candidates")
+    search_report(planned(40e9, space), rows).show()
+    table, _ = capsys.readouterr().out.split("- the control is")
     assert max(map(len, table.splitlines())) <= 80
-    assert {*space.knobs_label(longest).split(), "micro-batch", "over_limit", "123,457"} <= set(table.split())
+    assert {*space.knobs_label(longest).split(), "micro-batch", "over_limit:", "123,457"} <= set(table.split())
 
 
 def test_the_best_so_far_is_of_complete_rounds() -> None:
     rows = [row(4, speed=100.0), row(8, speed=150.0)]
     left = len(SPACE.candidates()) - len(rows)
-    told = SearchReport(SEARCH).progress(rows)
+    told = progress(SEARCH, rows)
     assert all(known in told for known in ("8 x 2, 150 tokens/s", "20s", format_duration(10.0 * left)))
     two_at_a_time = replace(SEARCH, config=replace(SEARCH.config, parallel=2))
-    assert format_duration(5.0 * left) in SearchReport(two_at_a_time).progress(rows)
+    assert format_duration(5.0 * left) in progress(two_at_a_time, rows)
     rows += [row(4, speed=200.0, stage="confirm", round=1)]
-    assert "8 x 2, 150 tokens/s" in SearchReport(SEARCH).progress(rows)
-    assert "none yet" in SearchReport(SEARCH).progress([row(4, "failed")])
+    assert "8 x 2, 150 tokens/s" in progress(SEARCH, rows)
+    assert "none yet" in progress(SEARCH, [row(4, "failed")])
 
 
 def test_a_search_that_lost_its_winner_leaves_none(tmp_path: Path) -> None:
     """As one that is resumed with a row less may."""
     search = replace(SEARCH, place=StorageDir.of(tmp_path))
-    won = [tmp_path / name for name in ("trials.csv", "summary.md", "best.json")]
+    won = [tmp_path / name for name in ("trials.csv", "best.json")]
     assert write_files(search, [row(4, speed=100.0)]) == won
     assert all(path.stat().st_size for path in won)
-    assert write_files(search, [row(4, "oom")]) == won[:2]
-    assert not won[2].exists()
+    assert write_files(search, [row(4, "oom")]) == won[:1]
+    assert not won[1].exists()
 
 
 def test_a_search_of_two_axes_shows_each_global_batch_and_the_best_of_each_accumulation() -> None:
@@ -182,13 +181,13 @@ def test_a_search_of_two_axes_shows_each_global_batch_and_the_best_of_each_accum
         for size, times, speed in ((4, 1, 100.0), (8, 1, 110.0), (4, 2, 115.0), (8, 2, 130.0))
     ]
     free = planned(16e9, space)
-    assert headings(space).index("global batch") == 2
-    assert {cells[1].removeprefix("micro-batch "): (cells[2], cells[-1]) for cells in leaderboard(free, rows)} == {
+    assert headings(space).index("global batch") == 1
+    assert {cells[0].removeprefix("micro-batch "): (cells[1], cells[-1]) for cells in leaderboard(free, rows)} == {
         "8 x 2": ("16", "winner, best of x 2"), "4 x 2": ("8", ""), "8 x 1": ("8", "best of x 1"),
         "4 x 1": ("4", "control"),
     }  # fmt: skip
-    assert FREE in summary(free, rows)
-    assert FREE not in summary(SEARCH, [row(4, speed=100.0)])
+    assert FREE in search_report(free, rows).pieces
+    assert FREE not in search_report(SEARCH, [row(4, speed=100.0)]).pieces
     best = best_json(free, rows)
     assert best
     assert (best["study"], best["config"]["micro_batch"], best["config"]["global_batch"]) == (
@@ -234,7 +233,7 @@ def test_a_ratio_to_the_control_is_in_brackets_where_no_difference_is_shown() ->
 
     def ratios(*rows: TrialRow) -> dict[str, str]:
         assert len(fit_to_win(rows)) == len(rows)
-        return {cells[1].split()[1]: cells[4] for cells in leaderboard(planned(8e9, space), rows)}
+        return {cells[0].split()[1]: cells[3] for cells in leaderboard(planned(8e9, space), rows)}
 
     fast, close = row(8, 1500, 0.02), row(4, 1020, 0.02)
     assert ratios(fast, close, row(2, 1000, 0.02)) == {"8": "1.500 x", "4": "(1.020 x)", "2": "1.000 x"}

@@ -19,7 +19,7 @@ from train.config import TrainConfig
 from train.model_config import ModelConfig
 from tune.config import SearchConfig
 from tune.plan import Search, make_search
-from tune.report import SEARCH_METRICS, SearchReport, summary_metrics
+from tune.report import SEARCH_METRICS, publish, summary_metrics
 from tune.space import Candidate
 from tune.tracking import TRIAL_METRICS, ExperimentRecorder, metrics, open_parent
 from tune.trial.row import Proposal, TrialRow
@@ -83,7 +83,7 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
         evidence.describe(tracker)
         evidence.catch_up(rows)
         evidence.close()
-        SearchReport(search).publish(rows, tracker)
+        publish(search, rows, tracker)
     client = MlflowClient(parent.store)
     whole = client.get_run(parent.run_id).data
     trial, failed = (client.search_runs([parent.experiment_id], f"tags.trial = '{row.key}'")[0].data for row in rows)

@@ -42,7 +42,7 @@ def find_run(text: str, out: Path | str, flag: str = "--resume") -> RunFolder:
 
 
 def saved_config(text: str, out: Path | str) -> TrainConfig:
-    """The settings of the run that ``--resume`` names. Raises ``UserError``."""
+    """The settings of the run that ``--resume`` names."""
     place = _remote_run(text, out)
     if place is None:
         return load_config(find_run(text, out).config)
@@ -51,7 +51,7 @@ def saved_config(text: str, out: Path | str) -> TrainConfig:
 
 
 def find_checkpoint(text: str, out: Path | str) -> Path:
-    """The checkpoint that ``--checkpoint`` names, or the newest of the run that it names. Raises ``UserError``.
+    """The checkpoint that ``--checkpoint`` names, or the newest of the run that it names.
 
     One in object storage is copied to this machine, unless it is here already.
     """
@@ -80,6 +80,11 @@ def run_argument(place: StorageDir) -> str:
 def resume_run(place: StorageDir) -> str:
     """The command that continues the run at ``place``; of a run in object storage it works on every machine."""
     return f"python -m train.run --resume {run_argument(place)}"
+
+
+def run_with(config: StorageDir) -> str:
+    """The command that begins a run with the settings in the file ``config``."""
+    return f"python -m train.run --config {shlex.quote(str(config))}"
 
 
 def _remote_run(text: str, out: Path | str) -> StorageDir | None:

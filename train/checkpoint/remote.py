@@ -1,9 +1,8 @@
 """The checkpoints of a run in object storage, from which every machine can continue it.
 
-In: a checkpoint in a worker's scratch and the run's place. Out: ``PLACE/checkpoints/step-00000123/``, in which
-``progress.json`` is written last and removed first, so that a copy that has one is complete; and the way back. Each
-copy includes the cycles that the run has reported, so that its curves in MLflow are complete on a machine that has
-nothing else of the run.
+``progress.json`` is written last and removed first, so that a copy that has one is complete. Each copy includes the
+cycles that the run has reported, so that its curves in MLflow are complete on a machine that has nothing else of the
+run.
 """
 
 import shutil

@@ -117,13 +117,13 @@ class RunFolder:
 
     @contextmanager
     def worker_lock(self) -> Iterator[None]:
-        """Lock the folder for the worker that trains; waits for an earlier one that is ending. Raises ``UserError``."""
+        """Lock the folder for the worker that trains; waits for an earlier one that is ending."""
         refusal = f"another process is training in {self.path}: stop it, or give another --name."
         with lock(self.path / "lock", refusal, patience=HANDOVER_SECONDS):
             yield
 
     def command_lock(self) -> AbstractContextManager[None]:
-        """Hold the run's place for the command that runs or continues this run. Raises ``UserError``."""
+        """Hold the run's place for the command that runs or continues this run."""
         return sole_user(self.place, _in_use(self.place))
 
     def newest(self) -> Path:
@@ -241,10 +241,7 @@ def _unused(place: StorageDir, ending: str = "") -> StorageDir:
 
 
 def working_copy(place: StorageDir, *, fresh: bool) -> RunFolder:
-    """This machine's copy of the small files of the run in object storage at ``place``; empty where ``fresh``.
-
-    Raises ``UserError`` when another command of this machine is using it.
-    """
+    """This machine's copy of the small files of the run in object storage at ``place``; empty where ``fresh``."""
     there = {name for name in place.files() if "/" not in name} if not fresh else set[str]()
     with place.locked(_in_use(place)):
         return RunFolder(WorkingCopy.of(place, fresh=fresh, wanted=there.__contains__).folder, place)

@@ -1,9 +1,8 @@
 """A run's state on disk, whole or not at all: weights, optimizer, loss scaling, random state, position in the data.
 
-In: a snapshot that is taken at a step. Out: a folder that a thread writes under a temporary name, reads back and
-renames while training continues. Weights are safetensors, so that other programs can read them; the rest is a torch
-file that is only ever loaded with ``weights_only=True``. ``progress.json`` holds the checksums of both, and makes a
-folder a checkpoint.
+A thread writes a snapshot under a temporary name, reads it back and renames it while training continues. Weights are
+safetensors, so that other programs can read them; the rest is a torch file that is only ever loaded with
+``weights_only=True``. ``progress.json`` holds the checksums of both, and makes a folder a checkpoint.
 """
 
 import os
@@ -205,10 +204,7 @@ def load(
     scaler: torch.amp.GradScaler,
     device: torch.device,
 ) -> list[float]:
-    """Load the state of ``checkpoint``; returns the losses of steps that have not been reported.
-
-    Raises ``UserError`` when it is damaged.
-    """
+    """Load the state of ``checkpoint``; returns the losses of steps that have not been reported."""
     fault = damage(checkpoint)
     if fault:
         raise UserError(f"{checkpoint} is damaged: {fault}; remove it to continue from the checkpoint before it.")

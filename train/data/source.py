@@ -1,7 +1,4 @@
-"""What can be known about a run's data before torch is imported: where it is and what it contains.
-
-In: a config. Out: the same with absolute paths; its stream of books, and an estimate of the manifest of that.
-"""
+"""What can be known about a run's data before torch is imported: where it is and what it contains."""
 
 from collections.abc import Sequence
 from dataclasses import replace

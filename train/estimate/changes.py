@@ -1,7 +1,6 @@
 """Changes of how a run is executed that make it need less memory, and what each costs in speed.
 
-In: a resolved config. Out: the changes, the cheapest first. What is computed stays the same: the model, the global
-batch, the precision and the optimizer are never changed.
+What is computed stays the same: the model, the global batch, the precision and the optimizer are never changed.
 """
 
 from collections.abc import Iterator

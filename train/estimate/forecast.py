@@ -1,7 +1,6 @@
 """What a run will need: parameters, memory at its peak, the largest micro-batch, arithmetic, time and cost.
 
-In: a config, and what is known about speed and price. Out: the rows of a table for each, name and value. Neither the
-GPU nor the data of the run are needed.
+Neither the GPU nor the data of the run are needed.
 """
 
 from dataclasses import replace

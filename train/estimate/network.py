@@ -1,8 +1,7 @@
 """What workers exchange in a step, and whether the network between them slows training down.
 
-In: a config with several workers, and the file in which ``infra.doctor --workers`` saved what it measured. Out: the
-rows of a table. An exchange is bandwidth times bytes on the bus, each of which crosses it (n - 1) / n times in a
-gather or a scatter and twice as often in an all-reduce, as NCCL's tests count.
+An exchange is bandwidth times bytes on the bus, each of which crosses it (n - 1) / n times in a gather or a scatter and
+twice as often in an all-reduce, as NCCL's tests count.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""The result of a finished loop: speed, arithmetic, memory, losses, and the amount of data.
-
-In: a run's state, where its time went, and how it ended. Out: the RunResult that every command compares and saves.
-"""
+"""The result of a finished loop: speed, arithmetic, memory, losses, and the amount of data."""
 
 import socket
 from dataclasses import dataclass, field

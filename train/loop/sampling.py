@@ -1,7 +1,7 @@
 """Text from a model: load the model of a checkpoint, and sample tokens one by one.
 
-In: a checkpoint, or a trainer at the end of its run. Out: token ids or text. The whole context is recomputed for every
-token, which is fast enough for the few hundred tokens that check a training, not for a service.
+The whole context is recomputed for every token, which is fast enough for the few hundred tokens that check a training,
+not for a service.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ SAMPLE_TOKENS = 64
 
 
 def load_model(checkpoint: Path) -> tuple[GPT, Vocabulary | None]:
-    """The model of a checkpoint, in evaluation mode, and its vocabulary, if it has one. Raises ``UserError``."""
+    """The model of a checkpoint, in evaluation mode, and its vocabulary, if it has one."""
     progress = read_progress(checkpoint)
     config = config_from_json(progress.config, str(checkpoint))
     fault = damage(checkpoint, only=WEIGHTS)

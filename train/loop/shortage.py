@@ -1,7 +1,4 @@
-"""What is known about the memory of a run that did not fit: what failed, where, and what the worker held.
-
-In: a model and its optimizer, and torch's failure if there was one. Out: a Shortage.
-"""
+"""What is known about the memory of a run that did not fit: what failed, where, and what the worker held."""
 
 import re
 import traceback

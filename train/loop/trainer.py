@@ -1,8 +1,8 @@
 """The step loop: plain torch, without Ray and without MLflow, reporting through callbacks.
 
-In: a config and its data. Out: a RunResult. Nothing inside a cycle waits for the device: losses stay there, moments
-are marked on its own timeline, and both are read one step into the next cycle, when the device already has new work.
-The garbage collector is off, because a collection in the middle of a step would delay the following launches.
+Nothing inside a cycle waits for the device: losses stay there, moments are marked on its own timeline, and both are
+read one step into the next cycle, when the device already has new work. The garbage collector is off, because a
+collection in the middle of a step would delay the following launches.
 """
 
 import gc

@@ -1,7 +1,6 @@
 """Validation: the same held-out windows at every call, in whole batches spread over the workers.
 
-In: the validation windows. Out: losses by batch, still on the device. Per byte of text they are comparable between
-vocabularies.
+Losses per byte of text are comparable between vocabularies.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""Optimizers, with weight decay for matrices only, and the learning-rate schedule.
-
-In: a model and a config. Out: one object with torch's optimizer interface.
-"""
+"""Optimizers, with weight decay for matrices only, and the learning-rate schedule."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -18,7 +15,6 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     """The config's optimizer over two groups: matrices decay, vectors (biases, norms) do not.
 
     AdamW is arXiv 1711.05101, its 8-bit moments 2110.02861, Adafactor 1804.04235, and Muon 2502.16982.
-    Raises ``UserError`` when it needs a package that is not installed.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if config.optimizer == "muon":

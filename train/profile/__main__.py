@@ -10,9 +10,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from infra import command, flags
 from infra.console import console
@@ -21,6 +19,7 @@ from infra.hardware import device_facts
 from infra.options import ConfigFile, TrackingUri
 from infra.progress import IMPORTING, doing
 from infra.storage_dir import StorageDir
+from infra.table import Part, Report, listed
 from train.checkpoint.run_folder import new_folder
 from train.config import TrainConfig, load_config
 from train.model_config import format_model
@@ -52,7 +51,7 @@ def main() -> None:
 
 
 def defaults() -> ProfileOptions:
-    """The options whose values flags override. Raises ``UserError``."""
+    """The options whose values flags override."""
     path = flags.given(ProfileOptions, "config").config
     return ProfileOptions(training=load_config(path) if path else TrainConfig())
 
@@ -107,37 +106,35 @@ def profile(options: ProfileOptions) -> None:
             )
             for path in sorted(folder.glob("[!.]*")):
                 tracker.file(path)
-            tracker.note("\n".join(f"- {line}" for line in words))
+            told = profile_report(found, words)
+            tracker.note(told.markdown())
             status = "FINISHED"
         except OSError as failure:
             raise UserError(f"the profile cannot be written to {folder}: {failure.strerror}.") from failure
         finally:
             tracker.finish(status)
-    show(found, words)
+    told.show()
     console.print(f"trace (open in ui.perfetto.dev), tables and pictures: {folder}")
     if (folder / "memory.pickle").exists():
         console.print(f"allocations: drop {folder / 'memory.pickle'} on {VIEWER}")
     console.print(ui_link(key), markup=False)
 
 
-def show(found: "Profile", words: list[str]) -> None:
-    """Print time by class, the most expensive kernels, and the findings."""
-    looks: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "title_justify": "left"}
+def profile_report(found: "Profile", words: list[str]) -> Report:
+    """Time by class, the most expensive kernels, and the findings."""
     title = f"{found.step:.2f} ms per step; forward {found.forward:.2f}, backward {found.backward:.2f}"
-    classes = Table("class", "ms per step", "share", title=title, **looks)
     total = sum(found.by_class.values()) or 1.0
-    for kind, spent in found.by_class.items():
-        classes.add_row(kind, f"{spent:.3f}", f"{spent / total:.1%}")
-    for cause, spent in found.gaps.items():
-        classes.add_row(f"idle: {cause}", f"{spent:.3f}", "")
-    console.print(classes)
-    kernels = Table("kernel", "class", "calls", "ms", title="Most expensive, over the recorded steps", **looks)
-    for kernel in found.kernels[:12]:
-        kernels.add_row(kernel.name[:70], kernel.kind, str(kernel.calls), f"{kernel.milliseconds:.3f}")
-    console.print(kernels)
-    console.print(f"attention kernel: {found.attention}")
-    for line in words:
-        console.print(f"- {line}")
+    classes = [(kind, f"{spent:.3f}", f"{spent / total:.1%}") for kind, spent in found.by_class.items()]
+    classes += [(f"idle: {cause}", f"{spent:.3f}", "") for cause, spent in found.gaps.items()]
+    kernels = [(each.name[:70], each.kind, str(each.calls), f"{each.milliseconds:.3f}") for each in found.kernels[:12]]
+    return Report(
+        [("Attention kernel", found.attention)],
+        [
+            Part(title, ("class", "ms per step", "share"), classes),
+            Part("Most expensive, over the recorded steps", ("kernel", "class", "calls", "ms"), kernels),
+            listed(words),
+        ],
+    )
 
 
 if __name__ == "__main__":

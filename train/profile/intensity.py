@@ -1,8 +1,7 @@
 """FLOPs per byte moved, by class of operator: whether faster memory or faster arithmetic would speed it up.
 
-In: a function that computes eagerly. Out: counts by class. Every operator below autograd is counted as dispatched, with
-its inputs read and its outputs written once: contractions, normalisations, and element-wise operators, which are the
-rest (Ivanov et al., arXiv 2007.00072, table 1).
+Every operator below autograd is counted as dispatched, with its inputs read and its outputs written once: contractions,
+normalisations, and element-wise operators, which are the rest (Ivanov et al., arXiv 2007.00072, table 1).
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,6 @@
 """Allocations over time by category, as a picture; on a GPU also the allocator's own history, for torch's viewer.
 
-In: a finished torch profile. Out: files. The categories are torch's: it follows which tensors become
-parameters, gradients, activations and optimizer state.
+The categories are torch's: it follows which tensors become parameters, gradients, activations and optimizer state.
 """
 
 import json

@@ -1,8 +1,4 @@
-"""A few steps of the real loop, recorded under torch's profiler.
-
-In: a config, and a folder. Out: the numbers and findings of a profile, and in the folder the trace, the memory timeline
-and ``profile.json``.
-"""
+"""A few steps of the real loop, recorded under torch's profiler."""
 
 import errno
 import gzip

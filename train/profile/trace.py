@@ -1,7 +1,6 @@
 """What a profiled run did: time by class of kernel, forward and backward, idle gaps and their causes.
 
-In: the events of a torch profile over whole steps. Out: numbers, and findings in words. On a GPU the
-times are of kernels on the device, on a CPU of operators on the host.
+On a GPU the times are of kernels on the device, on a CPU of operators on the host.
 """
 
 from collections import defaultdict

@@ -113,7 +113,7 @@ class Confirmed:
             before = [row for row in rows if row.stage != "confirm" or row.round < number]
             chosen = contenders(before, self.space.control)
             done = {row.candidate for row in rows if row.stage == "confirm" and row.round == number}
-            speeds = {s.candidate: s.tokens_per_second for s in rank(before)}
+            speeds = {s.candidate: s.speed.middle for s in rank(before)}
             missing = [
                 Proposal(candidate, "confirm", number, predicted_speed=speeds[candidate])
                 for candidate in (chosen if number % 2 else reversed(chosen))

@@ -1,10 +1,9 @@
 """What the rows say of candidates that have not run: memory and speed as functions of the micro-batch.
 
-In: rows, and a prior for memory. Out: for any candidate its expected memory, whether that fits, and its
-expected speed. Memory is nearly affine in the micro-batch for each combination of knobs, so two real
-probes correct the prior. A token takes a + b / micro-batch + c / global batch (each micro-batch costs a fixed
-time besides its tokens, and so does each step), so speed saturates; between two probes the form holds well, beyond
-them it overshoots by a third, hence no size is ever extrapolated. All accumulations share both curves.
+Memory is nearly affine in the micro-batch for each combination of knobs, so two real probes correct the prior. A token
+takes a + b / micro-batch + c / global batch (each micro-batch costs a fixed time besides its tokens, and so does each
+step), so speed saturates; between two probes the form holds well, beyond them it overshoots by a third, hence no size
+is ever extrapolated. All accumulations share both curves.
 """
 
 import math

@@ -1,11 +1,10 @@
 """The memory-aware search: predict, probe both ends, prune, refine near the top. Plain Python, no Ray.
 
-In: all rows so far. Out: the next trial. The order is: the control; the largest size that should fit
-with the control's knobs; the same with each setting that differs from the best combination in one knob,
-until no neighbour is better (hill climbing: knobs mostly help one by one); a small size of every
-combination that is still within reach of the best; then the sizes near the top of those. Each trial
-carries the bar below which it stops. Where the accumulation is searched it is one more knob, but all accumulations
-share a curve: a small size of the fastest is enough.
+The order is: the control; the largest size that should fit with the control's knobs; the same with each setting that
+differs from the best combination in one knob, until no neighbour is better (hill climbing: knobs mostly help one by
+one); a small size of every combination that is still within reach of the best; then the sizes near the top of those.
+Each trial carries the bar below which it stops. Where the accumulation is searched it is one more knob, but all
+accumulations share a curve: a small size of the fastest is enough.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Rows of several machines made comparable: each machine's speeds over those of its own control.
 
-In: rows as they were measured. Out: rows as if all had run on the machine of the first one. Machines that are called
-equal differ by some percent (cooling, clocks, neighbours), more than what a search tells apart, so one more machine
-first runs what the first one ran: its ``control``. What differs between the two scales all its speeds.
+Machines that are called equal differ by some percent (cooling, clocks, neighbours), more than what a search tells
+apart, so one more machine first runs what the first one ran: its ``control``. What differs between the two scales all
+its speeds.
 """
 
 import math

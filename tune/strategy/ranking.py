@@ -1,7 +1,6 @@
 """Who won: candidates ranked by confirmed speed, ties named, the smaller memory winning among equals.
 
-In: rows. Out: the ranked candidates, and the contenders that are worth confirming. Every number comes
-from runs in fresh processes, interleaved where they were confirmed, so that a drift of the machine
+Every number comes from runs in fresh processes, interleaved where they were confirmed, so that a drift of the machine
 falls on all alike.
 """
 
@@ -10,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from train.intervals import Estimate
 from tune.space import Candidate
 from tune.trial.row import TrialRow
 
@@ -25,13 +25,13 @@ UNFIT = ("over_limit", "oom", "thrash")
 
 @dataclass(frozen=True)
 class Ranked:
-    """A candidate's place. Speeds in tokens per second, memory in bytes."""
+    """A candidate's place."""
 
     candidate: Candidate
-    tokens_per_second: float
-    low: float
-    high: float
+    speed: Estimate
+    """In tokens per second."""
     memory: int
+    """In bytes."""
     runs: int
     confirmed: bool
     final: bool = False
@@ -44,8 +44,8 @@ class Ranked:
 
         From both intervals, taken for 95% of normal distributions of the logarithm.
         """
-        lead = math.log(self.tokens_per_second / other.tokens_per_second)
-        error = math.hypot(*(math.log(s.high / s.low) / 2 / Z95 for s in (self, other)))
+        lead = math.log(self.speed.middle / other.speed.middle)
+        error = math.hypot(*(math.log(s.speed.high / s.speed.low) / 2 / Z95 for s in (self, other)))
         if not error:
             return max(0.0, -lead)
         z = lead / error
@@ -77,7 +77,7 @@ def contenders(rows: Sequence[TrialRow], control: Candidate) -> list[Candidate]:
     rivals = [s for s in final[1:] if final[0].loss_against(s) > (NEGLIGIBLE if again else CLEAR)]
     if again and not rivals:
         return []
-    by_speed = sorted([final[0], *rivals], key=lambda s: -s.tokens_per_second)
+    by_speed = sorted([final[0], *rivals], key=lambda s: -s.speed.middle)
     chosen = [s.candidate for s in by_speed[:CONTENDERS]]
     if control not in chosen and any(s.candidate == control for s in final):
         chosen.append(control)
@@ -96,17 +96,17 @@ def rank(rows: Sequence[TrialRow]) -> list[Ranked]:
     most = max(s.runs if s.confirmed else 0 for s in found)
     found = [replace(s, final=not most or (s.confirmed and s.runs == most)) for s in found]
     final = [s for s in found if s.final]
-    best = max(final, key=lambda s: s.tokens_per_second)
-    tied = [s for s in final if s is best or s.high >= best.low]
+    best = max(final, key=lambda s: s.speed.middle)
+    tied = [s for s in final if s is best or s.speed.high >= best.speed.low]
     if len(tied) > 1:
         tied = [replace(s, tied=True) for s in tied]
     names = {s.candidate for s in tied}
     rest = [s for s in found if s.candidate not in names]
     # A tie may hide a real loss that noise did not let show, so memory decides only where the loss would be small.
-    equal = [s for s in tied if s.tokens_per_second >= (1 - NEGLIGIBLE) * best.tokens_per_second]
-    winner = min(equal, key=lambda s: (s.memory, -s.tokens_per_second))
-    by_speed = sorted((s for s in tied if s is not winner), key=lambda s: -s.tokens_per_second)
-    return [winner, *by_speed, *sorted(rest, key=lambda s: (not s.confirmed, not s.final, -s.tokens_per_second))]
+    equal = [s for s in tied if s.speed.middle >= (1 - NEGLIGIBLE) * best.speed.middle]
+    winner = min(equal, key=lambda s: (s.memory, -s.speed.middle))
+    by_speed = sorted((s for s in tied if s is not winner), key=lambda s: -s.speed.middle)
+    return [winner, *by_speed, *sorted(rest, key=lambda s: (not s.confirmed, not s.final, -s.speed.middle))]
 
 
 def _pooled(runs: list[TrialRow]) -> Ranked:
@@ -116,11 +116,7 @@ def _pooled(runs: list[TrialRow]) -> Ranked:
     within = math.sqrt(sum(math.log(row.high / row.low) ** 2 for row in used if row.high and row.low)) / 2 / len(used)
     speeds = [row.tokens_per_second for row in used if row.tokens_per_second]
     width = math.exp(max(within, math.log(max(speeds) / min(speeds)) / 2))
-    return Ranked(
-        runs[0].candidate, _speed(used), _speed(used) / width, _speed(used) * width,
-        memory=max(row.memory or 0 for row in runs), runs=len(used), confirmed=bool(confirmed),
-    )  # fmt: skip
-
-
-def _speed(runs: Sequence[TrialRow]) -> float:
-    return statistics.geometric_mean(row.tokens_per_second for row in runs if row.tokens_per_second)
+    middle = statistics.geometric_mean(speeds)
+    speed = Estimate(middle, middle / width, middle * width)
+    memory = max(row.memory or 0 for row in runs)
+    return Ranked(runs[0].candidate, speed, memory, len(used), bool(confirmed))

@@ -6,7 +6,7 @@ from typing import Any
 from infra.console import console
 from infra.errors import UserError
 from infra.storage_dir import StorageDir
-from infra.table import tables
+from infra.table import Part
 from infra.units import GB
 from pipeline.shards import read_manifest
 from pipeline.stream import Stream
@@ -86,11 +86,10 @@ def print_plan(ladder: Ladder, before: dict[str, Any] | str | None) -> None:
             lines.append((rung.name, batch, f"{predict_peak(config).total / GB:.2f}"))
         else:
             console.print(f"{rung.name}: not run, {rung.reason}.", markup=False)
-    for table in tables(("rung", "batch", "predicted GB"), lines, "", console.width):
-        console.print(table)
+    Part("", ("rung", "batch", "predicted GB"), lines).show()
     if before == NAME:
-        for table in study.memory({}).terminal(console.width):
-            console.print("", table)
+        console.print()
+        study.memory({}).show()
         console.print()
         console.prose(study.MEMORY)
     console.print("nothing was run")

@@ -1,8 +1,8 @@
 """The runs of a suite: the baseline, a rung, the baseline again, and so on, each with the config that it needs.
 
-In: a :class:`Ladder` and the rows so far. Out: the next run, or all of them with their rows. The baseline is the
-control; it is run again after every rung, because machines drift by more than most rungs gain. What is next follows
-from the rows alone: the same way is gone through again from the beginning, up to the first run that has no row.
+The baseline is the control; it is run again after every rung, because machines drift by more than most rungs gain. What
+is next follows from the rows alone: the same way is gone through again from the beginning, up to the first run that has
+no row.
 """
 
 import hashlib
@@ -138,6 +138,10 @@ class Ladder(Experiment):
         except NotRun:
             return False
         return True
+
+    def remaining(self, rows: Sequence[TrialRow]) -> int:
+        """A rung is a run and a control."""
+        return max(0, 1 + 2 * len(self.suite.rungs) - len(rows))
 
     def is_kept(self, row: TrialRow) -> bool:
         """Unless the run failed: whatever was in its way may be gone."""

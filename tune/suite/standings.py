@@ -1,20 +1,14 @@
-"""What a ladder found: each rung against the one before it and the baseline, with the uncertainty of both.
-
-In: the controls and rungs of a ladder. Out: rows, for the terminal's table, Markdown, JSON and charts.
-"""
+"""What a ladder found: each rung against the one before it and the baseline, with the uncertainty of both."""
 
 import math
-import shlex
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rich.table import Table
-
-from infra.markdown import table as markdown_table
 from infra.storage_dir import StorageDir
-from infra.table import tables
+from infra.table import Part
 from infra.units import GB
+from train.checkpoint.find import run_with
 from train.estimate.flops import read_matmul_rate
 from train.intervals import WIDEST_CONTROL, t_quantile
 from tune.compare import Difference, Interleaved
@@ -139,7 +133,7 @@ def cells(row: Row, suite: Suite) -> tuple[str, ...]:
     if row.speed is None or row.low is None or row.high is None or row.memory is None:
         return (name, *[""] * (len(header(suite)) - 1))
     return (
-        name + (" *" if row.changes_numerics else ""),
+        name + "*" * row.changes_numerics,
         row.batch,
         f"{row.speed:,.0f}",
         f"{max(row.speed - row.low, row.high - row.speed):,.0f}",
@@ -304,55 +298,36 @@ def _percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{fraction:.1%}"
 
 
-def columns(heading: Sequence[str], lines: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """A table's columns, each a heading and its cells, without empty ones (such as MFU on a CPU)."""
-    return [column for column in zip(heading, *lines, strict=True) if set(column[1:]) - {"", "-"}]
+def filled(title: str, heading: Sequence[str], lines: Sequence[Sequence[str]]) -> Part:
+    """A table without its empty columns, such as MFU on a CPU."""
+    columns = [column for column in zip(heading, *lines, strict=True) if set(column[1:]) - {"", "-"}]
+    heading, *lines = zip(*columns, strict=True)
+    return Part(title, heading, lines)
 
 
-@dataclass(frozen=True)
-class Part:
-    """One table of a ladder's report."""
-
-    title: str
-    heading: Sequence[str]
-    lines: Sequence[Sequence[str]]
-
-    def terminal(self, width: int) -> list[Table]:
-        """The table for a terminal of this width."""
-        return list(tables(self.heading, self.lines, self.title, width))
-
-    def markdown(self) -> list[str]:
-        """The lines of the table in Markdown, below its title."""
-        return [f"#### {self.title}", "", *markdown_table(self.heading, self.lines), ""]
+def closing(suite: Suite, rows: list[Row]) -> Part:
+    """The closing table."""
+    return filled(suite.title, header(suite), [cells(row, suite) for row in rows])
 
 
 def parts(suite: Suite, rows: list[Row]) -> list[Part]:
     """The tables that follow the closing one, without empty ones."""
-    helpful = [] if suite.cumulative else helps(rows)
+    compared = "the rung before" if suite.cumulative else "the baseline"
     shown = [
-        Part("What helps", HELPS, helpful),
+        Part("What helps", HELPS, [] if suite.cumulative else helps(rows)),
         Part(EQUAL_WORK_TITLE, EQUAL_WORK, equal_work(rows, cumulative=suite.cumulative)),
+        Part(f"Held-out loss over {suite.seeds} seeds, against {compared}", HELD_OUT, held_out(rows)),
     ]
-    if losses := held_out(rows):
-        compared = "the rung before" if suite.cumulative else "the baseline"
-        shown.append(Part(f"Held-out loss over {suite.seeds} seeds, against {compared}", HELD_OUT, losses))
     if used := utilisation(rows):
-        heading, *lines = zip(*columns(UTILISATION, used), strict=True)
-        shown.append(Part("Arithmetic", heading, lines))
+        shown.append(filled("Arithmetic", UTILISATION, used))
     return [part for part in shown if part.lines]
 
 
-def table(suite: Suite, rows: list[Row], width: int) -> list[Table]:
-    """The closing table for a terminal of this width."""
-    heading, *lines = zip(*columns(header(suite), [cells(row, suite) for row in rows]), strict=True)
-    return list(tables(heading, lines, suite.title, width))
-
-
 def opening_lines(suite: Suite, rows: list[Row], device: str, best_file: StorageDir) -> list[tuple[str, str]]:
-    """What someone who opens the ladder's page wants to know first; ``best_file`` has the fastest rung's config."""
+    """What somebody wants to know first of a ladder; ``best_file`` has the fastest rung's config."""
     ran = [row for row in rows if row.speed is not None and row.low is not None and row.high is not None]
     base, best = ran[0], max(ran, key=lambda row: row.speed or 0.0)
-    speed = f"{best.speed:,.0f} tokens/s (95%: {best.low:,.0f} to {best.high:,.0f})"
+    speed = f"{best.speed:,.0f} (95%: {best.low:,.0f} to {best.high:,.0f})"
     if best is not base:
         speed += f" with {best.name}, {base.speed:,.0f} of the baseline"
     gain = best.total
@@ -362,19 +337,8 @@ def opening_lines(suite: Suite, rows: list[Row], device: str, best_file: Storage
         over += "" if gain.different else ", which may be none"
     return [
         ("What", f"{suite.title}; {len(ran) - 1} of {len(rows) - 1} rungs ran on {device}"),
-        ("Speed", speed),
+        ("Tokens/s", speed),
         ("Memory", f"{(best.memory or 0) / GB:.2f} GB, {(base.memory or 0) / GB:.2f} GB of the baseline"),
         ("Gain", over),
-        ("Next", f"`python -m train.run --config {shlex.quote(str(best_file))}`"),
+        ("Next", f"`{run_with(best_file)}`"),
     ]
-
-
-def markdown(suite: Suite, rows: list[Row], controls: Sequence[float]) -> str:
-    """The closing table for the ladder's page in MLflow and ``summary.md``."""
-    named = [replace(row, name=f"{row.name}: not run, {row.reason}") if row.reason else row for row in rows]
-    heading, *lines = zip(*columns(header(suite), [cells(row, suite) for row in named]), strict=True)
-    text = [f"### {suite.title}", "", *markdown_table(heading, lines), ""]
-    text += [line for line in legend(suite, rows, controls) if "not run" not in line]
-    for part in parts(suite, rows):
-        text += ["", *part.markdown()]
-    return "\n".join(text).rstrip() + "\n"

@@ -1,8 +1,7 @@
 """Suites: readable lists of config changes, each of which becomes one measured run.
 
-In: a suite's name or the Python file of a user's own, and the config to start from. Out: rungs. In a cumulative suite
-each rung keeps the changes of those before it; in the others each rung changes the baseline in one way. The batch sizes
-are those of the studies that the suites repeat: one GPU with 40 GB.
+In a cumulative suite each rung keeps the changes of those before it; in the others each rung changes the baseline in
+one way. The batch sizes are those of the studies that the suites repeat: one GPU with 40 GB.
 """
 
 import runpy
@@ -297,7 +296,7 @@ def streamed(sources: Iterable[str]) -> Rung:
 
 
 def choose(suite: Suite, names: Iterable[str]) -> Suite:
-    """``suite`` with only the rungs called ``names``, in the suite's order. Raises ``UserError``."""
+    """``suite`` with only the rungs called ``names``, in the suite's order."""
     known, names = [rung.name for rung in suite.rungs], list(names)
     for name in names:
         if name not in known:

@@ -1,8 +1,7 @@
 """Stop a trial as soon as it cannot win, or when measuring on would tell nothing more.
 
-In: the seconds of each step as they come, and the bar that a winner must reach. Out: a verdict. It rests
-on a confidence sequence, which is right at every moment at once: an ordinary interval that is looked at
-after each step stops good trials by chance.
+The verdict rests on a confidence sequence, which is right at every moment at once: an ordinary interval that is looked
+at after each step stops good trials by chance.
 """
 
 import math

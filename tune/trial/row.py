@@ -56,7 +56,7 @@ class TrialRow:
 
     key: str
     number: int
-    """StorageDir in the order in which trials were begun, from 1."""
+    """Place in the order in which trials were begun, from 1."""
     stage: Stage
     round: int
     candidate: Candidate
@@ -120,7 +120,7 @@ def write_row(folder: Path, row: TrialRow) -> None:
 
 
 def read_rows(folder: Path) -> list[TrialRow]:
-    """The rows kept in ``folder``, in the order in which their trials were begun. Raises ``UserError``."""
+    """The rows kept in ``folder``, in the order in which their trials were begun."""
     return sorted((_read_row(path) for path in folder.glob("*.json")), key=lambda row: row.number)
 
 
@@ -136,11 +136,17 @@ def feasible(rows: Sequence[TrialRow]) -> list[TrialRow]:
     return [row for row in rows if row.outcome in ("ok", "stopped") and row.tokens_per_second]
 
 
-def circumstances(rows: Sequence[TrialRow]) -> dict[str, Any]:
-    """Under which a candidate's ``rows`` were measured, to compare with those of a run that is slower."""
+def measured(speed: Estimate, memory: int | None, rows: Sequence[TrialRow]) -> dict[str, Any]:
+    """What ``best.json`` keeps of a candidate with these ``rows``, to compare with those of a run that is slower."""
     waits = [row.data_wait_fraction for row in rows if row.data_wait_fraction is not None]
     machines = [row.telemetry for row in rows if row.telemetry]
     return {
+        "tokens_per_second": speed.middle,
+        "low": speed.low,
+        "high": speed.high,
+        "memory_bytes": memory,
+        "runs": len(rows),
+        "tied_with": [],
         "device": rows[0].device,
         "machines": sorted({row.node for row in rows}),
         "data_wait_fraction": fmean(waits) if waits else None,

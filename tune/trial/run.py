@@ -1,9 +1,8 @@
 """One trial, in a process of its own: the bare training loop, under a memory limit if there is one, and a row.
 
-In: a request. Out: a row, returned to the driver, which keeps it: the trial may run on a machine that shares no disk
-with the driver. A fresh process, because memory that one configuration leaves behind (segments, graphs, library
-workspaces) would count against the next. No MLflow here: the driver creates and closes the runs, since a process that
-may die at any moment leaves them open.
+A fresh process, because memory that one configuration leaves behind (segments, graphs, library workspaces) would count
+against the next. No MLflow here: the driver creates and closes the runs, since a process that may die at any moment
+leaves them open.
 """
 
 import time
@@ -78,7 +77,7 @@ def unmeasured(request: Request, outcome: TrialOutcome, reason: str, seconds: fl
     return TrialRow(
         request.key, request.number, proposal.stage, proposal.round, proposal.candidate,
         config["global_batch"] // config["micro_batch"], outcome, reason, seconds, proposal.predicted_memory,
-        node=request.node, name=request.name,
+        proposal.predicted_speed, node=request.node, name=request.name,
     )  # fmt: skip
 
 
@@ -226,49 +225,34 @@ def make_row(
         measured = None
     memory = result and result.memory
     used, source = limit.used() if limit else (memory.process, memory.process_source) if memory else (None, None)
-    peak = peak_flops(result.device, config.precision) if result else None
-    flops = palm(config.model)
     steps = watch.seconds if watch else spent.steps if spent else []
-    steady = config.step_tokens / measured.tokens_per_second if measured else None
     short = watch.verdict == "time" if watch else result is not None and result.outcome == "finished"
-    return TrialRow(
-        key=request.key,
-        number=request.number,
-        name=request.name,
-        stage=request.proposal.stage,
-        round=request.proposal.round,
-        candidate=request.proposal.candidate,
-        accumulation=config.accumulation,
-        outcome=outcome,
-        reason=reason,
-        seconds=0.0,
-        predicted_memory=request.proposal.predicted_memory,
-        predicted_speed=request.proposal.predicted_speed,
-        tokens_per_second=measured.tokens_per_second if measured else None,
-        low=measured.low if measured else None,
-        high=measured.high if measured else None,
+    row = replace(
+        unmeasured(request, outcome, reason, 0.0),
         memory=used,
         memory_source=source,
-        allocated=memory.allocated if memory else None,
-        reserved=memory.reserved if memory else None,
-        allocator_retries=memory.allocator_retries if memory else 0,
         rejected_steps=len(watch.rejected()) if watch else 0,
-        flops_per_second=measured.tokens_per_second * flops if measured else None,
-        mfu=utilisation(measured.tokens_per_second, flops, peak, 1) if measured else None,
-        hfu=result.hfu if result else None,
-        compile_seconds=max(0.0, steps[0] - steady) if steps and steady else None,
-        data_wait_fraction=result.data_wait_fraction if result else None,
-        train_loss=result.train_loss if result else None,
-        val_loss=result.val_loss if result else None,
-        device=result.device if result else None,
-        attention=result.attention if result else None,
-        node=request.node,
-        telemetry=result.telemetry if result else {},
         too_short=outcome == "failed" and measured is None and short and not impossible,
         step_tokens=config.step_tokens,
         step_seconds=steps,
         losses=[loss for cycle in spent.reports for loss in cycle.step_losses] if spent else [],
     )
+    if measured:
+        speed, flops = measured.tokens_per_second, palm(config.model)
+        peak = peak_flops(result.device, config.precision) if result else None
+        row = replace(
+            row, tokens_per_second=speed, low=measured.low, high=measured.high, flops_per_second=speed * flops,
+            mfu=utilisation(speed, flops, peak, 1),
+            compile_seconds=max(0.0, steps[0] - config.step_tokens / speed) if steps else None,
+        )  # fmt: skip
+    if result:
+        row = replace(
+            row, allocated=result.memory.allocated, reserved=result.memory.reserved,
+            allocator_retries=result.memory.allocator_retries, hfu=result.hfu,
+            data_wait_fraction=result.data_wait_fraction, train_loss=result.train_loss, val_loss=result.val_loss,
+            device=result.device, attention=result.attention, telemetry=result.telemetry,
+        )  # fmt: skip
+    return row
 
 
 def _retries(device: torch.device) -> int:

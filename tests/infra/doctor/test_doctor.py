@@ -250,7 +250,7 @@ def test_another_version_is_a_problem_and_fatal_where_ray_fails() -> None:
 
 def test_a_machine_that_does_not_answer_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     silent = nodes.Report("w2", 2, problems={"does not answer: nothing within 45 s": True})
-    doctor.print_nodes([nodes.Report("w1", 2, nodes.describe(), 0.0012, {"up": 5e7, "down": 9e7}), silent])
+    doctor.nodes_part([nodes.Report("w1", 2, nodes.describe(), 0.0012, {"up": 5e7, "down": 9e7}), silent]).show()
     output = capfd.readouterr().out
     assert re.search(r"(?m)^w1 .* \+0\.001 s .*50 MB/s, 90 MB/s", output)
-    assert "w2: does not answer" in output
+    assert re.search(r"(?m)^w2 .*\?", output)

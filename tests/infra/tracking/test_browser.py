@@ -27,7 +27,7 @@ from train.model_config import PRESETS
 from train.result import CycleReport, Memory, RunResult, Throughput
 from tune.config import LadderConfig, SearchConfig
 from tune.plan import make_search
-from tune.report import SearchReport
+from tune.report import publish
 from tune.space import Candidate
 from tune.suite.plan import make_ladder
 from tune.tracking import ExperimentRecorder, open_parent
@@ -155,7 +155,7 @@ def links(
         evidence.catch_up(rows)
         evidence.close()
         with Tracker(parent) as tracker:
-            SearchReport(search).publish(rows, tracker)
+            publish(search, rows, tracker)
         keys = {"data": made, "run": run, "ladder": ladder, "search": parent}
         printed = {name: ui_link(key, children=name in ("ladder", "search")) for name, key in keys.items()}
         yield printed | {"search's page": ui_link(parent)}
@@ -240,7 +240,7 @@ def test_what_matters_of_a_description_is_legible(
         expect(page.get_by_text(text).first).to_be_in_viewport()
     fade = page.get_by_test_id("truncation-gradient").bounding_box()
     assert fade
-    for name in ("What:", "Speed:", "Memory:", "Next:"):
+    for name in ("What:", "Tokens/s:", "Memory:", "Next:"):
         line = page.locator("p strong").filter(has_text=name).first.bounding_box()
         assert line
         assert line["y"] + line["height"] <= fade["y"] + 0.6 * fade["height"], name

@@ -94,7 +94,7 @@ def test_the_memory_of_a_candidate_is_the_most_that_any_of_its_runs_took(memory:
 
 def test_runs_that_differ_make_the_interval_as_wide_as_they_do() -> None:
     (entry,) = rank([confirmed(8, 1000, 1, width=0.001), confirmed(8, 1210, 2, width=0.001)])
-    assert entry.tokens_per_second == pytest.approx(1100)
-    assert (entry.low, entry.high) == pytest.approx((1000, 1210))
+    assert entry.speed.middle == pytest.approx(1100)
+    assert (entry.speed.low, entry.speed.high) == pytest.approx((1000, 1210))
     (alike,) = rank([confirmed(8, 1000, 1, width=0.02), confirmed(8, 1000, 2, width=0.02)])
-    assert alike.high / 1000 == pytest.approx(1 + 0.02 / 2**0.5, rel=1e-3), "two runs are more precise than one"
+    assert alike.speed.high / 1000 == pytest.approx(1 + 0.02 / 2**0.5, rel=1e-3), "two runs are more precise than one"

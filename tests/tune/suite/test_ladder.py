@@ -223,7 +223,7 @@ def test_a_rung_streams_books_against_shards(
     flags += ["--rungs", "1 thread", "streaming", "--stream", "books", "--steps", "8", "--cycle", "8+1"]
     assert command(monkeypatch, *flags) == 0
     printed = capfd.readouterr().out
-    assert "streaming *" in printed, "it sees other windows"
+    assert "streaming*" in printed, "it sees other windows"
     base, thread, streaming = json.loads(Path("runs/streamed/standings.json").read_text())["rows"]
     assert (thread["name"], streaming["name"]) == ("1 thread", "streaming")
     assert streaming["speed"] > 0

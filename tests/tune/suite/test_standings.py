@@ -18,7 +18,7 @@ from tune.suite.standings import (
     EQUAL_WORK_TITLE,
     Row,
     cells,
-    columns,
+    closing,
     equal_work,
     header,
     held_out,
@@ -26,8 +26,8 @@ from tune.suite.standings import (
     legend,
     loss_at,
     loss_curve,
-    markdown,
     opening_lines,
+    parts,
     standings,
     times,
     utilisation,
@@ -55,12 +55,13 @@ def measured(
 def test_a_ladder_is_told_in_five_lines() -> None:
     told = dict(opening_lines(FLAT, ROWS, "NVIDIA H100", StorageDir("/a ladder/best.json")))
     for name, numbers in {
-        "What": "2 of 3 .*NVIDIA H100", "Speed": "1,500 .*1,490 to 1,510.* first, 1,000", "Memory": "9.00 GB, 10.00 GB",
+        "What": "2 of 3 .*NVIDIA H100",
+        "Tokens/s": "1,500 .*1,490 to 1,510.* first, 1,000", "Memory": "9.00 GB, 10.00 GB",
         "Gain": "1.50 .*1.40 to 1.60", "Next": "--config '/a ladder/best.json'",
     }.items():  # fmt: skip
         assert re.search(numbers, told[name]), told[name]
     alone = dict(opening_lines(FLAT, ROWS[:1], "cpu", StorageDir("/one/best.json")))
-    assert re.search("1,000 .*990 to 1,003", alone["Speed"])
+    assert re.search("1,000 .*990 to 1,003", alone["Tokens/s"])
     assert "no rung is faster" in alone["Gain"]
 
 
@@ -127,7 +128,7 @@ ROWS = [
 def test_a_row_is_told_under_its_headings() -> None:
     base, first, refused, second = (dict(zip(header(CUMULATIVE), cells(row, CUMULATIVE), strict=True)) for row in ROWS)
     assert first == {
-        "rung": "first *", "batch": "2", "tokens/s": "1,500", "±": "10", "step": "1.50x ±7%", "total": "1.50x ±7%",
+        "rung": "first*", "batch": "2", "tokens/s": "1,500", "±": "10", "step": "1.50x ±7%", "total": "1.50x ±7%",
         "s per step": "0.125", "GB": "9.00", "predicted": "8.50", "loss": "3.250", "attention": "flash",
     }  # fmt: skip
     assert (base["tokens/s"], base["±"]) == ("1,000", "10"), "the wider side"
@@ -138,18 +139,19 @@ def test_a_row_is_told_under_its_headings() -> None:
 
 
 def test_a_column_that_is_empty_here_is_left_out() -> None:
-    shown = columns(header(FLAT), [cells(replace(row, loss=None, attention=""), FLAT) for row in ROWS])
-    assert [column[0] for column in shown] == [
+    assert closing(FLAT, [replace(row, loss=None, attention="") for row in ROWS]).heading == (
         "rung", "batch", "tokens/s", "±", "total", "s per step", "GB", "predicted",
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def test_the_closing_table_times_as_many_steps_as_the_study() -> None:
     rows = [Row("baseline", memory=10 * GB, speed=1.0, low=1.0, high=1.0, step_seconds=0.25)]
     timed = {}
     for suite in SUITES.values():
-        shown = columns(header(suite), [cells(row, suite) for row in rows])
-        timed[suite.name] = next(column for column in shown if column[0].startswith("s "))
+        shown = closing(suite, rows)
+        timed[suite.name] = next(
+            cell for cell in zip(shown.heading, shown.lines[0], strict=True) if cell[0][:2] == "s "
+        )
     assert timed.pop("loop") == ("s for 2 steps", "0.500")
     assert set(timed.values()) == {("s per step", "0.250")}
 
@@ -190,11 +192,11 @@ def test_a_rung_with_a_larger_batch_shows_both() -> None:
     assert over_baseline[:3] == ["48", "-52%", "4.40x ±5%"]
     assert [cells(row, CUMULATIVE)[:2] for row in TWICE[1:4]] == [
         ("compile", "28"),
-        ("compile *", "48"),
+        ("compile*", "48"),
         ("flash", "48"),
     ]
-    assert EQUAL_WORK_TITLE in markdown(CUMULATIVE, TWICE, [100.0])
-    assert EQUAL_WORK_TITLE not in markdown(CUMULATIVE, ROWS, [100.0])
+    assert [part.title for part in parts(CUMULATIVE, TWICE)] == [EQUAL_WORK_TITLE]
+    assert EQUAL_WORK_TITLE not in [part.title for part in parts(CUMULATIVE, ROWS)]
 
 
 def test_a_precision_is_judged_by_the_held_out_losses_of_all_seeds() -> None:
@@ -213,7 +215,8 @@ def test_a_precision_is_judged_by_the_held_out_losses_of_all_seeds() -> None:
         ("worse", "3.2000", "+0.1000 ±0.0025", "higher"),
         ("better", "3.0000", "-0.1000 ±0.0025", "lower"),
     ]
-    assert "+0.0033 ±0.0287" in markdown(replace(FLAT, seeds=3), [*ROWS, *rows[1:2]], [100.0])
+    (part,) = [part for part in parts(replace(FLAT, seeds=3), [*ROWS, *rows[1:2]]) if "3 seeds" in part.title]
+    assert part.lines == held_out(rows[1:2])
 
 
 def test_what_is_computed_again_counts_as_arithmetic_of_the_hardware() -> None:
@@ -224,7 +227,8 @@ def test_what_is_computed_again_counts_as_arithmetic_of_the_hardware() -> None:
         ("checkpointing", "80", "32.0%", "40.0%", "-"),
     ]
     assert utilisation([replace(plain, mfu=None, ceiling=None)]) == [], "a CPU that the doctor has not seen"
-    assert "| plain | 100 | 40.0% | 50.0% |" in markdown(FLAT, [*ROWS, plain], [100.0]), "without an empty column"
+    arithmetic = parts(FLAT, [*ROWS, plain])[-1]
+    assert ("plain", "100", "40.0%", "50.0%") in arithmetic.lines, "without an empty column"
 
 
 def test_what_helps_memory_and_what_helps_speed_is_said_with_its_number() -> None:
@@ -235,8 +239,7 @@ def test_what_helps_memory_and_what_helps_speed_is_said_with_its_number() -> Non
     rows = [Row("baseline", memory=10 * GB), row("smaller", 6.0, 0.8, 0.1), row("faster", 9.99, 1.5, 0.1),
             row("noise", 10.5, 1.1, 0.2), row("doubtful", 9.0, 3.81, 0.4, 1.7),
             Row("refused", "no such GPU")]  # fmt: skip
-    page = markdown(FLAT, [ROWS[0], replace(ROWS[1], name="a | b"), *ROWS[2:]], [100.0])
-    assert "| a \\| b | yes (-10.0%) | yes (+50.0%) |" in page
+    assert ("first", "yes (-10.0%)", "yes (+50.0%)") in parts(FLAT, ROWS)[0].lines
     assert helps(rows) == [
         ("smaller", "yes (-40.0%)", "no (-20.0%)"),
         ("faster", "no (-0.1%)", "yes (+50.0%)"),

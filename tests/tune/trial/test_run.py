@@ -194,7 +194,7 @@ def eight_steps(training: TrainConfig) -> RunResult:
     return Trainer(replace(training, steps=8)).run()
 
 
-REQUEST = Request("m1", 1, "m1", Proposal(Candidate(1), "probe"), {}, "here")
+REQUEST = Request("m1", 1, "m1", Proposal(Candidate(1), "probe"), {"global_batch": 1, "micro_batch": 1}, "here")
 
 
 def watched(steps: Sequence[float], *, retries: Sequence[int], bar: float | None = None) -> Watch:
