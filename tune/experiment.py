@@ -83,12 +83,11 @@ class Experiment(ABC):
         """About how many trials are left after ``rows``."""
 
     def best(self, rows: Sequence[TrialRow]) -> str:
-        """The fastest so far, with its speed."""
-        best = max(rows, key=lambda row: row.tokens_per_second or 0.0)
-        return f"{best.name}, {best.tokens_per_second:,.0f} tokens/s" if best.tokens_per_second else "none yet"
+        """The best so far in words, if trials compete."""
+        return ""
 
     def named(self, row: TrialRow) -> str:
-        """A trial in words."""
+        """A finished trial in words."""
         return row.name
 
     def is_kept(self, row: TrialRow) -> bool:

@@ -120,11 +120,11 @@ class Search(Experiment):
         rows = scaled_to_first_node(rows)
         ranked = rank([row for row in rows if row.stage != "confirm" or row.round < rows[-1].round])
         best = [f"{self.space.name(entry.candidate)}, {entry.speed.middle:,.0f} tokens/s" for entry in ranked[:1]]
-        return "".join(best) or "none yet"
+        return f"best: {''.join(best) or 'none yet'} | "
 
     def named(self, row: TrialRow) -> str:
-        """The candidate in words."""
-        return self.space.name(row.candidate)
+        """Its stage and candidate."""
+        return f"{row.stage:7s} {self.space.name(row.candidate)}"
 
     def is_finished(self, rows: Sequence[TrialRow]) -> bool:
         """Whether the strategy has no more trials."""

@@ -123,7 +123,7 @@ def line(experiment: Experiment, row: TrialRow) -> str:
     limit = f" of {experiment.limit / GB:.2f}" if experiment.limit else ""
     validation = "" if row.val_loss is None else f"/{row.val_loss:.3f}"
     told = [
-        f"{row.number:3d} {row.stage:8s} {experiment.named(row)}",
+        f"{row.number:3d} {experiment.named(row)}",
         f"{row.speed.middle:,.0f} ± {row.speed.width / 2:.1%} tokens/s" if row.speed else "no speed",
         "" if row.memory is None else f"{row.memory / GB:.2f}{limit} GB",
         "" if row.mfu is None else f"MFU {row.mfu:.1%}",
@@ -140,4 +140,4 @@ def progress(experiment: Experiment, rows: Sequence[TrialRow]) -> str:
     spent = sum(row.seconds for row in rows)
     left = spent / len(rows) * experiment.remaining(rows) / experiment.parallel
     times = f"spent {format_duration(round(spent))} | about {format_duration(round(left))} left"
-    return f"    best: {experiment.best(rows)} | {times}"
+    return f"    {experiment.best(rows)}{times}"
