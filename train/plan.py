@@ -26,7 +26,11 @@ class PlanOptions:
 
     training: TrainConfig = field(default_factory=TrainConfig)
     gpu: Literal["A100", "H100", "H200"] | None = None
-    """Plan for this GPU, which need not be here: for all its memory, and with the speed to expect of it."""
+    """Plan for this GPU, which need not be here: for all its memory, and with the speed to expect of it.
+    - None: for this machine
+    - A100: with 40 GB
+    - H100: with 80 GB, as SXM
+    - H200: with 141 GB"""
     memory_limit: BytesOrNone = None
     """Memory that the process may use, to find the largest micro-batch. None: all of --gpu or of this machine's GPU."""
     tokens_per_second: float | None = None

@@ -55,7 +55,11 @@ def test_the_notebook_is_valid_and_without_magic() -> None:
         ast.parse(cell.source)
 
 
-def test_output_is_shown_while_a_command_runs_and_a_failure_ends_the_notebook(tmp_path: Path) -> None:
+def test_output_is_shown_while_a_command_runs_and_a_failure_ends_the_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FORCE_COLOR", "COLUMNS"):  # which the cell sets
+        monkeypatch.setenv(name, "")
     (cell,) = [cell for cell in code(nbformat.read(NOTEBOOK, as_version=4)) if "def run(" in cell.source]
     shown: list[str] = []
 
