@@ -161,7 +161,7 @@ def profile(options: argparse.Namespace) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         found, words = record(config_of(options), Path(folder))
     kernels = [(kernel.name, kernel.kind, kernel.calls, kernel.milliseconds) for kernel in found.kernels[:30]]
-    return vars(found) | {"kernels": kernels, "findings": words}
+    return {"profile": vars(found) | {"kernels": kernels, "findings": words}}
 
 
 def config_of(options: argparse.Namespace) -> TrainConfig:
