@@ -260,7 +260,7 @@ def test_a_profile_on_the_cpu(
     assert found["steps"] == 2
     assert found["forward"] > 0
     assert found["backward"] > 0
-    assert found["forward"] + found["backward"] < found["step"]
+    assert 0.2 * found["step"] < found["forward"] + found["backward"] < found["step"]
     assert found["loader"] > 0
     assert found["by_class"]["matmul"] > 0
     assert any("not fused" in line for line in found["findings"])
