@@ -7,7 +7,6 @@ import math
 import time
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from train.config import Cycle, TrainConfig
 from train.estimate.flops import hardware
 from train.loop import conclusion
 from train.loop.memory import is_exhausted
+from train.loop.throughput import typical
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import TRAINING, CycleReport, RunResult
@@ -88,10 +88,15 @@ def test_a_pause_is_named_and_in_no_share(config: TrainConfig, monkeypatch: pyte
     trainer = Trainer(config)
     monkeypatch.setattr(trainer.scaler, "update", lambda: time.sleep(2 * (trainer.state.step == 30)))
     result = trainer.run()
-    spent = trainer.spent
-    usual = [(part, step) for part, step in zip(spent.optimizer, spent.steps, strict=True) if step < 2]
-    assert len(usual) == len(spent.steps) - 1
-    share = median(part for part, _ in usual) / median(step for _, step in usual)
+    spent, speed = trainer.spent, result.throughput
+    assert speed
+    asleep = [2.0 * (step > 2) for step in spent.steps]
+    assert sum(asleep) == 2
+    parts, steps = (
+        typical([seconds - slept for seconds, slept in zip(each, asleep, strict=True)][speed.warmup_steps :])
+        for each in (spent.optimizer, spent.steps)
+    )
+    share = parts / steps
     assert result.optimizer_fraction == pytest.approx(share, rel=0.2)
     assert sum(spent.optimizer) > 1.2 * share * sum(spent.steps)
     assert result.paused_seconds == pytest.approx(2, abs=0.2)
