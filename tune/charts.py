@@ -1,20 +1,22 @@
-"""The search in pictures: leaderboard, memory and speed by micro-batch, their Pareto front, progress, and single knobs.
+"""Charts of a search and of a ladder.
 
-Everything drawn as a line is the searcher's own prediction, so that the pictures show what it believed, not a fit made
-afterwards.
+What is drawn as a line over a search's points is the searcher's own prediction, so that the pictures show what it
+believed, not a fit made afterwards.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from infra.units import GB
+from train.intervals import Estimate
 from tune.space import Candidate, Combination
 from tune.strategy.curves import Curves
 from tune.strategy.memory_aware import MemorySearcher
 from tune.strategy.ranking import UNFIT, rank
-from tune.trial.row import TrialRow, feasible
+from tune.trial.row import Curve, TrialRow, feasible
 
 
 def draw(rows: Sequence[TrialRow], memory: MemorySearcher) -> dict[str, Figure]:
@@ -32,7 +34,7 @@ def draw(rows: Sequence[TrialRow], memory: MemorySearcher) -> dict[str, Figure]:
     return charts | ({"knobs": deltas} if deltas else {})
 
 
-def _figure(title: str, x: str, y: str) -> tuple[Figure, Axes]:
+def _figure(title: str, x: str, y: str = "") -> tuple[Figure, Axes]:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     axes.set(title=title, xlabel=x, ylabel=y)
@@ -40,25 +42,66 @@ def _figure(title: str, x: str, y: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def speeds(title: str, found: Sequence[tuple[str, Estimate, int]], reached: Sequence[float] = ()) -> Figure:
+    """Names, speeds with their 95% intervals and peak memory in bytes, the first at the top.
+
+    With the tokens/s ``reached`` by each of them, a waterfall beside it has what it adds to those before it.
+    """
+    figure = Figure(figsize=(15 if reached else 8, 1.5 + 0.4 * max(len(found), 6)), layout="constrained")
+    axes, *beside = figure.subplots(1, 2 if reached else 1, sharey=True, squeeze=False)[0]
+    reach = [(speed.middle - speed.low, speed.high - speed.middle) for _, speed, _ in found]
+    middles = [speed.middle for _, speed, _ in found]
+    axes.errorbar(middles, range(len(found)), xerr=list(zip(*reach, strict=True)) or None, fmt="o", capsize=3)
+    for place, (_, speed, memory) in enumerate(found):
+        axes.annotate(f"  {memory / GB:.2f} GB", (speed.high, place), va="center", fontsize="small")
+    axes.set_yticks(range(len(found)), [name for name, *_ in found])
+    axes.set_title(title, loc="left", fontsize="medium")
+    axes.set_xlabel("tokens/s, with 95% intervals")
+    axes.margins(x=0.2)
+    for waterfall in beside:
+        gains = [after - before for before, after in pairwise([0.0, *reached])]
+        colours = ["C3" if gain < 0 else "C2" for gain in gains]
+        bars = waterfall.barh(range(len(gains)), gains, left=[0.0, *reached[:-1]], color=colours)
+        waterfall.bar_label(bars, [f"{gain:+,.0f}" for gain in gains], padding=4)
+        waterfall.set_xlabel("tokens/s that each rung adds")
+        waterfall.set_xlim(right=1.2 * max(reached))
+    axes.invert_yaxis()
+    return figure
+
+
 MOST_PLACES = 20
 
 
 def _leaderboard(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure:
-    """The fastest candidates with the 95% intervals of their speeds, the winner at the top, and the control."""
-    figure, axes = _figure("Leaderboard", "tokens/s, with 95% intervals", "")
+    """The fastest candidates, and the control."""
     ranked = rank(rows)
-    shown = ranked[:MOST_PLACES]
-    speeds = [entry.speed.middle for entry in shown]
-    below = [entry.speed.middle - entry.speed.low for entry in shown]
-    above = [entry.speed.high - entry.speed.middle for entry in shown]
-    axes.errorbar(speeds, range(len(shown)), xerr=[below, above], fmt="o", capsize=3)
-    axes.set_yticks(range(len(shown)), [memory.space.label(entry.candidate) for entry in shown])
-    axes.invert_yaxis()
+    best = [(memory.space.label(entry.candidate), entry.speed, entry.memory) for entry in ranked[:MOST_PLACES]]
+    figure = speeds("Leaderboard", best)
     for entry in ranked:
         if entry.candidate == memory.space.control:
-            axes.axvline(entry.speed.middle, color="grey", linestyle="--", label="control")
-            axes.legend(fontsize="small")
+            figure.axes[0].axvline(entry.speed.middle, color="grey", linestyle="--", label="control")
+            figure.axes[0].legend(fontsize="small")
     return figure
+
+
+def losses(title: str, runs: Sequence[tuple[str, TrialRow]], controls: Sequence[TrialRow]) -> Figure:
+    """Training loss against tokens seen, one line per run, and the band of the ``controls``."""
+    figure, axes = _figure(title, "training tokens", "training loss, nats per token")
+    for number, (name, row) in enumerate(runs):
+        style = ("-", "--", ":")[number // 10 % 3]  # there are ten colours
+        axes.plot(*zip(*row.curve, strict=True), style, linewidth=1, label=name)
+    seen, low, high = zip(*band([row.curve for row in controls]), strict=True)
+    axes.fill_between(seen, low, high, color="grey", alpha=0.4, linewidth=0, label="control, all runs")
+    axes.legend(fontsize="x-small")
+    return figure
+
+
+def band(controls: Sequence[Curve]) -> list[tuple[int, float, float]]:
+    """Tokens seen, and the lowest and the highest loss of the ``controls`` there, as far as all of them ran."""
+    return [
+        (points[0][0], min(loss for _, loss in points), max(loss for _, loss in points))
+        for points in zip(*controls, strict=False)
+    ]
 
 
 def _memory(rows: Sequence[TrialRow], curves: Curves, tried: Sequence[Combination]) -> Figure:
@@ -127,13 +170,8 @@ def _pareto(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure:
 def _progress(rows: Sequence[TrialRow]) -> Figure:
     """The best so far against the seconds spent."""
     figure, axes = _figure("Best so far", "device seconds spent, start-up included", "tokens/s")
-    spent, best, points = 0.0, 0.0, []
-    for row in rows:
-        spent += row.seconds
-        if row.outcome == "ok" and row.stage != "confirm":
-            best = max(best, row.tokens_per_second or 0.0)
-        points.append((spent, best))
-    axes.step([x for x, _ in points], [y for _, y in points], where="post")
+    speeds = ((row.outcome == "ok" and row.stage != "confirm" and row.tokens_per_second) or 0.0 for row in rows)
+    axes.step(list(accumulate(row.seconds for row in rows)), list(accumulate(speeds, max)), where="post")
     return figure
 
 
@@ -146,9 +184,7 @@ def _deltas(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure | None:
     near = [knobs for knobs in memory.space.neighbours(control) if knobs in best]
     if control not in best or not near:
         return None
-    figure, axes = _figure(
-        "One knob at a time, each at its best size", "change of speed against the control's knobs", ""
-    )
+    figure, axes = _figure("One knob at a time, each at its best size", "change of speed against the control's knobs")
     names = [memory.space.knobs_label(knobs) for knobs in near]
     axes.barh(names, [100 * (best[knobs] / best[control] - 1) for knobs in near])
     axes.xaxis.set_major_formatter("{x:+.0f}%")

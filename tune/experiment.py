@@ -1,10 +1,10 @@
 """What a search and a ladder have in common: trials in one folder, each decided from the rows of those before it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from infra.console import console
 from infra.storage import write_text
@@ -18,6 +18,9 @@ from tune.device import Machine, trial_resources
 from tune.folder import TRIALS
 from tune.trial.row import TrialRow
 from tune.trial.run import Request
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -128,17 +131,14 @@ class Experiment(ABC):
         """What each trial asks the connected Ray for."""
         return trial_resources(self.training, use_gpu=self.device == "cuda")
 
-    def send(self, *names: str) -> None:
-        """Send files of the folder to the place; nothing to do where that is the folder itself."""
-        self.working_copy.send(*names)
-
-    def publish(self, told: Report, files: Sequence[Path], tracker: Tracker) -> None:
-        """Print what was found, and keep it and ``files`` of the folder with the place and in MLflow."""
-        summary = self.folder / "summary.md"
-        write_text(summary, told.markdown())
+    def publish(self, told: Report, files: Sequence[str], figures: Mapping[str, "Figure"], tracker: Tracker) -> None:
+        """Print what was found, and keep it, ``files`` of the folder and ``figures`` with the place and in MLflow."""
+        write_text(self.folder / "summary.md", told.markdown())
+        for name, figure in figures.items():
+            figure.savefig(self.folder / f"{name}.png", dpi=120)
         tracker.note(told.markdown())
-        for path in (summary, *files):
-            tracker.file(path)
-            self.send(path.name)
+        for name in ("summary.md", *files, *(f"{name}.png" for name in figures)):
+            tracker.file(self.folder / name)
+            self.working_copy.send(name)
         told.show()
         console.print(f"tables, charts and every trial: {self.place}", markup=False)

@@ -205,7 +205,7 @@ class Proposals(Searcher):
         since = time.monotonic()
         while True:
             try:
-                return self.experiment.send(f"{TRIALS}/{row.key}.txt", f"{TRIALS}/{row.key}.json")
+                return self.experiment.working_copy.send(f"{TRIALS}/{row.key}.txt", f"{TRIALS}/{row.key}.json")
             except UserError as failure:
                 if time.monotonic() - since > STORAGE_PATIENCE:
                     raise

@@ -3,7 +3,6 @@
 import csv
 import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from infra.console import console
@@ -57,17 +56,14 @@ def publish(search: Search, rows: Sequence[TrialRow], tracker: Tracker) -> bool:
     """
     compared = scaled_to_first_node(rows)
     tracker.metrics(shown(summary_metrics(search, rows), SEARCH_METRICS))
-    files = write_files(search, rows)
-    for name, figure in charts.draw(compared, search.memory).items():
-        files.append(search.folder / f"{name}.png")
-        figure.savefig(files[-1], dpi=120)
     tracker.tags({"study": search.study})
     places = {
         candidate: " ".join([f"{number:02d}", *words])  # which sorts as text
         for number, (candidate, words) in enumerate(remarks(search.space, rank(compared)).items(), 1)
     }
     show_places(tracker.key, {row.key: places.get(row.candidate, "no place") for row in compared})
-    search.publish(search_report(search, compared), files, tracker)
+    told, figures = search_report(search, compared), charts.draw(compared, search.memory)
+    search.publish(told, write_files(search, rows), figures, tracker)
     return bool(rank(compared))
 
 
@@ -255,16 +251,15 @@ def summary_metrics(search: Search, rows: Sequence[TrialRow]) -> dict[str, float
     }
 
 
-def write_files(search: Search, rows: Sequence[TrialRow]) -> list[Path]:
-    """Write trials.csv, with ``rows`` as they were measured, and, if something fits, best.json; returns their paths."""
-    table, best = search.folder / "trials.csv", search.folder / "best.json"
-    write_text(table, csv_text(rows))
+def write_files(search: Search, rows: Sequence[TrialRow]) -> list[str]:
+    """Write trials.csv, with ``rows`` as they were measured, and, if something fits, best.json; returns their names."""
+    write_text(search.folder / "trials.csv", csv_text(rows))
     winner = best_json(search, scaled_to_first_node(rows))
     if winner is None:
-        best.unlink(missing_ok=True)
-        return [table]
-    write_json(best, winner)
-    return [table, best]
+        (search.folder / "best.json").unlink(missing_ok=True)
+        return ["trials.csv"]
+    write_json(search.folder / "best.json", winner)
+    return ["trials.csv", "best.json"]
 
 
 START_SECONDS = 10.0

@@ -168,9 +168,9 @@ def test_a_search_that_lost_its_winner_leaves_none(tmp_path: Path) -> None:
     """As one that is resumed with a row less may."""
     search = replace(SEARCH, place=StorageDir.of(tmp_path))
     won = [tmp_path / name for name in ("trials.csv", "best.json")]
-    assert write_files(search, [row(4, speed=100.0)]) == won
+    assert write_files(search, [row(4, speed=100.0)]) == [path.name for path in won]
     assert all(path.stat().st_size for path in won)
-    assert write_files(search, [row(4, "oom")]) == won[:1]
+    assert write_files(search, [row(4, "oom")]) == ["trials.csv"]
     assert not won[1].exists()
 
 

@@ -1,4 +1,4 @@
-"""A ladder for people: a line per run; at the end a report, charts and files; two ladders side by side."""
+"""What a person gets of a ladder at its end: a report, charts and files; and two ladders side by side."""
 
 import json
 from collections.abc import Sequence
@@ -13,12 +13,13 @@ from infra.storage_dir import StorageDir
 from infra.table import Part, Report, listed
 from infra.tracking.tracker import Tracker
 from train.config import TrainConfig
+from train.intervals import Estimate
+from tune import charts
 from tune.suite import study
-from tune.suite.charts import band, loss_chart, speed_chart
 from tune.suite.published import NAME
-from tune.suite.runs import Ladder
-from tune.suite.standings import closing, legend, loss_curve, opening_lines, parts, standings
-from tune.trial.row import TrialRow, measured
+from tune.suite.runs import Ladder, Measured
+from tune.suite.standings import closing, legend, opening_lines, parts, standings
+from tune.trial.row import TrialRow, flat_row, measured
 
 
 def publish(
@@ -30,53 +31,54 @@ def publish(
     """
     suite, folder, out = ladder.suite, ladder.folder, ladder.place.parent
     controls, rungs = ladder.measured(rows)
-    ran = [run for run in (controls[0], *rungs) if run.row and run.config and run.speed]
-    assert controls[0].row is not None, "a baseline without a speed ends its ladder"
-    device = controls[0].row.device or ladder.device
     found = standings(controls, rungs, out)
-    speeds = [control.speed.middle for control in controls if control.speed]
+    ran = [(rung, rung.row, rung.speed) for rung in found if rung.row and rung.speed]
+    base, fastest = ran[0], max(ran, key=lambda each: each[2].middle)
+    device = base[1].device or ladder.device
+    repeated = [control.row for control in controls if control.row]
+    speeds = [row.speed.middle for row in repeated if row.speed]
     kept = {
         "name": ladder.place.name, "device": device, "commit": provenance.commit(), "suite": suite.name,
-        "controls": speeds, "rows": [asdict(row) for row in found],
+        "controls": speeds, "rows": list(map(as_json, found)),
     }  # fmt: skip
     write_json(folder / "standings.json", kept)
-    fastest = max(ran, key=lambda run: run.speed.middle if run.speed else 0.0)
-    if fastest.config and fastest.row:
-        write_json(folder / "best.json", best_json(fastest.config, fastest.row))
+    write_json(folder / "best.json", best_json(*fastest))
     pieces = [closing(suite, found), listed(legend(suite, found, speeds)), *parts(suite, found)]
     if before == NAME:
-        compared, said = study.compare(found, {run.name: run.config for run in ran if run.config})
+        compared, said = study.compare(found)
         pieces += [*compared, *said]
     elif isinstance(before, dict):
-        heading, *lines = comparison(before, kept)
-        pieces.append(Part("Compared with the other ladder", heading, lines))
-    told = Report(opening_lines(suite, found, device, ladder.place / "best.json"), pieces)
+        pieces.append(comparison(before, kept))
     title = f"{suite.title}; {device}"
-    losses = {run.name: loss_curve(run.row) for run in ran if run.row}
-    varied = band([loss_curve(run.row) for run in controls if run.row])
-    charts = [
-        speed_chart(found, title, folder / "speed.png", cumulative=suite.cumulative),
-        loss_chart(losses, varied, title, folder / "loss.png"),
-    ]
-    ladder.publish(told, [folder / "standings.json", folder / "best.json", *charts], tracker)
-    best = max((row for row in found if row.total), key=lambda row: row.speed or 0.0, default=None)
-    tracker.metrics(
-        {
-            "result/baseline_tokens_per_second": found[0].speed,
-            "result/best_tokens_per_second": best and best.speed,
-            "result/best_over_baseline": best and best.total and best.total.ratio,
-        }
-    )
+    reached = [base[2].middle * (rung.total.ratio if rung.total else 1.0) for rung, *_ in ran] * suite.cumulative
+    figures = {
+        "speed": charts.speeds(title, [(rung.name, speed, row.memory or 0) for rung, row, speed in ran], reached),
+        "loss": charts.losses(title, [(rung.name, row) for rung, row, _ in ran], repeated),
+    }
+    told = Report(opening_lines(suite, found, device, ladder.place / "best.json"), pieces)
+    ladder.publish(told, ["standings.json", "best.json"], figures, tracker)
+    numbers = {"result/baseline_tokens_per_second": base[2].middle}
+    if gains := [(speed.middle, rung.total.ratio) for rung, _, speed in ran if rung.total]:
+        best, gain = max(gains)
+        numbers |= {"result/best_tokens_per_second": best, "result/best_over_baseline": gain}
+    tracker.metrics(numbers)
     return True
 
 
-def best_json(config: TrainConfig, row: TrialRow) -> dict[str, Any]:
+def as_json(rung: Measured) -> dict[str, Any]:
+    """What standings.json keeps of a rung."""
+    own = {name: value for name, value in asdict(rung).items() if name not in ("row", "config")}
+    own |= {"batch": rung.batch, "speed": rung.speed and rung.speed.middle, "ceiling": rung.ceiling}
+    return (flat_row(rung.row) if rung.row else {}) | own
+
+
+def best_json(rung: Measured, row: TrialRow, speed: Estimate) -> dict[str, Any]:
     """The fastest rung as a search writes its winner: the config without the ladder's length, and its measurements."""
-    usual = TrainConfig()
+    usual, config = TrainConfig(), rung.config
+    assert config is not None, "it has run"
     ends = {} if config.stream else {"steps": None, "time_budget": None}  # a stream has no end of its own
     whole = replace(config, within=None, cycle=usual.cycle, keep_checkpoints=usual.keep_checkpoints, **ends)
-    assert row.speed is not None, "the fastest has a speed"
-    return {"config": whole.to_json(), "measured": measured(row.speed, row.memory, [row])}
+    return {"config": whole.to_json(), "measured": measured(speed, row.memory, [row])}
 
 
 def load(text: str, out: str) -> dict[str, Any] | str:
@@ -99,15 +101,15 @@ def load(text: str, out: str) -> dict[str, Any] | str:
     raise UserError(f"--compare {text}: there is no finished ladder in {StorageDir.of(out) / text} or {text}.")
 
 
-def comparison(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Two ladders side by side, matched by the names of their rungs: the heading, then one line per rung."""
+def comparison(before: dict[str, Any], now: dict[str, Any]) -> Part:
+    """Two ladders side by side, matched by the names of their rungs."""
     others = {row["name"]: row["speed"] for row in before["rows"]}
-    lines: list[tuple[str, ...]] = [("rung", _whose(before), _whose(now), "ratio")]
+    lines = []
     for row in now["rows"]:
         speed, other = row["speed"], others.get(row["name"])
         ratio = f"{speed / other:.2f}x" if speed and other else "-"
         lines.append((row["name"], f"{other:,.0f}" if other else "-", f"{speed:,.0f}" if speed else "-", ratio))
-    return lines
+    return Part("Compared with the other ladder", ("rung", _whose(before), _whose(now), "ratio"), lines)
 
 
 def _whose(ladder: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ from train.intervals import Estimate
 from train.loop.memory_limit import UNMEASURED
 from train.model_config import format_model
 from train.resolve import resolve
+from tune.compare import Difference
 from tune.config import LadderConfig
 from tune.experiment import Experiment
 from tune.space import Candidate
@@ -71,24 +72,49 @@ class NotRun(Exception):
 
 @dataclass(frozen=True)
 class Measured:
-    """A rung or a control that was run, or the reason why it was not."""
+    """A rung or a control: its run and, once all have run, how it compares; or the reason why it has no speed."""
 
     name: str
-    config: TrainConfig | None = None
-    row: TrialRow | None = None
     reason: str = ""
     """Why it has no speed; empty when it has one."""
+    row: TrialRow | None = None
+    config: TrainConfig | None = None
     changes_numerics: bool = False
     """Whether its loss may differ from that of the rung before."""
     too_large: tuple[int, ...] = ()
     """Larger micro-batches that were predicted to fit the memory limit, and did not."""
     held_out: tuple[tuple[float, float], ...] = ()
     """Validation losses of the rung before and of this one, for each seed, where seeds are compared."""
+    step: Difference | None = None
+    """Over the rung before, each relative to the controls around it."""
+    total: Difference | None = None
+    """Over the baseline."""
+    matmul_rate: float | None = None
+    """FLOP/s at its precision that the doctor measured on its machine."""
+    loss: float | None = None
+    """Mean training loss over the last fifth of the tokens that every rung has seen."""
 
     @property
     def speed(self) -> Estimate | None:
-        """Tokens per second, if it has a speed."""
-        return self.row.speed if self.row else None
+        return self.row and self.row.speed
+
+    @property
+    def memory(self) -> int | None:
+        return self.row and self.row.memory
+
+    @property
+    def batch(self) -> str:
+        """Micro-batch, accumulation if any, and in brackets the batch that was predicted to fit and did not."""
+        if self.config is None:
+            return ""
+        size, accumulation = self.config.micro_batch, self.config.accumulation
+        return f"{size}{f' x {accumulation}' * (accumulation > 1)}" + "".join(f" ({n})" for n in self.too_large[:1])
+
+    @property
+    def ceiling(self) -> float | None:
+        """Fraction of the matmul rate that its arithmetic is."""
+        flops = self.row and self.row.flops_per_second
+        return flops / self.matmul_rate if flops and self.matmul_rate else None
 
 
 @dataclass(frozen=True)
@@ -301,7 +327,7 @@ class Climb:
         if row is None:
             raise NotRun(run)
         reason = "" if row.speed else f"{row.outcome}: {row.reason}" if row.outcome in TOO_LARGE else row.reason
-        return Measured(rung.name, config, row, reason.rstrip("."), rung.changes_numerics)
+        return Measured(rung.name, reason.rstrip("."), row, config, rung.changes_numerics)
 
 
 def refuse_several(config: TrainConfig) -> None:

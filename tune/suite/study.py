@@ -7,49 +7,43 @@ study's figure and the one measured here; and sentences.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from infra.table import Part
 from train.config import TrainConfig
 from train.estimate.memory import predict_peak
 from train.model_config import format_model
 from tune.suite.published import A100_MATMUL, FIVE_MINUTES, GIB, STUDY, deviations, kinds, studied, textbook
-from tune.suite.runs import SAME_BATCH
-from tune.suite.standings import Part, Row, three_digits
+from tune.suite.runs import SAME_BATCH, Measured
+from tune.suite.standings import three_digits
 
 
-def compare(rows: Sequence[Row], configs: Mapping[str, TrainConfig]) -> tuple[list[Part], list[str]]:
-    """The tables of memory and speed, and what they show. ``configs`` are those of the rows that ran, by name."""
+def compare(rows: Sequence[Measured]) -> tuple[list[Part], list[str]]:
+    """The tables of memory and speed, and what they show."""
+    configs = {row.name: row.config for row in rows if row.config}
     others = {name: found for name in STUDY if name in configs and (found := deviations(name, configs[name]))}
     rows = [replace(row, matmul_rate=None) if row.name in others else row for row in rows]  # with nothing to expect
     here = {row.name: row for row in rows}
     first = STUDY["baseline"].speed
-    speed: list[tuple[str, ...]] = []
+    lines: list[tuple[str, ...]] = []
     study_before = row_before = None
-    scaled = dict(expected(rows))
+    scaled = expected(rows)
     for name, published in STUDY.items():
-        row = here.get(name, Row(name))
-        total = _ratio(row)
+        row = here.get(name, Measured(name))
+        speed, total = row.speed and row.speed.middle, _ratio(row)
         step = total / row_before if total and row_before else None
-        speed.append(
-            (
-                name,
-                _pair(published.speed, row.speed, "{:,.0f}"),
-                _pair(study_before and published.speed / study_before, step, "{:.2f}x") if study_before else "",
-                _pair(published.speed / first, total, "{:.2f}x"),
-                _pair(
-                    _millions(published.seen or published.speed * FIVE_MINUTES), row.speed and _reached(row.speed), "{}"
-                ),
-                f"{row.speed / scaled[name]:.0%}" if row.speed and name in scaled else "-",
-            )
-        )
+        tokens = published.seen or published.speed * FIVE_MINUTES, speed and speed * FIVE_MINUTES
+        reached, here_reached = (each and three_digits(each / 1e6) for each in tokens)
+        lines.append((
+            name,
+            _pair(published.speed, speed, "{:,.0f}"),
+            _pair(published.speed / study_before, step, "{:.2f}x") if study_before else "",
+            _pair(published.speed / first, total, "{:.2f}x"),
+            _pair(reached, here_reached, "{}"),
+            f"{speed / scaled[name]:.0%}" if speed and name in scaled else "-",
+        ))  # fmt: skip
         study_before, row_before = published.speed, total
-    parts = [
-        memory(here),
-        Part(
-            "Speed: the study / here, - where it was not measured",
-            ("rung", "tokens/s", "step", "total", "M tokens in 5 min", "of expected"),
-            speed,
-        ),
-    ]
-    return parts, [MEMORY, *_caveats(configs["baseline"], others), verdict(rows), _last(rows)]
+    heading = ("rung", "tokens/s", "step", "total", "M tokens in 5 min", "of expected")
+    tables = [memory(here), Part("Speed: the study / here, - where it was not measured", heading, lines)]
+    return tables, [MEMORY, *_caveats(configs["baseline"], others), verdict(rows), _last(rows)]
 
 
 MEMORY = (
@@ -60,7 +54,7 @@ MEMORY = (
 """What the columns of :func:`memory` are."""
 
 
-def memory(here: Mapping[str, Row]) -> Part:
+def memory(here: Mapping[str, Measured]) -> Part:
     """The study's memory beside that of a textbook's loop, the prediction, and what the rows ``here`` measured, if any.
 
     A rung whose batch the study raised has a line before, at the batch of the rung before it.
@@ -76,7 +70,7 @@ def memory(here: Mapping[str, Row]) -> Part:
                 continue
             predicted = predict_peak(replace(config, micro_batch=size, global_batch=size)).total / GIB
             line = rung, f"{size}", *(f"{number:.1f}" for number in (gib, needed[rung], predicted))
-            row = here.get(rung, Row(rung))
+            row = here.get(rung, Measured(rung))
             measured = f"{row.memory / GIB:.1f}" if row.memory else "-"
             lines.append((*line, measured, row.batch or "-") if here else line)
         batch = published.batch
@@ -84,19 +78,19 @@ def memory(here: Mapping[str, Row]) -> Part:
     return Part("Memory in GiB on an A100", heading, lines)
 
 
-def expected(rows: Sequence[Row]) -> list[tuple[str, float]]:
-    """The study's speeds scaled to this machine, by the matmul rates of both, where ours is known: (rung, tokens/s)."""
+def expected(rows: Sequence[Measured]) -> dict[str, float]:
+    """The study's tokens/s scaled to this machine by the matmul rates of both, by rung, where ours is known."""
     precision = kinds()
-    return [
-        (row.name, STUDY[row.name].speed * row.matmul_rate / A100_MATMUL[precision[row.name]])
+    return {
+        row.name: STUDY[row.name].speed * row.matmul_rate / A100_MATMUL[precision[row.name]]
         for row in rows
         if row.name in STUDY and row.matmul_rate
-    ]
+    }
 
 
-def verdict(rows: Sequence[Row]) -> str:
+def verdict(rows: Sequence[Measured]) -> str:
     """The rung at which the machine of ``rows`` falls behind the study's, scaled by the measured matmul rate."""
-    scaled = dict(expected(rows))
+    scaled = expected(rows)
     if not scaled:
         return (
             "How much of the study's speed this machine should reach is not known without its matmul rate: run "
@@ -107,24 +101,17 @@ def verdict(rows: Sequence[Row]) -> str:
         "Expected is the study's speed scaled by the matmul rate that infra.doctor measured here, up to "
         f"{fastest:,.3g} TFLOP/s, over that of an A100, {A100_MATMUL['bf16'] / 1e12:,.0f} in 16 bits."
     )
-    behind = [row for row in rows if row.speed and row.high and row.high < scaled.get(row.name, 0.0)]
-    if not behind:
-        return f"{base} This machine falls behind at no rung."
-    first = behind[0]
-    share = (first.speed or 0.0) / scaled[first.name]
-    return f"{base} This machine falls behind first at {first.name!r}, with {share:.0%} of the expected speed."
+    for row in rows:
+        if row.speed and row.speed.high < scaled.get(row.name, 0.0):
+            share = row.speed.middle / scaled[row.name]
+            return f"{base} This machine falls behind first at {row.name!r}, with {share:.0%} of the expected speed."
+    return f"{base} This machine falls behind at no rung."
 
 
-def _last(rows: Sequence[Row]) -> str:
-    ran = [row for row in rows if row.total]
+def _last(rows: Sequence[Measured]) -> str:
     published = STUDY["data-loading workers"].speed / STUDY["baseline"].speed
-    if not ran:
-        return f"The study's last rung is {published:.1f} times its first."
-    total = ran[-1].total
-    assert total is not None
-    return (
-        f"The study's last rung is {published:.1f} times its first; here {ran[-1].name!r} is {total.ratio:.1f} times."
-    )
+    here = [f"; here {row.name!r} is {row.total.ratio:.1f} times" for row in rows if row.total]
+    return f"The study's last rung is {published:.1f} times its first{''.join(here[-1:])}."
 
 
 def _caveats(baseline: TrainConfig, others: Mapping[str, list[str]]) -> list[str]:
@@ -142,16 +129,7 @@ def _caveats(baseline: TrainConfig, others: Mapping[str, list[str]]) -> list[str
     return said
 
 
-def _reached(speed: float) -> str:
-    """Millions of tokens in five minutes at this speed."""
-    return _millions(speed * FIVE_MINUTES)
-
-
-def _millions(tokens: float) -> str:
-    return three_digits(tokens / 1e6)
-
-
-def _ratio(row: Row) -> float | None:
+def _ratio(row: Measured) -> float | None:
     """Speed over the baseline's, relative to the controls around the rung."""
     return 1.0 if row.name == "baseline" else row.total and row.total.ratio
 

@@ -49,6 +49,10 @@ class Proposal:
         return f"m{self.candidate.micro_batch}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
+Curve = list[tuple[int, float]]
+"""Tokens seen and training loss, in nats per token, after every step."""
+
+
 @strict
 @dataclass(frozen=True)
 class TrialRow:
@@ -112,6 +116,10 @@ class TrialRow:
         if self.tokens_per_second and self.low and self.high:
             return Estimate(self.tokens_per_second, self.low, self.high)
         return None
+
+    @property
+    def curve(self) -> Curve:
+        return [(self.step_tokens * step, loss) for step, loss in enumerate(self.losses, 1)]
 
 
 def write_row(folder: Path, row: TrialRow) -> None:

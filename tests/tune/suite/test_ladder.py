@@ -382,8 +382,9 @@ def test_two_ladders_stand_side_by_side_with_their_commits() -> None:
 
     before = ladder("old", "0123456789abcdef", baseline=100.0, compile=None)
     now = ladder("new", "", baseline=150.0, compile=300.0, flash=400.0)
-    assert report.comparison(before, now) == [
-        ("rung", "old (cpu, 012345678)", "new (cpu)", "ratio"),
+    told = report.comparison(before, now)
+    assert told.heading == ("rung", "old (cpu, 012345678)", "new (cpu)", "ratio")
+    assert told.lines == [
         ("baseline", "100", "150", "1.50x"),
         ("compile", "-", "300", "-"),
         ("flash", "-", "400", "-"),

@@ -326,7 +326,7 @@ def test_a_baseline_without_a_speed_says_what_to_do(base: TrainConfig, ladder_of
     assert request is not None
 
     def baseline(row: TrialRow) -> Measured:
-        return Measured("baseline", base, row, "" if row.speed else row.reason)
+        return Measured("baseline", "" if row.speed else row.reason, row, base)
 
     refuse_short(baseline(well(request, base)))
     with pytest.raises(UserError, match=r"^7 steps in 3\.0s .* a rung needs 8 steps, here --time-budget 4s or more"):

@@ -10,22 +10,17 @@ import pytest
 from infra.storage_dir import StorageDir
 from infra.units import GB
 from train.config import TrainConfig
+from tune.charts import band
 from tune.compare import Difference
 from tune.space import Candidate
-from tune.suite.charts import band
 from tune.suite.runs import Measured
 from tune.suite.standings import (
-    EQUAL_WORK_TITLE,
-    Row,
-    cells,
     closing,
     equal_work,
-    header,
     held_out,
     helps,
     legend,
     loss_at,
-    loss_curve,
     opening_lines,
     parts,
     standings,
@@ -40,16 +35,17 @@ FLAT = replace(CUMULATIVE, cumulative=False)
 
 
 def measured(
-    name: str, speed: float, *, step_tokens: int = 32, reach: float = 10.0, attention: str = "flash", **changes: Any
+    name: str, speed: float, batch: int = 4, reach: float = 10.0, gigabytes: float = 2.0, **changes: Any
 ) -> Measured:
-    """A run of ten steps, whose loss at each step is its number."""
-    config = replace(TrainConfig(global_batch=8, micro_batch=4, device="cpu", precision="fp32"), **changes)
+    """A rung of ten steps, whose loss at each step is its number; ``changes`` are of its row or of the rung."""
+    config = TrainConfig(global_batch=changes.pop("global_batch", batch), micro_batch=batch, device="cpu")
     row = TrialRow(
-        name, 1, "rung", 0, Candidate(4), 2, "ok", "", 1.0, predicted_memory=1.5 * GB, tokens_per_second=speed,
-        low=speed - reach, high=speed + reach, memory=2 * GB, node="w1", step_tokens=step_tokens,
-        losses=[float(step) for step in range(1, 11)], attention=attention,
+        name, 1, "rung", 0, Candidate(batch), 2, "ok", "", 1.0, tokens_per_second=speed, low=speed - reach,
+        high=speed + reach, memory=round(gigabytes * GB), node="w1", step_tokens=32, attention="flash",
+        losses=[float(step) for step in range(1, 11)],
     )  # fmt: skip
-    return Measured(name, config, row)
+    of_row = {field: changes.pop(field) for field in [*changes] if field in TrialRow.__annotations__}
+    return Measured(name, row=replace(row, **of_row), config=config, **changes)
 
 
 def test_a_ladder_is_told_in_five_lines() -> None:
@@ -69,11 +65,11 @@ def test_each_rung_is_compared_with_its_own_controls(tmp_path: Path) -> None:
     controls = [measured("baseline", 1000), measured("control-1", 1000), measured("control-2", 2000)]
     rungs = [
         measured("first", 3000, step_tokens=64),
-        Measured("refused", reason="no such GPU"),
-        replace(measured("second", 2000, global_batch=4), changes_numerics=True),
+        Measured("refused", "no such GPU"),
+        measured("second", 2000, changes_numerics=True),
     ]
     base, first, refused, second = standings(controls, rungs, StorageDir.of(tmp_path))
-    assert refused == Row("refused", "no such GPU")
+    assert refused == Measured("refused", "no such GPU")
     assert (base.name, base.step, base.total) == ("baseline", None, None)
     assert first.total is not None
     assert second.total is not None
@@ -82,22 +78,14 @@ def test_each_rung_is_compared_with_its_own_controls(tmp_path: Path) -> None:
     assert first.total.ratio == pytest.approx(3)
     assert second.total.ratio == pytest.approx(2**0.5), "over the controls around it"
     assert second.step.ratio == pytest.approx(2**0.5 / 3)
-    assert (base.batch, second.batch) == ("4 x 2", "4")
-    assert (base.memory, base.predicted_memory) == (2 * GB, 3 * GB // 2)
-    assert (base.speed, base.low, base.high) == (1000, 990, 1010)
-    assert base.step_seconds == 32 / 1000
-    assert first.step_seconds == 64 / 3000
     assert (base.loss, first.loss) == (9.5, 5.0), "of the last fifth before the 320 tokens that all have seen"
     assert (first.changes_numerics, second.changes_numerics) == (False, True)
-    assert {row.attention for row in (base, first, refused, second)} == {""}, "all ran the same kernel"
-    other = standings(controls[:2], [measured("first", 3000, attention="cudnn")], StorageDir.of(tmp_path))
-    assert [row.attention for row in other] == ["flash", "cudnn"]
 
 
 def test_losses_at_equal_tokens_are_those_of_the_last_fifth() -> None:
     row = measured("one", 1000).row
     assert row is not None
-    assert loss_curve(row)[:2] == [(32, 1.0), (64, 2.0)]
+    assert row.curve[:2] == [(32, 1.0), (64, 2.0)]
     assert [loss_at(row, tokens) for tokens in (320, 160, 31)] == [9.5, 5.0, None]
 
 
@@ -115,40 +103,44 @@ def test_a_ratio_that_may_be_none_is_in_brackets() -> None:
 
 
 ROWS = [
-    Row("baseline", batch="4", memory=10 * GB, speed=1000.0, low=990.0, high=1003.0, step_seconds=0.25),
-    Row("first", batch="2", memory=9 * GB, predicted_memory=17 * GB // 2, speed=1500.0, low=1490.0, high=1510.0,
-        step_seconds=0.125, step=Difference(1.5, 1.4, 1.6), total=Difference(1.5, 1.4, 1.6), mfu=0.5, loss=3.25,
-        attention="flash", changes_numerics=True),
-    Row("refused", "no such GPU"),
-    Row("second", batch="2", memory=199 * GB // 20, speed=1500.0, low=1490.0, high=1510.0, step_seconds=0.125,
-        step=Difference(1.0, 0.9, 1.1), total=Difference(1.5, 1.2, 1.9, control_width=0.4)),
+    measured("baseline", 1000.0, gigabytes=10, low=990.0, high=1003.0, step_tokens=250),
+    measured("first", 1500.0, 2, gigabytes=9, predicted_memory=8.5 * GB, step=Difference(1.5, 1.4, 1.6),
+             total=Difference(1.5, 1.4, 1.6), mfu=0.5, flops_per_second=1e12, loss=3.25, changes_numerics=True),
+    Measured("refused", "no such GPU"),
+    measured("second", 1500.0, 2, gigabytes=9.95, step=Difference(1.0, 0.9, 1.1), attention="cudnn",
+             total=Difference(1.5, 1.2, 1.9, control_width=0.4)),
 ]  # fmt: skip
 
 
 def test_a_row_is_told_under_its_headings() -> None:
-    base, first, refused, second = (dict(zip(header(CUMULATIVE), cells(row, CUMULATIVE), strict=True)) for row in ROWS)
+    told = closing(CUMULATIVE, ROWS)
+    base, first, refused, second = (dict(zip(told.heading, line, strict=True)) for line in told.lines)
     assert first == {
         "rung": "first*", "batch": "2", "tokens/s": "1,500", "±": "10", "step": "1.50x ±7%", "total": "1.50x ±7%",
-        "s per step": "0.125", "GB": "9.00", "predicted": "8.50", "loss": "3.250", "attention": "flash",
+        "s per step": "0.0213", "GB": "9.00", "predicted": "8.50", "loss": "3.250", "attention": "flash",
     }  # fmt: skip
     assert (base["tokens/s"], base["±"]) == ("1,000", "10"), "the wider side"
     assert (base["GB"], base["predicted"]) == ("10.00", "-")
     assert set(refused.values()) == {"refused", ""}
     assert (second["step"], second["total"]) == ("(1.00x)", "(1.50x)")
-    assert dict(zip(header(FLAT), cells(ROWS[1], FLAT), strict=True))["step"] == "", "each is over the baseline"
 
 
 def test_a_column_that_is_empty_here_is_left_out() -> None:
-    assert closing(FLAT, [replace(row, loss=None, attention="") for row in ROWS]).heading == (
+    """Each rung is over the baseline, and all ran the same kernel of attention."""
+    assert closing(FLAT, [replace(row, loss=None) for row in ROWS[:3]]).heading == (
         "rung", "batch", "tokens/s", "±", "total", "s per step", "GB", "predicted",
     )  # fmt: skip
 
 
+def test_the_batch_is_shown_with_its_accumulation_and_with_one_that_did_not_fit() -> None:
+    shown = [measured("accumulated", 1.0, global_batch=8), measured("retried", 1.0, too_large=(64, 56))]
+    assert [rung.batch for rung in shown] == ["4 x 2", "4 (64)"]
+
+
 def test_the_closing_table_times_as_many_steps_as_the_study() -> None:
-    rows = [Row("baseline", memory=10 * GB, speed=1.0, low=1.0, high=1.0, step_seconds=0.25)]
     timed = {}
     for suite in SUITES.values():
-        shown = closing(suite, rows)
+        shown = closing(suite, ROWS[:1])
         timed[suite.name] = next(
             cell for cell in zip(shown.heading, shown.lines[0], strict=True) if cell[0][:2] == "s "
         )
@@ -169,78 +161,77 @@ def test_the_legend_says_how_sure_the_table_is() -> None:
 
 
 TWICE = [
-    Row("baseline", batch="28", memory=40 * GB, speed=100.0, low=99.0, high=101.0),
-    Row("compile, same batch", batch="28", memory=20 * GB, speed=200.0, low=199.0, high=201.0,
-        step=Difference(2.0, 1.9, 2.1), total=Difference(2.0, 1.9, 2.1)),
-    Row("compile", batch="48", memory=38 * GB, speed=220.0, low=219.0, high=221.0,
-        step=Difference(1.1, 1.05, 1.2), total=Difference(2.2, 2.1, 2.3), changes_numerics=True),
-    Row("flash, same batch", batch="48", memory=19 * GB, speed=440.0, low=439.0, high=441.0,
-        step=Difference(2.0, 1.9, 2.1), total=Difference(4.4, 4.1, 4.6)),
-    Row("flash", "oom"),
+    measured("baseline", 100.0, 28, gigabytes=40),
+    measured("compile, same batch", 200.0, 28, gigabytes=20, step=Difference(2.0, 1.9, 2.1),
+             total=Difference(2.0, 1.9, 2.1)),
+    measured("compile", 220.0, 48, gigabytes=38, step=Difference(1.1, 1.05, 1.2), total=Difference(2.2, 2.1, 2.3),
+             changes_numerics=True),
+    measured("flash, same batch", 440.0, 48, gigabytes=19, step=Difference(2.0, 1.9, 2.1),
+             total=Difference(4.4, 4.1, 4.6)),
+    Measured("flash", "oom"),
 ]  # fmt: skip
 
 
 def test_a_rung_with_a_larger_batch_shows_both() -> None:
     """First the memory that the change frees and the speed that it gains at equal work, then what the batch adds."""
-    assert equal_work(TWICE, cumulative=True) == [
+    assert equal_work(TWICE, cumulative=True).lines == [
         ("compile", "28", "-50%", "2.00x ±5%", "48", "+90%", "1.10x ±9%"),
         ("flash", "48", "-50%", "2.00x ±5%", "not run", "", ""),
     ]
-    failed = [TWICE[0], Row("refused", "no such GPU"), *TWICE[1:]]
+    failed = [TWICE[0], Measured("refused", "no such GPU"), *TWICE[1:]]
     assert equal_work(failed, cumulative=True) == equal_work(TWICE, cumulative=True), "over what ran before"
-    (_, *over_baseline) = equal_work(TWICE, cumulative=False)[1]
+    (_, *over_baseline) = equal_work(TWICE, cumulative=False).lines[1]
     assert over_baseline[:3] == ["48", "-52%", "4.40x ±5%"]
-    assert [cells(row, CUMULATIVE)[:2] for row in TWICE[1:4]] == [
+    assert [tuple(line[:2]) for line in closing(CUMULATIVE, TWICE).lines[1:4]] == [
         ("compile", "28"),
         ("compile*", "48"),
         ("flash", "48"),
     ]
-    assert [part.title for part in parts(CUMULATIVE, TWICE)] == [EQUAL_WORK_TITLE]
-    assert EQUAL_WORK_TITLE not in [part.title for part in parts(CUMULATIVE, ROWS)]
+    assert parts(CUMULATIVE, TWICE) == [equal_work(TWICE, cumulative=True)]
+    assert equal_work(ROWS, cumulative=True) not in parts(CUMULATIVE, ROWS)
 
 
 def test_a_precision_is_judged_by_the_held_out_losses_of_all_seeds() -> None:
     """Student's interval of three paired differences: 4.303 standard errors."""
     rows = [
-        Row("baseline"),
-        Row("noise", held_out=((3.0, 3.01), (3.1, 3.09), (3.2, 3.21))),
-        Row("close", held_out=((3.0, 3.01), (3.1, 3.12), (3.2, 3.23))),
-        Row("worse, same batch", held_out=((3.0, 3.1), (3.1, 3.201), (3.2, 3.299))),
-        Row("better", held_out=((3.0, 2.9), (3.1, 2.999), (3.2, 3.101))),
-        Row("one seed", held_out=((3.0, 2.0),)),
+        Measured("baseline"),
+        Measured("noise", held_out=((3.0, 3.01), (3.1, 3.09), (3.2, 3.21))),
+        Measured("close", held_out=((3.0, 3.01), (3.1, 3.12), (3.2, 3.23))),
+        Measured("worse, same batch", held_out=((3.0, 3.1), (3.1, 3.201), (3.2, 3.299))),
+        Measured("better", held_out=((3.0, 2.9), (3.1, 2.999), (3.2, 3.101))),
+        Measured("one seed", held_out=((3.0, 2.0),)),
     ]
-    assert held_out(rows) == [
+    assert held_out(FLAT, rows).lines == [
         ("noise", "3.1033", "+0.0033 ±0.0287", "no difference seen"),
         ("close", "3.1200", "+0.0200 ±0.0248", "no difference seen"),
         ("worse", "3.2000", "+0.1000 ±0.0025", "higher"),
         ("better", "3.0000", "-0.1000 ±0.0025", "lower"),
     ]
     (part,) = [part for part in parts(replace(FLAT, seeds=3), [*ROWS, *rows[1:2]]) if "3 seeds" in part.title]
-    assert part.lines == held_out(rows[1:2])
+    assert part.lines == held_out(FLAT, rows[1:2]).lines
 
 
 def test_what_is_computed_again_counts_as_arithmetic_of_the_hardware() -> None:
-    plain = Row("plain", speed=1.0, flops_per_second=100e12, mfu=0.4, ceiling=0.5)
-    again = Row("checkpointing", speed=1.0, flops_per_second=80e12, mfu=0.32, hfu=0.4)
-    assert utilisation([plain, again, Row("refused", "oom")]) == [
+    plain = measured("plain", 1.0, flops_per_second=100e12, mfu=0.4, matmul_rate=200e12)
+    again = measured("checkpointing", 1.0, flops_per_second=80e12, mfu=0.32, hfu=0.4)
+    assert utilisation([plain, again, Measured("refused", "oom")]).lines == [
         ("plain", "100", "40.0%", "-", "50.0%"),
         ("checkpointing", "80", "32.0%", "40.0%", "-"),
     ]
-    assert utilisation([replace(plain, mfu=None, ceiling=None)]) == [], "a CPU that the doctor has not seen"
-    arithmetic = parts(FLAT, [*ROWS, plain])[-1]
+    assert not utilisation([measured("plain", 1.0, flops_per_second=1e9)]).lines, "a CPU that the doctor has not seen"
+    arithmetic = parts(FLAT, [ROWS[0], plain])[-1]
     assert ("plain", "100", "40.0%", "50.0%") in arithmetic.lines, "without an empty column"
 
 
 def test_what_helps_memory_and_what_helps_speed_is_said_with_its_number() -> None:
-    def row(name: str, gigabytes: float, ratio: float, spread: float, control_width: float = 0.0) -> Row:
+    def rung(name: str, gigabytes: float, ratio: float, spread: float, control_width: float = 0.0) -> Measured:
         total = Difference(ratio, ratio - spread, ratio + spread, control_width)
-        return Row(name, memory=round(gigabytes * GB), speed=1.0, total=total)
+        return measured(name, 1.0, gigabytes=gigabytes, total=total)
 
-    rows = [Row("baseline", memory=10 * GB), row("smaller", 6.0, 0.8, 0.1), row("faster", 9.99, 1.5, 0.1),
-            row("noise", 10.5, 1.1, 0.2), row("doubtful", 9.0, 3.81, 0.4, 1.7),
-            Row("refused", "no such GPU")]  # fmt: skip
+    rungs = [ROWS[0], rung("smaller", 6.0, 0.8, 0.1), rung("faster", 9.99, 1.5, 0.1), rung("noise", 10.5, 1.1, 0.2),
+             rung("doubtful", 9.0, 3.81, 0.4, 1.7), Measured("refused", "no such GPU")]  # fmt: skip
     assert ("first", "yes (-10.0%)", "yes (+50.0%)") in parts(FLAT, ROWS)[0].lines
-    assert helps(rows) == [
+    assert helps(rungs).lines == [
         ("smaller", "yes (-40.0%)", "no (-20.0%)"),
         ("faster", "no (-0.1%)", "yes (+50.0%)"),
         ("noise", "no (+5.0%)", "no (+10.0%)"),

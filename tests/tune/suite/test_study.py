@@ -2,32 +2,35 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from train.config import TrainConfig
 from tune.compare import Difference
+from tune.space import Candidate
 from tune.suite.published import A100_MATMUL, GIB, STUDY, kinds, studied, textbook
-from tune.suite.standings import Row
+from tune.suite.runs import Measured
 from tune.suite.study import compare, memory, verdict
 from tune.suite.suites import A100, apply
+from tune.trial.row import TrialRow
 
 ROOT = Path(__file__).parents[3]
-BASELINE = apply(TrainConfig(device="cuda", steps=10), A100.base)
-CONFIGS = dict(studied()) | {"baseline": BASELINE}
+CONFIGS = dict(studied()) | {"baseline": apply(TrainConfig(device="cuda", steps=10), A100.base)}
 
 
-def row(name: str, *, faster: float = 1.0, card: float = 1.0, **changes: object) -> Row:
+def row(name: str, *, faster: float = 1.0, card: float = 1.0, **changes: Any) -> Measured:
     """The study's rung ``name`` on a card that multiplies ``card`` times as fast, ``faster`` than that makes it."""
     published, rate = STUDY[name], card * A100_MATMUL[kinds()[name]]
     speed = published.speed * card * faster
     total = speed / (STUDY["baseline"].speed * card)
-    made = Row(
-        name, batch=str(published.batch), memory=round(published.gib * GIB), speed=speed, low=0.99 * speed,
-        high=1.01 * speed, total=None if name == "baseline" else Difference(total, 0.9 * total, 1.1 * total),
-        flops_per_second=0.5 * rate, ceiling=0.5, matmul_rate=rate,
+    trial = TrialRow(
+        name, 1, "rung", 0, Candidate(published.batch), 1, "ok", "", 1.0, memory=round(published.gib * GIB),
+        tokens_per_second=speed, low=0.99 * speed, high=1.01 * speed, node="w1",
     )  # fmt: skip
-    return replace(made, **changes)
+    made = Measured(name, row=trial, config=CONFIGS[name], matmul_rate=rate)
+    compared = None if name == "baseline" else Difference(total, 0.9 * total, 1.1 * total)
+    return replace(made, total=compared, **changes)
 
 
 def test_the_studys_rungs_are_those_of_the_suite() -> None:
@@ -42,7 +45,7 @@ def test_the_studys_rungs_are_those_of_the_suite() -> None:
 
 
 def test_the_study_agrees_with_itself() -> None:
-    (memory, speed), said = compare([row(name) for name in STUDY], CONFIGS)
+    (memory, speed), said = compare([row(name) for name in STUDY])
     assert memory.lines[0] == ("baseline", "28", "37.0", "37.0", "22.3", "37.0", "28")
     assert memory.lines[5] == ("compile, same batch", "32", "25.4", "26.9", "16.0", "-", "-")
     assert memory.lines[6] == ("compile", "48", "37.4", "37.2", "22.7", "37.4", "48")
@@ -56,7 +59,7 @@ def test_the_first_rung_that_is_too_slow_for_the_card_is_named() -> None:
     """A card that multiplies 2.9 times as fast should train 2.9 times as fast; faster than the study is not enough."""
     slow = {"compile": 0.8, "flash attention": 0.5}
     rows = [row(name, card=2.9, faster=slow.get(name, 1.0)) for name in STUDY]
-    _, speed = compare(rows, CONFIGS)[0]
+    _, speed = compare(rows)[0]
     assert [line[-1] for line in speed.lines][3:7] == ["100%", "80%", "50%", "100%"]
     assert "first at 'compile', with 80%" in verdict(rows)
     assert "786 TFLOP/s" in verdict(rows)
@@ -65,9 +68,10 @@ def test_the_first_rung_that_is_too_slow_for_the_card_is_named() -> None:
 
 
 def test_what_was_not_measured_is_left_open() -> None:
-    rows = [row("baseline"), replace(row("compile"), matmul_rate=None), Row("flash attention", "oom")]
-    rows.insert(1, replace(rows[1], name="compile, same batch", memory=20 * GIB))
-    (memory, speed), _ = compare(rows, CONFIGS)
+    rows = [row("baseline"), replace(row("compile"), matmul_rate=None), Measured("flash attention", "oom")]
+    assert rows[1].row is not None
+    rows.insert(1, replace(rows[1], name="compile, same batch", row=replace(rows[1].row, memory=20 * GIB)))
+    (memory, speed), _ = compare(rows)
     assert [line[5:] for line in memory.lines[4:9]] == [
         ("-", "-"), ("20.0", "48"), ("37.4", "48"), ("-", "-"), ("-", "-"),
     ]  # fmt: skip
@@ -79,9 +83,8 @@ def test_what_was_not_measured_is_left_open() -> None:
 
 def test_a_rung_that_lacks_what_came_before_it_has_no_expected_speed() -> None:
     """Such as compile in TF32, where fp16 could not be run: its matrix products are not those of the study."""
-    configs = CONFIGS | {"compile": replace(CONFIGS["compile"], precision="tf32", micro_batch=40, global_batch=40)}
-    rows = [row(name, faster=0.5 if name == "compile" else 1.0) for name in STUDY]
-    (_, speed), said = compare(rows, configs)
+    slow = row("compile", faster=0.5, config=replace(CONFIGS["compile"], precision="tf32"))
+    (_, speed), said = compare([slow if name == "compile" else row(name) for name in STUDY])
     assert [line[-1] for line in speed.lines][3:6] == ["100%", "-", "100%"]
     assert "compile (precision tf32, not fp16)" in said[2]
     assert "at no rung" in said[3]
