@@ -11,6 +11,7 @@ from infra.storage import write_text
 from infra.storage_dir import StorageDir, WorkingCopy
 from infra.table import Report
 from infra.tracking.tracker import Tracker
+from infra.units import GB
 from pipeline.shards import Manifest
 from train.config import TrainConfig
 from tune.config import ExperimentConfig
@@ -92,6 +93,20 @@ class Experiment(ABC):
     def named(self, row: TrialRow) -> str:
         """A finished trial in words."""
         return row.name
+
+    def words(self, row: TrialRow) -> dict[str, str]:
+        """A trial's columns in MLflow's list: batch, other settings, speed and memory with interval and prediction."""
+        words = {"batch": f"{row.candidate.micro_batch} x {row.accumulation}"} | self.labels(row)
+        if row.attention:
+            words["attention"] = row.attention
+        if row.speed:
+            words["tokens/s"] = str(row.speed)
+        if row.memory is not None:
+            words["memory"] = f"{row.memory / GB:.2f}" + (f" of {self.limit / GB:.2f} GB" if self.limit else " GB")
+        if row.predicted_memory:
+            error = f" ({row.predicted_memory / row.memory - 1:+.0%})" if row.memory else ""
+            words["predicted memory"] = f"{row.predicted_memory / GB:.2f} GB{error}"
+        return words
 
     def is_kept(self, row: TrialRow) -> bool:
         """Whether ``row`` counts when the experiment is continued; what it is of runs again otherwise."""

@@ -6,18 +6,11 @@ run with one child per run.
 """
 
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rich.markup import escape
-
 from infra import command, flags
-from infra.cluster import connected
-from infra.console import console
-from infra.errors import UserError
-from infra.machines import refuse_unshared
 from infra.progress import IMPORTING, doing
 from tune.config import LadderConfig
 from tune.folder import kept_config, place_of
@@ -39,32 +32,13 @@ def run(config: LadderConfig) -> int:
     """Run a ladder; torch, Ray and MLflow are imported only now, when the flags are known to be right."""
     with doing(IMPORTING):
         from tune.session import conduct
-        from tune.suite import report
-        from tune.suite.plan import make_ladder, print_plan
+        from tune.suite.plan import introduce, make_ladder
+        from tune.suite.report import load, publish
 
-    before = report.load(config.compare, config.out) if config.compare else None
-    config = config.with_ends()
-    config = replace(config, name=config.resume or config.name or default_name(config))
-    with connected(config.address) if config.cluster else nullcontext():
-        ladder = make_ladder(config)
-        if before == report.NAME and ladder.suite.name != "a100":
-            raise UserError(f"--compare study is of the suite a100, not of {ladder.suite.name}: give --suite a100.")
-        if config.cluster:
-            ladder.resources()  # of a cluster without any, before anything is made
-            if not ladder.place.remote:
-                refuse_unshared("--out", ladder.place.folder.parent)
-        suite = ladder.suite
-        heading = f"[bold]{escape(suite.name)}[/bold]: {escape(suite.title)}; {len(suite.rungs)} rungs in"
-        console.print(heading, escape(str(ladder.place)))
-        if config.dry_run:
-            print_plan(ladder, before)
-            return 0
-        return conduct(ladder, partial(report.publish, before=before))
-
-
-def default_name(config: LadderConfig) -> str:
-    """The name of a ladder that is given none."""
-    return f"{Path(config.suite).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    before = load(config.compare, config.out) if config.compare else None
+    name = config.resume or config.name or f"{Path(config.suite).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    config = replace(config.with_ends(), name=name)
+    return conduct(config, make_ladder, partial(introduce, before=before), partial(publish, before=before))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from train.resolve import resolve
 from tune.config import SearchConfig
 from tune.device import make_prior, memory_limit, trial_machines
 from tune.experiment import Experiment
-from tune.folder import TRIALS, kept_identity, place_of
+from tune.folder import TRIALS, kept, place_of
 from tune.space import ACCUMULATION, Candidate, Space, make_space, settings
 from tune.strategy.base import Confirmed, Grid, Retrying, Strategy, enough_seconds
 from tune.strategy.memory_aware import MemorySearcher
@@ -178,7 +178,7 @@ def make_search(config: SearchConfig) -> Search:
     machines = trial_machines(config.training, cluster=config.cluster, parallel=config.parallel)
     asked, available = config.memory_limit, min(machine.memory for machine in machines)
     if config.resume and not asked:  # or another set of machines would make it another search
-        asked = kept_identity(place, Search.kind).get("memory_limit")
+        asked = kept(place, Search.kind).identity.get("memory_limit")
     facts = replace(machines[0].device, memory=asked or available)
     training = resolve(with_vocabulary_of(config.training, manifest), facts)
     refuse_vast_steps(training, manifest)

@@ -13,6 +13,7 @@ from infra.tracking.saved_views import show_places
 from infra.tracking.tracker import Tracker
 from infra.units import GB, format_duration, format_size
 from train.checkpoint.find import run_with
+from train.model_config import format_model
 from train.resolve import choices, said
 from tune import charts
 from tune.compare import over
@@ -272,11 +273,19 @@ COMPILE_SECONDS = {
 """Roughly what a first step takes longer than the others, for GPT-2 124M on an idle machine with an empty cache."""
 
 
-def print_control(search: Search) -> None:
-    """Print the training that the flags describe and the search starts from, with what was decided for the device."""
-    control, asked = search.training, search.config.training
+def introduce(search: Search) -> None:
+    """Print what is searched, the training that the flags describe and, for a dry run, the plan."""
+    config, control, asked = search.config, search.training, search.config.training
+    limit = format_size(search.limit) if config.memory_limit else f"{search.limit / 1e9:.1f} GB (all there is)"
+    where = f" of {', '.join(machine.name for machine in search.machines)}" if config.cluster else ""
+    console.print(
+        f"[bold]{format_model(asked.model)}[/bold]: {len(search.space.candidates())} candidates for "
+        f"{search.space.batch_label}, limit {limit} per process, on {search.device}{where}"
+    )
     size = f"micro-batch {said('micro_batch', control, asked)} x {control.accumulation}"
     console.print(f"control: {size}, {choices(control, asked)}", markup=False)
+    if config.dry_run:
+        print_plan(search)
 
 
 def print_plan(search: Search) -> None:

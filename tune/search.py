@@ -6,15 +6,10 @@ per trial.
 """
 
 import dataclasses
-from contextlib import nullcontext
 
 from infra import command, flags
-from infra.cluster import connected
-from infra.console import console
 from infra.progress import IMPORTING, doing
-from infra.units import format_size
 from train.config import load_config
-from train.model_config import format_model
 from tune.config import SearchConfig
 from tune.folder import kept_config, place_of
 
@@ -36,24 +31,10 @@ def run(config: SearchConfig) -> int:
     """Search; torch, Ray and MLflow are imported only now, when the flags are known to be right."""
     with doing(IMPORTING):
         from tune.plan import make_search
-        from tune.report import print_control, print_plan, publish
+        from tune.report import introduce, publish
         from tune.session import conduct
 
-    with connected(config.address) if config.cluster else nullcontext():
-        search = make_search(config)
-        if config.cluster:
-            search.resources()  # of a cluster without any, before anything is made
-        limit = format_size(search.limit) if config.memory_limit else f"{search.limit / 1e9:.1f} GB (all there is)"
-        where = f" of {', '.join(machine.name for machine in search.machines)}" if config.cluster else ""
-        console.print(
-            f"[bold]{format_model(config.training.model)}[/bold]: {len(search.space.candidates())} candidates for "
-            f"{search.space.batch_label}, limit {limit} per process, on {search.device}{where}"
-        )
-        print_control(search)
-        if config.dry_run:
-            print_plan(search)
-            return 0
-        return conduct(search, publish)
+    return conduct(config, make_search, introduce, publish)
 
 
 if __name__ == "__main__":

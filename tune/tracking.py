@@ -98,36 +98,17 @@ class ExperimentRecorder:
             tracker.metrics({"time/step_seconds": seconds, "loss/train": loss} | seen, step)
         self._data(tracker)
         tracker.json(flat_row(row), "trial.json")
-        words = self._words(row) | {"node": row.node}
-        tracker.note(facts(self._opening_lines(row, words)))
+        words = self.experiment.words(row) | {"node": row.node}
+        expected = f", predicted {words['predicted memory']}" if row.predicted_memory else ""
+        tracker.note(facts([
+            ("What", f"{row.stage} of {row.name}; trial {row.number} of {self.experiment.place.name}"),
+            ("Tokens/s", words.get("tokens/s", "none was measured")),
+            ("Memory", words.get("memory", "not measured") + expected),
+            ("Outcome", f"{row.outcome}: {row.reason}"),
+        ]))  # fmt: skip
         tracker.tags({"outcome": row.outcome, "reason": row.reason} | words)
         tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED", wait=False)
         self.sending.append(tracker)
-
-    def _words(self, row: TrialRow) -> dict[str, str]:
-        """Columns of MLflow's list: batch and other settings, speed and memory with interval, limit and prediction."""
-        words = {"batch": f"{row.candidate.micro_batch} x {row.accumulation}"} | self.experiment.labels(row)
-        if row.attention:
-            words["attention"] = row.attention
-        if row.speed:
-            words["tokens/s"] = str(row.speed)
-        if row.memory is not None:
-            limit = self.experiment.limit
-            words["memory"] = f"{row.memory / GB:.2f}" + (f" of {limit / GB:.2f} GB" if limit else " GB")
-        if row.predicted_memory:
-            error = f" ({row.predicted_memory / row.memory - 1:+.0%})" if row.memory else ""
-            words["predicted memory"] = f"{row.predicted_memory / GB:.2f} GB{error}"
-        return words
-
-    def _opening_lines(self, row: TrialRow, words: dict[str, str]) -> list[tuple[str, str]]:
-        """What someone who opens a trial's page wants to know first; ``words`` are those of :meth:`_words`."""
-        expected = f" (predicted {row.predicted_memory / GB:.2f})" if row.predicted_memory else ""
-        return [
-            ("What", f"{row.stage} of {row.name}; trial {row.number} of {self.experiment.place.name}"),
-            ("Tokens/s", words.get("tokens/s", "none was measured")),
-            ("Memory", words["memory"] + expected if "memory" in words else "not measured"),
-            ("Outcome", f"{row.outcome}: {row.reason}"),
-        ]
 
     def _data(self, tracker: Tracker) -> None:
         data, manifest = self.experiment.data, self.experiment.manifest

@@ -3,10 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+from rich.markup import escape
+
 from infra.console import console
 from infra.errors import UserError
 from infra.storage_dir import StorageDir
-from infra.table import Part
+from infra.table import Part, Report
 from infra.units import GB
 from pipeline.shards import read_manifest
 from pipeline.stream import Stream
@@ -72,8 +74,18 @@ def chosen(config: LadderConfig, start: TrainConfig) -> Suite:
     return suite
 
 
-def print_plan(ladder: Ladder, before: dict[str, Any] | str | None) -> None:
-    """Print what would run, with the memory that is predicted for it; beside what the study says, where it is named."""
+def introduce(ladder: Ladder, before: dict[str, Any] | str | None) -> None:
+    """Print what will run; for a dry run, with the memory that is predicted, beside what the study says if asked for.
+
+    Raises ``UserError`` where ``before``, what the ladder is to be compared with, is of another suite.
+    """
+    suite = ladder.suite
+    if before == NAME and suite.name != "a100":
+        raise UserError(f"--compare study is of the suite a100, not of {suite.name}: give --suite a100.")
+    heading = f"[bold]{escape(suite.name)}[/bold]: {escape(suite.title)}; {len(suite.rungs)} rungs in"
+    console.print(heading, escape(str(ladder.place)))
+    if not ladder.config.dry_run:
+        return
     fine = TrialRow(
         "", 1, "rung", 0, Candidate(1), 1, "ok", "", 0.0, node="", step_seconds=[1.0] * SHORTEST,
         tokens_per_second=1.0, low=1.0, high=1.0,
@@ -81,15 +93,11 @@ def print_plan(ladder: Ladder, before: dict[str, Any] | str | None) -> None:
     controls, rungs = Climb(ladder, lambda key: fine).to_the_end()  # as if every run went well
     lines: list[tuple[str, str, str]] = []
     for rung in (controls[0], *rungs):
-        if config := rung.config:
-            batch = f"{config.micro_batch} x {config.accumulation}"
-            lines.append((rung.name, batch, f"{predict_peak(config).total / GB:.2f}"))
+        if rung.config:
+            lines.append((rung.name, rung.batch, f"{predict_peak(rung.config).total / GB:.2f}"))
         else:
             console.print(f"{rung.name}: not run, {rung.reason}.", markup=False)
     Part("", ("rung", "batch", "predicted GB"), lines).show()
     if before == NAME:
-        console.print()
-        study.memory({}).show()
-        console.print()
-        console.prose(study.MEMORY)
+        Report([], [study.memory({}), study.MEMORY]).show()
     console.print("nothing was run")
