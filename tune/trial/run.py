@@ -139,10 +139,8 @@ def run(request: Request) -> tuple[TrialRow, str | None]:
     """Run the trial: its row, and the traceback of one that failed; never raises for what the configuration does."""
     began = time.monotonic()
     config = config_from_json(request.config, "the trial's config")
-    limit: Limit | None = None
-    watch: Watch | None = None
-    result: RunResult | None = None
-    spent, trace = Spent(), None
+    limit = watch = result = trace = None
+    spent = Spent()
     try:
         choose_allocator(config)
         limit = Limit.impose(request.memory_limit, config.device) if request.memory_limit else None
@@ -158,7 +156,7 @@ def run(request: Request) -> tuple[TrialRow, str | None]:
         result = replace(result, telemetry=trainer.while_training(telemetry))
         if watch:
             watch.retries.append(_retries(watch.limit.device))
-        outcome, reason = judge(watch, result) if watch else ended(result)
+        outcome, reason = judge(result, watch)
     except UserError as refused:
         outcome, reason = "failed", str(refused).rstrip(".")
     except Exception as failure:  # noqa: BLE001 a trial that fails is a row like any other
@@ -167,27 +165,32 @@ def run(request: Request) -> tuple[TrialRow, str | None]:
         else:
             outcome, reason = "failed", f"{type(failure).__name__}: {first_line(failure)}"
             trace = traceback.format_exc()
-    row = make_row(request, config, (outcome, reason), result, watch, spent, limit)
+    row = make_row(unmeasured(request, outcome, reason, 0.0), config, result, watch, spent, limit)
     return replace(row, seconds=time.monotonic() - began), trace
 
 
-def judge(watch: Watch, result: RunResult) -> tuple[TrialOutcome, str]:
-    """The outcome of a watched run that returned, and its reason in words."""
-    if result.outcome == "oom":
-        return "oom", result.reason
-    if excess := watch.limit.excess():
+def judge(result: RunResult, watch: Watch | None = None) -> tuple[TrialOutcome, str]:
+    """The outcome of a run that returned, and its reason in words; ``watch`` followed one that may end early."""
+    if result.outcome in ("oom", "over_limit"):
+        return result.outcome, result.reason
+    if watch and (excess := watch.limit.excess()):
         return "over_limit", excess
-    if result.outcome == "diverged" or result.impossible:
+    if result.impossible or result.outcome == "diverged":
         return "failed", result.impossible or result.reason
+    if watch is None:
+        if result.outcome != "finished":
+            return "failed", f"{result.outcome}: {result.reason}"
+        if result.throughput is None:
+            return "failed", f"{result.steps} steps are too few to leave warm-up: give it more time or steps"
+        return "ok", result.reason
     rejected = len(watch.rejected())
     if rejected >= THRASHING_STEPS:
         return "thrash", f"the allocator had to free its cache in {rejected} steps"
     measured = steady_state(watch.counted(), watch.step_tokens)
     if measured is None:
-        counted = f"only {len(watch.counted())} steps could be counted"
-        if watch.verdict == "time":
-            return "failed", f"{counted} in the trial's time, too few for a speed: raise --trial-time"
-        return "failed", f"{counted}, too few for a speed"
+        in_time = " in the trial's time" if watch.verdict == "time" else ""
+        more = ": raise --trial-time" if in_time else ""
+        return "failed", f"only {len(watch.counted())} steps could be counted{in_time}, too few for a speed{more}"
     if watch.verdict == "cannot win":
         return "stopped", f"cannot reach {watch.bar:,.0f} tokens/s after {measured.steps} steps"
     ended = {"precise": "the interval is narrow enough", "time": "the trial's time is used up"}
@@ -195,48 +198,24 @@ def judge(watch: Watch, result: RunResult) -> tuple[TrialOutcome, str]:
     return "ok", ended.get(watch.verdict, f"ran its {result.steps} steps") + note
 
 
-def ended(result: RunResult) -> tuple[TrialOutcome, str]:
-    """The same of a run that went on until its config ended it."""
-    if result.outcome in ("oom", "over_limit"):
-        return result.outcome, result.reason
-    if result.outcome != "finished":
-        return "failed", f"{result.outcome}: {result.reason}"
-    if result.impossible:
-        return "failed", result.impossible
-    if result.throughput is None:
-        return "failed", f"{result.steps} steps are too few to leave warm-up: give it more time or steps"
-    return "ok", result.reason
-
-
 def make_row(
-    request: Request,
-    config: TrainConfig,
-    ended: tuple[TrialOutcome, str],
-    result: RunResult | None,
-    watch: Watch | None = None,
-    spent: Spent | None = None,
-    limit: Limit | None = None,
-) -> TrialRow:
-    """The row of a trial that ``ended`` with an outcome and its reason, from whatever was measured before."""
-    outcome, reason = ended
-    impossible = bool(result and result.impossible)
+    row: TrialRow, config: TrainConfig, result: RunResult | None, watch: Watch | None = None,
+    spent: Spent | None = None, limit: Limit | None = None,
+) -> TrialRow:  # fmt: skip
+    """``row``, which has the outcome, with whatever was measured before it."""
     measured = steady_state(watch.counted(), config.step_tokens) if watch else result and result.throughput
+    impossible = bool(result and result.impossible)
     if impossible:
         measured = None
-    memory = result and result.memory
-    used, source = limit.used() if limit else (memory.process, memory.process_source) if memory else (None, None)
+    used, source = limit.used() if limit else (None, None)
     steps = watch.seconds if watch else spent.steps if spent else []
-    short = watch.verdict == "time" if watch else result is not None and result.outcome == "finished"
+    short = watch.verdict == "time" if watch else bool(result and result.outcome == "finished")
     row = replace(
-        unmeasured(request, outcome, reason, 0.0),
-        memory=used,
-        memory_source=source,
-        rejected_steps=len(watch.rejected()) if watch else 0,
-        too_short=outcome == "failed" and measured is None and short and not impossible,
-        step_tokens=config.step_tokens,
-        step_seconds=steps,
+        row, memory=used, memory_source=source, rejected_steps=len(watch.rejected()) if watch else 0,
+        too_short=row.outcome == "failed" and measured is None and short and not impossible,
+        step_tokens=config.step_tokens, step_seconds=steps,
         losses=[loss for cycle in spent.reports for loss in cycle.step_losses] if spent else [],
-    )
+    )  # fmt: skip
     if measured:
         speed, flops = measured.tokens_per_second, palm(config.model)
         peak = peak_flops(result.device, config.precision) if result else None
@@ -246,11 +225,13 @@ def make_row(
             compile_seconds=max(0.0, steps[0] - config.step_tokens / speed) if steps else None,
         )  # fmt: skip
     if result:
+        memory = result.memory
+        if not limit:
+            row = replace(row, memory=memory.process, memory_source=memory.process_source)
         row = replace(
-            row, allocated=result.memory.allocated, reserved=result.memory.reserved,
-            allocator_retries=result.memory.allocator_retries, hfu=result.hfu,
-            data_wait_fraction=result.data_wait_fraction, train_loss=result.train_loss, val_loss=result.val_loss,
-            device=result.device, attention=result.attention, telemetry=result.telemetry,
+            row, allocated=memory.allocated, reserved=memory.reserved, allocator_retries=memory.allocator_retries,
+            hfu=result.hfu, data_wait_fraction=result.data_wait_fraction, train_loss=result.train_loss,
+            val_loss=result.val_loss, device=result.device, attention=result.attention, telemetry=result.telemetry,
         )  # fmt: skip
     return row
 

@@ -18,8 +18,8 @@ from train.model_config import ModelConfig
 from train.result import CycleReport, RunResult
 from tune.space import Candidate
 from tune.trial import early_stop
-from tune.trial.row import Proposal, TrialRow, read_rows, write_row
-from tune.trial.run import Early, Request, Watch, ended, judge, make_row, run
+from tune.trial.row import Proposal, TrialOutcome, TrialRow, read_rows, write_row
+from tune.trial.run import Early, Request, Watch, judge, make_row, run, unmeasured
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,8 @@ def test_a_trial_that_cannot_win_stops(eight_steps: RunResult, bar: float, verdi
     assert watch.verdict == verdict
     if verdict:
         assert len(watch.seconds) < 12
-        assert judge(watch, eight_steps)[0] == "stopped"
-        assert judge(watch, eight_steps)[1].startswith("cannot reach 200 tokens/s after ")
+        assert judge(eight_steps, watch)[0] == "stopped"
+        assert judge(eight_steps, watch)[1].startswith("cannot reach 200 tokens/s after ")
 
 
 def test_a_failure_is_an_outcome(training: TrainConfig, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_exactly_the_limit_is_within_it(eight_steps: RunResult) -> None:
     for peak, verdict, outcome in ((10**9, "", "ok"), (10**9 + 1, "over the limit", "over_limit")):
         watch = watched([1.0] * 8, retries=[0] * 9)
         watch.limit = Told(10**9, torch.device("cpu"), 0, peak)
-        assert judge(watch, eight_steps)[0] == outcome
+        assert judge(eight_steps, watch)[0] == outcome
         watch.seconds = []
         watch.should_stop()
         assert watch.verdict == verdict
@@ -118,7 +118,7 @@ def test_exactly_the_limit_is_within_it(eight_steps: RunResult) -> None:
 def test_a_run_that_diverged_failed_whatever_it_measured(eight_steps: RunResult) -> None:
     watch = watched([1.0] * 8, retries=[0] * 9)
     diverged = replace(eight_steps, outcome="diverged", reason="the loss is nan")
-    assert judge(watch, diverged) == ("failed", "the loss is nan")
+    assert judge(diverged, watch) == ("failed", "the loss is nan")
 
 
 def test_an_impossible_speed_fails_its_trial_which_is_not_repeated(
@@ -126,9 +126,9 @@ def test_an_impossible_speed_fails_its_trial_which_is_not_repeated(
 ) -> None:
     watch = watched([1.0] * 8, retries=[0] * 9)
     impossible = replace(eight_steps, impossible="1,088% of the peak", throughput=None)
-    for followed, outcome in ((watch, judge(watch, impossible)), (None, ended(impossible))):
+    for followed, outcome in ((watch, judge(impossible, watch)), (None, judge(impossible))):
         assert outcome == ("failed", "1,088% of the peak")
-        row = make_row(REQUEST, training, outcome, impossible, followed)
+        row = make_row(row_of(*outcome), training, impossible, followed)
         assert (row.speed, row.mfu, row.too_short) == (None, None, False)
 
 
@@ -139,15 +139,15 @@ def test_only_a_trial_whose_time_ended_it_was_too_short(
     """A search repeats such a trial with more time, which would not help one that ran all its steps."""
     watch = watched([9.0, 1.0], retries=[0] * 3)
     watch.verdict = verdict
-    outcome, reason = judge(watch, eight_steps)
+    outcome, reason = judge(eight_steps, watch)
     assert outcome == "failed"
     assert ("--trial-time" in reason) == (verdict == "time")
-    assert make_row(REQUEST, training, (outcome, reason), eight_steps, watch).too_short == (verdict == "time")
+    assert make_row(row_of(outcome, reason), training, eight_steps, watch).too_short == (verdict == "time")
 
 
 def test_compilation_is_what_the_first_step_took_longer(training: TrainConfig, eight_steps: RunResult) -> None:
     watch = watched([9.0, *[2.0] * 7], retries=[0] * 9)
-    row = make_row(REQUEST, training, ("ok", ""), eight_steps, watch)
+    row = make_row(row_of(), training, eight_steps, watch)
     assert row.compile_seconds == pytest.approx(7.0)
     assert row.tokens_per_second == training.step_tokens / 2
     assert (row.number, row.stage, row.candidate) == (1, "probe", Candidate(1))
@@ -177,7 +177,7 @@ def test_utilisation_is_of_one_device_at_the_trials_precision(
 ) -> None:
     on_gpu = replace(eight_steps, device="NVIDIA A100-SXM4-80GB")
     watch = watched([1.0] * 8, retries=[0] * 9)
-    row = make_row(REQUEST, replace(training, precision=precision), ("ok", ""), on_gpu, watch)
+    row = make_row(row_of(), replace(training, precision=precision), on_gpu, watch)
     peak = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}[precision]
     assert row.mfu == pytest.approx((row.tokens_per_second or 0.0) * palm(training.model) / peak)
 
@@ -194,7 +194,10 @@ def eight_steps(training: TrainConfig) -> RunResult:
     return Trainer(replace(training, steps=8)).run()
 
 
-REQUEST = Request("m1", 1, "m1", Proposal(Candidate(1), "probe"), {"global_batch": 1, "micro_batch": 1}, "here")
+def row_of(outcome: TrialOutcome = "ok", reason: str = "") -> TrialRow:
+    """The row of a trial of which nothing else is known."""
+    config = {"global_batch": 1, "micro_batch": 1}
+    return unmeasured(Request("m1", 1, "m1", Proposal(Candidate(1), "probe"), config, "here"), outcome, reason, 0.0)
 
 
 def watched(steps: Sequence[float], *, retries: Sequence[int], bar: float | None = None) -> Watch:
@@ -210,12 +213,12 @@ def test_a_step_in_which_the_allocator_freed_its_cache_is_left_out(eight_steps: 
     watch = watched([9.0, 8.0, 1.0, 1.0, 1.0, 1.0, 5.0, 1.0], retries=[1, 2, 2, 2, 2, 2, 3, 3, 3])
     assert watch.rejected() == {6}
     assert watch.counted() == [9.0, 8.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    assert judge(watch, eight_steps) == ("ok", "ran its 8 steps; 1 step rejected")
+    assert judge(eight_steps, watch) == ("ok", "ran its 8 steps; 1 step rejected")
 
 
 def test_an_allocator_that_lives_off_its_cache_thrashes(eight_steps: RunResult) -> None:
     watch = watched([1.0] * 8, retries=[0, 3, 3, 3, 4, 4, 5, 5, 5])
-    assert judge(watch, eight_steps) == ("thrash", "the allocator had to free its cache in 2 steps")
+    assert judge(eight_steps, watch) == ("thrash", "the allocator had to free its cache in 2 steps")
 
 
 @pytest.mark.parametrize("slow", [2, 7, 18])
@@ -227,7 +230,7 @@ def test_a_step_that_compiles_again_does_not_change_the_speed(
     for seconds in (0.0, 20.0):
         steps[slow] += seconds
         watch = watched(steps, retries=[0] * 21, bar=95.0)  # of 100 tokens/s
-        speeds.append(make_row(REQUEST, training, ("ok", ""), eight_steps, watch).tokens_per_second)
+        speeds.append(make_row(row_of(), training, eight_steps, watch).tokens_per_second)
         assert all(
             early_stop.verdict(steps[:count], bar_seconds=100 / 95, precision=0.0) != "cannot win"
             for count in range(len(steps))
