@@ -1,6 +1,5 @@
 """The settings of a search and of a ladder, with every default and its unit."""
 
-import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,6 +12,12 @@ from infra.units import BytesOrNone, Seconds, SecondsOrNone
 from train.config import Cycle, CycleText, Device, TrainConfig
 from train.model_config import ModelOrNone
 from tune.space import parse_knobs
+
+FEWEST = 5
+"""Steps after warm-up before a trial is judged: the deviation of fewer is too often far below the truth."""
+
+SHORTEST = 8
+"""Steps that a rung needs: one compiles, three warm up, four are measured."""
 
 
 @strict
@@ -86,12 +91,7 @@ class SearchConfig(ExperimentConfig):
             raise UserError(f"--accumulations {wrong[0]} must be {'given once' if wrong[0] > 0 else 'at least 1'}.")
         if self.training.stream:
             raise UserError("--stream cannot be combined with a search, whose trials read token shards: give --data.")
-        if self.trial_steps < FEWEST + 2:
-            raise UserError(f"--trial-steps {self.trial_steps} gives no speed: {FEWEST + 2} or more are needed.")
-        if self.parallel < 1:
-            raise UserError(f"--parallel {self.parallel} must be at least 1.")
-        if self.confirm < 0:
-            raise UserError(f"--confirm {self.confirm} must be at least 0.")
+        refuse_below(self, trial_steps=FEWEST + 2, parallel=1, confirm=0)
         if not 0 < self.trial_precision < 1:
             raise UserError(f"--trial-precision {self.trial_precision} is a fraction between 0 and 1, such as 0.01.")
 
@@ -180,12 +180,7 @@ class LadderConfig(ExperimentConfig):
     def __post_init__(self) -> None:
         if self.steps is not None and self.time_budget is not None:
             raise UserError("--steps and --time-budget both end a rung; give one of them.")
-        if self.steps is not None and self.steps < 8:
-            raise UserError(f"--steps {self.steps} is too few to leave warm-up: a rung needs 8 or more.")
-        if self.seeds is not None and self.seeds < 1:
-            raise UserError(f"--seeds {self.seeds} must be at least 1.")
-        if self.time_budget is not None and not (self.time_budget > 0 and math.isfinite(self.time_budget)):
-            raise UserError(f"--time-budget {self.time_budget}s must be above 0.")
+        refuse_below(self, steps=SHORTEST, seeds=1)
 
     def to_json(self) -> dict[str, Any]:
         """The config as JSON values, with whole paths."""
@@ -217,21 +212,16 @@ class LadderConfig(ExperimentConfig):
     def training(self) -> TrainConfig:
         """The run that the suite's baseline is derived from; nothing that a rung may be about is left to be decided."""
         return TrainConfig(
-            micro_batch=BATCH,
-            compile="off",
-            loss="plain",
-            data=StorageDir.of(self.data).address,
-            model=self.model or TrainConfig.model,
-            seed=self.seed,
-            device=self.device,
-            accelerator=self.accelerator,
-            cycle=self.cycle,
-            keep_checkpoints=0,
-            within=self.within or None,
-            steps=self.steps,
-            time_budget=None if self.steps is not None else self.time_budget or TIME_BUDGET,
-        )
+            micro_batch=BATCH, compile="off", loss="plain", data=StorageDir.of(self.data).address,
+            model=self.model or TrainConfig.model, seed=self.seed, device=self.device, accelerator=self.accelerator,
+            cycle=self.cycle, keep_checkpoints=0, within=self.within or None, steps=self.steps,
+            time_budget=self.time_budget,
+        )  # fmt: skip
 
 
-FEWEST = 5
-"""Steps after warm-up before a trial is judged: the deviation of fewer is too often far below the truth."""
+def refuse_below(config: ExperimentConfig, **least: int) -> None:
+    """Raise ``UserError`` for a setting that is below its ``least`` value."""
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if value is not None and value < bound:
+            raise UserError(f"--{name.replace('_', '-')} {value} must be {bound} or more.")

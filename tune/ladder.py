@@ -37,7 +37,7 @@ def run(config: LadderConfig) -> int:
 
     before = load(config.compare, config.out) if config.compare else None
     name = config.resume or config.name or f"{Path(config.suite).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    config = replace(config.with_ends(), name=name)
+    config = replace(config, name=name)
     return conduct(config, make_ladder, partial(introduce, before=before), partial(publish, before=before))
 
 

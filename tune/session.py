@@ -120,12 +120,11 @@ def _drive(experiment: Experiment, recorder: ExperimentRecorder) -> None:
 
 def line(experiment: Experiment, row: TrialRow) -> str:
     """A finished trial as one line."""
-    told = experiment.words(row)
     validation = "" if row.val_loss is None else f"/{row.val_loss:.3f}"
     parts = [
         f"{row.number:3d} {experiment.named(row)}",
-        f"{told['tokens/s']} tokens/s" if row.speed else "no speed",
-        told.get("memory"),
+        f"{row.speed.middle:,.0f} ± {row.speed.width / 2:.1%} tokens/s" if row.speed else "no speed",
+        experiment.words(row).get("memory"),
         row.mfu and f"MFU {row.mfu:.1%}",
         row.compile_seconds is not None and f"compile {row.compile_seconds:.1f} s",
         row.train_loss is not None and f"loss {row.train_loss:.3f}{validation}",

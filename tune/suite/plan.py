@@ -18,20 +18,20 @@ from train.data.source import estimate
 from train.data.text import with_vocabulary_of
 from train.estimate.memory import predict_peak
 from train.resolve import resolve
-from tune.config import LadderConfig
+from tune.config import SHORTEST, LadderConfig
 from tune.device import trial_machines
 from tune.folder import TRIALS, place_of
 from tune.space import Candidate
 from tune.suite import study
 from tune.suite.published import NAME
-from tune.suite.runs import SHORTEST, Climb, Ladder
+from tune.suite.runs import Climb, Ladder
 from tune.suite.suites import STREAMING, Suite, choose, find_suite, searched, short_form, streamed, without_model
 from tune.trial.row import TrialRow
 
 
 def make_ladder(config: LadderConfig) -> Ladder:
     """The ladder that ``config`` describes; reads the data's manifest and the device, and writes nothing."""
-    name = config.name or config.suite
+    config, name = config.with_ends(), config.name or config.suite
     place = place_of(config.out, name)
     if not (config.resume or config.dry_run):
         new_place(config.out, name, begun=(TRIALS, StorageDir.LOCK))
@@ -39,23 +39,20 @@ def make_ladder(config: LadderConfig) -> Ladder:
     start = with_vocabulary_of(config.training, manifest)
     suite = chosen(config, start)
     if config.stream:  # what is wrong with the books is known now, and not after the other rungs
-        with_vocabulary_of(
-            replace(start, stream=config.stream), estimate(Stream(config.stream, start.seed, start.reading))
-        )
+        found = estimate(Stream(config.stream, start.seed, start.reading))
+        with_vocabulary_of(replace(start, stream=config.stream), found)
     machines = trial_machines(start, cluster=config.cluster)
-    if resolve(start, machines[0].device).device == "cpu":
+    facts = machines[0].device
+    if resolve(start, facts).device == "cpu":
         suite = short_form(suite)
-        console.print("[yellow]No GPU is used: the suite runs in its short form, batches an eighth the size"
-                      + ("" if config.model else " and the model tiny") + ".[/yellow]")  # fmt: skip
-    if config.best:
-        suite = replace(
-            suite, rungs=(*suite.rungs, searched(resolve(load_config(config.best, "--best"), machines[0].device)))
+        model = "" if config.model else " and the model tiny"
+        console.print(
+            f"[yellow]No GPU is used: the suite runs in its short form, batches an eighth the size{model}.[/]"
         )
-    if config.stream:
-        suite = replace(suite, rungs=(*suite.rungs, streamed(config.stream)))
-    if config.model:
-        suite = without_model(suite)
-    return Ladder(config, place, machines, manifest, suite, start)
+    best = [searched(resolve(load_config(config.best, "--best"), facts))] if config.best else []
+    books = [streamed(config.stream)] if config.stream else []
+    suite = replace(suite, rungs=(*suite.rungs, *best, *books))
+    return Ladder(config, place, machines, manifest, without_model(suite) if config.model else suite, start)
 
 
 def chosen(config: LadderConfig, start: TrainConfig) -> Suite:

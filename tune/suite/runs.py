@@ -25,7 +25,7 @@ from train.loop.memory_limit import UNMEASURED
 from train.model_config import format_model
 from train.resolve import resolve
 from tune.compare import Difference
-from tune.config import LadderConfig
+from tune.config import SHORTEST, LadderConfig
 from tune.experiment import Experiment
 from tune.space import Candidate
 from tune.suite.suites import Changes, Rung, Suite, apply
@@ -41,33 +41,14 @@ TOO_LARGE = ("oom", "over_limit")
 RETRIES = 3
 """Smaller batches that are tried after one that was predicted to fit has not."""
 
-SHORTEST = 8
-"""Steps that a rung needs: one compiles, three warm up, four are measured."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of a ladder."""
-
-    place: str
-    """Where it stands: ``control-00``, ``01-compile``."""
-    name: str
-    config: TrainConfig
-    """Resolved."""
-    stage: Stage = "rung"
-
-    @property
-    def key(self) -> str:
-        """Its identity, and the name of its row's file."""
-        return f"{self.place}-{hashlib.sha256(json.dumps(self.config.to_json()).encode()).hexdigest()[:8]}"
-
 
 class NotRun(Exception):
     """The next run of a ladder, which has no row yet."""
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run.place)
-        self.run = run
+    def __init__(self, key: str, name: str, config: TrainConfig, stage: Stage) -> None:
+        super().__init__(key)
+        self.key, self.name, self.config = key, name, config
+        self.stage: Stage = stage
 
 
 @dataclass(frozen=True)
@@ -136,38 +117,28 @@ class Ladder(Experiment):
 
     @property
     def data(self) -> StorageDir:
-        """The token shards."""
         return StorageDir.of(self.start.data)
 
     @property
     def limit(self) -> int | None:
-        """Most memory that the process of a rung may use, in bytes: one that uses more has no result."""
         return self.config.memory_limit
 
     def request(
         self, machine: str, number: int, rows: Sequence[TrialRow], running: Sequence[Request]
     ) -> Request | None:
-        """The next run."""
         try:
             self.measured(rows)
-        except NotRun as next_one:
-            run = next_one.run
+        except NotRun as run:
             predicted = float(predict_peak(run.config).total)
             proposal = Proposal(Candidate(run.config.micro_batch), run.stage, predicted_memory=predicted)
             return Request(run.key, number, run.name, proposal, run.config.to_json(), machine, self.limit)
         return None
 
     def is_finished(self, rows: Sequence[TrialRow]) -> bool:
-        """Whether every rung has run, or cannot."""
-        try:
-            self.measured(rows)
-        except NotRun:
-            return False
-        return True
+        return self.request("", 0, rows, []) is None
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
-        """A rung is a run and a control."""
-        return max(0, 1 + 2 * len(self.suite.rungs) - len(rows))
+        return max(0, 1 + 2 * len(self.suite.rungs) - len(rows))  # a rung is a run and a control
 
     def is_kept(self, row: TrialRow) -> bool:
         """Unless the run failed: whatever was in its way may be gone."""
@@ -178,15 +149,12 @@ class Ladder(Experiment):
         return {name for name in machines if not rows or name == rows[0].node}
 
     def identity(self) -> dict[str, Any]:
-        """What a ladder must share with this one to be continued as it."""
         return self.config.identity() | {"data": self.manifest.fingerprint, "device": self.device}
 
     def params(self) -> dict[str, object]:
-        """The suite and what it starts from."""
         return {"suite": self.suite.name, "model": format_model(self.start.model), "data": str(self.data)}
 
     def labels(self, row: TrialRow) -> dict[str, str]:
-        """The rung's name."""
         return {"rung": row.name}
 
     def measured(self, rows: Sequence[TrialRow]) -> tuple[list[Measured], list[Measured]]:
@@ -208,7 +176,6 @@ class Climb:
 
     @property
     def facts(self) -> DeviceFacts:
-        """The device that trains."""
         return self.ladder.machines[0].device
 
     def to_the_end(self) -> tuple[list[Measured], list[Measured]]:
@@ -230,50 +197,44 @@ class Climb:
                 for _, each in stages:
                     resolve(each, self.facts)
             except UserError as refused:
-                rungs.append(Measured(rung.name, reason=str(refused).rstrip(".")))  # the table ends it
+                rungs.append(Measured(rung.name, str(refused).rstrip(".")))  # the table ends it
                 continue
             for stage, config in stages:
-                slug = re.sub(r"[^a-z0-9]+", "-", stage.name.lower()).strip("-")
-                place = f"{number:02d}-{slug}"
-                if stage.name.endswith(SAME_BATCH):
-                    measured, left = self._measure(place, stage, config), room
-                else:
-                    above = stages[0][1].micro_batch if len(stages) > 1 else 0
-                    measured, config, left = self._fitting(place, stage, config, room, above)
-                    if measured.too_large:  # so that its batch is another than that of the rung before
-                        measured = replace(measured, changes_numerics=True)
+                same_batch = stage.name.endswith(SAME_BATCH)
+                place = f"{number:02d}-" + re.sub(r"[^a-z0-9]+", "-", stage.name.lower()).strip("-")
+                above = stages[0][1].micro_batch if len(stages) > 1 else 0
+                measured, config, left = self._fitting(place, stage, config, None if same_batch else room, above)
+                if measured.too_large:  # so that its batch is another than that of the rung before
+                    measured = replace(measured, changes_numerics=True)
                 rungs.append(measured)
                 if measured.speed is None:
                     continue
-                control = f"control-{number:02d}{'-same-batch' * stage.name.endswith(SAME_BATCH)}"
+                control = f"control-{number:02d}{'-same-batch' * same_batch}"
                 controls.append(self._measure(control, Rung("control"), baseline))
                 if controls[-1].speed is None:
                     raise UserError(f"the control could not be run again after {stage.name!r}: {controls[-1].reason}.")
                 other_sums = measured.changes_numerics or "precision" in stage.changes
                 equal_work = config.global_batch == state.global_batch and config.stream == state.stream
                 if suite.seeds > 1 and other_sums and equal_work:
-                    rungs[-1] = replace(rungs[-1], held_out=self._held_out((before, state), (rungs[-1], config)))
+                    rungs[-1] = replace(measured, held_out=self._held_out((before, state), (measured, config)))
                 if suite.cumulative:
-                    before, state, room = rungs[-1], config, left
+                    before, state, room = rungs[-1], config, room if same_batch else left
         return controls, rungs
 
-    def _held_out(
-        self, before: tuple[Measured, TrainConfig], rung: tuple[Measured, TrainConfig]
-    ) -> tuple[tuple[float, float], ...]:
-        """Validation losses of the rung before and of ``rung``, with each of the suite's seeds.
+    def _held_out(self, *runs: tuple[Measured, TrainConfig]) -> tuple[tuple[float, float], ...]:
+        """Validation losses of the rung before and of a rung, with each of the suite's seeds.
 
         Runs with another seed than the ladder's have no control: only their losses count.
         """
         losses: list[list[float | None]] = []
-        for measured, config in (before, rung):
-            runs = [measured]
-            for number in range(1, self.ladder.suite.seeds):
-                seeded = replace(config, seed=config.seed + number)
-                label = Rung(f"{measured.name}, seed {seeded.seed}")
-                assert measured.row is not None, "it has a speed"
-                place = measured.row.key.rpartition("-")[0]
-                runs.append(self._measure(f"{place}-seed-{seeded.seed}", label, seeded, "seed"))
-            losses.append([run.row.val_loss if run.row else None for run in runs])
+        for measured, config in runs:
+            assert measured.row is not None, "it has a speed"
+            losses.append([measured.row.val_loss])
+            for seed in range(config.seed + 1, config.seed + self.ladder.suite.seeds):
+                place = f"{measured.row.key.rpartition('-')[0]}-seed-{seed}"
+                label = Rung(f"{measured.name}, seed {seed}")
+                seeded = self._measure(place, label, replace(config, seed=seed), "seed")
+                losses[-1].append(seeded.row and seeded.row.val_loss)
         return tuple((one, other) for one, other in zip(*losses, strict=True) if one is not None and other is not None)
 
     def _room(self) -> int | None:
@@ -322,10 +283,11 @@ class Climb:
     def _measure(self, place: str, rung: Rung, config: TrainConfig, stage: Stage | None = None) -> Measured:
         """The run of ``config`` at ``place``. Raises ``NotRun`` when it has no row."""
         config = resolve(config, self.facts)
-        run = Run(place, rung.name, config, stage or ("baseline" if place.startswith("control") else "rung"))
-        row = self.row_of(run.key)
+        key = f"{place}-{hashlib.sha256(json.dumps(config.to_json()).encode()).hexdigest()[:8]}"
+        row = self.row_of(key)
         if row is None:
-            raise NotRun(run)
+            usual: Stage = "baseline" if place.startswith("control") else "rung"
+            raise NotRun(key, rung.name, config, stage or usual)
         reason = "" if row.speed else f"{row.outcome}: {row.reason}" if row.outcome in TOO_LARGE else row.reason
         return Measured(rung.name, reason.rstrip("."), row, config, rung.changes_numerics)
 
