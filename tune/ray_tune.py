@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import ray
@@ -45,14 +45,6 @@ STORAGE_PAUSE, STORAGE_PATIENCE = 5.0, 600.0
 """Seconds between attempts to send a row to storage that does not answer, and for all of them."""
 
 
-@dataclass(frozen=True)
-class Listener:
-    """What the driver tells the world: a trial is about to start, and a trial has ended."""
-
-    started: Callable[[Request], None]
-    ended: Callable[[TrialRow, Sequence[TrialRow]], None]
-
-
 class Running:
     """A trial that is running, and the limit on its process."""
 
@@ -62,24 +54,25 @@ class Running:
         """Ray's id of the machine."""
         self.asked_at = time.monotonic()
         self.started = self.overdue = False
-        self._kill: Callable[[], None] = lambda: None
-        self._timer = threading.Timer(request.patience or 0.0, self._end)
-        self._timer.daemon = True  # or a driver that is interrupted would wait for it
+        self._timer: threading.Timer | None = None
 
     def limit(self, kill: Callable[[], None]) -> None:
         """The trial's process has started: call ``kill`` unless it has ended before its time is up."""
-        self._kill = kill
+
+        def end() -> None:
+            self.overdue = True
+            kill()
+
         self.started = True
         if self.request.patience:
+            self._timer = threading.Timer(self.request.patience, end)
+            self._timer.daemon = True  # or a driver that is interrupted would wait for it
             self._timer.start()
 
     def ended(self) -> None:
         """The process has ended, by itself or not."""
-        self._timer.cancel()
-
-    def _end(self) -> None:
-        self.overdue = True
-        self._kill()
+        if self._timer:
+            self._timer.cancel()
 
     def why_no_row(self, attempts: int) -> str:
         """Why the trial sent no row, after so many attempts."""
@@ -95,13 +88,18 @@ class Running:
 class Proposals(Searcher):
     """An experiment as Ray Tune's searcher: trials are decided from the rows on disk, each for a machine of its own."""
 
-    def __init__(self, experiment: Experiment, listener: Listener, nodes: Callable[[], Mapping[str, str]]) -> None:
-        """``nodes`` returns the machines that have room for a trial, busy or not: their ids by name."""
+    def __init__(
+        self, experiment: Experiment, nodes: Callable[[], Mapping[str, str]], started: Callable[[Request], None],
+        ended: Callable[[TrialRow, Sequence[TrialRow]], None],
+    ) -> None:  # fmt: skip
+        """``nodes`` returns the machines that have room for a trial, busy or not: their ids by name.
+
+        ``started`` is told that a trial is about to start, ``ended`` its row and those of all trials.
+        """
         super().__init__(metric="tokens_per_second", mode="max")
         self.experiment = experiment
-        self.nodes = nodes
+        self.nodes, self.started, self.ended = nodes, started, ended
         self.rows = experiment.trials
-        self.listener = listener
         self.running: dict[str, Running] = {}
         self.attempts: Counter[str] = Counter()
         """Attempts without a row, by the trial's key."""
@@ -115,30 +113,33 @@ class Proposals(Searcher):
 
     def suggest(self, trial_id: str) -> dict[str, Any] | None:
         """The next trial's parameters, None while there is nothing to do but wait, or ``FINISHED``."""
-        if self.failure or self.restart_tuner:
-            return None if self.running else self._finished()
-        if len(self.running) >= self.experiment.parallel or self._nothing_to_do:
-            return None
-        name, node = self._free_machine()
-        request = None
-        if name:
-            rows, running = read_rows(self.rows), [trial.request for trial in self.running.values()]
-            number = max((known.number for known in [*rows, *running]), default=0) + 1
-            try:
-                request = self.experiment.request(name, number, rows, running)
-            except UserError as failure:
-                self.failure = failure
-        else:
-            self.restart_tuner = not self.running
-        if request is None:
+        ending = self.failure or self.restart_tuner or self._nothing_to_do
+        if not ending and len(self.running) < self.experiment.parallel:
+            if decided := self._decide():
+                request, node = decided
+                self.running[trial_id] = Running(request, node)
+                self.started(request)
+                return {"request": request, "node": node}
             self._nothing_to_do = bool(self.running)
-            return None if self.running else self._finished()
-        self.running[trial_id] = Running(request, node)
-        self.listener.started(request)
-        return {"request": request, "node": node}
+        # Ray's marker is a string, its signature is narrower.
+        return None if self.running else cast(dict[str, Any], Searcher.FINISHED)
 
-    def _finished(self) -> dict[str, Any]:
-        return cast(dict[str, Any], Searcher.FINISHED)  # Ray's marker is a string, its signature is narrower
+    def _decide(self) -> tuple[Request, str] | None:
+        """The next trial, and the id of the machine for it, which no other trial has."""
+        running = [trial.request for trial in self.running.values()]
+        taken = {request.node for request in running}
+        name, node = next(((name, node) for name, node in self.machines().items() if name not in taken), ("", ""))
+        if not name:
+            self.restart_tuner = not running
+            return None
+        rows = read_rows(self.rows)
+        number = max((known.number for known in [*rows, *running]), default=0) + 1
+        try:
+            request = self.experiment.request(name, number, rows, running)
+        except UserError as failure:
+            self.failure = failure
+            return None
+        return request and (request, node)
 
     def machines(self) -> dict[str, str]:
         """Node ids by name of the machines that trials may run on now, first the one that others are compared with."""
@@ -151,11 +152,6 @@ class Proposals(Searcher):
             return {}
         order = sorted(usable, key=lambda name: (name == self.avoided, name != (first and first.node), name))
         return {name: nodes[name] for name in order}
-
-    def _free_machine(self) -> tuple[str, str]:
-        """Name and node id of a machine for the next trial; empty without one."""
-        taken = {trial.request.node for trial in self.running.values()}
-        return next(((name, node) for name, node in self.machines().items() if name not in taken), ("", ""))
 
     def on_trial_result(self, trial_id: str, result: dict[str, Any]) -> None:
         """Limit the time of a trial's process, whose first result says that it has started."""
@@ -195,7 +191,7 @@ class Proposals(Searcher):
         except UserError as failure:
             self.failure = failure
             return
-        self.listener.ended(row, read_rows(self.rows))
+        self.ended(row, read_rows(self.rows))
 
     def _keep(self, row: TrialRow, traceback: str | None) -> None:
         """Write ``row`` where the experiment belongs. Raises ``UserError`` when that cannot be written."""
@@ -212,15 +208,6 @@ class Proposals(Searcher):
                 errors.print(f"Waiting for storage: {failure}", markup=False)
                 time.sleep(STORAGE_PAUSE)
 
-    def have_started(self) -> bool:
-        """Whether every trial that was asked for has its process."""
-        return all(trial.started for trial in list(self.running.values()))
-
-    def withdraw(self) -> None:
-        """Forget the trials that were asked for and have not started, and have Tune begin again on other machines."""
-        self.avoided = next((trial.request.node for trial in self.running.values()), "")
-        self.restart_tuner = True
-
     def __getstate__(self) -> dict[str, Any]:
         """Nothing for Tune's snapshots, which pickle their searcher: the rows are the state."""
         return {}
@@ -236,8 +223,7 @@ class Placing(ray.tune.Stopper):
     """Says when a trial finds no room, and ends Tune when it is the only one and another machine could run it."""
 
     def __init__(self, proposals: Proposals, resources: dict[str, float]) -> None:
-        self.proposals = proposals
-        self.resources = resources
+        self.proposals, self.resources = proposals, resources
         self.since: float | None = None
         self.told = False
 
@@ -247,10 +233,10 @@ class Placing(ray.tune.Stopper):
 
     def stop_all(self) -> bool:
         """Whether to end Tune; asked several times a second."""
-        proposals = self.proposals
+        proposals, running = self.proposals, list(self.proposals.running.values())
         if proposals.failure:
             return True
-        if proposals.have_started() or not is_pending([self.resources]):
+        if all(trial.started for trial in running) or not is_pending([self.resources]):
             self.since, self.told = None, False
             return False
         self.since = self.since or time.monotonic()
@@ -258,16 +244,15 @@ class Placing(ray.tune.Stopper):
         if waited >= PLACING_SECONDS and not self.told:
             self.told = True
             errors.print(lack("a trial", [self.resources]), markup=False)
-        running = list(proposals.running.values())
         if waited < UNPLACED_SECONDS or any(trial.started for trial in running):
             return False
         self.since = None
         if set(proposals.machines().values()) - {trial.node for trial in running}:
-            proposals.withdraw()
+            proposals.avoided = running[0].request.node
+            proposals.restart_tuner = True  # what was asked for is forgotten, and proposed again on other machines
         return proposals.restart_tuner
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing for Tune's snapshots."""
         return {}
 
 
@@ -290,11 +275,8 @@ def outcome(request: Request) -> dict[str, Any]:
         row, traceback = run(request)
     except Exception as failure:  # noqa: BLE001 the driver needs the reason, and Tune would hand on none
         return {"tokens_per_second": 0.0, "refused": f"it could not be run: {first_line(failure)}"}
-    return {
-        "tokens_per_second": row.tokens_per_second or 0.0,
-        "row": json.dumps(to_json(row)),
-        "traceback": traceback,
-    }
+    sent = json.dumps(to_json(row))
+    return {"tokens_per_second": row.tokens_per_second or 0.0, "row": sent, "traceback": traceback}
 
 
 def drive(proposals: Proposals, resources: dict[str, float]) -> None:
@@ -316,18 +298,14 @@ def drive(proposals: Proposals, resources: dict[str, float]) -> None:
             ray.tune.Tuner(
                 ray.tune.with_resources(trainable, placed_on),
                 tune_config=ray.tune.TuneConfig(
-                    search_alg=proposals,
-                    num_samples=-1,
-                    reuse_actors=False,
+                    search_alg=proposals, num_samples=-1, reuse_actors=False,
                     trial_dirname_creator=lambda trial: trial.trial_id,
                 ),
                 run_config=ray.tune.RunConfig(
-                    name=f"{place.name}-{number}" if number else place.name,
-                    storage_path=str(folder),
-                    stop=Placing(proposals, resources),
-                    verbose=0,
+                    name=f"{place.name}-{number}" if number else place.name, storage_path=str(folder),
+                    stop=Placing(proposals, resources), verbose=0,
                 ),
-            ).fit()
+            ).fit()  # fmt: skip
             if proposals.failure:
                 raise proposals.failure
             if not proposals.restart_tuner:

@@ -20,7 +20,7 @@ from tune.config import ExperimentConfig
 from tune.device import trial_nodes
 from tune.experiment import Experiment
 from tune.folder import locked, resumed_parent
-from tune.ray_tune import Listener, Proposals, drive
+from tune.ray_tune import Proposals, drive
 from tune.tracking import ExperimentRecorder, open_parent
 from tune.trial.row import TrialRow, read_rows
 from tune.trial.run import Request
@@ -115,7 +115,7 @@ def _drive(experiment: Experiment, recorder: ExperimentRecorder) -> None:
     with suppress(KeyboardInterrupt), connected(experiment.config.address):
         resources = experiment.resources()
         with doing("starting trials") as shown:
-            drive(Proposals(experiment, Listener(started, ended), partial(trial_nodes, resources)), resources)
+            drive(Proposals(experiment, partial(trial_nodes, resources), started, ended), resources)
 
 
 def line(experiment: Experiment, row: TrialRow) -> str:

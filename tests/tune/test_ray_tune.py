@@ -19,7 +19,7 @@ from train.model_config import ModelConfig
 from tune.config import SearchConfig
 from tune.device import trial_nodes
 from tune.plan import Search, make_search
-from tune.ray_tune import ATTEMPTS, Listener, Proposals, Running, drive, outcome
+from tune.ray_tune import ATTEMPTS, Proposals, Running, drive, outcome
 from tune.space import Candidate
 from tune.trial.row import Proposal, TrialRow, read_rows
 from tune.trial.run import Early, Request
@@ -46,7 +46,7 @@ def proposals(search: Search, nodes: Mapping[str, str] | None = None) -> tuple[P
     there = {HERE: "its id"} if nodes is None else nodes
     machines = tuple(replace(search.machines[0], name=name) for name in there)
     on = replace(search, machines=machines, config=replace(search.config, parallel=len(there)))
-    return Proposals(on, Listener(begun.append, lambda row, rows: None), lambda: there), begun
+    return Proposals(on, lambda: there, begun.append, lambda row, rows: None), begun
 
 
 def row_of(request: Request, speed: float | None = None) -> TrialRow:
@@ -216,7 +216,7 @@ def test_a_trial_that_does_not_end_is_killed_and_one_that_was_killed_runs_again(
         resources = search.resources()
         nodes = partial(trial_nodes, resources)
         slowed = Slow(**{field.name: getattr(search, field.name) for field in fields(search)})
-        drive(Disturbed(slowed, Listener(begun.append, lambda row, rows: None), nodes), resources)
+        drive(Disturbed(slowed, nodes, begun.append, lambda row, rows: None), resources)
     slow, other = read_rows(search.trials)
     assert (slow.key, slow.outcome) == (begun[0].key, "failed")
     assert slow.reason == "it was still running after 2s, --compile-time and its steps' time, and was killed"
