@@ -96,12 +96,10 @@ class SearchConfig(ExperimentConfig):
             raise UserError(f"--trial-precision {self.trial_precision} is a fraction between 0 and 1, such as 0.01.")
 
     def to_json(self) -> dict[str, Any]:
-        """The config as JSON values; :func:`infra.schema.from_json` reads it back."""
         training = self.training.to_json() | {"data": StorageDir.of(self.training.data).address}
         return super().to_json() | {"training": training, "config": None}
 
     def identity(self) -> dict[str, Any]:
-        """What a search over the same data must share with this one to be continued as it."""
         training = self.training.to_json()
         free = ("data", "steps", "tokens", "time_budget", "cycle")
         own = ("memory_limit", "searcher", "trial_steps", "trial_time", "trial_precision", "confirm")

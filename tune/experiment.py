@@ -37,8 +37,6 @@ class Experiment(ABC):
     copy: WorkingCopy | None = field(default=None, kw_only=True)
     """The place on this machine, once it is locked."""
 
-    kind: ClassVar[str]
-    """``search`` or ``ladder``."""
     collection: ClassVar[str]
     """MLflow's experiment."""
 
@@ -91,7 +89,6 @@ class Experiment(ABC):
         return ""
 
     def named(self, row: TrialRow) -> str:
-        """A finished trial in words."""
         return row.name
 
     def words(self, row: TrialRow) -> dict[str, str]:
@@ -114,12 +111,10 @@ class Experiment(ABC):
 
     @property
     def parallel(self) -> int:
-        """Trials at a time."""
         return 1
 
     @property
     def folder(self) -> Path:
-        """The place on this machine."""
         return self.working_copy.folder
 
     @property
@@ -129,7 +124,6 @@ class Experiment(ABC):
 
     @property
     def trials(self) -> Path:
-        """The folder of the rows."""
         return self.folder / TRIALS
 
     @property
@@ -139,7 +133,6 @@ class Experiment(ABC):
 
     @property
     def device(self) -> str:
-        """``cpu`` or ``cuda``."""
         return self.training.device
 
     def resources(self) -> dict[str, float]:

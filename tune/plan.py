@@ -47,22 +47,18 @@ class Search(Experiment):
     """What is expected of candidates, whichever strategy chooses them; it has the limit."""
     strategy: Strategy
 
-    kind = "search"
     collection = "tune"
 
     @property
     def training(self) -> TrainConfig:
-        """The control."""
         return self.space.config(self.space.control)
 
     @property
     def parallel(self) -> int:
-        """Trials at a time, each on a machine of its own."""
         return self.config.parallel
 
     @property
     def limit(self) -> int:
-        """Most memory that a trial's process may use, in bytes."""
         return int(self.memory.limit)
 
     @property
@@ -73,12 +69,10 @@ class Search(Experiment):
     def request(
         self, machine: str, number: int, rows: Sequence[TrialRow], running: Sequence[Request]
     ) -> Request | None:
-        """The strategy's next trial, with what is expected of it on ``machine``; first that machine's control."""
         proposal = self._propose(machine, rows, running)
         return proposal and self.trial(proposal, machine, number, rows)
 
     def trial(self, proposal: Proposal, machine: str, number: int, rows: Sequence[TrialRow]) -> Request:
-        """What the trial's process on ``machine`` is told."""
         if proposal.predicted_memory is None:  # a grid's, Optuna's, a repetition, or a confirmation
             predicted = self.memory.curves(scaled_to_first_node(rows)).memory(proposal.candidate)
             proposal = replace(proposal, predicted_memory=predicted)
@@ -112,7 +106,6 @@ class Search(Experiment):
         return proposal
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
-        """What the strategy expects."""
         return self.strategy.remaining(scaled_to_first_node(rows))
 
     def best(self, rows: Sequence[TrialRow]) -> str:
@@ -123,11 +116,9 @@ class Search(Experiment):
         return f"best: {''.join(best) or 'none yet'} | "
 
     def named(self, row: TrialRow) -> str:
-        """Its stage and candidate."""
         return f"{row.stage:7s} {self.space.name(row.candidate)}"
 
     def is_finished(self, rows: Sequence[TrialRow]) -> bool:
-        """Whether the strategy has no more trials."""
         return self.strategy.propose(scaled_to_first_node(rows)) is None
 
     def usable(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
@@ -143,7 +134,6 @@ class Search(Experiment):
         return left
 
     def identity(self) -> dict[str, Any]:
-        """What a search must share with this one to be continued as it."""
         found = {"data": self.manifest.fingerprint, "memory_limit": self.limit, "device": self.device}
         return self.config.identity() | found
 
@@ -157,14 +147,12 @@ class Search(Experiment):
         return changed(now, usual) | {"model": now["model"], "data": str(self.data), "memory_limit": limit}
 
     def labels(self, row: TrialRow) -> dict[str, str]:
-        """The global batch of a trial, and its knobs."""
         knobs = settings(row.candidate.knobs)
         batch = {"global batch": str(self.space.global_batch(row.candidate))}
         return batch | ({"knobs": self.space.knobs_label(knobs) or "as the control"} if knobs else {})
 
 
 def search_name(config: SearchConfig) -> str:
-    """The name of the search and of its folder."""
     return config.resume or config.name or f"search-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -178,7 +166,7 @@ def make_search(config: SearchConfig) -> Search:
     machines = trial_machines(config.training, cluster=config.cluster, parallel=config.parallel)
     asked, available = config.memory_limit, min(machine.memory for machine in machines)
     if config.resume and not asked:  # or another set of machines would make it another search
-        asked = kept(place, Search.kind).identity.get("memory_limit")
+        asked = kept(place, config.kind).identity.get("memory_limit")
     facts = replace(machines[0].device, memory=asked or available)
     training = resolve(with_vocabulary_of(config.training, manifest), facts)
     refuse_vast_steps(training, manifest)
@@ -204,7 +192,6 @@ def make_search(config: SearchConfig) -> Search:
 
 
 def _explorer(config: SearchConfig, space: Space, memory: MemorySearcher) -> Strategy:
-    """The strategy that ``--searcher`` names. Raises ``UserError`` when Optuna is not installed."""
     if config.searcher == "memory":
         return memory
     if config.searcher == "grid":

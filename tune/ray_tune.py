@@ -70,7 +70,6 @@ class Running:
             self._timer.start()
 
     def ended(self) -> None:
-        """The process has ended, by itself or not."""
         if self._timer:
             self._timer.cancel()
 

@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from infra.console import console
@@ -101,16 +102,11 @@ def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...
 
     lines = [
         (
-            *named(entry.candidate),
-            f"{entry.speed.middle:,.0f}",
-            f"± {entry.speed.width / 2:.1%}",
-            _over(entry, control),
-            f"{entry.memory / GB:.2f}",
-            str(entry.runs),
-            ", ".join(words[entry.candidate]),
+            *named(entry.candidate), f"{entry.speed.middle:,.0f}", f"± {entry.speed.width / 2:.1%}",
+            _over(entry, control), f"{entry.memory / GB:.2f}", str(entry.runs), ", ".join(words[entry.candidate]),
         )
         for entry in ranked
-    ]
+    ]  # fmt: skip
     last = {row.candidate: row for row in rows if row.candidate not in words}
     for row in sorted(last.values(), key=lambda row: row.number):
         speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-"
@@ -120,7 +116,6 @@ def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...
 
 
 def control_among(ranked: Sequence[Ranked], space: Space) -> Ranked | None:
-    """The control, if it has a place."""
     return next((entry for entry in ranked if entry.candidate == space.control), None)
 
 
@@ -147,27 +142,21 @@ def _over(entry: Ranked, control: Ranked | None) -> str:
 
 def never_run(search: Search, rows: Sequence[TrialRow]) -> list[str]:
     """Candidates without a row, as sentences: one for each reason and choice of sizes."""
-    seen = {row.candidate for row in rows}
+    seen, space = {row.candidate for row in rows}, search.space
     curves = search.memory.curves([row for row in rows if row.stage != "confirm"])
     sizes: dict[tuple[Combination, str], list[str]] = {}
-    for candidate in search.space.candidates():
+    for candidate in space.candidates():
         if candidate not in seen:
             reason = search.memory.why_not(curves, candidate)
             sizes.setdefault((candidate.knobs, reason), []).append(str(candidate.micro_batch))
-    combinations: dict[tuple[str, str], list[Combination]] = {}
+    labels: dict[tuple[str, str], list[str]] = {}
     for (knobs, reason), named in sizes.items():
-        combinations.setdefault((", ".join(named), reason), []).append(knobs)
-    return [
-        f"micro-batch {named}{_with(knobs, search.space)}: {reason}" for (named, reason), knobs in combinations.items()
-    ]
-
-
-def _with(combinations: Sequence[Combination], space: Space) -> str:
-    """`` with compile=off``; `` with 12 combinations of knobs``; nothing for the control's own."""
-    if len(combinations) > 1:
-        return f" with {len(combinations)} combinations of knobs"
-    label = space.knobs_label(combinations[0])
-    return f" with {label}" if label else ""
+        labels.setdefault((", ".join(named), reason), []).append(space.knobs_label(knobs))
+    lines = []
+    for (named, reason), which in labels.items():
+        label = f"{len(which)} combinations of knobs" if len(which) > 1 else which[0]
+        lines.append(f"micro-batch {named}{f' with {label}' * bool(label)}: {reason}")
+    return lines
 
 
 def no_winner(search: Search, rows: Sequence[TrialRow]) -> list[str]:
@@ -175,14 +164,13 @@ def no_winner(search: Search, rows: Sequence[TrialRow]) -> list[str]:
     under = f"under {format_size(search.limit)}"
     unfit = {row.candidate for row in rows if row.outcome in UNFIT}
     failed = [row for row in rows if row.outcome == "failed"]
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, dict[str, None]] = {}
     for row in failed:
         if row.candidate not in unfit:
-            labels = reasons.setdefault(row.reason, [])
-            labels.extend({search.space.name(row.candidate)} - set(labels))
+            reasons.setdefault(row.reason, {})[search.space.name(row.candidate)] = None
     if reasons:
         others = f", and {len(unfit)} of the candidates do not fit {under}" if unfit else ""
-        lines = [f"{'; '.join(labels)}: {reason}" for reason, labels in reasons.items()]
+        lines = [f"{'; '.join(names)}: {reason}" for reason, names in reasons.items()]
         return [f"no winner: {len(failed)} of {len(rows)} trials failed{others}", *lines]
     none = "nothing fits" if rows else "no trial was run, because nothing is predicted to fit"
     return [f"{none} {under}: raise --memory-limit, or search more --knobs"]
@@ -204,10 +192,8 @@ def best_json(search: Search, rows: Sequence[TrialRow]) -> dict[str, Any] | None
 
 def csv_text(rows: Sequence[TrialRow]) -> str:
     """All rows as CSV, with a column per knob."""
-    text = io.StringIO()
-    flat = [flat_row(row) for row in rows]
-    names = list(dict.fromkeys(name for values in flat for name in values))
-    writer = csv.DictWriter(text, names, lineterminator="\n")
+    text, flat = io.StringIO(), [flat_row(row) for row in rows]
+    writer = csv.DictWriter(text, list(dict.fromkeys(chain(*flat))), lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
     return text.getvalue()
@@ -238,17 +224,21 @@ def opening_lines(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, s
 def summary_metrics(search: Search, rows: Sequence[TrialRow]) -> dict[str, float | int | None]:
     """A finished search's numbers, by which searches compare in MLflow's list."""
     ranked = rank(scaled_to_first_node(rows))
-    best = ranked[0] if ranked else None
     control = control_among(ranked, search.space)
-    return {
-        "result/tokens_per_second": best and best.speed.middle,
-        "result/tokens_per_second_low": best and best.speed.low,
-        "result/tokens_per_second_high": best and best.speed.high,
-        "result/speedup_over_control": best.speed.middle / control.speed.middle if best and control else None,
-        "memory/process_gb": best and best.memory / GB,
+    found: dict[str, float | int | None] = {
         "trials/all": len(rows),
         **{f"trials/{outcome}": sum(row.outcome == outcome for row in rows) for outcome in OUTCOMES},
         "time/device_seconds": sum(row.seconds for row in rows),
+    }
+    if not ranked:
+        return found
+    best = ranked[0]
+    return found | {
+        "result/tokens_per_second": best.speed.middle,
+        "result/tokens_per_second_low": best.speed.low,
+        "result/tokens_per_second_high": best.speed.high,
+        "result/speedup_over_control": control and best.speed.middle / control.speed.middle,
+        "memory/process_gb": best.memory / GB,
     }
 
 

@@ -46,7 +46,7 @@ def conduct(
         if config.dry_run:
             return 0
         open_store(config.tracking_uri)  # one that cannot be used is refused before anything is made
-        with locked(experiment.place, experiment.kind) as copy:
+        with locked(experiment.place, experiment.config.kind) as copy:
             experiment = replace(experiment, copy=copy)
             try:
                 return _run(experiment, publish)
@@ -60,7 +60,7 @@ def conduct(
 def _run(experiment: Kind, publish: Publish[Kind]) -> int:
     """Run trials until there are no more, and publish what was found; returns the exit code."""
     kept = _kept(experiment)  # damaged rows are refused before MLflow hears of it
-    kind, resumed = experiment.kind, experiment.config.resume
+    kind, resumed = experiment.config.kind, experiment.config.resume
     parent = resumed_parent(experiment.place, kind, experiment.identity()) if resumed else open_parent(experiment)
     recorder = ExperimentRecorder(experiment, parent)
     if resumed:
@@ -119,7 +119,6 @@ def _drive(experiment: Experiment, recorder: ExperimentRecorder) -> None:
 
 
 def line(experiment: Experiment, row: TrialRow) -> str:
-    """A finished trial as one line."""
     validation = "" if row.val_loss is None else f"/{row.val_loss:.3f}"
     parts = [
         f"{row.number:3d} {experiment.named(row)}",

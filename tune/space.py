@@ -56,7 +56,6 @@ class Space:
         return replace(self.base, micro_batch=size, global_batch=batch, **dict(settings(candidate.knobs)))
 
     def global_batch(self, candidate: Candidate) -> int:
-        """Sequences per step of ``candidate``."""
         return candidate.micro_batch * dict(candidate.knobs)[ACCUMULATION] if self.free else self.base.global_batch
 
     @property
@@ -142,7 +141,6 @@ def parse_knobs(words: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 
 
 def _value(name: str, text: str) -> Any:
-    """The value of the knob ``name`` that ``text`` is."""
     kind = TrainConfig.__annotations__[name]
     if kind is int and text.isdecimal():
         return int(text)

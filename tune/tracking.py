@@ -54,7 +54,7 @@ class ExperimentRecorder:
         experiment = self.experiment
         if not experiment.config.resume:
             tracker.params(experiment.params())
-        tracker.json(experiment.identity(), f"{experiment.kind}.json")
+        tracker.json(experiment.identity(), f"{experiment.config.kind}.json")
         self._data(tracker)
 
     def start(self, request: Request) -> None:
@@ -123,7 +123,7 @@ class ExperimentRecorder:
             yield
         except UserError as failure:
             errors.print(
-                f"{failure} The {self.experiment.kind} continues; MLflow gets this trial when it answers again."
+                f"{failure} The {self.experiment.config.kind} continues; MLflow gets this trial when it answers again."
             )
 
     def _child(self, key: str, name: str, stage: str) -> RunKey:
@@ -158,6 +158,6 @@ def open_parent(experiment: Experiment) -> RunKey:
     """The parent run of a new experiment, whose folder keeps its key."""
     return create_run(
         experiment.collection, experiment.place.name, tracking_uri=experiment.config.tracking_uri,
-        home=experiment.place.address, tags=provenance.collect() | {"kind": experiment.kind},
+        home=experiment.place.address, tags=provenance.collect() | {"kind": experiment.config.kind},
         keep=partial(folder.begin, experiment.working_copy, experiment.config, experiment.identity()),
     )  # fmt: skip

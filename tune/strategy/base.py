@@ -34,12 +34,10 @@ class Grid:
     space: Space
 
     def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
-        """The first candidate that has no row."""
         seen = {row.candidate for row in rows}
         return next((Proposal(c, "probe") for c in self.space.candidates() if c not in seen), None)
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
-        """Candidates without a row."""
         return len(self.space.candidates()) - len({row.candidate for row in rows})
 
 
@@ -53,12 +51,10 @@ class Retrying:
     explore: Strategy
 
     def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
-        """The repetition of a trial that needs one; else the exploration's proposal after the trials that count."""
         short = self._short(rows)
         return Proposal(short.candidate, short.stage, round=1) if short else self.explore.propose(_last_attempts(rows))
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
-        """The exploration's remainder, and the repetition."""
         return (self._short(rows) is not None) + self.explore.remaining(_last_attempts(rows))
 
     def _short(self, rows: Sequence[TrialRow]) -> TrialRow | None:
@@ -94,13 +90,11 @@ class Confirmed:
     rounds: int
 
     def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
-        """The exploration's proposal while it has one; then the next confirmation."""
         explored = [row for row in rows if row.stage != "confirm"]
         proposal = self.explore.propose(explored)
         return proposal or next(iter(self._missing(rows)), None)
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
-        """The exploration's remainder and the confirmations."""
         explored = [row for row in rows if row.stage != "confirm"]
         left = self.explore.remaining(explored)
         if self.explore.propose(explored) is None:

@@ -39,7 +39,6 @@ class MemorySearcher:
         return Curves(self.space, self.prior, self.limit, rows)
 
     def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
-        """The next trial, or None when nothing unmeasured can be expected to win."""
         near = self.space.neighbours(self.space.control.knobs)
         if len(rows) > len(near) and all(row.outcome == "failed" for row in rows):
             return None  # what fails everywhere near the control is not the candidates' fault
@@ -56,7 +55,6 @@ class MemorySearcher:
         )  # fmt: skip
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
-        """About how many trials are still to come."""
         curves = self.curves(rows)
         seen = {row.candidate for row in rows}
         best = curves.fastest()

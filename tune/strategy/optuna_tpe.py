@@ -35,7 +35,6 @@ class OptunaSearcher:
         _optuna()
 
     def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
-        """Optuna's next candidate that has no row yet."""
         candidates = self.space.candidates()
         seen = {row.candidate: row for row in rows}
         if len(seen) >= min(self.trials, len(candidates)):
@@ -43,19 +42,19 @@ class OptunaSearcher:
         optuna = _optuna()
         sampler = optuna.samplers.TPESampler(seed=self.seed + len(rows))
         study = optuna.create_study(sampler=sampler, direction="maximize")
-        choices = self._choices()
+        names = [name for name, _ in self.space.combinations[0]]
+        choices = {"micro_batch": list(self.space.sizes)} | {
+            name: list(dict.fromkeys(dict(knobs)[name] for knobs in self.space.combinations)) for name in names
+        }
         spaces = {name: optuna.distributions.CategoricalDistribution(values) for name, values in choices.items()}
         for row in rows:
+            parameters = {"micro_batch": row.candidate.micro_batch} | dict(row.candidate.knobs)
             study.add_trial(
-                optuna.trial.create_trial(
-                    params=self._parameters(row.candidate), distributions=spaces, value=row.tokens_per_second or 0.0
-                )
+                optuna.trial.create_trial(params=parameters, distributions=spaces, value=row.tokens_per_second or 0.0)
             )
         for _ in range(ASKS):
             asked = study.ask(spaces)
-            values: dict[str, Any] = asked.params
-            knobs = tuple((name, values[name]) for name, _ in self.space.combinations[0])
-            candidate = Candidate(values["micro_batch"], knobs)
+            candidate = Candidate(asked.params["micro_batch"], tuple((name, asked.params[name]) for name in names))
             if candidate in candidates and candidate not in seen:
                 return Proposal(candidate, "probe")
             known = seen.get(candidate)
@@ -63,21 +62,10 @@ class OptunaSearcher:
         return Proposal(next(c for c in candidates if c not in seen), "probe")
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
-        """What is left of the budget."""
         return max(0, min(self.trials, len(self.space.candidates())) - len({row.candidate for row in rows}))
-
-    def _choices(self) -> dict[str, list[Any]]:
-        choices: dict[str, list[Any]] = {"micro_batch": list(self.space.sizes)}
-        for place, (name, _) in enumerate(self.space.combinations[0]):
-            choices[name] = list(dict.fromkeys(knobs[place][1] for knobs in self.space.combinations))
-        return choices
-
-    def _parameters(self, candidate: Candidate) -> dict[str, Any]:
-        return {"micro_batch": candidate.micro_batch} | dict(candidate.knobs)
 
 
 def _optuna() -> Any:
-    """The package, quiet. Raises ``UserError`` where it is not installed."""
     try:
         optuna = importlib.import_module("optuna")
     except ImportError:

@@ -23,7 +23,6 @@ from tune.device import trial_machines
 from tune.folder import TRIALS, place_of
 from tune.space import Candidate
 from tune.suite import study
-from tune.suite.published import NAME
 from tune.suite.runs import Climb, Ladder
 from tune.suite.suites import STREAMING, Suite, choose, find_suite, searched, short_form, streamed, without_model
 from tune.trial.row import TrialRow
@@ -77,7 +76,7 @@ def introduce(ladder: Ladder, before: dict[str, Any] | str | None) -> None:
     Raises ``UserError`` where ``before``, what the ladder is to be compared with, is of another suite.
     """
     suite = ladder.suite
-    if before == NAME and suite.name != "a100":
+    if before == study.NAME and suite.name != "a100":
         raise UserError(f"--compare study is of the suite a100, not of {suite.name}: give --suite a100.")
     heading = f"[bold]{escape(suite.name)}[/bold]: {escape(suite.title)}; {len(suite.rungs)} rungs in"
     console.print(heading, escape(str(ladder.place)))
@@ -95,6 +94,6 @@ def introduce(ladder: Ladder, before: dict[str, Any] | str | None) -> None:
         else:
             console.print(f"{rung.name}: not run, {rung.reason}.", markup=False)
     Part("", ("rung", "batch", "predicted GB"), lines).show()
-    if before == NAME:
+    if before == study.NAME:
         Report([], [study.memory({}), study.MEMORY]).show()
     console.print("nothing was run")

@@ -16,7 +16,6 @@ from train.config import TrainConfig
 from train.intervals import Estimate
 from tune import charts
 from tune.suite import study
-from tune.suite.published import NAME
 from tune.suite.runs import Ladder, Measured
 from tune.suite.standings import closing, legend, opening_lines, parts, standings
 from tune.trial.row import TrialRow, flat_row, measured
@@ -44,7 +43,7 @@ def publish(
     write_json(folder / "standings.json", kept)
     write_json(folder / "best.json", best_json(*fastest))
     pieces = [closing(suite, found), listed(legend(suite, found, speeds)), *parts(suite, found)]
-    if before == NAME:
+    if before == study.NAME:
         compared, said = study.compare(found)
         pieces += [*compared, *said]
     elif isinstance(before, dict):
@@ -83,7 +82,7 @@ def best_json(rung: Measured, row: TrialRow, speed: Estimate) -> dict[str, Any]:
 
 def load(text: str, out: str) -> dict[str, Any] | str:
     """The standings of an earlier ladder, by its name or folder, or the name of the study."""
-    if text == NAME:
+    if text == study.NAME:
         return text
     for place in (StorageDir.of(text) if is_remote(text) else StorageDir.of(out) / text, StorageDir.of(text)):
         try:
@@ -113,5 +112,4 @@ def comparison(before: dict[str, Any], now: dict[str, Any]) -> Part:
 
 
 def _whose(ladder: dict[str, Any]) -> str:
-    """A ladder's name, device and commit."""
     return f"{ladder['name']} ({', '.join(filter(None, (ladder['device'], ladder['commit'][:9])))})"

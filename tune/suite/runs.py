@@ -107,7 +107,6 @@ class Ladder(Experiment):
     start: TrainConfig
     """What the suite's baseline is derived from."""
 
-    kind = "ladder"
     collection = "ladder"
 
     @property

@@ -112,7 +112,6 @@ class TrialRow:
 
     @property
     def speed(self) -> Estimate | None:
-        """Tokens per second with its interval, if it has a speed."""
         if self.tokens_per_second and self.low and self.high:
             return Estimate(self.tokens_per_second, self.low, self.high)
         return None
@@ -123,7 +122,6 @@ class TrialRow:
 
 
 def write_row(folder: Path, row: TrialRow) -> None:
-    """Keep ``row`` in ``folder``, durably."""
     write_json(folder / f"{row.key}.json", to_json(row))
 
 

@@ -101,7 +101,6 @@ class Watch:
     verdict: str = ""
 
     def on_cycle(self, report: CycleReport) -> None:
-        """Take a step's time."""
         self.began = self.began or time.monotonic()
         self.seconds.append(report.train_seconds)
 

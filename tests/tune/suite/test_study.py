@@ -9,9 +9,8 @@ import pytest
 from train.config import TrainConfig
 from tune.compare import Difference
 from tune.space import Candidate
-from tune.suite.published import A100_MATMUL, GIB, STUDY, kinds, studied, textbook
 from tune.suite.runs import Measured
-from tune.suite.study import compare, memory, verdict
+from tune.suite.study import A100_MATMUL, GIB, STUDY, compare, kinds, memory, studied, textbook, verdict
 from tune.suite.suites import A100, apply
 from tune.trial.row import TrialRow
 
