@@ -54,14 +54,15 @@ _PLAIN: Changes = {
     "loss": "plain", "loss_chunks": 1, "loader_workers": 0, "vocabulary_multiple": 1, "schedule": "constant",
 }  # fmt: skip
 
+_TUNED: Changes = {
+    "model": "gpt2-124m", "model.context_length": 512, "batch": 32, "vocabulary_multiple": 64, "schedule": "constant",
+}  # fmt: skip
+
 A100 = Suite(
     "a100",
     "GPT-2 124M on one GPU, from the textbook loop upwards, each rung keeping those before it",
-    _PLAIN
-    | {
-        "model": "gpt2-124m", "model.context_length": 512, "model.tied": False, "batch": 28,
-        "ablate": ("sync", "copy", "collect"),
-    },
+    _PLAIN | {"model": "gpt2-124m", "model.context_length": 512, "model.tied": False, "batch": 28,
+              "ablate": ("sync", "copy", "collect")},
     (
         Rung("tensor cores", {"precision": "tf32"}),
         Rung("no synchronisation", {"ablate": ("copy", "collect")}),
@@ -97,14 +98,8 @@ LOOP = Suite(
         Rung("large pages", {"ablate": ("sync", "zero", "copy", "collect")}),
         Rung("compile", {"compile": "whole"}),
         Rung("max-autotune", {"compile": "max-autotune"}),
-        Rung(
-            "all together",
-            {
-                "ablate": (), "precision": "bf16", "attention": "auto", "optimizer": "adamw-fused",
-                "compile": "max-autotune",
-            },
-            changes_numerics=True,
-        ),
+        Rung("all together", {"ablate": (), "precision": "bf16", "attention": "auto", "optimizer": "adamw-fused",
+                              "compile": "max-autotune"}, changes_numerics=True),
     ),
     steps_timed=2,
 )  # fmt: skip
@@ -112,8 +107,8 @@ LOOP = Suite(
 MEMORY = Suite(
     "memory",
     "What saves memory, and what it costs in speed",
-    _PLAIN
-    | {"model": "gpt2-124m", "attention": "sdpa", "optimizer": "adamw-fused", "batch": 16, "allocator": "default"},
+    _PLAIN | {"model": "gpt2-124m", "attention": "sdpa", "optimizer": "adamw-fused", "batch": 16,
+              "allocator": "default"},
     (
         Rung("accumulation", {"micro_batch": 4}),
         Rung("expandable segments", {"allocator": "expandable"}),
@@ -130,24 +125,16 @@ MEMORY = Suite(
         Rung("chunked loss", {"loss_chunks": 8}),
         Rung("compile", {"compile": "whole"}),
         Rung("compile with half the memory", {"compile": "whole", "checkpointing": "budget"}),
-        Rung(
-            "all together",
-            {
-                "micro_batch": 4, "checkpointing": "full", "precision": "bf16-activations", "loss_chunks": 8,
-                "optimizer": "adamw-bf16", "compile": "blocks", "allocator": "expandable",
-            },
-            changes_numerics=True,
-        ),
+        Rung("all together", {"micro_batch": 4, "checkpointing": "full", "precision": "bf16-activations",
+                              "loss_chunks": 8, "optimizer": "adamw-bf16", "compile": "blocks",
+                              "allocator": "expandable"}, changes_numerics=True),
     ),
 )  # fmt: skip
 
 KERNELS = Suite(
     "kernels",
     "How torch.compile chooses and launches kernels, against the whole graph with its defaults",
-    {
-        "model": "gpt2-124m", "model.context_length": 512, "batch": 32, "compile": "whole", "vocabulary_multiple": 64,
-        "schedule": "constant",
-    },
+    _TUNED | {"compile": "whole"},
     (
         Rung("coordinate descent", {"compile": "coordinate-descent"}),
         Rung("max-autotune", {"compile": "max-autotune"}),
@@ -160,12 +147,9 @@ KERNELS = Suite(
 ACCUMULATION = Suite(
     "accumulation",
     "GPT-2 124M with four micro-batches per step, each rung keeping those before it",
-    _PLAIN
-    | {
-        "model": "gpt2-124m", "model.context_length": 512, "vocabulary_multiple": 64, "global_batch": 32,
-        "micro_batch": 32, "precision": "tf32", "attention": "sdpa", "optimizer": "adamw-fused",
-        "ablate": ("copy", "collect"),
-    },
+    _PLAIN | {"model": "gpt2-124m", "model.context_length": 512, "vocabulary_multiple": 64, "global_batch": 32,
+              "micro_batch": 32, "precision": "tf32", "attention": "sdpa", "optimizer": "adamw-fused",
+              "ablate": ("copy", "collect")},
     (
         Rung("4 accumulated", {"micro_batch": 8}),
         Rung("asynchronous copies", {"ablate": ("collect",)}),
@@ -178,21 +162,15 @@ ACCUMULATION = Suite(
 LOADER = Suite(
     "loader",
     "Threads that read batches ahead, or a stream of books, against the loop that reads shards itself",
-    {
-        "model": "gpt2-124m", "model.context_length": 512, "batch": 32, "vocabulary_multiple": 64,
-        "schedule": "constant",
-    },
+    _TUNED,
     tuple(Rung(f"{count} thread{'s' * (count > 1)}", {"loader_workers": count}) for count in (1, 2, 4)),
 )  # fmt: skip
 
 PRECISION = Suite(
     "precision",
     "What fewer bits cost in held-out loss, over three seeds, and what they gain",
-    _PLAIN
-    | {
-        "model": "gpt2-124m", "model.context_length": 512, "attention": "sdpa", "optimizer": "adamw-fused",
-        "vocabulary_multiple": 64, "batch": 16,
-    },
+    _PLAIN | {"model": "gpt2-124m", "model.context_length": 512, "attention": "sdpa", "optimizer": "adamw-fused",
+              "vocabulary_multiple": 64, "batch": 16},
     (
         Rung("TF32", {"precision": "tf32"}),
         Rung("fp16", {"precision": "fp16"}, changes_numerics=True),
@@ -207,10 +185,7 @@ PRECISION = Suite(
 SIZES = Suite(
     "sizes",
     "Sizes that fill tiles and waves, and sizes that do not",
-    {
-        "model": "gpt2-124m", "model.context_length": 512, "batch": 32, "vocabulary_multiple": 64,
-        "schedule": "constant",
-    },
+    _TUNED,
     (
         Rung("vocabulary not padded", {"vocabulary_multiple": 1}, changes_numerics=True),
         Rung("vocabulary to 50,432", {"vocabulary_multiple": 256}, changes_numerics=True),
@@ -309,11 +284,8 @@ def short_form(suite: Suite) -> Suite:
 
     def shorten(changes: Changes) -> Changes:
         sizes = ("batch", "micro_batch", "global_batch")
-        small = {
-            name: -(-value // 8) if name in sizes and isinstance(value, int) else value
-            for name, value in changes.items()
-        }
-        return small | ({"model": "tiny"} if "model" in small else {})
+        small = {n: -(-changes[n] // 8) for n in sizes if isinstance(changes.get(n), int)}
+        return {**changes, **small} | ({"model": "tiny"} if "model" in changes else {})
 
     start = {"model": "tiny", "micro_batch": BATCH, "global_batch": TrainConfig.global_batch}
     rungs = tuple(replace(rung, changes=shorten(rung.changes)) for rung in suite.rungs)
@@ -328,7 +300,7 @@ def without_model(suite: Suite) -> Suite:
 
 def apply(config: TrainConfig, changes: Changes, source: str = "the suite") -> TrainConfig:
     """``config`` with the ``changes``. Raises ``UserError``, which names ``source``, where they come from."""
-    known = {f.name for f in fields(TrainConfig)} | {f"model.{f.name}" for f in fields(ModelConfig)}
+    known = {*TrainConfig.__dataclass_fields__, *(f"model.{field.name}" for field in fields(ModelConfig))}
     known = (known | {"batch", "vocabulary_multiple"}) - {"data"}  # which is the ladder's
     for name in changes:
         if name not in known:
@@ -341,14 +313,9 @@ def apply(config: TrainConfig, changes: Changes, source: str = "the suite") -> T
     except UserError as mistake:
         raise UserError(f"{source}: {mistake}") from mistake
     parts = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
-    if "vocabulary_multiple" in changes:
-        multiple = changes["vocabulary_multiple"]
+    if multiple := changes.get("vocabulary_multiple"):
         parts["padded_vocabulary"] = -(-model.vocabulary // multiple) * multiple
-    whole = {
-        name: value
-        for name, value in changes.items()
-        if name not in ("model", "batch", "vocabulary_multiple") and not name.startswith("model.")
-    }
-    if "batch" in changes:
-        whole |= {"micro_batch": changes["batch"], "global_batch": changes["batch"]}
+    whole = {name: value for name, value in changes.items() if name in TrainConfig.__dataclass_fields__}
+    if batch := changes.get("batch"):
+        whole |= {"micro_batch": batch, "global_batch": batch}
     return config_from_json(config.to_json() | whole | {"model": to_json(model) | parts}, source)
