@@ -26,6 +26,8 @@ class ExperimentConfig(JoinsRay):
     """What a search and a ladder have in common."""
 
     kind: ClassVar[str]
+    free: ClassVar[tuple[str, ...]]
+    """Other settings that may change when it is continued."""
 
     name: str | None = None
     """Name of the search or ladder and of its folder; made from what it is about and the time when left out."""
@@ -42,6 +44,13 @@ class ExperimentConfig(JoinsRay):
         """The config as JSON values; :func:`infra.schema.from_json` reads it back."""
         return to_json(self) | {"resume": None}
 
+    def identity(self) -> dict[str, Any]:
+        """What an experiment over the same data must share with this one to be continued as it."""
+        values = self.to_json()
+        values |= values.pop("training", {})
+        free = {*self.free, *(field.name for field in fields(ExperimentConfig))}
+        return {n: " ".join(map(str, v)) if isinstance(v, list) else v for n, v in values.items() if n not in free}
+
 
 @strict
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class SearchConfig(ExperimentConfig):
     """Find the micro-batch, and the knobs, with the most tokens per second under a memory limit."""
 
     kind = "search"
+    free = ("data", "steps", "tokens", "time_budget", "cycle", "compile_time", "config", "parallel")
 
     training: TrainConfig = field(default_factory=TrainConfig)
     """The control and what is held fixed.
@@ -99,14 +109,6 @@ class SearchConfig(ExperimentConfig):
         training = self.training.to_json() | {"data": StorageDir.of(self.training.data).address}
         return super().to_json() | {"training": training, "config": None}
 
-    def identity(self) -> dict[str, Any]:
-        training = self.training.to_json()
-        free = ("data", "steps", "tokens", "time_budget", "cycle")
-        own = ("memory_limit", "searcher", "trial_steps", "trial_time", "trial_precision", "confirm")
-        axes = {name: " ".join(map(str, getattr(self, name))) for name in ("accumulations", "knobs")}
-        searched = {name: getattr(self, name) for name in own} | axes
-        return {name: value for name, value in training.items() if name not in free} | searched
-
 
 CYCLE = Cycle()
 TIME_BUDGET, WITHIN = 300.0, 0.005
@@ -125,6 +127,7 @@ class LadderConfig(ExperimentConfig):
     """Measure what each optimisation of a suite gains on this machine."""
 
     kind = "ladder"
+    free = ("data", "compare")
 
     suite: str = "a100"
     """Name of a suite, or a Python file with SUITE = [Rung(...), ...].
@@ -192,11 +195,6 @@ class LadderConfig(ExperimentConfig):
             stream=tuple(map(whole_path, self.stream)),
         )
         return to_json(whole) | {"resume": None, "compare": None}
-
-    def identity(self) -> dict[str, Any]:
-        """What a ladder over the same data must share with this one to be continued as it."""
-        free = {field.name for field in fields(ExperimentConfig)} | {"data", "compare"}
-        return {name: value for name, value in self.to_json().items() if name not in free}
 
     def with_ends(self) -> "LadderConfig":
         """This one with the defaults of what ends a rung, and of the memory limit that --fit needs."""

@@ -69,10 +69,6 @@ class Experiment(ABC):
         """Those of these machines that are fit for the next trial. Raises ``UserError`` where none ever will be."""
 
     @abstractmethod
-    def identity(self) -> dict[str, Any]:
-        """What an experiment must share with this one to be continued as it."""
-
-    @abstractmethod
     def params(self) -> dict[str, object]:
         """What tells it from others in MLflow."""
 
@@ -83,6 +79,11 @@ class Experiment(ABC):
     @abstractmethod
     def remaining(self, rows: Sequence[TrialRow]) -> int:
         """About how many trials are left after ``rows``."""
+
+    def identity(self) -> dict[str, Any]:
+        """What an experiment must share with this one to be continued as it."""
+        found = {"data": self.manifest.fingerprint, "memory_limit": self.limit, "device": self.device}
+        return self.config.identity() | found
 
     def best(self, rows: Sequence[TrialRow]) -> str:
         """The best so far in words, if trials compete."""

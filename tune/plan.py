@@ -6,7 +6,6 @@ Raises ``UserError`` in one sentence for what cannot work, because a search that
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from infra.console import console
 from infra.errors import UserError
@@ -69,7 +68,13 @@ class Search(Experiment):
     def request(
         self, machine: str, number: int, rows: Sequence[TrialRow], running: Sequence[Request]
     ) -> Request | None:
-        proposal = self._propose(machine, rows, running)
+        if running and first_row(rows) is None:
+            return None  # it has nothing to be compared with
+        proposal = control_of(machine, rows)
+        if proposal is None:
+            proposal = self.strategy.propose(scaled_to_first_node([*rows, *map(pending, running)]))
+            if proposal and proposal.stage == "confirm" and running:
+                return None  # rounds of confirmations are measured on one machine, one after another
         return proposal and self.trial(proposal, machine, number, rows)
 
     def trial(self, proposal: Proposal, machine: str, number: int, rows: Sequence[TrialRow]) -> Request:
@@ -94,16 +99,6 @@ class Search(Experiment):
             proposal.key(self.place.name), number, self.space.label(proposal.candidate), proposal, trial.to_json(),
             machine, self.limit, Early(seconds, config.trial_precision), config.compile_time + seconds,
         )  # fmt: skip
-
-    def _propose(self, machine: str, rows: Sequence[TrialRow], running: Sequence[Request]) -> Proposal | None:
-        if running and first_row(rows) is None:
-            return None  # it has nothing to be compared with
-        if control := control_of(machine, rows):
-            return control
-        proposal = self.strategy.propose(scaled_to_first_node([*rows, *map(pending, running)]))
-        if proposal and proposal.stage == "confirm" and running:
-            return None  # rounds of confirmations are measured on one machine, one after another
-        return proposal
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
         return self.strategy.remaining(scaled_to_first_node(rows))
@@ -132,10 +127,6 @@ class Search(Experiment):
                 f"of {first.node if first else 'the others'}: continue when that is back."
             )
         return left
-
-    def identity(self) -> dict[str, Any]:
-        found = {"data": self.manifest.fingerprint, "memory_limit": self.limit, "device": self.device}
-        return self.config.identity() | found
 
     def params(self) -> dict[str, object]:
         """Settings that are not the default, and what the search is about."""

@@ -1,7 +1,6 @@
 """What makes two searches the same: all that decides which trials run and what they mean."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ def test_what_makes_it_another_search() -> None:
 
 def test_what_may_change_when_it_is_resumed() -> None:
     """Also the length of the training, which is not the search's."""
-    own = {"name": "one", "out": Path("elsewhere"), "resume": "one", "address": "auto", "compile_time": 60.0}
+    own = {"name": "one", "out": "elsewhere", "resume": "one", "address": "auto", "compile_time": 60.0}
     length = {"steps": 5, "cycle": Cycle(5, 1), "data": "moved"}
     assert (
         changed(own, length)

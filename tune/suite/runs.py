@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from infra.errors import UserError
 from infra.hardware import DeviceFacts
@@ -146,9 +145,6 @@ class Ladder(Experiment):
     def usable(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
         """The machine of the first run, which the others are compared with."""
         return {name for name in machines if not rows or name == rows[0].node}
-
-    def identity(self) -> dict[str, Any]:
-        return self.config.identity() | {"data": self.manifest.fingerprint, "device": self.device}
 
     def params(self) -> dict[str, object]:
         return {"suite": self.suite.name, "model": format_model(self.start.model), "data": str(self.data)}
