@@ -49,9 +49,8 @@ def speeds(title: str, found: Sequence[tuple[str, Estimate, int]], reached: Sequ
     """
     figure = Figure(figsize=(15 if reached else 8, 1.5 + 0.4 * max(len(found), 6)), layout="constrained")
     axes, *beside = figure.subplots(1, 2 if reached else 1, sharey=True, squeeze=False)[0]
-    reach = [(speed.middle - speed.low, speed.high - speed.middle) for _, speed, _ in found]
-    middles = [speed.middle for _, speed, _ in found]
-    axes.errorbar(middles, range(len(found)), xerr=list(zip(*reach, strict=True)) or None, fmt="o", capsize=3)
+    known = [speed for _, speed, _ in found]
+    axes.errorbar([speed.middle for speed in known], range(len(known)), xerr=_reach(known), fmt="o", capsize=3)
     for place, (_, speed, memory) in enumerate(found):
         axes.annotate(f"  {memory / GB:.2f} GB", (speed.high, place), va="center", fontsize="small")
     axes.set_yticks(range(len(found)), [name for name, *_ in found])
@@ -67,6 +66,11 @@ def speeds(title: str, found: Sequence[tuple[str, Estimate, int]], reached: Sequ
         waterfall.set_xlim(right=1.2 * max(reached))
     axes.invert_yaxis()
     return figure
+
+
+def _reach(speeds: Sequence[Estimate]) -> list[list[float]]:
+    """How far their intervals reach below and above."""
+    return [[speed.middle - speed.low for speed in speeds], [speed.high - speed.middle for speed in speeds]]
 
 
 MOST_PLACES = 20
@@ -134,16 +138,14 @@ def _speed(rows: Sequence[TrialRow], curves: Curves, tried: Sequence[Combination
         expected = [(size, curves.speed(Candidate(size, knobs))) for size in curves.space.sizes_of(knobs)]
         known = [(size, speed) for size, speed in expected if speed]
         axes.plot([size for size, _ in known], [speed for _, speed in known], color=colour, alpha=0.6, linewidth=1)
-        points = [row for row in feasible(rows) if row.candidate.knobs == knobs]
-        speeds = [row.tokens_per_second or 0.0 for row in points]
-        below = [max(0.0, (row.tokens_per_second or 0.0) - (row.low or 0.0)) for row in points]
-        above = [max(0.0, (row.high or 0.0) - (row.tokens_per_second or 0.0)) for row in points]
-        sizes = [row.candidate.micro_batch for row in points]
+        points = [(row.candidate.micro_batch, row.speed) for row in feasible(rows) if row.candidate.knobs == knobs]
+        sizes, found = [size for size, _ in points], [speed for _, speed in points if speed]
         name = curves.space.knobs_label(knobs) or "control's knobs"
-        axes.errorbar(sizes, speeds, yerr=[below, above], fmt="o", color=colour, capsize=3, label=name)
-    ceilings = [curves.feasible_sizes(knobs)[-1] for knobs in tried if curves.feasible_sizes(knobs)]
-    beyond = [size for size in curves.space.sizes if ceilings and size > max(ceilings)]
-    if beyond:
+        axes.errorbar(
+            sizes, [speed.middle for speed in found], yerr=_reach(found), fmt="o", color=colour, capsize=3, label=name
+        )
+    largest = max((size for knobs in tried for size in curves.feasible_sizes(knobs)), default=curves.space.sizes[-1])
+    if beyond := [size for size in curves.space.sizes if size > largest]:
         axes.axvspan(beyond[0], beyond[-1], color="red", alpha=0.08, label="does not fit")
     axes.legend(fontsize="small")
     return figure

@@ -84,20 +84,18 @@ def load(text: str, out: str) -> dict[str, Any] | str:
     """The standings of an earlier ladder, by its name or folder, or the name of the study."""
     if text == study.NAME:
         return text
-    for place in (StorageDir.of(text) if is_remote(text) else StorageDir.of(out) / text, StorageDir.of(text)):
-        try:
-            found = json.loads(place.read("standings.json"))
-            speeds = [{"name": row["name"], "speed": row["speed"] and float(row["speed"])} for row in found["rows"]]
-            return {"name": text, "device": found["device"], "commit": found["commit"], "rows": speeds}
-        except OSError:
-            continue
-        except UserError:  # of storage
-            raise
-        except (ValueError, KeyError, TypeError) as damage:
-            raise UserError(
-                f"--compare {text}: {place / 'standings.json'} is damaged ({damage}); run that ladder again."
-            ) from damage
-    raise UserError(f"--compare {text}: there is no finished ladder in {StorageDir.of(out) / text} or {text}.")
+    named = StorageDir.of(text) if is_remote(text) else StorageDir.of(out) / text
+    place = next((each for each in (named, StorageDir.of(text)) if each.exists("standings.json")), None)
+    if place is None:
+        raise UserError(f"--compare {text}: there is no finished ladder in {StorageDir.of(out) / text} or {text}.")
+    content = place.read("standings.json")
+    try:
+        found = json.loads(content)
+        speeds = [{"name": row["name"], "speed": row["speed"] and float(row["speed"])} for row in found["rows"]]
+        return {"name": text, "device": found["device"], "commit": found["commit"], "rows": speeds}
+    except (ValueError, KeyError, TypeError) as damage:
+        file = place / "standings.json"
+        raise UserError(f"--compare {text}: {file} is damaged ({damage}); run that ladder again.") from damage
 
 
 def comparison(before: dict[str, Any], now: dict[str, Any]) -> Part:
