@@ -56,7 +56,7 @@ def kept(place: StorageDir, kind: str) -> Kept:
 
 def kept_config(place: StorageDir, kind: type[Config]) -> Config:
     """The settings of the experiment in ``place``."""
-    return from_json(kind, kept(place, kind.kind).config, f"--resume: {place}/{kind.kind}.json")
+    return from_json(kind, kept(place, kind.kind).config, f"--resume: {place}/{kind.kind}.json is damaged; it")
 
 
 @contextmanager

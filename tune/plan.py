@@ -26,7 +26,7 @@ from tune.folder import TRIALS, kept, place_of
 from tune.space import ACCUMULATION, Candidate, Space, make_space, settings
 from tune.strategy.base import Confirmed, Grid, Retrying, Strategy, enough_seconds
 from tune.strategy.memory_aware import MemorySearcher
-from tune.strategy.nodes import control_of, first_row, scaled_to_first_node, scales
+from tune.strategy.nodes import control_of, first_row, scaled_to_first_node, times_slower
 from tune.strategy.ranking import rank
 from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import Early, Request, pending
@@ -81,12 +81,11 @@ class Search(Experiment):
         if proposal.predicted_memory is None:  # a grid's, Optuna's, a repetition, or a confirmation
             predicted = self.memory.curves(scaled_to_first_node(rows)).memory(proposal.candidate)
             proposal = replace(proposal, predicted_memory=predicted)
-        if scale := scales(rows).get(machine):
-            proposal = replace(
-                proposal,
-                predicted_speed=proposal.predicted_speed and proposal.predicted_speed / scale.factor,
-                bar=proposal.bar and proposal.bar / scale.factor,
-            )
+        factor = times_slower(machine, rows)
+        proposal = replace(
+            proposal, predicted_speed=proposal.predicted_speed and proposal.predicted_speed / factor,
+            bar=proposal.bar and proposal.bar / factor,
+        )  # fmt: skip
         config = self.config
         seconds = enough_seconds(rows, config.trial_time)
         if seconds > config.trial_time:

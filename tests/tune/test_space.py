@@ -8,8 +8,9 @@ import pytest
 
 from infra.errors import UserError
 from infra.hardware import A100, cpu_facts
-from infra.schema import from_json
+from infra.schema import from_json, to_json
 from infra.storage_dir import StorageDir
+from infra.tracking.key import RunKey
 from train.config import TrainConfig
 from train.resolve import resolve
 from tune.config import SearchConfig
@@ -109,7 +110,8 @@ def test_settings_survive_their_file() -> None:
 
 def test_a_damaged_search_is_named(tmp_path: Path) -> None:
     for damage in ({"memory_limit": "4GB"}, {"knobs": [["compile"]]}, {"out": 3}):
-        (tmp_path / "search.json").write_text(json.dumps({"config": SearchConfig().to_json() | damage}))
+        kept = {"config": SearchConfig().to_json() | damage, "identity": {}, "parent": to_json(RunKey("", "", ""))}
+        (tmp_path / "search.json").write_text(json.dumps(kept))
         with pytest.raises(UserError, match=r"search\.json is damaged"):
             kept_config(StorageDir.of(tmp_path), SearchConfig)
     with pytest.raises(UserError, match="there is no"):

@@ -3,8 +3,10 @@
 import math
 from dataclasses import replace
 
+import pytest
+
 from tune.space import Candidate
-from tune.strategy.nodes import control_of, scaled_to_first_node, scales
+from tune.strategy.nodes import control_of, control_speeds, scaled_to_first_node, times_slower
 from tune.trial.row import Proposal, Stage, TrialRow
 
 
@@ -22,7 +24,7 @@ def test_a_machine_that_is_slower_throughout_ranks_no_candidate_lower() -> None:
     first, scaled, failed = scaled_to_first_node(rows)
     assert first == rows[0]
     assert failed == rows[3]
-    assert scaled.tokens_per_second == 1200.0
+    assert scaled.tokens_per_second == pytest.approx(1200.0)
     assert scaled.low
     assert scaled.high
     width = math.log(scaled.high / scaled.low) / 2
@@ -32,8 +34,8 @@ def test_a_machine_that_is_slower_throughout_ranks_no_candidate_lower() -> None:
 def test_what_was_predicted_of_a_machine_stays_as_far_from_what_was_measured_there() -> None:
     measured = replace(row(3, "w2", 2, 600.0), predicted_speed=660.0)
     _, scaled = scaled_to_first_node([row(1, "w1", 1, 1000.0), row(2, "w2", 1, 500.0, "control"), measured])
-    assert scaled.predicted_speed == 1320.0
-    assert scaled.tokens_per_second == 1200.0
+    assert scaled.predicted_speed == pytest.approx(1320.0)
+    assert scaled.tokens_per_second == pytest.approx(1200.0)
 
 
 def test_one_machine_needs_no_other_control_and_its_rows_stay_as_they_are() -> None:
@@ -49,4 +51,6 @@ def test_another_machine_first_runs_what_the_first_one_ran() -> None:
     assert control is not None
     assert control.key("one") != Proposal(Candidate(4), "control", node="w3").key("one")
     assert control_of("w2", rows[:1]) is None, "nothing to compare with"
-    assert "w2" not in scales([*rows, row(3, "w2", 4, None, "control")])
+    assert "w2" not in control_speeds([*rows, row(3, "w2", 4, None, "control")])
+    assert times_slower("w2", [*rows, row(3, "w2", 4, 450.0, "control")]) == pytest.approx(2.0)
+    assert times_slower("w2", rows) == times_slower("w2", []) == 1.0
