@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from infra.errors import UserError
 from infra.hardware import DeviceFacts
-from infra.storage_dir import StorageDir
 from infra.units import format_size
 from train.config import GPU_KERNELS, SIXTEEN_BITS, TrainConfig
 from train.data.text import with_vocabulary_of
@@ -112,10 +111,6 @@ class Ladder(Experiment):
     def training(self) -> TrainConfig:
         """What the baseline is derived from, with the books of the last rung, for which every trial leaves cores."""
         return replace(resolve(self.start, self.machines[0].device), stream=self.config.stream)
-
-    @property
-    def data(self) -> StorageDir:
-        return StorageDir.of(self.start.data)
 
     @property
     def limit(self) -> int | None:

@@ -91,32 +91,26 @@ def legend(suite: Suite, rungs: Sequence[Measured], controls: Sequence[float]) -
         f"The control ran {len(controls)} times: {controls[0]:,.0f} tokens/s at first, {controls[-1]:,.0f} at the end, "
         f"between {min(controls):,.0f} and {max(controls):,.0f}."
     )
-    lines.append(
+    notes = {
         "± is the wider half of the 95% interval. step is the speedup over the row before, total over the baseline, "
         "both relative to the runs of the baseline around each rung (the control); a ratio in brackets may be no "
         "difference at all. GB is the peak memory of the process, predicted what the formulas say of it, loss the "
         "training loss at equal tokens in nats per token. * marks a rung that changes the numerics, so that its loss "
-        "may differ."
-    )
-    if suite.seeds == 1 and any("precision" in rung.changes for rung in suite.rungs):
-        lines.append(
-            "The loss of one run does not judge a precision: with --steps, --seeds 3 compares held-out losses over "
-            "three seeds."
-        )
-    if any(rung.name.endswith(SAME_BATCH) for rung in rungs):
-        lines.append(
-            "A rung with a larger batch has two rows: first the change alone, at the batch of the rung before, then "
-            "the larger batch as well."
-        )
-    if any(" x " in rung.batch for rung in rungs):
-        lines.append("batch is the micro-batch, where several are accumulated with how many.")
-    if any(rung.too_large for rung in rungs):
-        lines.append("A batch in brackets was predicted to fit the memory limit and did not; a smaller one was run.")
-    if utilisation(rungs).lines:
-        lines.append(
-            "MFU is a fraction of the datasheet's peak at the rung's precision, HFU the same with the arithmetic that "
-            "is done a second time, of ceiling a fraction of the matmul rate that infra.doctor measured here."
-        )
+        "may differ.": True,
+        "The loss of one run does not judge a precision: with --steps, --seeds 3 compares held-out losses over three "
+        "seeds.": suite.seeds == 1 and any("precision" in rung.changes for rung in suite.rungs),
+        "A rung with a larger batch has two rows: first the change alone, at the batch of the rung before, then the "
+        "larger batch as well.": any(rung.name.endswith(SAME_BATCH) for rung in rungs),
+        "batch is the micro-batch, where several are accumulated with how many.": any(" x " in r.batch for r in rungs),
+        "A batch in brackets was predicted to fit the memory limit and did not; a smaller one was run.": any(
+            rung.too_large for rung in rungs
+        ),
+        "MFU is a fraction of the datasheet's peak at the rung's precision, HFU the same with the arithmetic that is "
+        "done a second time, of ceiling a fraction of the matmul rate that infra.doctor measured here.": bool(
+            utilisation(rungs).lines
+        ),
+    }
+    lines += [note for note, applies in notes.items() if applies]
     measured = [(rung.name, rung.total) for rung in rungs if rung.total]
     unclear = [(name, total.control_width) for name, total in measured if total.unclear]
     if unclear:
