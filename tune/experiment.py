@@ -34,21 +34,15 @@ class Experiment(ABC):
     machines: tuple[Machine, ...]
     """The machines on which its trials may run."""
     manifest: Manifest
+    training: TrainConfig
+    """The run that all trials are variations of, resolved for their device."""
+    limit: int | None
+    """Most memory that a trial's process may use, in bytes; None where there is no limit."""
     copy: WorkingCopy | None = field(default=None, kw_only=True)
     """The place on this machine, once it is locked."""
 
     collection: ClassVar[str]
     """MLflow's experiment."""
-
-    @property
-    @abstractmethod
-    def training(self) -> TrainConfig:
-        """The run that all trials are variations of, resolved for their device."""
-
-    @property
-    @abstractmethod
-    def limit(self) -> int | None:
-        """Most memory that a trial's process may use, in bytes; None where there is no limit."""
 
     @abstractmethod
     def request(

@@ -14,7 +14,7 @@ from infra.tracking.names import changed
 from infra.units import GB, format_duration
 from pipeline.shards import read_manifest
 from train.checkpoint.run_folder import new_place
-from train.config import Cycle, TrainConfig
+from train.config import Cycle
 from train.data.source import refuse_vast_steps
 from train.data.text import with_vocabulary_of
 from train.model_config import format_model
@@ -40,6 +40,7 @@ class Search(Experiment):
     """One search, with everything decided that its config leaves open."""
 
     config: SearchConfig
+    limit: int
     space: Space
     """The candidates, around a training that is resolved for the device of the trials."""
     memory: MemorySearcher
@@ -49,16 +50,8 @@ class Search(Experiment):
     collection = "tune"
 
     @property
-    def training(self) -> TrainConfig:
-        return self.space.config(self.space.control)
-
-    @property
     def parallel(self) -> int:
         return self.config.parallel
-
-    @property
-    def limit(self) -> int:
-        return int(self.memory.limit)
 
     @property
     def study(self) -> str:
@@ -178,7 +171,8 @@ def make_search(config: SearchConfig) -> Search:
             raise UserError(f"--accumulations {number}: {reason}; leave it out.")
     explore = _explorer(config, space, memory)
     strategy = Confirmed(Retrying(explore), space, config.confirm)
-    return Search(config, place, machines, manifest, space, memory, strategy)
+    control = space.config(space.control)
+    return Search(config, place, machines, manifest, control, limit, space, memory, strategy)
 
 
 def _explorer(config: SearchConfig, space: Space, memory: MemorySearcher) -> Strategy:

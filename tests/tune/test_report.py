@@ -57,7 +57,9 @@ def planned(limit: float, space: Space = SPACE) -> Search:
     """A search of every candidate that expects a gigabyte per sequence."""
     memory = MemorySearcher(space, lambda candidate: candidate.micro_batch * 1e9, limit)
     manifest = Manifest.of([], config={}, vocabulary_sha256="", inputs={}, report={})
-    return Search(SearchConfig(), StorageDir.of("runs/one"), (), manifest, space, memory, Grid(space))
+    control = space.config(space.control)
+    place = StorageDir.of("runs/one")
+    return Search(SearchConfig(), place, (), manifest, control, int(limit), space, memory, Grid(space))
 
 
 SEARCH = planned(4e9)

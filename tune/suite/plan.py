@@ -51,7 +51,10 @@ def make_ladder(config: LadderConfig) -> Ladder:
     best = [searched(resolve(load_config(config.best, "--best"), facts))] if config.best else []
     books = [streamed(config.stream)] if config.stream else []
     suite = replace(suite, rungs=(*suite.rungs, *best, *books))
-    return Ladder(config, place, machines, manifest, without_model(suite) if config.model else suite, start)
+    if config.model:
+        suite = without_model(suite)
+    training = replace(resolve(start, facts), stream=config.stream)  # for whose books every trial leaves cores
+    return Ladder(config, place, machines, manifest, training, config.memory_limit, suite, start)
 
 
 def chosen(config: LadderConfig, start: TrainConfig) -> Suite:

@@ -107,15 +107,6 @@ class Ladder(Experiment):
 
     collection = "ladder"
 
-    @property
-    def training(self) -> TrainConfig:
-        """What the baseline is derived from, with the books of the last rung, for which every trial leaves cores."""
-        return replace(resolve(self.start, self.machines[0].device), stream=self.config.stream)
-
-    @property
-    def limit(self) -> int | None:
-        return self.config.memory_limit
-
     def request(
         self, machine: str, number: int, rows: Sequence[TrialRow], running: Sequence[Request]
     ) -> Request | None:

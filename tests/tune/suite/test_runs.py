@@ -15,6 +15,7 @@ from train.config import TrainConfig, config_from_json
 from train.estimate.memory import predict_peak
 from train.loop.memory_limit import UNMEASURED
 from train.model_config import ModelConfig
+from train.resolve import resolve
 from tune.config import LadderConfig
 from tune.device import Machine
 from tune.suite.runs import Ladder, Measured, largest_batch, refuse_short, refuse_unsuited
@@ -54,8 +55,9 @@ def ladder_of(small_shards: Path, tmp_path: Path) -> Callable[..., Ladder]:
     def make(suite: Suite, start: TrainConfig, facts: DeviceFacts | None = None, **options: Any) -> Ladder:
         machine = Machine("here", facts or cpu_facts(), 10**12)
         return Ladder(
-            LadderConfig(**options), StorageDir.of(tmp_path), (machine,), read_manifest(small_shards), suite, start
-        )
+            LadderConfig(**options), StorageDir.of(tmp_path), (machine,), read_manifest(small_shards),
+            resolve(start, machine.device), options.get("memory_limit"), suite, start,
+        )  # fmt: skip
 
     return make
 
