@@ -225,21 +225,18 @@ def summary_metrics(search: Search, rows: Sequence[TrialRow]) -> dict[str, float
     """A finished search's numbers, by which searches compare in MLflow's list."""
     ranked = rank(scaled_to_first_node(rows))
     control = control_among(ranked, search.space)
-    found: dict[str, float | int | None] = {
-        "trials/all": len(rows),
-        **{f"trials/{outcome}": sum(row.outcome == outcome for row in rows) for outcome in OUTCOMES},
-        "time/device_seconds": sum(row.seconds for row in rows),
-    }
-    if not ranked:
-        return found
-    best = ranked[0]
-    return found | {
-        "result/tokens_per_second": best.speed.middle,
-        "result/tokens_per_second_low": best.speed.low,
-        "result/tokens_per_second_high": best.speed.high,
-        "result/speedup_over_control": control and best.speed.middle / control.speed.middle,
-        "memory/process_gb": best.memory / GB,
-    }
+    found: dict[str, float | int | None] = {}
+    for best in ranked[:1]:
+        found = {
+            "result/tokens_per_second": best.speed.middle,
+            "result/tokens_per_second_low": best.speed.low,
+            "result/tokens_per_second_high": best.speed.high,
+            "result/speedup_over_control": control and best.speed.middle / control.speed.middle,
+            "memory/process_gb": best.memory / GB,
+        }
+    outcomes = {f"trials/{outcome}": sum(row.outcome == outcome for row in rows) for outcome in OUTCOMES}
+    spent = sum(row.seconds for row in rows)
+    return found | {"trials/all": len(rows)} | outcomes | {"time/device_seconds": spent}
 
 
 def write_files(search: Search, rows: Sequence[TrialRow]) -> list[str]:
