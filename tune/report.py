@@ -26,7 +26,7 @@ from tune.trial.row import OUTCOMES, TrialRow, flat_row, measured
 
 FREE = (
     "A larger global batch is another training, not a faster way to the same one. Of each accumulation the fastest is "
-    "marked; sizes end at the limit or at --global-batch."
+    "marked; sizes end where memory does."
 )
 STAR = "a star marks a setting that changes the numerics, so that the loss may differ from the control's"
 CONTROL = (
