@@ -165,10 +165,8 @@ def make_search(config: SearchConfig) -> Search:
     for number in config.accumulations:
         smallest = [Candidate(space.sizes_of(k)[0], k) for k in space.combinations if (ACCUMULATION, number) in k]
         if not any(map(memory.curves([]).fits, smallest)):
-            reason = f"no micro-batch is predicted to fit under {limit / GB:.2f} GB"
-            if not smallest:
-                reason = f"the data have {sequences:,} sequences for a step"
-            raise UserError(f"--accumulations {number}: {reason}; leave it out.")
+            limited = f"no micro-batch is predicted to fit under {limit / GB:.2f} GB"
+            raise UserError(f"--accumulations {number}: {limited}; leave it out.")
     explore = _explorer(config, space, memory)
     strategy = Confirmed(Retrying(explore), space, config.confirm)
     control = space.config(space.control)

@@ -174,6 +174,9 @@ def make_space(
     combinations = product(*([(name, value) for value in axes[name]] for name in axes))
     every = Space(base, tuple(sizes), tuple(combinations), largest)
     found = replace(every, combinations=tuple(c for c in every.combinations if every.sizes_of(c)))
+    for number in accumulations:
+        if not any((ACCUMULATION, number) in combination for combination in found.combinations):
+            raise UserError(f"--accumulations {number}: the data have {largest:,} sequences for a step; leave it out.")
     for name in searched:
         for value in axes[name]:
             if not any((name, value) in combination for combination in found.combinations):

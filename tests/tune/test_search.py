@@ -212,6 +212,7 @@ def test_over_the_limit_is_an_outcome(folder: Path, small_shards: Path, capfd: p
         (["--knobs", "fp8=true"], "--fp8"),
         (["--accumulations", "0"], "--accumulations 0"),
         (["--accumulations", "1", "1000000000"], "--accumulations 1000000000"),
+        (["--accumulations", "1000000000"], "--accumulations 1000000000"),
         (["--device", "cuda"], "no GPU"),
         (["--workers", "2"], "--workers 2"),
         (["--trial-steps", "2"], "--trial-steps 2"),
