@@ -12,7 +12,7 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -71,12 +71,13 @@ def connected(
     *,
     cpus: int | None = None,
     prestart: bool = False,
+    code: Sequence[str] = (),
 ) -> Iterator[None]:
     """Join the Ray cluster at ``address`` or ``RAY_ADDRESS``, or start one on this machine, for the block's duration.
 
     ``cpus`` is the number of parallel tasks that a local Ray may run (default: the machine's cores), and
-    ``prestart`` starts a worker for each in advance, for work that needs them all at once. Raises ``UserError`` when
-    nothing answers at ``address``.
+    ``prestart`` starts a worker for each in advance, for work that needs them all at once. ``code`` are files or
+    folders of modules that workers import besides ours. Raises ``UserError`` when nothing answers at ``address``.
     """
     named = "--address" if address else "RAY_ADDRESS"
     address = address or os.environ.get("RAY_ADDRESS")
@@ -87,13 +88,14 @@ def connected(
     if ray.is_initialized():  # inside another block: the Ray of a ladder is also the Ray of its rungs
         yield
         return
-    search_path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH", "")]))
+    folders = [str(Path(module).parent) for module in code]
+    search_path = os.pathsep.join(filter(None, [str(PROJECT), *folders, os.environ.get("PYTHONPATH", "")]))
     variables = {"PYTHONPATH": search_path}
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     local = address in (None, "", "local")
     if address and not local:
         with doing(f"joining the Ray cluster at {address}"):
-            _join(address, named, runtime_env=_travelling(variables), **quiet)
+            _join(address, named, runtime_env=_travelling(variables, code), **quiet)
     else:
         # Inherited rather than a runtime_env, for which Ray would discard the workers that it starts in advance.
         os.environ.update(variables)
@@ -144,12 +146,13 @@ def _leave() -> None:
     os._exit(INTERRUPTED)
 
 
-def _travelling(variables: Mapping[str, str]) -> dict[str, Any]:
-    """The runtime environment of workers on other machines: ``variables``, and our code, which only this machine has.
+def _travelling(variables: Mapping[str, str], code: Sequence[str]) -> dict[str, Any]:
+    """The runtime environment of workers on other machines: ``variables``, and code that only this machine has: ours
+    and the user's.
 
     ``ray job submit`` has sent its working directory to all machines, but code that is installed would be missing.
     """
-    modules = [str(PROJECT / package) for package in PACKAGES]
+    modules = [*(str(PROJECT / package) for package in PACKAGES), *code]
     return {"env_vars": dict(variables), "py_modules": modules, "excludes": ["pictures", "__pycache__"]}
 
 

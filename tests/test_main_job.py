@@ -85,6 +85,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
             f"Chapter {i} of book {number}. It was a day like any other, said the {i}th man.\n" for i in range(400)
         )
         (books / f"book {number}.txt").write_text("".join(chapters), encoding="utf-8")
+    for name, source in re.findall(r"^```python (\S+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL):
+        (folder / name).write_text(source, encoding="utf-8")
     return folder
 
 

@@ -19,7 +19,7 @@ from infra.schema import from_json, strict, to_json
 from infra.storage_dir import StorageDir
 from infra.units import SecondsOrNone, one_word
 from pipeline.config import Reading
-from train.model_config import PRESETS, Model
+from train.model_config import PRESETS, Model, ModelConfig, format_model
 
 Precision = Literal["auto", "fp32", "tf32", "fp16", "bf16", "bf16-activations"]
 Attention = Literal["auto", "manual", "sdpa", "flash", "cudnn", "efficient", "flex"]
@@ -100,6 +100,7 @@ class TrainConfig:
     """How the books of --stream are read and cleaned."""
     model: Model = PRESETS["gpt2-124m"]
     """Preset, optionally with changes: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, small, edu-3m, tiny; tiny,layers=4.
+    Or a model of your own, as package.module:callable,width=512: an nn.Module whose forward takes (inputs, targets).
     Its vocabulary follows the data unless it is given."""
     seed: int = 0
     """Seed of the weights, the order of the windows, and dropout; at least 0."""
@@ -225,6 +226,12 @@ class TrainConfig:
         refuse_contradictions(self)
 
     @property
+    def shape(self) -> ModelConfig:
+        """The shape of the GPT-2 that is trained; a custom model has none."""
+        assert isinstance(self.model, ModelConfig), "asked of a GPT-2 only"
+        return self.model
+
+    @property
     def accumulation(self) -> int:
         """Micro-batches per optimizer step on each worker."""
         assert self.micro_batch != AUTO, "a resolved config has a micro-batch"
@@ -307,6 +314,12 @@ CUDA_GRAPHS = ("max-autotune-graphs", "reduce-overhead")
 GPU_KERNELS = ("coordinate-descent", "max-autotune", "max-autotune-graphs")
 """Values of ``--compile`` that tune kernels which only GPUs have."""
 
+SWITCHES = (
+    "attention", "checkpointing", "compile", "fp8", "loss", "loss_chunks", "mask_books", "optimizer", "precision",
+    "shard",
+)  # fmt: skip
+"""Settings that not every model has."""
+
 
 def refuse_contradictions(config: TrainConfig) -> None:
     """Raise ``UserError`` for the first rule that ``config`` breaks."""
@@ -315,15 +328,16 @@ def refuse_contradictions(config: TrainConfig) -> None:
     _batch(config)
     _end(config)
     _reading(config)
+    for name in SWITCHES:
+        if reason := config.model.lacks(name, getattr(config, name)):
+            raise UserError(f"{_flag(config, name)} does not apply to --model {format_model(config.model)}: {reason}.")
     for (first, ours), (second, theirs), reason in _pairs(config):
         if ours and theirs:
             raise UserError(f"{_flag(config, first)} and {_flag(config, second)} cannot be combined: {reason}.")
 
 
 def _flag(config: TrainConfig, name: str) -> str:
-    """``--mask-books``, or ``--precision fp16`` with its value; ``model.dropout=0.1`` for a model's field."""
-    if name.startswith("model."):
-        return f"{name}={getattr(config.model, name.removeprefix('model.'))}"
+    """``--mask-books``, or ``--precision fp16`` with its value."""
     value = getattr(config, name)
     flag = f"--{name.replace('_', '-')}"
     return flag if value is True else f"{flag} {value}"
@@ -418,7 +432,7 @@ def _reading(config: TrainConfig) -> None:
 
 def _pairs(config: TrainConfig):
     """Pairs of (field, whether its value is affected) that cannot be combined, and the reason."""
-    model, device = config.model, config.device
+    device = config.device
     attention, precision, optimizer = config.attention, config.precision, config.optimizer
     on_cpu = ("device", device == "cpu")
     whole = ("compile", config.compile in WHOLE_GRAPH)
@@ -426,9 +440,6 @@ def _pairs(config: TrainConfig):
     yield ("attention", attention in (*FUSED_ATTENTION, "flex")), on_cpu, "a CPU has manual and sdpa"
     fp32_only = ("precision", precision in ("fp32", "tf32"))
     yield ("attention", attention in ("flash", "cudnn")), fp32_only, "these kernels exist in 16 bits only"
-    yield ("attention", attention == "flex"), ("model.dropout", model.dropout > 0), "FlexAttention has no dropout"
-    narrow = ("model.heads", model.width // model.heads < 16)
-    yield ("attention", attention == "flex"), narrow, "FlexAttention's heads are at least 16 wide"
     masked = ("mask_books", config.mask_books)
     yield ("attention", attention in FUSED_ATTENTION), masked, "these kernels do not support the mask; use auto or flex"
     selective = ("checkpointing", config.checkpointing == "selective")

@@ -12,14 +12,14 @@ from infra.units import format_size
 from train.checkpoint.find import resume_run, run_with
 from train.config import TrainConfig
 from train.estimate.changes import Change, memory_savers
-from train.estimate.memory import predict_peak
+from train.estimate.memory import known_peak, predict_peak
 from train.result import BUILDING, Diagnosis, RunResult, Shortage
 
 
 def of_memory(config: TrainConfig, result: RunResult, place: StorageDir, memory_limit: int | None) -> Diagnosis | None:
     """Why the run at ``place`` did not fit in memory, and what should fit; None when it did."""
     shortage = result.shortage
-    if shortage is None:
+    if shortage is None or known_peak(config) is None:
         return None
     rows = [("torch's message", shortage.message)] if shortage.message else []
     missed = unpredicted(config, result, shortage)

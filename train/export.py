@@ -19,6 +19,7 @@ from train.checkpoint.find import find_checkpoint
 from train.checkpoint.progress import read_progress
 from train.checkpoint.run_folder import RunFolder
 from train.config import config_from_json
+from train.custom_model import CustomModel
 
 
 @dataclass(frozen=True)
@@ -46,24 +47,28 @@ def export(config: ExportConfig) -> int:
     if config.to.exists():
         raise UserError(f"--to {config.to} exists already: name a new folder.")
     checkpoint = find_checkpoint(config.checkpoint, config.out)
+    kind = config_from_json(read_progress(checkpoint).config, str(checkpoint)).model
+    if config.register and isinstance(kind, CustomModel):
+        raise UserError(
+            f"--register {config.register}: the registry's models are GPT-2, not {kind.callable}: leave it out."
+        )
     key = run_of(checkpoint, config.register)
     name = named(checkpoint, key)
     with doing("writing the model"):
         from train.hugging_face import write_model
 
-        write_model(checkpoint, config.to, f"{name}, MLflow run {key.run_id}" if key else "")
-    console.print(f"{config.to}: load it with transformers' GPT2LMHeadModel.from_pretrained({str(config.to)!r})")
+        loading = write_model(checkpoint, config.to, f"{name}, MLflow run {key.run_id}" if key else "")
+    console.print(f"{config.to}: {loading}")
     if key is None:
         return 0
     progress, model = read_progress(checkpoint), None
     if config.register:
-        vocabulary = config_from_json(progress.config, str(checkpoint)).model.vocabulary
         with doing("registering the model"):
             from infra.tracking.registry import register
             from infra.tracking.views import page_link
 
             trained = f"Trained by {page_link(key, name, store=key.store)}, {progress.step:,} steps"
-            model = (config.register, register(key, config.register, config.to, vocabulary, trained))
+            model = (config.register, register(key, config.register, config.to, kind.vocabulary, trained))
         console.print(f"registered: mlflow.pyfunc.load_model('models:/{'/'.join(model)}')")
     with doing("recording it on the run's page"):
         from train.report import record_export

@@ -11,6 +11,9 @@ from infra.errors import UserError
 from infra.options import Checkpoint, Runs
 from infra.progress import doing
 from train.checkpoint.find import find_checkpoint
+from train.checkpoint.progress import read_progress
+from train.config import config_from_json
+from train.model_config import format_model
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,12 @@ def main() -> None:
 def generate(config: GenerateConfig) -> int:
     """Print the continuation; returns the exit code. torch is imported only when the flags are known to be valid."""
     checkpoint = find_checkpoint(config.checkpoint, config.out)
+    kind = config_from_json(read_progress(checkpoint).config, str(checkpoint)).model
+    if not kind.writes:
+        raise UserError(
+            f"--checkpoint {config.checkpoint}: {format_model(kind)} gives no logits of shape (batch, time, ids) when "
+            "its targets are None, so it cannot write text."
+        )
     with doing("loading the model"):
         from train.loop.sampling import load_model, sample
 
@@ -64,7 +73,7 @@ def generate(config: GenerateConfig) -> int:
     ]  # a book begins after the end of another
     with doing("writing"):
         written = sample(
-            model, ids, config.tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
+            model, kind, ids, config.tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
         )  # fmt: skip
     console.print(config.prompt + vocabulary.decode(written), markup=False)
     return 0

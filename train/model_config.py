@@ -1,13 +1,17 @@
-"""The shape of a GPT-2, and its presets."""
+"""What is trained: a GPT-2 by its shape, with presets, or a custom model by the callable that returns it."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
 from infra.errors import UserError
-from infra.schema import strict
+from infra.schema import from_json, strict
 from infra.units import one_word, or_none
+from train.custom_model import CustomModel, source_sha256
 
 
 @strict
@@ -29,6 +33,8 @@ class ModelConfig:
     """Share the token embedding with the head."""
     end_of_text: int = -1
     """Id of the token that ends a book, by the vocabulary of the data; -1 is the last."""
+    start: str = ""
+    """Folder, in Hugging Face's format, with whose weights a run begins; empty: random ones."""
 
     def __post_init__(self) -> None:
         for size in ("layers", "heads", "width", "context_length", "vocabulary"):
@@ -44,6 +50,31 @@ class ModelConfig:
             raise UserError(f"model end_of_text={self.end_of_text} is not an id below vocabulary={self.vocabulary}.")
         if not 0 <= self.dropout < 1:
             raise UserError(f"model dropout={self.dropout} must be at least 0 and below 1.")
+
+    writes = True
+    described = ""
+    code = ()
+
+    def lacks(self, setting: str, value: Any) -> str:
+        """FlexAttention is not for every shape."""
+        if (setting, value) != ("attention", "flex"):
+            return ""
+        if self.dropout:
+            return "FlexAttention has no dropout"
+        return "FlexAttention's heads are at least 16 wide" if self.width // self.heads < 16 else ""
+
+    def with_vocabulary(self, ids: int, end_of_text: int, source: str) -> "ModelConfig":
+        """The default vocabulary gives way, padded to a multiple of 64 if it was padded."""
+        padded, model = -(-ids // 64) * 64, self
+        if self.vocabulary == ModelConfig.vocabulary != ids and not self.start:
+            pads = self.padded_vocabulary > self.vocabulary
+            model = replace(self, vocabulary=ids, padded_vocabulary=padded if pads else ids)
+        if model.vocabulary != ids:
+            raise UserError(
+                f"{source} has {ids:,} token ids and --model has vocabulary={self.vocabulary:,}: give --model with "
+                f"vocabulary={ids},padded_vocabulary={padded}, or data that were made with another --vocabulary."
+            )
+        return replace(model, end_of_text=end_of_text)
 
 
 PRESETS: dict[str, ModelConfig] = {
@@ -62,12 +93,44 @@ and not the head decide time and memory.
 """
 
 
-def parse_model(text: str) -> ModelConfig:
-    """``gpt2-124m``, or a preset with changes: ``tiny,layers=4,dropout=0.1``."""
+_PUBLISHED = {
+    "layers": "n_layer", "heads": "n_head", "width": "n_embd", "context_length": "n_positions",
+    "vocabulary": "vocab_size",
+}  # fmt: skip
+"""The fields of GPT2Config that are ours under another name."""
+
+
+def parse_model(text: str) -> "AnyModel":
+    """``gpt2-124m``, ``tiny,layers=4``, ``package.module:callable,width=512``, or ``hf:FOLDER,dropout=0.1``."""
     preset, *changes = [part.strip() for part in text.split(",")]
+    if preset.startswith("hf:"):
+        return _changed(_published(preset.removeprefix("hf:")), text, changes, ["dropout"])
+    if ":" in preset:
+        return _parse_custom(preset, changes)
     if preset not in PRESETS:
-        raise UserError(f"--model {preset!r} is not a preset; the presets are {', '.join(PRESETS)}.")
-    types = {field.name: field.type for field in fields(ModelConfig)}
+        raise UserError(
+            f"--model {preset!r} is not a preset; the presets are {', '.join(PRESETS)}. A model of your own is named "
+            "as package.module:callable."
+        )
+    return _changed(PRESETS[preset], text, changes, [f.name for f in fields(ModelConfig) if f.name != "start"])
+
+
+def _published(folder: str) -> ModelConfig:
+    """The shape that a folder in Hugging Face's format has, whose weights a run is to start from."""
+    where = Path(folder).resolve()
+    try:
+        found = json.loads((where / "config.json").read_text(encoding="utf-8"))
+        if found["model_type"] != "gpt2":
+            raise UserError(f"--model hf:{folder} holds a {found['model_type']}: only GPT-2 can be started from.")
+        sizes = {ours: int(found[theirs]) for ours, theirs in _PUBLISHED.items()}
+    except (OSError, ValueError, KeyError, TypeError) as damage:
+        raise UserError(f"--model hf:{folder}: no config.json of a GPT-2 can be read there ({damage!r}).") from damage
+    padded, tied = -(-sizes["vocabulary"] // 64) * 64, bool(found.get("tie_word_embeddings", True))
+    return replace(ModelConfig(tied=tied, start=str(where)), **sizes, padded_vocabulary=padded)
+
+
+def _changed(model: ModelConfig, text: str, changes: list[str], names: Sequence[str]) -> ModelConfig:
+    types = {field.name: field.type for field in fields(ModelConfig) if field.name in names}
     values: dict[str, Any] = {}
     for change in changes:
         name, _, value = change.partition("=")
@@ -78,11 +141,29 @@ def parse_model(text: str) -> ModelConfig:
             values[name] = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)  # type: ignore[operator]
         except (ValueError, KeyError):
             raise UserError(f"--model {text!r}: {value!r} is not a value for {name}.") from None
-    return replace(PRESETS[preset], **values)
+    return replace(model, **values)
 
 
-def format_model(model: ModelConfig) -> str:
+def _parse_custom(name: str, changes: list[str]) -> CustomModel:
+    sizes = {"context_length": CustomModel.context_length, "vocabulary": CustomModel.vocabulary}
+    for change in changes:
+        size, _, value = change.partition("=")
+        if size in sizes:
+            if not value.isdecimal():
+                raise UserError(f"--model {name}: {value!r} is not a value for {size}.")
+            sizes[size] = int(value)
+    arguments = ",".join(change for change in changes if change.partition("=")[0] not in sizes)
+    return CustomModel(name, arguments, source_sha256(name), sizes["context_length"], sizes["vocabulary"])
+
+
+def format_model(model: "AnyModel") -> str:
     """The shortest text that :func:`parse_model` turns into ``model``."""
+    if isinstance(model, CustomModel):
+        sizes = [f"{size}={getattr(model, size)}" for size in ("context_length", "vocabulary")
+                 if getattr(model, size) != getattr(CustomModel, size)]  # fmt: skip
+        return ",".join(filter(None, [model.callable, model.arguments, *sizes]))
+    if model.start:
+        return f"hf:{model.start}" + (f",dropout={model.dropout}" if model.dropout else "")
     texts = []
     for name, preset in PRESETS.items():
         changed = {k: v for k, v in asdict(model).items() if v != getattr(preset, k)}
@@ -90,11 +171,36 @@ def format_model(model: ModelConfig) -> str:
     return min(texts, key=lambda text: text.count(","))
 
 
-_MODEL = one_word("PRESET[,FIELD=VALUE...]", ModelConfig, parse_model, format_model)
+def short_name(model: "AnyModel") -> str:
+    """The preset, the callable or the folder alone, for names of folders."""
+    return Path(format_model(model).partition(",")[0].rpartition(":")[2]).name
 
-_READ = BeforeValidator(lambda value: parse_model(value) if isinstance(value, str) else value)
 
-Model = Annotated[ModelConfig, _MODEL, _READ]
-"""A preset with changes, on the command line or in a file; a file may also give all sizes one by one."""
+def _read(value: Any) -> Any:
+    """A model in a file: text as on the command line, or an object of all its fields."""
+    if isinstance(value, dict):
+        return from_json(CustomModel if "callable" in value else ModelConfig, value, "model")
+    return parse_model(value) if isinstance(value, str) else value
 
-ModelOrNone = Annotated[ModelConfig | None, or_none(_MODEL), _READ]
+
+AnyModel = ModelConfig | CustomModel
+"""What is trained. The rest of the system asks it for ``context_length``, ``vocabulary`` and ``end_of_text``, and:
+
+- ``lacks(setting, value)``: why a value of a setting of a run or a rung does not apply to it; empty where it does
+- ``with_vocabulary(ids, end_of_text, source)``: it with the ids of the data at ``source``, or ``UserError``
+- ``writes``: whether it gives logits, from which text can be written
+- ``code``: files and folders that it is imported from, unless they are installed
+- ``described``: what was found of it by running it, in words; empty where formulas know it
+
+Only its arithmetic (:mod:`train.estimate.flops`), its memory (:mod:`train.estimate.memory`) and the module itself
+(:mod:`train.loop.execution`, :mod:`train.hugging_face`) differ by its type.
+"""
+
+_MODEL = one_word("MODEL[,NAME=VALUE...]", (ModelConfig, CustomModel), parse_model, format_model)
+
+_READ = BeforeValidator(_read)
+
+Model = Annotated[AnyModel, _MODEL, _READ]
+"""A preset with changes or a callable, on the command line or in a file; a file may also give all fields one by one."""
+
+ModelOrNone = Annotated[AnyModel | None, or_none(_MODEL), _READ]

@@ -31,8 +31,7 @@ from train.checkpoint.find import resume_run, run_argument, run_with
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig, load_config
 from train.estimate.flops import formulas
-from train.estimate.memory import predict_peak
-from train.model.gpt import parameter_count
+from train.estimate.memory import known_peak, predict_peak
 from train.model_config import format_model
 from train.resolve import choices, said
 from train.result import RunResult
@@ -67,6 +66,8 @@ def print_header(
         f"{config.step_tokens:,} tokens per step"
     )
     console.print(choices(config, asked), markup=False)
+    if config.model.described:
+        console.print(f"the model: {config.model.described}", markup=False)
     if facts and facts.uncompilable and asked.compile == "auto" and config.device == "cuda":
         console.print(f"[yellow]not compiled, which is slower:[/yellow] {escape(facts.uncompilable)}")
     console.print(f"folder: {place}", markup=False)
@@ -189,7 +190,7 @@ def record_end(
     """
     if result.device != "cpu":
         tracker.metrics(shown({f"gpu/{name}": value for name, value in (gpu or {}).items()}, METRICS))
-    _record_result(tracker, config, replace(result, predicted_memory=predict_peak(config).total))
+    _record_result(tracker, config, result)
     if result.too_large:
         tracker.json(config.to_json(), "config.json")  # instead of what was decided when it began
     told = run_report(config, result, home.place, memory_limit)
@@ -265,10 +266,11 @@ def columns(result: RunResult) -> dict[str, str]:
 
 def formula_metrics(config: TrainConfig, result: RunResult) -> dict[str, float | None]:
     """FLOPs per token by every named formula, and the MFU by causal attention; ``result/mfu`` is PaLM's."""
-    counted = {formula.name: formula.flops for formula in formulas(config.model, parameter_count(config.model))}
+    counted = {formula.name: formula.flops for formula in formulas(config)}
+    causal = counted.get("causal")
     return {
         **{f"result/flops_per_token_{name.partition(',')[0]}": flops for name, flops in counted.items()},
-        "result/mfu_causal": result.mfu and result.mfu * counted["causal"] / result.flops_per_token,
+        "result/mfu_causal": result.mfu and causal and result.mfu * causal / result.flops_per_token,
     }
 
 
@@ -309,7 +311,8 @@ def run_report(config: TrainConfig, result: RunResult, place: StorageDir, memory
         f"compile {config.compile}, loss {config.loss}. Device: {result.device}. FLOPs: {result.flops_formula}."
     )
     rows = Part("", ("", ""), details(config, result))
-    return Report(opening_lines(config, result, place, memory_limit), [rows, memory_part(config, result), batch])
+    memory = [memory_part(config, result)] if known_peak(config) else []
+    return Report(opening_lines(config, result, place, memory_limit), [rows, *memory, batch])
 
 
 def opening_lines(
@@ -321,6 +324,8 @@ def opening_lines(
     if speed:
         fast = str(speed.estimate) + (f", MFU {result.mfu:.1%}" if result.mfu else "")
     limit = f" of {memory_limit / GB:.2f} GB" if memory_limit else " GB"
+    known = known_peak(config)
+    expected = f" (predicted {known.total / GB:.2f})" if known else ""
     good = "no cycle was completed"
     if result.train_loss is not None:
         held_out = "" if result.val_loss is None else f", validation {result.val_loss:.3f}"
@@ -328,7 +333,7 @@ def opening_lines(
     return [
         ("What", f"{format_model(config.model)} on `{Path(config.source).name}`; {result.outcome}: {result.reason}"),
         ("Tokens/s", fast),
-        ("Memory", f"{result.memory.process / GB:.2f}{limit} (predicted {predict_peak(config).total / GB:.2f})"),
+        ("Memory", f"{result.memory.process / GB:.2f}{limit}{expected}"),
         ("Loss", good),
         ("Next", next_step(config, result, place)),
     ]

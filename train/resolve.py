@@ -12,6 +12,7 @@ from typing import Any
 from infra.errors import UserError
 from infra.hardware import A100, DeviceFacts, cpu_facts, device_facts
 from train.config import AUTO, Compile, Loss, TrainConfig
+from train.custom_model import CustomModel
 
 CPU_TOKENS = 4096
 """Most tokens of a micro-batch that is chosen for a CPU: its caches gain nothing from more."""
@@ -39,13 +40,13 @@ def resolve(config: TrainConfig, facts: DeviceFacts) -> TrainConfig:
     if kind == "cuda" and facts.kind != "cuda":
         raise UserError("--device cuda was given, but there is no CUDA GPU: use --device auto or --device cpu.")
     cuda = kind == "cuda"
+    config = looked_at(config)
     precision, attention = config.precision, config.attention
     if precision == "auto":
         precision = "bf16" if cuda and facts.bf16 else "fp32"
-    flexible = not config.model.dropout and config.model.width // config.model.heads >= 16
-    if attention == "auto" and cuda and config.mask_books and flexible:
+    if attention == "auto" and cuda and config.mask_books and not config.model.lacks("attention", "flex"):
         attention = "flex"
-    elif attention == "auto" and not cuda:
+    elif attention == "auto" and (not cuda or config.model.lacks("attention", "flash")):
         attention = "sdpa"
     if config.fp8 and facts.capability < (8, 9):
         raise UserError(f"--fp8 needs 8-bit matmuls, which {facts.name} does not have: leave it out.")
@@ -64,6 +65,21 @@ def resolve(config: TrainConfig, facts: DeviceFacts) -> TrainConfig:
             f"{decided.micro_batch:,}."
         )
     return decided
+
+
+def looked_at(config: TrainConfig) -> TrainConfig:
+    """``config`` with what is found of a custom model by running it once, where that is not known yet.
+
+    Raises ``UserError`` for a model that cannot be trained, or that lacks a switch.
+    """
+    model = config.model
+    if not isinstance(model, CustomModel):
+        return config
+    if model.found is None:
+        from train.model.custom import look
+
+        model = replace(model, found=look(model))
+    return replace(config, model=model, loss="plain")
 
 
 def _compile(config: TrainConfig, facts: DeviceFacts) -> Compile:

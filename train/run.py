@@ -28,7 +28,7 @@ from train.checkpoint.run_folder import RunFolder, make, new_run
 from train.config import TrainConfig, load_config
 from train.confirmed import confirmed_by
 from train.launch.run import RunPlan
-from train.model_config import format_model
+from train.model_config import short_name
 from train.resolve import continued, facts_here, resolve, without
 
 
@@ -83,7 +83,7 @@ def run(options: RunOptions) -> int:
             locks.enter_context(run.home.command_lock())
         store = options.tracking_uri or ((known := run.home.key()) and known.store)
         preparing = background.submit(prepare, store)
-        with nullcontext() if run.is_local else connected(run.address):
+        with nullcontext() if run.is_local else connected(run.address, code=run.asked.model.code):
             with doing(IMPORTING):
                 preparing.result()
             if not (run.home.remote or run.is_local):
@@ -108,8 +108,7 @@ def planned(options: RunOptions) -> RunPlan:
 
 def default_name(config: TrainConfig) -> str:
     """The name of a run that is given none."""
-    preset = format_model(config.model).partition(",")[0]
-    return f"{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return f"{short_name(config.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def prepare(tracking_uri: str | None) -> None:

@@ -26,7 +26,7 @@ from infra.storage_dir import StorageDir
 from infra.units import format_size
 from pipeline.shards import read_manifest
 from train.config import TrainConfig
-from train.estimate.memory import predict_peak
+from train.estimate.memory import known_peak, predict_peak
 from train.model_config import format_model
 from tune.space import Candidate, Space
 from tune.strategy.curves import Prior
@@ -177,6 +177,9 @@ def make_prior(space: Space) -> Prior:
 
     @cache  # all knobs of a GPU make forty thousand candidates, and many are looked at before every trial
     def prior(candidate: Candidate) -> float:
-        return float(predict_peak(space.config(candidate)).total)
+        config = space.config(candidate)
+        base = replace(space.base, micro_batch=config.micro_batch, global_batch=config.global_batch)
+        anatomy = known_peak(config) or predict_peak(base)  # trials correct what was measured with the base's knobs
+        return float(anatomy.total)
 
     return prior

@@ -16,7 +16,7 @@ from infra.tracking.tracker import Tracker
 from infra.tracking.views import ui_link
 from infra.units import format_duration
 from train.checkpoint.run_folder import resume_command
-from tune.config import ExperimentConfig
+from tune.config import LadderConfig, SearchConfig
 from tune.device import trial_nodes
 from tune.experiment import Experiment
 from tune.folder import locked, resumed_parent
@@ -32,13 +32,16 @@ Publish = Callable[[Kind, Sequence[TrialRow], Tracker], bool]
 
 
 def conduct(
-    config: ExperimentConfig, make: Callable[[Any], Kind], introduce: Callable[[Kind], None], publish: Publish[Kind]
+    config: SearchConfig | LadderConfig,
+    make: Callable[[Any], Kind],
+    introduce: Callable[[Kind], None],
+    publish: Publish[Kind],
 ) -> int:
     """Run the experiment that ``make`` makes of ``config``; returns the exit code.
 
     ``introduce`` prints what it is and, where nothing else is asked for, what it would run.
     """
-    with connected(config.address) if config.cluster else nullcontext():
+    with connected(config.address, code=config.training.model.code) if config.cluster else nullcontext():
         experiment = make(config)
         if config.cluster:
             experiment.resources()  # of a cluster without any, before anything is made
@@ -112,7 +115,8 @@ def _drive(experiment: Experiment, recorder: ExperimentRecorder) -> None:
 
     running: dict[str, str] = {}
     # Where Ctrl-C falls elsewhere, the rows say as well where to continue.
-    with suppress(KeyboardInterrupt), connected(experiment.config.address):
+    code = experiment.training.model.code
+    with suppress(KeyboardInterrupt), connected(experiment.config.address, code=code):
         resources = experiment.resources()
         with doing("starting trials") as shown:
             drive(Proposals(experiment, partial(trial_nodes, resources), started, ended), resources)

@@ -135,7 +135,7 @@ def test_the_losses_of_a_long_run_are_thinned_the_same_however_it_was_reported()
 
 def test_a_result_in_mlflow(config: TrainConfig, make_result: Make) -> None:
     memory = Memory(2 * GB, 3 * GB, 4 * GB, "nvml", allocator_retries=5)
-    result = make_result(memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=palm(config.model))
+    result = make_result(memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=palm(config.shape))
     assert report.result_metrics(result) == {
         "result/tokens_per_second": 1000.0, "result/tokens_per_second_low": 990.0,
         "result/tokens_per_second_high": 1020.0, "result/mfu": 0.4, "result/hfu": None,
@@ -153,7 +153,7 @@ def test_a_result_in_mlflow(config: TrainConfig, make_result: Make) -> None:
     }  # fmt: skip
     assert "tokens/s" not in report.columns(replace(result, throughput=None))
     formulas = report.formula_metrics(config, result)
-    assert formulas["result/mfu_causal"] == pytest.approx(0.4 * causal(config.model) / palm(config.model))
+    assert formulas["result/mfu_causal"] == pytest.approx(0.4 * causal(config.shape) / palm(config.shape))
     found = report.result_metrics(result)
     assert found["memory/predicted_gb"] == peak.total / GB
     assert found["memory/prediction_error"] == peak.total / (4 * GB) - 1

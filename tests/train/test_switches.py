@@ -70,7 +70,7 @@ def test_gradients_stay_the_same(config: TrainConfig, change: dict[str, Any]) ->
     dropouts = (0.0,) if "attention" in change else (0.0, 0.2)  # another kernel draws other random numbers
     for dropout, tied in itertools.product(dropouts, (True, False)):
         usual = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=dropout, tied=tied))
-        tokens = batch_of(usual.model)
+        tokens = batch_of(usual.shape)
         expected, plain = gradients(usual, tokens)
         loss, changed = gradients(dataclasses.replace(usual, **change), tokens)
         assert loss == pytest.approx(expected, rel=1e-5)
@@ -80,7 +80,7 @@ def test_gradients_stay_the_same(config: TrainConfig, change: dict[str, Any]) ->
 
 def test_masked_attention_stays_within_a_book(config: TrainConfig) -> None:
     end = config.model.vocabulary - 1
-    tokens = batch_of(config.model)[1:2, :-1]
+    tokens = batch_of(config.shape)[1:2, :-1]
     assert books_of(tokens, end)[0, [0, 3, 4, 20, 21]].tolist() == [0, 0, 1, 1, 2]
     for attention in ("sdpa", "manual"):
         masked = dataclasses.replace(config, mask_books=True, attention=attention)
@@ -94,7 +94,7 @@ def test_masked_attention_stays_within_a_book(config: TrainConfig) -> None:
 
 
 def test_mask_books_is_the_same_in_both_attentions(config: TrainConfig) -> None:
-    tokens = batch_of(config.model)
+    tokens = batch_of(config.shape)
     masked = dataclasses.replace(config, mask_books=True)
     assert gradients(masked, tokens)[0] != gradients(config, tokens)[0]
     expected = gradients(dataclasses.replace(masked, attention="manual"), tokens)[0]

@@ -15,7 +15,7 @@ from infra.schema import from_json, strict
 from pipeline.config import Reading
 from pipeline.shards import Manifest, checksum
 from train.config import TrainConfig, config_from_json
-from train.model_config import ModelConfig, format_model
+from train.model_config import AnyModel, format_model
 
 PROGRESS = "progress.json"
 
@@ -160,7 +160,9 @@ def refuse_finished(path: Path | str, progress: Progress, config: TrainConfig) -
         raise UserError(f"{path} has already trained for its --time-budget: give a longer one to continue.")
 
 
-def _with_changes(ours: ModelConfig, theirs: ModelConfig) -> str:
-    changed = [name for name in vars(ours) if getattr(ours, name) != getattr(theirs, name)]
+def _with_changes(ours: AnyModel, theirs: AnyModel) -> str:
+    if type(ours) is not type(theirs):
+        return f"{format_model(ours)}, not {format_model(theirs)}"
+    changed = [f.name for f in fields(ours) if f.compare and getattr(ours, f.name) != getattr(theirs, f.name)]
     differences = ", ".join(f"{name}={getattr(ours, name)}, not {getattr(theirs, name)}" for name in changed)
     return f"{format_model(ours)} ({differences})"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from infra.errors import UserError
 from infra.schema import to_json
@@ -26,7 +26,6 @@ from pipeline.encoding import Vocabulary
 from pipeline.shards import VOCABULARY_FILE, checksum
 from train.checkpoint.progress import PROGRESS, Progress, checkpoints_in, damage
 from train.checkpoint.remote import CYCLES, upload
-from train.model.gpt import GPT
 from train.model.parallel import full_tensor, share_of
 
 WEIGHTS, _STATE = "model.safetensors", "state.pt"
@@ -44,14 +43,23 @@ class Snapshot:
     copied: torch.cuda.Event | None
 
 
-def snapshot(model: GPT, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, losses: Tensor) -> Snapshot:
+def shared_names(model: nn.Module) -> dict[str, str]:
+    """Names in the model's state of tensors that it has under an earlier name, too, with that name."""
+    first: dict[int, str] = {}
+    every = model.state_dict(keep_vars=True)
+    return {name: first[id(value)] for name, value in every.items() if first.setdefault(id(value), name) != name}
+
+
+def snapshot(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, losses: Tensor
+) -> Snapshot:
     """Copy what the next step changes. On a GPU the copies are queued before that step and nothing waits for them.
 
     With sharded weights every worker must call it.
     """
     weights = {name: _to_host(value) for name, value in model.state_dict().items()}
-    if model.config.tied:
-        del weights["head.weight"]  # the same tensor as the embedding; safetensors stores each once
+    for name in shared_names(model):  # such as a tied head's; safetensors stores each tensor once
+        del weights[name]
     state = {
         "optimizer": _map(optimizer.state_dict(), _to_host),
         "scaler": scaler.state_dict(),
@@ -189,17 +197,16 @@ def write(folder: Path, taken: Snapshot, progress: Progress, vocabulary: Vocabul
     return folder / name
 
 
-def load_weights(checkpoint: Path, model: GPT, device: torch.device) -> None:
+def load_weights(checkpoint: Path, model: nn.Module, device: torch.device) -> None:
     """Load the weights of ``checkpoint`` into ``model``."""
     weights = load_file(checkpoint / WEIGHTS, device=str(device))
-    if model.config.tied:
-        weights["head.weight"] = weights["token_embedding.weight"]
+    weights |= {name: weights[other] for name, other in shared_names(model).items()}
     model.load_state_dict({name: share_of(weights[name], like) for name, like in model.state_dict().items()})
 
 
 def load(
     checkpoint: Path,
-    model: GPT,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     device: torch.device,

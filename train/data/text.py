@@ -3,12 +3,10 @@
 import json
 from dataclasses import replace
 
-from infra.errors import UserError
 from infra.storage_dir import StorageDir
 from pipeline.encoding import Vocabulary, tokenizer_json, vocabulary_at, vocabulary_of
 from pipeline.shards import Manifest
 from train.config import TrainConfig
-from train.model_config import ModelConfig
 
 
 def vocabulary_of_data(config: TrainConfig, manifest: Manifest) -> Vocabulary | None:
@@ -23,21 +21,12 @@ def with_vocabulary_of(config: TrainConfig, manifest: Manifest) -> TrainConfig:
 
     A model follows the data unless its vocabulary is not the default, GPT-2's.
     """
-    model, vocabulary = config.model, vocabulary_of_data(config, manifest)
+    vocabulary = vocabulary_of_data(config, manifest)
     if vocabulary is None:
         return config
-    ids = len(vocabulary)
-    padded = -(-ids // 64) * 64
-    if model.vocabulary == ModelConfig.vocabulary != ids:
-        pads = model.padded_vocabulary > model.vocabulary
-        model = replace(model, vocabulary=ids, padded_vocabulary=padded if pads else ids)
-    if model.vocabulary != ids:
-        raise UserError(
-            f"{config.source} has {ids:,} token ids and --model has vocabulary={model.vocabulary:,}: give --model with "
-            f"vocabulary={ids},padded_vocabulary={padded}, or data that were made with another --vocabulary."
-        )
     end = vocabulary.end_of_text
-    return replace(config, model=replace(model, end_of_text=-1 if end == ids - 1 else end))
+    last = -1 if end == len(vocabulary) - 1 else end
+    return replace(config, model=config.model.with_vocabulary(len(vocabulary), last, config.source))
 
 
 def tokenizer_files(vocabulary: Vocabulary, context_length: int) -> dict[str, str]:

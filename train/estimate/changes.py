@@ -10,8 +10,8 @@ from typing import Any
 
 from infra.errors import UserError
 from train.config import TrainConfig
-from train.estimate.flops import hardware, recomputed_blocks
-from train.estimate.memory import predict_peak
+from train.estimate.flops import executed
+from train.estimate.memory import known_peak, predict_peak
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,19 @@ def memory_savers(config: TrainConfig) -> list[Change]:
     largest on, whose cost depends on how well the device is used and has no formula, and last selective checkpointing,
     which repeats what is element-wise.
     """
-    before, executed = predict_peak(config).total, _executed(config)
+    before, arithmetic = predict_peak(config).total, executed(config)
     found = []
     for settings in _candidates(config):
         try:
             changed = replace(config, **settings)
         except UserError:  # another setting excludes it
             continue
-        more = _executed(changed) / executed - 1
+        anatomy = known_peak(changed)
+        if anatomy is None:  # not measured
+            continue
+        more = executed(changed) / arithmetic - 1
         flags = tuple(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
-        peak = predict_peak(changed).total
+        peak = anatomy.total
         if peak < before:
             elementwise = settings.get("checkpointing") == "selective"
             rank = len(flags) > 1, more, elementwise, -changed.micro_batch, len(flags)
@@ -81,8 +84,3 @@ def _cost(before: TrainConfig, after: TrainConfig, more: float) -> str:
     elif after.checkpointing != before.checkpointing:
         parts.append(f"{more:.0%} more arithmetic")
     return "; ".join(parts) or "no more arithmetic"
-
-
-def _executed(config: TrainConfig) -> float:
-    """FLOPs per token."""
-    return hardware(config.model, recomputed=recomputed_blocks(config))

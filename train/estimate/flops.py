@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from infra.doctor.ceilings import read_matmul_rate
 from infra.storage_dir import StorageDir
 from train.config import TrainConfig
+from train.custom_model import CustomModel
+from train.model.gpt import parameter_count
 from train.model_config import ModelConfig
 from train.result import RunResult
 
@@ -20,6 +22,43 @@ class Formula:
     name: str
     text: str
     flops: float
+
+
+def parameters(config: TrainConfig) -> int:
+    """Parameters of the model of a resolved ``config``."""
+    model = config.model
+    return model.looked_at.parameters if isinstance(model, CustomModel) else parameter_count(model)
+
+
+def formulas(config: TrainConfig) -> list[Formula]:
+    """Every count of FLOPs per token of a resolved ``config``'s model: first the one that MFU is of."""
+    model = config.model
+    if isinstance(model, CustomModel):
+        return [Formula("counted", COUNTED, model.looked_at.flops_per_token)]
+    everything = hardware(model, recomputed=model.layers)
+    return [
+        Formula("PaLM", FLOPS_FORMULA, palm(model)),
+        Formula("causal", "6 x matmul parameters + 6 x layers x context x width", causal(model)),
+        Formula("6N", "6 x all parameters", parameters_only(model, parameter_count(model))),
+        Formula("hardware, checkpointed", "PaLM + the blocks' forward again", everything),
+    ]
+
+
+def per_token(config: TrainConfig) -> float:
+    """Model FLOPs per token of a resolved ``config``, by the first of its :func:`formulas`."""
+    return formulas(config)[0].flops
+
+
+def least(config: TrainConfig) -> float:
+    """FLOPs per token that no kernel can do without: of a custom model half of them could be attention's."""
+    return per_token(config) / 2 if isinstance(config.model, CustomModel) else causal(config.model)
+
+
+def executed(config: TrainConfig) -> float:
+    """FLOPs per token that the device executes; of a custom model what is computed again is not counted."""
+    if isinstance(config.model, CustomModel):
+        return per_token(config)
+    return hardware(config.model, recomputed=recomputed_blocks(config))
 
 
 def matmul_parameters(model: ModelConfig) -> int:
@@ -56,19 +95,14 @@ def hardware(model: ModelConfig, *, recomputed: int) -> float:
 
 
 def recomputed_blocks(config: TrainConfig) -> int:
-    """Blocks whose matrix products and attention are computed again; selective checkpointing keeps their results."""
+    """Blocks whose matrix products and attention are computed again; selective checkpointing keeps their results.
+
+    0 for a custom model, the arithmetic of whose blocks is not known.
+    """
+    if isinstance(config.model, CustomModel):
+        return 0
     layers = config.model.layers
     return {"full": layers, "alternate": (layers + 1) // 2}.get(config.checkpointing, 0)
-
-
-def formulas(model: ModelConfig, parameters: int) -> list[Formula]:
-    """Every count of this model, for a table."""
-    return [
-        Formula("PaLM", "6 x matmul parameters + 12 x layers x context x width", palm(model)),
-        Formula("causal", "6 x matmul parameters + 6 x layers x context x width", causal(model)),
-        Formula("6N", "6 x all parameters", parameters_only(model, parameters)),
-        Formula("hardware, checkpointed", "PaLM + the blocks' forward again", hardware(model, recomputed=model.layers)),
-    ]
 
 
 def with_matmul_efficiency(result: RunResult, config: TrainConfig, out: StorageDir) -> RunResult:
@@ -84,4 +118,5 @@ def utilisation(tokens_per_second: float, flops_per_token: float, peak: float | 
     return tokens_per_second * flops_per_token / (peak * devices) if peak else None
 
 
-FLOPS_FORMULA = "6 x matmul parameters + 12 x layers x context x width, per token (arXiv 2204.02311, appendix B)"
+COUNTED = "3 x the forward pass as torch.utils.flop_counter counts it"
+FLOPS_FORMULA = "6 x matmul parameters + 12 x layers x context x width (arXiv 2204.02311, appendix B)"

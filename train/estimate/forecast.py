@@ -11,6 +11,7 @@ from infra.errors import UserError
 from infra.units import GB, format_duration, format_size
 from pipeline.shards import read_manifest
 from train.config import SIXTEEN_BITS, TrainConfig
+from train.custom_model import CustomModel
 from train.estimate import flops
 from train.estimate.memory import (
     largest_micro_batch,
@@ -20,7 +21,7 @@ from train.estimate.memory import (
     published_activations,
 )
 from train.estimate.tiles import MULTIPROCESSORS, products, warnings
-from train.model.gpt import GPT, parameter_count
+from train.model.gpt import GPT
 
 CHINCHILLA = 20
 """Training tokens per parameter that make the best use of a given amount of arithmetic (arXiv 2203.15556, table 3)."""
@@ -31,28 +32,33 @@ Rows = list[tuple[str, str]]
 
 def parameter_rows(config: TrainConfig) -> Rows:
     """Parameters by part of the model."""
+    total = flops.parameters(config)
+    if isinstance(config.model, CustomModel):
+        blocks = config.model.looked_at.blocks
+        named = [("repeated blocks", ", ".join(blocks) or "none: nothing can be recomputed or compiled block by block")]
+        return [*named, ("total", f"[bold]{total:,}[/bold]")]
+    shape = config.model
     with torch.device("meta"):
-        model = GPT(config.model)
+        model = GPT(shape)
 
     def size(module: torch.nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
 
     blocks = size(model.blocks)
-    total = parameter_count(config.model)
     rows = [
-        ("token embedding", f"{size(model.token_embedding):,}" + (" (the head's too)" if config.model.tied else "")),
+        ("token embedding", f"{size(model.token_embedding):,}" + (" (the head's too)" if shape.tied else "")),
         ("position embedding", f"{size(model.position_embedding):,}"),
-        (f"{config.model.layers} blocks", f"{blocks:,} ({blocks // config.model.layers:,} each)"),
+        (f"{shape.layers} blocks", f"{blocks:,} ({blocks // shape.layers:,} each)"),
         ("final norm", f"{size(model.norm):,}"),
     ]
-    if not config.model.tied:
+    if not shape.tied:
         rows.append(("head", f"{size(model.head):,}"))
     return [*rows, ("total", f"[bold]{total:,}[/bold]")]
 
 
 def memory_rows(config: TrainConfig) -> Rows:
     """Peak memory by part, with bars."""
-    anatomy = predict_peak(config)
+    anatomy, formula = predict_peak(config), activation_formula(config)
     rows = [
         (part, f"{size / GB:8.3f} GB  {'█' * round(BAR * size / anatomy.total)}")
         for part, size in anatomy.parts().items()
@@ -62,14 +68,17 @@ def memory_rows(config: TrainConfig) -> Rows:
         *rows,
         ("total", f"[bold]{anatomy.total / GB:8.3f} GB[/bold]  of one worker's process on {config.device}"),
         ("", f"at {anatomy.moment}; {anatomy.allocated / GB:.3f} GB of it in torch's allocator"),
-        ("by formula", f"{published_activations(config) / GB:8.3f} GB  of activations: {activation_formula(config)}"),
+        *([("by formula", f"{formula[0] / GB:8.3f} GB  of activations: {formula[1]}")] if formula else []),
     ]
 
 
-def activation_formula(config: TrainConfig) -> str:
-    """What :func:`published_activations` computes, in words."""
+def activation_formula(config: TrainConfig) -> tuple[int, str] | None:
+    """Bytes of the blocks' activations as published, and the formula in words; None of a custom model."""
+    if isinstance(config.model, CustomModel):
+        return None
     doubled = "" if config.precision in SIXTEEN_BITS else "2"
-    return f"{config.model.layers} x {doubled}sbh(34 + 5as/h), Korthikanti et al. 2022, with dropout and scores kept"
+    words = f"{config.model.layers} x {doubled}sbh(34 + 5as/h), Korthikanti et al. 2022, with dropout and scores kept"
+    return published_activations(config), words
 
 
 def limit_rows(config: TrainConfig, limit: int | None) -> Rows:
@@ -103,29 +112,29 @@ def _cap(config: TrainConfig, limit: int) -> str:
 def _smaller(config: TrainConfig) -> list[tuple[str, TrainConfig]]:
     """Variants of ``config``, each with one more setting that saves memory."""
     found = []
-    if config.checkpointing != "full":
+    if config.checkpointing != "full" and not config.model.lacks("checkpointing", "full"):
         found.append(("with --checkpointing full", replace(config, checkpointing="full")))
-    if config.loss == "plain" and config.loss_chunks == 1 and config.model.context_length % 8 == 0:
+    chunked = config.model.context_length % 8 == 0 and not config.model.lacks("loss_chunks", 8)
+    if config.loss == "plain" and config.loss_chunks == 1 and chunked:
         found.append(("with --loss-chunks 8", replace(config, loss_chunks=8)))
     return found
 
 
 def arithmetic_rows(config: TrainConfig) -> Rows:
     """FLOPs by every formula, and the planned run's total."""
-    parameters = parameter_count(config.model)
-    rows = [
-        (formula.name, f"{formula.flops / 1e6:,.1f} MFLOP per token: {formula.text}")
-        for formula in flops.formulas(config.model, parameters)
-    ]
+    counts = flops.formulas(config)
+    rows = [(count.name, f"{count.flops / 1e6:,.1f} MFLOP per token: {count.text}") for count in counts]
     steps = config.total_steps
     if steps is not None:
-        total = flops.palm(config.model) * steps * config.step_tokens
-        rows.append((f"{steps:,} steps", f"{total:.3e} FLOP = {petaflop_days(total):.4g} PF-days (PaLM)"))
+        total = flops.per_token(config) * steps * config.step_tokens
+        rows.append((f"{steps:,} steps", f"{total:.3e} FLOP = {petaflop_days(total):.4g} PF-days ({counts[0].name})"))
     return rows
 
 
 def tile_rows(config: TrainConfig, card: str | None = None) -> Rows:
     """The waste of tiles and waves by matrix product, and warnings: on ``card``, this machine's GPU, or an A100."""
+    if isinstance(config.model, CustomModel):
+        return [("", "not known of a custom model's matrix products")]
     count = MULTIPROCESSORS[card or "A100"]
     if card is None and torch.cuda.is_available():
         count = torch.cuda.get_device_properties(0).multi_processor_count
@@ -153,9 +162,9 @@ def time_rows(config: TrainConfig, tokens_per_second: float | None, price: float
         amounts.append(("an epoch of the data", tokens))
     if config.total_steps is not None:
         amounts.append(("the planned run", config.total_steps * config.step_tokens))
-    amounts.append((f"Chinchilla, {CHINCHILLA} per parameter", CHINCHILLA * parameter_count(config.model)))
+    amounts.append((f"Chinchilla, {CHINCHILLA} per parameter", CHINCHILLA * flops.parameters(config)))
     for name, amount in amounts:
-        text = f"{amount:,} tokens, {petaflop_days(flops.palm(config.model) * amount):.3g} PF-days"
+        text = f"{amount:,} tokens, {petaflop_days(flops.per_token(config) * amount):.3g} PF-days"
         if tokens:
             text += f", {amount / tokens:.3g} epochs"
         if tokens_per_second:

@@ -20,7 +20,9 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 
 from train.config import SIXTEEN_BITS, WHOLE_GRAPH, TrainConfig
+from train.custom_model import CustomModel
 from train.estimate.flops import matmul_parameters, recomputed_blocks
+from train.estimate.probe import known_line, line
 from train.model.gpt import parameter_count
 from train.model.loss import pieces
 from train.model.recompute import BUDGET
@@ -98,12 +100,36 @@ class TokenSizes:
     """Logits and the intermediate results of the loss, for a token in the piece that is being computed."""
 
 
+def known_peak(config: TrainConfig) -> MemoryBreakdown | None:
+    """:func:`predict_peak` where nothing has to be measured for it; None for a custom model that has not been."""
+    if isinstance(config.model, CustomModel) and known_line(config) is None:
+        return None
+    return predict_peak(config)
+
+
 def predict_peak(config: TrainConfig) -> MemoryBreakdown:
-    """The anatomy of the peak of a resolved ``config`` on one worker: by formulas only, without using a device."""
+    """The anatomy of the peak of a resolved ``config`` on one worker: by formulas only, without using a device.
+
+    That of a custom model is measured (:mod:`train.estimate.probe`), which takes seconds once for all micro-batches.
+    """
+    return _of_line(config) if isinstance(config.model, CustomModel) else _of_formulas(config)
+
+
+def _of_line(config: TrainConfig) -> MemoryBreakdown:
+    found = line(config)
+    held = found.weights + found.gradients + found.optimizer
+    return MemoryBreakdown(
+        weights=found.weights, gradients=found.gradients, optimizer=found.optimizer, casts=0,
+        activations=found.peak(config.micro_batch) - held, logits=0, working=0, workspace=0, unused=0,
+        context=CONTEXT[config.device], moment="the worst moment of two measured steps",
+    )  # fmt: skip
+
+
+def _of_formulas(config: TrainConfig) -> MemoryBreakdown:
     kind = config.device
     choices = (kind, config.precision, config.compile, config.loss)
     assert "auto" not in choices, "memory is predicted of a resolved config"
-    model, layers = config.model, config.model.layers
+    model, layers = config.shape, config.shape.layers
     parameters = _parameters(model)
     head_parameters = model.padded_vocabulary * model.width
     tokens = config.micro_batch * model.context_length
@@ -199,7 +225,7 @@ def predict_peak(config: TrainConfig) -> MemoryBreakdown:
 
 def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
     """Bytes per token: the residual stream is fp32 unless activations are bf16 throughout."""
-    model = config.model
+    model = config.shape
     width, scores = model.width, model.heads * model.context_length
     half, eager, fused = _half(config), config.compile == "off", _pieces(config) > 0
     product = 2 if half else 4
@@ -258,14 +284,14 @@ def published_activations(config: TrainConfig) -> int:
     sbh(34 + 5as/h) for a block in 16 bits (s: context length, b: micro-batch, h: width, a: heads), and twice that in
     32 bits. It has dropout and the T x T matrix, and nothing is recomputed.
     """
-    model, size = config.model, 1 if _half(config) else 2
+    model, size = config.shape, 1 if _half(config) else 2
     length, width = model.context_length, model.width
     return round(size * model.layers * length * config.micro_batch * width * (34 + 5 * model.heads * length / width))
 
 
 def optimizer_bytes(config: TrainConfig, parameters: int) -> int:
     """Bytes of the optimizer's state for ``parameters`` parameters."""
-    matrices = config.model.layers * 12 * config.model.width**2
+    matrices = config.shape.layers * 12 * config.shape.width**2
     each = {"adamw": 8, "adamw-fused": 8, "adamw-8bit": 2, "adamw-bf16": 4, "adafactor": 0}
     if config.optimizer == "muon":  # one momentum for the blocks' matrices, AdamW's two moments for the rest
         return 4 * matrices + 8 * (parameters - matrices)
@@ -279,7 +305,7 @@ def _pieces(config: TrainConfig) -> int:
 
 def _materialises(config: TrainConfig, kind: str) -> bool:
     """Whether the T x T matrix is written to memory; torch's fused kernel on the CPU does not support dropout."""
-    return config.attention == "manual" or (kind == "cpu" and config.model.dropout > 0)
+    return config.attention == "manual" or (kind == "cpu" and config.shape.dropout > 0)
 
 
 def _half(config: TrainConfig) -> bool:

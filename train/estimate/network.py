@@ -12,7 +12,6 @@ from infra.errors import UserError
 from infra.storage_dir import StorageDir
 from train.config import TrainConfig
 from train.estimate import flops
-from train.model.gpt import parameter_count
 
 
 class Exchange(NamedTuple):
@@ -28,8 +27,8 @@ class Exchange(NamedTuple):
 
 def exchange(config: TrainConfig) -> Exchange:
     """What a worker of ``config`` exchanges in a step; weights and gradients have 4 bytes per parameter."""
-    passed = (config.workers - 1) / config.workers * 4 * parameter_count(config.model)
-    micro_batch = flops.palm(config.model) * config.micro_batch * config.model.context_length
+    passed = (config.workers - 1) / config.workers * 4 * flops.parameters(config)
+    micro_batch = flops.per_token(config) * config.micro_batch * config.model.context_length
     if config.shard:
         return Exchange(
             "weights gathered twice per micro-batch, gradients scattered once (FSDP)",
@@ -62,7 +61,7 @@ def network_rows(config: TrainConfig, measured: str) -> list[tuple[str, str]]:
     ]
     if seconds <= hidden:
         return [*rows, ("verdict", "not network-bound: the exchange can be hidden behind the arithmetic")]
-    step = flops.palm(config.model) * config.step_tokens / config.workers / arithmetic
+    step = flops.per_token(config) * config.step_tokens / config.workers / arithmetic
     longer = (step + seconds - hidden) / step
     return [
         *rows,

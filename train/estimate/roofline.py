@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from infra.errors import UserError
 from infra.hardware import peak_flops
 from train.config import WHOLE_GRAPH, TrainConfig
+from train.custom_model import CustomModel
 from train.estimate.flops import matmul_parameters
 from train.model.gpt import parameter_count
 
@@ -66,6 +67,8 @@ def speed_rows(config: TrainConfig, card: str) -> list[tuple[str, str]]:
 
 def reachable(config: TrainConfig, card: str) -> float:
     """Tokens/s of one GPU called ``card`` at the roofline of ``config``. Raises ``UserError`` where it is not known."""
+    if isinstance(config.model, CustomModel):
+        raise UserError("the speed is predicted for the GPT-2 here only: its formulas know its kernels.")
     peak, model = peak_flops(card, config.precision), config.model
     plain = config.loss == "plain" and config.loss_chunks == 1 and config.checkpointing == "none"
     if not (peak and plain and config.precision in MOVED and config.compile in WHOLE_GRAPH):
@@ -82,6 +85,6 @@ def reachable(config: TrainConfig, card: str) -> float:
 
 def moved(config: TrainConfig) -> float:
     """Bytes that Triton's kernels move for a micro-batch."""
-    by, model, tokens = MOVED[config.precision], config.model, config.micro_batch * config.model.context_length
+    by, model, tokens = MOVED[config.precision], config.shape, config.micro_batch * config.model.context_length
     block = by.per_block_token * model.width * tokens + by.per_block_weight * 12 * model.width**2
     return model.layers * block + model.padded_vocabulary * (by.per_logit * tokens + by.per_head_weight * model.width)

@@ -32,7 +32,7 @@ class Waste:
 
 def products(config: TrainConfig, multiprocessors: int) -> list[Waste]:
     """The waste of each matrix product of the forward pass, whose rows are the tokens of a micro-batch."""
-    model, tokens = config.model, config.micro_batch * config.model.context_length
+    model, tokens = config.shape, config.micro_batch * config.model.context_length
     columns = {
         "queries, keys, values": 3 * model.width,
         "projections to the width": model.width,
@@ -52,7 +52,7 @@ def _waste(name: str, rows: int, columns: int, multiprocessors: int) -> Waste:
 
 def warnings(config: TrainConfig, multiprocessors: int) -> list[str]:
     """Sentences about sizes that leave tensor cores, tiles or waves unfilled; none where all is well."""
-    model = config.model
+    model = config.shape
     align = 8 if config.precision in SIXTEEN_BITS else 4
     sizes = {"width": model.width, "head's width": model.width // model.heads, "vocabulary": model.padded_vocabulary}
     said = [

@@ -22,7 +22,7 @@ from train.config import AUTO, TrainConfig
 from train.confirmed import slower
 from train.data.source import absolute
 from train.estimate.flops import with_matmul_efficiency
-from train.estimate.memory import predict_peak
+from train.estimate.memory import known_peak
 from train.launch import here
 from train.launch.listener import Listener
 from train.launch.run import Assignment, RunPlan
@@ -42,7 +42,10 @@ def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker, say: C
     result, gpu = launch(run, config, tracker, lambda cycle: say(cycle["line"]))
     config = without(config, result.too_large) or config
     result = with_matmul_efficiency(result, config, run.home.place.parent)
-    result = replace(result, diagnosis=diagnosed(run, config, result), predicted_memory=predict_peak(config).total)
+    expected = known_peak(config)
+    result = replace(
+        result, diagnosis=diagnosed(run, config, result), predicted_memory=expected.total if expected else None
+    )
     write_json(run.home.result, to_json(result))
     run.home.send(run.home.cycles, run.home.stream, run.home.result)
     report.record_end(tracker, config, result, gpu, run.home, run.memory_limit)

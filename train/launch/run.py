@@ -15,6 +15,7 @@ from train.config import TrainConfig
 from train.confirmed import Confirmed
 from train.data.source import absolute, estimate, refuse_vast_steps, stream_of
 from train.data.text import with_vocabulary_of
+from train.resolve import looked_at
 from train.result import RunResult
 
 
@@ -56,7 +57,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One training run. Imports no torch, so that what is wrong with it is said at once."""
+    """One training run. Imports torch for a custom model only, so that what is wrong with it is said at once."""
 
     asked: TrainConfig
     """As the user gave it, with whole paths; the run's folder keeps it."""
@@ -86,7 +87,7 @@ class RunPlan:
         asked = absolute(config)
         stream = stream_of(asked) if asked.stream else None
         manifest = estimate(stream) if stream else read_manifest(asked.data)
-        asked = with_vocabulary_of(asked, manifest)
+        asked = looked_at(with_vocabulary_of(asked, manifest))
         refuse_vast_steps(asked, manifest)
         return cls(asked, manifest, home, None, memory_limit, address, stream)
 

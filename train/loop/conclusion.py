@@ -45,14 +45,14 @@ def conclude(
     """The result of a run that ``ended`` with an outcome and a reason; ``checkpoint`` is the newest one."""
     manifest = data.manifest
     steady = throughput.steady_state(spent.steps, config.step_tokens)
-    flops = flops_formula.palm(config.model)
+    counted = flops_formula.formulas(config)[0]
     again = flops_formula.recomputed_blocks(config)
-    executed = flops_formula.hardware(config.model, recomputed=again) if again else None
+    executed = flops_formula.executed(config) if again else None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     impossible = throughput.impossible(steady, config, name) if steady else ""
     speed = None if impossible else steady
     peak = peak_flops(name, config.precision)
-    rate = speed.tokens_per_second * flops if speed else None
+    rate = speed.tokens_per_second * counted.flops if speed else None
     last = spent.reports[-1] if spent.reports else None
     begun = speed.warmup_steps if speed else 0
     step = throughput.typical(spent.steps[begun:])
@@ -81,10 +81,10 @@ def conclude(
         data_wait_fraction=throughput.typical(spent.data_wait[begun:]) / step if step else None,
         optimizer_fraction=throughput.typical(spent.optimizer[begun:]) / step if step else None,
         paused_seconds=sum(pauses),
-        flops_per_token=flops,
-        flops_formula=flops_formula.FLOPS_FORMULA,
+        flops_per_token=counted.flops,
+        flops_formula=counted.text,
         flops_per_second=rate,
-        mfu=utilisation(speed.tokens_per_second, flops, peak, config.workers) if speed else None,
+        mfu=utilisation(speed.tokens_per_second, counted.flops, peak, config.workers) if speed else None,
         hfu=utilisation(speed.tokens_per_second, executed, peak, config.workers) if speed and executed else None,
         device=name,
         machine=socket.gethostname(),

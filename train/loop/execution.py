@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from infra.errors import UserError
 from train.config import TrainConfig
+from train.custom_model import CustomModel
+from train.model import custom
 from train.model.attention import (
     ATTENTION,
     AttentionFunction,
@@ -20,10 +23,14 @@ from train.model.attention import (
     block_mask,
     dense_mask,
     first_usable,
+    order_of,
     ordered_for,
 )
+from train.model.blocks import repeated_blocks
 from train.model.gpt import GPT
+from train.model.published import load_published
 from train.model.recompute import refuse_budget
+from train.model_config import ModelConfig
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
 MODES = {
@@ -48,20 +55,12 @@ def torch_device(config: TrainConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def build(config: TrainConfig, device: torch.device) -> GPT:
+def build(config: TrainConfig, device: torch.device) -> Any:
     """The model of a resolved config with random weights by its seed, on ``device``."""
     if config.checkpointing == "budget":
         refuse_budget()
     torch.manual_seed(config.seed)
-    model = GPT(
-        config.model,
-        attention=_attention(config),
-        mask=_mask(config),
-        checkpointing=config.checkpointing,
-        loss=config.loss,
-        loss_chunks=config.loss_chunks,
-        activations=torch.bfloat16 if config.precision == "bf16-activations" else None,
-    ).to(device)
+    model = (_custom(config, config.model) if isinstance(config.model, CustomModel) else _gpt(config)).to(device)
     if config.optimizer == "adamw-bf16":
         model.to(torch.bfloat16)
     if config.fp8:
@@ -69,13 +68,51 @@ def build(config: TrainConfig, device: torch.device) -> GPT:
     return model
 
 
-def plain(config: TrainConfig) -> GPT:
+def start(model: Any, config: TrainConfig) -> None:
+    """Load the weights that a run of ``config`` begins with, if they are not random ones."""
+    if isinstance(config.model, ModelConfig) and config.model.start:
+        load_published(model, Path(config.model.start))
+
+
+def _gpt(config: TrainConfig) -> GPT:
+    return GPT(
+        config.shape,
+        attention=_attention(config),
+        mask=_mask(config),
+        checkpointing=config.checkpointing,
+        loss=config.loss,
+        loss_chunks=config.loss_chunks,
+        activations=torch.bfloat16 if config.precision == "bf16-activations" else None,
+    )
+
+
+def _custom(config: TrainConfig, model: CustomModel) -> nn.Module:
+    """A custom model with the switches of its blocks as configured."""
+    attention, chosen = config.attention, bool(model.found and model.found.attention)
+    kernels: list[SDPBackend] = []
+    if chosen and attention == "manual":
+        kernels = [SDPBackend.MATH]
+    elif chosen and attention != "sdpa":
+        kernels = order_of(_attention(config))
+    return custom.switched(custom.make(model), config.checkpointing, kernels)
+
+
+def plain(config: TrainConfig, weights_of: nn.Module | None = None) -> Any:
     """The model for use after training: eager, with torch's own choice of attention kernel, for texts of any length.
 
-    The training's own execution may not be suitable: cuDNN's kernel refuses a single token, a CPU has none of a GPU's
-    kernels, and compiled code would be recompiled for every length.
+    With ``weights_of`` a trained one it has those themselves, not a copy. The training's own execution may not be
+    suitable: cuDNN's kernel refuses a single token, a CPU has none of a GPU's kernels, and compiled code would be
+    recompiled for every length.
     """
-    return GPT(config.model, mask=_dense(config)).eval()
+    if isinstance(config.model, CustomModel):  # which may hold more than its state, such as tables of positions
+        model = custom.make(config.model)
+    else:
+        with torch.device("cpu" if weights_of is None else "meta"):
+            model = GPT(config.model, mask=_dense(config))
+    if weights_of is not None:
+        model.load_state_dict(weights_of.state_dict(), assign=True)
+        model.to(next(weights_of.parameters()).device)
+    return model.eval()
 
 
 def _attention(config: TrainConfig) -> AttentionFunction:
@@ -86,9 +123,13 @@ def _attention(config: TrainConfig) -> AttentionFunction:
 
 def attention_kernel(config: TrainConfig, device: torch.device) -> str:
     """The kernel that computes attention on ``device``: as configured, or the first usable one of the GPU's list."""
+    if isinstance(config.model, CustomModel):
+        if not (config.model.found and config.model.found.attention):
+            return "the model's own"
+        return "math" if config.attention == "manual" else config.attention
     if config.attention != "auto":
         return config.attention
-    model, length = config.model, config.model.context_length
+    model, length = config.shape, config.model.context_length
     kind = AUTOCAST.get(config.precision, torch.bfloat16 if config.precision == "bf16-activations" else torch.float32)
     shape = (1, model.heads, length, model.width // model.heads)
     q = torch.empty(shape, dtype=kind, device=device, requires_grad=True)
@@ -110,17 +151,18 @@ def _end_of_text(config: TrainConfig) -> int:
     return config.model.end_of_text % config.model.vocabulary
 
 
-def _to_fp8(model: GPT) -> None:
+def _to_fp8(model: nn.Module) -> None:
     try:
         from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]
     except ImportError:
         raise UserError(
             "--fp8 needs torchao, which is not installed: 'pip install torchao', or leave it out."
         ) from None
-    convert_to_float8_training(model.blocks, module_filter_fn=lambda module, name: isinstance(module, nn.Linear))
+    for block in repeated_blocks(model):
+        convert_to_float8_training(block, module_filter_fn=lambda module, name: isinstance(module, nn.Linear))
 
 
-def compiled(model: GPT, config: TrainConfig) -> Callable[..., Tensor]:
+def compiled(model: nn.Module, config: TrainConfig) -> Callable[..., Tensor]:
     """What the loop calls for a forward pass: the model, compiled as configured, for shapes that never change."""
     if config.compile == "off":
         return model
@@ -130,9 +172,10 @@ def compiled(model: GPT, config: TrainConfig) -> Callable[..., Tensor]:
     torch.compiler.config.cache_key_tag = config.precision
     keep_compiled_attention()
     if config.compile == "blocks":
-        for block in model.blocks:
+        for block in repeated_blocks(model):
             block.compile(dynamic=False)
-        model.mean_loss = torch.compile(model.mean_loss, dynamic=False)
+        if isinstance(model, GPT):
+            model.mean_loss = torch.compile(model.mean_loss, dynamic=False)
         return model
     mode, options = MODES.get(config.compile), OPTIONS.get(config.compile)
     return torch.compile(model, dynamic=False, mode=mode, options=options)

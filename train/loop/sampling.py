@@ -5,9 +5,10 @@ not for a service.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infra.errors import UserError
 from infra.storage_dir import StorageDir
@@ -17,13 +18,13 @@ from train.checkpoint.save import WEIGHTS, load_weights
 from train.config import config_from_json
 from train.loop.execution import plain
 from train.loop.trainer import Trainer
-from train.model.gpt import GPT
+from train.model_config import AnyModel
 from train.result import RunResult
 
 SAMPLE_TOKENS = 64
 
 
-def load_model(checkpoint: Path) -> tuple[GPT, Vocabulary | None]:
+def load_model(checkpoint: Path) -> tuple[Any, Vocabulary | None]:
     """The model of a checkpoint, in evaluation mode, and its vocabulary, if it has one."""
     progress = read_progress(checkpoint)
     config = config_from_json(progress.config, str(checkpoint))
@@ -38,14 +39,21 @@ def load_model(checkpoint: Path) -> tuple[GPT, Vocabulary | None]:
 
 @torch.no_grad()
 def sample(
-    model: GPT, ids: list[int], count: int, *, temperature: float = 0.8, top_k: int = 200, seed: int = 0
+    model: nn.Module,
+    kind: AnyModel,
+    ids: list[int],
+    count: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int = 200,
+    seed: int = 0,
 ) -> list[int]:
     """``count`` token ids that follow ``ids``. A text longer than the model's context loses its beginning."""
-    device = model.token_embedding.weight.device
+    device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([ids], device=device)
     for _ in range(count):
-        logits = model(tokens[:, -model.config.context_length :])[:, -1, : model.config.vocabulary].float()
+        logits = model(tokens[:, -kind.context_length :], None)[:, -1, : kind.vocabulary].float()
         tokens = torch.cat([tokens, _choose(logits, temperature, top_k, generator)], dim=1)
     return tokens[0, len(ids) :].tolist()
 
@@ -60,11 +68,9 @@ def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gen
 
 
 def closing_sample(trainer: Trainer, result: RunResult) -> str | None:
-    """Text that a model writes at the end of its run; None if it is sharded, or its ids have no vocabulary."""
-    vocabulary = trainer.vocabulary
-    if result.outcome != "finished" or trainer.config.shard or vocabulary is None:
+    """Text that a model writes at the end of its run; None if it is sharded, gives no logits, or has no vocabulary."""
+    vocabulary, kind = trainer.vocabulary, trainer.config.model
+    if result.outcome != "finished" or trainer.config.shard or vocabulary is None or not kind.writes:
         return None
-    with torch.device("meta"):
-        model = plain(trainer.config)
-    model.load_state_dict(trainer.model.state_dict(), assign=True)  # the weights themselves, not a copy
-    return vocabulary.decode(sample(model, [vocabulary.end_of_text], SAMPLE_TOKENS))
+    model = plain(trainer.config, weights_of=trainer.model)
+    return vocabulary.decode(sample(model, kind, [vocabulary.end_of_text], SAMPLE_TOKENS))

@@ -7,13 +7,13 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infra.errors import first_line
 from infra.gpu import read_gpu
 from infra.units import parse_size
 from train.config import TrainConfig
-from train.estimate.memory import predict_peak
+from train.estimate.memory import known_peak
 from train.loop.memory_limit import Limit
 from train.model import parallel
 from train.model.gpt import GPT
@@ -32,7 +32,7 @@ class OutOfMemory(RuntimeError):
         return self.result.reason
 
 
-def over_limit(model: GPT, optimizer: torch.optim.Optimizer, limit: Limit, step: int) -> Shortage:
+def over_limit(model: nn.Module, optimizer: torch.optim.Optimizer, limit: Limit, step: int) -> Shortage:
     """Of a run that was found to be over its limit after ``step``, which has freed its gradients."""
     now = held(model, optimizer)
     del now["gradients"]
@@ -40,7 +40,7 @@ def over_limit(model: GPT, optimizer: torch.optim.Optimizer, limit: Limit, step:
 
 
 def out_of_memory(
-    model: GPT | None,
+    model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     limit: Limit | None,
     device: torch.device,
@@ -60,7 +60,8 @@ def reason(shortage: Shortage, config: TrainConfig, limit: Limit | None) -> str:
     text = f"out of memory in {shortage.during}"
     if shortage.tried is not None:
         text += f": a tensor of {shortage.tried / 1e9:,.2f} GB did not fit"
-    text += f"; {predict_peak(config).total / 1e9:,.2f} GB were predicted in all"
+    if expected := known_peak(config):
+        text += f"; {expected.total / 1e9:,.2f} GB were predicted in all"
     return text + (f", the limit is {limit.size / 1e9:.2f} GB" if limit else "")
 
 
@@ -80,7 +81,7 @@ def available(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def held(model: GPT | None, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+def held(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
     """Bytes of this worker's weights, gradients and optimizer state now, without what cannot be counted."""
     parameters = list(model.parameters()) if model else []
     sizes = {"weights": _bytes(parameters), "gradients": _bytes(p.grad for p in parameters if p.grad is not None)}

@@ -43,7 +43,7 @@ def impossible(speed: Throughput, config: TrainConfig, device: str) -> str:
     if not peak:
         return ""
     reachable = peak * config.workers * (2 if config.fp8 else 1)
-    share = speed.tokens_per_second * flops.causal(config.model) / reachable
+    share = speed.tokens_per_second * flops.least(config) / reachable
     if share <= 1:
         return ""
     return (

@@ -35,6 +35,7 @@ from train.loop.execution import (
     choose_pages,
     compiled,
     no_collections,
+    start,
     torch_device,
 )
 from train.loop.memory_limit import Limit
@@ -111,6 +112,8 @@ class Trainer:
         """Make the model and its optimizer, distributed over the workers, with their state from the checkpoint."""
         config = self.config
         self.model = build(config, self.device)
+        if self.resumed is None:
+            start(self.model, config)
         self.forward = compiled(self.model, config)
         if config.shard:
             parallel.shard(self.model, config)

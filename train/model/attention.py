@@ -88,9 +88,15 @@ def ordered_for(capability: tuple[int, int], time: int, *, masked: bool) -> Atte
     return partial(by_kernels, [*(KERNELS[name] for name in order), SDPBackend.MATH])
 
 
+def order_of(attention: AttentionFunction) -> list[SDPBackend]:
+    """The kernels that torch's fused ``attention`` tries, in their order."""
+    (order,) = cast(partial[Tensor], attention).args
+    return order
+
+
 def first_usable(attention: AttentionFunction, q: Tensor, dropout: float, mask: Mask = None) -> str:
     """Which kernel :func:`ordered_for`'s ``attention`` takes on the GPU for queries such as ``q``, by its name."""
-    (order,) = cast(partial[Tensor], attention).args
+    order = order_of(attention)
     given = SDPAParams(q, q, q, mask, dropout, mask is None, False)
     usable = {
         "cudnn": can_use_cudnn_attention, "flash": can_use_flash_attention, "efficient": can_use_efficient_attention,

@@ -9,6 +9,7 @@ from torch import nn
 
 from infra.errors import UserError
 from train.config import TrainConfig
+from train.model.blocks import repeated_blocks
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
@@ -18,8 +19,9 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if config.optimizer == "muon":
-        hidden = [p for name, p in named if p.dim() == 2 and name.startswith("blocks.")]
-        rest = [(name, p) for name, p in named if not (p.dim() == 2 and name.startswith("blocks."))]
+        matrices = {p for block in repeated_blocks(model) for p in block.parameters() if p.dim() == 2}
+        hidden = [p for _, p in named if p in matrices]
+        rest = [(name, p) for name, p in named if p not in matrices]
         muon = torch.optim.Muon(
             hidden, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
         )

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from infra.errors import UserError
 from train.config import TrainConfig
-from train.model.gpt import GPT
+from train.model.blocks import repeated_blocks
 
 if TYPE_CHECKING:  # importing these takes a second, for which a single worker need not wait
     from torch.distributed.fsdp import FSDPModule
@@ -66,12 +66,12 @@ def all_gather(value: Any) -> list[Any]:
     return found
 
 
-def shard(model: GPT, config: TrainConfig) -> None:
+def shard(model: nn.Module, config: TrainConfig) -> None:
     """Distribute weights, gradients and optimizer state over the workers, block by block (FSDP2)."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.device_mesh.init_device_mesh(config.device, (config.workers,))
-    for block in model.blocks:
+    for block in repeated_blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 

@@ -4,12 +4,12 @@ In: a block and its input. Out: the block's output, the same as without checkpoi
 the random state for the recomputation. Or the context of a whole forward pass, in which torch.compile chooses.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from infra.errors import UserError
@@ -42,15 +42,15 @@ def budget() -> AbstractContextManager[None]:
     return torch.autograd.graph.region_activation_memory_budget(BUDGET)
 
 
-def full(block: nn.Module, *inputs: Any, dropout: float) -> Tensor:
+def full(block: Callable[..., Any], *inputs: Any, dropout: float, **named: Any) -> Any:
     """Keep only the block's input."""
-    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0)
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0, **named)
 
 
-def selective(block: nn.Module, *inputs: Any, dropout: float) -> Tensor:
+def selective(block: Callable[..., Any], *inputs: Any, dropout: float, **named: Any) -> Any:
     """Keep the outputs of matmuls and attention, the expensive part, and recompute norms, GELU and casts."""
     contexts = partial(_contexts, dropout)
-    return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=dropout > 0)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=dropout > 0, **named)
 
 
 def _contexts(dropout: float) -> Any:

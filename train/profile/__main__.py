@@ -22,7 +22,7 @@ from infra.storage_dir import StorageDir
 from infra.table import Part, Report, listed
 from train.checkpoint.run_folder import new_folder
 from train.config import TrainConfig, load_config
-from train.model_config import format_model
+from train.model_config import short_name
 from train.resolve import resolve
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ def profile(options: ProfileOptions) -> None:
 
     manifest = read_manifest(options.training.data)
     config = resolve(with_vocabulary_of(options.training, manifest), device_facts())
-    preset = format_model(options.training.model).partition(",")[0]
-    name = options.name or f"profile-{preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = options.name or f"profile-{short_name(options.training.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = new_folder(options.out, name, resumable=False)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,6 @@ from infra.hardware import device_facts
 from infra.storage import write_json
 from train.config import Cycle, TrainConfig
 from train.estimate.forecast import activation_formula
-from train.estimate.memory import published_activations
 from train.loop import memory
 from train.loop.execution import arithmetic
 from train.loop.shortage import OutOfMemory
@@ -103,10 +102,9 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     before = ", before compilation fuses anything" if compiled else ""
     words += [f"{kind}: {counted.intensity:.1f} FLOPs per byte moved{before}." for kind, counted in work.items()]
     if activations:
-        words.append(
-            f"Activations take {activations / 1e6:,.1f} MB at most; the blocks' by formula "
-            f"{published_activations(trainer.config) / 1e6:,.1f} MB: {activation_formula(trainer.config)}."
-        )
+        formula = activation_formula(trainer.config)
+        expected = f"; the blocks' by formula {formula[0] / 1e6:,.1f} MB: {formula[1]}" if formula else ""
+        words.append(f"Activations take {activations / 1e6:,.1f} MB at most{expected}.")
     words += lost
     write_json(folder / "profile.json", asdict(found) | {"findings": words})
     return found, words

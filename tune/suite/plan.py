@@ -16,15 +16,15 @@ from train.checkpoint.run_folder import new_place
 from train.config import TrainConfig, load_config
 from train.data.source import estimate
 from train.data.text import with_vocabulary_of
-from train.estimate.memory import predict_peak
-from train.resolve import resolve
+from train.estimate.memory import known_peak
+from train.resolve import looked_at, resolve
 from tune.config import SHORTEST, LadderConfig
 from tune.device import trial_machines
 from tune.folder import TRIALS, place_of
 from tune.space import Candidate
 from tune.suite import study
 from tune.suite.runs import Climb, Ladder
-from tune.suite.suites import STREAMING, Suite, choose, find_suite, searched, short_form, streamed, without_model
+from tune.suite.suites import STREAMING, Suite, choose, find_suite, searched, short_form, streamed, with_model
 from tune.trial.row import TrialRow
 
 
@@ -35,7 +35,7 @@ def make_ladder(config: LadderConfig) -> Ladder:
     if not (config.resume or config.dry_run):
         new_place(config.out, name, begun=(TRIALS, StorageDir.LOCK))
     manifest = read_manifest(config.data)
-    start = with_vocabulary_of(config.training, manifest)
+    start = looked_at(with_vocabulary_of(config.training, manifest))
     suite = chosen(config, start)
     if config.stream:  # what is wrong with the books is known now, and not after the other rungs
         found = estimate(Stream(config.stream, start.seed, start.reading))
@@ -52,7 +52,7 @@ def make_ladder(config: LadderConfig) -> Ladder:
     books = [streamed(config.stream)] if config.stream else []
     suite = replace(suite, rungs=(*suite.rungs, *best, *books))
     if config.model:
-        suite = without_model(suite)
+        suite = with_model(suite, start.model)
     training = replace(resolve(start, facts), stream=config.stream)  # for whose books every trial leaves cores
     return Ladder(config, place, machines, manifest, training, config.memory_limit, suite, start)
 
@@ -81,6 +81,8 @@ def introduce(ladder: Ladder, before: dict[str, Any] | str | None) -> None:
     suite = ladder.suite
     if before == study.NAME and suite.name != "a100":
         raise UserError(f"--compare study is of the suite a100, not of {suite.name}: give --suite a100.")
+    if before == study.NAME and ladder.start.model.described:
+        raise UserError("--compare study is of GPT-2: leave it out, or --model.")
     heading = f"[bold]{escape(suite.name)}[/bold]: {escape(suite.title)}; {len(suite.rungs)} rungs in"
     console.print(heading, escape(str(ladder.place)))
     if not ladder.config.dry_run:
@@ -93,7 +95,8 @@ def introduce(ladder: Ladder, before: dict[str, Any] | str | None) -> None:
     lines: list[tuple[str, str, str]] = []
     for rung in (controls[0], *rungs):
         if rung.config:
-            lines.append((rung.name, rung.batch, f"{predict_peak(rung.config).total / GB:.2f}"))
+            peak = known_peak(rung.config)
+            lines.append((rung.name, rung.batch, f"{peak.total / GB:.2f}" if peak else "measured"))
         else:
             console.print(f"{rung.name}: not run, {rung.reason}.", markup=False)
     Part("", ("rung", "batch", "predicted GB"), lines).show()

@@ -17,7 +17,7 @@ from infra.hardware import DeviceFacts
 from infra.units import format_size
 from train.config import GPU_KERNELS, SIXTEEN_BITS, TrainConfig
 from train.data.text import with_vocabulary_of
-from train.estimate.memory import predict_peak
+from train.estimate.memory import known_peak, predict_peak
 from train.intervals import Estimate
 from train.loop.memory_limit import UNMEASURED
 from train.model_config import format_model
@@ -113,8 +113,9 @@ class Ladder(Experiment):
         try:
             self.measured(rows)
         except NotRun as run:
-            predicted = float(predict_peak(run.config).total)
-            proposal = Proposal(Candidate(run.config.micro_batch), run.stage, predicted_memory=predicted)
+            known = known_peak(run.config)
+            memory = float(known.total) if known else None
+            proposal = Proposal(Candidate(run.config.micro_batch), run.stage, predicted_memory=memory)
             return Request(run.key, number, run.name, proposal, run.config.to_json(), machine, self.limit)
         return None
 

@@ -99,8 +99,8 @@ def deviations(name: str, config: TrainConfig) -> list[str]:
         {name.replace("_", " "): str(getattr(each, name)) for name in names}
         | {
             "ablate": " ".join(sorted(each.ablate)) or "nothing",
-            "head": "tied" if each.model.tied else "its own",
-            "vocabulary": "padded" if each.model.padded_vocabulary > each.model.vocabulary else "not padded",
+            "head": "tied" if each.shape.tied else "its own",
+            "vocabulary": "padded" if each.shape.padded_vocabulary > each.shape.vocabulary else "not padded",
         }
         for each in (config, dict(studied())[name])
     )

@@ -13,7 +13,7 @@ from typing import Any
 from infra.errors import UserError, nearest
 from infra.schema import to_json
 from train.config import TrainConfig, config_from_json
-from train.model_config import ModelConfig, parse_model
+from train.model_config import AnyModel, ModelConfig, format_model, parse_model
 from tune.config import BATCH
 
 Changes = Mapping[str, Any]
@@ -289,13 +289,14 @@ def short_form(suite: Suite) -> Suite:
 
     start = {"model": "tiny", "micro_batch": BATCH, "global_batch": TrainConfig.global_batch}
     rungs = tuple(replace(rung, changes=shorten(rung.changes)) for rung in suite.rungs)
-    return replace(suite, base=shorten(start | dict(without_model(suite).base)), rungs=rungs)
+    return replace(suite, base=shorten(start | dict(with_model(suite, None).base)), rungs=rungs)
 
 
-def without_model(suite: Suite) -> Suite:
-    """``suite`` for another model than its own, which brings its own context length along."""
+def with_model(suite: Suite, model: AnyModel | None) -> Suite:
+    """``suite`` for another model than its own, which brings its own context length along, and what it may lack."""
     own = ("model", "model.context_length") if "model" in suite.base else ()
-    return replace(suite, base={name: value for name, value in suite.base.items() if name not in own})
+    base = {name: value for name, value in suite.base.items() if name not in own}
+    return replace(suite, base={n: v for n, v in base.items() if not (model and model.lacks(n, v))})
 
 
 def apply(config: TrainConfig, changes: Changes, source: str = "the suite") -> TrainConfig:
@@ -312,6 +313,9 @@ def apply(config: TrainConfig, changes: Changes, source: str = "the suite") -> T
         model = parse_model(str(changes["model"])) if "model" in changes else config.model
     except UserError as mistake:
         raise UserError(f"{source}: {mistake}") from mistake
+    for name, value in changes.items():
+        if reason := model.lacks(name, value):
+            raise UserError(f"{source}: {name}={value} does not apply to {format_model(model)}: {reason}")
     parts = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
     if multiple := changes.get("vocabulary_multiple"):
         parts["padded_vocabulary"] = -(-model.vocabulary // multiple) * multiple

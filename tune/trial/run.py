@@ -21,7 +21,7 @@ from train.config import TrainConfig, config_from_json
 from train.confirmed import FIRST_STEPS
 from train.data.source import stream_of
 from train.data.stream import StreamData
-from train.estimate.flops import palm, utilisation
+from train.estimate.flops import per_token, utilisation
 from train.loop.conclusion import Spent
 from train.loop.execution import choose_allocator
 from train.loop.memory import is_exhausted
@@ -216,7 +216,7 @@ def make_row(
         losses=[loss for cycle in spent.reports for loss in cycle.step_losses] if spent else [],
     )  # fmt: skip
     if measured:
-        speed, flops = measured.tokens_per_second, palm(config.model)
+        speed, flops = measured.tokens_per_second, per_token(config)
         peak = peak_flops(result.device, config.precision) if result else None
         row = replace(
             row, tokens_per_second=speed, low=measured.low, high=measured.high, flops_per_second=speed * flops,

@@ -81,10 +81,10 @@ def test_it_is_trained_generated_from_and_exported_without_its_data(
 def test_the_models_vocabulary_follows_the_data_and_any_other_is_refused(own: TrainConfig, tmp_path: Path) -> None:
     manifest = read_manifest(own.data)
     plan = RunPlan.new(own, RunFolder(tmp_path))
-    assert (plan.asked.model.vocabulary, plan.asked.model.padded_vocabulary) == (600, 640)
+    assert (plan.asked.shape.vocabulary, plan.asked.shape.padded_vocabulary) == (600, 640)
     assert with_vocabulary_of(plan.asked, manifest) == plan.asked
     unpadded = replace(own, model=replace(own.model, padded_vocabulary=50257))
-    assert with_vocabulary_of(unpadded, manifest).model.padded_vocabulary == 600
+    assert with_vocabulary_of(unpadded, manifest).shape.padded_vocabulary == 600
     for words in ("edu-3m", "tiny,vocabulary=599", "tiny,vocabulary=601"):
         with pytest.raises(UserError, match=r"600 token ids .* vocabulary=600,padded_vocabulary=640"):
             RunPlan.new(replace(own, model=parse_model(words)), RunFolder(tmp_path))

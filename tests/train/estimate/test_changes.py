@@ -26,7 +26,7 @@ def test_the_cheapest_change_comes_first() -> None:
         *(f"--checkpointing {kind}" for kind in ("selective", "alternate", "full")),
     ]  # fmt: skip
     full = singles(config)[-1]
-    assert full.arithmetic == pytest.approx(hardware(config.model, recomputed=12) / palm(config.model) - 1)
+    assert full.arithmetic == pytest.approx(hardware(config.shape, recomputed=12) / palm(config.shape) - 1)
     assert full.cost.startswith("24%")
     assert full.peak == predict_peak(replace(config, checkpointing="full")).total
     each = resolve(TrainConfig(global_batch=64, micro_batch=8, workers=4, **NAMED), A100)

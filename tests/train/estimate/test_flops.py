@@ -10,7 +10,7 @@ from infra.storage_dir import StorageDir
 from train.config import TrainConfig
 from train.estimate import flops
 from train.loop.trainer import Trainer
-from train.model.gpt import GPT, parameter_count
+from train.model.gpt import GPT
 from train.model_config import PRESETS, ModelConfig
 
 GPT2 = replace(PRESETS["gpt2-124m"], padded_vocabulary=50304)
@@ -51,7 +51,7 @@ def test_utilisation_is_of_all_devices_and_none_of_unknown_ones(small_model: Mod
 def test_every_formula_counts_what_its_name_says() -> None:
     """GPT-2 124M: 6 x 123.57M and attention at 1,024 tokens, all of it or half, or 6 x 124.44M parameters."""
     assert flops.matmul_parameters(GPT2) == pytest.approx(123.57e6, rel=1e-4)
-    counted = {formula.name: formula.flops for formula in flops.formulas(GPT2, parameter_count(GPT2))}
+    counted = {formula.name: formula.flops for formula in flops.formulas(TrainConfig(model=GPT2))}
     assert counted == pytest.approx(
         {"PaLM": 854.67e6, "causal": 798.04e6, "6N": 746.86e6, "hardware, checkpointed": 1062.29e6}, rel=1e-4
     )

@@ -38,7 +38,7 @@ def tracked_peak(config: TrainConfig) -> int:
     stream = torch.bfloat16 if config.precision == "bf16-activations" else None
     with FakeTensorMode():
         model = GPT(
-            config.model,
+            config.shape,
             attention=ATTENTION[config.attention],
             checkpointing=config.checkpointing,
             activations=stream,
@@ -100,7 +100,7 @@ LAYER = ModelConfig(layers=1, heads=2, width=128, context_length=256, vocabulary
 
 def allocated_peak(config: TrainConfig, trace: Path) -> int:
     """Bytes at the peak of a forward and backward pass, beside the weights, by the count of torch's CPU allocator."""
-    model = GPT(config.model, loss_chunks=config.loss_chunks)
+    model = GPT(config.shape, loss_chunks=config.loss_chunks)
     forward = compiled(model, config)
     batch = torch.zeros((config.micro_batch, config.model.context_length + 1), dtype=torch.int64)
     for last in (False, False, True):  # the first two compile
@@ -184,7 +184,7 @@ def test_what_saves_memory_saves_memory() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_and_optimizer_are_those_of_a_real_one(tied: bool) -> None:
     config = replace(BASE, model=replace(MODEL, tied=tied))
-    model = GPT(config.model)
+    model = GPT(config.shape)
     optimizer = make_optimizer(model, config)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

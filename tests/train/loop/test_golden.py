@@ -91,7 +91,7 @@ def test_tying_is_one_matrix_in_two_places(plain: TrainConfig) -> None:
     losses: dict[bool, list[float]] = {True: [], False: []}
     for tied, curve in losses.items():
         torch.manual_seed(0)
-        model = GPT(replace(config.model, tied=tied))
+        model = GPT(replace(config.shape, tied=tied))
         head, embedding = model.head.weight, model.token_embedding.weight
         with torch.no_grad():
             head.copy_(embedding)

@@ -69,10 +69,10 @@ def test_where_memory_ran_out(config: TrainConfig, arrange: Callable[[Trainer], 
     assert f"you tried to allocate {VAST} bytes" in result.shortage.message
     for known in (during, "1,152,921,504.61 GB", f"{predict_peak(trainer.config).total / 1e9:.2f} GB", "1000.00 GB"):
         assert known in result.reason
-    weights = 4 * parameter_count(config.model)
+    weights = 4 * parameter_count(config.shape)
     assert result.shortage.held["weights"] == weights
     state = result.shortage.held["optimizer"]
-    assert state >= optimizer_bytes(config, parameter_count(config.model)) if "step 2" in during else state == 0
+    assert state >= optimizer_bytes(config, parameter_count(config.shape)) if "step 2" in during else state == 0
 
 
 VAST_VOCABULARY = 2**45
@@ -104,7 +104,7 @@ def test_what_was_built_before_memory_ran_out_is_counted(config: TrainConfig, mo
     result = failed.value.result
     assert result.checkpoint == saved
     assert result.shortage
-    assert result.shortage.held == {"weights": 4 * parameter_count(config.model), "gradients": 0, "optimizer": 0}
+    assert result.shortage.held == {"weights": 4 * parameter_count(config.shape), "gradients": 0, "optimizer": 0}
 
 
 def test_one_of_several_workers_says_which_it_is(config: TrainConfig) -> None:
@@ -140,7 +140,7 @@ def test_gradients_and_the_optimizers_state_are_counted(config: TrainConfig, opt
     trainer = Trainer(replace(config, optimizer=optimizer, steps=1, cycle=Cycle(2, 0)))
     trainer.keep_gradients = True
     trainer.run()
-    sizes, count = held(trainer.model, trainer.optimizer), parameter_count(config.model)
+    sizes, count = held(trainer.model, trainer.optimizer), parameter_count(config.shape)
     assert sizes["weights"] == sizes["gradients"] == 4 * count
     assert sizes["optimizer"] >= optimizer_bytes(trainer.config, count)
 

@@ -80,7 +80,7 @@ def test_no_speed_is_above_what_the_device_can_compute(
 ) -> None:
     """``share`` of the peak of one A100 in 16 bits, of which fp32 reaches 6%."""
     config = replace(TrainConfig(precision="bf16"), **changes)
-    rate = share * 312e12 / causal(config.model)
+    rate = share * 312e12 / causal(config.shape)
     assert (not impossible(Throughput(rate, rate, rate, 10, 1), config, device)) == possible
 
 

@@ -222,7 +222,7 @@ def test_the_result_is_of_the_hardware_and_the_text(config: TrainConfig, monkeyp
     assert checkpointed.mfu == alone.mfu
     assert checkpointed.hfu is not None
     assert checkpointed.hfu / expected == pytest.approx(
-        hardware(config.model, recomputed=config.model.layers) / alone.flops_per_token
+        hardware(config.shape, recomputed=config.shape.layers) / alone.flops_per_token
     )
     two = dataclasses.replace(trainer.config, workers=2, micro_batch=4)
     together = conclusion.conclude(

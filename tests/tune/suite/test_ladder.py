@@ -95,7 +95,7 @@ def drive(proposals: Proposals, resources: object) -> None:
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rung runs in this process. Only Ray is left out; tests/test_main_job.py has rungs through Ray."""
     monkeypatch.setattr(session, "drive", drive)
-    monkeypatch.setattr(session, "connected", lambda *_: nullcontext())
+    monkeypatch.setattr(session, "connected", lambda *_, **__: nullcontext())
     monkeypatch.setattr(session, "trial_nodes", lambda _: {socket.gethostname(): "its id"})
     monkeypatch.setattr(Ladder, "resources", lambda _: {})
 

@@ -18,7 +18,7 @@ START = TrainConfig(device="cuda", micro_batch=32, compile="off", loss="plain", 
 
 def test_the_short_form_is_an_eighth_on_a_tiny_model() -> None:
     state = apply(START, short_form(A100).base)
-    assert (state.model.layers, state.micro_batch, state.global_batch) == (2, 4, 4)
+    assert (state.shape.layers, state.micro_batch, state.global_batch) == (2, 4, 4)
     assert state.model.context_length == PRESETS["tiny"].context_length, "not the study's"
     for rung in short_form(A100).rungs:
         state = apply(state, rung.changes)
@@ -43,7 +43,7 @@ def test_the_study_is_repeated_as_it_was() -> None:
     assert batches["baseline"] == batches["tensor cores"] == 28
     assert (batches["mixed precision fp16"], batches["compile"], batches["flash attention"]) == (32, 48, 64)
     assert state.model == replace(PRESETS["gpt2-124m"], context_length=512)
-    assert apply(START, A100.base).model.padded_vocabulary == 50257
+    assert apply(START, A100.base).shape.padded_vocabulary == 50257
     assert (state.optimizer, state.attention, state.compile, state.ablate) == (
         "adamw-fused", "auto", "max-autotune", (),
     )  # fmt: skip

@@ -179,7 +179,7 @@ def test_utilisation_is_of_one_device_at_the_trials_precision(
     watch = watched([1.0] * 8, retries=[0] * 9)
     row = make_row(row_of(), replace(training, precision=precision), on_gpu, watch)
     peak = {"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}[precision]
-    assert row.mfu == pytest.approx((row.tokens_per_second or 0.0) * palm(training.model) / peak)
+    assert row.mfu == pytest.approx((row.tokens_per_second or 0.0) * palm(training.shape) / peak)
 
 
 def test_a_damaged_row_is_named(training: TrainConfig, tmp_path: Path) -> None:

@@ -1,0 +1,241 @@
+"""Models of transformers and torch, in the place of the GPT-2 here: run, resumed, compared, searched and exported."""
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from infra.errors import UserError
+from infra.hardware import cpu_facts
+from train import export, generate, plan, run
+from train.config import Cycle, TrainConfig
+from train.custom_model import CustomModel
+from train.estimate import flops
+from train.estimate.memory import predict_peak
+from train.estimate.probe import line
+from train.loop.execution import build
+from train.loop.trainer import Trainer
+from train.model import custom
+from train.model.published import published_weights
+from train.model_config import ModelConfig, format_model, parse_model
+from train.resolve import resolve
+
+MODELS = Path(__file__).parent / "models"
+SIZES = "context_length=32,vocabulary=257"
+NAMES = ("gpt2", "llama", "qwen", "Encoder")
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(MODELS))
+
+
+def command(main: Callable[[], None], *flags: str) -> int:
+    """The exit code of an entry with these flags, in this process."""
+    before, sys.argv = sys.argv, ["command", *flags]
+    try:
+        with pytest.raises(SystemExit) as leaving:
+            main()
+    finally:
+        sys.argv = before
+    return int(leaving.value.code or 0)
+
+
+def config_of(data: Path, name: str, **changes: object) -> TrainConfig:
+    config = TrainConfig(
+        data=str(data), model=parse_model(f"own_models:{name},{SIZES}"), global_batch=8, micro_batch=4, steps=8,
+        cycle=Cycle(4, 1), precision="fp32", device="cpu", learning_rate=3e-3, schedule="constant",
+    )  # fmt: skip
+    return dataclasses.replace(config, **changes)
+
+
+def losses(trainer: Trainer) -> list[float]:
+    trainer.run()
+    return [loss for report in trainer.spent.reports for loss in report.step_losses]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_of_others_trains_is_continued_and_is_recomputed(small_shards: Path, tmp_path: Path, name: str) -> None:
+    config = config_of(small_shards, name)
+    straight = losses(Trainer(config))
+    assert straight[-1] < straight[0]
+    first = Trainer(dataclasses.replace(config, steps=4), checkpoints=tmp_path / "checkpoints").run()
+    assert first.checkpoint
+    assert losses(Trainer(config, resume=Path(first.checkpoint))) == straight[4:], "to the bit"
+    for checkpointing in ("full", "alternate", "selective"):
+        again = losses(Trainer(dataclasses.replace(config, checkpointing=checkpointing)))
+        assert again == pytest.approx(straight, rel=1e-5), "dropout is drawn again as it was"
+    if name != "Encoder":  # whose dropout draws other numbers in another kernel
+        assert losses(Trainer(dataclasses.replace(config, attention="manual"))) == pytest.approx(straight, rel=1e-4)
+
+
+def test_recomputation_saves_memory(small_shards: Path) -> None:
+    """What the backward pass keeps, by torch's own count of saved tensors."""
+
+    def kept(checkpointing: str) -> int:
+        config = resolve(config_of(small_shards, "gpt2", checkpointing=checkpointing), cpu_facts())
+        model, sizes = build(config, torch.device("cpu")), dict[int, int]()
+        tokens = torch.zeros(4, 32, dtype=torch.int64)
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(tokens, tokens)
+        return sum(sizes.values())
+
+    assert kept("full") < kept("alternate") < kept("none")
+
+
+@pytest.fixture
+def doors(small_shards: Path) -> tuple[TrainConfig, TrainConfig]:
+    """GPT-2 of one shape by our own code and by that of transformers."""
+    theirs = config_of(small_shards, "gpt2")
+    shape = ModelConfig(
+        layers=2, heads=2, width=64, context_length=32, vocabulary=257, padded_vocabulary=257, bias=True
+    )
+    return dataclasses.replace(theirs, model=shape), theirs
+
+
+def test_gpt2_by_both_doors_is_one_model(doors: tuple[TrainConfig, TrainConfig]) -> None:
+    ours, theirs = map(Trainer, doors)
+    theirs.model.model.load_state_dict(published_weights(ours.model), strict=False)
+    assert losses(theirs) == pytest.approx(losses(ours), rel=1e-4)
+    assert flops.parameters(theirs.config) == flops.parameters(ours.config)
+    assert flops.per_token(theirs.config) == pytest.approx(flops.per_token(ours.config), rel=0.01)
+    assert flops.formulas(theirs.config)[0].name == "counted"
+
+
+@pytest.mark.slow
+def test_its_memory_is_measured_as_the_formulas_know_it(doors: tuple[TrainConfig, TrainConfig]) -> None:
+    """Of one a thousand times as large, where the code of transformers itself does not matter."""
+    shape = ModelConfig(layers=4, heads=4, width=256, context_length=256, vocabulary=8192, padded_vocabulary=8192)
+    words = "own_models:gpt2,width=256,layers=4,heads=4,context_length=256,vocabulary=8192"
+    ours = resolve(dataclasses.replace(doors[0], model=shape, global_batch=32), cpu_facts())
+    theirs = resolve(dataclasses.replace(ours, model=parse_model(words)), cpu_facts())
+    for micro_batch in (16, 32):
+        known, found = (predict_peak(dataclasses.replace(config, micro_batch=micro_batch)) for config in (ours, theirs))
+        measured = found.total - found.context
+        assert found.weights == known.weights
+        assert measured == pytest.approx(line(ours).peak(micro_batch), rel=0.05)
+        assert found.total == pytest.approx(known.total, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "named"),
+    [
+        ("nowhere:model", [], "no module nowhere"), ("wrong_models:absent", [], "no callable 'absent'"),
+        ("wrong_models:nothing", [], "torch.nn.Module"), ("wrong_models:broken", [], "it cannot be built"),
+        ("wrong_models:Bigram,depth=3", [], "depth"), ("wrong_models:Bigram,depth", [], "NAME=VALUE"),
+        ("wrong_models:Unreduced", [], "a scalar"), ("wrong_models:Detached", [], "without a gradient"),
+        ("wrong_models:Raising", [], "of two"), ("wrong_models:few", [], "256 ids"),
+        ("wrong_models:sparse", [], "sparse"), ("wrong_models:double", [], "float64"),
+        ("wrong_models:lazy", [], "late"), ("wrong_models:frozen", [], "no parameters"),
+        ("wrong_models:Bigram", ["--checkpointing", "full"], "no ModuleList"),
+        ("wrong_models:Bigram", ["--attention", "manual"], "scaled_dot_product_attention"),
+        ("wrong_models:Bigram", ["--loss", "fused"], "--loss fused"),
+        ("wrong_models:Bigram", ["--loss-chunks", "2"], "--loss-chunks 2"),
+        ("wrong_models:Bigram", ["--mask-books"], "--mask-books"),
+        ("wrong_models:Bigram,context_length=100000", [], "100,001"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("working_folder")
+def test_a_mistake_is_one_sentence_before_anything_is_made(
+    small_shards: Path, capfd: pytest.CaptureFixture[str], model: str, flags: list[str], named: str
+) -> None:
+    sizes = SIZES if "context_length" not in model else "vocabulary=257"
+    flags = ["--model", f"{model},{sizes}", "--data", str(small_shards), "--device", "cpu", *flags]
+    code = command(run.main, *flags, "--global-batch", "2", "--micro-batch", "1", "--steps", "1")
+    said = " ".join(capfd.readouterr().err.replace("│", " ").split())
+    assert (code, "Traceback" in said) == (2, False), said
+    assert named in said
+    assert not list(Path().glob("runs/*"))
+
+
+@pytest.mark.usefixtures("working_folder")
+def test_a_run_by_the_commands(
+    small_shards: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its source stands in the working folder, as a user's does."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = tmp_path / "mine.py"
+    source.write_text((MODELS / "wrong_models.py").read_text())
+    flags = ["--model", f"mine:Bigram,{SIZES}", "--data", str(small_shards), "--device", "cpu", "--cycle", "5+1"]
+    assert command(plan.main, *flags, "--global-batch", "8", "--micro-batch", "4") == 0
+    assert f"{257 * 257:,}" in capfd.readouterr().out
+    flags += ["--global-batch", "8", "--micro-batch", "4"]
+    assert command(run.main, *flags, "--name", "one", "--steps", "10") == 0, capfd.readouterr().err
+    assert "66,049 parameters" in capfd.readouterr().out
+    kept = json.loads(Path("runs/one/config.json").read_text())["model"]
+    assert (kept["callable"], len(kept["source_sha256"])) == ("mine:Bigram", 64)
+    assert command(run.main, "--resume", "one", "--steps", "12") == 0
+    assert command(export.main, "--checkpoint", "one", "--to", "exported") == 0
+    assert json.loads(Path("exported/config.json").read_text())["callable"] == "mine:Bigram"
+    assert load_file("exported/model.safetensors")["rows.weight"].shape == (257, 257)
+    source.write_text(source.read_text() + "\n# another\n")
+    capfd.readouterr()
+    assert command(run.main, "--resume", "one", "--steps", "14") == 2
+    assert "changed" in capfd.readouterr().err
+    assert command(run.main, "--resume", "one", "--steps", "14", "--model", f"mine:Bigram,{SIZES}") == 2
+    assert "source_sha256" in capfd.readouterr().err
+
+
+def test_what_gives_no_logits_cannot_write(small_shards: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mute" / "checkpoints"
+    saved = Trainer(config_of(small_shards, "Encoder", steps=4), checkpoints=folder).run().checkpoint
+    with pytest.raises(UserError, match="no logits"):
+        generate.generate(generate.GenerateConfig(checkpoint=str(saved)))
+
+
+def test_arguments_are_values_and_are_formatted_as_they_were_given() -> None:
+    model = parse_model("own_models:gpt2,width=32,rate=0.5,name=x,tied=false,context_length=8")
+    assert isinstance(model, CustomModel)
+    assert model.values == {"width": 32, "rate": 0.5, "name": "x", "tied": False}
+    assert re.fullmatch(r"own_models:gpt2,width=32,rate=0.5,name=x,tied=false,context_length=8", format_model(model))
+    assert parse_model(format_model(model)) == model
+
+
+def test_a_model_that_needs_values_is_looked_at_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "asking.py").write_text(
+        "from wrong_models import Bigram\n\n"
+        "class Asking(Bigram):\n"
+        "    def forward(self, inputs, targets):\n"
+        "        assert inputs.max().item() >= 0\n"
+        "        return super().forward(inputs, targets)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = custom.look(dataclasses.replace(parse_model("asking:Asking"), vocabulary=20, context_length=4))
+    assert (found.parameters, found.logits) == (400, True)
+
+
+def test_a_model_starts_from_weights_of_hugging_face_and_is_exported_as_them(
+    small_shards: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shape: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "vocab_size": 257}
+    GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained("theirs")
+    model = parse_model("hf:theirs,dropout=0.5")
+    assert parse_model(format_model(model)) == model
+    config = dataclasses.replace(config_of(small_shards, "gpt2", steps=1), model=parse_model("hf:theirs"))
+    trainer = Trainer(config)
+    before, after = load_file("theirs/model.safetensors"), published_weights(trainer.model)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    theirs = GPT2LMHeadModel.from_pretrained("theirs").eval()
+    tokens = torch.zeros(1, 32, dtype=torch.int64)
+    torch.testing.assert_close(trainer.model.eval()(tokens)[..., :257], theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+    data, out = str(small_shards), ["--global-batch", "8", "--micro-batch", "4", "--device", "cpu", "--steps", "1"]
+    for model, named in (("hf:nowhere", "hf:nowhere"), ("hf:theirs,layers=3", "layers=3"), ("hf:llama", "llama")):
+        Path("llama").mkdir(exist_ok=True)
+        Path("llama/config.json").write_text('{"model_type": "llama"}')
+        assert command(run.main, "--model", model, "--data", data, *out) == 2
+        assert named in capfd.readouterr().err

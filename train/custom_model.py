@@ -1,0 +1,158 @@
+"""A custom model as a config names it: a callable that returns an ``nn.Module``, and what was found of it."""
+
+import hashlib
+import sys
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from sysconfig import get_path
+from typing import Any
+
+from infra.errors import UserError
+from infra.schema import strict
+
+
+@strict
+@dataclass(frozen=True)
+class Found:
+    """What was found of a custom model by running it once: see :func:`train.model.custom.look`."""
+
+    parameters: int
+    flops_per_token: float
+    """Forward and backward."""
+    blocks: tuple[str, ...]
+    """Its repeated blocks, in words; without any, nothing can be recomputed, sharded or compiled block by block."""
+    attention: bool
+    """Whether it calls ``scaled_dot_product_attention``, whose kernel can be chosen within its blocks."""
+    logits: bool
+    """Whether it gives logits when there are no targets."""
+
+
+_NOT_CUSTOM = {
+    "attention": ("flex", "only torch's scaled_dot_product_attention is switched in it"),
+    "loss": ("fused", "it computes its loss itself"),
+    "precision": ("bf16-activations", "the type of its residual stream is its own"),
+    "mask_books": (True, "its attention has a mask of its own"),
+}
+"""Values of settings that no custom model has, and why."""
+
+_BY_BLOCK = {
+    "checkpointing": ("selective", "alternate", "full"), "compile": ("blocks",), "fp8": (True,), "shard": (True,),
+    "optimizer": ("muon",),
+}  # fmt: skip
+"""Values of settings that need repeated blocks."""
+
+
+@strict
+@dataclass(frozen=True)
+class CustomModel:
+    """A model of the user's: a callable that returns an ``nn.Module``, with arguments.
+
+    Its forward takes ``(inputs, targets)``, ids of shape (batch, time), and returns the mean loss, or logits when
+    ``targets`` is None. The callable gets ``context_length`` and ``vocabulary`` as well, if it takes them.
+    """
+
+    callable: str
+    """``package.module:name``."""
+    arguments: str = ""
+    """As they are written: ``width=512,layers=4``."""
+    source_sha256: str = ""
+    """Of the module's file, which must not change while a run is continued."""
+    context_length: int = 1024
+    vocabulary: int = 50257
+    end_of_text: int = -1
+    found: Found | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for size in ("context_length", "vocabulary"):
+            if getattr(self, size) < 1:
+                raise UserError(f"model {size}={getattr(self, size)} must be at least 1.")
+        names = [name for name, _ in self._pairs]
+        for name, value in self._pairs:
+            if not (name.isidentifier() and value) or names.count(name) > 1:
+                raise UserError(f"--model {self.callable}: {name}={value} is not NAME=VALUE, each name once.")
+
+    @property
+    def _pairs(self) -> list[tuple[str, str]]:
+        parts = (part.partition("=") for part in self.arguments.split(",") if part)
+        return [(name, value) for name, _, value in parts]
+
+    @property
+    def values(self) -> dict[str, bool | int | float | str]:
+        """The arguments as the callable gets them: true and false, numbers, or text."""
+        return {name: _value(text) for name, text in self._pairs}
+
+    @property
+    def looked_at(self) -> Found:
+        """What was found of it; a resolved config has been looked at."""
+        assert self.found, "of a resolved config's model"
+        return self.found
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        spec = find_spec(self.callable.partition(":")[0].partition(".")[0])
+        places = (spec.submodule_search_locations or [spec.origin or ""]) if spec else []
+        return tuple(place for place in places if not Path(place).is_relative_to(get_path("purelib")))
+
+    @property
+    def writes(self) -> bool:
+        return self.looked_at.logits
+
+    @property
+    def described(self) -> str:
+        found = self.looked_at
+        attention = "torch's, whose kernel can be chosen" if found.attention and found.blocks else "its own"
+        return (
+            f"{found.parameters:,} parameters, {found.flops_per_token / 1e6:,.1f} MFLOP per token, repeated blocks "
+            f"{', '.join(found.blocks) or 'none'}, attention {attention}"
+        )
+
+    def lacks(self, setting: str, value: Any) -> str:
+        """What depends on its inside is known once it has been looked at."""
+        if setting == "vocabulary_multiple" or (setting.startswith("model.") and not hasattr(self, setting[6:])):
+            return "only its callable decides its shape"
+        if setting == "loss_chunks" and value > 1:
+            setting, value = "loss", "fused"
+        if setting in _NOT_CUSTOM and value == _NOT_CUSTOM[setting][0]:
+            return _NOT_CUSTOM[setting][1]
+        if self.found and not self.found.blocks and value in _BY_BLOCK.get(setting, ()):
+            return "it has no ModuleList of equal blocks"
+        kernel = setting == "attention" and value not in ("auto", "sdpa")
+        if kernel and self.found and not (self.found.attention and self.found.blocks):
+            return "none of its repeated blocks calls torch's scaled_dot_product_attention"
+        return ""
+
+    def with_vocabulary(self, ids: int, end_of_text: int, source: str) -> "CustomModel":
+        """The default vocabulary gives way."""
+        if self.vocabulary not in (CustomModel.vocabulary, ids):
+            raise UserError(
+                f"{source} has {ids:,} token ids and --model has vocabulary={self.vocabulary:,}: leave it out, or give "
+                "data that were made with another --vocabulary."
+            )
+        changed = self.found if self.vocabulary == ids else None
+        return replace(self, vocabulary=ids, end_of_text=end_of_text, found=changed)
+
+
+def _value(text: str) -> bool | int | float | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def source_sha256(name: str) -> str:
+    """The hash of the file of the module in ``package.module:name``. Raises ``UserError`` where there is none."""
+    module = name.partition(":")[0]
+    if str(Path.cwd()) not in sys.path:  # where a console script does not look; last, so that it hides nothing
+        sys.path.append(str(Path.cwd()))
+    try:
+        spec = find_spec(module)
+        if spec and spec.origin:
+            return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+    except (ImportError, ValueError, OSError) as failure:
+        raise UserError(f"--model {name}: the module {module} cannot be found: {failure}.") from failure
+    raise UserError(f"--model {name}: there is no module {module} in {Path.cwd()} or among what is installed.")

@@ -1,0 +1,62 @@
+"""Entry: ``python -m train.loop.probe`` measures the memory of a custom model, for :mod:`train.estimate.probe`.
+
+In: on stdin the config of the smaller probe, as JSON. Out: on stdout the line between two probes. A process of its own.
+"""
+
+import json
+import sys
+from dataclasses import replace
+
+import torch
+
+from infra.schema import to_json
+from train.config import TrainConfig, config_from_json
+from train.estimate.probe import Line
+from train.loop import memory, shortage
+from train.loop.execution import arithmetic, build, choose_allocator, choose_pages, compiled, torch_device
+from train.model.optimizer import make_optimizer
+
+STEPS = 2
+"""The second has the optimizer's state beside its activations."""
+
+
+def probe(config: TrainConfig, larger: int) -> Line:
+    """Take steps of ``config`` at its micro-batch and at the ``larger`` one: the line that their peaks determine."""
+    choose_allocator(config)
+    choose_pages(config)
+    device = torch_device(config)
+    torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
+    make_optimizer(build(config, device), config)  # what these import is not the model's
+    memory.start_over(replace(config, compile="off"))
+    before = _peak(device)
+    model = build(config, device)
+    forward, optimizer = compiled(model, config), make_optimizer(model, config)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+    peaks, held = [], dict[str, int]()
+    for size in (config.micro_batch, larger):
+        tokens = torch.zeros(size, config.model.context_length, dtype=torch.int64, device=device)
+        memory.start_over(replace(config, compile="off"))
+        for _ in range(STEPS):
+            for _ in range(config.accumulation):
+                with arithmetic(config):
+                    loss = forward(tokens, tokens)
+                scaler.scale(loss).backward()
+            held = shortage.held(model, optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm or 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none="zero" not in config.ablate)
+        peaks.append(_peak(device) - before)
+    each = (peaks[1] - peaks[0]) / (larger - config.micro_batch)
+    fixed = peaks[0] - each * config.micro_batch
+    return Line(held["weights"], held["gradients"], held.get("optimizer", 0), fixed, each)
+
+
+def _peak(device: torch.device) -> int:
+    measured = memory.peak(device)
+    return measured.process if measured.reserved is None else measured.reserved
+
+
+if __name__ == "__main__":
+    asked = config_from_json(json.loads(sys.stdin.read()), "the probe's config")
+    print(json.dumps(to_json(probe(asked, 3 * asked.micro_batch))))
