@@ -121,7 +121,7 @@ def _computed(name: str, operator: Any, args: tuple[Any, ...], kwargs: dict[str,
     args, kwargs = tree_map_only(Tensor, on_cpu, (args, kwargs))
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("cpu")
-    compute = ATTENTION.get(name) or operator
+    compute = ATTENTION.get(name) or (_product if operator is torch.ops.aten.mm.dtype else operator)
     results = compute(*args, **kwargs)
     arguments = {id(alias): tensor for alias, tensor in mapped.values()}
     stays = name == "_to_copy" and not mapped  # to the device, with another dtype
@@ -130,6 +130,11 @@ def _computed(name: str, operator: Any, args: tuple[Any, ...], kwargs: dict[str,
         return arguments[id(result)] if id(result) in arguments else _on_the_device(result)
 
     return _on_the_device(results) if stays else tree_map_only(Tensor, back, results)
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product of 16-bit matrices in fp32, which the CPU has no operator for."""
+    return left.to(dtype) @ right.to(dtype)
 
 
 def _over_the_same_memory(tensor: Tensor) -> Tensor:

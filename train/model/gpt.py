@@ -14,16 +14,9 @@ from torch import Tensor, nn
 from train.config import Checkpointing, Loss
 from train.model import recompute
 from train.model.attention import AttentionFunction, Mask, MaskFunction, sdpa
+from train.model.linear import Linear
 from train.model.loss import fused, pieces, plain
 from train.model_config import ModelConfig
-
-
-class Linear(nn.Linear):
-    """A linear layer that computes in its input's type, whatever the type of its weights."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        return F.linear(input, self.weight.to(input.dtype), bias)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -42,7 +35,8 @@ class SelfAttention(nn.Module):
         self.heads = config.heads
         self.dropout = config.dropout
         self.attention = attention
-        self.qkv = Linear(config.width, 3 * config.width, bias=config.bias)
+        parts = (3, config.heads, config.width // config.heads)
+        self.qkv = Linear(config.width, 3 * config.width, bias=config.bias, parts=parts)
         self.projection = Linear(config.width, config.width, bias=config.bias)
 
     def forward(self, x: Tensor, mask: Mask) -> Tensor:
