@@ -6,14 +6,13 @@ nor the data of the run are needed.
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from rich.table import Table
 
 from infra import command
 from infra.console import console
 from infra.errors import UserError
-from infra.hardware import CARDS, device_facts
+from infra.hardware import device_facts
 from infra.units import BytesOrNone
 from train.config import TrainConfig
 from train.model_config import format_model
@@ -25,12 +24,13 @@ class PlanOptions:
     """Predict what a training run needs in memory, arithmetic, time and money, before it starts."""
 
     training: TrainConfig = field(default_factory=TrainConfig)
-    gpu: Literal["A100", "H100", "H200"] | None = None
+    gpu: str | None = None
     """Plan for this GPU, which need not be here: for all its memory, and with the speed to expect of it.
     - None: for this machine
     - A100: with 40 GB
     - H100: with 80 GB, as SXM
-    - H200: with 141 GB"""
+    - H200: with 141 GB
+    - FILE: for the one on which infra.doctor saved this file, such as runs/doctor.json, and by the rates in it"""
     memory_limit: BytesOrNone = None
     """Memory that the process may use, to find the largest micro-batch. None: all of --gpu or of this machine's GPU."""
     tokens_per_second: float | None = None
@@ -57,11 +57,13 @@ def main() -> None:
 def plan(options: PlanOptions) -> None:
     """Print every table of the plan. torch is imported only now, when the flags are known to be valid."""
     from train.estimate import forecast, network, roofline
+    from train.estimate.card import planned
 
-    training, facts, limit = options.training, device_facts(), options.memory_limit
-    if options.gpu:
-        training, facts = replace(training, device="cuda"), CARDS[options.gpu]
-        limit = limit or facts.memory
+    training, limit = options.training, options.memory_limit
+    card = planned(options.gpu) if options.gpu else None
+    facts, name = card.facts if card else device_facts(), card and card.facts.name
+    if card:
+        training, limit = replace(training, device="cuda"), limit or facts.memory
     config = resolve_for_plan(training, facts, limit)
     size = said("micro_batch", config, training)
     batch = f"micro-batch {size} x {config.accumulation} accumulated"
@@ -75,8 +77,8 @@ def plan(options: PlanOptions) -> None:
         ("Predicted peak memory", forecast.memory_rows(config)),
         ("Largest micro-batch", forecast.limit_rows(config, limit)),
         ("Arithmetic", forecast.arithmetic_rows(config)),
-        *([("Waste of tiles and waves", forecast.tile_rows(config, options.gpu))] if config.device == "cuda" else []),
-        *([(f"Speed on an {options.gpu}", roofline.speed_rows(config, options.gpu))] if options.gpu else []),
+        *([("Waste of tiles and waves", forecast.tile_rows(config, name))] if config.device == "cuda" else []),
+        *([(f"Speed of one {name}", roofline.speed_rows(config, card))] if card else []),
         *([("Network", network.network_rows(config, options.doctor))] if config.workers > 1 else []),
         ("Data, time and cost", forecast.time_rows(config, options.tokens_per_second, options.price)),
     ):

@@ -58,7 +58,7 @@ class SearchConfig(ExperimentConfig):
     """Find the micro-batch, and the knobs, with the most tokens per second under a memory limit."""
 
     kind = "search"
-    free = ("data", "steps", "tokens", "time_budget", "cycle", "compile_time", "config", "parallel")
+    free = ("data", "steps", "tokens", "time_budget", "cycle", "compile_time", "config", "parallel", "gpu")
 
     training: TrainConfig = field(default_factory=TrainConfig)
     """The control and what is held fixed.
@@ -94,9 +94,14 @@ class SearchConfig(ExperimentConfig):
     parallel: int = 1
     """Trials at a time, at least 1, each on a machine of its own in the cluster.
     The speeds of a machine are compared over its own control."""
+    gpu: str | None = None
+    """With --dry-run, the GPU to plan for, which need not be here: as train.plan --gpu.
+    The candidates that should fit are listed with the memory and the speed to expect."""
 
     def __post_init__(self) -> None:
         parse_knobs(self.knobs)
+        if self.gpu and not self.dry_run:
+            raise UserError(f"--gpu {self.gpu} is for planning: add --dry-run, or leave it out to search on the GPU.")
         if wrong := [n for n in self.accumulations if n < 1 or self.accumulations.count(n) > 1]:
             raise UserError(f"--accumulations {wrong[0]} must be {'given once' if wrong[0] > 0 else 'at least 1'}.")
         if self.training.stream:

@@ -17,10 +17,11 @@ from train.checkpoint.run_folder import new_place
 from train.config import Cycle
 from train.data.source import refuse_vast_steps
 from train.data.text import with_vocabulary_of
+from train.estimate.card import planned
 from train.model_config import format_model
 from train.resolve import resolve
 from tune.config import SearchConfig
-from tune.device import make_prior, memory_limit, trial_machines
+from tune.device import Machine, make_prior, memory_limit, trial_machines
 from tune.experiment import Experiment
 from tune.folder import TRIALS, kept, place_of
 from tune.space import ACCUMULATION, Candidate, Space, make_space, settings
@@ -146,7 +147,10 @@ def make_search(config: SearchConfig) -> Search:
     place = place_of(config.out, name)
     if not (config.resume or config.dry_run):
         new_place(config.out, name, begun=(TRIALS, StorageDir.LOCK))
-    machines = trial_machines(config.training, cluster=config.cluster, parallel=config.parallel)
+    if config.gpu:
+        config, machines = replace(config, training=replace(config.training, device="cuda")), (_machine(config.gpu),)
+    else:
+        machines = trial_machines(config.training, cluster=config.cluster, parallel=config.parallel)
     asked, available = config.memory_limit, min(machine.memory for machine in machines)
     if config.resume and not asked:  # or another set of machines would make it another search
         asked = kept(place, config.kind).identity.get("memory_limit")
@@ -171,6 +175,12 @@ def make_search(config: SearchConfig) -> Search:
     strategy = Confirmed(Retrying(explore), space, config.confirm)
     control = space.config(space.control)
     return Search(config, place, machines, manifest, control, limit, space, memory, strategy)
+
+
+def _machine(gpu: str) -> Machine:
+    """A machine with the GPU that ``--gpu`` names, and nothing else on it."""
+    facts = planned(gpu).facts
+    return Machine(facts.name, facts, facts.memory)
 
 
 def _explorer(config: SearchConfig, space: Space, memory: MemorySearcher) -> Strategy:

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 from infra.console import console
+from infra.errors import UserError
 from infra.storage import write_json, write_text
 from infra.table import Part, Report, listed
 from infra.tracking.names import shown
@@ -14,6 +15,8 @@ from infra.tracking.saved_views import show_places
 from infra.tracking.tracker import Tracker
 from infra.units import GB, format_duration, format_size
 from train.checkpoint.find import run_with
+from train.estimate.card import Card, planned
+from train.estimate.roofline import SOURCE, expected, reachable
 from train.model_config import format_model
 from train.resolve import choices, said
 from tune import charts
@@ -264,7 +267,7 @@ def introduce(search: Search) -> None:
     """Print what is searched, the training that the flags describe and, for a dry run, the plan."""
     config, control, asked = search.config, search.training, search.config.training
     limit = format_size(search.limit) if config.memory_limit else f"{search.limit / 1e9:.1f} GB (all there is)"
-    where = f" of {', '.join(machine.name for machine in search.machines)}" if config.cluster else ""
+    where = f" of {', '.join(machine.name for machine in search.machines)}" if config.cluster or config.gpu else ""
     console.print(
         f"[bold]{format_model(asked.model)}[/bold]: {len(search.space.candidates())} candidates for "
         f"{search.space.batch_label}, limit {limit} per process, on {search.device}{where}"
@@ -286,6 +289,8 @@ def print_plan(search: Search) -> None:
         name = space.knobs_label(knobs) or " ".join(["the control", *(f"{knob}={value}" for knob, value in control)])
         largest = f"; {curves.prior(Candidate(fit[-1], knobs)) / GB:.2f} GB at {fit[-1]}" if fit else ""
         console.print(f"{name}: {len(fit)} of {len(sizes)} sizes should fit: {', '.join(map(str, fit))}{largest}")
+    if config.gpu:
+        expectations(search, near, planned(config.gpu)).show()
     if further := len(space.combinations) - len(near):
         console.print(f"{further} further combinations differ from the control in more than one knob")
     trials = search.strategy.remaining([])
@@ -296,3 +301,21 @@ def print_plan(search: Search) -> None:
         f"about {trials} trials of at most {config.trial_steps} steps or {format_duration(config.trial_time)} each, "
         f"at most {format_duration(round(most))} in all{counted}; nothing was run"
     )
+
+
+def expectations(search: Search, near: Sequence[Combination], card: Card) -> Part:
+    """The candidates with the knobs ``near`` that should fit ``card``, with memory and speed, the fastest first."""
+    space, curves = search.space, search.memory.curves([])
+    found: list[tuple[float, tuple[str, ...]]] = []
+    for candidate in (Candidate(size, knobs) for knobs in near for size in space.sizes_of(knobs)):
+        if not curves.fits(candidate):
+            continue
+        try:
+            most = reachable(space.config(candidate), card)
+        except UserError:  # of how it is executed
+            most = 0.0
+        speed = expected(most) if most else "-"
+        found.append((most, (space.name(candidate), f"{curves.prior(candidate) / GB:.2f}", speed)))
+    lines = [line for _, line in sorted(found, key=lambda row: -row[0])]
+    title = f"Predicted for {card.facts.name}, not measured; tokens/s are {SOURCE}"
+    return Part(title, ("candidate", "memory, GB", "tokens/s"), lines)

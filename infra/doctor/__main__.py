@@ -16,6 +16,7 @@ from infra import command
 from infra.console import console
 from infra.doctor import allreduce
 from infra.errors import UserError
+from infra.hardware import device_facts
 from infra.options import TrackingUri
 from infra.progress import IMPORTING, doing
 from infra.storage_dir import StorageDir, scratch
@@ -69,7 +70,8 @@ def examine(options: DoctorOptions) -> int:
     disk = scratch() if out.remote else Path(options.out)
     results = checks.checks(device, disk)
     found: dict[str, object] = {
-        "device": name, "machine": socket.gethostname(), "checks": [asdict(check) for check in results],
+        "device": name, "facts": asdict(device_facts()), "machine": socket.gethostname(),
+        "checks": [asdict(check) for check in results],
     }  # fmt: skip
     metrics: dict[str, float] = {}
     parts = [checks_part(results)]

@@ -134,6 +134,21 @@ def disk_rate(folder: Path) -> float:
         return DISK_BYTES / (time.perf_counter() - began)
 
 
+def read_record(file: str, option: str) -> dict[str, Any] | None:
+    """What the doctor saved in ``file``; None where there is no such file.
+
+    Raises ``UserError`` that names ``option``, with which it was given, where it is no JSON.
+    """
+    place = StorageDir.of(file)
+    try:
+        found = json.loads(place.parent.read(place.name))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as damage:
+        raise UserError(f"{option} {file} cannot be read as JSON: {damage}; run infra.doctor again.") from damage
+    return found if isinstance(found, dict) else {}
+
+
 def read_matmul_rate(out: StorageDir, device: str, precision: str, machine: str) -> float | None:
     """FLOP/s of a matrix product in ``precision`` on ``device`` from the doctor's file in ``out``; None if not known.
 

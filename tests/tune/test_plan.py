@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.errors import UserError
 from infra.hardware import cpu_facts
 from infra.storage_dir import WorkingCopy
 from infra.tracking.key import RunKey
@@ -16,13 +17,15 @@ from pipeline.shards import VOCABULARY_FILE
 from pipeline.vocabulary import VocabularyConfig
 from pipeline.vocabulary import main as train_vocabulary
 from train.config import Compile, TrainConfig
+from train.estimate.card import planned
+from train.model_config import PRESETS
 from train.resolve import resolve
 from tune.config import LadderConfig, SearchConfig
 from tune.device import Machine
 from tune.folder import begin
 from tune.plan import Search, make_search
-from tune.report import print_plan
-from tune.space import make_space
+from tune.report import expectations, print_plan
+from tune.space import Candidate, make_space
 from tune.strategy.memory_aware import MemorySearcher
 from tune.strategy.optuna_tpe import optuna_trials
 from tune.suite.plan import make_ladder
@@ -44,6 +47,29 @@ def test_the_time_counts_each_trials_start_compilation_and_steps(
     assert found
     trials, minutes, left = found.groups()
     assert 60 * int(minutes) + int(left or 0) == int(trials) * (10 + seconds + 90)
+
+
+def test_a_gpu_that_is_not_here_is_planned_for(small_shards: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its candidates are listed with the memory and the speed that are predicted, the fastest first."""
+    training = TrainConfig(data=str(small_shards), model=replace(PRESETS["gpt2-124m"], context_length=32))
+    config = SearchConfig(training=training, gpu="A100", knobs=("compile=off",), dry_run=True, out="none")
+    search = make_search(config)
+    assert (search.device, search.limit) == ("cuda", 40 * 2**30)
+    found = expectations(search, search.space.combinations, planned("A100"))
+    speeds = [line[2] for line in found.lines]
+    known = [float(speed.split()[0].replace(",", "")) for speed in speeds if speed != "-"]
+    assert known == sorted(known, reverse=True)
+    whole, off = search.space.combinations
+    for knobs, count in ((whole, len(known)), (off, speeds.count("-"))):
+        fitting = [Candidate(size, knobs) for size in search.space.sizes_of(knobs)]
+        assert count == sum(map(search.memory.curves([]).fits, fitting)) > 0, "eager execution has no prediction"
+    print_plan(search)
+    assert "not measured" in capfd.readouterr().out
+
+
+def test_a_gpu_to_plan_for_is_no_gpu_to_search_on() -> None:
+    with pytest.raises(UserError, match="--dry-run"):
+        SearchConfig(gpu="A100")
 
 
 def test_the_limit_holds_on_every_machine(small_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:

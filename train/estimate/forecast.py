@@ -135,7 +135,10 @@ def tile_rows(config: TrainConfig, card: str | None = None) -> Rows:
     """The waste of tiles and waves by matrix product, and warnings: on ``card``, this machine's GPU, or an A100."""
     if isinstance(config.model, CustomModel):
         return [("", "not known of a custom model's matrix products")]
-    count = MULTIPROCESSORS[card or "A100"]
+    name = next((name for name in MULTIPROCESSORS if name in (card or "A100")), None)
+    if name is None:
+        return [("multiprocessors", f"not known of {card}")]
+    count = MULTIPROCESSORS[name]
     if card is None and torch.cuda.is_available():
         count = torch.cuda.get_device_properties(0).multi_processor_count
     rows = [

@@ -4,12 +4,9 @@ An exchange is bandwidth times bytes on the bus, each of which crosses it (n - 1
 twice as often in an all-reduce, as NCCL's tests count.
 """
 
-import json
 from typing import Any, NamedTuple
 
-from infra.doctor.ceilings import matmul_rate_of
-from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.doctor.ceilings import matmul_rate_of, read_record
 from train.config import TrainConfig
 from train.estimate import flops
 
@@ -71,12 +68,5 @@ def network_rows(config: TrainConfig, measured: str) -> list[tuple[str, str]]:
 
 def _measured(file: str) -> dict[str, Any]:
     """What the doctor measured of several workers; empty where it has not."""
-    place = StorageDir.of(file)
-    try:
-        found = json.loads(place.parent.read(place.name))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as damage:
-        raise UserError(f"--doctor {file} cannot be read as JSON: {damage}; run infra.doctor again.") from damage
-    reduced = found.get("allreduce", {}) if isinstance(found, dict) else {}
+    reduced = (read_record(file, "--doctor") or {}).get("allreduce", {})
     return reduced if "matmul" in reduced else {}

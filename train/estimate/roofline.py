@@ -1,30 +1,28 @@
 """The speed of a compiled step on a GPU that nobody has rented yet: what its kernels move and compute, by formulas.
 
-In: a resolved config, and a card's rates. Out: the tokens per second that the roofline allows, and the share of it that
-training usually reaches. Matrix products and attention are bound by arithmetic, what Triton's kernels and the optimizer
-do by memory. A prediction, never a measurement.
+In: a resolved config, and a card with its rates. Out: the tokens per second that the roofline allows, and the share of
+it that training usually reaches. Matrix products and attention are bound by arithmetic, what Triton's kernels and the
+optimizer do by memory. A prediction, never a measurement.
 """
 
 from dataclasses import dataclass
 
 from infra.errors import UserError
-from infra.hardware import peak_flops
 from train.config import WHOLE_GRAPH, TrainConfig
 from train.custom_model import CustomModel
+from train.estimate.card import Card
 from train.estimate.flops import matmul_parameters
 from train.model.gpt import parameter_count
 
-BANDWIDTH = {"A100": 1.555e12, "H100": 3.35e12, "H200": 4.8e12}
-"""Bytes/s of a card's memory, by NVIDIA's datasheets (A100 with 40 GB, H100 and H200 SXM)."""
-
-REACHED = 0.87
-"""Share of its datasheet that a card's large matrix products and copies reach: 271 of 312 TFLOP/s on an A100 SXM."""
-ATTENTION = 0.35
-"""The same of FlashAttention-2 with heads of 64, forward and backward (arXiv 2307.08691, section 4.1)."""
+ATTENTION = 0.4
+"""FLOP/s of FlashAttention-2 with heads of 64, forward and backward, as a share of those of large matrix products: 110
+of 271 TFLOP/s on an A100 (arXiv 2307.08691, section 4.1)."""
 
 SHARE = (0.73, 0.81)
 """Share of its kernels' roofline that compiled training of GPT-2 124M reached on an A100: the study that the suite a100
 repeats published these speeds, from its compiled rung to its last."""
+SOURCE = f"{SHARE[0]:.0%} to {SHARE[1]:.0%} of the roofline, which the study of the suite a100 reached with compilation"
+"""Where :data:`SHARE` comes from, in words."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +32,12 @@ class Moved:
     per_block_token: float
     """For each of the width's numbers of a token, in a block: activations, norms, GELU, and their gradients."""
     per_block_weight: float
-    """For each weight of a block: casts, and gradients in fp32."""
+    """For each weight of a block: casts."""
     per_logit: float
     per_head_weight: float
 
 
-MOVED = {"bf16": Moved(142.4, 12.3, 6.2, 32.9), "bf16-activations": Moved(102.4, 12.3, 6.2, 32.3)}
+MOVED = {"bf16": Moved(130.2, 6.3, 6.2, 32.9), "bf16-activations": Moved(88.5, 6.3, 6.2, 32.3)}
 """By precision, of the plain loss in a graph that is compiled whole, from the kernels that Inductor makes of GPT-2 124M
 (tests/benchmarks/records/kernels.json), without what the loss's gather reads only by Inductor's count."""
 
@@ -48,39 +46,42 @@ UPDATE = 40
 three of them written; clipping reads the gradient twice and writes it once."""
 
 
-def speed_rows(config: TrainConfig, card: str) -> list[tuple[str, str]]:
-    """The roofline of ``config`` on the GPU called ``card``, and the range of speeds to expect, for a table."""
+def speed_rows(config: TrainConfig, card: Card) -> list[tuple[str, str]]:
+    """The roofline of ``config`` on ``card``, and the range of speeds to expect, for a table."""
     try:
         most = reachable(config, card)
     except UserError as unknown:
         return [("", str(unknown))]
-    low, high = (share * most for share in SHARE)
     return [
-        ("roofline", f"{most:,.0f} tokens/s of one {card}, by the bytes and FLOPs of a step's kernels"),
-        (
-            "expected",
-            f"{low:,.0f} to {high:,.0f} tokens/s, {SHARE[0]:.0%} to {SHARE[1]:.0%} of it, as others reached",
-        ),
+        ("roofline", f"{most:,.0f} tokens/s by the bytes and FLOPs of a step's kernels at {card.source}"),
+        ("expected", f"{expected(most)} tokens/s: {SOURCE}"),
         ("", "predicted, not measured: 'python -m train.run' measures it"),
     ]
 
 
-def reachable(config: TrainConfig, card: str) -> float:
-    """Tokens/s of one GPU called ``card`` at the roofline of ``config``. Raises ``UserError`` where it is not known."""
+def expected(most: float) -> str:
+    """The range of speeds to expect where the roofline allows ``most`` tokens/s."""
+    low, high = (share * most for share in SHARE)
+    return f"{low:,.0f} to {high:,.0f}"
+
+
+def reachable(config: TrainConfig, card: Card) -> float:
+    """Tokens/s of one ``card`` at the roofline of ``config``. Raises ``UserError`` where it is not known."""
     if isinstance(config.model, CustomModel):
         raise UserError("the speed is predicted for the GPT-2 here only: its formulas know its kernels.")
-    peak, model = peak_flops(card, config.precision), config.model
+    rate, model = card.products(config.precision), config.model
     plain = config.loss == "plain" and config.loss_chunks == 1 and config.checkpointing == "none"
-    if not (peak and plain and config.precision in MOVED and config.compile in WHOLE_GRAPH):
+    plain = plain and config.attention != "manual"
+    if not (rate and plain and config.precision in MOVED and config.compile in WHOLE_GRAPH):
         raise UserError(
-            "the speed is predicted for --precision bf16 or bf16-activations, compiled whole, with --loss plain and "
-            "without --checkpointing."
+            "the speed is predicted for --precision bf16 or bf16-activations, compiled whole, with --loss plain, "
+            "without --checkpointing and --attention manual."
         )
     tokens = config.micro_batch * model.context_length
-    products = 6 * matmul_parameters(model) * tokens / (REACHED * peak)
-    attention = 6 * model.layers * model.context_length * model.width * tokens / (ATTENTION * peak)
+    products = 6 * matmul_parameters(model) * tokens / rate
+    attention = 6 * model.layers * model.context_length * model.width * tokens / (ATTENTION * rate)
     update = UPDATE * parameter_count(model) / config.accumulation
-    return tokens / (products + attention + (moved(config) + update) / (REACHED * BANDWIDTH[card]))
+    return tokens / (products + attention + (moved(config) + update) / card.bandwidth)
 
 
 def moved(config: TrainConfig) -> float:

@@ -9,6 +9,7 @@ import pytest
 from infra.errors import UserError
 from infra.hardware import CARDS
 from train.config import Precision, TrainConfig
+from train.estimate.card import planned
 from train.estimate.roofline import SHARE, moved, reachable
 from train.model_config import PRESETS
 from train.resolve import resolve
@@ -36,11 +37,11 @@ def test_published_speeds_are_in_the_range_that_is_expected() -> None:
     """Tokens/s of GPT-2 124M: 182,000 by the code of the lecture build-nanogpt, and 475,000 by llm.c in CUDA."""
     for card, published in (("A100", 182e3), ("H100", 475e3)):
         config = resolve(TrainConfig(device="cuda"), replace(CARDS[card], uncompilable=""))
-        low, high = (share * reachable(config, card) for share in SHARE)
+        low, high = (share * reachable(config, planned(card)) for share in SHARE)
         assert 0.9 * low < published < 1.1 * high
 
 
 def test_what_is_not_compiled_whole_is_not_predicted() -> None:
     config = resolve(TrainConfig(device="cuda", compile="off"), CARDS["A100"])
     with pytest.raises(UserError, match="compiled whole"):
-        reachable(config, "A100")
+        reachable(config, planned("A100"))
