@@ -173,7 +173,12 @@ def test_a_user_mistake_is_one_sentence_and_exit_code_two(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("a file")
-    for arguments, named in ((("nowhere",), "nowhere"), (("sample", "--out", "file/tokens"), "file/tokens")):
+    (tmp_path / "holes.gpt2.tiktoken").write_text("IQ== 1\n")
+    for arguments, named in (
+        (("nowhere",), "nowhere"),
+        (("sample", "--out", "file/tokens"), "file/tokens"),
+        (("sample", "--vocabulary", "holes.gpt2.tiktoken"), "holes.gpt2.tiktoken"),
+    ):
         monkeypatch.setattr(sys, "argv", ["pipeline.tokenize", *arguments])
         with pytest.raises(SystemExit) as leaving:
             run(main, TokenizeConfig, module="pipeline.tokenize")

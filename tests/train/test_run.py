@@ -18,7 +18,8 @@ from infra.errors import UserError
 from infra.storage import write_json
 from infra.storage_dir import StorageDir
 from infra.tracking.store import store_uri
-from pipeline.shards import read_manifest
+from pipeline.encoding import gpt2, tokenizer_json
+from pipeline.shards import VOCABULARY_FILE, read_manifest
 from train import run
 from train.checkpoint.progress import checkpoints_in
 from train.checkpoint.run_folder import RunFolder
@@ -155,6 +156,34 @@ def test_a_step_that_is_too_large_is_refused_with_both_numbers(
         assert command(monkeypatch, *vast, *source, "--global-batch", str(batch)) == 2
         said = " ".join(capfd.readouterr().err.split())
         assert all(number in said for number in numbers), said
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ("tiny,vocabulary=200,padded_vocabulary=256", "vocabulary=257"),
+        ("tiny,context_length=90000,vocabulary=257", "one window needs 90,001"),
+    ],
+)
+def test_data_that_do_not_fit_the_model_are_refused(
+    monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str], model: str, named: str
+) -> None:
+    flags = ["--data", str(small_shards), "--model", model, "--global-batch", "1", "--steps", "1", "--cycle", "1+1"]
+    assert command(monkeypatch, *flags, "--device", "cpu") == 2
+    said = " ".join(capfd.readouterr().err.split())
+    assert named in said
+    assert "Traceback" not in said
+
+
+def test_data_whose_vocabulary_is_another_than_their_manifests_are_refused(
+    monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(small_shards, "other")
+    Path("other", VOCABULARY_FILE).write_text(tokenizer_json(gpt2()))
+    assert command(monkeypatch, "--data", "other", "--steps", "1", *FLAGS) == 2
+    said = " ".join(capfd.readouterr().err.split())
+    assert VOCABULARY_FILE in said
+    assert "--overwrite" in said
 
 
 def test_the_first_signal_asks_and_the_second_leaves() -> None:

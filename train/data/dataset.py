@@ -4,14 +4,17 @@ There are two kinds: token shards, here, and a stream of books (:mod:`train.data
 is therefore created by the worker and passed to the loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
+
+import numpy as np
 
 from infra.errors import UserError
 from infra.storage_dir import StorageDir
 from pipeline.cache import on_this_machine
 from pipeline.shards import Manifest, TokenShards
 from train.config import TrainConfig
+from train.data.text import vocabulary_of_data
 from train.data.windows import OrderedWindows, Windows
 
 
@@ -66,9 +69,21 @@ class ShardData:
         self.validation = None
         if config.cycle.val:
             self.validation = Windows(shards.streams("val"), length, config.seed, split="val")
+        if vocabulary_of_data(config, self.manifest) is None:  # which would tell its ids
+            _refuse_larger_ids(config, [*self.windows.streams, *(self.validation.streams if self.validation else ())])
 
     def place(self, position: int) -> None:
         """Always None: the position is enough."""
 
     def go_to(self, place: dict[str, Any] | None) -> None:
         """Do nothing: every window can be read at any time."""
+
+
+def _refuse_larger_ids(config: TrainConfig, streams: Iterable[np.ndarray]) -> None:
+    """Raise ``UserError`` when a token of ``streams`` is none of the model's."""
+    largest, known = max(int(stream.max(initial=0)) for stream in streams), config.model.vocabulary
+    if largest >= known:
+        raise UserError(
+            f"{config.source} has the token id {largest:,} and --model has vocabulary={known:,}: give --model with "
+            f"vocabulary={largest + 1} or more."
+        )
