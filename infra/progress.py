@@ -58,15 +58,9 @@ _last = [float("-inf")]
 
 
 @contextmanager
-def doing(what: str, *, live: bool = True) -> Iterator[Doing]:
-    """Show that ``what`` is being done until the block ends, and for how long. Blocks may be nested, in one thread.
-
-    Without ``live`` a terminal is not told, which has a bar of its own.
-    """
+def doing(what: str) -> Iterator[Doing]:
+    """Show that ``what`` is being done until the block ends, and for how long. Blocks may be nested, in one thread."""
     task = Doing(what)
-    if console.is_interactive and not live:
-        yield task
-        return
     _doing.append(task)
     try:
         with nullcontext() if len(_doing) > 1 else _shown():

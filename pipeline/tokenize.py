@@ -12,8 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, nullcontext
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 from infra import command, provenance
 from infra.cluster import connected
 from infra.console import console
@@ -22,6 +20,7 @@ from infra.machines import ask_others, losses_reported, refuse_unshared
 from infra.progress import doing
 from infra.storage_dir import StorageDir, WorkingCopy
 from infra.tracking.names import changed, shown
+from infra.units import format_duration
 from pipeline.config import TokenizeConfig
 from pipeline.job import output, processes, ray_data, report
 from pipeline.job.carried import embed_local_files
@@ -146,27 +145,23 @@ def _open_run(job: Job) -> "Tracker":
 
 
 def _work(job: Job, todo: list[Piece], progress: report.JobStats, opening: "Future[Tracker]", *, on_ray: bool) -> None:
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("pieces, {task.fields[rate]}"),
-        TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
     config, total, run = job.config, len(job.pieces), uuid.uuid4().hex
     if on_ray:
         workers = config.workers if config.cluster else config.parallelism
         summaries = ray_data.do_pieces(todo, job.place, run, workers=workers, ours=not config.cluster)
     else:
         summaries = processes.do_pieces(todo, job.place, run, workers=config.parallelism)
-    with doing("tokenizing", live=False) as told, Progress(*columns, console=console) as bar:
-        task = bar.add_task("tokenizing", total=total, completed=total - len(todo), rate="starting")
+    with doing("tokenizing") as told:
         start = time.perf_counter()
         watched = losses_reported("the others do its pieces") if config.cluster else nullcontext()
         try:
             with watched, closing(summaries):
-                for summary in summaries:
+                for number, summary in enumerate(summaries, 1):
                     progress.add(summary)
-                    rate = f"{progress.bytes / 1e6 / (time.perf_counter() - start):,.0f} MB/s"
-                    bar.update(task, advance=1, rate=rate)
-                    told.now("tokenizing", f"{bar.tasks[task].completed:,.0f} of {total:,} pieces | {rate}")
+                    taken = time.perf_counter() - start
+                    left = format_duration(round(taken / number * (len(todo) - number)))
+                    done = f"{total - len(todo) + number:,} of {total:,} pieces"
+                    told.now("tokenizing", f"{done} | {progress.bytes / 1e6 / taken:,.0f} MB/s | {left} left")
                     if opening.done():
                         opening.result()  # a store that cannot be used ends the work now
         finally:

@@ -77,13 +77,10 @@ def test_a_pipe_gets_a_line_after_seconds_and_then_seldom(
 def test_a_pipe_is_not_told_of_what_has_only_begun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """However long this machine takes: its beginning is put into the future, then into the past.
-
-    Not ``live``, because a pipe has no bar that would tell it instead.
-    """
+    """However long this machine takes: its beginning is put into the future, then into the past."""
     monkeypatch.setattr(progress, "FIRST_SECONDS", 0.2)
     monkeypatch.setattr(progress, "_last", [float("-inf")])
-    with doing("starting Ray", live=False) as shown:
+    with doing("starting Ray") as shown:
         shown._since = time.monotonic() + 3600
         time.sleep(0.3)
         assert capsys.readouterr().err == ""
