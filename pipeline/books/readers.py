@@ -10,11 +10,10 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -174,7 +173,7 @@ class _Unpacked(io.RawIOBase):
         return len(data)
 
 
-def _unless_too_large(stream: BinaryIO, most: int) -> bytes | None:
+def _unless_too_large(stream: IO[bytes], most: int) -> bytes | None:
     """All of what is compressed, whose size is not known before; None, and no more is decompressed, above ``most``."""
     data = bytearray()
     while len(data) <= most:
@@ -192,7 +191,7 @@ def _book(place: str, source: str, data: bytes | None) -> RawBook | Dropped:
 
 
 def _documents(
-    stream: BinaryIO, separator: bytes, start: int, stop: int | None, most: int
+    stream: IO[bytes], separator: bytes, start: int, stop: int | None, most: int
 ) -> Iterator[tuple[int, bytes | None]]:
     """Offset and bytes of each document that begins in the range; the last may extend beyond it.
 
@@ -344,8 +343,12 @@ def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[Ra
         place = f"{part.file.id}/{info.filename}"
         if names[info.filename] > 1:  # an archive that was appended to may contain a name twice
             place += f"#{info.header_offset}"
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            # Of others zipfile decompresses at once all that it has read: 4 KiB can be 5 GB of bzip2's.
+            yield Dropped(place, "unreadable", "it is neither stored nor deflated: pack it anew")
+            continue
         try:
-            with _member(archive, info) as stream:
+            with archive.open(info) as stream:
                 if separator:
                     documents = _documents(stream, separator.encode(), 0, None, BOOK)
                     yield from _separated(place, part.file.id, documents)
@@ -357,33 +360,6 @@ def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[Ra
             if isinstance(damage, OSError) and damage.errno is not None:
                 raise
             yield Dropped(place, "unreadable", f"damaged: {str(damage) or type(damage).__name__}")
-
-
-def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> BinaryIO:
-    """A member as a stream that decompresses little more than is read of it, whatever size the archive gives.
-
-    zipfile does so for what is deflated. Of other compressions it decompresses at once all that it has read of the
-    archive, at least 4 KiB, which can be 5 GB of bzip2's and 29 MB of LZMA's.
-    """
-    if info.compress_type == zipfile.ZIP_BZIP2:
-        packed = copy(info)
-        packed.compress_type, packed.file_size = zipfile.ZIP_STORED, info.compress_size
-        del packed.CRC  # of the text; bzip2 has checksums of its own
-        return bz2.BZ2File(archive.open(packed))  # type: ignore[return-value]
-    stream: Any = archive.open(info)
-    return _Sips(stream) if info.compress_type == zipfile.ZIP_LZMA else stream  # type: ignore[return-value]
-
-
-class _Sips(io.BufferedIOBase):
-    """A stream of which at most 4 KiB are read at a time."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self.stream = stream
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        return self.stream.read(4096)
-
-    read1 = read
 
 
 def _sample(opened: BinaryIO) -> Iterator[RawBook]:
