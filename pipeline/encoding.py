@@ -151,33 +151,43 @@ class Vocabulary:
     def __init__(self, content: bytes, name: str) -> None:
         self.content = content
         self.sha256 = hashlib.sha256(content).hexdigest()
+        self.name = name
+        self.pattern: str | None = "gpt2"
+        """The name of a rank file's pattern; None for a ``tokenizer.json``."""
+        self._ranks = content
+        if self.is_gpt2:  # whose hash vouches for its tokens, which take 60 ms that most commands need not wait for
+            return
         try:
-            values = {"pattern": "gpt2", "ranks": content.decode()} if self.is_gpt2 else json.loads(content)
-            self.pattern: str | None = values.get("pattern")
-            """The name of a rank file's pattern; None for a ``tokenizer.json``."""
+            self._values = json.loads(content)
+            self.pattern = self._values.get("pattern")
             if self.pattern:
-                self._ranks = values["ranks"].encode()
-                self.tokens = _tokens_of_ranks(self._ranks)
-                self.end_of_text = len(self.tokens) - 1
-            else:
-                self._json = _without_special_tokens(values)
-                self.tokens, self.end_of_text = _tokens_of_json(values)
+                self._ranks = self._values["ranks"].encode()
+            _ = self.tokens
         except (KeyError, TypeError, ValueError, AttributeError) as fault:
             raise UserError(
                 f"{name} is not the vocabulary of a byte-level BPE ({first_line(fault).rstrip('.')}): give a .tiktoken "
                 "file with all ranks, or a tokenizer.json as 'python -m pipeline.vocabulary' writes it."
             ) from fault
-        self.name = name
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self._ranks.splitlines()) + 1 if self.pattern else len(self.tokens)
+
+    @cached_property
+    def tokens(self) -> list[bytes]:
+        """The tokens by id, also that of the end of text."""
+        return _tokens_of_ranks(self._ranks) if self.pattern else _tokens_of_json(self._values)
+
+    @cached_property
+    def end_of_text(self) -> int:
+        """The id of the token that ends a text."""
+        return len(self) - 1 if self.pattern else _end_of_json(self._values)
 
     @property
     def is_gpt2(self) -> bool:
         """Whether it is GPT-2's, which every installation has."""
         return self.sha256 == VOCABULARY_SHA256
 
-    @property
+    @cached_property
     def dtype(self) -> type[np.unsignedinteger]:
         """The smallest type of shards that holds every id."""
         return np.uint16 if len(self) <= 1 << 16 else np.uint32
@@ -210,7 +220,7 @@ class Vocabulary:
     def _tokenizers(self) -> Any:
         from tokenizers import Tokenizer  # which takes 0.1 s, and GPT-2's vocabulary does without
 
-        return Tokenizer.from_str(self._json)
+        return Tokenizer.from_str(_without_special_tokens(self._values))
 
     def reference(self, text: str) -> np.ndarray:
         """The ids of ``text`` by the library that the vocabulary is written for, uint32."""
@@ -230,7 +240,7 @@ class Vocabulary:
 
     def _gigatoken(self) -> gigatoken.Tokenizer:
         if not self.pattern:
-            return gigatoken.Tokenizer.from_json(self._json)
+            return gigatoken.Tokenizer.from_json(_without_special_tokens(self._values))
         with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:  # it reads ranks from a file alone
             file.write(self._ranks)
             file.flush()
@@ -367,8 +377,8 @@ def _tokens_of_ranks(ranks: bytes) -> list[bytes]:
     return [*_complete(found), END.encode()]
 
 
-def _tokens_of_json(values: dict[str, Any]) -> tuple[list[bytes], int]:
-    """The tokens of a ``tokenizer.json`` by id, and the id of the end of text. Raises ``ValueError`` for holes."""
+def _tokens_of_json(values: dict[str, Any]) -> list[bytes]:
+    """The tokens of a ``tokenizer.json`` by id. Raises ``ValueError`` for holes, and where none ends a text."""
     model, splits = values["model"], values["pre_tokenizer"] or {}
     *before, last = splits.get("pretokenizers", [splits])
     if model["type"] != "BPE" or last.get("type") != "ByteLevel":
@@ -384,10 +394,17 @@ def _tokens_of_json(values: dict[str, Any]) -> tuple[list[bytes], int]:
         for token, number in model["vocab"].items()
         if number not in special
     }
-    ends = [number for name in _ENDS for number, token in special.items() if token == name.encode()]
-    if not ends:
-        raise ValueError(f"none of its added tokens is one of {' '.join(_ENDS)}, which ends a text")
-    return _complete(found, special), ends[0]
+    _end_of_json(values)
+    return _complete(found, special)
+
+
+def _end_of_json(values: dict[str, Any]) -> int:
+    """The id of the end of text in a ``tokenizer.json``. Raises ``ValueError`` where it has none."""
+    known = {token["content"]: token["id"] for token in values["added_tokens"]}
+    for name in _ENDS:
+        if name in known:
+            return known[name]
+    raise ValueError(f"none of its added tokens is one of {' '.join(_ENDS)}, which ends a text")
 
 
 def _complete(found: dict[int, bytes], special: dict[int, bytes] | None = None) -> list[bytes]:
