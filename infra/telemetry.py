@@ -187,26 +187,17 @@ def extremes(seen: dict[str, float], reading: GpuReading) -> dict[str, float]:
 
 
 class Energy:
-    """The energy of a GPU over time: by NVML's counter, or the integral of its power on boards that have none."""
+    """The energy of a GPU over time, by NVML's counter, which all boards since Volta have."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
         self._joules: list[float] = []
         self._latest: tuple[float, float] | None = None
-        self._sum = 0.0
-        self._before: tuple[float, float] | None = None
 
     def add(self, now: float, reading: GpuReading) -> None:
         """Take a reading; the first one is kept."""
-        joules = reading.joules
-        if joules is None and reading.watts is not None:
-            if self._before is not None:
-                before, watts = self._before
-                self._sum += (now - before) * (watts + reading.watts) / 2
-            self._before = now, reading.watts
-            joules = self._sum
-        if joules is not None:
-            self._latest = now, joules
+        if reading.joules is not None:
+            self._latest = now, reading.joules
             if not self._times:
                 self.keep()
 

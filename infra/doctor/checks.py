@@ -16,16 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infra.gpu import GpuState, read_gpu
 from infra.hardware import device_facts, peak_flops
+from infra.telemetry import THROTTLED
 from infra.units import GB
 
-THROTTLE_REASONS = {
-    0x4: "power cap",
-    0x8: "hardware slowdown",
-    0x20: "heat",
-    0x40: "heat (hardware)",
-    0x80: "power brake",
-}
-"""NVML's bits for clocks that are lowered involuntarily (nvml.h, nvmlClocksThrottleReasons)."""
 SPARE = 20 * 10**9
 """Free disk space below which checkpoints and traces are in danger."""
 
@@ -122,7 +115,7 @@ def gpu(state: GpuState | None, name: str) -> list[Check]:
         found.append(Check("SM clock now", f"{state.sm_clock} MHz at {state.temperature} °C"))
     if state.ecc is not None:
         found.append(Check("ECC", "on" if state.ecc else "off"))
-    reasons = [text for bit, text in THROTTLE_REASONS.items() if (state.throttle_reasons or 0) & bit]
+    reasons = [cause for cause, bits in THROTTLED.items() if (state.throttle_reasons or 0) & bits]
     fix = "improve cooling or raise the limit (nvidia-smi -pl): otherwise the speeds are those of a throttled card"
     return [*found, Check("throttling", ", ".join(reasons) or "none", fix if reasons else "")]
 
