@@ -181,7 +181,7 @@ class LadderConfig(ExperimentConfig):
     """Books, as any source of pipeline.tokenize.
     A last rung, called streaming, trains straight from them instead of from --data."""
     compare: str | None = None
-    """Compare with this ladder, by name or folder; or with the published figures that the suite a100 repeats: study."""
+    """Compare with this ladder, by name or folder; or with what the suite (a100, loop or memory) repeats: study."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.time_budget is not None:

@@ -79,8 +79,8 @@ def introduce(ladder: Ladder, before: dict[str, Any] | str | None) -> None:
     Raises ``UserError`` where ``before``, what the ladder is to be compared with, is of another suite.
     """
     suite = ladder.suite
-    if before == study.NAME and suite.name != "a100":
-        raise UserError(f"--compare study is of the suite a100, not of {suite.name}: give --suite a100.")
+    if before == study.NAME and suite.name not in (known := ("a100", *study.EFFECTS)):
+        raise UserError(f"--compare study is of the suites {', '.join(known)}, not of {suite.name}: give one of them.")
     if before == study.NAME and ladder.start.model.described:
         raise UserError("--compare study is of GPT-2: leave it out, or --model.")
     heading = f"[bold]{escape(suite.name)}[/bold]: {escape(suite.title)}; {len(suite.rungs)} rungs in"
@@ -100,6 +100,8 @@ def introduce(ladder: Ladder, before: dict[str, Any] | str | None) -> None:
         else:
             console.print(f"{rung.name}: not run, {rung.reason}.", markup=False)
     Part("", ("rung", "batch", "predicted GB"), lines).show()
-    if before == study.NAME:
+    if before == study.NAME and suite.name in study.EFFECTS:
+        Report([], [study.effects(suite.name, []), study.SAID[suite.name]]).show()
+    elif before == study.NAME:
         Report([], [study.memory({}), study.MEMORY]).show()
     console.print("nothing was run")

@@ -44,7 +44,7 @@ def publish(
     write_json(folder / "best.json", best_json(*fastest))
     pieces = [closing(suite, found), listed(legend(suite, found, speeds)), *parts(suite, found)]
     if before == study.NAME:
-        compared, said = study.compare(found)
+        compared, said = study.compare(suite.name, found)
         pieces += [*compared, *said]
     elif isinstance(before, dict):
         pieces.append(comparison(before, kept))

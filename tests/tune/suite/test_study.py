@@ -10,8 +10,20 @@ from train.config import TrainConfig
 from tune.compare import Difference
 from tune.space import Candidate
 from tune.suite.runs import Measured
-from tune.suite.study import A100_MATMUL, GIB, STUDY, compare, kinds, memory, studied, textbook, verdict
-from tune.suite.suites import A100, apply
+from tune.suite.study import (
+    A100_MATMUL,
+    EFFECTS,
+    GIB,
+    STUDY,
+    compare,
+    effects,
+    kinds,
+    memory,
+    studied,
+    textbook,
+    verdict,
+)
+from tune.suite.suites import A100, LOOP, MEMORY, apply
 from tune.trial.row import TrialRow
 
 ROOT = Path(__file__).parents[3]
@@ -44,7 +56,7 @@ def test_the_studys_rungs_are_those_of_the_suite() -> None:
 
 
 def test_the_study_agrees_with_itself() -> None:
-    (memory, speed), said = compare([row(name) for name in STUDY])
+    (memory, speed), said = compare("a100", [row(name) for name in STUDY])
     assert memory.lines[0] == ("baseline", "28", "37.0", "37.0", "22.3", "37.0", "28")
     assert memory.lines[5] == ("compile, same batch", "32", "25.4", "26.9", "16.0", "-", "-")
     assert memory.lines[6] == ("compile", "48", "37.4", "37.2", "22.7", "37.4", "48")
@@ -58,7 +70,7 @@ def test_the_first_rung_that_is_too_slow_for_the_card_is_named() -> None:
     """A card that multiplies 2.9 times as fast should train 2.9 times as fast; faster than the study is not enough."""
     slow = {"compile": 0.8, "flash attention": 0.5}
     rows = [row(name, card=2.9, faster=slow.get(name, 1.0)) for name in STUDY]
-    _, speed = compare(rows)[0]
+    _, speed = compare("a100", rows)[0]
     assert [line[-1] for line in speed.lines][3:7] == ["100%", "80%", "50%", "100%"]
     assert "first at 'compile', with 80%" in verdict(rows)
     assert "786 TFLOP/s" in verdict(rows)
@@ -70,7 +82,7 @@ def test_what_was_not_measured_is_left_open() -> None:
     rows = [row("baseline"), replace(row("compile"), matmul_rate=None), Measured("flash attention", "oom")]
     assert rows[1].row is not None
     rows.insert(1, replace(rows[1], name="compile, same batch", row=replace(rows[1].row, memory=20 * GIB)))
-    (memory, speed), _ = compare(rows)
+    (memory, speed), _ = compare("a100", rows)
     assert [line[5:] for line in memory.lines[4:9]] == [
         ("-", "-"), ("20.0", "48"), ("37.4", "48"), ("-", "-"), ("-", "-"),
     ]  # fmt: skip
@@ -83,10 +95,27 @@ def test_what_was_not_measured_is_left_open() -> None:
 def test_a_rung_that_lacks_what_came_before_it_has_no_expected_speed() -> None:
     """Such as compile in TF32, where fp16 could not be run: its matrix products are not those of the study."""
     slow = row("compile", faster=0.5, config=replace(CONFIGS["compile"], precision="tf32"))
-    (_, speed), said = compare([slow if name == "compile" else row(name) for name in STUDY])
+    (_, speed), said = compare("a100", [slow if name == "compile" else row(name) for name in STUDY])
     assert [line[-1] for line in speed.lines][3:6] == ["100%", "-", "100%"]
     assert "compile (precision tf32, not fp16)" in said[2]
     assert "at no rung" in said[3]
+
+
+def test_the_other_studies_figures_stand_beside_those_measured_here() -> None:
+    assert {rung.name for rung in LOOP.rungs} >= EFFECTS["loop"].keys()
+    assert {rung.name for rung in MEMORY.rungs} >= EFFECTS["memory"].keys()
+    base, half = row("baseline"), row("baseline")
+    assert half.row is not None
+    half = replace(half, name="checkpointing", row=replace(half.row, memory=round(18.5 * GIB)))
+    half = replace(half, total=Difference(0.8, 0.7, 0.9))
+    (table,), said = compare("loop", [base, half])
+    assert table.lines == [
+        ("accumulation", "0.44x / -", "- / -"), ("checkpointing", "0.50x / 0.50x", "1.25x / 1.25x"),
+        ("asynchronous copies", "- / -", "0.75x / -"), ("compile", "- / -", "0.50x / -"),
+        ("max-autotune", "- / -", "0.30x / -"),
+    ]  # fmt: skip
+    assert said
+    assert effects("memory", []).lines == [("all together", "0.33x / -", "1.00x / -")]
 
 
 def test_a_textbooks_loop_needs_what_the_study_says() -> None:
