@@ -64,12 +64,6 @@ _COLUMNS = pa.schema(
 )
 
 
-def tokens_field(dtype: Any) -> pa.Field:
-    """The column of token streams, of ids of this type of numpy."""
-    item = pa.field("item", pa.from_numpy_dtype(dtype), nullable=False)
-    return pa.field("tokens", pa.large_list(item), nullable=False)
-
-
 @dataclass(frozen=True)
 class ShardRow:
     """One book in a shard. ``tokens`` is uint16 or uint32 and ends with the end of text; ``sha256`` is of the cleaned
@@ -192,7 +186,8 @@ def write_shard(where: StorageDir | Path, path: str, split: Split, rows: list[Sh
     lengths = np.fromiter((len(row.tokens) for row in rows), dtype=np.int64, count=len(rows))
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
     tokens = np.concatenate([row.tokens for row in rows]) if rows else np.zeros(0, dtype=np.uint16)
-    field = tokens_field(tokens.dtype)
+    item = pa.field("item", pa.from_numpy_dtype(tokens.dtype), nullable=False)
+    field = pa.field("tokens", pa.large_list(item), nullable=False)
     streams = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(tokens), type=field.type)
     columns = [pa.array([getattr(row, column.name) for row in rows], type=column.type) for column in _COLUMNS]
     schema = _COLUMNS.append(field)

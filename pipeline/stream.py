@@ -8,15 +8,12 @@ without a quarantine file: both need shards.
 import hashlib
 import json
 import math
-import pickle
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import xxhash
 
 from infra.errors import UserError
@@ -26,10 +23,11 @@ from pipeline.books.readers import Dropped, Part, RawBook
 from pipeline.books.sources import Inventory, find
 from pipeline.config import SAMPLE, Reading, TokenizeConfig
 from pipeline.encoding import read_vocabulary
+from pipeline.job.executor import answers
 from pipeline.job.plan import Piece, is_one_book, make_plan, position_of, split_of
 from pipeline.job.report import Stopwatch
 from pipeline.job.task import read, tokenize
-from pipeline.shards import Split, tokens_field
+from pipeline.shards import Split
 
 PIECE = 4_000_000
 """Bytes of text per task: few, so that the first tokens arrive soon."""
@@ -45,11 +43,6 @@ SEARCHED = 64_000_000
 """Most bytes of text read to find the books held out for validation."""
 BYTES_PER_TOKEN = 4
 """An estimate, until books have been read."""
-
-_SCHEMA = pa.schema(
-    {"piece": pa.int64(), "source": pa.string(), "book": pa.string(), "chars": pa.int64(), "dropped": pa.string(),
-     "why": pa.string(), "node": pa.string(), "mistake": pa.string()}
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -164,25 +157,10 @@ def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
     import ray.data
     import ray.exceptions
 
-    from pipeline.job.executor import executed
-
-    context = ray.data.DataContext.get_current()
-    context.execution_options.preserve_order = True
-    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(
-        object_store_memory=AHEAD
-    )
-    context.op_resource_reservation_enabled = False
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    items = [{"piece": pickle.dumps(piece)} for piece in pieces]
-    books = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
-        _task, batch_size=1, num_cpus=1, max_retries=DEATHS
-    )
+    options = ray.data.DataContext.get_current().execution_options
+    options.resource_limits = options.resource_limits.copy(object_store_memory=AHEAD)
     try:
-        tables = books.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=2)
-        with executed(tables) as arriving:
-            for table in arriving:
-                yield from _rows(table)
+        yield from answers(_training_books, pieces, ordered=True, max_retries=DEATHS)
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as death:
         raise UserError(
             f"a book of --stream killed the process that read it {DEATHS + 1} times: 'python -m pipeline.tokenize' "
@@ -190,34 +168,5 @@ def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:
         ) from death
 
 
-def _task(batch: Any) -> Iterator[pa.Table]:
-    piece: Piece = pickle.loads(batch["piece"][0])  # noqa: S301 our own bytes
-    nothing = np.zeros(0, np.uint16)
-    try:
-        for book in encoded_books(piece, "train"):
-            nothing = book.tokens[:0]
-            yield _table(book)
-    except UserError as mistake:  # as a row, because Ray Data wraps what a task raises
-        yield _table(EncodedBook(piece.index, "", "", 0, nothing), str(mistake))
-
-
-def _table(book: EncodedBook, mistake: str | None = None) -> pa.Table:
-    """One row; the tokens are not copied."""
-    offsets = pa.array([0, len(book.tokens)], pa.int64())
-    field = tokens_field(book.tokens.dtype)
-    tokens = pa.LargeListArray.from_arrays(offsets, pa.array(book.tokens), type=field.type)
-    values = [book.piece, book.source, book.book, book.chars, book.dropped, book.why, socket.gethostname(), mistake]
-    columns = [pa.array([value], type=field.type) for value, field in zip(values, _SCHEMA, strict=True)]
-    return pa.table([*columns, tokens], schema=_SCHEMA.append(field))
-
-
-def _rows(table: pa.Table) -> Iterator[EncodedBook]:
-    for batch in table.to_batches():
-        tokens = batch.column("tokens")
-        values, offsets = tokens.values.to_numpy(), tokens.offsets.to_numpy()
-        names = batch.drop_columns(["tokens"]).to_pylist()
-        for row, about in enumerate(names):
-            mistake = about.pop("mistake")
-            if mistake:
-                raise UserError(mistake)
-            yield EncodedBook(tokens=values[offsets[row] : offsets[row + 1]], **about)
+def _training_books(piece: Piece) -> Iterator[EncodedBook]:
+    return (replace(book, node=socket.gethostname()) for book in encoded_books(piece, "train"))

@@ -4,14 +4,13 @@ A task reads its own files and writes its own shards, because Ray's readers cost
 writers use random names. Ray is imported in the functions: planning and dry runs do without it.
 """
 
-import logging
-import pickle
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from infra.command import collect_rarely
-from infra.errors import UserError
 from infra.storage_dir import StorageDir
+from pipeline.job.executor import answers
 from pipeline.job.plan import Piece
 from pipeline.job.task import do_piece
 
@@ -38,44 +37,23 @@ def do_pieces(
     """
     import ray.data
 
-    from pipeline.job.executor import executed
+    # It would stop all but one worker over a queue of 200 bytes.
+    ray.data.DataContext.get_current().downstream_capacity_backpressure_ratio = None
+    groups = grouped(pieces, workers)
+    limit = workers and min(len(groups), IN_FLIGHT * workers if ours else workers)
+    at_a_time = ray.data.TaskPoolStrategy(size=limit)
+    return answers(partial(_done, place, run), groups, ordered=False, compute=at_a_time)
 
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    context = ray.data.DataContext.get_current()
-    context.execution_options.preserve_order = False
-    context.op_resource_reservation_enabled = False  # would reserve more than two CPUs have
-    context.downstream_capacity_backpressure_ratio = None  # would stop all but one worker over a queue of 200 bytes
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    items = [{"pieces": pickle.dumps(group), "place": place.address, "run": run} for group in grouped(pieces, workers)]
-    limit = workers and min(len(items), IN_FLIGHT * workers if ours else workers)
-    work = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
-        _task, batch_size=1, compute=ray.data.TaskPoolStrategy(size=limit), num_cpus=1
-    )
-    with executed(work.iter_rows()) as rows:
-        for row in rows:
-            summary = pickle.loads(row["summary"])  # noqa: S301 our own bytes
-            if isinstance(summary, Exception):
-                raise summary
-            yield summary
+
+def _done(place: StorageDir, run: str, pieces: Sequence[Piece]) -> Iterator[dict[str, Any]]:
+    for piece in pieces:
+        yield do_piece(piece, place, run)
 
 
 def grouped(pieces: Sequence[Piece], workers: int | None) -> list[Sequence[Piece]]:
     """``pieces`` by the task that does them: enough tasks for all workers, and no more of them than that."""
     size = min(MOST, max(1, len(pieces) // (TASKS * (workers or SLOTS))))
     return [pieces[first : first + size] for first in range(0, len(pieces), size)]
-
-
-def _task(batch: Any) -> dict[str, list[bytes]]:
-    pieces: list[Piece] = pickle.loads(batch["pieces"][0])  # noqa: S301 our own bytes
-    place, run = StorageDir(str(batch["place"][0])), str(batch["run"][0])
-    done: list[Any] = []
-    try:
-        for piece in pieces:
-            done.append(do_piece(piece, place, run))
-    except UserError as expected:  # as a value, because Ray Data wraps exceptions of tasks
-        done.append(expected)
-    return {"summary": [pickle.dumps(summary) for summary in done]}
 
 
 def warm_up(workers: int) -> None:

@@ -19,7 +19,7 @@ from pipeline.config import Reading, TokenizeConfig
 from pipeline.encoding import PATTERNS, Vocabulary, gpt2, read_vocabulary, tokenizer_json, vocabulary_at
 from pipeline.inspect import passages
 from pipeline.shards import VOCABULARY_FILE, TokenShards, read_manifest
-from pipeline.stream import Stream, _rows, _table
+from pipeline.stream import Stream
 from pipeline.vocabulary import VocabularyConfig
 
 LLAMA = (
@@ -156,9 +156,8 @@ def test_more_than_65_536_ids_take_four_bytes_from_book_to_batch(
     streamed = {book.book: book for book in stream.held_out(10**9)}
     assert streamed
     for book in streamed.values():
-        (sent,) = _rows(_table(book))
-        assert sent.tokens.dtype == np.uint32
-        assert sent.tokens.tolist() == read[book.book].tolist()
+        assert book.tokens.dtype == np.uint32
+        assert book.tokens.tolist() == read[book.book].tolist()
 
 
 def test_a_data_set_carries_its_vocabulary_and_refuses_another(
