@@ -47,7 +47,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     [
         (["--suite", "lop"], "loop"), (["--steps", "3"], "8 or more"),
         (["--steps", "10", "--time-budget", "5m"], "--time-budget"), (["--data", "nowhere"], "pipeline.tokenize"),
-        (["--compare", "nothing"], "no finished ladder"), (["--compare", "study", "--suite", "loop"], "--suite a100"),
+        (["--compare", "nothing"], "no finished ladder"), (["--compare", "study", "--suite", "aa"], "a100, loop"),
         (["--suite", "precision"], "give --steps"), (["--seeds", "2", "--steps", "8", "--cycle", "8+0"], "--cycle"),
         (["--rungs", "streaming"], "--stream"), (["--stream", "no-books"], "no-books"), (["--seeds", "0"], "--seeds 0"),
         (["--best", "nothing.json"], "--best nothing.json"),
