@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE, DEPENDENCIES = (ROOT / "infra/SECURITY.md").read_text(encoding="utf-8").split("## Dependencies")
 
-OURS = {"pipeline/job/ray_data.py", "pipeline/job/processes.py", "pipeline/job/worker.py", "pipeline/stream.py"}
+OURS = {"pipeline/job/executor.py", "pipeline/job/processes.py", "pipeline/job/worker.py"}
 """Unpickle what another process of the same command has sent, through Ray or a pipe."""
 
 UNPICKLE = {"load", "loads", "Unpickler"}

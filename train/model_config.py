@@ -180,7 +180,11 @@ def _read(value: Any) -> Any:
     """A model in a file: text as on the command line, or an object of all its fields."""
     if isinstance(value, dict):
         return from_json(CustomModel if "callable" in value else ModelConfig, value, "model")
-    return parse_model(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return parse_model(value)
+    if value is None:
+        return None
+    raise ValueError(f"model is {value!r}; it should be a text as of --model, or an object of its fields.")
 
 
 AnyModel = ModelConfig | CustomModel

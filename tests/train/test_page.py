@@ -51,8 +51,8 @@ def result(make_result: Callable[..., RunResult]) -> RunResult:
     """With every number that a result can have."""
     return make_result(
         device="NVIDIA H100", memory=Memory(10**9, 2 * 10**9, 4 * 10**9, "nvml", 1), mfu=0.4, hfu=0.5,
-        matmul_utilisation=0.6,
-        val_bits_per_character=1.25, joules_per_million_tokens=1754.0,
+        predicted_memory=5 * 10**9, matmul_utilisation=0.6, val_bits_per_character=1.25,
+        joules_per_million_tokens=1754.0,
     )  # fmt: skip
 
 
