@@ -47,7 +47,7 @@ def run(
         sys.stdout.reconfigure(errors="replace")
     collect_rarely()
     atexit.register(gc.freeze)  # otherwise the last collection, of objects that are about to go anyway, takes 0.7 s
-    _repeat_lost_interrupts()
+    _interrupt_where_it_is_safe()
     interrupt_on_termination()
     try:
         with _leaving_in_time():
@@ -115,22 +115,35 @@ def uninterrupted() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
-def _repeat_lost_interrupts() -> None:
-    """Send a Ctrl-C again that arrived while Python was in a finalizer or in a weak reference's callback.
+def _interrupt_where_it_is_safe() -> None:
+    """Let a Ctrl-C interrupt a moment later where Python would lose it, or would block other threads for ever by it.
 
-    Exceptions do not propagate from those: Python prints them and continues. One Ctrl-C in ten was lost that way while
-    Ray was being imported.
+    The import system's own code leaves the import lock taken when it is interrupted, for which each thread that imports
+    something then waits. And out of a finalizer or a weak reference's callback no exception propagates: Python prints
+    it and continues. One Ctrl-C in ten met either while Ray was being imported.
     """
+
+    def later() -> None:
+        main = threading.main_thread().ident
+        threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT)).start()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if frame and frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            later()
+        else:
+            signal.default_int_handler(number, frame)
+
     report = sys.unraisablehook
 
     def repeat(lost: Any) -> None:
-        if issubclass(lost.exc_type, KeyboardInterrupt):  # a moment later, when this hook has been left
-            main = threading.main_thread().ident
-            threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT)).start()
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            later()
         else:
             report(lost)
 
     sys.unraisablehook = repeat
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where interrupts are ignored
+        signal.signal(signal.SIGINT, interrupt)
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from infra.command import uninterrupted
 from infra.console import _Console
 
 SCRIPT = """
-import signal, sys, time, weakref
+import importlib, signal, sys, threading, time, weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from rich.markdown import Markdown
@@ -75,6 +76,25 @@ def main(options):
         reference = weakref.ref(options_of_before, lambda _: signal.raise_signal(signal.SIGINT))
         del options_of_before
         time.sleep(10)
+    if options.do == "interrupt imports":
+        def import_for_ever(*names, imported):
+            while True:
+                for name in names:
+                    sys.modules.pop(name, None)
+                    importlib.import_module(name)
+                imported.append(time.monotonic())
+
+        others = []
+        there = {"imported": others}
+        threading.Thread(target=import_for_ever, args=("nturl2path", "csv"), kwargs=there, daemon=True).start()
+        for _ in range(25):
+            threading.Timer(0.01, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+            with suppress(KeyboardInterrupt):
+                import_for_ever("colorsys", "sched", imported=[])
+            interrupted = time.monotonic()
+            while others[-1] < interrupted:
+                assert time.monotonic() < interrupted + 10
+                time.sleep(0.001)
     return 0
 
 if "left alone" not in sys.argv:  # as nohup has it, under which the tests may run
@@ -132,6 +152,10 @@ def test_an_interrupt_in_a_finalizer_is_not_lost() -> None:
     done = run("--do", "interrupt in a callback")
     assert done.returncode == 130
     assert done.stderr.splitlines() == ["Interrupted. Finished work is kept; run the same command again to continue."]
+
+
+def test_an_interrupted_import_does_not_block_those_of_other_threads() -> None:
+    assert run("--do", "interrupt imports").returncode == 0
 
 
 def test_a_command_that_is_stuck_still_ends() -> None:
