@@ -88,8 +88,8 @@ def main(options):
         there = {"imported": others}
         threading.Thread(target=import_for_ever, args=("nturl2path", "csv"), kwargs=there, daemon=True).start()
         for _ in range(25):
-            threading.Timer(0.01, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
             with suppress(KeyboardInterrupt):
+                threading.Timer(0.01, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
                 import_for_ever("colorsys", "sched", imported=[])
             interrupted = time.monotonic()
             while others[-1] < interrupted:
