@@ -106,9 +106,10 @@ bench-memory-cuda: $(CUDA_VENV)/installed
 bench-scale: install
 	$(BIN)/python -P tests/benchmarks/scale.py --record $(RECORDS)/scale.json
 
-# What --compare study shows of a textbook's loop.
+# What --compare study shows of a textbook's loop, and the README's picture of it.
 record-textbook: $(CUDA_VENV)/installed
 	$(CUDA_VENV)/bin/python tests/cuda/textbook.py tune/suite/textbook.json
+	$(CUDA_VENV)/bin/python -P tests/benchmarks/study_picture.py tune/pictures/study.svg
 
 campaign-pipeline: install
 	RECORD=$(RECORDS)/campaign-pipeline.json $(BIN)/pytest tests/pipeline/campaign.py

@@ -4,7 +4,7 @@ What is drawn as a line over a search's points is the searcher's own prediction,
 believed, not a fit made afterwards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from matplotlib.axes import Axes
@@ -74,6 +74,25 @@ def _reach(speeds: Sequence[Estimate]) -> list[list[float]]:
 
 
 MOST_PLACES = 20
+
+
+def grouped(rungs: Sequence[str], panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
+    """Bars of each of the ``rungs``, the first at the top, by what they are of and by whose they are."""
+    figure = Figure(figsize=(13, 0.6 + 0.85 * len(rungs)), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), sharey=True)
+    for axes, (title, bars) in zip(all_axes, panels.items(), strict=True):
+        height = 0.8 / len(bars)
+        for place, (whose, values) in enumerate(bars.items()):
+            drawn = axes.barh([rung + place * height for rung in range(len(rungs))], values, height, label=whose)
+            axes.bar_label(
+                drawn, [f"{value:,.{1 if value < 100 else 0}f}" for value in values], padding=3, fontsize="small"
+            )
+        axes.set_title(title, loc="left", fontsize="medium")
+        axes.set_yticks([rung + 0.4 - height / 2 for rung in range(len(rungs))], rungs)
+        axes.margins(x=0.15)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=len(bars), fontsize="small")
+    all_axes[0].invert_yaxis()
+    return figure
 
 
 def _leaderboard(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure:

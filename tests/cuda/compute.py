@@ -253,9 +253,24 @@ ATTENTION: dict[str, Callable[..., Any]] = {
 """The operators' own parameters, in their order."""
 
 
+IDLE = SimpleNamespace(run=lambda *inputs, **launch: None)
+"""A kernel that does nothing."""
+
+
 def compile_nothing() -> None:
     """Let Inductor lower graphs as ever, and replace each Triton kernel by one that does nothing.
 
     The memory of compiled code is then real, and nothing waits for Triton's compiler.
     """
-    AsyncCompile.triton = lambda self, *source, **options: SimpleNamespace(run=lambda *inputs, **launch: None)  # type: ignore[method-assign,assignment,misc]
+    AsyncCompile.triton = lambda self, *source, **options: IDLE  # type: ignore[method-assign,assignment]
+
+
+def compile_only() -> None:
+    """Let Triton compile each kernel, too, for the card that there is or is pretended, and run none of them."""
+    compile_one = AsyncCompile.triton
+
+    def compiled(self: AsyncCompile, *source: str, **options: Any) -> SimpleNamespace:
+        compile_one(self, *source, **options)
+        return IDLE
+
+    AsyncCompile.triton = compiled  # type: ignore[method-assign,assignment]

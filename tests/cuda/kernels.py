@@ -10,6 +10,7 @@ Nothing is compiled or run, so that a change that costs a GPU a pass over the lo
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -94,10 +95,37 @@ def step(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def lowered(*, layers: int, model: str = MODEL, bias: bool = True, **settings: Any) -> list[Kernel]:
-    """The kernels of a step in the order in which they run."""
+def resources(settings: dict[str, Any], gpu: str) -> list[dict[str, Any]]:
+    """What each of Triton's kernels takes of ``gpu``, in all the forms from which Inductor chooses by trying them.
+
+    By cuobjdump, which comes with Triton, ``spilled`` bytes of a thread's registers; by Triton ``shared`` bytes.
+    """
+    from build import GPU, environment  # type: ignore[import-not-found]
+    from triton import knobs  # type: ignore[import-not-found]
+
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as cache:
+        started = environment() | {"TORCHINDUCTOR_CACHE_DIR": cache, GPU: gpu}
+        lower = json.dumps(settings | {"layers": LAYERS[0], "by_triton": True})
+        command = [sys.executable, "-P", __file__, "--lower", lower]
+        done = subprocess.run(command, env=started, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stderr)
+        for binary in Path(cache).rglob("*.cubin"):
+            command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            stack, local = (int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("STACK", "LOCAL"))
+            by = json.loads(binary.with_suffix(".json").read_text())
+            found.append({"name": by["name"], "arch": by["arch"], "shared": by["shared"], "spilled": stack + local})
+    return found
+
+
+def lowered(
+    *, layers: int, model: str = MODEL, bias: bool = True, by_triton: bool = False, **settings: Any
+) -> list[Kernel]:
+    """The kernels of a step in the order in which they run; ``by_triton`` compiles those of Triton."""
     import torch
-    from compute import compile_nothing  # type: ignore[import-not-found]
+    from compute import compile_nothing, compile_only  # type: ignore[import-not-found]
 
     from infra.hardware import device_facts
     from train.config import TrainConfig
@@ -105,7 +133,7 @@ def lowered(*, layers: int, model: str = MODEL, bias: bool = True, **settings: A
     from train.model_config import parse_model
     from train.resolve import resolve
 
-    compile_nothing()
+    compile_only() if by_triton else compile_nothing()
     chosen: dict[str, Any] = {"loss": "plain", "attention": "flash", "compile": "whole", "device": "cuda"} | settings
     shape = replace(parse_model(model), layers=layers, bias=bias)
     config = TrainConfig(model=shape, micro_batch=SEQUENCES, global_batch=SEQUENCES, **chosen)

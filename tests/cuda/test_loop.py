@@ -16,7 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from train.checkpoint.save import snapshot
 from train.config import Cycle, TrainConfig
+from train.loop.cycle import close_cycle, open_cycle
 from train.loop.trainer import Trainer
 from train.model_config import ModelConfig
 from train.result import CycleReport, RunResult
@@ -168,3 +170,15 @@ def test_an_optimizer_that_waits_for_the_gpu_by_torchs_design(config: TrainConfi
     """
     with pytest.raises(RuntimeError, match="synchronizing"):
         test_no_step_after_the_first_waits_for_the_gpu(config, changes)
+
+
+def test_what_the_host_reads_later_is_copied_to_pinned_memory(config: TrainConfig) -> None:
+    """A copy to other memory has the host wait, without torch's check noticing."""
+    trainer = Trainer(config)
+    trainer.run()
+    cycle = open_cycle(0, 1, config.cycle.train, [1.0], trainer.device)
+    close_cycle(cycle, trainer.workers, trainer.device)
+    assert cycle.on_host
+    taken = snapshot(trainer.model, trainer.optimizer, trainer.scaler, cycle.losses)
+    copied = [value for value in cycle.on_host if value is not None]
+    assert all(value.is_pinned() for value in (*copied, *taken.weights.values(), taken.state["losses"]))

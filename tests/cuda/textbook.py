@@ -5,7 +5,8 @@
 Dropout, GELU and normalisation are written out, query, key and value have a layer each, and the loss is computed
 outside the model. Each rung of the study trains three steps in a fresh process, on a GPU or where there is none on the
 pretended one, on which memory is real and kernels do nothing. The record has the most bytes that torch's allocator
-handed out and reserved; ``--compare study`` shows the latter. See ``make record-textbook``.
+handed out and reserved, and the seconds that a step needs by the roofline of its kernels, as does one of this project
+at the same rung. ``--compare study`` shows them. See ``make record-textbook``.
 """
 
 import json
@@ -14,14 +15,19 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from build import GPU, environment
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from step_time import StepTime
 
 ROOT = Path(__file__).parents[2]
 CONTEXT, WIDTH, HEADS, LAYERS, DROPOUT = 512, 768, 12, 12, 0.1
@@ -29,10 +35,10 @@ CONTEXT, WIDTH, HEADS, LAYERS, DROPOUT = 512, 768, 12, 12, 0.1
 
 @dataclass(frozen=True)
 class Rung:
-    """What differs between the study's rungs, as far as it takes memory. ``batch`` counts sequences."""
+    """What differs between the study's rungs, as far as it takes memory or kernels. ``batch`` counts sequences."""
 
     batch: int
-    fp16: bool = False
+    precision: str = "fp32"
     compile: bool = False
     flash: bool = False
     vocabulary: int = 50257
@@ -40,12 +46,13 @@ class Rung:
 
 
 BASELINE = Rung(28)
-FP16 = Rung(32, fp16=True)
-COMPILED = Rung(48, fp16=True, compile=True)
-FLASH = Rung(64, fp16=True, compile=True, flash=True)
+FP16 = Rung(32, "fp16")
+COMPILED = Rung(48, "fp16", compile=True)
+FLASH = Rung(64, "fp16", compile=True, flash=True)
 PADDED = replace(FLASH, vocabulary=50304)
 RUNGS = {
     "baseline": BASELINE,
+    "tensor cores": replace(BASELINE, precision="tf32"),
     "mixed precision fp16, same batch": replace(FP16, batch=BASELINE.batch),
     "mixed precision fp16": FP16,
     "compile, same batch": replace(COMPILED, batch=FP16.batch),
@@ -141,14 +148,15 @@ class Textbook(nn.Module):
         return self.head(self.norm(self.blocks(self.dropout(self.tokens(ids) + self.positions(positions)))))
 
 
-def train(rung: Rung, steps: int = 3) -> None:
-    """The textbook's loop on a batch of zeros."""
+def train(rung: Rung) -> Iterator[None]:
+    """The textbook's loop on batches of zeros, one step at a time."""
     device = torch.device("cuda")
+    torch.set_float32_matmul_precision("highest" if rung.precision == "fp32" else "high")
     model = Textbook(rung).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-4, weight_decay=0.1)
     forward = torch.compile(model) if rung.compile else model
-    scaler = torch.amp.GradScaler("cuda", enabled=rung.fp16)
-    for _ in range(steps):
+    scaler = torch.amp.GradScaler("cuda", enabled=rung.precision == "fp16")
+    while True:
         inputs = torch.zeros(rung.batch, CONTEXT, dtype=torch.long, device=device)
         targets = torch.zeros_like(inputs)
         optimizer.zero_grad()
@@ -156,35 +164,88 @@ def train(rung: Rung, steps: int = 3) -> None:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
+        del loss
+        yield
 
 
 def mean_loss(forward: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor, rung: Rung) -> Tensor:
     """A function of its own, as in textbooks, whose logits are gone when it returns."""
-    with torch.autocast("cuda", dtype=torch.float16, enabled=rung.fp16):
+    with torch.autocast("cuda", dtype=torch.float16, enabled=rung.precision == "fp16"):
         return F.cross_entropy(forward(inputs).flatten(0, 1), targets.flatten())
 
 
-def main() -> None:
-    """Train each rung, or with its name that one alone, and write the record."""
-    if sys.argv[1] in RUNGS:
-        if GPU in os.environ:
-            from compute import compile_nothing
+def measured(name: str, counted: "StepTime") -> dict[str, Any]:
+    """What the textbook's rung ``name`` needs: bytes of three steps, and the seconds of the next."""
+    steps = train(RUNGS[name])
+    with counted:
+        list(islice(steps, 3))
+        found = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        before = counted.seconds
+        next(steps)
+    return found | {"seconds": round(counted.seconds - before, 5)}
 
-            compile_nothing()
-        train(RUNGS[sys.argv[1]])
-        sizes = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-        print(json.dumps({"device": torch.cuda.get_device_name()} | sizes), flush=True)
+
+def ours(name: str, counted: "StepTime") -> dict[str, Any]:
+    """The seconds that a step of this project needs at the study's rung ``name``."""
+    import numpy as np
+
+    from pipeline.shards import Manifest, ShardRow, write_shard
+    from train.config import Cycle
+    from train.loop.trainer import Trainer
+    from tune.suite.study import studied
+
+    steps: list[float] = []
+
+    def after_a_step() -> bool:
+        """Counts the third, which is under way when the callback for the second returns."""
+        steps.append(counted.seconds)
+        if len(steps) == 2:
+            counted.__enter__()
+        elif len(steps) == 3:
+            counted.__exit__(None, None, None)
+        return len(steps) == 3
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = np.zeros(200_000, dtype=np.uint16)
+        shard = write_shard(
+            Path(folder), "train/000000-000.arrow", "train",
+            [ShardRow("book", "Book", None, "en", "made", "0" * 64, len(tokens), tokens)],
+        )  # fmt: skip
+        Manifest.of([shard], config={}, vocabulary_sha256="made", inputs={}, report={}).write(Path(folder))
+        config = dict(studied())[name]
+        config = replace(config, data=folder, steps=4, cycle=Cycle(4, 0), keep_checkpoints=0, spike=0.0)
+        Trainer(config, should_stop=after_a_step).run()
+    return {"our_seconds": round(steps[-1], 5)}
+
+
+LOOPS = {"textbook": measured, "ours": ours}
+
+
+def main() -> None:
+    """Run each rung of both loops, or the one that is named, and write the record."""
+    sys.path.insert(0, str(ROOT))
+    if sys.argv[1] in LOOPS:
+        from step_time import StepTime
+
+        from train.estimate.card import planned
+
+        loop, name = sys.argv[1:]
+        counted = StepTime(planned("A100"), RUNGS[name].precision)
+        found = {"device": torch.cuda.get_device_name()} | LOOPS[loop](name, counted)
+        print(json.dumps(found), flush=True)
         os._exit(0)  # which spares the pretended device an orderly end
     chosen, rows = environment(), []
     with tempfile.TemporaryDirectory() as cache:
         for name, rung in RUNGS.items():
-            command = [sys.executable, __file__, name]
-            environ = chosen | {"TORCHINDUCTOR_CACHE_DIR": cache}
-            done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
-            rows.append({"rung": name, "batch": rung.batch} | json.loads(done.stdout.splitlines()[-1]))
-            print(rows[-1], flush=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    record = {"commit": commit, "torch": torch.__version__, "pretended": GPU in chosen, "rows": rows}
+            row: dict[str, Any] = {"rung": name, "batch": rung.batch}
+            for loop in LOOPS if "same batch" not in name else ("textbook",):
+                command = [sys.executable, __file__, loop, name]
+                environ = chosen | {"TORCHINDUCTOR_CACHE_DIR": cache}
+                done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+                row |= json.loads(done.stdout.splitlines()[-1])
+            rows.append(row)
+            print(row, flush=True)
+    record = {"torch": torch.__version__, "pretended": GPU in chosen, "rows": rows}
     Path(sys.argv[1]).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

@@ -144,7 +144,8 @@ print(torch.cuda.memory_snapshot()[0]["is_expandable"])
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("allocator", ["default", "split", "expandable"])
-def test_segments_grow_where_that_was_asked_for(allocator: str) -> None:
+def test_segments_grow_where_that_was_asked_for(allocator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)  # which training in this process has set
     done = subprocess.run([sys.executable, "-c", GROWING, allocator], capture_output=True, text=True)
     assert done.stdout.split() == [str(allocator == "expandable")], done.stderr
 

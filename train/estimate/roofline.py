@@ -18,7 +18,7 @@ ATTENTION = 0.4
 """FLOP/s of FlashAttention-2 with heads of 64, forward and backward, as a share of those of large matrix products: 110
 of 271 TFLOP/s on an A100 (arXiv 2307.08691, section 4.1)."""
 
-SHARE = (0.73, 0.81)
+SHARE = (0.72, 0.81)
 """Share of its kernels' roofline that compiled training of GPT-2 124M reached on an A100: the study that the suite a100
 repeats published these speeds, from its compiled rung to its last."""
 SOURCE = f"{SHARE[0]:.0%} to {SHARE[1]:.0%} of the roofline, which the study of the suite a100 reached with compilation"

@@ -103,5 +103,5 @@ def introduce(ladder: Ladder, before: dict[str, Any] | str | None) -> None:
     if before == study.NAME and suite.name in study.EFFECTS:
         Report([], [study.effects(suite.name, []), study.SAID[suite.name]]).show()
     elif before == study.NAME:
-        Report([], [study.memory({}), study.MEMORY]).show()
+        Report([], [study.memory({}), study.MEMORY, study.rooflines(), study.ROOFLINES]).show()
     console.print("nothing was run")

@@ -54,6 +54,8 @@ def publish(
         "speed": charts.speeds(title, [(rung.name, speed, row.memory or 0) for rung, row, speed in ran], reached),
         "loss": charts.losses(title, [(rung.name, row) for rung, row, _ in ran], repeated),
     }
+    if before == study.NAME and suite.name not in study.EFFECTS:
+        figures["study"] = study.picture()
     told = Report(opening_lines(suite, found, device, ladder.place / "best.json"), pieces)
     ladder.publish(told, ["standings.json", "best.json"], figures, tracker)
     numbers = {"result/baseline_tokens_per_second": base[2].middle}

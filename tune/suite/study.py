@@ -10,12 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from infra.hardware import A100 as CARD
 from infra.table import Part
 from train.config import SIXTEEN_BITS, TrainConfig
+from train.estimate.card import REACHED, planned
 from train.estimate.memory import CONTEXT, predict_peak
 from train.model_config import format_model
 from train.resolve import resolve
+from tune import charts
 from tune.suite.runs import SAME_BATCH, Measured
 from tune.suite.standings import three_digits
 from tune.suite.suites import A100, apply
@@ -35,7 +39,7 @@ class Published:
     gib: float
     """GPU memory, called GB there: it is what a textbook's loop takes in GiB, see :func:`textbook`."""
     speed: float
-    """Tokens per second."""
+    """Tokens per second, those of validation among them: see :data:`VALIDATION`."""
     same_batch_gib: float | None = None
     """GPU memory at the batch of the rung before, where the rung raised the batch afterwards."""
     seen: float | None = None
@@ -84,26 +88,42 @@ SAID: Mapping[str, str] = {
 }
 """How each came to its figures."""
 
+VALIDATION = 11 / (10 + 1 / 3)
+"""How much the study's batches of validation add to tokens/s: one in eleven, which takes a third of a step."""
+
 FIVE_MINUTES = 300.0
 """Seconds."""
 
-_REACHED = 271 / 312
-"""Fraction of the datasheet's bf16 peak that a large matrix product reaches on an A100 SXM."""
-A100_MATMUL = {"fp32": 19.5e12 * _REACHED, "tf32": 156e12 * _REACHED, "bf16": 312e12 * _REACHED}
+A100_MATMUL = planned("A100").matmul
 """FLOP/s of a large matrix product on the study's card: in 16 bits as measured, else the same fraction of the peak."""
 
 
-def textbook() -> dict[str, float]:
-    """GiB that a textbook's loop needs on an A100: what torch's allocator reserved, and the CUDA context.
+@dataclass(frozen=True)
+class Needed:
+    """What a textbook's loop needs of an A100 at one rung; where it has a line of its own, also a step of ours."""
 
-    The record names rungs as the suite does, and is made by ``make record-textbook``. A rung that it lacks, such as one
-    of the data's loading, needs what the one before needs.
+    gib: float
+    """What torch's allocator reserved, and the CUDA context."""
+    seconds: float
+    """Of a step at the least, by the roofline of its kernels."""
+    our_seconds: float | None
+    """The same of a step of this project."""
+
+
+def textbook() -> dict[str, Needed]:
+    """The record of ``make record-textbook``, by rung as the suite and :func:`memory` name them.
+
+    A rung that it lacks, such as one of the data's loading, needs what the one before needs.
     """
     record = json.loads(Path(__file__).with_name("textbook.json").read_text(encoding="utf-8"))
-    found = {row["rung"]: (row["reserved"] + CONTEXT["cuda"]) / GIB for row in record["rows"]}
-    last = 0.0
+    found = {
+        row["rung"]: Needed((row["reserved"] + CONTEXT["cuda"]) / GIB, row["seconds"], row.get("our_seconds"))
+        for row in record["rows"]
+    }
+    before = "baseline"
     for name in STUDY:
-        last = found.setdefault(name, last)
+        found.setdefault(name, found[before])
+        before = name
     return found
 
 
@@ -178,8 +198,8 @@ def compare(suite: str, rows: Sequence[Measured]) -> tuple[list[Part], list[str]
         ))  # fmt: skip
         study_before, row_before = published.speed, total
     heading = ("rung", "tokens/s", "step", "total", "M tokens in 5 min", "of expected")
-    tables = [memory(here), Part("Speed: the study / here, - where it was not measured", heading, lines)]
-    return tables, [MEMORY, *_caveats(configs["baseline"], others), verdict(rows), _last(rows)]
+    tables = [memory(here), rooflines(), Part("Speed: the study / here, - where it was not measured", heading, lines)]
+    return tables, [MEMORY, ROOFLINES, *_caveats(configs["baseline"], others), verdict(rows), _last(rows)]
 
 
 MEMORY = (
@@ -205,13 +225,56 @@ def memory(here: Mapping[str, Measured]) -> Part:
             if gib is None:
                 continue
             predicted = predict_peak(replace(config, micro_batch=size, global_batch=size)).total / GIB
-            line = rung, f"{size}", *(f"{number:.1f}" for number in (gib, needed[rung], predicted))
+            line = rung, f"{size}", *(f"{number:.1f}" for number in (gib, needed[rung].gib, predicted))
             row = here.get(rung, Measured(rung))
             measured = f"{row.memory / GIB:.1f}" if row.memory else "-"
             lines.append((*line, measured, row.batch or "-") if here else line)
         batch = published.batch
     heading = ("rung", "batch", "study", "textbook", "predicted", *(("here", "batch here") if here else ()))
     return Part("Memory in GiB on an A100", heading, lines)
+
+
+ROOFLINES = (
+    "The roofline is what the kernels of a training step allow: each takes as long as its bytes or its FLOPs do at "
+    f"{REACHED:.0%} of the datasheet's rates. Reached is the study's share of the textbook's roofline, and expected is "
+    "the same share of this project's: predicted, not measured. All of them count one batch of validation in eleven, a "
+    "third of a step each, as the study's speeds do."
+)
+"""What the columns of :func:`rooflines` are."""
+
+
+def rooflines() -> Part:
+    """The study's speeds beside what the kernels of a textbook's step and of ours allow, and what ours should reach."""
+    lines: list[tuple[str, ...]] = []
+    needed = textbook()
+    for name, config in studied():
+        found, published = needed[name], STUDY[name].speed
+        assert found.our_seconds, "it has a line of its own"
+        tokens = VALIDATION * config.micro_batch * config.model.context_length
+        allowed, ours = tokens / found.seconds, tokens / found.our_seconds
+        reached = published / allowed
+        speeds = (f"{speed:,.0f}" for speed in (published, allowed, ours, reached * ours))
+        lines.append((name, *speeds, f"{reached:.0%}"))
+    heading = ("rung", "study", "textbook", "ours", "expected", "reached")
+    return Part("Tokens/s on an A100: the study, the rooflines of a textbook's kernels and of ours", heading, lines)
+
+
+DRAWN = ("baseline", "tensor cores", "mixed precision fp16", "compile", "flash attention", "tied weights")
+
+
+def picture() -> Figure:
+    """The rungs in which the study changed most: :func:`memory` and :func:`rooflines`, drawn."""
+    needs, speeds = ({line[0]: line for line in table.lines} for table in (memory({}), rooflines()))
+
+    def of(lines: Mapping[str, Sequence[str]], column: int) -> list[float]:
+        return [float(lines[name][column].replace(",", "")) for name in DRAWN]
+
+    study, ours = "the study", "this project, predicted"
+    panels = {
+        "GPU memory in GiB": {study: of(needs, 2), "a textbook's loop, run": of(needs, 3), ours: of(needs, 4)},
+        "tokens/s": {study: of(speeds, 1), "its textbook's roofline": of(speeds, 2), ours: of(speeds, 4)},
+    }
+    return charts.grouped([f"{name}\n{STUDY[name].batch} sequences" for name in DRAWN], panels)
 
 
 def expected(rows: Sequence[Measured]) -> dict[str, float]:

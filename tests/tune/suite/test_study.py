@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from train.config import TrainConfig
+from train.estimate.roofline import SHARE
 from tune.compare import Difference
 from tune.space import Candidate
 from tune.suite.runs import Measured
 from tune.suite.study import (
     A100_MATMUL,
+    DRAWN,
     EFFECTS,
     GIB,
     STUDY,
@@ -19,6 +21,7 @@ from tune.suite.study import (
     effects,
     kinds,
     memory,
+    rooflines,
     studied,
     textbook,
     verdict,
@@ -56,13 +59,13 @@ def test_the_studys_rungs_are_those_of_the_suite() -> None:
 
 
 def test_the_study_agrees_with_itself() -> None:
-    (memory, speed), said = compare("a100", [row(name) for name in STUDY])
+    (memory, _, speed), said = compare("a100", [row(name) for name in STUDY])
     assert memory.lines[0] == ("baseline", "28", "37.0", "37.0", "22.3", "37.0", "28")
     assert memory.lines[5] == ("compile, same batch", "32", "25.4", "26.9", "16.0", "-", "-")
     assert memory.lines[6] == ("compile", "48", "37.4", "37.2", "22.7", "37.4", "48")
     assert speed.lines[0] == ("baseline", "16,950 / 16,950", "", "1.00x / 1.00x", "4.60 / 5.08", "100%")
     assert speed.lines[4] == ("compile", "112,200 / 112,200", "2.57x / 2.57x", "6.62x / 6.62x", "33.7 / 33.7", "100%")
-    assert "at no rung" in said[2]
+    assert "at no rung" in said[3]
     assert said[-1].count("8.7 times") == 2
 
 
@@ -70,7 +73,7 @@ def test_the_first_rung_that_is_too_slow_for_the_card_is_named() -> None:
     """A card that multiplies 2.9 times as fast should train 2.9 times as fast; faster than the study is not enough."""
     slow = {"compile": 0.8, "flash attention": 0.5}
     rows = [row(name, card=2.9, faster=slow.get(name, 1.0)) for name in STUDY]
-    _, speed = compare("a100", rows)[0]
+    *_, speed = compare("a100", rows)[0]
     assert [line[-1] for line in speed.lines][3:7] == ["100%", "80%", "50%", "100%"]
     assert "first at 'compile', with 80%" in verdict(rows)
     assert "786 TFLOP/s" in verdict(rows)
@@ -82,7 +85,7 @@ def test_what_was_not_measured_is_left_open() -> None:
     rows = [row("baseline"), replace(row("compile"), matmul_rate=None), Measured("flash attention", "oom")]
     assert rows[1].row is not None
     rows.insert(1, replace(rows[1], name="compile, same batch", row=replace(rows[1].row, memory=20 * GIB)))
-    (memory, speed), _ = compare("a100", rows)
+    (memory, _, speed), _ = compare("a100", rows)
     assert [line[5:] for line in memory.lines[4:9]] == [
         ("-", "-"), ("20.0", "48"), ("37.4", "48"), ("-", "-"), ("-", "-"),
     ]  # fmt: skip
@@ -95,10 +98,10 @@ def test_what_was_not_measured_is_left_open() -> None:
 def test_a_rung_that_lacks_what_came_before_it_has_no_expected_speed() -> None:
     """Such as compile in TF32, where fp16 could not be run: its matrix products are not those of the study."""
     slow = row("compile", faster=0.5, config=replace(CONFIGS["compile"], precision="tf32"))
-    (_, speed), said = compare("a100", [slow if name == "compile" else row(name) for name in STUDY])
+    (*_, speed), said = compare("a100", [slow if name == "compile" else row(name) for name in STUDY])
     assert [line[-1] for line in speed.lines][3:6] == ["100%", "-", "100%"]
-    assert "compile (precision tf32, not fp16)" in said[2]
-    assert "at no rung" in said[3]
+    assert "compile (precision tf32, not fp16)" in said[3]
+    assert "at no rung" in said[4]
 
 
 def test_the_other_studies_figures_stand_beside_those_measured_here() -> None:
@@ -119,16 +122,42 @@ def test_the_other_studies_figures_stand_beside_those_measured_here() -> None:
 
 
 def test_a_textbooks_loop_needs_what_the_study_says() -> None:
-    assert textbook() == pytest.approx({
+    assert {name: needed.gib for name, needed in textbook().items()} == pytest.approx({
         "baseline": 37.0, "tensor cores": 37.0, "no synchronisation": 37.0,
         "mixed precision fp16, same batch": 32.4, "mixed precision fp16": 36.8,
         "compile, same batch": 26.9, "compile": 37.2, "flash attention, same batch": 31.1, "flash attention": 37.9,
         "padded vocabulary": 37.9, "tied weights": 37.7, "data-loading workers": 37.7,
     }, abs=0.06)  # fmt: skip
-    lines, readme = memory({}).lines, (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = memory({}).lines
     assert {line[0] for line in lines} == textbook().keys()
     for _, batch, study, needed, predicted in lines:
         assert float(needed) == pytest.approx(float(study), rel=0.06)
         assert float(predicted) < 0.75 * float(needed), f"ours at a batch of {batch}"
-    shown = [" | ".join(line) in readme for line in lines]
-    assert sum(shown) == 5
+
+
+def test_the_study_reached_a_share_of_its_textbooks_roofline() -> None:
+    """The share that is expected of other cards and models is that of its compiled rungs."""
+    lines = {line[0]: line for line in rooflines().lines}
+    assert list(lines) == list(STUDY)
+    reached = {name: float(line[-1].rstrip("%")) / 100 for name, line in lines.items()}
+    assert reached == pytest.approx({
+        "baseline": 0.98, "tensor cores": 0.84, "no synchronisation": 0.84, "mixed precision fp16": 0.74,
+        "compile": 0.78, "flash attention": 0.72, "padded vocabulary": 0.81, "tied weights": 0.80,
+        "data-loading workers": 0.79,
+    }, abs=0.006)  # fmt: skip
+    compiled = list(STUDY)[list(STUDY).index("compile") :]
+    shares = [reached[name] for name in compiled]
+    assert (min(shares), max(shares)) == SHARE
+    for _, study, allowed, ours, expected, _ in lines.values():
+        speeds = [float(speed.replace(",", "")) for speed in (study, allowed, ours, expected)]
+        assert speeds[3] / speeds[2] == pytest.approx(speeds[0] / speeds[1], rel=1e-3)
+        assert speeds[3] > 1.1 * speeds[0]
+
+
+def test_the_picture_of_the_readme_has_these_numbers() -> None:
+    """``python -P tests/benchmarks/study_picture.py tune/pictures/study.svg`` draws it anew."""
+    drawn = (ROOT / "tune" / "pictures" / "study.svg").read_text(encoding="utf-8")
+    needs, speeds = ({line[0]: line for line in table.lines} for table in (memory({}), rooflines()))
+    for name in DRAWN:
+        for number in (*needs[name][2:5], speeds[name][1], speeds[name][2], speeds[name][4]):
+            assert f">{number}<" in drawn, (name, number)

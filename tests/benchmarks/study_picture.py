@@ -1,0 +1,16 @@
+"""Draws the README's picture of the published study beside this project, from the record and the predictions of today.
+
+python -P tests/benchmarks/study_picture.py tune/pictures/study.svg
+"""
+
+import sys
+from pathlib import Path
+
+import matplotlib
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tune.suite.study import picture
+
+with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "study"}):  # text, and the same file each time
+    picture().savefig(sys.argv[1], metadata={"Date": None})
