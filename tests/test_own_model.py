@@ -117,17 +117,21 @@ def test_gpt2_by_both_doors_is_one_model(doors: tuple[TrainConfig, TrainConfig])
 
 @pytest.mark.slow
 def test_its_memory_is_measured_as_the_formulas_know_it(doors: tuple[TrainConfig, TrainConfig]) -> None:
-    """Of one a thousand times as large, where the code of transformers itself does not matter."""
+    """Of one a thousand times as large, where the code of transformers itself does not matter.
+
+    The same probes measure the GPT-2 here. Both vary by 3% from one measurement to the next, because the C library
+    keeps what it frees, and are up to a tenth above the formulas, which know of tensors.
+    """
     shape = ModelConfig(layers=4, heads=4, width=256, context_length=256, vocabulary=8192, padded_vocabulary=8192)
     words = "own_models:gpt2,width=256,layers=4,heads=4,context_length=256,vocabulary=8192"
     ours = resolve(dataclasses.replace(doors[0], model=shape, global_batch=32), cpu_facts())
     theirs = resolve(dataclasses.replace(ours, model=parse_model(words)), cpu_facts())
     for micro_batch in (16, 32):
         known, found = (predict_peak(dataclasses.replace(config, micro_batch=micro_batch)) for config in (ours, theirs))
-        measured = found.total - found.context
+        measured = line(dataclasses.replace(ours, micro_batch=micro_batch)).peak(micro_batch)
         assert found.weights == known.weights
-        assert measured == pytest.approx(line(ours).peak(micro_batch), rel=0.05)
-        assert found.total == pytest.approx(known.total, rel=0.1)
+        assert found.total == pytest.approx(measured + known.context, rel=0.05)
+        assert found.total == pytest.approx(known.total, rel=0.15)
 
 
 @pytest.mark.parametrize(
