@@ -126,24 +126,48 @@ def _of_line(config: TrainConfig) -> MemoryBreakdown:
 
 
 def _of_formulas(config: TrainConfig) -> MemoryBreakdown:
-    kind = config.device
-    choices = (kind, config.precision, config.compile, config.loss)
-    assert "auto" not in choices, "memory is predicted of a resolved config"
+    kind, model = config.device, config.shape
+    assert "auto" not in (kind, config.precision, config.compile, config.loss), (
+        "memory is predicted of a resolved config"
+    )
+    moments = _moments(config)
+    moment = max(moments, key=lambda name: sum(moments[name]))
+    gradients, casts, activations, logits, working = (round(size) for size in moments[moment])
+    # In eager execution the logits in 16 bits and their copy in fp32 leave room for one and a half of the latter. The
+    # gradient of the log-softmax takes one, and that of the logits does not fit into the rest.
+    eager = config.compile == "off" and _half(config) and not _pieces(config)
+    hole = kind == "cuda" and eager and moment == LOSS
+    parameters, shards = _parameters(model), _shards(config)
+    return MemoryBreakdown(
+        weights=_weight_bytes(config) * parameters // shards,
+        gradients=gradients,
+        optimizer=optimizer_bytes(config, parameters) // shards,
+        casts=casts,
+        activations=activations,
+        logits=logits,
+        working=working,
+        workspace=WORKSPACE[kind],
+        unused=2 * config.micro_batch * model.context_length * model.padded_vocabulary if hole else 0,
+        context=CONTEXT[kind],
+        moment=moment,
+    )
+
+
+def _moments(config: TrainConfig) -> dict[str, tuple[float, float, float, float, float]]:
+    """Bytes of gradients, casts, activations, logits and working results at each moment that can be the worst."""
     model, layers = config.shape, config.shape.layers
-    parameters = _parameters(model)
     head_parameters = model.padded_vocabulary * model.width
     tokens = config.micro_batch * model.context_length
     chunks = _pieces(config)
-    sizes = token_sizes(config, kind)
-    one = 2 if config.optimizer == "adamw-bf16" else 4  # bytes of a weight, and of its gradient
-    shards = config.workers if config.shard else 1
-    all_gradients = one * parameters // shards
+    sizes = token_sizes(config, config.device)
+    one, shards = _weight_bytes(config), _shards(config)
+    all_gradients = one * _parameters(model) // shards
     cast = 2 if _half(config) and one == 4 else 0
     # With full checkpointing autocast's copies and the mask are remade for each block, and freed with it.
     remade = config.checkpointing == "full"
     block_casts = cast * (matmul_parameters(model) - head_parameters)
     casts = block_casts * (layers - recomputed_blocks(config)) // layers
-    mask = model.context_length**2 * _materialises(config, kind)
+    mask = model.context_length**2 * _materialises(config, config.device)
     accumulated = all_gradients if config.accumulation > 1 else 0
     whole, alone = config.compile in WHOLE_GRAPH, config.compile == "blocks"
     # The whole graph keeps the position embeddings to compute the sum of both embeddings again.
@@ -181,8 +205,7 @@ def _of_formulas(config: TrainConfig) -> MemoryBreakdown:
     # A loss compiled alone holds the gradients of the logits and of the head at once.
     beside = product * head_parameters if alone and not chunks else 0
 
-    # (gradients, casts, activations, logits, working) at each moment that can be the worst.
-    moments = {
+    return {
         LOSS: (
             accumulated + summed, casts + head_cast, saved + tokens * sizes.ends, logits, beside,
         ),
@@ -203,24 +226,16 @@ def _of_formulas(config: TrainConfig) -> MemoryBreakdown:
             all_gradients, 0, 0, 0, all_gradients if config.optimizer == "adamw" else 0,
         ),
     }  # fmt: skip
-    moment = max(moments, key=lambda name: sum(moments[name]))
-    # In eager execution the logits in 16 bits and their copy in fp32 leave room for one and a half of the latter. The
-    # gradient of the log-softmax takes one, and that of the logits does not fit into the rest.
-    hole = kind == "cuda" and config.compile == "off" and product == 2 and not chunks and moment == LOSS
-    gradients, casts, activations, logits, working = (round(size) for size in moments[moment])
-    return MemoryBreakdown(
-        weights=one * parameters // shards,
-        gradients=gradients,
-        optimizer=optimizer_bytes(config, parameters) // shards,
-        casts=casts,
-        activations=activations,
-        logits=logits,
-        working=working,
-        workspace=WORKSPACE[kind],
-        unused=2 * tokens * model.padded_vocabulary if hole else 0,
-        context=CONTEXT[kind],
-        moment=moment,
-    )
+
+
+def _weight_bytes(config: TrainConfig) -> int:
+    """Bytes of a weight, and of its gradient."""
+    return 2 if config.optimizer == "adamw-bf16" else 4
+
+
+def _shards(config: TrainConfig) -> int:
+    """Workers among which weights, gradients and the optimizer's state are divided."""
+    return config.workers if config.shard else 1
 
 
 def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
