@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from infra.cluster import connected
 from infra.errors import UserError
 from infra.hardware import cpu_facts
 from train import export, generate, plan, run
-from train.config import Cycle, TrainConfig
+from train.config import Cycle, TrainConfig, load_config
 from train.custom_model import CustomModel
 from train.estimate import flops
 from train.estimate.memory import predict_peak
@@ -26,7 +27,9 @@ from train.loop.trainer import Trainer
 from train.model import custom
 from train.model.published import published_weights
 from train.model_config import ModelConfig, format_model, parse_model
+from train.profile import __main__ as profile
 from train.resolve import resolve
+from tune import ladder, search
 
 MODELS = Path(__file__).parent / "models"
 SIZES = "context_length=32,vocabulary=257"
@@ -191,6 +194,40 @@ def test_a_run_by_the_commands(
     assert "changed" in capfd.readouterr().err
     assert command(run.main, "--resume", "one", "--steps", "14", "--model", f"mine:Bigram,{SIZES}") == 2
     assert "source_sha256" in capfd.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def ray_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An empty working folder, and one Ray of one core for all searches and ladders of this module."""
+    made = tmp_path_factory.mktemp("own")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made)
+        patch.setenv("PYTHONPATH", "")  # which Ray's workers inherit
+        with connected(cpus=1, code=[str(MODELS / "own_models.py")]):
+            yield made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_of_others_is_searched_profiled_and_climbs_a_ladder(
+    ray_folder: Path, small_shards: Path, name: str
+) -> None:
+    flags = ["--data", str(small_shards), "--model", f"own_models:{name},{SIZES}", "--device", "cpu"]
+    short = ["--trial-steps", "8", "--confirm", "0", "--searcher", "grid", "--global-batch", "2"]
+    assert command(search.main, *flags, *short, "--memory-limit", "4GB", "--name", name) == 0
+    best = load_config(f"runs/{name}/best.json")
+    assert isinstance(best.model, CustomModel)
+    assert best.model.callable == f"own_models:{name}"
+    rows = [json.loads(path.read_text()) for path in Path(f"runs/{name}/trials").glob("m*.json")]
+    assert {row["outcome"] for row in rows} == {"ok"}
+    assert len(rows) == 2, "micro-batches 1 and 2"
+    climbed = ["--suite", "loop", "--steps", "8", "--cycle", "8+1", "--rungs", "checkpointing"]
+    assert command(ladder.main, *flags, *climbed, "--name", f"{name}-loop") == 0
+    standings = json.loads(Path(f"runs/{name}-loop/standings.json").read_text())["rows"]
+    assert len(standings) == 2
+    assert all(row["speed"] > 0 for row in standings)
+    assert command(profile.main, *flags, "--global-batch", "4", "--micro-batch", "2", "--name", f"{name}-profile") == 0
+    assert json.loads(Path(f"runs/{name}-profile/profile.json").read_text())
 
 
 def test_what_gives_no_logits_cannot_write(small_shards: Path, tmp_path: Path) -> None:
