@@ -89,6 +89,28 @@ print(StorageDir.of(sys.argv[1]).read("best.json").decode())
 """
 
 
+RESULT = """
+import sys
+from infra.storage_dir import StorageDir
+print(StorageDir.of(sys.argv[1]).read("result.json").decode())
+"""
+
+MINE = """
+import torch.nn.functional as F
+from torch import nn
+
+
+class Bigram(nn.Module):
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.rows = nn.Embedding(vocabulary, vocabulary)
+
+    def forward(self, inputs, targets=None):
+        logits = self.rows(inputs)
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
 STORED = """
 import json, sys
 from infra.storage_dir import StorageDir
@@ -217,6 +239,25 @@ def test_a_ladder_runs_where_its_accelerator_is(lab: Any) -> None:
     assert json.loads(lab.execute(BEST, "s3://lab/ladders/one"))["measured"]["machines"] == ["w2"]
     again = lab.run("head", "tune.ladder --resume one --out s3://lab/ladders --compare one")
     assert "3 trials kept" in again
+
+
+@pytest.mark.usefixtures("data")
+def test_a_model_of_ones_own_travels_to_the_machine_that_trains_it(lab: Any) -> None:
+    """Its file is on ``head`` alone, in a folder outside the project's."""
+    lab.receive("mkdir ~/own && cat > ~/own/mine.py", MINE.encode())
+    there = f"cd ~/own && PYTHONPATH=~/project {lab.python} -m"
+    flags = "--model mine:Bigram,vocabulary=257,context_length=32 --data s3://lab/small --global-batch 2 --device cpu"
+    lab(
+        "on",
+        "head",
+        f"{there} train.run {flags} --steps 8 --cycle 4+1 --accelerator A100 --out s3://lab/own --name one",
+    )
+    assert json.loads(lab.execute(RESULT, "s3://lab/own/one"))["machine"] == "w2"
+    limits = "--memory-limit 8GB --trial-steps 8 --confirm 0 --searcher grid"
+    lab("on", "head", f"{there} tune.search {flags} {limits} --out s3://lab/own --name two")
+    best = json.loads(lab.execute(BEST, "s3://lab/own/two"))
+    assert best["config"]["model"]["callable"] == "mine:Bigram"
+    assert set(best["measured"]["machines"]) <= {"w1", "w2"}
 
 
 def test_the_doctor_names_every_machine(lab: Any) -> None:

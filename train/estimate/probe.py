@@ -6,6 +6,7 @@ and takes two steps at each of two sizes, on this machine's device, so that noth
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -83,7 +84,8 @@ def _measured(config: TrainConfig) -> Line:
     )  # fmt: skip
     said: list[str] = done.stdout.splitlines()
     if done.returncode or not said:
-        why = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        killed = "it was killed, as when memory runs out" if done.returncode == -signal.SIGKILL else "it said nothing"
+        why = (done.stderr.strip().splitlines() or [killed])[-1]
         raise UserError(f"the model's memory could not be measured: {why.rstrip('.')}.")
     found: dict[str, Any] = json.loads(said[-1])
     return from_json(Line, found, "the probe")
