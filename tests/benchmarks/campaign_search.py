@@ -30,6 +30,7 @@ import psutil
 from mlflow.tracking import MlflowClient
 
 from infra.provenance import commit
+from infra.storage import write_json
 from pipeline.shards import Manifest, ShardRow, write_shard
 
 MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
@@ -67,7 +68,7 @@ def main() -> int:
                 record["undisturbed"] = membership(folder, "undisturbed")
             record[way] = campaign(folder, way, chance, record["undisturbed"])
         record[way]["commit"] = commit()
-        options.record.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(options.record, record)
         print(way, {k: v for k, v in record[way].items() if k != "events"}, flush=True)
     return int(not all(record[way]["passed"] for way in ways))
 

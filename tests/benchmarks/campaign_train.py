@@ -27,6 +27,7 @@ import psutil
 import torch
 from mlflow.tracking import MlflowClient
 
+from infra.storage import write_json
 from train.checkpoint.run_folder import RunFolder
 from train.config import config_from_json
 from train.loop.trainer import Trainer
@@ -56,7 +57,7 @@ def main() -> None:
         versions = {name: version(name) for name in ("torch", "ray", "mlflow")}
         about = {"model": options.model, "steps": options.steps, "versions": versions}
         record = {"kills": kills, "total": kills.total(), "all_as_left_alone": as_asked, **about, "runs": runs}
-        options.record.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(options.record, record)
         if not as_asked:
             sys.exit(1)
 

@@ -7,7 +7,6 @@ turns, three times each, after a first time that fills the fast encoder's memory
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -17,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from infra.progress import doing
+from infra.storage import write_json
 from infra.units import parse_size
 from pipeline.encoding import Vocabulary, gpt2
 from pipeline.vocabulary import VocabularyConfig, train
@@ -56,7 +56,7 @@ def main() -> None:
             "versions": {name: version(name) for name in ("gigatoken", "tiktoken", "tokenizers")},
             "cores": os.cpu_count(), "load": os.getloadavg(), "MB": round(size / 1e6, 1), "MB_per_second": found,
         }  # fmt: skip
-        options.record.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_json(options.record, record)
 
 
 def ways(vocabulary: Vocabulary) -> dict[str, Callable[[bytes], object]]:

@@ -9,7 +9,6 @@ crops, nanoGPT's way, repeat some and leave out others. A loader that is not ins
 
 import argparse
 import importlib.util
-import json
 import os
 import statistics
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from infra.storage import write_json
 from pipeline.shards import Manifest, ShardRow, TokenShards, write_shard
 from train.data.loader import BatchLoader
 from train.data.windows import Windows
@@ -58,7 +58,7 @@ def main() -> None:
     if options.record:
         packages = ["torch", "numpy", "pyarrow", *(n for n in ("litdata", "mosaicml-streaming") if n in rates)]
         about = {"command": " ".join(["python", *sys.argv]), "versions": {name: version(name) for name in packages}}
-        options.record.write_text(json.dumps(about | {"tokens": options.tokens, "rows": rows}, indent=2) + "\n")
+        write_json(options.record, about | {"tokens": options.tokens, "rows": rows})
 
 
 def measured(name: str, count: int, seconds: float) -> float:

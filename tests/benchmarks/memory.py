@@ -26,6 +26,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from infra.storage import write_json
+
 ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536",
     "MALLOC_TOP_PAD_": "0", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -79,14 +81,14 @@ def main() -> None:
                     record[kind].append(point | json.loads(done.stdout.splitlines()[-1]))
                     print(record[kind][-1], flush=True)
                     if options.record:
-                        options.record.write_text(json.dumps(record, indent=2) + "\n")
+                        write_json(options.record, record)
     record["points"] = [compared(row) for row in record["points"]]
     record["worst"] = sorted(record["points"], key=lambda row: -abs(row["error"]))[:WORST]
     print("{:58} compile chunks {:>12} {:>14} {:>8}".format("the worst: model", "measured", "predicted", "error"))
     for row in record["worst"]:
         print("{model:58} {compile:7} {loss_chunks:6} {measured:12,} {predicted:14,} {error:+8.1%}".format(**row))
     if options.record:
-        options.record.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(options.record, record)
 
 
 def compared(point: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ import psutil
 
 from infra.hardware import cpu_facts
 from infra.provenance import commit
+from infra.storage import write_json
 from train.checkpoint.run_folder import RunFolder
 from train.config import Cycle, TrainConfig
 from train.intervals import t_quantile
@@ -65,7 +66,7 @@ def main() -> None:
         pairs.append({side: child(side) for side in order} | {"load_before": load})
         found = summary(pairs)
         found |= {"model": options.model, "commit": commit(), "runs": pairs}
-        options.record.write_text(json.dumps(found, indent=2) + "\n")
+        write_json(options.record, found)
         print(
             len(pairs), json.dumps({name: found[name] for name in ("cost", "start_up_seconds_beyond_bare")}), flush=True
         )

@@ -27,6 +27,7 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from infra.storage import write_json
 from infra.telemetry import interval
 from infra.tracking.key import RunKey
 from infra.tracking.saved_views import OURS
@@ -79,7 +80,7 @@ def main() -> None:
     }  # fmt: skip
     print(json.dumps(medians, indent=1))
     if record_file:
-        record_file.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(record_file, record)
 
 
 def write_run(store: str, steps: int) -> tuple[RunKey, int]:

@@ -28,6 +28,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from infra import provenance
+from infra.storage import write_json
 from infra.units import parse_size
 from train.config import Cycle, TrainConfig, divisors, load_config
 from train.model_config import parse_model
@@ -106,7 +107,7 @@ def main() -> None:
         about["command"] = " ".join(["python", "-P", *sys.argv])
         ratios = {side: middle["ours"] / found for side, found in middle.items()}
         record = about | {"tokens_per_second": middle, "ours_over": ratios, "rows": rows}
-        options.record.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(options.record, record)
 
 
 def largest(global_batch: int, most: int) -> int:

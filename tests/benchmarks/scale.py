@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.provenance import commit
+from infra.storage import write_json
 
 HEAD = """
 import os, sys
@@ -65,7 +66,7 @@ def main() -> None:
         "rows": rows,
     }
     if options.record:
-        options.record.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(options.record, record)
 
 
 def write_pieces(folder: Path, number: int) -> Path:

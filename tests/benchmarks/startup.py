@@ -27,6 +27,8 @@ from typing import Any
 
 import psutil
 
+from infra.storage import write_json
+
 MODEL = ["--model", "tiny", "--global-batch", "1", "--micro-batch", "1", "--device", "cpu"]
 COMMANDS = {
     "doctor": ["infra.doctor", "--quick"],
@@ -97,7 +99,7 @@ def main() -> None:
     }  # fmt: skip
     print(json.dumps(medians, indent=1))
     if options.record:
-        options.record.write_text(json.dumps(record, indent=2) + "\n")
+        write_json(options.record, record)
 
 
 def run(tree: Path, folder: Path, words: list[str]) -> dict[str, float]:

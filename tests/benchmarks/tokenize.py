@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infra.provenance import commit
+from infra.storage import write_json
 from infra.units import parse_size
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -179,7 +180,7 @@ def main() -> None:
             shutil.rmtree(corpus)
     if options.record:
         rows = kept(options.record, rows)
-        options.record.write_text(json.dumps(record(rows), indent=2) + "\n", encoding="utf-8")
+        write_json(options.record, record(rows))
     show(rows)
 
 
