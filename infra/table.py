@@ -11,6 +11,9 @@ from infra.console import console
 GAP = 2
 """Spaces between two columns."""
 
+SHORTEST = 10
+"""Characters of a word that are not parted, however narrow the terminal is."""
+
 Column = Sequence[str]
 """A heading and the cells below it."""
 
@@ -83,8 +86,9 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
 def tables(heading: Sequence[str], lines: Sequence[Sequence[str]], title: str, width: int) -> Iterator[Table]:
     """The table for a terminal: columns that do not fit follow below, beside the first one again; nothing is cut off.
 
-    Columns of text, in which a cell begins with a letter, are aligned to the left and wrapped between words where that
-    saves a part; those of numbers to the right. Parts are about equally wide.
+    Columns of text, in which a cell begins with a letter or has a setting, are aligned to the left and wrapped between
+    words where that saves a part, and within a word that does not fit beside the first column; those of numbers are
+    aligned to the right. Parts are about equally wide.
     """
     columns = list(zip(heading, *lines, strict=True))
     parts = _parts(columns, width)
@@ -97,7 +101,8 @@ def tables(heading: Sequence[str], lines: Sequence[Sequence[str]], title: str, w
         )  # fmt: skip
         for column, own in zip(part, _widths(part, width), strict=True):
             text = _is_text(column)
-            made.add_column(escape(column[0]), justify="left" if text else "right", no_wrap=not text, width=own)
+            justify, overflow = ("left", "fold") if text else ("right", "ellipsis")
+            made.add_column(escape(column[0]), justify=justify, overflow=overflow, no_wrap=not text, width=own)
         for line in zip(*(cells for _, *cells in part), strict=True):
             made.add_row(*map(escape, line))
         yield made
@@ -118,6 +123,8 @@ def _parts(columns: Sequence[Column], width: int) -> list[list[Column]]:
 def _widths(columns: Sequence[Column], width: int) -> list[int]:
     """The width of each column: its longest cell where there is room, of long text what the others leave."""
     widths = [_least(column) for column in columns]
+    if len(columns) == 2 and _is_text(columns[1]):
+        widths[1] = min(widths[1], max(SHORTEST, width - widths[0] - GAP))
     room = max(0, width - sum(widths) - GAP * (len(widths) - 1))
     wanted = [_longest(column) - least for column, least in zip(columns, widths, strict=True)]
     for number, place in enumerate(sorted(range(len(widths)), key=wanted.__getitem__)):
@@ -128,7 +135,7 @@ def _widths(columns: Sequence[Column], width: int) -> list[int]:
 
 
 def _is_text(column: Column) -> bool:
-    return any(cell[:1].isalpha() for cell in column[1:])
+    return any(cell[:1].isalpha() or "=" in cell for cell in column[1:])
 
 
 def _longest(column: Column) -> int:

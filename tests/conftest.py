@@ -102,6 +102,34 @@ def small_model() -> ModelConfig:
     )
 
 
+@pytest.fixture(scope="session")
+def command() -> Callable[..., int]:
+    """``command(main, *flags)``: the exit code of an entry with these flags, in this process."""
+
+    def called(main: Callable[[], object], *flags: str) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["command", *flags])
+            with pytest.raises(SystemExit) as leaving:
+                main()
+        return int(leaving.value.code or 0)
+
+    return called
+
+
+@pytest.fixture
+def refused(command: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """``refused(main, *flags)``: with what an entry refuses these flags, on one line."""
+
+    def called(main: Callable[[], object], *flags: str) -> str:
+        capfd.readouterr()
+        code = command(main, *flags)
+        said = " ".join(capfd.readouterr().err.replace("│", " ").split())
+        assert (code, "Traceback" in said) == (2, False), said
+        return said
+
+    return called
+
+
 @pytest.fixture(autouse=True)
 def signals_as_they_were() -> Iterator[None]:
     """Ray Train leaves handlers behind that call into a Ray which is gone by the next test."""

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from train.custom_model import CustomModel
 from train.estimate import flops
 from train.estimate.memory import predict_peak
 from train.estimate.probe import line
+from train.hugging_face import write_model
 from train.loop.execution import build
 from train.loop.trainer import Trainer
 from train.model import custom
@@ -39,17 +39,6 @@ NAMES = ("gpt2", "llama", "qwen", "Encoder")
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(MODELS))
-
-
-def command(main: Callable[[], None], *flags: str) -> int:
-    """The exit code of an entry with these flags, in this process."""
-    before, sys.argv = sys.argv, ["command", *flags]
-    try:
-        with pytest.raises(SystemExit) as leaving:
-            main()
-    finally:
-        sys.argv = before
-    return int(leaving.value.code or 0)
 
 
 def config_of(data: Path, name: str, **changes: object) -> TrainConfig:
@@ -137,6 +126,19 @@ def test_its_memory_is_measured_as_the_formulas_know_it(doors: tuple[TrainConfig
         assert found.total == pytest.approx(known.total, rel=0.15)
 
 
+@pytest.fixture
+def unimportable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that cannot be imported, each for one reason."""
+    (tmp_path / "broken").mkdir()
+    files = {
+        "unclosed.py": "def model(:\n", "leaving.py": "exit()\n", "broken/__init__.py": "1 / 0\n",
+        "broken/inside.py": "", "lacking.py": "import torch\nimport not_there\n",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("model", "flags", "named"),
     [
@@ -147,6 +149,16 @@ def test_its_memory_is_measured_as_the_formulas_know_it(doors: tuple[TrainConfig
         ("wrong_models:Raising", [], "of two"), ("wrong_models:few", [], "256 ids"),
         ("wrong_models:sparse", [], "sparse"), ("wrong_models:double", [], "float64"),
         ("wrong_models:lazy", [], "late"), ("wrong_models:frozen", [], "no parameters"),
+        ("wrong_models:half", [], "float16"), ("wrong_models:turned", [], "complex64"),
+        ("wrong_models:Empty", [], "no parameters"), ("wrong_models:Imaginary", [], "complex64"),
+        ("wrong_models:Pair", [], "tuple"), ("wrong_models:Inputs", [], "positional"),
+        ("wrong_models:Late", [], "more."), ("wrong_models:Noted", [], "a checkpoint"),
+        ("wrong_models:positional", [], "positional"), ("wrong_models:leaving", [], "by itself"),
+        ("wrong_models:model", [], "a module itself"), ("wrong_models:again", [], "the same module"),
+        ("wrong_models:OrderedDict", [], "its arguments"), ("wrong_models.py:Bigram", [], "wrong_models.py"),
+        ("./wrong_models:Bigram", [], "./wrong_models"), ("unclosed:model", [], "SyntaxError"),
+        ("leaving:model", [], "SystemExit"), ("broken.inside:model", [], "ZeroDivisionError"),
+        ("lacking:model", [], "lacking.py, line 2"),
         ("wrong_models:Bigram", ["--checkpointing", "full"], "no ModuleList"),
         ("wrong_models:Bigram", ["--attention", "manual"], "scaled_dot_product_attention"),
         ("wrong_models:Bigram", ["--loss", "fused"], "--loss fused"),
@@ -155,23 +167,42 @@ def test_its_memory_is_measured_as_the_formulas_know_it(doors: tuple[TrainConfig
         ("wrong_models:Bigram,context_length=100000", [], "100,001"),
     ],
 )  # fmt: skip
-@pytest.mark.usefixtures("working_folder")
+@pytest.mark.usefixtures("working_folder", "unimportable")
 def test_a_mistake_is_one_sentence_before_anything_is_made(
-    small_shards: Path, capfd: pytest.CaptureFixture[str], model: str, flags: list[str], named: str
+    refused: Callable[..., str], small_shards: Path, model: str, flags: list[str], named: str
 ) -> None:
     sizes = SIZES if "context_length" not in model else "vocabulary=257"
     flags = ["--model", f"{model},{sizes}", "--data", str(small_shards), "--device", "cpu", *flags]
-    code = command(run.main, *flags, "--global-batch", "2", "--micro-batch", "1", "--steps", "1")
-    said = " ".join(capfd.readouterr().err.replace("│", " ").split())
-    assert (code, "Traceback" in said) == (2, False), said
-    assert named in said
+    assert named in refused(run.main, *flags, "--global-batch", "2", "--micro-batch", "1", "--steps", "1")
     assert not list(Path().glob("runs/*"))
 
 
 @pytest.mark.usefixtures("working_folder")
-def test_a_run_by_the_commands(
-    small_shards: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_where_a_model_fails_that_could_be_built_is_told_and_what_was_trained_is_kept(
+    command: Callable[..., int], refused: Callable[..., str], small_shards: Path
 ) -> None:
+    flags = ["--data", str(small_shards), "--device", "cpu", "--global-batch", "2", "--cycle", "3+1"]
+    flags += ["--steps", "9", "--checkpoint-every", "5"]
+    for name, stage in {
+        "Short": "step 1", "Twice": "the backward pass of step 2", "Unseen": "the validation", "Tired": "step 7"
+    }.items():  # fmt: skip
+        said = refused(
+            run.main, *flags, "--model", f"wrong_models:{name},{SIZES}", "--micro-batch", "2", "--name", name
+        )
+        assert stage in said
+        assert f"wrong_models:{name}" in said
+        assert ("wrong_models.py, line" in said) == (name != "Twice"), "of which the loss itself is right"
+    assert [path.name for path in Path("runs").glob("*/checkpoints/*")] == ["step-00000005"]
+    assert command(run.main, "--resume", "Tired") == 0
+    said = refused(run.main, *flags, "--model", f"wrong_models:Short,{SIZES}")
+    assert re.search("wrong_models:Short .*memory.*wrong_models.py, line", said), "by a probe"
+
+
+@pytest.mark.usefixtures("working_folder")
+def test_a_run_by_the_commands(
+    command: Callable[..., int], refused: Callable[..., str], small_shards: Path, capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
     """Its source stands in the working folder, as a user's does."""
     monkeypatch.syspath_prepend(str(tmp_path))
     source = tmp_path / "mine.py"
@@ -190,10 +221,8 @@ def test_a_run_by_the_commands(
     assert load_file("exported/model.safetensors")["rows.weight"].shape == (257, 257)
     source.write_text(source.read_text() + "\n# another\n")
     capfd.readouterr()
-    assert command(run.main, "--resume", "one", "--steps", "14") == 2
-    assert "changed" in capfd.readouterr().err
-    assert command(run.main, "--resume", "one", "--steps", "14", "--model", f"mine:Bigram,{SIZES}") == 2
-    assert "source_sha256" in capfd.readouterr().err
+    assert "changed" in refused(run.main, "--resume", "one", "--steps", "14")
+    assert "source_sha256" in refused(run.main, "--resume", "one", "--steps", "14", "--model", f"mine:Bigram,{SIZES}")
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +239,7 @@ def ray_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_of_others_is_searched_profiled_and_climbs_a_ladder(
-    ray_folder: Path, small_shards: Path, name: str
+    command: Callable[..., int], ray_folder: Path, small_shards: Path, name: str
 ) -> None:
     flags = ["--data", str(small_shards), "--model", f"own_models:{name},{SIZES}", "--device", "cpu"]
     short = ["--trial-steps", "8", "--confirm", "0", "--searcher", "grid", "--global-batch", "2"]
@@ -230,9 +259,11 @@ def test_a_model_of_others_is_searched_profiled_and_climbs_a_ladder(
     assert json.loads(Path(f"runs/{name}-profile/profile.json").read_text())
 
 
-def test_what_gives_no_logits_cannot_write(small_shards: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "mute" / "checkpoints"
-    saved = Trainer(config_of(small_shards, "Encoder", steps=4), checkpoints=folder).run().checkpoint
+@pytest.mark.parametrize("name", ["own_models:Encoder", "wrong_models:Whole"])
+def test_what_gives_no_logits_cannot_write(small_shards: Path, tmp_path: Path, name: str) -> None:
+    folder, config = tmp_path / "runs" / "mute" / "checkpoints", config_of(small_shards, "gpt2", steps=4)
+    config = dataclasses.replace(config, model=parse_model(f"{name},{SIZES}"))
+    saved = Trainer(config, checkpoints=folder).run().checkpoint
     with pytest.raises(UserError, match="no logits"):
         generate.generate(generate.GenerateConfig(checkpoint=str(saved)))
 
@@ -258,25 +289,62 @@ def test_a_model_that_needs_values_is_looked_at_on_the_cpu(monkeypatch: pytest.M
     assert (found.parameters, found.logits) == (400, True)
 
 
-def test_a_model_starts_from_weights_of_hugging_face_and_is_exported_as_them(
-    small_shards: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_model_may_print_and_is_trained_whatever_mode_it_comes_in(
+    small_shards: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    (tmp_path / "loud.py").write_text(
+        "import atexit\nfrom wrong_models import Bigram\n\nprint('imported')\natexit.register(print, 'leaving')\n\n"
+        "class Loud(Bigram):\n"
+        "    def forward(self, inputs, targets):\n"
+        "        print('called')\n"
+        "        return super().forward(inputs, targets)\n\n"
+        "def evaluated(vocabulary):\n    return Loud(vocabulary).eval()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = dataclasses.replace(config_of(small_shards, "gpt2"), model=parse_model(f"loud:evaluated,{SIZES}"))
+    config = resolve(config, cpu_facts())
+    assert build(config, torch.device("cpu")).training
+    assert line(config).weights == 4 * 257 * 257
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_go_to_hugging_faces_format_and_back_to_the_bit(
+    small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    """Theirs by way of ours and, trained, ours by way of transformers."""
     monkeypatch.chdir(tmp_path)
     shape: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "vocab_size": 257}
-    GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained("theirs")
-    model = parse_model("hf:theirs,dropout=0.5")
-    assert parse_model(format_model(model)) == model
-    config = dataclasses.replace(config_of(small_shards, "gpt2", steps=1), model=parse_model("hf:theirs"))
-    trainer = Trainer(config)
+    GPT2LMHeadModel(GPT2Config(**shape, tie_word_embeddings=tied)).save_pretrained("theirs")
+    config = dataclasses.replace(config_of(small_shards, "gpt2", steps=2), model=parse_model("hf:theirs"))
+    trainer = Trainer(config, checkpoints=tmp_path / "checkpoints")
     before, after = load_file("theirs/model.safetensors"), published_weights(trainer.model)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     theirs = GPT2LMHeadModel.from_pretrained("theirs").eval()
     tokens = torch.zeros(1, 32, dtype=torch.int64)
     torch.testing.assert_close(trainer.model.eval()(tokens)[..., :257], theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+    write_model(Path(str(trainer.run().checkpoint)), Path("ours"))
+    trained = published_weights(trainer.model)
+    assert not any(torch.equal(trained[name], before[name]) for name in before)
+    again = Trainer(dataclasses.replace(config, model=parse_model("hf:ours")))
+    GPT2LMHeadModel.from_pretrained("ours").save_pretrained("once more")
+    for found in (
+        load_file("ours/model.safetensors"), published_weights(again.model), load_file("once more/model.safetensors")
+    ):  # fmt: skip
+        assert found.keys() == trained.keys()
+        assert all(torch.equal(found[name], trained[name]) for name in trained)
+
+
+def test_a_folder_that_holds_no_gpt2_is_refused(
+    refused: Callable[..., str], small_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=8, vocab_size=9)).save_pretrained("theirs")
+    model = parse_model("hf:theirs,dropout=0.5")
+    assert parse_model(format_model(model)) == model
     data, out = str(small_shards), ["--global-batch", "8", "--micro-batch", "4", "--device", "cpu", "--steps", "1"]
     for model, named in (("hf:nowhere", "hf:nowhere"), ("hf:theirs,layers=3", "layers=3"), ("hf:llama", "llama")):
         Path("llama").mkdir(exist_ok=True)
         Path("llama/config.json").write_text('{"model_type": "llama"}')
-        assert command(run.main, "--model", model, "--data", data, *out) == 2
-        assert named in capfd.readouterr().err
+        assert named in refused(run.main, "--model", model, "--data", data, *out)

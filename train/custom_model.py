@@ -8,7 +8,7 @@ from pathlib import Path
 from sysconfig import get_path
 from typing import Any
 
-from infra.errors import UserError
+from infra.errors import UserError, first_line
 from infra.schema import strict
 
 
@@ -144,6 +144,9 @@ def _value(text: str) -> bool | int | float | str:
     return text
 
 
+_NAMED = "name it as an import does, package.module, where that works"
+
+
 def source_sha256(name: str) -> str:
     """The hash of the file of the module in ``package.module:name``. Raises ``UserError`` where there is none."""
     module = name.partition(":")[0]
@@ -153,6 +156,9 @@ def source_sha256(name: str) -> str:
         spec = find_spec(module)
         if spec and spec.origin:
             return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
-    except (ImportError, ValueError, OSError) as failure:
-        raise UserError(f"--model {name}: the module {module} cannot be found: {failure}.") from failure
-    raise UserError(f"--model {name}: there is no module {module} in {Path.cwd()} or among what is installed.")
+    except (Exception, SystemExit) as failure:  # of the packages that it is in, which are imported
+        why = f"{type(failure).__name__}: {first_line(failure).rstrip('.')}"
+        raise UserError(f"--model {name}: the module {module} cannot be found ({why}): {_NAMED}.") from failure
+    raise UserError(
+        f"--model {name}: there is no module {module} in {Path.cwd()} or among what is installed: {_NAMED}."
+    )

@@ -55,8 +55,8 @@ def generate(config: GenerateConfig) -> int:
     kind = config_from_json(read_progress(checkpoint).config, str(checkpoint)).model
     if not kind.writes:
         raise UserError(
-            f"--checkpoint {config.checkpoint}: {format_model(kind)} gives no logits of shape (batch, time, ids) when "
-            "its targets are None, so it cannot write text."
+            f"--checkpoint {config.checkpoint}: {format_model(kind)} gives no logits of shape (batch, time, ids) for a "
+            "text of any length when its targets are None, so it cannot write."
         )
     with doing("loading the model"):
         from train.loop.sampling import load_model, sample

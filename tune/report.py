@@ -81,9 +81,9 @@ def search_report(search: Search, rows: Sequence[TrialRow]) -> Report:
     notes += [TIE] * any(entry.tied for entry in rank(rows))
     notes += [CONFIRM] * any(row.stage == "confirm" for row in rows)
     found: list[str | Part] = [FREE] * space.free
-    if failed := no_winner(search, rows)[1:]:
-        found.append(listed(failed))
     found += [Part("Tokens per second under the limit", headings(space), leaderboard(search, rows)), listed(notes)]
+    if failed := failures(search, rows):
+        found += ["Did not fit, or failed:", listed(failed)]
     if untried := never_run(search, rows):
         found += ["Never run:", listed(untried)]
     return Report(opening_lines(search, rows), found)
@@ -91,7 +91,7 @@ def search_report(search: Search, rows: Sequence[TrialRow]) -> Report:
 
 def headings(space: Space) -> tuple[str, ...]:
     """The headings of the leaderboard; ``control`` is the speed over the control's."""
-    return ("candidate", *["global batch"] * space.free, "tokens/s", "95%", "control", "GB", "runs", "")
+    return ("micro-batch", *["global batch"] * space.free, "tokens/s", "95%", "control", "GB", "runs", "")
 
 
 def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...]]:
@@ -101,7 +101,7 @@ def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...
     words = remarks(space, ranked)
 
     def named(candidate: Candidate) -> tuple[str, ...]:
-        return (space.name(candidate), *[str(space.global_batch(candidate))] * space.free)
+        return (_below_heading(space, candidate), *[str(space.global_batch(candidate))] * space.free)
 
     lines = [
         (
@@ -110,12 +110,31 @@ def leaderboard(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, ...
         )
         for entry in ranked
     ]  # fmt: skip
-    last = {row.candidate: row for row in rows if row.candidate not in words}
-    for row in sorted(last.values(), key=lambda row: row.number):
+    for row in _unplaced(rows):
         speed = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "-"
         memory = "-" if row.memory is None else f"{row.memory / GB:.2f}"
-        lines.append((*named(row.candidate), speed, "", "", memory, "1", f"{row.outcome}: {row.reason}"))
+        lines.append((*named(row.candidate), speed, "", "", memory, "1", row.outcome))
     return lines
+
+
+def _below_heading(space: Space, candidate: Candidate) -> str:
+    """A candidate's name in a column whose heading is "micro-batch"."""
+    return space.name(candidate).removeprefix("micro-batch ")
+
+
+def _unplaced(rows: Sequence[TrialRow]) -> list[TrialRow]:
+    """The last row of each candidate that is not ranked, in the order of the trials."""
+    ranked = {entry.candidate for entry in rank(rows)}
+    last = {row.candidate: row for row in rows if row.candidate not in ranked}
+    return sorted(last.values(), key=lambda row: row.number)
+
+
+def failures(search: Search, rows: Sequence[TrialRow]) -> list[str]:
+    """A line for each reason for which candidates have no place."""
+    reasons: dict[str, list[str]] = {}
+    for row in _unplaced(rows):
+        reasons.setdefault(f"{row.outcome}: {row.reason}", []).append(search.space.name(row.candidate))
+    return [f"{'; '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 
 def control_among(ranked: Sequence[Ranked], space: Space) -> Ranked | None:
@@ -162,21 +181,16 @@ def never_run(search: Search, rows: Sequence[TrialRow]) -> list[str]:
     return lines
 
 
-def no_winner(search: Search, rows: Sequence[TrialRow]) -> list[str]:
-    """Why a search has no winner: a sentence, and a line for each reason for which trials failed."""
+def no_winner(search: Search, rows: Sequence[TrialRow]) -> str:
+    """Why a search has no winner."""
     under = f"under {format_size(search.limit)}"
     unfit = {row.candidate for row in rows if row.outcome in UNFIT}
     failed = [row for row in rows if row.outcome == "failed"]
-    reasons: dict[str, dict[str, None]] = {}
-    for row in failed:
-        if row.candidate not in unfit:
-            reasons.setdefault(row.reason, {})[search.space.name(row.candidate)] = None
-    if reasons:
+    if any(row.candidate not in unfit for row in failed):
         others = f", and {len(unfit)} of the candidates do not fit {under}" if unfit else ""
-        lines = [f"{'; '.join(names)}: {reason}" for reason, names in reasons.items()]
-        return [f"no winner: {len(failed)} of {len(rows)} trials failed{others}", *lines]
+        return f"no winner: {len(failed)} of {len(rows)} trials failed{others}"
     none = "nothing fits" if rows else "no trial was run, because nothing is predicted to fit"
-    return [f"{none} {under}: raise --memory-limit, or search more --knobs"]
+    return f"{none} {under}: raise --memory-limit, or search more --knobs"
 
 
 def best_json(search: Search, rows: Sequence[TrialRow]) -> dict[str, Any] | None:
@@ -210,7 +224,7 @@ def opening_lines(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, s
     trials = f"{len(rows)} trials in {spent}"
     if not ranked:
         tried = f"{trials}, searcher {search.config.searcher}"
-        return [("What", f"{what}: none was found"), ("Why", no_winner(search, rows)[0]), ("Trials", tried)]
+        return [("What", f"{what}: none was found"), ("Why", no_winner(search, rows)), ("Trials", tried)]
     best = ranked[0]
     control = control_among(ranked, space)
     tied = [space.name(entry.candidate) for entry in ranked[1:] if entry.tied]
@@ -315,7 +329,7 @@ def expectations(search: Search, near: Sequence[Combination], card: Card) -> Par
         except UserError:  # of how it is executed
             most = 0.0
         speed = expected(most) if most else "-"
-        found.append((most, (space.name(candidate), f"{curves.prior(candidate) / GB:.2f}", speed)))
+        found.append((most, (_below_heading(space, candidate), f"{curves.prior(candidate) / GB:.2f}", speed)))
     lines = [line for _, line in sorted(found, key=lambda row: -row[0])]
     title = f"Predicted for {card.facts.name}, not measured; tokens/s are {SOURCE}"
-    return Part(title, ("candidate", "memory, GB", "tokens/s"), lines)
+    return Part(title, ("micro-batch", "memory, GB", "tokens/s"), lines)

@@ -37,6 +37,18 @@ def test_text_is_wrapped_between_words_before_a_table_is_parted(capsys: pytest.C
     ]  # fmt: skip
 
 
+def test_a_word_that_does_not_fit_is_parted_and_the_first_column_never(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "/a/path/without/any/blank" * 5
+    lines = [("micro-batch 8 x 2", "1,234", "winner"), ("micro-batch 16 x 1", "-", f"failed: see {long}")]
+    for table in tables(("candidate", "tokens/s", ""), lines, "", 80):
+        console.print(table)
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, printed)) <= 80
+    assert "…" not in "".join(printed)
+    assert long in "".join(line[12:].strip() for line in printed)
+    assert sum("micro-batch" in line for line in printed) == 4
+
+
 def test_a_cell_cannot_leave_its_table_and_makes_no_link() -> None:
     lines = [["A | B\n\n# C", "1"], ["<script>alert(1)</script>", r"![x](http://a/b.png) \[y](javascript:z)"]]
     assert Part("Books", ["book", "tokens"], lines).markdown().splitlines() == [

@@ -1,5 +1,8 @@
 """Models that cannot be trained, each for one reason."""
 
+from collections import OrderedDict as OrderedDict
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,6 +34,113 @@ class Detached(Bigram):
 class Raising(Bigram):
     def forward(self, inputs: Tensor, targets: Tensor | None) -> Tensor:
         raise ValueError("of two\nlines")
+
+
+class Imaginary(Bigram):
+    def forward(self, inputs: Tensor, targets: Tensor | None) -> Tensor:
+        return super().forward(inputs, targets) * 1j
+
+
+class Pair(Bigram):
+    def forward(self, inputs: Tensor, targets: Tensor | None) -> Any:  # type: ignore[override]
+        return self.rows(inputs), super().forward(inputs, targets)
+
+
+class Inputs(Bigram):
+    def forward(self, inputs: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(inputs, None)
+
+
+class Late(Bigram):
+    def forward(self, inputs: Tensor, targets: Tensor | None) -> Tensor:
+        self.more = nn.Linear(1, 1)
+        return super().forward(inputs, targets)
+
+
+class Noted(Bigram):
+    def get_extra_state(self) -> str:
+        return "a note"
+
+
+class Empty(nn.Module):
+    def forward(self, inputs: Tensor, targets: Tensor | None) -> Tensor:
+        return inputs.float().mean()
+
+
+class Short(Bigram):
+    """Has too few positions, which nothing tells that does not compute."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(vocabulary)
+        self.positions = nn.Embedding(16, vocabulary)
+
+    def forward(self, inputs: Tensor, targets: Tensor | None) -> Tensor:
+        places = self.positions(torch.arange(inputs.size(1), device=inputs.device))
+        return super().forward(inputs, targets) + places.mean()
+
+
+class Whole(Bigram):
+    """Takes texts of one length alone."""
+
+    def __init__(self, vocabulary: int, context_length: int) -> None:
+        super().__init__(vocabulary)
+        self.positions = nn.Parameter(torch.zeros(context_length, vocabulary))
+
+    def forward(self, inputs: Tensor, targets: Tensor | None) -> Tensor:
+        logits = self.rows(inputs) + self.positions
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Twice(Bigram):
+    """Adds to the loss of a step those of the steps before it, of which nothing is left."""
+
+    earlier: Tensor | float = 0.0
+
+    def forward(self, inputs: Tensor, targets: Tensor | None) -> Tensor:
+        self.earlier = super().forward(inputs, targets) + self.earlier
+        return self.earlier
+
+
+class Unseen(Bigram):
+    """Fails where it is evaluated."""
+
+    def forward(self, inputs: Tensor, targets: Tensor | None) -> Tensor:
+        assert self.training, "not now"
+        return super().forward(inputs, targets)
+
+
+class Tired(Bigram):
+    """Fails in its seventh step."""
+
+    def forward(self, inputs: Tensor, targets: Tensor | None) -> Tensor:
+        self.steps = getattr(self, "steps", 0) + (self.training and inputs.device.type != "meta")
+        assert self.steps < 7, "enough"
+        return super().forward(inputs, targets)
+
+
+def positional(vocabulary: int, /) -> nn.Module:
+    return Bigram(vocabulary)
+
+
+def leaving(vocabulary: int) -> nn.Module:
+    raise SystemExit("by itself")
+
+
+model = Bigram(257)
+
+
+def again(vocabulary: int) -> nn.Module:
+    return model
+
+
+def half(vocabulary: int) -> nn.Module:
+    return Bigram(vocabulary).half()
+
+
+def turned(vocabulary: int) -> nn.Module:
+    model = Bigram(vocabulary)
+    model.register_parameter("turn", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    return model
 
 
 def nothing(vocabulary: int) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -39,13 +40,6 @@ FLAGS = [
 ]  # fmt: skip
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["train.run", *flags])
-    with pytest.raises(SystemExit) as leaving:
-        run.main()
-    return int(leaving.value.code or 0)
-
-
 def test_a_copied_run_is_recorded_anew_where_a_store_is_named(tmp_path: Path, empty_store: Path) -> None:
     first, second = (RunFolder(tmp_path / name) for name in ("first", "second"))
     first.path.mkdir()
@@ -61,8 +55,10 @@ def test_a_copied_run_is_recorded_anew_where_a_store_is_named(tmp_path: Path, em
 
 
 @pytest.mark.usefixtures("shared_ray")
-def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code = command(monkeypatch, "--data", str(small_shards), "--name", "one", "--steps", "25", *FLAGS)
+def test_one_run(
+    command: Callable[..., int], refused: Callable[..., str], small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = command(run.main, "--data", str(small_shards), "--name", "one", "--steps", "25", *FLAGS)
     printed = capfd.readouterr().out
     assert code == 0, printed
     result = json.loads(Path("runs/one/result.json").read_text())
@@ -99,16 +95,17 @@ def test_one_run(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pyt
         (["--resume", "one", "--steps", "30", "--model", "tiny"], "vocabulary=257, not 50257"),
         (["--resume", "one", "--steps", "30", "--data", "other"], "other data"),
     ):
-        assert command(monkeypatch, *again) == 2
-        assert named in capfd.readouterr().err
+        assert named in refused(run.main, *again)
 
 
 @pytest.mark.usefixtures("shared_ray")
 @pytest.mark.slow
-def test_two_workers(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_workers(
+    command: Callable[..., int], refused: Callable[..., str], small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Through Ray Train they compute what one loop does here, and what one refuses ends both."""
     flags = ["--data", str(small_shards), "--name", "two", "--workers", "2", "--steps", "12", *FLAGS]
-    assert command(monkeypatch, *flags) == 0, capfd.readouterr().err
+    assert command(run.main, *flags) == 0, capfd.readouterr().err
     home = RunFolder(Path("runs/two"))
     found = [json.loads(line) for line in home.cycles.read_text().splitlines()]
     config = config_from_json(json.loads(home.config.read_text()), "test")
@@ -121,19 +118,18 @@ def test_two_workers(monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd:
     shard = shutil.copytree(small_shards, Path("broken")) / "train/000000-000.arrow"
     shard.rename("taken away")
     flags = ["--data", "broken", "--name", "three", "--workers", "2", "--steps", "12", *FLAGS]
-    assert command(monkeypatch, *flags) == 2
-    assert shard.name in " ".join(capfd.readouterr().err.split()), "they gave up, and were started again to say so"
+    assert shard.name in refused(run.main, *flags), "they gave up, and were started again to say so"
     Path("taken away").rename(shard)
-    assert command(monkeypatch, *flags) == 0, capfd.readouterr().err
+    assert command(run.main, *flags) == 0, capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("shared_ray")
 @pytest.mark.slow
 def test_memory_that_runs_out_in_one_of_two_workers_ends_the_run_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str]
+    command: Callable[..., int], small_shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     vast = [flag.replace("padded_vocabulary=320", f"padded_vocabulary={2**45}") for flag in FLAGS]
-    code = command(monkeypatch, "--data", str(small_shards), "--name", "vast", "--workers", "2", "--steps", "2", *vast)
+    code = command(run.main, "--data", str(small_shards), "--name", "vast", "--workers", "2", "--steps", "2", *vast)
     printed = capfd.readouterr()
     assert code == 1, printed.err
     result = json.loads(Path("runs/vast/result.json").read_text())
@@ -143,9 +139,7 @@ def test_memory_that_runs_out_in_one_of_two_workers_ends_the_run_with_the_reason
     assert "continuing on" not in printed.out, "it is not tried again"
 
 
-def test_a_step_that_is_too_large_is_refused_with_both_numbers(
-    monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_is_too_large_is_refused_with_both_numbers(refused: Callable[..., str], small_shards: Path) -> None:
     tokens = read_manifest(small_shards).splits["train"]["tokens"]
     Path("book.txt").write_text("It was a book of some length, which nobody had read. " * 20)
     vast = ["--model", "tiny,context_length=32", "--micro-batch", "1", "--steps", "1", "--cycle", "1+0"]
@@ -153,8 +147,7 @@ def test_a_step_that_is_too_large_is_refused_with_both_numbers(
         (["--data", str(small_shards), *FLAGS[:2]], tokens // 32 + 1, (f"{(tokens // 32 + 1) * 32:,}", f"{tokens:,}")),
         (["--stream", "book.txt"], 10**9, ("1,000,000,000", "1,000,000 ")),
     ):
-        assert command(monkeypatch, *vast, *source, "--global-batch", str(batch)) == 2
-        said = " ".join(capfd.readouterr().err.split())
+        said = refused(run.main, *vast, *source, "--global-batch", str(batch))
         assert all(number in said for number in numbers), said
 
 
@@ -166,22 +159,18 @@ def test_a_step_that_is_too_large_is_refused_with_both_numbers(
     ],
 )
 def test_data_that_do_not_fit_the_model_are_refused(
-    monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str], model: str, named: str
+    refused: Callable[..., str], small_shards: Path, model: str, named: str
 ) -> None:
     flags = ["--data", str(small_shards), "--model", model, "--global-batch", "1", "--steps", "1", "--cycle", "1+1"]
-    assert command(monkeypatch, *flags, "--device", "cpu") == 2
-    said = " ".join(capfd.readouterr().err.split())
-    assert named in said
-    assert "Traceback" not in said
+    assert named in refused(run.main, *flags, "--device", "cpu")
 
 
 def test_data_whose_vocabulary_is_another_than_their_manifests_are_refused(
-    monkeypatch: pytest.MonkeyPatch, small_shards: Path, capfd: pytest.CaptureFixture[str]
+    refused: Callable[..., str], small_shards: Path
 ) -> None:
     shutil.copytree(small_shards, "other")
     Path("other", VOCABULARY_FILE).write_text(tokenizer_json(gpt2()))
-    assert command(monkeypatch, "--data", "other", "--steps", "1", *FLAGS) == 2
-    said = " ".join(capfd.readouterr().err.split())
+    said = refused(run.main, "--data", "other", "--steps", "1", *FLAGS)
     assert VOCABULARY_FILE in said
     assert "--overwrite" in said
 
@@ -263,7 +252,7 @@ def test_workers_that_find_different_checkpoints_train_nothing() -> None:
 @pytest.mark.usefixtures("shared_ray")
 @pytest.mark.slow
 def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small_shards: Path, small_model: ModelConfig
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, small_shards: Path, small_model: ModelConfig
 ) -> None:
     """As on a machine without the driver's disk: the folder that Ray's worker is told has another run's start."""
     home, elsewhere = RunFolder(Path("runs/one").resolve()), Path("elsewhere").resolve()
@@ -276,8 +265,7 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
     trained = driver.launch
     there = RunFolder(elsewhere)
     monkeypatch.setattr(driver, "launch", lambda run, *how: trained(dataclasses.replace(run, home=there), *how))
-    assert command(monkeypatch, "--resume", "one", "--steps", "8") == 2
-    said = " ".join(capfd.readouterr().err.split())
+    said = refused(run.main, "--resume", "one", "--steps", "8")
     assert "the run continues from step 6, but" in said
     assert not (elsewhere / "cycles.jsonl").exists()
     assert not checkpoints_in(elsewhere / "checkpoints")
@@ -294,13 +282,8 @@ def test_a_run_whose_checkpoint_the_worker_does_not_find_is_not_trained_anew(
         (["--resume", "one", "--name", "two"], "--name two"),
     ],
 )
-def test_a_mistake_gets_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], flags: list[str], named: str
-) -> None:
-    assert command(monkeypatch, *flags) == 2
-    message = capfd.readouterr().err
-    assert named in message
-    assert "Traceback" not in message
+def test_a_mistake_gets_one_sentence(refused: Callable[..., str], flags: list[str], named: str) -> None:
+    assert named in refused(run.main, *flags)
 
 
 def test_what_ray_trains_controller_unpickles_imports_no_torch() -> None:

@@ -17,12 +17,16 @@ from infra.hardware import device_facts
 from infra.progress import doing
 from infra.schema import from_json, strict
 from train.config import Cycle, TrainConfig
+from train.model_config import format_model
 
 TOKENS = 1024
 """At least so many are in the smaller probe's micro-batch; the larger one has three times as many."""
 
 PROGRAM = "train.loop.probe"
 """It is above this package, and runs in another process."""
+
+REFUSED = 2
+"""Its exit code when the model is wrong, which its last line tells."""
 
 
 @strict
@@ -84,8 +88,14 @@ def _measured(config: TrainConfig) -> Line:
     )  # fmt: skip
     said: list[str] = done.stdout.splitlines()
     if done.returncode or not said:
-        killed = "it was killed, as when memory runs out" if done.returncode == -signal.SIGKILL else "it said nothing"
-        why = (done.stderr.strip().splitlines() or [killed])[-1]
-        raise UserError(f"the model's memory could not be measured: {why.rstrip('.')}.")
+        why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        if done.returncode == -signal.SIGKILL:
+            why = "it was killed, as when memory runs out"
+        if done.returncode == REFUSED:
+            raise UserError(why)
+        raise UserError(
+            f"the memory of --model {format_model(config.model)} could not be measured: {why.rstrip('.')}; a run with "
+            "--micro-batch does without."
+        )
     found: dict[str, Any] = json.loads(said[-1])
     return from_json(Line, found, "the probe")

@@ -40,10 +40,11 @@ def start_over(config: TrainConfig) -> None:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the resident peak, by proc(5)
 
 
-def is_exhausted(failure: RuntimeError) -> bool:
+def is_exhausted(failure: Exception) -> bool:
     """Whether ``failure`` means that memory ran out; only torch's allocator on the GPU has an exception for that."""
     text = str(failure).lower()
-    return any(words in text for words in ("out of memory", "can't allocate memory", "cublas_status_alloc_failed"))
+    signs = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
+    return isinstance(failure, RuntimeError) and any(words in text for words in signs)
 
 
 def peak(device: torch.device) -> Memory:

@@ -4,16 +4,20 @@ In: on stdin the config of the smaller probe, as JSON. Out: on stdout the line b
 """
 
 import json
+import os
 import sys
 from dataclasses import replace
 
 import torch
 
+from infra.errors import UserError
 from infra.schema import to_json
 from train.config import TrainConfig, config_from_json
-from train.estimate.probe import Line
+from train.custom_model import CustomModel
+from train.estimate.probe import REFUSED, Line
 from train.loop import memory, shortage
 from train.loop.execution import arithmetic, build, choose_allocator, choose_pages, compiled, torch_device
+from train.model import custom
 from train.model.optimizer import make_optimizer
 
 STEPS = 2
@@ -38,9 +42,14 @@ def probe(config: TrainConfig, larger: int) -> Line:
         memory.start_over(replace(config, compile="off"))
         for _ in range(STEPS):
             for _ in range(config.accumulation):
-                with arithmetic(config):
-                    loss = forward(tokens, tokens)
-                scaler.scale(loss).backward()
+                try:
+                    with arithmetic(config):
+                        loss = forward(tokens, tokens)
+                    scaler.scale(loss).backward()
+                except Exception as failure:
+                    if not isinstance(config.model, CustomModel) or memory.is_exhausted(failure):
+                        raise
+                    raise custom.blamed(config.model, "a step that measures its memory", failure) from failure
             held = shortage.held(model, optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm or 1.0)
             scaler.step(optimizer)
@@ -59,4 +68,9 @@ def _peak(device: torch.device) -> int:
 
 if __name__ == "__main__":
     asked = config_from_json(json.loads(sys.stdin.read()), "the probe's config")
-    print(json.dumps(to_json(probe(asked, 3 * asked.micro_batch))))
+    answer, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: PTH123, SIM115 where the model may print
+    try:
+        print(json.dumps(to_json(probe(asked, 3 * asked.micro_batch))), file=answer, flush=True)
+    except UserError as mistake:
+        print(mistake, file=sys.stderr)
+        sys.exit(REFUSED)

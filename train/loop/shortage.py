@@ -45,7 +45,7 @@ def out_of_memory(
     limit: Limit | None,
     device: torch.device,
     stage: str,
-    failure: RuntimeError,
+    failure: Exception,
 ) -> Shortage:
     """Of a run that ran out of memory by ``failure`` while it was in ``stage``, with what had been built by then."""
     frames = traceback.walk_tb(failure.__traceback__)
@@ -65,7 +65,7 @@ def reason(shortage: Shortage, config: TrainConfig, limit: Limit | None) -> str:
     return text + (f", the limit is {limit.size / 1e9:.2f} GB" if limit else "")
 
 
-def tried_to_allocate(failure: RuntimeError) -> int | None:
+def tried_to_allocate(failure: Exception) -> int | None:
     """Bytes of the allocation that failed, by torch's message; None where it does not say."""
     found = re.search(r"tried to allocate ([\d.]+) (bytes|[KMG]iB)", str(failure), re.IGNORECASE)
     return parse_size(f"{found[1]} {found[2].replace('bytes', 'B')}") if found else None

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from infra.errors import UserError
 from infra.hardware import device_facts
 from infra.storage_dir import StorageDir
 from infra.telemetry import Telemetry
 from train.checkpoint import save
 from train.checkpoint.progress import Progress, RunState, read_progress, refuse_other_run
 from train.config import CUDA_GRAPHS, TrainConfig
+from train.custom_model import CustomModel
 from train.data.dataset import Data, ShardData
 from train.data.loader import BatchLoader
 from train.data.text import vocabulary_of_data, with_vocabulary_of
@@ -42,11 +44,13 @@ from train.loop.memory_limit import Limit
 from train.loop.shortage import OutOfMemory
 from train.loop.throughput import is_precise
 from train.loop.validation import validate
-from train.model import parallel
+from train.model import custom, parallel
 from train.model.optimizer import learning_rate, make_optimizer, set_rate
 from train.model.parallel import Workers
 from train.resolve import resolve
 from train.result import BUILDING, TRAINING, CycleReport, Outcome, RunResult, Shortage
+
+BACKWARD = "the backward pass"
 
 
 class Trainer:
@@ -140,8 +144,9 @@ class Trainer:
                 outcome, reason = "over_limit", excess
             if outcome == "over_limit" and self.limit:
                 missing = shortage.over_limit(self.model, self.optimizer, self.limit, self.state.step)
-        except RuntimeError as failure:
+        except Exception as failure:
             if not memory.is_exhausted(failure):
+                self._blame(failure)
                 raise
             result = self._exhausted(failure)
             if self.workers.size > 1:
@@ -149,7 +154,16 @@ class Trainer:
             return result
         return self._concluded(outcome, reason, missing)
 
-    def _exhausted(self, failure: RuntimeError) -> RunResult:
+    def _blame(self, failure: Exception) -> None:
+        """Raise ``UserError`` where a custom model's own code has failed, and not another worker or this loop."""
+        model = self.config.model
+        if not isinstance(model, CustomModel) or isinstance(failure, UserError) or self.config.shard:
+            return
+        backward = self.workers.size == 1 and self.stage.startswith(BACKWARD)
+        if backward or custom.in_forward(self.model, failure):
+            raise custom.blamed(model, self.stage, failure) from failure
+
+    def _exhausted(self, failure: Exception) -> RunResult:
         """The result of a run that ran out of memory by ``failure``."""
         stage = self.stage
         if self.workers.size > 1:
@@ -246,7 +260,7 @@ class Trainer:
             with parallel.synchronised(self.forward, self.model, micro == config.accumulation - 1):
                 with arithmetic(config):
                     loss = self.forward(inputs, targets)
-                self.stage = f"the backward pass of step {step}"
+                self.stage = f"{BACKWARD} of step {step}"
                 self.scaler.scale(loss / config.accumulation).backward()
             cycle.losses[index] += loss.detach() / config.accumulation
             if "sync" in config.ablate:

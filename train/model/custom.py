@@ -4,11 +4,13 @@ In: a :class:`CustomModel`. Out: the ``nn.Module`` that its callable returns. Wh
 ``UserError``, because only its author can mend it.
 """
 
-import importlib
+import importlib.util
 import inspect
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import cache, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,11 +31,17 @@ UNKNOWN = 1.0
 
 
 def make(model: CustomModel) -> nn.Module:
-    """The module that the callable returns, imported where this process runs."""
+    """The module that the callable returns, imported where this process runs, in training mode."""
     named = f"--model {model.callable}"
     build = _imported(model)
-    parameters = inspect.signature(build).parameters.values()
+    if isinstance(build, nn.Module):
+        raise UserError(f"{named} is a module itself: name its class, or a function that returns a new one.")
+    try:
+        parameters = inspect.signature(build).parameters.values()
+    except ValueError as untold:  # of some types that are written in C
+        raise UserError(f"{named} does not tell its arguments ({untold}): name a function that calls it.") from None
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    takes_all = takes_all and getattr(build, "__init__", None) is not nn.Module.__init__  # which refuses all
     sizes = {"context_length": model.context_length, "vocabulary": model.vocabulary}
     taken = {name: size for name, size in sizes.items() if takes_all or name in {each.name for each in parameters}}
     given = taken | model.values
@@ -43,11 +51,11 @@ def make(model: CustomModel) -> nn.Module:
         raise UserError(f"{named} cannot be called with {', '.join(given) or 'no arguments'}: {mismatch}.") from None
     try:
         made = build(**given)
-    except Exception as failure:
-        raise UserError(f"{named} fails: {_words(failure)}.") from failure
+    except (Exception, SystemExit) as failure:
+        raise UserError(f"{named} fails: {_words(failure, model)}.") from failure
     if not isinstance(made, nn.Module):
         raise UserError(f"{named} returns {type(made).__name__}, and must return a torch.nn.Module.")
-    return made
+    return made.train()
 
 
 def _imported(model: CustomModel) -> Callable[..., Any]:
@@ -62,7 +70,7 @@ def _imported(model: CustomModel) -> Callable[..., Any]:
     try:
         build = getattr(importlib.import_module(module), name, None)
     except (Exception, SystemExit) as failure:
-        raise UserError(f"{named} cannot be imported: {_words(failure)}.") from failure
+        raise UserError(f"{named} cannot be imported: {_words(failure, model)}.") from failure
     if not callable(build):
         raise UserError(f"{named}: the module {module} has no callable {name!r}.")
     return build
@@ -75,35 +83,54 @@ def look(model: CustomModel) -> Found:
     A model that asks for values there runs on the CPU instead. Raises ``UserError`` for one that cannot be trained.
     """
     _imported(model)  # what is wrong with it does not depend on the device
-    with suppress(Exception):
+    with suppress(Exception, SystemExit):
         return _look(model, torch.device("meta"))
     try:
         return _look(model, torch.device("cpu"))
     except UserError:
         raise
-    except Exception as failure:
-        raise UserError(f"--model {model.callable} fails in its forward pass: {_words(failure)}.") from failure
+    except (Exception, SystemExit) as failure:
+        raise blamed(model, "its forward pass", failure) from failure
+
+
+def blamed(model: CustomModel, stage: str, failure: BaseException) -> UserError:
+    """What tells its author that ``model`` has failed in ``stage`` of a run, and where."""
+    return UserError(f"--model {model.callable} fails in {stage}: {_words(failure, model)}.")
+
+
+def in_forward(made: nn.Module, failure: BaseException) -> bool:
+    """Whether ``failure`` was raised within the forward pass of ``made``, which compiled code has under its name."""
+    own = inspect.unwrap(type(made).forward).__code__
+    frames = (frame.f_code for frame, _ in traceback.walk_tb(failure.__traceback__))
+    return any((code.co_filename, code.co_name) == (own.co_filename, own.co_name) for code in frames)
 
 
 def _look(model: CustomModel, device: torch.device) -> Found:
     with device:
         made = make(model)
-    made.to(device)
+        again = make(model)
     named = f"--model {model.callable}"
+    if again is made:
+        raise UserError(f"{named} returns the same module again: return a new one at each call.")
+    made.to(device)
     _refuse_untrainable(made, named)
     tokens = torch.zeros(1, model.context_length, dtype=torch.int64, device=device)
+    before = made.state_dict().keys()
     # The counter knows the matrix products, and not every device's fused kernel.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, _Calls(tokens.shape) as calls:
         loss = made(tokens, tokens)
-    if not (isinstance(loss, Tensor) and loss.dim() == 0):
-        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    if not (isinstance(loss, Tensor) and loss.dim() == 0 and not loss.is_complex()):
+        kind = type(loss).__name__
+        shape = f"a {kind} of {loss.dtype} and shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind
         raise UserError(f"{named} returns {shape} for (inputs, targets), and must return the mean loss, a scalar.")
     if not loss.requires_grad:
         raise UserError(f"{named} gives a loss without a gradient: none of its parameters can be trained by it.")
+    if late := made.state_dict().keys() - before:
+        raise UserError(f"{named} makes {min(late)} in its forward pass, where no optimizer knows it: make it earlier.")
     logits = None
     with suppress(Exception), torch.no_grad():
-        logits = made.eval()(tokens, None)
-    logits = logits if isinstance(logits, Tensor) and logits.dim() == 3 else None
+        logits = made.eval()(tokens[:, :2], None)  # of a text that has just begun
+    logits = logits if isinstance(logits, Tensor) and logits.dim() == 3 and logits.size(1) <= 2 else None
     ids = min(filter(None, (calls.ids, logits is not None and logits.size(-1))), default=model.vocabulary)
     if ids < model.vocabulary:
         raise UserError(
@@ -135,6 +162,11 @@ def _refuse_untrainable(made: nn.Module, named: str) -> None:
     for name, module in made.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UserError(f"{named}: {name} gives sparse gradients, which the optimizers do not take: make it dense.")
+    for name, value in made.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise UserError(
+                f"{named}: {name} in its state is {type(value).__name__}: a checkpoint keeps tensors alone."
+            )
 
 
 class _Calls(TorchFunctionMode):
@@ -191,5 +223,9 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], again: Callable[.
     return inside
 
 
-def _words(failure: BaseException) -> str:
-    return f"{type(failure).__name__}: {first_line(failure)}".rstrip(".")
+def _words(failure: BaseException, model: CustomModel) -> str:
+    """The kind of the ``failure`` and its first line, with the last line of the model's own source that led to it."""
+    spec = importlib.util.find_spec(model.callable.partition(":")[0])
+    frames = [frame for frame in traceback.extract_tb(failure.__traceback__) if spec and frame.filename == spec.origin]
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(failure).__name__}: {first_line(failure).rstrip('.')}{where}"

@@ -6,7 +6,6 @@ import platform
 import re
 import resource
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,20 +31,13 @@ CARD = GpuState(
 )  # fmt: skip
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["infra.doctor", *flags])
-    with pytest.raises(SystemExit) as leaving:
-        doctor.main()
-    return int(leaving.value.code or 0)
-
-
 def test_the_whole_examination(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    command: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr(ceilings, "SECONDS", 0.02)
-    assert command(monkeypatch, "--out", "runs") == 0
+    assert command(doctor.main, "--out", "runs") == 0
     output = capfd.readouterr()
     assert "refuses" not in output.err
     found = json.loads(Path("runs/doctor.json").read_text())
@@ -57,7 +49,7 @@ def test_the_whole_examination(
     assert ceilings.read_matmul_rate(runs, "another", "fp32", here) is None
     assert ceilings.read_matmul_rate(runs, "cpu", "fp32", "another machine") is None
     assert ceilings.read_matmul_rate(StorageDir.of("nothing"), "cpu", "fp32", here) is None
-    assert command(monkeypatch, "--out", "runs", "--quick") == 0
+    assert command(doctor.main, "--out", "runs", "--quick") == 0
     assert json.loads(left.read_text()) == found, "what was measured stays"
     left.write_text(json.dumps({"device": "cpu", "machine": here, "checks": []}))
     assert ceilings.read_matmul_rate(runs, "cpu", "fp32", here) is None
@@ -69,13 +61,13 @@ def test_the_whole_examination(
 
 @pytest.mark.usefixtures("working_folder")
 def test_only_problems_that_prevent_training_change_the_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    command: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-    assert command(monkeypatch, "--quick") == 0
+    assert command(doctor.main, "--quick") == 0
     assert "keeps" not in capfd.readouterr().out
     monkeypatch.setattr(os, "getloadavg", lambda: (9999.0, 0.0, 0.0))
-    assert command(monkeypatch, "--quick") == 0, "a busy machine trains, if slowly"
+    assert command(doctor.main, "--quick") == 0, "a busy machine trains, if slowly"
     assert "other work keeps 9999.0 of" in capfd.readouterr().out
 
     def version(package: str) -> str:
@@ -86,7 +78,7 @@ def test_only_problems_that_prevent_training_change_the_exit_code(
     monkeypatch.setattr(checks, "version", version)
     for load in (0.0, 9999.0):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
-        assert command(monkeypatch, "--quick") == 1
+        assert command(doctor.main, "--quick") == 1
         assert "pip install ray" in capfd.readouterr().out
 
 
@@ -98,7 +90,7 @@ def test_a_machine_is_busy_when_other_work_takes_more_than_half_of_its_cores(mon
 
 
 def test_a_full_disk_is_reported_in_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """No file may grow beyond a megabyte, as on a full disk; the disk's speed takes one of 256."""
     monkeypatch.chdir(tmp_path)
@@ -106,12 +98,9 @@ def test_a_full_disk_is_reported_in_one_sentence(
     old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, most))
     try:
-        assert command(monkeypatch, "--out", "runs") == 2
+        assert "the disk of --out runs cannot be measured" in refused(doctor.main, "--out", "runs")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
-    said = capfd.readouterr().err
-    assert "the disk of --out runs cannot be measured" in said
-    assert "Traceback" not in said
 
 
 def test_a_matrix_product_is_two_flops_for_each_multiplication(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +158,9 @@ def test_attention_that_runs_is_reported() -> None:
     assert check.value == "runs"
 
 
-def test_a_mistake_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_is_refused(refused: Callable[..., str]) -> None:
     for flags in (["--workers", "0"], ["--out", "README.md/runs"]):
-        assert command(monkeypatch, *flags) == 2
+        assert flags[0] in refused(doctor.main, *flags)
 
 
 @pytest.mark.usefixtures("shared_ray")
@@ -230,9 +219,9 @@ def test_a_gpu_reaches_most_of_its_datasheet() -> None:
 
 
 def test_the_machines_of_a_cluster_are_reported(
-    cluster: str, working_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    command: Callable[..., int], cluster: str, working_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(monkeypatch, "--quick", "--address", cluster) == 0
+    assert command(doctor.main, "--quick", "--address", cluster) == 0
     assert re.search(rf"(?m)^{socket.gethostname()} +\d+ .*{platform.python_version()} ", capfd.readouterr().out)
 
 

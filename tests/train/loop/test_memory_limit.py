@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,15 +60,13 @@ def test_what_only_the_end_takes_counts_too(config: TrainConfig, monkeypatch: py
 
 @pytest.mark.usefixtures("shared_ray")
 def test_the_command_imposes_its_limit(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+    command: Callable[..., int], config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
     flags = ["--config", "config.json", "--memory-limit", "50MB", "--name", "one"]
-    monkeypatch.setattr(sys, "argv", ["train.run", *flags])
-    with pytest.raises(SystemExit) as leaving:
-        run.main()
-    assert leaving.value.code == 1
+    assert command(run.main, *flags) == 1
     printed = " ".join(capfd.readouterr().out.split())
     assert "over_limit: the process used" in printed
     said = "no change is predicted to fit 0.05 GB"
