@@ -48,7 +48,8 @@ def trial(config: TrainConfig, limit: int) -> TrialRow:
 
 def test_a_trial_is_judged_by_the_memory_of_its_process(config: TrainConfig) -> None:
     row = trial(config, LIMIT)
-    assert (row.outcome, row.memory_source, row.attention) == ("ok", "nvml", "flash")
+    kernel = "cudnn" if torch.cuda.get_device_capability()[0] == 9 else "flash"
+    assert (row.outcome, row.memory_source, row.attention) == ("ok", "nvml", kernel)
     assert row.speed
     assert row.memory
     assert row.reserved
