@@ -41,7 +41,6 @@ class Doing:
 
     @property
     def seconds(self) -> float:
-        """How long it has been done."""
         return time.monotonic() - self._since
 
     def __str__(self) -> str:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 
 def main(config: TokenizeConfig) -> int:
-    """Run the command; returns its exit code."""
     if not config.overwrite:
         output.refuse_foreign(StorageDir.of(config.out))
     progress = report.JobStats()

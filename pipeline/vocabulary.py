@@ -60,7 +60,6 @@ class VocabularyConfig(Cleaning):
 
 
 def main(config: VocabularyConfig) -> int:
-    """Run the command; returns its exit code."""
     file = StorageDir.of(config.out)
     if file.parent.exists(file.name):
         raise UserError(f"--out {config.out} exists already: name another file, or remove it.")

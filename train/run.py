@@ -23,7 +23,6 @@ from infra.storage import write_json
 from infra.tracking.key import RunKey
 from infra.units import BytesOrNone, format_size
 from train.checkpoint.find import resume_run, saved_config
-from train.checkpoint.progress import read_progress
 from train.checkpoint.run_folder import RunFolder, make, new_run
 from train.config import TrainConfig, load_config
 from train.confirmed import confirmed_by
@@ -60,7 +59,6 @@ class RunOptions:
 
 
 def main() -> None:
-    """Parse, train, report, exit."""
     command.run(run, RunOptions, module="train.run", default=defaults)
 
 
@@ -79,7 +77,7 @@ def run(options: RunOptions) -> int:
     """
     run = planned(options)
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as locks:
-        if run.resume or run.home.remote:
+        if run.progress or run.home.remote:
             locks.enter_context(run.home.command_lock())
         store = options.tracking_uri or ((known := run.home.key()) and known.store)
         preparing = background.submit(prepare, store)
@@ -88,7 +86,7 @@ def run(options: RunOptions) -> int:
                 preparing.result()
             if not (run.home.remote or run.is_local):
                 refuse_unshared("--out", run.home.path.parent)
-            if not run.resume:
+            if not run.progress:
                 if not run.home.remote:
                     make(run.home.path)
                     locks.enter_context(run.home.command_lock())
@@ -97,7 +95,6 @@ def run(options: RunOptions) -> int:
 
 
 def planned(options: RunOptions) -> RunPlan:
-    """The run that the options describe."""
     config, limits = options.training, {"memory_limit": options.memory_limit, "address": options.address}
     if options.resume:
         return RunPlan.continued(config, options.resume, options.out, **limits)
@@ -107,7 +104,6 @@ def planned(options: RunOptions) -> RunPlan:
 
 
 def default_name(config: TrainConfig) -> str:
-    """The name of a run that is given none."""
     return f"{short_name(config.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -129,9 +125,9 @@ def recorded(run: RunPlan, options: RunOptions) -> int:
     from train.launch.driver import train_and_record
 
     home, facts = run.home, _facts(run)
-    asked = continued(run.asked, read_progress(run.resume).config) if run.resume else run.asked
+    asked = continued(run.asked, run.progress.config) if run.progress else run.asked
     config = resolve(asked, facts.within(run.memory_limit))
-    key, is_new = run_in_mlflow(home, options.tracking_uri, starts=run.resume is None)
+    key, is_new = run_in_mlflow(home, options.tracking_uri, starts=run.progress is None)
     write_json(home.config, run.asked.to_json())
     home.send(home.config)
     report.print_header(config, run.asked, run.manifest, home.place, facts)
@@ -141,12 +137,12 @@ def recorded(run: RunPlan, options: RunOptions) -> int:
             report.record_start(tracker, config, run.manifest, run.asked)
         if options.config:
             report.record_search(tracker, home.path.name, options.config)
-        if run.resume:
-            report.record_resume(tracker, config, read_progress(run.resume).step)
+        if run.progress:
+            report.record_resume(tracker, config, run.progress.step)
         if run.memory_limit:
             tracker.tags({"memory_limit": format_size(run.memory_limit)})
         try:
-            result = train_and_record(run, config, tracker, console.print)
+            result = train_and_record(run, config, tracker)
         except KeyboardInterrupt:
             if not home.has_checkpoint():
                 raise
@@ -163,7 +159,6 @@ def recorded(run: RunPlan, options: RunOptions) -> int:
 
 
 def _facts(run: RunPlan) -> DeviceFacts:
-    """The device that will train."""
     if run.is_local:
         return facts_here(run.asked)
     from train.launch.placement import worker_facts

@@ -17,7 +17,6 @@ from tune.folder import kept_config, place_of
 
 
 def main() -> None:
-    """Parse, run the rungs, print the table, exit."""
     command.run(run, LadderConfig, module="tune.ladder", default=defaults)
 
 

@@ -15,7 +15,6 @@ from tune.folder import kept_config, place_of
 
 
 def main() -> None:
-    """Parse, search, report, exit."""
     command.run(run, SearchConfig, module="tune.search", default=defaults)
 
 

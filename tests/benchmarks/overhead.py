@@ -157,7 +157,7 @@ def wrapped(config: TrainConfig, *, on_ray: bool) -> dict[str, float]:
             recorded = time.time()
             with Tracker(key) as tracker:
                 run = RunPlan.new(config, RunFolder(folder), address="local" if on_ray else None)
-                result, _ = driver.launch(run, resolve(config, cpu_facts()), tracker, on_cycle)
+                result = driver.launch(run, resolve(config, cpu_facts()), tracker, on_cycle)
             returned = time.time()
         started, ended = ((folder / file).stat().st_mtime for file in ("lock", "cycles.jsonl"))
     first_step = ended - result.seconds

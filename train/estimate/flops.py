@@ -25,7 +25,6 @@ class Formula:
 
 
 def parameters(config: TrainConfig) -> int:
-    """Parameters of the model of a resolved ``config``."""
     model = config.model
     return model.looked_at.parameters if isinstance(model, CustomModel) else parameter_count(model)
 

@@ -305,7 +305,6 @@ def published_activations(config: TrainConfig) -> int:
 
 
 def optimizer_bytes(config: TrainConfig, parameters: int) -> int:
-    """Bytes of the optimizer's state for ``parameters`` parameters."""
     matrices = config.shape.layers * 12 * config.shape.width**2
     each = {"adamw": 8, "adamw-fused": 8, "adamw-8bit": 2, "adamw-bf16": 4, "adafactor": 0}
     if config.optimizer == "muon":  # one momentum for the blocks' matrices, AdamW's two moments for the rest
@@ -324,7 +323,6 @@ def _materialises(config: TrainConfig, kind: str) -> bool:
 
 
 def _half(config: TrainConfig) -> bool:
-    """Whether matrix products are 16-bit."""
     return config.precision in SIXTEEN_BITS
 
 

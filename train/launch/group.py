@@ -13,8 +13,6 @@ SILENT_SECONDS = 8.0
 
 
 class WorkerGroup:
-    """What the driver knows of the machines that train: which they are, and whether they are still heard from."""
-
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._hosts: list[str] = []
@@ -26,7 +24,6 @@ class WorkerGroup:
         """Whether the machine of a worker is gone from the cluster, and the workers have not begun anew."""
 
     def begun(self, about: dict[str, Any]) -> None:
-        """Workers have started."""
         if self._hosts:
             console.print(f"continuing on {', '.join(about['hosts'])}", markup=False)
         self._hosts, self._nodes = about["hosts"], dict(zip(about["nodes"], about["hosts"], strict=True))

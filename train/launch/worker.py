@@ -99,7 +99,7 @@ def train_function(told: dict[str, Any]) -> Returned:
             smaller = assignment.tries_smaller
             result = train_here(home, config, resume, line, limit, smaller, data, telemetry, too_large)
             summary = read[-1].summary() if isinstance(read[-1], StreamData) else None
-            ended = Returned(result, telemetry and telemetry.gpu, summary)
+            ended = Returned(result, summary)
         except TooLarge as failure:
             channel.too_large(*failure.args)
             raise RuntimeError(failure.args[1]) from None  # which Ray Train's controller reads without torch

@@ -46,7 +46,6 @@ class ProfileOptions:
 
 
 def main() -> None:
-    """Parse, profile, print, exit."""
     command.run(profile, ProfileOptions, module="train.profile", default=defaults)
 
 

@@ -40,7 +40,7 @@ def make_ladder(config: LadderConfig) -> Ladder:
     if config.stream:  # what is wrong with the books is known now, and not after the other rungs
         found = estimate(Stream(config.stream, start.seed, start.reading))
         with_vocabulary_of(replace(start, stream=config.stream), found)
-    machines = trial_machines(start, cluster=config.cluster)
+    machines = trial_machines(start, manifest.fingerprint, cluster=config.cluster)
     facts = machines[0].device
     if resolve(start, facts).device == "cpu":
         suite = short_form(suite)
