@@ -1,8 +1,7 @@
 """Turn books into token shards: ``python -m pipeline.tokenize [SOURCE ...] --out data/tokens``.
 
-In: sources. Out: a finished data set (see ``pipeline.shards``), a report, and a run in MLflow. Running
-it again finishes what a kill left undone, and does nothing when nothing is missing. Wiring only:
-functions of a ``-m`` file reach Ray's workers as ``__main__``, pickled by value.
+Running it again finishes what a kill left undone, and does nothing when nothing is missing. Wiring only: functions of a
+``-m`` file reach Ray's workers as ``__main__``, pickled by value.
 """
 
 import time

@@ -73,13 +73,9 @@ def _parse_micro_batch(text: str) -> int:
     return int(text)
 
 
-def _write_micro_batch(size: int) -> str:
-    return "auto" if size == AUTO else str(size)
-
-
 MicroBatch = Annotated[
     int,
-    one_word("INT|auto", int, _parse_micro_batch, _write_micro_batch),
+    one_word("INT|auto", int, _parse_micro_batch, lambda size: "auto" if size == AUTO else str(size)),
     BeforeValidator(lambda value: AUTO if value == "auto" else value),
     PlainSerializer(lambda size: "auto" if size == AUTO else size),
 ]

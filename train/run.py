@@ -1,8 +1,4 @@
-"""Entry: ``python -m train.run`` trains one configuration and records the measurements.
-
-In: flags, or ``--config`` with a file that flags override. Out: ``runs/NAME/`` with config.json, cycles.jsonl,
-result.json and checkpoints, and an MLflow run.
-"""
+"""Entry: ``python -m train.run`` trains one configuration and records the measurements."""
 
 import dataclasses
 import time
@@ -71,7 +67,7 @@ def defaults() -> RunOptions:
 
 
 def run(options: RunOptions) -> int:
-    """RunPlan one training from its options; returns the exit code.
+    """Run one training from its options; returns the exit code.
 
     Invalid options are refused first. torch and MLflow are then imported, while Ray starts where the run needs it.
     """
@@ -91,16 +87,17 @@ def run(options: RunOptions) -> int:
                     make(run.home.path)
                     locks.enter_context(run.home.command_lock())
                 locks.enter_context(run.home.removed_on_failure())
-            return recorded(run, options)
+            return recorded(run, options.tracking_uri, options.config)
 
 
 def planned(options: RunOptions) -> RunPlan:
-    config, limits = options.training, {"memory_limit": options.memory_limit, "address": options.address}
+    config = options.training
     if options.resume:
-        return RunPlan.continued(config, options.resume, options.out, **limits)
-    run = RunPlan.new(config, new_run(options.out, options.name or default_name(config)), **limits)
+        run = RunPlan.continued(config, options.resume, options.out)
+    else:
+        run = RunPlan.new(config, new_run(options.out, options.name or default_name(config)))
     confirmed = confirmed_by(options.config, config) if options.config else None
-    return dataclasses.replace(run, confirmed=confirmed)
+    return dataclasses.replace(run, memory_limit=options.memory_limit, address=options.address, confirmed=confirmed)
 
 
 def default_name(config: TrainConfig) -> str:
@@ -116,8 +113,8 @@ def prepare(tracking_uri: str | None) -> None:
     open_store(tracking_uri)
 
 
-def recorded(run: RunPlan, options: RunOptions) -> int:
-    """Train on the connected Ray and record it in MLflow; returns the exit code."""
+def recorded(run: RunPlan, tracking_uri: str | None, file: str | None) -> int:
+    """Train on the connected Ray, by settings that a search may have left in ``file``; returns the exit code."""
     from infra.tracking.tracker import Tracker
     from infra.tracking.views import ui_link
     from train import report
@@ -127,7 +124,7 @@ def recorded(run: RunPlan, options: RunOptions) -> int:
     home, facts = run.home, _facts(run)
     asked = continued(run.asked, run.progress.config) if run.progress else run.asked
     config = resolve(asked, facts.within(run.memory_limit))
-    key, is_new = run_in_mlflow(home, options.tracking_uri, starts=run.progress is None)
+    key, is_new = run_in_mlflow(home, tracking_uri, starts=run.progress is None)
     write_json(home.config, run.asked.to_json())
     home.send(home.config)
     report.print_header(config, run.asked, run.manifest, home.place, facts)
@@ -135,8 +132,8 @@ def recorded(run: RunPlan, options: RunOptions) -> int:
         report.complete_earlier(key)
         if is_new:
             report.record_start(tracker, config, run.manifest, run.asked)
-        if options.config:
-            report.record_search(tracker, home.path.name, options.config)
+        if file:
+            report.record_search(tracker, home.path.name, file)
         if run.progress:
             report.record_resume(tracker, config, run.progress.step)
         if run.memory_limit:

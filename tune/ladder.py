@@ -1,9 +1,4 @@
-"""Entry: ``python -m tune.ladder`` measures what each change of a suite gains, against a control that is repeated.
-
-In: a suite, token shards, and a budget per rung. Out: ``OUT/NAME/``, a folder or in object storage, with
-standings.json, best.json (for ``python -m train.run --config``), summary.md and two charts, and in MLflow one parent
-run with one child per run.
-"""
+"""Entry: ``python -m tune.ladder`` measures what each change of a suite gains, against a control that is repeated."""
 
 import time
 from dataclasses import replace

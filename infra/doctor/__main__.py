@@ -1,8 +1,7 @@
 """Entry: ``python -m infra.doctor`` checks whether this machine is ready, and measures how fast it is at best.
 
-With ``--address`` it also checks and measures the machines of a Ray cluster. In: nothing but the machine. Out: a table
-with a red line and a fix for each problem, the best rates that were measured, ``runs/doctor.json`` (from which runs and
-ladders compute which fraction of them they reach), and an MLflow run.
+With ``--address`` it also checks and measures the machines of a Ray cluster. From ``runs/doctor.json``, which it
+writes, runs and ladders compute which fraction of the best rates they reach.
 """
 
 import socket

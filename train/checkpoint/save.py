@@ -222,7 +222,9 @@ def load(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, values in state["optimizer"].get("state", {}).items():
         like = parameters[index]
-        state["optimizer"]["state"][index] = {name: _share(value, like) for name, value in values.items()}
+        state["optimizer"]["state"][index] = {
+            name: share_of(value, like) if isinstance(value, Tensor) else value for name, value in values.items()
+        }
     settings = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state["optimizer"])
     for group, ours in zip(optimizer.param_groups, settings, strict=True):
@@ -231,10 +233,6 @@ def load(
         scaler.load_state_dict(state["scaler"])
     restore_random_state(state["rng"])
     return state["losses"].tolist()
-
-
-def _share(value: Any, like: Tensor) -> Any:
-    return share_of(value, like) if isinstance(value, Tensor) else value
 
 
 def random_state() -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Predicted peak memory: what is in memory at the worst moment, part by part, and the largest batch that fits.
 
-In: a TrainConfig. Out: a :class:`MemoryBreakdown` in bytes. Eager execution is counted by what autograd saves,
+Eager execution is counted by what autograd saves,
 operation by operation, in the manner of Korthikanti et al. (arXiv 2205.05198, section 4), and agrees with
 torch's memory tracker. Compiled execution keeps as much of a block: torch's partitioner computes element-wise
 work again, but not what a matrix product of the backward pass reads, such as the outputs of norms and GELU

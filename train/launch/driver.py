@@ -1,6 +1,6 @@
 """The driver's side of a run: have it trained here or on Ray's workers, and record what is said in MLflow.
 
-In: a config and the run's tracker. Out: a RunResult. A worker that dies is restarted and continues from the run's
+A worker that dies is restarted and continues from the run's
 newest checkpoint. Cycles that it repeats are not printed or sent to MLflow a second time, and those that MLflow lacks
 are sent. The worker does not use MLflow: its thread would compete with the loop, and a cluster's worker may not reach
 the store.
@@ -35,10 +35,7 @@ class WorkerFailure(Exception):
 
 
 def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker) -> RunResult:
-    """Train ``run`` as ``config``, print each cycle's line, and record the result.
-
-    Raises as :func:`launch` does.
-    """
+    """Train ``run`` as ``config``, print each cycle's line, and record the result."""
     result = launch(run, config, tracker, lambda cycle: console.print(cycle["line"]))
     config = without(config, result.too_large) or config
     result = with_matmul_efficiency(result, config, run.home.place.parent)

@@ -1,7 +1,4 @@
-"""The machines that train, as the driver knows them: where they are, and whether they are still heard from.
-
-In: what the channel says. Out: lines on the terminal, and the run's tags in MLflow.
-"""
+"""The machines that train, as the driver knows them: where they are, and whether they are still heard from."""
 
 from typing import Any
 

@@ -78,27 +78,23 @@ class RunPlan:
         return self.asked.workers == 1 and not self.stream and not (self.address or os.environ.get("RAY_ADDRESS"))
 
     @classmethod
-    def new(
-        cls, config: TrainConfig, home: RunFolder, *, memory_limit: int | None = None, address: str | None = None
-    ) -> "RunPlan":
+    def new(cls, config: TrainConfig, home: RunFolder) -> "RunPlan":
         """A run that begins in ``home``, which need not exist. Raises ``UserError`` for data that do not fit it."""
         asked = absolute(config)
         stream = stream_of(asked) if asked.stream else None
         manifest = estimate(stream) if stream else read_manifest(asked.data)
         asked = looked_at(with_vocabulary_of(asked, manifest))
         refuse_vast_steps(asked, manifest)
-        return cls(asked, manifest, home, None, memory_limit, address, stream)
+        return cls(asked, manifest, home, stream=stream)
 
     @classmethod
-    def continued(
-        cls, config: TrainConfig, name: str, out: str, *, memory_limit: int | None = None, address: str | None = None
-    ) -> "RunPlan":
+    def continued(cls, config: TrainConfig, name: str, out: str) -> "RunPlan":
         """The run that ``--resume`` names, to be trained on as ``config``.
 
         Raises ``UserError`` when there is none, it is another run, or it has come to its end.
         """
         home = find_run(name, out)
-        new = cls.new(config, home, memory_limit=memory_limit, address=address)
+        new = cls.new(config, home)
         checkpoint = home.newest()
         progress, named = read_progress(checkpoint), home.named(checkpoint)
         refuse_other_run(named, progress, new.asked, new.manifest)

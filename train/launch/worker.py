@@ -205,10 +205,7 @@ def common_refusal(found: Sequence[tuple[str | None, int, str]]) -> str | None:
 
 
 def data_of(assignment: Assignment, say: Callable[[str], Any] = lambda text: None) -> ShardData | StreamData:
-    """The data of a run, which must be those that the driver saw; ``say`` gets lines about what is fetched.
-
-    Raises ``UserError``.
-    """
+    """The data of a run, which must be those that the driver saw; ``say`` gets lines about what is fetched."""
     config, fingerprint = assignment.config, assignment.fingerprint
     if assignment.stream:
         return StreamData(config, assignment.stream)
