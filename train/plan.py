@@ -1,8 +1,4 @@
-"""Entry: ``python -m train.plan`` predicts what a run will need: memory, arithmetic, time, cost.
-
-In: the flags of ``train.run``, a memory limit, and a speed and a price if they are known. Out: tables. Neither the GPU
-nor the data of the run are needed.
-"""
+"""Entry: ``python -m train.plan`` predicts what a run will need: memory, arithmetic, time, cost."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -50,7 +46,6 @@ class PlanOptions:
 
 
 def main() -> None:
-    """Parse, compute, print, exit."""
     command.run(plan, PlanOptions, module="train.plan")
 
 
@@ -77,7 +72,6 @@ def plan(options: PlanOptions) -> None:
         ("Predicted peak memory", forecast.memory_rows(config)),
         ("Largest micro-batch", forecast.limit_rows(config, limit)),
         ("Arithmetic", forecast.arithmetic_rows(config)),
-        *([("Waste of tiles and waves", forecast.tile_rows(config, name))] if config.device == "cuda" else []),
         *([(f"Speed of one {name}", roofline.speed_rows(config, card))] if card else []),
         *([("Network", network.network_rows(config, options.doctor))] if config.workers > 1 else []),
         ("Data, time and cost", forecast.time_rows(config, options.tokens_per_second, options.price)),

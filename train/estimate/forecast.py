@@ -20,7 +20,6 @@ from train.estimate.memory import (
     predict_peak,
     published_activations,
 )
-from train.estimate.tiles import MULTIPROCESSORS, products, warnings
 from train.model.gpt import GPT
 
 CHINCHILLA = 20
@@ -31,7 +30,6 @@ Rows = list[tuple[str, str]]
 
 
 def parameter_rows(config: TrainConfig) -> Rows:
-    """Parameters by part of the model."""
     total = flops.parameters(config)
     if isinstance(config.model, CustomModel):
         blocks = config.model.looked_at.blocks
@@ -57,7 +55,6 @@ def parameter_rows(config: TrainConfig) -> Rows:
 
 
 def memory_rows(config: TrainConfig) -> Rows:
-    """Peak memory by part, with bars."""
     anatomy, formula = predict_peak(config), activation_formula(config)
     rows = [
         (part, f"{size / GB:8.3f} GB  {'█' * round(BAR * size / anatomy.total)}")
@@ -121,7 +118,6 @@ def _smaller(config: TrainConfig) -> list[tuple[str, TrainConfig]]:
 
 
 def arithmetic_rows(config: TrainConfig) -> Rows:
-    """FLOPs by every formula, and the planned run's total."""
     counts = flops.formulas(config)
     rows = [(count.name, f"{count.flops / 1e6:,.1f} MFLOP per token: {count.text}") for count in counts]
     steps = config.total_steps
@@ -129,24 +125,6 @@ def arithmetic_rows(config: TrainConfig) -> Rows:
         total = flops.per_token(config) * steps * config.step_tokens
         rows.append((f"{steps:,} steps", f"{total:.3e} FLOP = {petaflop_days(total):.4g} PF-days ({counts[0].name})"))
     return rows
-
-
-def tile_rows(config: TrainConfig, card: str | None = None) -> Rows:
-    """The waste of tiles and waves by matrix product, and warnings: on ``card``, this machine's GPU, or an A100."""
-    if isinstance(config.model, CustomModel):
-        return [("", "not known of a custom model's matrix products")]
-    name = next((name for name in MULTIPROCESSORS if name in (card or "A100")), None)
-    if name is None:
-        return [("multiprocessors", f"not known of {card}")]
-    count = MULTIPROCESSORS[name]
-    if card is None and torch.cuda.is_available():
-        count = torch.cuda.get_device_properties(0).multi_processor_count
-    rows = [
-        (waste.name, f"{waste.rows:,} x {waste.columns:,}: tiles {waste.tiles:.1%}, waves {waste.waves:.1%}")
-        for waste in products(config, count)
-    ]
-    warned = [("[yellow]warning[/yellow]", sentence) for sentence in warnings(config, count)]
-    return [("multiprocessors", str(count)), *rows, *warned]
 
 
 def petaflop_days(total: float) -> float:

@@ -1,6 +1,6 @@
 """Predicted peak memory: what is in memory at the worst moment, part by part, and the largest batch that fits.
 
-In: a TrainConfig. Out: a :class:`MemoryBreakdown` in bytes. Eager execution is counted by what autograd saves,
+Eager execution is counted by what autograd saves,
 operation by operation, in the manner of Korthikanti et al. (arXiv 2205.05198, section 4), and agrees with
 torch's memory tracker. Compiled execution keeps as much of a block: torch's partitioner computes element-wise
 work again, but not what a matrix product of the backward pass reads, such as the outputs of norms and GELU
@@ -307,7 +307,6 @@ def published_activations(config: TrainConfig) -> int:
 
 
 def optimizer_bytes(config: TrainConfig, parameters: int) -> int:
-    """Bytes of the optimizer's state for ``parameters`` parameters."""
     matrices = config.shape.layers * 12 * config.shape.width**2
     each = {"adamw": 8, "adamw-fused": 8, "adamw-8bit": 2, "adamw-bf16": 4, "adafactor": 0}
     if config.optimizer == "muon":  # one momentum for the blocks' matrices, AdamW's two moments for the rest
@@ -326,7 +325,6 @@ def _materialises(config: TrainConfig, kind: str) -> bool:
 
 
 def _half(config: TrainConfig) -> bool:
-    """Whether matrix products are 16-bit."""
     return config.precision in SIXTEEN_BITS
 
 
