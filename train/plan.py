@@ -72,6 +72,7 @@ def plan(options: PlanOptions) -> None:
         ("Predicted peak memory", forecast.memory_rows(config)),
         ("Largest micro-batch", forecast.limit_rows(config, limit)),
         ("Arithmetic", forecast.arithmetic_rows(config)),
+        *([("Waste of tiles and waves", forecast.tile_rows(config, name))] if config.device == "cuda" else []),
         *([(f"Speed of one {name}", roofline.speed_rows(config, card))] if card else []),
         *([("Network", network.network_rows(config, options.doctor))] if config.workers > 1 else []),
         ("Data, time and cost", forecast.time_rows(config, options.tokens_per_second, options.price)),

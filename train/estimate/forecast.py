@@ -20,6 +20,7 @@ from train.estimate.memory import (
     predict_peak,
     published_activations,
 )
+from train.estimate.tiles import MULTIPROCESSORS, products, warnings
 from train.model.gpt import GPT
 
 CHINCHILLA = 20
@@ -125,6 +126,24 @@ def arithmetic_rows(config: TrainConfig) -> Rows:
         total = flops.per_token(config) * steps * config.step_tokens
         rows.append((f"{steps:,} steps", f"{total:.3e} FLOP = {petaflop_days(total):.4g} PF-days ({counts[0].name})"))
     return rows
+
+
+def tile_rows(config: TrainConfig, card: str | None = None) -> Rows:
+    """The waste of tiles and waves by matrix product, and warnings: on ``card``, this machine's GPU, or an A100."""
+    if isinstance(config.model, CustomModel):
+        return [("", "not known of a custom model's matrix products")]
+    name = next((name for name in MULTIPROCESSORS if name in (card or "A100")), None)
+    if name is None:
+        return [("multiprocessors", f"not known of {card}")]
+    count = MULTIPROCESSORS[name]
+    if card is None and torch.cuda.is_available():
+        count = torch.cuda.get_device_properties(0).multi_processor_count
+    rows = [
+        (waste.name, f"{waste.rows:,} x {waste.columns:,}: tiles {waste.tiles:.1%}, waves {waste.waves:.1%}")
+        for waste in products(config, count)
+    ]
+    warned = [("[yellow]warning[/yellow]", sentence) for sentence in warnings(config, count)]
+    return [("multiprocessors", str(count)), *rows, *warned]
 
 
 def petaflop_days(total: float) -> float:
