@@ -98,7 +98,8 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
             except RuntimeError as failure:  # eager execution may need twice the memory of a compiled step
                 if not memory.is_exhausted(failure):
                     raise
-    words = findings(found, optimizer=config.optimizer, compiled=compiled, cuda=cuda)
+    attention = not config.model.lacks("attention", "manual")
+    words = findings(found, optimizer=config.optimizer, compiled=compiled, cuda=cuda, attention=attention)
     before = ", before compilation fuses anything" if compiled else ""
     words += [f"{kind}: {counted.intensity:.1f} FLOPs per byte moved{before}." for kind, counted in work.items()]
     if activations:
