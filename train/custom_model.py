@@ -26,6 +26,8 @@ class Found:
     """Whether it calls ``scaled_dot_product_attention``, whose kernel can be chosen within its blocks."""
     logits: bool
     """Whether it gives logits when there are no targets."""
+    idle: bool = False
+    """Whether a parameter has no part in its loss, for whose gradient no worker must wait."""
 
 
 _NOT_CUSTOM = {

@@ -20,7 +20,7 @@ from infra.storage import write_json
 from infra.storage_dir import StorageDir
 from infra.tracking.store import store_uri
 from pipeline.encoding import gpt2, tokenizer_json
-from pipeline.shards import VOCABULARY_FILE, read_manifest
+from pipeline.shards import MANIFEST, VOCABULARY_FILE, read_manifest
 from train import run
 from train.checkpoint.progress import checkpoints_in
 from train.checkpoint.run_folder import RunFolder
@@ -173,6 +173,10 @@ def test_data_whose_vocabulary_is_another_than_their_manifests_are_refused(
     said = refused(run.main, "--data", "other", "--steps", "1", *FLAGS)
     assert VOCABULARY_FILE in said
     assert "--overwrite" in said
+    Path("other", VOCABULARY_FILE).unlink()
+    manifest = Path("other", MANIFEST)
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"config": {"vocabulary": "another"}}))
+    assert VOCABULARY_FILE in refused(run.main, "--data", "other", "--steps", "1", *FLAGS), "which is lost"
 
 
 def test_the_first_signal_asks_and_the_second_leaves() -> None:

@@ -3,17 +3,27 @@
 import json
 from dataclasses import replace
 
+from infra.errors import UserError
 from infra.storage_dir import StorageDir
 from pipeline.encoding import Vocabulary, tokenizer_json, vocabulary_at, vocabulary_of
-from pipeline.shards import Manifest
+from pipeline.shards import VOCABULARY_FILE, Manifest
 from train.config import TrainConfig
 
 
 def vocabulary_of_data(config: TrainConfig, manifest: Manifest) -> Vocabulary | None:
-    """The vocabulary of the data of ``config``; None for shards of ids without one."""
+    """The vocabulary of the data of ``config``; None for shards of ids without one.
+
+    Raises ``UserError`` if it is lost.
+    """
     if config.stream:
         return vocabulary_of(manifest.vocabulary_sha256, config.reading.vocabulary)
-    return vocabulary_at(StorageDir.of(config.data), manifest.vocabulary_sha256)
+    found = vocabulary_at(StorageDir.of(config.data), manifest.vocabulary_sha256)
+    if found is None and "vocabulary" in manifest.config:
+        raise UserError(
+            f"{config.source} lacks the {VOCABULARY_FILE} of its ids: put it back, or make the data again with 'python "
+            "-m pipeline.tokenize --overwrite'."
+        )
+    return found
 
 
 def with_vocabulary_of(config: TrainConfig, manifest: Manifest) -> TrainConfig:

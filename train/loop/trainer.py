@@ -122,7 +122,8 @@ class Trainer:
         if config.shard:
             parallel.shard(self.model, config)
         elif self.workers.size > 1:
-            self.forward = parallel.replicate(self.forward, self.device)
+            idle = isinstance(config.model, CustomModel) and config.model.looked_at.idle
+            self.forward = parallel.replicate(self.forward, self.device, idle)
         # The next replay of a CUDA graph overwrites the results of the last one, so gradients need their own memory.
         self.keep_gradients = config.compile in CUDA_GRAPHS or "zero" in config.ablate
         if config.compile in CUDA_GRAPHS:

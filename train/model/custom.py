@@ -127,7 +127,10 @@ def _look(model: CustomModel, device: torch.device) -> Found:
         raise UserError(f"{named} gives a loss without a gradient: none of its parameters can be trained by it.")
     if late := made.state_dict().keys() - before:
         raise UserError(f"{named} makes {min(late)} in its forward pass, where no optimizer knows it: make it earlier.")
-    logits = None
+    logits, gradients = None, ()
+    with suppress(Exception):
+        trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
     with suppress(Exception), torch.no_grad():
         logits = made.eval()(tokens[:, :2], None)  # of a text that has just begun
     logits = logits if isinstance(logits, Tensor) and logits.dim() == 3 and logits.size(1) <= 2 else None
@@ -143,6 +146,7 @@ def _look(model: CustomModel, device: torch.device) -> Found:
         blocks=tuple(f"{len(blocks)} {type(blocks[0]).__name__} in {name}" for name, blocks in stacks(made).items()),
         attention=calls.attention,
         logits=logits is not None,
+        idle=any(gradient is None for gradient in gradients),
     )
 
 

@@ -76,12 +76,16 @@ def shard(model: nn.Module, config: TrainConfig) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def replicate(forward: Any, device: torch.device) -> DistributedDataParallel:
-    """A copy of the model on each worker, whose gradients are averaged while the backward pass still runs."""
+def replicate(forward: Any, device: torch.device, idle: bool) -> DistributedDataParallel:
+    """A copy of the model on each worker, whose gradients are averaged while the backward pass still runs.
+
+    Each step first looks for parameters without a part in the loss where some are ``idle``.
+    """
     return DistributedDataParallel(
         forward,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
+        find_unused_parameters=idle,
     )
 
 

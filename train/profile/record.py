@@ -80,7 +80,8 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     activations = 0
     with _apart("memory.png", lost):
         activations = memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
-    words = findings(found, optimizer=config.optimizer, compiled=compiled, cuda=cuda)
+    attention = not config.model.lacks("attention", "manual")
+    words = findings(found, optimizer=config.optimizer, compiled=compiled, cuda=cuda, attention=attention)
     if activations:
         formula = activation_formula(trainer.config)
         expected = f"; the blocks' by formula {formula[0] / 1e6:,.1f} MB: {formula[1]}" if formula else ""

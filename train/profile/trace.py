@@ -155,7 +155,7 @@ def _cause(name: str) -> str | None:
     return "a copy" if low.startswith("cudamemcpy") else None
 
 
-def findings(profile: Profile, *, optimizer: str, compiled: bool, cuda: bool) -> list[str]:
+def findings(profile: Profile, *, optimizer: str, compiled: bool, cuda: bool, attention: bool = True) -> list[str]:
     """What stands out in the numbers, each in a sentence; empty when nothing does."""
     total = sum(profile.by_class.values()) or 1.0
     shares = {kind: spent / total for kind, spent in profile.by_class.items()}
@@ -178,7 +178,7 @@ def findings(profile: Profile, *, optimizer: str, compiled: bool, cuda: bool) ->
         found.append(f"element-wise work is {shares['element-wise']:.0%}: --compile whole fuses it.")
     if optimizer == "adamw" and shares.get("optimizer", 0) + shares.get("element-wise", 0) > 0.1:
         found.append("the optimizer launches many small kernels: --optimizer adamw-fused is one.")
-    if profile.attention == "none fused":
+    if attention and profile.attention == "none fused":
         found.append("attention is not fused: the T x T matrix goes through memory; try --attention auto.")
     if profile.forward and profile.backward:
         found.append(f"the backward pass takes {profile.backward / profile.forward:.1f} times the forward pass.")

@@ -180,9 +180,9 @@ def test_only_what_stands_out_is_a_finding(changes: dict[str, Any], optimizer: s
     assert all(sentence and sentence in other for other in others)
 
 
-def test_a_compiled_model_is_not_advised_to_be_compiled() -> None:
-    profile = replace(NOTHING, by_class={"element-wise": 100.0})
-    assert len(findings(profile, optimizer="muon", compiled=True, cuda=True)) == 1
+def test_a_compiled_model_is_not_advised_to_be_compiled_nor_one_without_attention_to_fuse_it() -> None:
+    profile = replace(NOTHING, by_class={"element-wise": 100.0}, attention="none fused")
+    assert len(findings(profile, optimizer="muon", compiled=True, cuda=True, attention=False)) == 1
 
 
 def test_overlapping_kernels_leave_no_gap() -> None:
