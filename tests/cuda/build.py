@@ -23,16 +23,20 @@ NAMES = ("libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1")
 """The libraries that programs load by name, all of which the device is."""
 GPU = "PRETENDED_GPU"
 """Set to the model in all that runs on the pretended device."""
+MODELS = ("A100", "H100")
+"""Those of device/kernels.cpp, the default first."""
 
 
 def environment() -> dict[str, str]:
     """The environment of a process that is to have a GPU: where there is none, with the device, which is built."""
     if has_gpu():
         return dict(os.environ)
+    if os.environ.get(GPU, MODELS[0]) not in MODELS:
+        sys.exit(f"There is no pretended {os.environ[GPU]}: set {GPU} to {' or '.join(MODELS)}.")
     library = build(Path(sys.prefix) / "pretended")
     folder = str(library.parent)
     loaded = {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": folder, "TRITON_LIBCUDA_PATH": folder}
-    return {GPU: "A100", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ | loaded
+    return {GPU: MODELS[0], "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ | loaded
 
 
 def build(folder: Path) -> Path:

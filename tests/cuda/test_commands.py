@@ -78,6 +78,30 @@ def test_a_rung_of_the_loop_trains(config: TrainConfig, rung: Rung) -> None:
     assert losses({**LOOP.base, **rung.changes}) == pytest.approx(losses({**LOOP.base}), abs=2e-3)
 
 
+REPLAYS = """
+import json, sys, torch
+from train.config import config_from_json
+from train.loop.trainer import Trainer
+replayed, replay = [], torch.cuda.CUDAGraph.replay
+torch.cuda.CUDAGraph.replay = lambda graph: (replayed.append(id(graph)), replay(graph))
+print(Trainer(config_from_json(json.loads(sys.argv[1]), "here")).run().outcome)
+print(len(replayed), len(set(replayed)))
+"""
+
+
+def test_the_steps_after_the_first_replay_cuda_graphs(config: TrainConfig) -> None:
+    """In a process that compiles; a call that a capture forbids would end it."""
+    steps, micro = 6, config.global_batch // config.micro_batch
+    values = json.dumps(replace(config, compile="reduce-overhead", steps=steps).to_json())
+    done = subprocess.run([sys.executable, "-c", REPLAYS, values], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    outcome, *counts = done.stdout.split()
+    replays, graphs = map(int, counts)
+    assert outcome == "finished"
+    assert graphs >= 2, "of the forward and the backward pass"
+    assert replays >= 2 * micro * (steps - 2)
+
+
 def run_idle(shards: Path, *flags: str, **environment: str) -> tuple[dict[str, Any], str]:
     """The result of GPT-2 124M in a process whose kernels do nothing, and what it printed."""
     command = [sys.executable, "-m", "train.run", "--data", str(shards), "--model", "gpt2-124m", "--name", "idle"]

@@ -58,6 +58,16 @@ def test_the_device_is_not_built_without(monkeypatch: pytest.MonkeyPatch, tmp_pa
         build.build(tmp_path)
 
 
+def test_a_card_that_cannot_be_pretended_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    import build
+
+    monkeypatch.setattr(build, "has_gpu", lambda: False)
+    monkeypatch.setenv(build.GPU, "B200")
+    with pytest.raises(SystemExit, match=r"B200.*A100 or H100"):
+        build.environment()
+
+
 def test_a_real_gpu_is_left_to_itself(tmp_path: Path) -> None:
     driver = tmp_path / "nvidia-smi"
     driver.write_text("#!/bin/sh\necho GPU 0: a real one\n")
