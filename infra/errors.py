@@ -9,7 +9,6 @@ class UserError(ValueError):
 
 
 def first_line(failure: BaseException) -> str:
-    """The first line of an exception's text, for a one-line message."""
     return (str(failure) or type(failure).__name__).splitlines()[0]
 
 

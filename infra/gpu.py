@@ -95,7 +95,6 @@ class GpuMeter:
             return
 
     def read(self) -> GpuReading | None:
-        """The current reading; None without a GPU."""
         handle = self._handle
         if handle is None:
             return None

@@ -94,7 +94,6 @@ def _line() -> Text:
 
 
 def _tell(ended: threading.Event) -> None:
-    """Print a line for a pipe whenever one is due."""
     while not ended.wait(FIRST_SECONDS / 4):
         task = _doing[-1] if _doing else None
         if task and task.seconds >= FIRST_SECONDS and time.monotonic() - _last[0] >= EVERY_SECONDS:

@@ -82,7 +82,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` as UTF-8, atomically."""
     with atomic_file(path) as file:
         file.write(text.encode())
 

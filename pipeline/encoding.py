@@ -104,7 +104,6 @@ class _Fast:
         self._since_look = 0
 
     def encode(self, text: bytes) -> np.ndarray:
-        """The ids of ``text``, uint32."""
         self._since_look += len(text)
         if self._since_look > LOOK:
             self._since_look, size = 0, self._process.memory_info().rss
@@ -206,7 +205,6 @@ class Vocabulary:
 
     @cached_property
     def tiktoken(self) -> tiktoken.Encoding:
-        """tiktoken's encoding of a rank file."""
         assert self.pattern
         return tiktoken.Encoding(
             "gpt2" if self.is_gpt2 else self.sha256,

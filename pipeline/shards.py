@@ -279,5 +279,4 @@ class TokenShards:
         return opened
 
     def streams(self, split: Split) -> list[np.ndarray]:
-        """The token streams of :meth:`open`."""
         return [shard.tokens for shard in self.open(split)]

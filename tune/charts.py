@@ -95,7 +95,6 @@ def grouped(rungs: Sequence[str], panels: Mapping[str, Mapping[str, Sequence[flo
 
 
 def _leaderboard(rows: Sequence[TrialRow], memory: MemorySearcher) -> Figure:
-    """The fastest candidates, and the control."""
     ranked = rank(rows)
     best = [(memory.space.label(entry.candidate), entry.speed, entry.memory) for entry in ranked[:MOST_PLACES]]
     figure = speeds("Leaderboard", best)
@@ -127,7 +126,6 @@ def band(controls: Sequence[Curve]) -> list[tuple[int, float, float]]:
 
 
 def _memory(rows: Sequence[TrialRow], curves: Curves, tried: Sequence[Combination]) -> Figure:
-    """Predicted line, measured points, the limit."""
     figure, axes = _figure("Peak memory of the process", "micro-batch (sequences)", "GB (10^9 bytes)")
     largest = max((row.candidate.micro_batch for row in rows), default=1)
     for number, knobs in enumerate(tried):

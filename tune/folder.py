@@ -55,7 +55,6 @@ def kept(place: StorageDir, kind: str) -> Kept:
 
 
 def kept_config(place: StorageDir, kind: type[Config]) -> Config:
-    """The settings of the experiment in ``place``."""
     return from_json(kind, kept(place, kind.kind).config, f"--resume: {place}/{kind.kind}.json is damaged; it")
 
 
@@ -73,7 +72,6 @@ def locked(place: StorageDir, kind: str) -> Iterator[WorkingCopy]:
 
 
 def begin(copy: WorkingCopy, config: ExperimentConfig, identity: dict[str, Any], parent: RunKey) -> None:
-    """Note what a new experiment is."""
     values = {"config": config.to_json(), "identity": identity, "parent": parent.kept_in(copy.place.address)}
     write_json(copy.folder / f"{config.kind}.json", values)
     copy.send(f"{config.kind}.json")

@@ -81,7 +81,6 @@ def disk(out: Path) -> list[Check]:
 
 
 def cpu() -> list[Check]:
-    """The CPU, on which training runs without a GPU."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0]
     busy = f"other work keeps {load:.1f} of {cores} cores busy: stop it before measuring" if load > 0.5 * cores else ""

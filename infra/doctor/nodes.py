@@ -95,7 +95,6 @@ def reach(place: StorageDir) -> dict[str, float]:
 
 
 def clock() -> float:
-    """The time of this machine's clock, in seconds since the epoch."""
     return time.time()
 
 

@@ -232,7 +232,6 @@ def add_to_page(key: RunKey, paragraph: str, tags: Mapping[str, str]) -> None:
 
 
 def _experiments(client: MlflowClient) -> dict[str, Experiment]:
-    """Our experiments by name, those that exist."""
     return {found.name: found for found in client.search_experiments() if found.name in EXPERIMENTS}
 
 

@@ -8,7 +8,6 @@ from infra.tracking.key import RunKey, sqlite_file, sqlite_store
 
 
 def children_view(run_id: str) -> str:
-    """The key of the view that shows the children of a run."""
     return f"of-{run_id[:10]}"
 
 

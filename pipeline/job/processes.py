@@ -41,7 +41,6 @@ class _Worker:
         """What it does; None while it starts."""
 
     def begin(self, piece: Piece, place: StorageDir, run: str) -> None:
-        """Have it do ``piece`` next."""
         self.piece = piece
         with suppress(BrokenPipeError):  # it has died, as its answer will tell
             pickle.dump((piece, place, run), self.pieces)
@@ -53,7 +52,6 @@ class _Worker:
             return pickle.load(self.answers)  # noqa: S301 our own bytes
 
     def end(self) -> None:
-        """End it, whatever it does."""
         self.process.kill()
         with suppress(BrokenPipeError), self.process:
             pass

@@ -55,7 +55,6 @@ def totals(records: Iterable[Record]) -> dict[str, Any]:
 
 
 def dropped(counts: dict[str, Any]) -> str:
-    """How many books were dropped for which reason."""
     return _list(counts["books_dropped"]) or "none"
 
 
@@ -89,7 +88,6 @@ class Stopwatch(dict[str, float]):
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """Add the time of the block to ``name``."""
         start = time.perf_counter()
         try:
             yield
@@ -97,7 +95,6 @@ class Stopwatch(dict[str, float]):
             self.add(name, time.perf_counter() - start)
 
     def add(self, name: str, seconds: float) -> None:
-        """Add ``seconds`` to ``name``."""
         self[name] = self.get(name, 0.0) + seconds
 
 
@@ -114,7 +111,6 @@ class JobStats:
     """Wall-clock seconds of the command by phase."""
 
     def add(self, summary: dict[str, Any]) -> None:
-        """Add one piece's summary."""
         self.pieces += 1
         self.bytes += summary["bytes"]
         self.tokens += summary["tokens"]

@@ -139,7 +139,6 @@ class RunFolder:
         return str(self.place / f"checkpoints/{checkpoint.name}")
 
     def has_checkpoint(self) -> bool:
-        """Whether the run can be continued."""
         return any(name.endswith(PROGRESS) for name in self.place.files())
 
     @contextmanager

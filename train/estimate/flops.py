@@ -33,10 +33,12 @@ def formulas(config: TrainConfig) -> list[Formula]:
     """Every count of FLOPs per token of a resolved ``config``'s model: first the one that MFU is of."""
     model = config.model
     if isinstance(model, CustomModel):
-        return [Formula("counted", COUNTED, model.looked_at.flops_per_token)]
+        text = "3 x the forward pass as torch.utils.flop_counter counts it"
+        return [Formula("counted", text, model.looked_at.flops_per_token)]
+    text = "6 x matmul parameters + 12 x layers x context x width (arXiv 2204.02311, appendix B)"
     everything = hardware(model, recomputed=model.layers)
     return [
-        Formula("PaLM", FLOPS_FORMULA, palm(model)),
+        Formula("PaLM", text, palm(model)),
         Formula("causal", "6 x matmul parameters + 6 x layers x context x width", causal(model)),
         Formula("6N", "6 x all parameters (arXiv 2001.08361, section 2.1)", 6.0 * parameter_count(model)),
         Formula("hardware, checkpointed", "PaLM + the blocks' forward again", everything),
@@ -110,7 +112,3 @@ def with_matmul_efficiency(result: RunResult, config: TrainConfig, out: StorageD
 def utilisation(tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int) -> float | None:
     """Fraction of ``peak`` (FLOP/s of one device) that training uses; None where no peak is known."""
     return tokens_per_second * flops_per_token / (peak * devices) if peak else None
-
-
-COUNTED = "3 x the forward pass as torch.utils.flop_counter counts it"
-FLOPS_FORMULA = "6 x matmul parameters + 12 x layers x context x width (arXiv 2204.02311, appendix B)"

@@ -109,7 +109,6 @@ class Channel:
         return self._second
 
     def say(self, line: str) -> None:
-        """A line for the driver's terminal."""
         self._messages.append(("say", line))
 
     def flush(self) -> None:

@@ -55,7 +55,6 @@ def out_of_memory(
 
 
 def reason(shortage: Shortage, config: TrainConfig, limit: Limit | None) -> str:
-    """The reason of a run that ran out of memory, on one line."""
     text = f"out of memory in {shortage.during}"
     if shortage.tried is not None:
         text += f": a tensor of {shortage.tried / 1e9:,.2f} GB did not fit"

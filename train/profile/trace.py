@@ -64,7 +64,6 @@ class Profile:
 
 
 def kind_of(name: str) -> str:
-    """The class of a kernel or operator by its name."""
     low = name.lower()
     if "log_softmax" in low or "logsoftmax" in low:
         return "norms and loss"
