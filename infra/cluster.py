@@ -1,6 +1,5 @@
 """Start or join Ray: quietly, on loopback, with the settings that every command relies on.
 
-In: an address, or none for a Ray of our own that ends with the command. Out: an initialised Ray.
 A plain ``ray.init()`` would join whatever cluster happens to run on the machine, print a page, send usage
 statistics, and leave ``-m`` modules unimportable in workers that are started from another folder.
 """

@@ -79,8 +79,6 @@ class GpuReading:
     """MHz."""
     throttle_reasons: int | None
     """NVML's bit mask, as in :class:`GpuState`."""
-    power_limit: float | None
-    """Watts."""
     joules: float | None
     """Energy since the driver was loaded."""
 
@@ -110,7 +108,6 @@ class GpuMeter:
             celsius=_attempt(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
             sm_clock=_attempt(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
             throttle_reasons=_attempt(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle),
-            power_limit=_whole(_attempt(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
             joules=_whole(_attempt(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)),
         )
 

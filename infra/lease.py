@@ -1,8 +1,8 @@
 """Hold a place against other commands: those of this machine, and of object storage those of any other machine.
 
-In: a place. Out: a block during which no other command writes there. Machines may share nothing but the storage, where
-a lease is a file that is only ever written conditionally: created where there is none, and replaced where it is still
-the version that was seen. Its holder renews it; a lease that was not renewed for ``STALE_SECONDS`` is taken over.
+Machines may share nothing but the storage, where a lease is a file that is only ever written conditionally: created
+where there is none, and replaced where it is still the version that was seen. Its holder renews it; a lease that was
+not renewed for ``STALE_SECONDS`` is taken over.
 """
 
 import json

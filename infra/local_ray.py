@@ -170,7 +170,6 @@ def _no_agent(popen: Any) -> Any:
 
 @contextmanager
 def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables during the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -169,7 +169,6 @@ def ask_others(question: Callable[..., T], *arguments: Any) -> list[tuple[str, T
 
 
 def _has_room(node: Mapping[str, Any]) -> bool:
-    """Whether tasks can be placed on a machine."""
     return any(node["Resources"].get(name) for name in ("CPU", "GPU"))
 
 

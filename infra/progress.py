@@ -1,7 +1,7 @@
 """What a command is doing, while it does it: one live line on a terminal, and in a pipe or a file a line now and then.
 
-In: the name of something that takes long, and details as they become known. Out: text on the terminal, above which all
-other output appears; or lines on stderr, so that a file gets nothing but what the command is for.
+All other output appears above the live line; the others go to stderr, so that a file gets nothing but what the command
+is for.
 """
 
 import threading
@@ -41,7 +41,6 @@ class Doing:
 
     @property
     def seconds(self) -> float:
-        """How long it has been done."""
         return time.monotonic() - self._since
 
     def __str__(self) -> str:

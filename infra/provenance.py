@@ -17,8 +17,8 @@ _PACKAGES = ("torch", "ray", "mlflow", "pyarrow", "gigatoken", "tiktoken")
 
 def collect() -> dict[str, str]:
     """Tags that describe how to reproduce this process's work; values that are not available are left out."""
-    module = _module_name()
-    started = ["-m", module] if getattr(sys.modules.get("__main__"), "__spec__", None) else ["-P", sys.argv[0]]
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)  # of a process started with python -m
+    module, started = (spec.name, ["-m", spec.name]) if spec else (Path(sys.argv[0]).name, ["-P", sys.argv[0]])
     tags = {
         "command": shlex.join([*(command.program.split() or ["python", *started]), *sys.argv[1:]]),
         "mlflow.source.name": module,  # MLflow shows the part after the last slash
@@ -58,13 +58,6 @@ def user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return str(os.getuid())
-
-
-def _module_name() -> str:
-    """``pipeline.tokenize`` for a process started with ``python -m pipeline.tokenize``."""
-    main = sys.modules.get("__main__")
-    spec = getattr(main, "__spec__", None)
-    return spec.name if spec else Path(sys.argv[0]).name
 
 
 def _git(*arguments: str) -> str:

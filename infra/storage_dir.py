@@ -59,17 +59,14 @@ class StorageDir:
 
     @property
     def remote(self) -> bool:
-        """Whether it is in object storage."""
         return is_remote(self.address)
 
     @property
     def name(self) -> str:
-        """The last part of its address."""
         return self._path.rpartition("/")[2]
 
     @property
     def parent(self) -> "StorageDir":
-        """The folder that it is in."""
         return self._at(self._path.rpartition("/")[0])
 
     @property

@@ -48,7 +48,6 @@ class Report:
     """Paragraphs in Markdown, and tables."""
 
     def show(self) -> None:
-        """Print the report, the facts last, where one looks first."""
         for piece in self.pieces:
             if isinstance(piece, Part):
                 piece.show()
@@ -60,13 +59,11 @@ class Report:
             console.print(f"[bold]{escape(name):{width}}[/bold]  {escape(text.replace('`', ''))}")
 
     def markdown(self) -> str:
-        """The report in Markdown, the facts first."""
         pieces = [piece.markdown() if isinstance(piece, Part) else piece for piece in self.pieces]
         return "\n\n".join([facts(self.facts), *pieces] if self.facts else pieces) + "\n"
 
 
 def listed(sentences: Iterable[str]) -> str:
-    """A paragraph with a line for each sentence."""
     return "\n".join(f"- {sentence}" for sentence in sentences)
 
 

@@ -1,7 +1,7 @@
 """What a machine does while it trains: its GPU, and the processor and memory of this process and of the machine.
 
 In: readings of NVML and psutil, once a second, on a thread of its own. Out: points, each the mean over an interval, as
-metrics ``system/...``, which MLflow shows in a tab of their own; the GPU's extremes; and its energy. What cannot be
+metrics ``system/...``, which MLflow shows in a tab of their own; and the GPU's energy. What cannot be
 read is left out and tried again: nothing here may end the work that it watches.
 """
 
@@ -21,22 +21,11 @@ PERIOD = 1.0
 """Seconds between two readings."""
 
 POINTS = 60
-"""Points of each length of the interval."""
-
-IDLE = 0x1
-"""NVML's reason for a low clock of a GPU that has nothing to do."""
+"""Points of each length of the interval, 1 s at first: an hour has 354 points of each metric, a day 624."""
 
 THROTTLED = {"power": 0x84, "heat": 0x60, "hardware": 0x8}
 """NVML's reasons for lowered clocks, by what one would change: the power limit or supply (software's cap, power brake),
 cooling (software's and hardware's thermal slowdown); or hardware's slowdown, which has one of these causes."""
-
-
-def interval(second: int) -> int:
-    """Seconds that the point after ``second`` covers: 1 in the first minute, then twice as many after every 60 points.
-
-    An hour has 354 points of each metric and a day 624: with the twelve of a GPU and its machine, 7,488 in all.
-    """
-    return stride(second, POINTS)
 
 
 def of_machine(name: str, metrics: dict[str, float]) -> dict[str, float]:
@@ -60,8 +49,6 @@ class Telemetry:
         self._energy = Energy()
         self._points: list[tuple[float, dict[str, list[float]]]] = []
         """When each point's first reading was taken, and the sum and number of its readings."""
-        self.gpu: dict[str, float] | None = None
-        """The GPU's extremes so far; None without one."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="telemetry", daemon=True)
 
@@ -106,7 +93,7 @@ class Telemetry:
             opened = opened if sums else now
             for name, value in self._read(now).items():
                 sums.setdefault(name, []).append(value)
-            if second - self._last >= interval(self._last) or (ended and second > self._last):
+            if second - self._last >= stride(self._last, POINTS) or (ended and second > self._last):
                 self._last = second
                 self._energy.keep()
                 self._points.append((opened, {name: [sum(values), len(values)] for name, values in sums.items()}))
@@ -125,7 +112,6 @@ class Telemetry:
         try:
             reading = self._meter.read()
             if reading is not None:
-                self.gpu = extremes(self.gpu or {}, reading)
                 self._energy.add(now, reading)
                 values |= of_gpu(reading)
         except Exception:  # noqa: BLE001 a GPU that has fallen off the bus raises where it did not before
@@ -169,21 +155,6 @@ def of_gpu(reading: GpuReading) -> dict[str, float]:
         for cause, bits in THROTTLED.items():
             found[f"system/gpu_throttled_by_{cause}_percent"] = 100.0 * bool(reading.throttle_reasons & bits)
     return {name: float(value) for name, value in found.items() if value is not None}
-
-
-def extremes(seen: dict[str, float], reading: GpuReading) -> dict[str, float]:
-    """What was ``seen`` of a GPU, with one more reading: its lowest clock while it worked, its highest temperature,
-    and every reason for a lowered clock. Values that a board or a container does not report are left out."""
-    seen, reasons = dict(seen), reading.throttle_reasons or 0
-    if reading.sm_clock is not None and not reasons & IDLE:
-        seen["lowest_clock_mhz"] = min(seen.get("lowest_clock_mhz", reading.sm_clock), reading.sm_clock)
-    if reading.celsius is not None:
-        seen["highest_celsius"] = max(seen.get("highest_celsius", reading.celsius), reading.celsius)
-    if reading.throttle_reasons is not None:
-        seen["throttle_reasons"] = int(seen.get("throttle_reasons", 0)) | (reasons & ~IDLE)
-    if reading.power_limit is not None:
-        seen["power_limit_watts"] = reading.power_limit
-    return seen
 
 
 class Energy:

@@ -409,7 +409,7 @@ def _end_of_json(values: dict[str, Any]) -> int:
 
 def _complete(found: dict[int, bytes], special: dict[int, bytes] | None = None) -> list[bytes]:
     """The tokens by id. Raises ``ValueError`` when an id or a single byte is missing."""
-    if missing := sorted(set(map(_byte, range(256))) - set(found.values())):
+    if missing := sorted({bytes([value]) for value in range(256)} - set(found.values())):
         raise ValueError(f"{len(missing)} of the 256 single bytes have no token, the first is {missing[0]!r}")
     everything = found | (special or {})
     if holes := set(range(len(everything))) - everything.keys():
@@ -417,10 +417,6 @@ def _complete(found: dict[int, bytes], special: dict[int, bytes] | None = None) 
     if len(set(found.values())) < len(found):
         raise ValueError("two ids have the same token")
     return [everything[number] for number in range(len(everything))]
-
-
-def _byte(value: int) -> bytes:
-    return bytes([value])
 
 
 def _without_special_tokens(values: dict[str, Any]) -> str:

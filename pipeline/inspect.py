@@ -44,7 +44,6 @@ class InspectConfig:
 
 
 def main(config: InspectConfig) -> int:
-    """Run the command; returns its exit code."""
     place = StorageDir.of(config.data)
     manifest = read_manifest(place)
     _show(place, manifest)

@@ -1,8 +1,7 @@
 """Turn books into token shards: ``python -m pipeline.tokenize [SOURCE ...] --out data/tokens``.
 
-In: sources. Out: a finished data set (see ``pipeline.shards``), a report, and a run in MLflow. Running
-it again finishes what a kill left undone, and does nothing when nothing is missing. Wiring only:
-functions of a ``-m`` file reach Ray's workers as ``__main__``, pickled by value.
+Running it again finishes what a kill left undone, and does nothing when nothing is missing. Wiring only: functions of a
+``-m`` file reach Ray's workers as ``__main__``, pickled by value.
 """
 
 import time
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 
 def main(config: TokenizeConfig) -> int:
-    """Run the command; returns its exit code."""
     if not config.overwrite:
         output.refuse_foreign(StorageDir.of(config.out))
     progress = report.JobStats()

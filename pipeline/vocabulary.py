@@ -1,7 +1,7 @@
 """Train a vocabulary on books: ``python -m pipeline.vocabulary BOOKS --size 4096 --out data/vocabulary.json``.
 
-In: sources. Out: the ``tokenizer.json`` of a byte-level BPE, for ``python -m pipeline.tokenize --vocabulary``. The same
-books and settings give the same file: they are read in an order of their own, and the trainer breaks ties by id.
+It is the ``tokenizer.json`` of a byte-level BPE, for ``python -m pipeline.tokenize --vocabulary``. The same books and
+settings give the same file: they are read in an order of their own, and the trainer breaks ties by id.
 """
 
 from collections.abc import Iterator
@@ -60,7 +60,6 @@ class VocabularyConfig(Cleaning):
 
 
 def main(config: VocabularyConfig) -> int:
-    """Run the command; returns its exit code."""
     file = StorageDir.of(config.out)
     if file.parent.exists(file.name):
         raise UserError(f"--out {config.out} exists already: name another file, or remove it.")

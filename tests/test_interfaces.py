@@ -18,7 +18,6 @@ ALLOWED = {
     # torch's documentation and recipes use these names.
     ("train/loop/execution.py", "torch._inductor.config"),
     ("train/profile/record.py", "torch._inductor.config"),
-    ("train/profile/intensity.py", "torch.utils._python_dispatch.TorchDispatchMode"),
     ("train/profile/memory_timeline.py", "torch.cuda.memory._dump_snapshot"),
     ("train/profile/memory_timeline.py", "torch.cuda.memory._record_memory_history"),
     ("train/model/recompute.py", "torch.ops.aten._scaled_dot_product_cudnn_attention.default"),

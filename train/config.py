@@ -44,7 +44,6 @@ class Cycle:
 
     @classmethod
     def parse(cls, text: str) -> "Cycle":
-        """``200+20``."""
         train, plus, val = text.partition("+")
         if not (plus and train.isdecimal() and val.isdecimal() and int(train) > 0):
             raise UserError(f"--cycle {text!r} is not N+M, such as 200+20: training steps, then validation batches.")
@@ -74,13 +73,9 @@ def _parse_micro_batch(text: str) -> int:
     return int(text)
 
 
-def _write_micro_batch(size: int) -> str:
-    return "auto" if size == AUTO else str(size)
-
-
 MicroBatch = Annotated[
     int,
-    one_word("INT|auto", int, _parse_micro_batch, _write_micro_batch),
+    one_word("INT|auto", int, _parse_micro_batch, lambda size: "auto" if size == AUTO else str(size)),
     BeforeValidator(lambda value: AUTO if value == "auto" else value),
     PlainSerializer(lambda size: "auto" if size == AUTO else size),
 ]
@@ -294,7 +289,6 @@ def load_config(path: Path | str, flag: str = "--config") -> TrainConfig:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of ``number``, in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
@@ -322,7 +316,6 @@ SWITCHES = (
 
 
 def refuse_contradictions(config: TrainConfig) -> None:
-    """Raise ``UserError`` for the first rule that ``config`` breaks."""
     _choices(config)
     _sizes(config)
     _batch(config)

@@ -1,7 +1,4 @@
-"""Entry: ``python -m train.export`` writes a trained model in the Hugging Face format, with its model card.
-
-In: a checkpoint. Out: a folder, and if asked for a version in MLflow's model registry.
-"""
+"""Entry: ``python -m train.export`` writes a trained model in the Hugging Face format, with its model card."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -35,7 +32,6 @@ class ExportConfig:
 
 
 def main() -> None:
-    """Parse, export, report, exit."""
     command.run(export, ExportConfig, module="train.export")
 
 

@@ -1,7 +1,4 @@
-"""Entry: ``python -m train.generate`` continues a prompt with a trained model.
-
-In: a checkpoint and a prompt. Out: text.
-"""
+"""Entry: ``python -m train.generate`` continues a prompt with a trained model."""
 
 from dataclasses import dataclass
 
@@ -45,7 +42,6 @@ class GenerateConfig:
 
 
 def main() -> None:
-    """Parse, generate, print, exit."""
     command.run(generate, GenerateConfig, module="train.generate")
 
 

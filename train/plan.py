@@ -1,8 +1,4 @@
-"""Entry: ``python -m train.plan`` predicts what a run will need: memory, arithmetic, time, cost.
-
-In: the flags of ``train.run``, a memory limit, and a speed and a price if they are known. Out: tables. Neither the GPU
-nor the data of the run are needed.
-"""
+"""Entry: ``python -m train.plan`` predicts what a run will need: memory, arithmetic, time, cost."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -50,7 +46,6 @@ class PlanOptions:
 
 
 def main() -> None:
-    """Parse, compute, print, exit."""
     command.run(plan, PlanOptions, module="train.plan")
 
 

@@ -179,17 +179,13 @@ def record_end(
     tracker: Tracker,
     config: TrainConfig,
     result: RunResult,
-    gpu: Mapping[str, float] | None,
     home: RunFolder,
     memory_limit: int | None = None,
 ) -> None:
-    """Add the result of the run to its page and as ``summary.md`` to its folder, NVML's readings of the ``gpu``
-    meanwhile to the page.
+    """Add the result of the run to its page, and as ``summary.md`` to its folder.
 
     At step 0, because MLflow compares runs in bar charts if that is the only step.
     """
-    if result.device != "cpu":
-        tracker.metrics(shown({f"gpu/{name}": value for name, value in (gpu or {}).items()}, METRICS))
     _record_result(tracker, config, result)
     if result.too_large:
         tracker.json(config.to_json(), "config.json")  # instead of what was decided when it began
@@ -230,7 +226,7 @@ def complete_earlier(key: RunKey) -> None:
 def _completed(home: RunFolder, key: RunKey) -> bool:
     """Send what MLflow lacks of a run from its folder, close it as it ended, and return whether that arrived.
 
-    What NVML reported is lost, and the settings of a run that was without its store from the beginning.
+    The settings of a run that was without its store from the beginning are lost.
     """
     if is_complete(key):
         return True
@@ -275,7 +271,6 @@ def formula_metrics(config: TrainConfig, result: RunResult) -> dict[str, float |
 
 
 def result_metrics(result: RunResult) -> dict[str, float | None]:
-    """The numbers of a result by grouped names for MLflow."""
     speed, memory, predicted = result.throughput, result.memory, result.predicted_memory
     return {
         "result/tokens_per_second": speed and speed.tokens_per_second,
@@ -318,7 +313,6 @@ def run_report(config: TrainConfig, result: RunResult, place: StorageDir, memory
 def opening_lines(
     config: TrainConfig, result: RunResult, place: StorageDir, memory_limit: int | None
 ) -> list[tuple[str, str]]:
-    """What somebody wants to know first of a run."""
     speed = result.throughput
     fast = f"not measured: {result.impossible or 'fewer than three steps after warm-up'}"
     if speed:

@@ -111,7 +111,6 @@ class CycleReport:
     step_losses: list[float] = field(default_factory=list)
 
     def line(self) -> str:
-        """The cycle as one line of output."""
         val = "-" if self.val_loss is None else f"{self.val_loss:.3f}"
         return (
             f"batches:{self.batches} | loss: {self.train_loss:.3f}/{val} "

@@ -1,8 +1,4 @@
-"""Entry: ``python -m train.run`` trains one configuration and records the measurements.
-
-In: flags, or ``--config`` with a file that flags override. Out: ``runs/NAME/`` with config.json, cycles.jsonl,
-result.json and checkpoints, and an MLflow run.
-"""
+"""Entry: ``python -m train.run`` trains one configuration and records the measurements."""
 
 import dataclasses
 import time
@@ -23,7 +19,6 @@ from infra.storage import write_json
 from infra.tracking.key import RunKey
 from infra.units import BytesOrNone, format_size
 from train.checkpoint.find import resume_run, saved_config
-from train.checkpoint.progress import read_progress
 from train.checkpoint.run_folder import RunFolder, make, new_run
 from train.config import TrainConfig, load_config
 from train.confirmed import confirmed_by
@@ -60,7 +55,6 @@ class RunOptions:
 
 
 def main() -> None:
-    """Parse, train, report, exit."""
     command.run(run, RunOptions, module="train.run", default=defaults)
 
 
@@ -73,13 +67,13 @@ def defaults() -> RunOptions:
 
 
 def run(options: RunOptions) -> int:
-    """RunPlan one training from its options; returns the exit code.
+    """Run one training from its options; returns the exit code.
 
     Invalid options are refused first. torch and MLflow are then imported, while Ray starts where the run needs it.
     """
     run = planned(options)
     with ThreadPoolExecutor(max_workers=1) as background, ExitStack() as locks:
-        if run.resume or run.home.remote:
+        if run.progress or run.home.remote:
             locks.enter_context(run.home.command_lock())
         store = options.tracking_uri or ((known := run.home.key()) and known.store)
         preparing = background.submit(prepare, store)
@@ -88,26 +82,25 @@ def run(options: RunOptions) -> int:
                 preparing.result()
             if not (run.home.remote or run.is_local):
                 refuse_unshared("--out", run.home.path.parent)
-            if not run.resume:
+            if not run.progress:
                 if not run.home.remote:
                     make(run.home.path)
                     locks.enter_context(run.home.command_lock())
                 locks.enter_context(run.home.removed_on_failure())
-            return recorded(run, options)
+            return recorded(run, options.tracking_uri, options.config)
 
 
 def planned(options: RunOptions) -> RunPlan:
-    """The run that the options describe."""
-    config, limits = options.training, {"memory_limit": options.memory_limit, "address": options.address}
+    config = options.training
     if options.resume:
-        return RunPlan.continued(config, options.resume, options.out, **limits)
-    run = RunPlan.new(config, new_run(options.out, options.name or default_name(config)), **limits)
+        run = RunPlan.continued(config, options.resume, options.out)
+    else:
+        run = RunPlan.new(config, new_run(options.out, options.name or default_name(config)))
     confirmed = confirmed_by(options.config, config) if options.config else None
-    return dataclasses.replace(run, confirmed=confirmed)
+    return dataclasses.replace(run, memory_limit=options.memory_limit, address=options.address, confirmed=confirmed)
 
 
 def default_name(config: TrainConfig) -> str:
-    """The name of a run that is given none."""
     return f"{short_name(config.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -120,8 +113,8 @@ def prepare(tracking_uri: str | None) -> None:
     open_store(tracking_uri)
 
 
-def recorded(run: RunPlan, options: RunOptions) -> int:
-    """Train on the connected Ray and record it in MLflow; returns the exit code."""
+def recorded(run: RunPlan, tracking_uri: str | None, file: str | None) -> int:
+    """Train on the connected Ray, by settings that a search may have left in ``file``; returns the exit code."""
     from infra.tracking.tracker import Tracker
     from infra.tracking.views import ui_link
     from train import report
@@ -129,9 +122,9 @@ def recorded(run: RunPlan, options: RunOptions) -> int:
     from train.launch.driver import train_and_record
 
     home, facts = run.home, _facts(run)
-    asked = continued(run.asked, read_progress(run.resume).config) if run.resume else run.asked
+    asked = continued(run.asked, run.progress.config) if run.progress else run.asked
     config = resolve(asked, facts.within(run.memory_limit))
-    key, is_new = run_in_mlflow(home, options.tracking_uri, starts=run.resume is None)
+    key, is_new = run_in_mlflow(home, tracking_uri, starts=run.progress is None)
     write_json(home.config, run.asked.to_json())
     home.send(home.config)
     report.print_header(config, run.asked, run.manifest, home.place, facts)
@@ -139,14 +132,14 @@ def recorded(run: RunPlan, options: RunOptions) -> int:
         report.complete_earlier(key)
         if is_new:
             report.record_start(tracker, config, run.manifest, run.asked)
-        if options.config:
-            report.record_search(tracker, home.path.name, options.config)
-        if run.resume:
-            report.record_resume(tracker, config, read_progress(run.resume).step)
+        if file:
+            report.record_search(tracker, home.path.name, file)
+        if run.progress:
+            report.record_resume(tracker, config, run.progress.step)
         if run.memory_limit:
             tracker.tags({"memory_limit": format_size(run.memory_limit)})
         try:
-            result = train_and_record(run, config, tracker, console.print)
+            result = train_and_record(run, config, tracker)
         except KeyboardInterrupt:
             if not home.has_checkpoint():
                 raise
@@ -163,7 +156,6 @@ def recorded(run: RunPlan, options: RunOptions) -> int:
 
 
 def _facts(run: RunPlan) -> DeviceFacts:
-    """The device that will train."""
     if run.is_local:
         return facts_here(run.asked)
     from train.launch.placement import worker_facts

@@ -20,7 +20,6 @@ from tune.trial.row import Curve, TrialRow, feasible
 
 
 def draw(rows: Sequence[TrialRow], memory: MemorySearcher) -> dict[str, Figure]:
-    """All charts of a search, by name."""
     curves = memory.curves([row for row in rows if row.stage != "confirm"])
     tried = [k for k in memory.space.combinations if any(row.candidate.knobs == k for row in rows)]
     charts = {

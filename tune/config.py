@@ -41,7 +41,6 @@ class ExperimentConfig(JoinsRay):
     address: Address = None
 
     def to_json(self) -> dict[str, Any]:
-        """The config as JSON values; :func:`infra.schema.from_json` reads it back."""
         return to_json(self) | {"resume": None}
 
     def identity(self) -> dict[str, Any]:
@@ -189,7 +188,6 @@ class LadderConfig(ExperimentConfig):
         refuse_below(self, steps=SHORTEST, seeds=1)
 
     def to_json(self) -> dict[str, Any]:
-        """The config as JSON values, with whole paths."""
         from pipeline.stream import whole_path
 
         whole = replace(

@@ -49,11 +49,11 @@ class Machine:
     """Fingerprint of the token shards in the search's local folder, as this machine sees it; None without any."""
 
 
-def look(data: str, *, cpu: bool, own: Sequence[int] = ()) -> Machine:
-    """This machine, with ``data`` where that is a folder. The processes ``own`` do not count as others on its GPU."""
+def look(data: str | None = None, *, cpu: bool, own: Sequence[int] = ()) -> Machine:
+    """This machine, with ``data`` if that is a folder. The processes ``own`` do not count as others on its GPU."""
     state = None if cpu else read_gpu()
     fingerprint = None
-    if not StorageDir.of(data).remote:
+    if data and not StorageDir.of(data).remote:
         with suppress(UserError):  # a folder of another machine
             fingerprint = read_manifest(data).fingerprint
     return Machine(
@@ -65,14 +65,19 @@ def look(data: str, *, cpu: bool, own: Sequence[int] = ()) -> Machine:
     )
 
 
-def trial_machines(training: TrainConfig, *, cluster: str | None, parallel: int = 1) -> tuple[Machine, ...]:
-    """The machines on which trials may run: this one, or those of the connected Ray that have the most room."""
+def trial_machines(
+    training: TrainConfig, fingerprint: str, *, cluster: str | None, parallel: int = 1
+) -> tuple[Machine, ...]:
+    """The machines on which trials may run: this one, or those of the connected Ray that have the most room.
+
+    Its data have this ``fingerprint``.
+    """
     if cluster and training.accelerator:
         await_accelerator(training.accelerator)
     here = not cluster or is_this_machine_alone()
     if here:
         above = [process.pid for process in psutil.Process().parents()]  # a notebook or test run that waits for us
-        found = [look(training.data, cpu=training.device == "cpu", own=above)]
+        found = [look(cpu=training.device == "cpu", own=above)]
     else:
         found = _ask(training)
     idle = [machine for machine in found if not machine.busy]
@@ -85,7 +90,6 @@ def trial_machines(training: TrainConfig, *, cluster: str | None, parallel: int 
         raise UserError("--device cuda: there is no GPU here; use --device cpu, or --address of a cluster with one.")
     data = StorageDir.of(training.data)
     if not (here or data.remote):
-        fingerprint = read_manifest(data).fingerprint
         blind = [machine.name for machine in idle if machine.data != fingerprint]
         if blind:
             raise UserError(

@@ -80,7 +80,6 @@ class Experiment(ABC):
         return self.config.identity() | found
 
     def best(self, rows: Sequence[TrialRow]) -> str:
-        """The best so far in words, if trials compete."""
         return ""
 
     def named(self, row: TrialRow) -> str:

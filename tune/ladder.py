@@ -1,9 +1,4 @@
-"""Entry: ``python -m tune.ladder`` measures what each change of a suite gains, against a control that is repeated.
-
-In: a suite, token shards, and a budget per rung. Out: ``OUT/NAME/``, a folder or in object storage, with
-standings.json, best.json (for ``python -m train.run --config``), summary.md and two charts, and in MLflow one parent
-run with one child per run.
-"""
+"""Entry: ``python -m tune.ladder`` measures what each change of a suite gains, against a control that is repeated."""
 
 import time
 from dataclasses import replace
@@ -17,7 +12,6 @@ from tune.folder import kept_config, place_of
 
 
 def main() -> None:
-    """Parse, run the rungs, print the table, exit."""
     command.run(run, LadderConfig, module="tune.ladder", default=defaults)
 
 

@@ -150,7 +150,9 @@ def make_search(config: SearchConfig) -> Search:
     if config.gpu:
         config, machines = replace(config, training=replace(config.training, device="cuda")), (_machine(config.gpu),)
     else:
-        machines = trial_machines(config.training, cluster=config.cluster, parallel=config.parallel)
+        machines = trial_machines(
+            config.training, manifest.fingerprint, cluster=config.cluster, parallel=config.parallel
+        )
     asked, available = config.memory_limit, min(machine.memory for machine in machines)
     if config.resume and not asked:  # or another set of machines would make it another search
         asked = kept(place, config.kind).identity.get("memory_limit")

@@ -208,7 +208,6 @@ def best_json(search: Search, rows: Sequence[TrialRow]) -> dict[str, Any] | None
 
 
 def csv_text(rows: Sequence[TrialRow]) -> str:
-    """All rows as CSV, with a column per knob."""
     text, flat = io.StringIO(), [flat_row(row) for row in rows]
     writer = csv.DictWriter(text, list(dict.fromkeys(chain(*flat))), lineterminator="\n")
     writer.writeheader()
@@ -217,7 +216,6 @@ def csv_text(rows: Sequence[TrialRow]) -> str:
 
 
 def opening_lines(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, str]]:
-    """What someone who opens the search's page wants to know first."""
     space, ranked = search.space, rank(rows)
     spent = format_duration(round(sum(row.seconds for row in rows)))
     what = f"the fastest way to {space.batch_label} under {format_size(search.limit)}"

@@ -1,9 +1,4 @@
-"""Entry: ``python -m tune.search`` finds the fastest way to execute a training under a memory limit.
-
-In: the flags of a training run, a limit, and what to search. Out: ``OUT/NAME/``, a folder or in object storage, with
-trials.csv, best.json (for ``python -m train.run --config``) and summary.md, and in MLflow one parent run with one child
-per trial.
-"""
+"""Entry: ``python -m tune.search`` finds the fastest way to execute a training under a memory limit."""
 
 import dataclasses
 
@@ -15,7 +10,6 @@ from tune.folder import kept_config, place_of
 
 
 def main() -> None:
-    """Parse, search, report, exit."""
     command.run(run, SearchConfig, module="tune.search", default=defaults)
 
 

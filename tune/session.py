@@ -138,7 +138,6 @@ def line(experiment: Experiment, row: TrialRow) -> str:
 
 
 def progress(experiment: Experiment, rows: Sequence[TrialRow]) -> str:
-    """The best so far, what was spent, and about what is left."""
     spent = sum(row.seconds for row in rows)
     left = spent / len(rows) * experiment.remaining(rows) / experiment.parallel
     times = f"spent {format_duration(round(spent))} | about {format_duration(round(left))} left"

@@ -135,7 +135,6 @@ class ExperimentRecorder:
 
 
 def metrics(row: TrialRow) -> dict[str, float | int | None]:
-    """A row's numbers under MLflow's grouped names."""
     return {
         "result/tokens_per_second": row.tokens_per_second,
         "result/tokens_per_second_low": row.low,

@@ -1,8 +1,7 @@
 """Entry: ``python -m infra.doctor`` checks whether this machine is ready, and measures how fast it is at best.
 
-With ``--address`` it also checks and measures the machines of a Ray cluster. In: nothing but the machine. Out: a table
-with a red line and a fix for each problem, the best rates that were measured, ``runs/doctor.json`` (from which runs and
-ladders compute which fraction of them they reach), and an MLflow run.
+With ``--address`` it also checks and measures the machines of a Ray cluster. From ``runs/doctor.json``, which it
+writes, runs and ladders compute which fraction of the best rates they reach.
 """
 
 import socket
@@ -48,7 +47,6 @@ class DoctorOptions:
 
 
 def main() -> None:
-    """Parse, examine, print, exit."""
     command.run(examine, DoctorOptions, module="infra.doctor")
 
 
@@ -90,9 +88,8 @@ def examine(options: DoctorOptions) -> int:
         problems += lacking
         failing = failing or any(fatal for machine in machines for fatal in machine.problems.values())
     if not options.quick:
-        rates: dict[str, dict[str, float]] = {}
         with doing("measuring matrix products"):
-            rates = {"matmul": ceilings.matmul_rates(device), "model_matmul": ceilings.model_rates(device)}
+            rates = {"matmul": ceilings.matmul_rates(device)}
         with doing("measuring copies"):
             rates["copy"] = ceilings.copy_rates(device)
         try:
@@ -133,18 +130,15 @@ def examine(options: DoctorOptions) -> int:
 
 
 def print_problems(problems: list[str]) -> None:
-    """A red line for each."""
     for problem in problems:
         console.print(f"✗ {problem}", markup=False, style="red")
 
 
 def checks_part(results: "list[checks.Check]") -> Part:
-    """A line per check."""
     return Part("", ("", "", ""), [("✗" if check.fix else "✓", check.name, check.value) for check in results])
 
 
 def nodes_part(machines: "list[nodes.Report]") -> Part:
-    """A line per machine of the cluster."""
     heading = (
         "machine", "cores", "load", "GPU", "memory", "Python", "Ray", "torch", "clock", "scratch", "storage up, down",
         "matmul",
@@ -177,7 +171,6 @@ def rates_part(rates: dict[str, dict[str, float]]) -> Part:
 
 
 def allreduce_part(reduced: allreduce.Reduced) -> Part:
-    """Bus bandwidth by size."""
     machines = ", ".join(dict.fromkeys(reduced.machines))
     speeds = reduced.bus_bytes_per_second.items()
     lines = [(f"{int(size) / 2**20:,.2f} MiB", f"{rate / 1e9:,.3f} GB/s") for size, rate in speeds]

@@ -25,15 +25,6 @@ SECONDS = 0.4
 LAUNCHES = 8
 """Repetitions in a row on a GPU, so that the launch of the first one is shared by all."""
 
-SHAPES = {
-    "qkv": (768, 2304),
-    "attention projection": (768, 768),
-    "feed-forward up": (768, 3072),
-    "feed-forward down": (3072, 768),
-    "head": (768, 50304),
-}
-"""(inner, columns) of GPT-2 124M's matrix products; rows are tokens."""
-
 
 def first_device() -> tuple[torch.device, str]:
     """This machine's first GPU and its name as torch has it, or the processor and ``cpu``."""
@@ -86,14 +77,6 @@ def matmul_rates(device: torch.device) -> dict[str, float]:
     if device.type != "cuda":
         return {"fp32": matmul_rate(2048, 2048, 2048, "fp32", device)}
     return {precision: matmul_rate(8192, 8192, 8192, precision, device) for precision in ("bf16", "tf32", "fp32")}
-
-
-def model_rates(device: torch.device) -> dict[str, float]:
-    """FLOP/s at GPT-2's own shapes, in bf16 over 32 sequences on a GPU, in fp32 over one sequence on a CPU."""
-    cuda = device.type == "cuda"
-    rows, precision = (32 * 1024, "bf16") if cuda else (1024, "fp32")
-    shapes = SHAPES if cuda else {name: shape for name, shape in SHAPES.items() if name != "head"}
-    return {name: matmul_rate(rows, *shape, precision, device) for name, shape in shapes.items()}
 
 
 def copy_rates(device: torch.device) -> dict[str, float]:

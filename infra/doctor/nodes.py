@@ -76,7 +76,6 @@ class Report:
     """Sentences, each with whether training would fail."""
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values."""
         return asdict(self)
 
 
@@ -101,7 +100,6 @@ def clock() -> float:
 
 
 def describe() -> MachineReport:
-    """This machine."""
     hidden = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides all GPUs from what asked for none
     try:
         cards = [state for index in range(16) if (state := read_gpu(index))]
@@ -122,7 +120,6 @@ def describe() -> MachineReport:
 
 
 def rates() -> Rates:
-    """Measure this machine."""
     from infra.doctor import ceilings
 
     device, name = ceilings.first_device()

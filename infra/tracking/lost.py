@@ -52,7 +52,6 @@ def close_lost(client: MlflowClient, experiments: list[str], parent: RunKey | No
 
 
 def is_complete(key: RunKey) -> bool:
-    """Whether the run has ended with all its entries."""
     return MlflowClient(key.store).get_run(key.run_id).data.tags.get(COMPLETE) == "true"
 
 

@@ -143,7 +143,7 @@ def _restoring(store: str, command: str) -> str:
 
 def _unusable(store: str, failure: Exception) -> UserError:
     return UserError(
-        f"the MLflow store {store} cannot be used: {first_line(failure)} "
+        f"the MLflow store {store} cannot be used: {first_line(failure).rstrip('.')}. "
         "Start its server, or give another store with --tracking-uri (for example sqlite:///mlflow.db)."
     )
 

@@ -95,11 +95,9 @@ class Tracker:
         )  # fmt: skip
 
     def text(self, content: str, name: str) -> None:
-        """Store ``content`` as the artifact file ``name``."""
         self._queue.put({"kind": "text", "content": content, "name": name})
 
     def json(self, value: Any, name: str) -> None:
-        """Store ``value`` as the JSON artifact ``name``."""
         self.text(json.dumps(value, indent=2, sort_keys=True, default=str), name)
 
     def file(self, path: Path, folder: str | None = None) -> None:

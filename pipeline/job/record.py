@@ -40,7 +40,6 @@ class Record:
 
 
 def record_file(name: str) -> str:
-    """Where the record of a piece is in its data set."""
     return f"{PIECES}/{name}.json"
 
 

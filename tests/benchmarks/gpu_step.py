@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from infra.doctor.ceilings import SHAPES
 from infra.errors import first_line
 from infra.gpu import read_gpu
 from infra.hardware import device_facts
@@ -34,6 +33,15 @@ from train.profile.trace import attention_kernel
 from train.resolve import resolve
 
 Found = dict[str, Any]
+
+SHAPES = {
+    "qkv": (768, 2304),
+    "attention projection": (768, 768),
+    "feed-forward up": (768, 3072),
+    "feed-forward down": (3072, 768),
+    "head": (768, 50304),
+}
+"""(inner, columns) of GPT-2 124M's matrix products; rows are tokens."""
 
 
 def main() -> None:

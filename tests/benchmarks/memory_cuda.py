@@ -44,10 +44,12 @@ GRID = [
         (64, "bf16-activations", "blocks", "fused"),
         (4, "bf16", "whole", "plain"),
         (4, "bf16", "off", "plain"),
+        (4, "bf16", "blocks", "plain"),
     )
 ]
 """GPT-2 124M with 1,024 tokens, in the order of what they tell."""
 OTHERS = [
+    {"precision": "bf16", "compile": "whole", "loss": "plain", "micro_batch": 4, "model": "gpt2-124m,tied=False"},
     {"precision": "bf16", "compile": "whole", "loss": "plain", "micro_batch": 64, "context": 512},
     {"precision": "bf16", "compile": "off", "loss": "plain", "micro_batch": 64, "context": 512},
     {"precision": "bf16", "compile": "whole", "loss": "plain", "micro_batch": 16, "accumulation": 2},
@@ -56,7 +58,7 @@ OTHERS = [
     {"precision": "bf16", "compile": "whole", "loss": "plain", "micro_batch": 16, "model": "gpt2-355m"},
     {"precision": "bf16", "compile": "whole", "loss": "plain", "micro_batch": 64, "model": "gpt2-355m", "gpu": "H100"},
 ]
-"""Another context length, accumulation, and a larger model on cards of 40 and 80 GB."""
+"""A head of its own, another context length, accumulation, and a larger model on cards of 40 and 80 GB."""
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -156,8 +157,8 @@ def wrapped(config: TrainConfig, *, on_ray: bool) -> dict[str, float]:
             key = create_run("train", "overhead")
             recorded = time.time()
             with Tracker(key) as tracker:
-                run = RunPlan.new(config, RunFolder(folder), address="local" if on_ray else None)
-                result, _ = driver.launch(run, resolve(config, cpu_facts()), tracker, on_cycle)
+                run = replace(RunPlan.new(config, RunFolder(folder)), address="local" if on_ray else None)
+                result = driver.launch(run, resolve(config, cpu_facts()), tracker, on_cycle)
             returned = time.time()
         started, ended = ((folder / file).stat().st_mtime for file in ("lock", "cycles.jsonl"))
     first_step = ended - result.seconds

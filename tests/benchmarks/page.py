@@ -28,7 +28,8 @@ from typing import Any
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from infra.storage import write_json
-from infra.telemetry import interval
+from infra.telemetry import POINTS
+from infra.thinning import stride
 from infra.tracking.key import RunKey
 from infra.tracking.saved_views import OURS
 from infra.tracking.store import create_run
@@ -102,7 +103,7 @@ def write_run(store: str, steps: int) -> tuple[RunKey, int]:
             }  # fmt: skip
             points += sum(write(values, position) for position, values in cycle_metrics(cycle))
         second = 0
-        while (second := second + interval(second)) <= steps:
+        while (second := second + stride(second, POINTS)) <= steps:
             points += write(dict.fromkeys(TELEMETRY, float(second % 100)), second)
         tracker.metrics({"result/tokens_per_second": 1024.0})
         tracker.tags({"outcome": "finished", "tokens/s": "1,024 (1,020 to 1,030)"})

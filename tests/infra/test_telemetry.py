@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 
 from infra import telemetry
 from infra.gpu import GpuReading
-from infra.telemetry import Energy, Telemetry, extremes, interval, of_gpu, of_machine
+from infra.telemetry import POINTS, Energy, Telemetry, of_gpu, of_machine
+from infra.thinning import stride
 
-CARD = GpuReading(97.0, 30 * 10**9, 690.0, 61, 1980, 0, 700.0, 1000.0)
-SILENT = GpuReading(None, None, None, None, None, None, None, None)
+CARD = GpuReading(97.0, 30 * 10**9, 690.0, 61, 1980, 0, 1000.0)
+SILENT = GpuReading(None, None, None, None, None, None, None)
 
 
 def points(begin: int, end: int) -> Iterator[int]:
     """The seconds of the points between two seconds of a run."""
-    while (begin := begin + interval(begin)) <= end:
+    while (begin := begin + stride(begin, POINTS)) <= end:
         yield begin
 
 
@@ -34,7 +35,7 @@ def test_a_day_stays_under_ten_thousand_points() -> None:
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10**7), st.integers(0, 10**7))
 def test_an_interval_is_short_against_the_run_and_a_resumed_run_has_no_more_points(begin: int, end: int) -> None:
-    assert interval(begin) <= begin / 60 + 1
+    assert stride(begin, POINTS) <= begin / 60 + 1
     cut = len(list(points(0, min(begin, end)))) + len(list(points(min(begin, end), max(begin, end))))
     assert cut <= len(list(points(0, max(begin, end)))) + 1
 
@@ -68,7 +69,7 @@ def test_points_count_on_and_have_the_numbers_of_this_machine(monkeypatch: pytes
 
 def test_what_was_read_since_the_last_point_is_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """After twelve days, the next point is not due for hours."""
-    assert interval(10**6) > 8000
+    assert stride(10**6, POINTS) > 8000
     ((second, metrics),) = watched(monkeypatch, 0.2, begin=10**6)
     assert 10**6 < second < 10**6 + 100
     assert metrics["system/worker_cpu_percent"] > 0
@@ -135,21 +136,9 @@ def test_a_point_of_a_gpu_is_the_share_of_time_that_it_was_slowed_down() -> None
         "system/gpu_throttled_by_power_percent": 0.0, "system/gpu_throttled_by_heat_percent": 0.0,
         "system/gpu_throttled_by_hardware_percent": 0.0,
     }  # fmt: skip
-    hot = of_gpu(GpuReading(1.0, 0, 1.0, 1, 1, 0x40 | 0x8, 1.0, 1.0))
+    hot = of_gpu(GpuReading(1.0, 0, 1.0, 1, 1, 0x40 | 0x8, 1.0))
     assert [hot[f"system/gpu_throttled_by_{cause}_percent"] for cause in ("power", "heat", "hardware")] == [0, 100, 100]
     assert of_gpu(SILENT) == {}
-
-
-def test_the_extremes_of_a_gpu_are_those_of_its_work() -> None:
-    idle = GpuReading(0.0, 0, 60.0, 30, 345, 0x1, 700.0, 0.0)
-    hot = GpuReading(99.0, 0, 700.0, 85, 1200, 0x20, 700.0, 0.0)
-    seen: dict[str, float] = {}
-    for reading in (idle, CARD, hot, GpuReading(99.0, 0, 700.0, 60, 1500, 0x4, 700.0, 0.0), SILENT):
-        seen = extremes(seen, reading)
-    assert seen == {
-        "lowest_clock_mhz": 1200, "highest_celsius": 85, "throttle_reasons": 0x24, "power_limit_watts": 700.0,
-    }  # fmt: skip
-    assert extremes({}, SILENT) == {}
 
 
 def test_energy_is_that_of_the_time_in_question() -> None:
@@ -158,7 +147,7 @@ def test_energy_is_that_of_the_time_in_question() -> None:
     for second in range(31):
         watts = 300.0 if second <= 10 else 700.0
         joules += watts * (second > 0)
-        energy.add(second, GpuReading(None, None, watts, None, None, None, None, joules))
+        energy.add(second, GpuReading(None, None, watts, None, None, None, joules))
         if second % 2 == 0:
             energy.keep()
     assert energy.between(12.0, 25.5) == pytest.approx(13.5 * 700)

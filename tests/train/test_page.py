@@ -60,13 +60,12 @@ def recorded(config: TrainConfig, result: RunResult, manifest: Manifest) -> tupl
     """The run that the driver leaves, on a card that was watched."""
     key = create_run("train", "one", tags={"kind": "run"})
     HOME.path.mkdir(parents=True)
-    gpu = {"lowest_clock_mhz": 1200, "highest_celsius": 85, "throttle_reasons": 4, "power_limit_watts": 700.0}
     with Tracker(key) as tracker:
         report.record_start(tracker, replace(config, attention="sdpa"), manifest, config)
         for step, values in report.cycle_metrics(to_json(CYCLE)):
             tracker.metrics(values, step)
         tracker.metrics({"system/gpu_power_watts": 690.0}, 1)
-        report.record_end(tracker, config, result, gpu, HOME, 8 * 10**9)
+        report.record_end(tracker, config, result, HOME, 8 * 10**9)
     return key, MlflowClient(key.store).get_run(key.run_id)
 
 
@@ -79,7 +78,7 @@ def test_a_page_begins_with_few_numbers_and_keeps_the_others(config: TrainConfig
     details = {name for name in run.data.metrics if name.startswith("detail/")}
     assert {
         "detail/result/tokens_per_second_low", "detail/result/tokens_per_second_high", "detail/result/hfu",
-        "detail/memory/predicted_gb", "detail/gpu/highest_celsius", "detail/time/data_wait_fraction",
+        "detail/memory/predicted_gb", "detail/time/data_wait_fraction",
     } <= details  # fmt: skip
     for column in COLUMNS["train"]:
         kind, _, name = column.partition(".")
@@ -109,7 +108,7 @@ def test_the_list_says_why_a_run_failed(config: TrainConfig, result: RunResult) 
     said = "CUDA out of memory. Tried to allocate 2.00 GiB"
     HOME.path.mkdir(parents=True)
     with Tracker(keys[0]) as tracker:
-        report.record_end(tracker, config, replace(result, outcome="oom", reason=said), None, HOME)
+        report.record_end(tracker, config, replace(result, outcome="oom", reason=said), HOME)
     with pytest.raises(RuntimeError), Tracker(keys[1]):
         raise RuntimeError(said + "\nand a traceback")
     for key in keys:

@@ -38,7 +38,7 @@ def search(kind: str) -> SearchConfig:
 
 
 def machines(config: SearchConfig) -> tuple[device.Machine, ...]:
-    return device.trial_machines(config.training, cluster=config.cluster, parallel=config.parallel)
+    return device.trial_machines(config.training, "", cluster=config.cluster, parallel=config.parallel)
 
 
 def kind(config: SearchConfig) -> str:

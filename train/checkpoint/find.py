@@ -42,7 +42,6 @@ def find_run(text: str, out: Path | str, flag: str = "--resume") -> RunFolder:
 
 
 def saved_config(text: str, out: Path | str) -> TrainConfig:
-    """The settings of the run that ``--resume`` names."""
     place = _remote_run(text, out)
     if place is None:
         return load_config(find_run(text, out).config)
@@ -83,7 +82,6 @@ def resume_run(place: StorageDir) -> str:
 
 
 def run_with(config: StorageDir) -> str:
-    """The command that begins a run with the settings in the file ``config``."""
     return f"python -m train.run --config {shlex.quote(str(config))}"
 
 

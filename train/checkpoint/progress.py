@@ -52,7 +52,6 @@ class Progress(RunState):
 
     @property
     def state(self) -> RunState:
-        """The numbers that a loop continues from."""
         return RunState(**{field.name: getattr(self, field.name) for field in fields(RunState)})
 
 
@@ -141,7 +140,6 @@ def refuse_other_run(path: Path | str, progress: Progress, config: TrainConfig, 
 
 
 def _refuse_changes(path: Path | str, before: object, now: object, names: Iterable[str]) -> None:
-    """Raise ``UserError`` for the first of the settings ``names`` that has changed between ``before`` and ``now``."""
     for name in names:
         ours, theirs = getattr(before, name), getattr(now, name)
         if ours != theirs:

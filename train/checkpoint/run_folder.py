@@ -43,7 +43,6 @@ class RunFolder:
 
     @property
     def place(self) -> StorageDir:
-        """Where the run is."""
         return self.remote or StorageDir.of(self.path)
 
     def send(self, *files: Path) -> None:
@@ -59,22 +58,18 @@ class RunFolder:
 
     @property
     def result(self) -> Path:
-        """The ``RunResult`` of a run that has ended."""
         return self.path / "result.json"
 
     @property
     def summary(self) -> Path:
-        """The description of a run that has ended, in Markdown."""
         return self.path / "summary.md"
 
     @property
     def curves(self) -> Path:
-        """The chart of its losses and its speed."""
         return self.path / "curves.png"
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
         return self.path / "checkpoints"
 
     @property

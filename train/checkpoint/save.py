@@ -57,14 +57,14 @@ def snapshot(
 
     With sharded weights every worker must call it.
     """
-    weights = {name: _to_host(value) for name, value in model.state_dict().items()}
+    weights = {name: to_host(value) for name, value in model.state_dict().items()}
     for name in shared_names(model):  # such as a tied head's; safetensors stores each tensor once
         del weights[name]
     state = {
-        "optimizer": _map(optimizer.state_dict(), _to_host),
+        "optimizer": _map(optimizer.state_dict(), to_host),
         "scaler": scaler.state_dict(),
         "rng": random_state(),
-        "losses": _to_host(losses),
+        "losses": to_host(losses),
     }
     copied = None
     if losses.is_cuda:
@@ -73,12 +73,13 @@ def snapshot(
     return Snapshot(weights, state, copied)
 
 
-def _to_host(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor) -> Tensor:
+    """A whole copy of ``tensor``; of one on a GPU it is queued, and nothing waits for it."""
     tensor = full_tensor(tensor.detach())
     if hasattr(tensor, "__tensor_flatten__"):  # a wrapper of tensors: torchao's quantised moments, which clone() breaks
         wrapper: Any = tensor
         names, context = wrapper.__tensor_flatten__()
-        parts = {name: _to_host(getattr(wrapper, name)) for name in names}
+        parts = {name: to_host(getattr(wrapper, name)) for name in names}
         return type(wrapper).__tensor_unflatten__(parts, context, wrapper.shape, wrapper.stride())
     if not tensor.is_cuda:
         return tensor.clone()
@@ -198,7 +199,6 @@ def write(folder: Path, taken: Snapshot, progress: Progress, vocabulary: Vocabul
 
 
 def load_weights(checkpoint: Path, model: nn.Module, device: torch.device) -> None:
-    """Load the weights of ``checkpoint`` into ``model``."""
     weights = load_file(checkpoint / WEIGHTS, device=str(device))
     weights |= {name: weights[other] for name, other in shared_names(model).items()}
     model.load_state_dict({name: share_of(weights[name], like) for name, like in model.state_dict().items()})
@@ -222,7 +222,9 @@ def load(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, values in state["optimizer"].get("state", {}).items():
         like = parameters[index]
-        state["optimizer"]["state"][index] = {name: _share(value, like) for name, value in values.items()}
+        state["optimizer"]["state"][index] = {
+            name: share_of(value, like) if isinstance(value, Tensor) else value for name, value in values.items()
+        }
     settings = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state["optimizer"])
     for group, ours in zip(optimizer.param_groups, settings, strict=True):
@@ -231,10 +233,6 @@ def load(
         scaler.load_state_dict(state["scaler"])
     restore_random_state(state["rng"])
     return state["losses"].tolist()
-
-
-def _share(value: Any, like: Tensor) -> Any:
-    return share_of(value, like) if isinstance(value, Tensor) else value
 
 
 def random_state() -> dict[str, Tensor]:
@@ -246,7 +244,6 @@ def random_state() -> dict[str, Tensor]:
 
 
 def restore_random_state(state: dict[str, Tensor]) -> None:
-    """Restore what :func:`random_state` returned."""
     torch.set_rng_state(state["cpu"].cpu())
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"].cpu())

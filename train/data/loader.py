@@ -1,10 +1,7 @@
 """Shards to device batches: shuffled windows read by memory map, at an exact position.
 
-In: opened token shards, or another source of windows. Out: micro-batches (inputs, targets) on the device. A window is
-``context_length + 1`` tokens of one shard's stream, and neighbouring windows share one token, so that every token is
-predicted once per epoch. The order is a pseudo-random permutation that is computed, not stored: a pure function of
-(seed, epoch). The loader's whole state is therefore one integer, the number of windows consumed, any worker can
-compute any batch, and steps see the same windows at every micro-batch and number of workers.
+The loader's whole state is one integer, the number of windows consumed: any worker can compute any batch, and steps see
+the same windows at every micro-batch and number of workers.
 """
 
 from collections import deque

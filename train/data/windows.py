@@ -59,7 +59,6 @@ class Windows:
         return numbers
 
     def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
-        """Copy the windows ``numbers`` into ``out``, of shape (len(numbers), context_length + 1)."""
         shards = np.searchsorted(self.first, numbers, side="right") - 1
         starts = (numbers - self.first[shards]) * self.context_length
         for row, (shard, start) in enumerate(zip(shards.tolist(), starts.tolist(), strict=True)):

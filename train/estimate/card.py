@@ -1,7 +1,4 @@
-"""A GPU that is planned for and need not be here: what it is, and the rates that it reaches.
-
-In: the name of a card, whose datasheet is known, or the file in which infra.doctor saved what it measured on one.
-"""
+"""A GPU that is planned for and need not be here: what it is, and the rates that it reaches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -29,7 +29,6 @@ class Change:
 
     @property
     def text(self) -> str:
-        """The flags as one text."""
         return " ".join(self.flags)
 
 
@@ -75,7 +74,6 @@ def _candidates(config: TrainConfig) -> Iterator[dict[str, Any]]:
 
 
 def _cost(before: TrainConfig, after: TrainConfig, more: float) -> str:
-    """What the change costs in speed."""
     parts = []
     if after.micro_batch != before.micro_batch:
         parts.append(f"the same arithmetic in {after.accumulation} micro-batches instead of {before.accumulation}")

@@ -1,7 +1,7 @@
 """Arithmetic by named formulas, because "MFU" is meaningless without its formula.
 
-In: a model and how many of its blocks are recomputed. Out: FLOPs per token, forward and backward. A multiplication
-and an addition are two FLOPs; the backward pass costs twice as much as the forward pass.
+FLOPs are per token, forward and backward. A multiplication and an addition are two FLOPs; the backward pass costs twice
+as much as the forward pass.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,6 @@ class Formula:
 
 
 def parameters(config: TrainConfig) -> int:
-    """Parameters of the model of a resolved ``config``."""
     model = config.model
     return model.looked_at.parameters if isinstance(model, CustomModel) else parameter_count(model)
 
@@ -39,7 +38,7 @@ def formulas(config: TrainConfig) -> list[Formula]:
     return [
         Formula("PaLM", FLOPS_FORMULA, palm(model)),
         Formula("causal", "6 x matmul parameters + 6 x layers x context x width", causal(model)),
-        Formula("6N", "6 x all parameters", parameters_only(model, parameter_count(model))),
+        Formula("6N", "6 x all parameters (arXiv 2001.08361, section 2.1)", 6.0 * parameter_count(model)),
         Formula("hardware, checkpointed", "PaLM + the blocks' forward again", everything),
     ]
 
@@ -77,11 +76,6 @@ def palm(model: ModelConfig) -> float:
 def causal(model: ModelConfig) -> float:
     """The same with the half of attention that causality leaves (FlashAttention-2, arXiv 2307.08691, section 4)."""
     return 6 * matmul_parameters(model) + 6 * model.layers * model.context_length * model.width
-
-
-def parameters_only(model: ModelConfig, parameters: int) -> float:
-    """6N over all ``parameters``, embeddings too: the rough rule of Kaplan et al. (arXiv 2001.08361, section 2.1)."""
-    return 6.0 * parameters
 
 
 def hardware(model: ModelConfig, *, recomputed: int) -> float:

@@ -31,7 +31,6 @@ Rows = list[tuple[str, str]]
 
 
 def parameter_rows(config: TrainConfig) -> Rows:
-    """Parameters by part of the model."""
     total = flops.parameters(config)
     if isinstance(config.model, CustomModel):
         blocks = config.model.looked_at.blocks
@@ -57,7 +56,6 @@ def parameter_rows(config: TrainConfig) -> Rows:
 
 
 def memory_rows(config: TrainConfig) -> Rows:
-    """Peak memory by part, with bars."""
     anatomy, formula = predict_peak(config), activation_formula(config)
     rows = [
         (part, f"{size / GB:8.3f} GB  {'█' * round(BAR * size / anatomy.total)}")
@@ -121,7 +119,6 @@ def _smaller(config: TrainConfig) -> list[tuple[str, TrainConfig]]:
 
 
 def arithmetic_rows(config: TrainConfig) -> Rows:
-    """FLOPs by every formula, and the planned run's total."""
     counts = flops.formulas(config)
     rows = [(count.name, f"{count.flops / 1e6:,.1f} MFLOP per token: {count.text}") for count in counts]
     steps = config.total_steps

@@ -1,6 +1,6 @@
 """Predicted peak memory: what is in memory at the worst moment, part by part, and the largest batch that fits.
 
-In: a TrainConfig. Out: a :class:`MemoryBreakdown` in bytes. Eager execution is counted by what autograd saves,
+Eager execution is counted by what autograd saves,
 operation by operation, in the manner of Korthikanti et al. (arXiv 2205.05198, section 4), and agrees with
 torch's memory tracker. Compiled execution keeps as much of a block: torch's partitioner computes element-wise
 work again, but not what a matrix product of the backward pass reads, such as the outputs of norms and GELU
@@ -28,16 +28,16 @@ from train.model.loss import pieces
 from train.model.recompute import BUDGET
 
 WORKSPACE = {"cuda": 32 * 2**20, "cpu": 0}
-"""cuBLAS's workspace, in addition to tensors (torch's default on Hopper; 8 MiB on older GPUs)."""
+"""cuBLAS's workspaces, in addition to tensors. By torch's default they are two, of 8 MiB each, and on Hopper of 32."""
 CONTEXT = {"cuda": 500 * 2**20, "cpu": 600 * 2**20}
 """Outside the allocator: the CUDA context and loaded kernels; on the CPU the interpreter with torch, Ray and MLflow."""
 MARGIN = {"cuda": 0.03, "cpu": 0.05}
 """What a process may need in addition to the predicted peak, as a share of it: on a GPU how far reserved memory
 was from the prediction (tests/benchmarks/records/memory-cuda.json)."""
-LOSS = "the loss's backward pass"
-"""The moment when the logits are in memory."""
 FIXED_SEGMENTS = 0.2
 """The same on a GPU with the other settings of the allocator, which leave holes that have no formula."""
+LOSS = "the loss's backward pass"
+"""The moment when the logits are in memory."""
 
 
 _parameters = cache(parameter_count)  # a search asks for the same model hundreds of times
@@ -166,6 +166,8 @@ def _moments(config: TrainConfig) -> dict[str, tuple[float, float, float, float,
     # With full checkpointing autocast's copies and the mask are remade for each block, and freed with it.
     remade = config.checkpointing == "full"
     block_casts = cast * (matmul_parameters(model) - head_parameters)
+    if config.compile == "blocks" and config.device == "cuda":  # which casts the last of a block's weights again
+        block_casts = block_casts * 2 // 3
     casts = block_casts * (layers - recomputed_blocks(config)) // layers
     mask = model.context_length**2 * _materialises(config, config.device)
     accumulated = all_gradients if config.accumulation > 1 else 0
@@ -202,8 +204,8 @@ def _moments(config: TrainConfig) -> dict[str, tuple[float, float, float, float,
     # The gradient of the feed-forward half's second weight is computed while all of its block's activations are kept.
     # In a block compiled alone Inductor computes the weights' gradients last, when more than they take has been freed.
     second = 0 if alone else product * matrices // 3
-    # A loss compiled alone holds the gradients of the logits and of the head at once.
-    beside = product * head_parameters if alone and not chunks else 0
+    # A compiled loss holds the gradients of the logits and of the head at once, but where the latter comes last.
+    beside = product * head_parameters if (alone or whole) and not chunks and not late else 0
 
     return {
         LOSS: (
@@ -305,7 +307,6 @@ def published_activations(config: TrainConfig) -> int:
 
 
 def optimizer_bytes(config: TrainConfig, parameters: int) -> int:
-    """Bytes of the optimizer's state for ``parameters`` parameters."""
     matrices = config.shape.layers * 12 * config.shape.width**2
     each = {"adamw": 8, "adamw-fused": 8, "adamw-8bit": 2, "adamw-bf16": 4, "adafactor": 0}
     if config.optimizer == "muon":  # one momentum for the blocks' matrices, AdamW's two moments for the rest
@@ -324,7 +325,6 @@ def _materialises(config: TrainConfig, kind: str) -> bool:
 
 
 def _half(config: TrainConfig) -> bool:
-    """Whether matrix products are 16-bit."""
     return config.precision in SIXTEEN_BITS
 
 

@@ -39,10 +39,7 @@ def exchange(config: TrainConfig) -> Exchange:
 
 
 def network_rows(config: TrainConfig, measured: str) -> list[tuple[str, str]]:
-    """How long a step's exchange takes by what ``measured`` holds, and what of it arithmetic cannot hide.
-
-    Raises ``UserError`` when the file exists and is not the doctor's.
-    """
+    """How long a step's exchange takes by what the file ``measured`` holds, and what of it arithmetic cannot hide."""
     what, size, during, beside = exchange(config)
     rows = [("exchanged per step", f"{size / 1e9:.3g} GB on the bus: {what}")]
     found = _measured(measured)

@@ -1,7 +1,7 @@
 """The memory of a custom model, measured where no formula knows it: two small probes, and the line between them.
 
-In: a resolved config. Out: a :class:`Line` over the micro-batch. A process of its own builds the model as the run would
-and takes two steps at each of two sizes, on this machine's device, so that nothing of it stays in ours.
+A process of its own builds the model as the run would and takes two steps at each of two sizes, on this machine's
+device, so that nothing of it stays in ours.
 """
 
 import json

@@ -1,7 +1,6 @@
 """The speed of a compiled step on a GPU that nobody has rented yet: what its kernels move and compute, by formulas.
 
-In: a resolved config, and a card with its rates. Out: the tokens per second that the roofline allows, and the share of
-it that training usually reaches. Matrix products and attention are bound by arithmetic, what Triton's kernels and the
+Matrix products and attention are bound by arithmetic, what Triton's kernels and the
 optimizer do by memory. A prediction, never a measurement.
 """
 

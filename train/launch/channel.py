@@ -106,7 +106,6 @@ class Channel:
         self._messages.append(("system", (second, metrics)))
 
     def second(self) -> int:
-        """The last known second of telemetry."""
         return self._second
 
     def say(self, line: str) -> None:
@@ -202,7 +201,6 @@ class WorkerEnd:
                 self.channel.cycle(cycle)
 
     def stopping(self) -> bool:
-        """Whether the driver wants the run to stop."""
         return self._stop.is_set()
 
     def _listen(self) -> None:

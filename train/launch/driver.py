@@ -1,6 +1,6 @@
 """The driver's side of a run: have it trained here or on Ray's workers, and record what is said in MLflow.
 
-In: a config and the run's tracker. Out: a RunResult. A worker that dies is restarted and continues from the run's
+A worker that dies is restarted and continues from the run's
 newest checkpoint. Cycles that it repeats are not printed or sent to MLflow a second time, and those that MLflow lacks
 are sent. The worker does not use MLflow: its thread would compete with the loop, and a cluster's worker may not reach
 the store.
@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from infra.console import console
 from infra.errors import UserError
 from infra.schema import to_json
 from infra.storage import write_json
 from infra.tracking.store import last_steps
 from infra.tracking.tracker import Tracker
 from train import diagnosis, report
-from train.checkpoint.progress import read_progress
 from train.config import AUTO, TrainConfig
 from train.confirmed import slower
 from train.data.source import absolute
@@ -34,12 +34,9 @@ class WorkerFailure(Exception):
     """The loop failed in its worker; the message is the worker's traceback."""
 
 
-def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker, say: Callable[[str], None]) -> RunResult:
-    """Train ``run`` as ``config``, print each cycle's line with ``say``, and record the result.
-
-    Raises as :func:`launch` does.
-    """
-    result, gpu = launch(run, config, tracker, lambda cycle: say(cycle["line"]))
+def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker) -> RunResult:
+    """Train ``run`` as ``config``, print each cycle's line, and record the result."""
+    result = launch(run, config, tracker, lambda cycle: console.print(cycle["line"]))
     config = without(config, result.too_large) or config
     result = with_matmul_efficiency(result, config, run.home.place.parent)
     expected = known_peak(config)
@@ -48,7 +45,7 @@ def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker, say: C
     )
     write_json(run.home.result, to_json(result))
     run.home.send(run.home.cycles, run.home.stream, run.home.result)
-    report.record_end(tracker, config, result, gpu, run.home, run.memory_limit)
+    report.record_end(tracker, config, result, run.home, run.memory_limit)
     tracker.status = report.STATUS.get(result.outcome, "FAILED")
     return result
 
@@ -61,21 +58,20 @@ def diagnosed(run: RunPlan, config: TrainConfig, result: RunResult) -> Diagnosis
 
 def launch(
     run: RunPlan, config: TrainConfig, tracker: Tracker, on_cycle: Callable[[dict[str, Any]], None] = lambda cycle: None
-) -> tuple[RunResult, dict[str, float] | None]:
+) -> RunResult:
     """Train ``run`` as the resolved ``config``; ``on_cycle`` is called with the report of each cycle.
 
-    Returns the result, and NVML's readings of the worker's GPU. Without a checkpoint to continue from, files of an
-    earlier run in the folder are removed. After Ctrl-C or SIGTERM the step is finished and saved and the outcome is
-    ``interrupted``; if that takes too long, or Ray has not placed the workers yet, ``KeyboardInterrupt`` is raised. A
-    second signal exits at once. Raises ``UserError`` when the cluster lacks what the config asks for or the workers do
-    not find the checkpoint or the data, and ``WorkerFailure`` for our bugs in a worker of Ray's.
+    Without a checkpoint to continue from, files of an earlier run in the folder are removed. After Ctrl-C or SIGTERM
+    the step is finished and saved and the outcome is ``interrupted``; if that takes too long, or Ray has not placed the
+    workers yet, ``KeyboardInterrupt`` is raised. A second signal exits at once. Raises ``UserError`` when the cluster
+    lacks what the config asks for or the workers do not find the checkpoint or the data, and ``WorkerFailure`` for our
+    bugs in a worker of Ray's.
     """
     home = run.home
     home.path.mkdir(parents=True, exist_ok=True)
     reported, sent, step, second = 0, dict[str, int](), 0, 0
-    if run.resume:
-        progress = read_progress(run.resume)
-        reported, step = progress.reported, progress.step
+    if run.progress:
+        reported, step = run.progress.reported, run.progress.step
         tracker.flush()
         sent = last_steps(tracker.key)
         second = max((last for name, last in sent.items() if name.startswith("system/")), default=0)
@@ -107,4 +103,4 @@ def launch(
         raise UserError(returned.refused)
     if returned.result is None:
         raise WorkerFailure(returned.failed)
-    return returned.result, returned.gpu
+    return returned.result

@@ -1,7 +1,4 @@
-"""The machines that train, as the driver knows them: where they are, and whether they are still heard from.
-
-In: what the channel says. Out: lines on the terminal, and the run's tags in MLflow.
-"""
+"""The machines that train, as the driver knows them: where they are, and whether they are still heard from."""
 
 from typing import Any
 
@@ -13,8 +10,6 @@ SILENT_SECONDS = 8.0
 
 
 class WorkerGroup:
-    """What the driver knows of the machines that train: which they are, and whether they are still heard from."""
-
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
         self._hosts: list[str] = []
@@ -26,7 +21,6 @@ class WorkerGroup:
         """Whether the machine of a worker is gone from the cluster, and the workers have not begun anew."""
 
     def begun(self, about: dict[str, Any]) -> None:
-        """Workers have started."""
         if self._hosts:
             console.print(f"continuing on {', '.join(about['hosts'])}", markup=False)
         self._hosts, self._nodes = about["hosts"], dict(zip(about["nodes"], about["hosts"], strict=True))

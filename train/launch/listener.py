@@ -15,8 +15,6 @@ from train.launch.run import RunPlan
 
 
 class Listener:
-    """The driver of one run, as its workers know it."""
-
     def __init__(
         self,
         run: RunPlan,
@@ -35,7 +33,6 @@ class Listener:
         self._pace = Pace(config, run.manifest)
 
     def record(self, cycle: dict[str, Any]) -> None:
-        """Send MLflow what it lacks of a cycle."""
         report.record_cycle(self._tracker, cycle, self._sent)
 
     def take(self, news: WorkerNews, shown: Doing) -> None:

@@ -19,8 +19,6 @@ WINDOW = 15.0
 
 
 class Pace:
-    """The progress of one run."""
-
     def __init__(self, config: TrainConfig, manifest: Manifest, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._clock = clock
@@ -34,7 +32,6 @@ class Pace:
             self.total = max(1, manifest.splits["train"]["tokens"] // config.step_tokens)
 
     def cycle(self, cycle: Mapping[str, Any]) -> None:
-        """Take the report of a cycle."""
         self._loss = cycle["train_loss"]
         self._elapsed = self._clock(), cycle["elapsed"]
 

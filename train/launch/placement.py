@@ -1,7 +1,4 @@
-"""The placement of a run's workers: the resources that Ray is asked for, and the device that they get.
-
-In: a config, and the connected Ray. Out: Ray Train's scaling config, and facts about the device.
-"""
+"""The placement of a run's workers: the resources that Ray is asked for, and the device that they get."""
 
 from typing import cast
 

@@ -9,7 +9,7 @@ from infra.storage_dir import StorageDir
 from pipeline.shards import Manifest, read_manifest
 from pipeline.stream import Stream
 from train.checkpoint.find import find_run
-from train.checkpoint.progress import read_progress, refuse_finished, refuse_other_run
+from train.checkpoint.progress import Progress, read_progress, refuse_finished, refuse_other_run
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
 from train.confirmed import Confirmed
@@ -45,8 +45,6 @@ class Returned:
     """What the first worker returns at the end: a result, or why there is none."""
 
     result: RunResult | None = None
-    gpu: dict[str, float] | None = None
-    """NVML's readings of the worker's GPU."""
     stream: dict[str, Any] | None = None
     """What a run straight from books has read."""
     refused: str = ""
@@ -64,8 +62,8 @@ class RunPlan:
     manifest: Manifest
     home: RunFolder
     """With a whole path."""
-    resume: Path | None = None
-    """The checkpoint to continue from, the newest in ``home``; of a run in object storage its progress alone."""
+    progress: Progress | None = None
+    """That of the checkpoint to continue from, the newest in ``home``."""
     memory_limit: int | None = None
     """Bytes that a worker's process may use; more ends the run."""
     address: str | None = None
@@ -80,30 +78,26 @@ class RunPlan:
         return self.asked.workers == 1 and not self.stream and not (self.address or os.environ.get("RAY_ADDRESS"))
 
     @classmethod
-    def new(
-        cls, config: TrainConfig, home: RunFolder, *, memory_limit: int | None = None, address: str | None = None
-    ) -> "RunPlan":
+    def new(cls, config: TrainConfig, home: RunFolder) -> "RunPlan":
         """A run that begins in ``home``, which need not exist. Raises ``UserError`` for data that do not fit it."""
         asked = absolute(config)
         stream = stream_of(asked) if asked.stream else None
         manifest = estimate(stream) if stream else read_manifest(asked.data)
         asked = looked_at(with_vocabulary_of(asked, manifest))
         refuse_vast_steps(asked, manifest)
-        return cls(asked, manifest, home, None, memory_limit, address, stream)
+        return cls(asked, manifest, home, stream=stream)
 
     @classmethod
-    def continued(
-        cls, config: TrainConfig, name: str, out: str, *, memory_limit: int | None = None, address: str | None = None
-    ) -> "RunPlan":
+    def continued(cls, config: TrainConfig, name: str, out: str) -> "RunPlan":
         """The run that ``--resume`` names, to be trained on as ``config``.
 
         Raises ``UserError`` when there is none, it is another run, or it has come to its end.
         """
         home = find_run(name, out)
-        new = cls.new(config, home, memory_limit=memory_limit, address=address)
-        resume = home.newest()
-        progress, named = read_progress(resume), home.named(resume)
+        new = cls.new(config, home)
+        checkpoint = home.newest()
+        progress, named = read_progress(checkpoint), home.named(checkpoint)
         refuse_other_run(named, progress, new.asked, new.manifest)
         if home.is_finished():
             refuse_finished(named, progress, new.asked)
-        return replace(new, resume=resume)
+        return replace(new, progress=progress)

@@ -15,8 +15,6 @@ STOP_SECONDS = 18.0
 
 
 class Stop:
-    """The wish to stop."""
-
     since: float | None = None
     """When it came, by ``time.monotonic``."""
     overdue = False
@@ -62,5 +60,4 @@ def stop_on_signal() -> Iterator[Stop]:
 
 
 def interrupt_main() -> None:
-    """Raise ``KeyboardInterrupt`` in the main thread, whose stop is overdue."""
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

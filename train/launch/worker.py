@@ -99,7 +99,7 @@ def train_function(told: dict[str, Any]) -> Returned:
             smaller = assignment.tries_smaller
             result = train_here(home, config, resume, line, limit, smaller, data, telemetry, too_large)
             summary = read[-1].summary() if isinstance(read[-1], StreamData) else None
-            ended = Returned(result, telemetry and telemetry.gpu, summary)
+            ended = Returned(result, summary)
         except TooLarge as failure:
             channel.too_large(*failure.args)
             raise RuntimeError(failure.args[1]) from None  # which Ray Train's controller reads without torch
@@ -205,10 +205,7 @@ def common_refusal(found: Sequence[tuple[str | None, int, str]]) -> str | None:
 
 
 def data_of(assignment: Assignment, say: Callable[[str], Any] = lambda text: None) -> ShardData | StreamData:
-    """The data of a run, which must be those that the driver saw; ``say`` gets lines about what is fetched.
-
-    Raises ``UserError``.
-    """
+    """The data of a run, which must be those that the driver saw; ``say`` gets lines about what is fetched."""
     config, fingerprint = assignment.config, assignment.fingerprint
     if assignment.stream:
         return StreamData(config, assignment.stream)

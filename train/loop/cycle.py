@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.shards import Manifest
+from train.checkpoint.save import to_host
 from train.config import TrainConfig
 from train.loop import timing
 from train.model.parallel import Workers
@@ -71,16 +72,10 @@ def open_cycle(first: int, step: int, length: int, earlier: list[float], device:
 
 def close_cycle(cycle: RunningCycle, workers: Workers, device: torch.device) -> None:
     """Queue the copy of ``cycle``'s numbers to the host, so that reading them does not wait for a later step."""
-    losses = _to_host(workers.mean(cycle.losses[: cycle.steps]))
-    validation = None if cycle.val_losses is None else _to_host(workers.mean(cycle.val_losses))
-    cycle.on_host = losses, _to_host(cycle.norms[cycle.steps - 1]), validation
+    losses = to_host(workers.mean(cycle.losses[: cycle.steps]))
+    validation = None if cycle.val_losses is None else to_host(workers.mean(cycle.val_losses))
+    cycle.on_host = losses, to_host(cycle.norms[cycle.steps - 1]), validation
     cycle.end = timing.mark(device)
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def step_seconds(cycle: RunningCycle) -> list[float]:

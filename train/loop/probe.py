@@ -1,6 +1,6 @@
 """Entry: ``python -m train.loop.probe`` measures the memory of a custom model, for :mod:`train.estimate.probe`.
 
-In: on stdin the config of the smaller probe, as JSON. Out: on stdout the line between two probes. A process of its own.
+It reads the config of the smaller probe from stdin, as JSON, and writes the line between two probes to stdout.
 """
 
 import json

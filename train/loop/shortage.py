@@ -25,7 +25,6 @@ class OutOfMemory(RuntimeError):
 
     @property
     def result(self) -> RunResult:
-        """Of the run, as this worker saw it."""
         return self.args[0]
 
     def __str__(self) -> str:
@@ -96,7 +95,6 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested dicts and lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list):

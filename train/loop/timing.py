@@ -19,7 +19,6 @@ def mark(device: torch.device) -> Mark:
 
 
 def wait_for(moment: Mark) -> None:
-    """Block until the device has reached ``moment``."""
     if isinstance(moment, torch.cuda.Event):
         moment.synchronize()
 

@@ -60,8 +60,6 @@ def bits_per(loss: float | None, tokens: int, units: int | None) -> float | None
 
 def bytes_of(windows: Windows, vocabulary: Vocabulary | None) -> int | None:
     """UTF-8 bytes of the text of ``windows``, from its tokens; None without a vocabulary."""
-    return (
-        None
-        if vocabulary is None
-        else sum(int(vocabulary.lengths[tokens].sum(dtype="int64")) for tokens in windows.streams)
-    )
+    if vocabulary is None:
+        return None
+    return sum(int(vocabulary.lengths[tokens].sum(dtype="int64")) for tokens in windows.streams)

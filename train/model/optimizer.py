@@ -1,7 +1,7 @@
 """Optimizers, with weight decay for matrices only, and the learning-rate schedule."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,16 +17,16 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
     AdamW is arXiv 1711.05101, its 8-bit moments 2110.02861, Adafactor 1804.04235, and Muon 2502.16982.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]
     if config.optimizer == "muon":
         matrices = {p for block in repeated_blocks(model) for p in block.parameters() if p.dim() == 2}
-        hidden = [p for _, p in named if p in matrices]
-        rest = [(name, p) for name, p in named if p not in matrices]
+        hidden = [p for p in parameters if p in matrices]
+        rest = [p for p in parameters if p not in matrices]
         muon = torch.optim.Muon(
             hidden, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
         return Together([muon, _adamw(_groups(rest, config), config, fused=True)])
-    groups = _groups(named, config)
+    groups = _groups(parameters, config)
     betas = (config.beta1, config.beta2)
     match config.optimizer:
         case "adafactor":
@@ -39,8 +39,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
             return _adamw(groups, config, fused=config.optimizer == "adamw-fused")
 
 
-def _groups(named: Iterable[tuple[str, nn.Parameter]], config: TrainConfig) -> list[dict[str, Any]]:
-    parameters = [p for _, p in named]
+def _groups(parameters: list[nn.Parameter], config: TrainConfig) -> list[dict[str, Any]]:
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -72,7 +71,6 @@ class Together(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all parts."""
         return [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -81,16 +79,13 @@ class Together(torch.optim.Optimizer):
             part.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of every part."""
         for part in self.parts:
             part.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the parts, in order."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
 

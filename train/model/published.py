@@ -71,7 +71,6 @@ def load_published(model: GPT, folder: Path) -> None:
 
 
 def _published(name: str) -> str:
-    """GPT-2's name of our parameter ``name``."""
     if name in _NAMES:
         return _NAMES[name]
     _, layer, rest = name.split(".", 2)

@@ -1,7 +1,5 @@
 """Entry: ``python -m train.profile`` shows where a configuration's time and memory go, in numbers and in words.
 
-In: the flags of ``train.run``. Out: ``runs/NAME/`` with a Chrome/Perfetto trace, the kernel table, a
-memory timeline as PNG (on a GPU also the allocator's snapshot for torch's viewer), and findings; all of it in MLflow.
 It runs the real loop in this process, without Ray, and records a few steps after warm-up.
 """
 
@@ -46,7 +44,6 @@ class ProfileOptions:
 
 
 def main() -> None:
-    """Parse, profile, print, exit."""
     command.run(profile, ProfileOptions, module="train.profile", default=defaults)
 
 

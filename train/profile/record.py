@@ -17,11 +17,9 @@ from infra.hardware import device_facts
 from infra.storage import write_json
 from train.config import Cycle, TrainConfig
 from train.estimate.forecast import activation_formula
-from train.loop import memory
-from train.loop.execution import arithmetic
 from train.loop.shortage import OutOfMemory
 from train.loop.trainer import Trainer
-from train.profile import intensity, memory_timeline
+from train.profile import memory_timeline
 from train.profile.trace import FORWARD, Profile, analyse, findings
 from train.resolve import resolve
 from train.result import RunResult
@@ -82,26 +80,8 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     activations = 0
     with _apart("memory.png", lost):
         activations = memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
-    length = config.model.context_length
-    tokens = torch.zeros(config.micro_batch, length, dtype=torch.int64, device=trainer.device)
-    work = {}
-    if trainer.config.attention != "flex":  # whose operator cannot be inspected
-
-        def once() -> None:
-            with torch.compiler.set_stance("force_eager"), arithmetic(trainer.config):
-                loss = trainer.model(tokens, tokens)
-            loss.backward()
-
-        with _apart("The count of FLOPs per byte", lost):
-            try:
-                work = intensity.measure(once)
-            except RuntimeError as failure:  # eager execution may need twice the memory of a compiled step
-                if not memory.is_exhausted(failure):
-                    raise
     attention = not config.model.lacks("attention", "manual")
     words = findings(found, optimizer=config.optimizer, compiled=compiled, cuda=cuda, attention=attention)
-    before = ", before compilation fuses anything" if compiled else ""
-    words += [f"{kind}: {counted.intensity:.1f} FLOPs per byte moved{before}." for kind, counted in work.items()]
     if activations:
         formula = activation_formula(trainer.config)
         expected = f"; the blocks' by formula {formula[0] / 1e6:,.1f} MB: {formula[1]}" if formula else ""

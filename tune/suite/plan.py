@@ -11,10 +11,9 @@ from infra.storage_dir import StorageDir
 from infra.table import Part, Report
 from infra.units import GB
 from pipeline.shards import read_manifest
-from pipeline.stream import Stream
 from train.checkpoint.run_folder import new_place
 from train.config import TrainConfig, load_config
-from train.data.source import estimate
+from train.data.source import estimate, stream_of
 from train.data.text import with_vocabulary_of
 from train.estimate.memory import known_peak
 from train.resolve import looked_at, resolve
@@ -38,22 +37,23 @@ def make_ladder(config: LadderConfig) -> Ladder:
     start = looked_at(with_vocabulary_of(config.training, manifest))
     suite = chosen(config, start)
     if config.stream:  # what is wrong with the books is known now, and not after the other rungs
-        found = estimate(Stream(config.stream, start.seed, start.reading))
-        with_vocabulary_of(replace(start, stream=config.stream), found)
-    machines = trial_machines(start, cluster=config.cluster)
+        books = replace(start, stream=config.stream)
+        with_vocabulary_of(books, estimate(stream_of(books)))
+    machines = trial_machines(start, manifest.fingerprint, cluster=config.cluster)
     facts = machines[0].device
-    if resolve(start, facts).device == "cpu":
+    training = resolve(start, facts)
+    if training.device == "cpu":
         suite = short_form(suite)
         model = "" if config.model else " and the model tiny"
         console.print(
             f"[yellow]No GPU is used: the suite runs in its short form, batches an eighth the size{model}.[/]"
         )
     best = [searched(resolve(load_config(config.best, "--best"), facts))] if config.best else []
-    books = [streamed(config.stream)] if config.stream else []
-    suite = replace(suite, rungs=(*suite.rungs, *best, *books))
+    last = [streamed(config.stream)] if config.stream else []
+    suite = replace(suite, rungs=(*suite.rungs, *best, *last))
     if config.model:
         suite = with_model(suite, start.model)
-    training = replace(resolve(start, facts), stream=config.stream)  # for whose books every trial leaves cores
+    training = replace(training, stream=config.stream)  # for whose books every trial leaves cores
     return Ladder(config, place, machines, manifest, training, config.memory_limit, suite, start)
 
 

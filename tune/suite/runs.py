@@ -275,7 +275,6 @@ class Climb:
 
 
 def refuse_several(config: TrainConfig) -> None:
-    """Raise ``UserError`` when ``config`` needs several processes."""
     if config.workers > 1:
         raise UserError(f"a ladder measures one device, and this needs {config.workers} workers")
 

@@ -216,7 +216,6 @@ def parts(suite: Suite, rungs: Sequence[Measured]) -> list[Part]:
 
 
 def opening_lines(suite: Suite, rungs: Sequence[Measured], device: str, best_file: StorageDir) -> list[tuple[str, str]]:
-    """What somebody wants to know first of a ladder; ``best_file`` has the fastest rung's config."""
     ran = [(rung.speed, rung) for rung in rungs if rung.speed]
     (base_speed, base), (speed, best) = ran[0], max(ran, key=lambda each: each[0].middle)
     others = "" if best is base else f" with {best.name}, {base_speed.middle:,.0f} of the baseline"

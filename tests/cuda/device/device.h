@@ -1,9 +1,9 @@
 // A CUDA device that is not there: what its parts share.
 //
-// The files of this folder stand in for the CUDA runtime, the driver, cuBLAS and NVML, as far as torch calls them. A
-// program that loads them first (LD_PRELOAD) runs torch's CUDA build without a GPU: torch's allocator, autograd, streams,
-// events and pinned memory are the real ones, device memory is this process's own, copies are made, and kernels do
-// nothing. The eager ones are computed over the same memory by ../compute.py.
+// The files of this folder stand in for the CUDA runtime, the driver, cuBLAS, NVML and cuDNN's attention, as far as torch
+// calls them. A program that loads them first (LD_PRELOAD) runs torch's CUDA build without a GPU: torch's allocator,
+// autograd, streams, events and pinned memory are the real ones, device memory is this process's own, copies are made, and
+// kernels do nothing. The eager ones are computed over the same memory by ../compute.py.
 //
 // The device is as late as CUDA allows. An asynchronous copy or a wait joins its stream's queue, and the queue is worked
 // off only when the program waits for the stream, for an event of it, or launches what compute.py computes on it. What

@@ -96,7 +96,7 @@ def trained(name: str, config: TrainConfig, speed: float) -> RunKey:
         for step in (10, 20):
             for position, values in report.cycle_metrics(to_json(cycle(step))):
                 tracker.metrics(values, position)
-        report.record_end(tracker, config, result(speed), None, RunFolder(folder), 8 * 10**9)
+        report.record_end(tracker, config, result(speed), RunFolder(folder), 8 * 10**9)
     return key
 
 

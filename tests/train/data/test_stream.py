@@ -330,10 +330,10 @@ def test_through_ray_it_is_the_same_run_also_when_resumed(config: TrainConfig, t
         tracker = Tracker(create_run("train", "stream", tracking_uri=store, tags={}))
         short, whole = (dataclasses.replace(config, schedule="constant", **end) for end in ({"steps": 7}, {}))
         run = RunPlan.new(short, RunFolder(folder))
-        first, _ = driver.launch(run, short, tracker)
+        first = driver.launch(run, short, tracker)
         assert first.checkpoint
-        again = dataclasses.replace(run, asked=whole, resume=Path(first.checkpoint))
-        result, _ = driver.launch(again, whole, tracker)
+        again = dataclasses.replace(run, asked=whole, progress=read_progress(Path(first.checkpoint)))
+        result = driver.launch(again, whole, tracker)
         gone = Stream([str(shutil.copytree(config.stream[0], tmp_path / "gone"))], 0, config.reading)
         (tmp_path / "gone" / "book 3.txt").unlink()
         with pytest.raises(UserError, match=r"book 3\.txt has disappeared since the work was planned"):

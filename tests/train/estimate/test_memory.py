@@ -22,11 +22,12 @@ from train.loop.trainer import Trainer
 from train.model.attention import ATTENTION
 from train.model.gpt import GPT
 from train.model.optimizer import make_optimizer
-from train.model_config import PRESETS, ModelConfig
+from train.model_config import PRESETS, ModelConfig, parse_model
 
 MODEL = replace(PRESETS["small"], layers=2, context_length=256, vocabulary=8000, padded_vocabulary=8064)
 WIDE_HEAD = replace(MODEL, layers=1, context_length=16, vocabulary=20000, padded_vocabulary=20000)
 """Its peak is where the embeddings' gradient meets the head's."""
+RECORD = Path(__file__).parents[2] / "benchmarks" / "records" / "memory-cuda.json"
 BASE = TrainConfig(
     model=MODEL, micro_batch=4, global_batch=4, precision="fp32", attention="sdpa", compile="off", loss="plain",
     device="cpu", steps=1,
@@ -121,6 +122,18 @@ def test_the_formula_agrees_with_the_allocator(compile: Compile, chunks: int, tm
     found = predict_peak(config)
     predicted = found.allocated - found.weights - found.optimizer
     assert predicted == pytest.approx(allocated_peak(config, tmp_path / "trace.json"), rel=0.05)
+
+
+def test_the_formula_agrees_with_what_a_gpu_allocated() -> None:
+    """In every step of ``make bench-memory-cuda``."""
+    for row in json.loads(RECORD.read_text())["rows"]:
+        size = row["micro_batch"]
+        config = TrainConfig(
+            model=replace(parse_model(row["model"]), context_length=row["context"]), micro_batch=size,
+            global_batch=size * row["accumulation"], precision=row["precision"], compile=row["compile"],
+            loss=row["loss"], attention="flash", device="cuda", steps=4,
+        )  # fmt: skip
+        assert predict_peak(config).allocated == pytest.approx(row["allocated"], rel=0.01), row
 
 
 def test_two_probes_take_over_what_no_formula_knows() -> None:

@@ -228,7 +228,7 @@ def test_energy_is_told_for_the_steps_after_the_first(
     trainer.started = 10.0
     with watched:
         for second in range(60):
-            watched._energy.add(second, GpuReading(None, None, None, None, None, None, None, 500.0 * second))
+            watched._energy.add(second, GpuReading(None, None, None, None, None, None, 500.0 * second))
             watched._energy.keep()
         on_gpu = make_result(device="NVIDIA H100", steps=9, first_step_seconds=5.0, seconds=20.0)
         tokens = (9 - 2 - 1) * config.step_tokens
