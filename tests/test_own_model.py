@@ -289,17 +289,6 @@ def test_a_model_that_needs_values_is_looked_at_on_the_cpu(monkeypatch: pytest.M
     assert (found.parameters, found.logits) == (400, True)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("working_folder", "shared_ray")
-def test_no_worker_waits_for_what_has_no_part_in_the_loss(command: Callable[..., int], small_shards: Path) -> None:
-    flags = ["--data", str(small_shards), "--device", "cpu", "--model", f"wrong_models:Idle,{SIZES}", "--cycle", "3+1"]
-    flags += ["--global-batch", "4", "--micro-batch", "2", "--steps", "3"]
-    for workers in ("1", "2"):
-        assert command(run.main, *flags, "--workers", workers, "--name", workers) == 0
-    one, two = (json.loads(Path(f"runs/{name}/cycles.jsonl").read_text())["step_losses"] for name in "12")
-    assert one == pytest.approx(two, rel=1e-5)
-
-
 def test_a_model_may_print_and_is_trained_whatever_mode_it_comes_in(
     small_shards: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -125,6 +125,27 @@ def test_two_workers(
 
 @pytest.mark.usefixtures("shared_ray")
 @pytest.mark.slow
+def test_no_worker_waits_for_what_has_no_part_in_the_loss(
+    command: Callable[..., int], small_shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "models"))
+    model = [
+        "--model",
+        "wrong_models:Idle,context_length=32,vocabulary=257",
+        "--global-batch",
+        "4",
+        "--micro-batch",
+        "2",
+    ]
+    for workers in ("1", "2"):
+        flags = ["--data", str(small_shards), "--steps", "3", "--cycle", "3+1", "--device", "cpu", "--name", workers]
+        assert command(run.main, *flags, *model, "--workers", workers) == 0
+    one, two = (json.loads(Path(f"runs/{name}/cycles.jsonl").read_text())["step_losses"] for name in "12")
+    assert one == pytest.approx(two, rel=1e-5)
+
+
+@pytest.mark.usefixtures("shared_ray")
+@pytest.mark.slow
 def test_memory_that_runs_out_in_one_of_two_workers_ends_the_run_with_the_reason(
     command: Callable[..., int], small_shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
