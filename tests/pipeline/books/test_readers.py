@@ -211,7 +211,7 @@ def test_half_surrogates_in_titles_reach_the_shard_as_text(tmp_path: Path, prose
     (tmp_path / "lines.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     config = TokenizeConfig(sources=(str(tmp_path / "lines.jsonl"),))
     (piece,) = make_plan(find(config.sources), config)
-    do_piece(piece, StorageDir.of(tmp_path / "out"), "test")
+    do_piece(piece, StorageDir.of(tmp_path / "out"), f"test-{os.getpid()}")
     record = read_record(tmp_path / "out", piece.name)
     assert record
     assert len(record.books) == 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.Monke
     config = TokenizeConfig((str(books),), duplicates="near", val_fraction=0)
     planned = make_plan(find(config.sources), config)
     for piece in planned:
-        do_piece(piece, StorageDir.of(tmp_path), "test")
+        do_piece(piece, StorageDir.of(tmp_path), f"test-{os.getpid()}")
     found = {piece.name: read_record(tmp_path, piece.name) for piece in planned}
     return {name: record for name, record in reversed(found.items()) if record}  # whichever is done first
 

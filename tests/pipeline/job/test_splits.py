@@ -1,6 +1,7 @@
 """Both splits of a small data set hold books, and what was held out once is never trained on."""
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ def tokenize(config: TokenizeConfig) -> Manifest:
     output.begin(job, todo)
     for piece in job.pieces:
         if piece.name in todo:
-            do_piece(piece, job.place, "test")
+            do_piece(piece, job.place, f"test-{os.getpid()}")
     manifest = output.finish(job)
     assert list(verify(job.place, manifest)) == []
     assert output.is_finished(job)
@@ -135,7 +136,7 @@ def test_a_kill_while_a_book_moves_loses_nothing(tmp_path: Path, prose: Prose, m
         job, left = Job(config), iter(range(killed_at))
         output.begin(job, ())
         for piece in job.pieces:
-            do_piece(piece, job.place, "test")
+            do_piece(piece, job.place, f"test-{os.getpid()}")
 
         def limited(place: StorageDir, name: str, content: bytes, left: Iterable[int] = left) -> None:
             if next(iter(left), None) is None:

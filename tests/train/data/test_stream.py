@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import pickle
 import random
 import shutil
@@ -267,7 +268,7 @@ def test_a_stream_reads_what_shards_hold(
     sources = (str(unusual / name),)
     config = TokenizeConfig(sources, val_fraction=HELD_OUT, **dataclasses.asdict(reading))
     (piece,) = make_plan(find(sources), config)
-    do_piece(piece, infra.storage_dir.StorageDir.of(tmp_path), "test")
+    do_piece(piece, infra.storage_dir.StorageDir.of(tmp_path), f"test-{os.getpid()}")
     record = read_record(tmp_path, piece.name)
     assert record
     shards = {
