@@ -128,8 +128,8 @@ def legend(suite: Suite, rungs: Sequence[Measured], controls: Sequence[float]) -
 
 
 def _sure(gain: Difference) -> str:
-    text = f"{gain.ratio:.2f} times (95%: {gain.low:.2f} to {gain.high:.2f})"
-    return text if gain.different else f"{text}, which may be none"
+    interval = f"95%: {gain.low:.2f} to {gain.high:.2f}" + "; may be none" * (not gain.different)
+    return f"{gain.ratio:.2f} times ({'unclear' if gain.unclear else interval})"
 
 
 def helps(rungs: Sequence[Measured]) -> Part:
