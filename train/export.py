@@ -67,7 +67,7 @@ def export(config: ExportConfig) -> int:
             model = (config.register, register(key, config.register, config.to, kind.vocabulary, trained))
         console.print(f"registered: mlflow.pyfunc.load_model('models:/{'/'.join(model)}')")
     with doing("recording it on the run's page"):
-        from train.report import record_export
+        from train.tracking import record_export
 
         record_export(key, progress.step, config.to.resolve(), model)
     return 0

@@ -117,7 +117,7 @@ def recorded(run: RunPlan, tracking_uri: str | None, file: str | None) -> int:
     """Train on the connected Ray, by settings that a search may have left in ``file``; returns the exit code."""
     from infra.tracking.tracker import Tracker
     from infra.tracking.views import ui_link
-    from train import report
+    from train import report, tracking
     from train.charts import record_curves
     from train.launch.driver import train_and_record
 
@@ -129,13 +129,13 @@ def recorded(run: RunPlan, tracking_uri: str | None, file: str | None) -> int:
     home.send(home.config)
     report.print_header(config, run.asked, run.manifest, home.place, facts)
     with Tracker(key) as tracker:
-        report.complete_earlier(key)
+        tracking.complete_earlier(key)
         if is_new:
-            report.record_start(tracker, config, run.manifest, run.asked)
+            tracking.record_start(tracker, config, run.manifest, run.asked)
         if file:
-            report.record_search(tracker, home.path.name, file)
+            tracking.record_search(tracker, home.path.name, file)
         if run.progress:
-            report.record_resume(tracker, config, run.progress.step)
+            tracking.record_resume(tracker, config, run.progress.step)
         if run.memory_limit:
             tracker.tags({"memory_limit": format_size(run.memory_limit)})
         try:

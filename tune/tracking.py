@@ -92,7 +92,7 @@ class ExperimentRecorder:
             | dict(row.candidate.knobs)
             | {"stage": row.stage, "round": row.round}
         )
-        tracker.metrics(shown(metrics(row), TRIAL_METRICS))  # at step 0, as train.report does
+        tracker.metrics(shown(metrics(row), TRIAL_METRICS))  # at step 0, as train.tracking does
         for step, (seconds, loss) in enumerate(zip_longest(row.step_seconds, row.losses), 1):
             seen = {"progress/train_tokens": row.step_tokens * step}
             tracker.metrics({"time/step_seconds": seconds, "loss/train": loss} | seen, step)

@@ -35,7 +35,7 @@ from infra.tracking.saved_views import OURS
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from train.config import Cycle
-from train.report import cycle_metrics
+from train.tracking import cycle_metrics
 
 PATIENCE = 600_000
 """Milliseconds for a page."""

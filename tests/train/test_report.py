@@ -1,10 +1,8 @@
-"""What a person reads of a run, on the terminal and in MLflow: every number under its own name and in its unit."""
+"""What a person reads of a run: every number under its own name and in its unit."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,6 @@ from infra.units import GB
 from pipeline.shards import read_manifest
 from train import report
 from train.config import AUTO, TrainConfig
-from train.estimate.flops import causal, palm
 from train.estimate.memory import predict_peak
 from train.model_config import ModelConfig, format_model
 from train.resolve import resolve
@@ -23,12 +20,6 @@ from train.result import Diagnosis, Memory, RunResult, Shortage, Throughput
 Make = Callable[..., RunResult]
 
 HOME = StorageDir.of("runs/one")
-
-CYCLE: dict[str, Any] = {
-    "step": 12, "step_losses": [5.0, 4.0, 3.0], "train_loss": 4.0, "val_loss": 0.0, "cycle_tokens": 1000,
-    "seconds": 4.0, "train_tokens": 4000, "books": 0.5, "elapsed": 9.0, "train_seconds": 3.0,
-    "data_wait_seconds": 0.25, "optimizer_seconds": 0.5, "learning_rate": 1e-3, "gradient_norm": 2.0,
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -97,66 +88,6 @@ def test_the_predicted_memory_is_beside_what_was_measured(config: TrainConfig, m
     shortage = Shortage("the backward pass of step 1", None, 4 * GB, {"weights": GB})
     lines = report.memory_part(config, make_result(memory=memory, shortage=shortage)).lines
     assert ("weights", f"{peak.weights / GB:.3f}", "1.000") in lines
-
-
-def test_a_cycle_in_mlflow_has_each_steps_loss_at_its_step() -> None:
-    *steps, (last, found) = report.cycle_metrics(CYCLE)
-    assert steps == [(10, {"loss/step": 5.0}), (11, {"loss/step": 4.0}), (12, {"loss/step": 3.0})]
-    assert last == 12
-    assert found == {
-        "loss/train": 4.0, "loss/val": 0.0, "detail/loss/val_perplexity": 1.0, "throughput/tokens_per_second": 250.0,
-        "progress/train_tokens": 4000, "detail/progress/books": 0.5, "detail/time/elapsed_seconds": 9.0,
-        "detail/time/cycle_seconds": 4.0, "detail/time/train_seconds": 3.0, "detail/time/data_wait_seconds": 0.25,
-        "detail/time/optimizer_seconds": 0.5, "optimizer/learning_rate": 1e-3, "optimizer/gradient_norm": 2.0,
-    }  # fmt: skip
-    for no_perplexity in (None, 1000.0):
-        *_, (_, found) = report.cycle_metrics(CYCLE | {"val_loss": no_perplexity})
-        assert found["detail/loss/val_perplexity"] is None
-
-
-def curve(cycles: list[int]) -> list[int]:
-    """The steps whose losses are in MLflow, of a run that was reported at the end of each of these ``cycles``."""
-    shown: list[int] = []
-    for first, last in pairwise([0, *cycles]):
-        cycle = CYCLE | {"step": last, "step_losses": [float(step) for step in range(first + 1, last + 1)]}
-        *steps, _ = report.cycle_metrics(cycle)
-        assert all(values == {"loss/step": float(step)} for step, values in steps)
-        shown += [step for step, _ in steps]
-    return shown
-
-
-def test_the_losses_of_a_long_run_are_thinned_the_same_however_it_was_reported() -> None:
-    """Wherever its cycles end, or it was continued."""
-    shown = curve([5000])
-    assert shown[:1001] == [*range(1, 1000), 1000, 1002]
-    assert shown[-2:] == [4996, 5000]
-    assert curve([7, 1501, 1502, 3333, 5000]) == shown
-
-
-def test_a_result_in_mlflow(config: TrainConfig, make_result: Make) -> None:
-    memory = Memory(2 * GB, 3 * GB, 4 * GB, "nvml", allocator_retries=5)
-    result = make_result(memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=palm(config.shape))
-    assert report.result_metrics(result) == {
-        "result/tokens_per_second": 1000.0, "result/tokens_per_second_low": 990.0,
-        "result/tokens_per_second_high": 1020.0, "result/mfu": 0.4, "result/hfu": None,
-        "result/matmul_utilisation": 0.5, "result/kilojoules_per_million_tokens": None,
-        "result/tflops_per_second": 0.002, "result/val_loss": 3.5, "result/val_perplexity": 33.1,
-        "result/val_bits_per_byte": 1.5, "result/val_bits_per_character": None, "memory/process_gb": 4.0,
-        "memory/allocated_gb": 2.0, "memory/reserved_gb": 3.0, "memory/allocator_retries": 5,
-        "memory/predicted_gb": None, "memory/prediction_error": None,
-        "time/first_step_seconds": 1.5, "time/data_wait_fraction": 0.01, "time/optimizer_fraction": 0.09,
-    }  # fmt: skip
-    peak = predict_peak(config)
-    result = replace(result, predicted_memory=peak.total)
-    assert report.columns(result) == {
-        "memory": f"4.00 GB (predicted {peak.total / GB:.2f})", "tokens/s": "1,000 (95%: 990 to 1,020)",
-    }  # fmt: skip
-    assert "tokens/s" not in report.columns(replace(result, throughput=None))
-    formulas = report.formula_metrics(config, result)
-    assert formulas["result/mfu_causal"] == pytest.approx(0.4 * causal(config.shape) / palm(config.shape))
-    found = report.result_metrics(result)
-    assert found["memory/predicted_gb"] == peak.total / GB
-    assert found["memory/prediction_error"] == peak.total / (4 * GB) - 1
 
 
 def test_what_is_about_to_be_trained(

@@ -17,7 +17,7 @@ from infra.schema import to_json
 from infra.storage import write_json
 from infra.tracking.store import last_steps
 from infra.tracking.tracker import Tracker
-from train import diagnosis, report
+from train import diagnosis, tracking
 from train.config import AUTO, TrainConfig
 from train.confirmed import slower
 from train.data.source import absolute
@@ -45,8 +45,8 @@ def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker) -> Run
     )
     write_json(run.home.result, to_json(result))
     run.home.send(run.home.cycles, run.home.stream, run.home.result)
-    report.record_end(tracker, config, result, run.home, run.memory_limit)
-    tracker.status = report.STATUS.get(result.outcome, "FAILED")
+    tracking.record_end(tracker, config, result, run.home, run.memory_limit)
+    tracker.status = tracking.STATUS.get(result.outcome, "FAILED")
     return result
 
 

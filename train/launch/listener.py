@@ -6,7 +6,7 @@ from typing import Any
 from infra.console import console
 from infra.progress import Doing
 from infra.tracking.tracker import Tracker
-from train import report
+from train import tracking
 from train.config import TrainConfig
 from train.launch.channel import WorkerNews
 from train.launch.group import WorkerGroup
@@ -33,7 +33,7 @@ class Listener:
         self._pace = Pace(config, run.manifest)
 
     def record(self, cycle: dict[str, Any]) -> None:
-        report.record_cycle(self._tracker, cycle, self._sent)
+        tracking.record_cycle(self._tracker, cycle, self._sent)
 
     def take(self, news: WorkerNews, shown: Doing) -> None:
         """Do what follows from ``news``; ``shown`` is what the terminal shows that is being done."""

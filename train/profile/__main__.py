@@ -66,7 +66,7 @@ def profile(options: ProfileOptions) -> None:
         from infra.tracking.tracker import Tracker
         from infra.tracking.views import ui_link
         from pipeline.shards import read_manifest
-        from train import report
+        from train import report, tracking
         from train.data.text import with_vocabulary_of
         from train.profile.memory_timeline import VIEWER
         from train.profile.record import record
@@ -91,7 +91,7 @@ def profile(options: ProfileOptions) -> None:
         stack.enter_context(place.locked(f"another command writes to {place}: give another --name."))
         key = create_run("train", name, tracking_uri=options.tracking_uri, home=place.address, tags=tags)
         tracker = stack.enter_context(Tracker(key))
-        report.record_start(tracker, config, manifest, options.training)
+        tracking.record_start(tracker, config, manifest, options.training)
         status = "FAILED"
         try:
             with doing("recording steps" + " after compiling" * (config.compile != "off")):

@@ -20,7 +20,7 @@ from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
 from infra.tracking.views import ui_link
 from pipeline.shards import read_manifest
-from train import report
+from train import tracking
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
 from train.model_config import PRESETS
@@ -92,11 +92,11 @@ def trained(name: str, config: TrainConfig, speed: float) -> RunKey:
     key, folder = create_run("train", name, tags={"kind": "run"}), Path("runs", name)
     folder.mkdir(parents=True)
     with Tracker(key) as tracker:
-        report.record_start(tracker, config, read_manifest(config.data), config)
+        tracking.record_start(tracker, config, read_manifest(config.data), config)
         for step in (10, 20):
-            for position, values in report.cycle_metrics(to_json(cycle(step))):
+            for position, values in tracking.cycle_metrics(to_json(cycle(step))):
                 tracker.metrics(values, position)
-        report.record_end(tracker, config, result(speed), RunFolder(folder), 8 * 10**9)
+        tracking.record_end(tracker, config, result(speed), RunFolder(folder), 8 * 10**9)
     return key
 
 

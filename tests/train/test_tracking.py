@@ -1,11 +1,13 @@
-"""The page of a training run in a real MLflow store: few numbers, what was changed, and the columns of its views."""
+"""A training run in a real MLflow store: few numbers, what was changed, the columns of its views, and its metrics."""
 
 import json
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow.entities import Run
@@ -21,10 +23,12 @@ from infra.tracking.names import MOST
 from infra.tracking.saved_views import COLUMNS, VIEWS
 from infra.tracking.store import create_run
 from infra.tracking.tracker import Tracker
+from infra.units import GB
 from pipeline.shards import TRACKING, Manifest, made_by, read_manifest
-from train import report
+from train import tracking
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
+from train.estimate.flops import causal, palm
 from train.estimate.memory import predict_peak
 from train.model_config import ModelConfig
 from train.result import CycleReport, Memory, RunResult
@@ -36,6 +40,12 @@ CYCLE = CycleReport(
     train_seconds=3.0, data_wait_seconds=0.25, optimizer_seconds=0.5, elapsed=9.0, cycle_tokens=384, epoch_seconds=1.0,
     learning_rate=1e-3, gradient_norm=2.0, step_losses=[5.0, 4.0, 3.0],
 )  # fmt: skip
+
+LOGGED: dict[str, Any] = {
+    "step": 12, "step_losses": [5.0, 4.0, 3.0], "train_loss": 4.0, "val_loss": 0.0, "cycle_tokens": 1000,
+    "seconds": 4.0, "train_tokens": 4000, "books": 0.5, "elapsed": 9.0, "train_seconds": 3.0,
+    "data_wait_seconds": 0.25, "optimizer_seconds": 0.5, "learning_rate": 1e-3, "gradient_norm": 2.0,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -61,11 +71,11 @@ def recorded(config: TrainConfig, result: RunResult, manifest: Manifest) -> tupl
     key = create_run("train", "one", tags={"kind": "run"})
     HOME.path.mkdir(parents=True)
     with Tracker(key) as tracker:
-        report.record_start(tracker, replace(config, attention="sdpa"), manifest, config)
-        for step, values in report.cycle_metrics(to_json(CYCLE)):
+        tracking.record_start(tracker, replace(config, attention="sdpa"), manifest, config)
+        for step, values in tracking.cycle_metrics(to_json(CYCLE)):
             tracker.metrics(values, step)
         tracker.metrics({"system/gpu_power_watts": 690.0}, 1)
-        report.record_end(tracker, config, result, HOME, 8 * 10**9)
+        tracking.record_end(tracker, config, result, HOME, 8 * 10**9)
     return key, MlflowClient(key.store).get_run(key.run_id)
 
 
@@ -73,7 +83,7 @@ def recorded(config: TrainConfig, result: RunResult, manifest: Manifest) -> tupl
 def test_a_page_begins_with_few_numbers_and_keeps_the_others(config: TrainConfig, result: RunResult) -> None:
     _, run = recorded(config, result, read_manifest(config.data))
     first = {name for name in run.data.metrics if not name.startswith(("detail/", "system/"))}
-    assert first == set(report.METRICS)
+    assert first == set(tracking.METRICS)
     assert len(first) <= MOST
     details = {name for name in run.data.metrics if name.startswith("detail/")}
     assert {
@@ -108,7 +118,7 @@ def test_the_list_says_why_a_run_failed(config: TrainConfig, result: RunResult) 
     said = "CUDA out of memory. Tried to allocate 2.00 GiB"
     HOME.path.mkdir(parents=True)
     with Tracker(keys[0]) as tracker:
-        report.record_end(tracker, config, replace(result, outcome="oom", reason=said), HOME)
+        tracking.record_end(tracker, config, replace(result, outcome="oom", reason=said), HOME)
     with pytest.raises(RuntimeError), Tracker(keys[1]):
         raise RuntimeError(said + "\nand a traceback")
     for key in keys:
@@ -164,8 +174,8 @@ def test_a_search_links_to_the_run_that_trained_with_its_winner(place: StorageDi
         tracker.note("**What:** the fastest way\n\n| a table |")
     place.write_json("search.json", {"parent": search.kept_in(place.address)})
     with Tracker(run) as tracker:
-        report.record_search(tracker, "best", str(place / "best.json"))
-        report.record_search(tracker, "best", str(tmp_path / "config.json"))  # which no search has left
+        tracking.record_search(tracker, "best", str(place / "best.json"))
+        tracking.record_search(tracker, "best", str(tmp_path / "config.json"))  # which no search has left
     what, link, rest = note(search)
     assert (what, rest) == ("**What:** the fastest way", "| a table |")
     assert f"[best](#/experiments/{run.experiment_id}/runs/{run.run_id}?" in link
@@ -187,7 +197,7 @@ def test_what_the_store_lacks_of_a_run_is_sent_by_the_next_command(
         home.append(CYCLE)
         home.append(replace(CYCLE, step=6, step_losses=[2.5, 2.0, 1.5]))
     with Tracker(keys[0]) as tracker:
-        report.record_cycle(tracker, to_json(CYCLE), {})
+        tracking.record_cycle(tracker, to_json(CYCLE), {})
     client = MlflowClient(keys[0].store)
     for key, status in zip(keys, ("RUNNING", "KILLED", "KILLED"), strict=True):
         client.set_tag(key.run_id, "complete", "false")
@@ -198,7 +208,7 @@ def test_what_the_store_lacks_of_a_run_is_sent_by_the_next_command(
     os.utime(homes[0].result, (2e9, 2e9))
     lost.opened.clear()  # as if their processes had ended
     homes[2].keep_key(create_run("train", "again"))  # in the folder that the first had
-    report.complete_earlier(create_run("train", "next"))
+    tracking.complete_earlier(create_run("train", "next"))
     runs = [client.get_run(key.run_id) for key in keys]
     assert [run.info.status for run in runs] == ["FINISHED", "KILLED", "KILLED"]
     assert [run.data.metrics.get("loss/step") for run in runs] == [1.5, 1.5, None]
@@ -209,3 +219,63 @@ def test_what_the_store_lacks_of_a_run_is_sent_by_the_next_command(
     assert runs[0].info.end_time == 2_000_000_000_000
     create_run("train", "last")
     assert incomplete == []
+
+
+def test_a_cycle_in_mlflow_has_each_steps_loss_at_its_step() -> None:
+    *steps, (last, found) = tracking.cycle_metrics(LOGGED)
+    assert steps == [(10, {"loss/step": 5.0}), (11, {"loss/step": 4.0}), (12, {"loss/step": 3.0})]
+    assert last == 12
+    assert found == {
+        "loss/train": 4.0, "loss/val": 0.0, "detail/loss/val_perplexity": 1.0, "throughput/tokens_per_second": 250.0,
+        "progress/train_tokens": 4000, "detail/progress/books": 0.5, "detail/time/elapsed_seconds": 9.0,
+        "detail/time/cycle_seconds": 4.0, "detail/time/train_seconds": 3.0, "detail/time/data_wait_seconds": 0.25,
+        "detail/time/optimizer_seconds": 0.5, "optimizer/learning_rate": 1e-3, "optimizer/gradient_norm": 2.0,
+    }  # fmt: skip
+    for no_perplexity in (None, 1000.0):
+        *_, (_, found) = tracking.cycle_metrics(LOGGED | {"val_loss": no_perplexity})
+        assert found["detail/loss/val_perplexity"] is None
+
+
+def curve(cycles: list[int]) -> list[int]:
+    """The steps whose losses are in MLflow, of a run that was reported at the end of each of these ``cycles``."""
+    shown: list[int] = []
+    for first, last in pairwise([0, *cycles]):
+        cycle = LOGGED | {"step": last, "step_losses": [float(step) for step in range(first + 1, last + 1)]}
+        *steps, _ = tracking.cycle_metrics(cycle)
+        assert all(values == {"loss/step": float(step)} for step, values in steps)
+        shown += [step for step, _ in steps]
+    return shown
+
+
+def test_the_losses_of_a_long_run_are_thinned_the_same_however_it_was_reported() -> None:
+    """Wherever its cycles end, or it was continued."""
+    shown = curve([5000])
+    assert shown[:1001] == [*range(1, 1000), 1000, 1002]
+    assert shown[-2:] == [4996, 5000]
+    assert curve([7, 1501, 1502, 3333, 5000]) == shown
+
+
+def test_a_result_in_mlflow(config: TrainConfig, make_result: Callable[..., RunResult]) -> None:
+    memory = Memory(2 * GB, 3 * GB, 4 * GB, "nvml", allocator_retries=5)
+    result = make_result(memory=memory, mfu=0.4, matmul_utilisation=0.5, flops_per_token=palm(config.shape))
+    assert tracking.result_metrics(result) == {
+        "result/tokens_per_second": 1000.0, "result/tokens_per_second_low": 990.0,
+        "result/tokens_per_second_high": 1020.0, "result/mfu": 0.4, "result/hfu": None,
+        "result/matmul_utilisation": 0.5, "result/kilojoules_per_million_tokens": None,
+        "result/tflops_per_second": 0.002, "result/val_loss": 3.5, "result/val_perplexity": 33.1,
+        "result/val_bits_per_byte": 1.5, "result/val_bits_per_character": None, "memory/process_gb": 4.0,
+        "memory/allocated_gb": 2.0, "memory/reserved_gb": 3.0, "memory/allocator_retries": 5,
+        "memory/predicted_gb": None, "memory/prediction_error": None,
+        "time/first_step_seconds": 1.5, "time/data_wait_fraction": 0.01, "time/optimizer_fraction": 0.09,
+    }  # fmt: skip
+    peak = predict_peak(config)
+    result = replace(result, predicted_memory=peak.total)
+    assert tracking.columns(result) == {
+        "memory": f"4.00 GB (predicted {peak.total / GB:.2f})", "tokens/s": "1,000 (95%: 990 to 1,020)",
+    }  # fmt: skip
+    assert "tokens/s" not in tracking.columns(replace(result, throughput=None))
+    formulas = tracking.formula_metrics(config, result)
+    assert formulas["result/mfu_causal"] == pytest.approx(0.4 * causal(config.shape) / palm(config.shape))
+    found = tracking.result_metrics(result)
+    assert found["memory/predicted_gb"] == peak.total / GB
+    assert found["memory/prediction_error"] == peak.total / (4 * GB) - 1
