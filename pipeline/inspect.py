@@ -18,7 +18,7 @@ from infra import command
 from infra.console import console, errors
 from infra.storage_dir import StorageDir
 from infra.table import Part
-from pipeline.encoding import vocabulary_at
+from pipeline.encoding.vocabulary import vocabulary_at
 from pipeline.shards import MANIFEST, SPLITS, Manifest, Shard, ShardInfo, read_manifest
 
 

@@ -22,7 +22,7 @@ from pipeline.books.downloads import PREFIX
 from pipeline.books.readers import Dropped, Part, RawBook
 from pipeline.books.sources import Inventory, find
 from pipeline.config import SAMPLE, Reading, TokenizeConfig
-from pipeline.encoding import read_vocabulary
+from pipeline.encoding.vocabulary import read_vocabulary
 from pipeline.job.executor import answers
 from pipeline.job.plan import Piece, is_one_book, make_plan, position_of, split_of
 from pipeline.job.report import Stopwatch

@@ -21,7 +21,8 @@ from infra.units import Bytes
 from pipeline.books.readers import Dropped
 from pipeline.books.sources import find
 from pipeline.config import SAMPLE, Cleaning, TokenizeConfig
-from pipeline.encoding import END, Vocabulary, gpt2
+from pipeline.encoding.formats import END
+from pipeline.encoding.vocabulary import Vocabulary, gpt2
 from pipeline.job.plan import Piece, make_plan
 from pipeline.job.task import cleaned, or_dropped, read
 

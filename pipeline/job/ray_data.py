@@ -65,7 +65,7 @@ def warm_up(workers: int) -> None:
         collect_rarely()
         import ray.data  # noqa: F401 what a map task unpickles needs it
 
-        from pipeline.encoding import gpt2
+        from pipeline.encoding.vocabulary import gpt2
         from pipeline.job.task import do_piece  # noqa: F401
 
         gpt2().encode(b"warm")

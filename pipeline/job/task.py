@@ -14,7 +14,7 @@ from pipeline.books.clean import Book, clean
 from pipeline.books.filters import drop_reason
 from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.config import Reading, TokenizeConfig
-from pipeline.encoding import Vocabulary
+from pipeline.encoding.vocabulary import Vocabulary
 from pipeline.job.crash_guard import DEATHS, CrashGuard
 from pipeline.job.plan import Piece, split_of
 from pipeline.job.record import Record, record_file, reopen

@@ -18,7 +18,7 @@ from pathlib import Path
 from infra.progress import doing
 from infra.storage import write_json
 from infra.units import parse_size
-from pipeline.encoding import Vocabulary, gpt2
+from pipeline.encoding.vocabulary import Vocabulary, gpt2
 from pipeline.vocabulary import VocabularyConfig, train
 
 ROUNDS = 3

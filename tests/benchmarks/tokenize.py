@@ -56,7 +56,7 @@ out.mkdir(parents=True, exist_ok=True)
 
 _FLOOR = """
 def work(part):
-    from pipeline.encoding import gpt2
+    from pipeline.encoding.vocabulary import gpt2
     with (out / f"{part}.bin").open("wb") as file:
         for name in files[part::2]:
             with open(name, "rb") as book:
@@ -71,11 +71,11 @@ if __name__ == "__main__":
 
 _POOL = """
 def load():
-    from pipeline.encoding import gpt2
+    from pipeline.encoding.vocabulary import gpt2
     gpt2().tiktoken
 
 def encode(name):
-    from pipeline.encoding import gpt2
+    from pipeline.encoding.vocabulary import gpt2
     with open(name, encoding="utf-8", newline="") as book:
         return gpt2().tiktoken.encode_to_numpy(book.read(), disallowed_special=()).astype(np.uint16)
 
@@ -87,7 +87,7 @@ if __name__ == "__main__":
 
 _DATASETS = """
 def encode(book):
-    from pipeline.encoding import gpt2
+    from pipeline.encoding.vocabulary import gpt2
     ids = gpt2().tiktoken.encode_ordinary(book["text"])
     return {"ids": ids, "len": len(ids)}
 
@@ -113,7 +113,7 @@ if __name__ == "__main__":
 
 _LITDATA = """
 def encode(name):
-    from pipeline.encoding import gpt2
+    from pipeline.encoding.vocabulary import gpt2
     import torch
     with open(name, encoding="utf-8", newline="") as book:
         yield torch.tensor(gpt2().tiktoken.encode_ordinary(book.read()), dtype=torch.uint16)

@@ -29,7 +29,7 @@ from infra.storage import write_json
 from infra.storage_dir import StorageDir
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
-from pipeline.encoding import gpt2
+from pipeline.encoding.vocabulary import gpt2
 from pipeline.job.plan import make_plan
 from pipeline.job.task import do_piece
 from pipeline.shards import TRACKING, read_manifest

@@ -13,7 +13,7 @@ from infra.errors import UserError
 from infra.storage_dir import StorageDir
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
-from pipeline.encoding import VOCABULARY_SHA256
+from pipeline.encoding.vocabulary import VOCABULARY_SHA256
 from pipeline.inspect import InspectConfig, main, passages, verify
 from pipeline.job.plan import make_plan
 from pipeline.job.record import read_record

@@ -16,7 +16,8 @@ from infra.errors import UserError
 from infra.storage_dir import StorageDir
 from pipeline import tokenize, vocabulary
 from pipeline.config import Reading, TokenizeConfig
-from pipeline.encoding import PATTERNS, Vocabulary, gpt2, read_vocabulary, tokenizer_json, vocabulary_at
+from pipeline.encoding.formats import PATTERNS
+from pipeline.encoding.vocabulary import Vocabulary, gpt2, read_vocabulary, vocabulary_at
 from pipeline.inspect import passages
 from pipeline.shards import VOCABULARY_FILE, TokenShards, read_manifest
 from pipeline.stream import Stream
@@ -98,7 +99,7 @@ def test_ids_are_those_of_its_library_also_in_chunks_and_decode_to_the_text(
 def test_a_rank_file_is_the_same_as_a_tokenizer_json(kinds: dict[str, Vocabulary], text: str) -> None:
     for pattern in PATTERNS:
         ranked = kinds[f"own.{pattern}.tiktoken"]
-        exported = Vocabulary(tokenizer_json(ranked).encode(), pattern)
+        exported = Vocabulary(ranked.tokenizer_json().encode(), pattern)
         assert (exported.tokens, exported.end_of_text) == (ranked.tokens, ranked.end_of_text)
         assert exported.reference(text).tolist() == ranked.reference(text).tolist(), pattern
 

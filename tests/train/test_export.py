@@ -16,7 +16,7 @@ from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 from infra.errors import UserError
 from infra.tracking.store import create_run
 from infra.tracking.tracker import NOTE, Tracker
-from pipeline.encoding import VOCABULARY_SHA256, gpt2
+from pipeline.encoding.vocabulary import VOCABULARY_SHA256, gpt2
 from pipeline.shards import checksum
 from train import hugging_face
 from train.checkpoint.find import find_checkpoint

@@ -19,7 +19,7 @@ from infra.errors import UserError
 from infra.storage import write_json
 from infra.storage_dir import StorageDir
 from infra.tracking.store import store_uri
-from pipeline.encoding import gpt2, tokenizer_json
+from pipeline.encoding.vocabulary import gpt2
 from pipeline.shards import MANIFEST, VOCABULARY_FILE, read_manifest
 from train import run
 from train.checkpoint.progress import checkpoints_in
@@ -190,7 +190,7 @@ def test_data_whose_vocabulary_is_another_than_their_manifests_are_refused(
     refused: Callable[..., str], small_shards: Path
 ) -> None:
     shutil.copytree(small_shards, "other")
-    Path("other", VOCABULARY_FILE).write_text(tokenizer_json(gpt2()))
+    Path("other", VOCABULARY_FILE).write_text(gpt2().tokenizer_json())
     said = refused(run.main, "--data", "other", "--steps", "1", *FLAGS)
     assert VOCABULARY_FILE in said
     assert "--overwrite" in said

@@ -12,7 +12,7 @@ from infra.errors import UserError
 from infra.hardware import cpu_facts
 from infra.storage_dir import WorkingCopy
 from infra.tracking.key import RunKey
-from pipeline.encoding import read_vocabulary
+from pipeline.encoding.vocabulary import read_vocabulary
 from pipeline.shards import VOCABULARY_FILE
 from pipeline.vocabulary import VocabularyConfig
 from pipeline.vocabulary import main as train_vocabulary

@@ -22,7 +22,7 @@ from infra.errors import UserError
 from infra.schema import to_json
 from infra.storage import TEMPORARY, sync_folder, write_json
 from infra.storage_dir import StorageDir
-from pipeline.encoding import Vocabulary
+from pipeline.encoding.vocabulary import Vocabulary
 from pipeline.shards import VOCABULARY_FILE, checksum
 from train.checkpoint.progress import PROGRESS, Progress, checkpoints_in, damage
 from train.checkpoint.remote import CYCLES, upload

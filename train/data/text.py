@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from infra.errors import UserError
 from infra.storage_dir import StorageDir
-from pipeline.encoding import Vocabulary, tokenizer_json, vocabulary_at, vocabulary_of
+from pipeline.encoding.vocabulary import Vocabulary, vocabulary_at, vocabulary_of
 from pipeline.shards import VOCABULARY_FILE, Manifest
 from train.config import TrainConfig
 
@@ -49,4 +49,4 @@ def tokenizer_files(vocabulary: Vocabulary, context_length: int) -> dict[str, st
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end,
         "model_max_length": context_length,
     }  # fmt: skip
-    return {"tokenizer.json": tokenizer_json(vocabulary), "tokenizer_config.json": json.dumps(settings)}
+    return {"tokenizer.json": vocabulary.tokenizer_json(), "tokenizer_config.json": json.dumps(settings)}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from infra.errors import UserError
 from infra.storage_dir import StorageDir
-from pipeline.encoding import Vocabulary, vocabulary_at
+from pipeline.encoding.vocabulary import Vocabulary, vocabulary_at
 from train.checkpoint.progress import damage, read_progress
 from train.checkpoint.save import WEIGHTS, load_weights
 from train.config import config_from_json

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.encoding import Vocabulary
+from pipeline.encoding.vocabulary import Vocabulary
 from train.config import TrainConfig
 from train.data.loader import BatchLoader
 from train.data.windows import Windows

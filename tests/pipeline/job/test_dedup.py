@@ -12,7 +12,7 @@ import pytest
 from infra.storage_dir import StorageDir
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
-from pipeline.encoding import gpt2
+from pipeline.encoding.vocabulary import gpt2
 from pipeline.job import plan
 from pipeline.job.dedup import drop_duplicates, find_duplicates
 from pipeline.job.plan import make_plan

@@ -23,7 +23,7 @@ from infra.storage_dir import StorageDir
 from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import find
 from pipeline.config import Reading, TokenizeConfig
-from pipeline.encoding import Vocabulary, gpt2
+from pipeline.encoding.vocabulary import Vocabulary, gpt2
 from pipeline.job.output import write_quarantine
 from pipeline.job.plan import Piece, make_plan
 from pipeline.job.record import Record, read_record
@@ -267,7 +267,7 @@ def test_the_book_that_kills_its_worker_is_skipped(tmp_path: Path, write_books: 
         from pipeline.job.plan import make_plan
         from pipeline.books.sources import find
 
-        from pipeline.encoding import Vocabulary
+        from pipeline.encoding.vocabulary import Vocabulary
 
         encode = Vocabulary.encode
         def deadly(self, text, encoder):

@@ -24,7 +24,7 @@ from infra.tracking.tracker import Tracker
 from pipeline import stream
 from pipeline.books.sources import Inventory, find
 from pipeline.config import Reading, TokenizeConfig
-from pipeline.encoding import gpt2
+from pipeline.encoding.vocabulary import gpt2
 from pipeline.job.plan import make_plan
 from pipeline.job.record import read_record
 from pipeline.job.task import do_piece

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from infra.errors import UserError
 from pipeline import tokenize, vocabulary
 from pipeline.config import TokenizeConfig
-from pipeline.encoding import gpt2
+from pipeline.encoding.vocabulary import gpt2
 from pipeline.shards import VOCABULARY_FILE, read_manifest
 from pipeline.vocabulary import VocabularyConfig
 from train.checkpoint.run_folder import RunFolder

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.encoding import VOCABULARY_SHA256, gpt2
+from pipeline.encoding.vocabulary import VOCABULARY_SHA256, gpt2
 from train.config import Cycle, TrainConfig
 from train.loop.execution import plain
 from train.loop.sampling import SAMPLE_TOKENS, closing_sample, load_model, sample

@@ -6,7 +6,6 @@ downloaded, and is checked against the hash that tiktoken itself pins. No encode
 contains the characters ``<|endoftext|>`` must not end there.
 """
 
-import base64
 import hashlib
 import json
 import re
@@ -23,27 +22,20 @@ import tiktoken
 
 from infra.errors import UserError, first_line
 from infra.storage_dir import StorageDir
+from pipeline.encoding.chunks import CHUNK, boundary, chunks, word_boundary
+from pipeline.encoding.formats import (
+    END,
+    PATTERNS,
+    end_of_json,
+    json_of_ranks,
+    tokens_of_json,
+    tokens_of_ranks,
+    without_special_tokens,
+)
 from pipeline.shards import VOCABULARY_FILE
 
-VOCABULARY = Path(__file__).with_name("gpt2.tiktoken")
+VOCABULARY = Path(__file__).parents[1] / "gpt2.tiktoken"
 VOCABULARY_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-
-# As tiktoken publishes them (tiktoken_ext/openai_public.py), by the name that gigatoken has for each.
-PATTERNS = {
-    "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
-    "cl100k": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"""
-    r"""|\s++$|\s*[\r\n]|\s+(?!\S)|\s""",
-    "o200k": r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"""
-    r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
-    r"""|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
-    r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
-}
-END = "<|endoftext|>"
-_ENDS = (END, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
-"""What the token that ends a text is called, in the order in which a ``tokenizer.json`` is searched for it."""
-
-CHUNK = 500_000
-"""Bytes per call of an encoder. tiktoken refuses a text with more than a million blanks in a row."""
 
 VERIFIED_BYTES = 300_000
 """Bytes of a book that are compared: tiktoken takes 0.2 s for them."""
@@ -64,24 +56,6 @@ _NEWEST = {
         rb"|\xb2[\x8e-\xbf]|\xb3[\x80-\x91])"
     ),
 }
-
-# ASCII, general, Chinese and Japanese, fullwidth; Arabic, Devanagari, Tibetan, Burmese, Khmer.
-_PUNCTUATION = (
-    r"!-/:-@\u2010-\u2027\u3001-\u3003\u3008-\u3011\uff01-\uff0f\uff1a-\uff20"
-    r"\u060c\u061b\u061f\u06d4\u0964\u0f0b\u104b\u17d4"
-)
-# Where text may be cut: a pre-token provably starts at whitespace after anything else, and at punctuation after a
-# letter or digit. A run of whitespace but its last character is one pre-token, in which no token joins two of the
-# blanks named here, except two line feeds.
-_CUT = re.compile(
-    rf"(?<=\S)(?=[ \n])|(?<=[^\W_])(?=[{_PUNCTUATION}])|(?<=[ \t\n\u3000])(?=[ \t\u3000])|(?<=[ \t\u3000])(?=\n)"
-)
-# No pattern has a pre-token in which a space follows something else than whitespace.
-_WORD_END = re.compile(rb"(?:(?<=[!-~])|(?<=[\xc3-\xdf][\x80-\xbf]))(?= )")
-_CONTINUATION = bytes(range(0x80, 0xC0))
-_WINDOW = 4096
-_ALIKE = 16
-"""Characters of the longest token that repeats one blank. The others have a power of two, but for what ends a run."""
 
 EncoderName = Literal["gigatoken", "tiktoken"]
 
@@ -112,31 +86,6 @@ class _Fast:
                 del self._tokenizer  # before the next one needs memory
                 self._make()
         return self._tokenizer.encode(text)
-
-
-def _cut(text: bytes, start: int, at: int) -> int:
-    """The first place from ``at`` on where ``text`` may be cut, after a cut at ``start``."""
-    for near in range(at, len(text), _WINDOW):
-        head = text[near : near + 4]
-        begin = near + len(head) - len(head.lstrip(_CONTINUATION))
-        window = text[begin : begin + _WINDOW].decode(errors="ignore")
-        if found := _CUT.search(window, 1):
-            return begin + len(window[: found.start()].encode())
-        blank = window[:1]
-        if blank.isspace() and window.startswith(blank * (_ALIKE + 1)):
-            # Line feeds or no-break spaces, which are joined by twos, fours and so on from the beginning of their run,
-            # of which a space takes the first.
-            before = text[start:begin].decode()
-            other = before.rstrip(blank)
-            alike = len(before) - len(other) - (blank != "\n" and other.endswith(" "))
-            return begin + (_ALIKE - alike % _ALIKE) * len(blank.encode())
-    return len(text)
-
-
-def _cut_between_words(text: bytes, start: int, at: int) -> int:
-    """As :func:`_cut`, where a pre-token begins by every pattern, and whatever the tokens are."""
-    found = _WORD_END.search(text, at)
-    return found.start() if found else len(text)
 
 
 class Vocabulary:
@@ -174,12 +123,12 @@ class Vocabulary:
     @cached_property
     def tokens(self) -> list[bytes]:
         """The tokens by id, also that of the end of text."""
-        return _tokens_of_ranks(self._ranks) if self.pattern else _tokens_of_json(self._values)
+        return tokens_of_ranks(self._ranks) if self.pattern else tokens_of_json(self._values)
 
     @cached_property
     def end_of_text(self) -> int:
         """The id of the token that ends a text."""
-        return len(self) - 1 if self.pattern else _end_of_json(self._values)
+        return len(self) - 1 if self.pattern else end_of_json(self._values)
 
     @property
     def is_gpt2(self) -> bool:
@@ -218,7 +167,7 @@ class Vocabulary:
     def _tokenizers(self) -> Any:
         from tokenizers import Tokenizer  # which takes 0.1 s, and GPT-2's vocabulary does without
 
-        return Tokenizer.from_str(_without_special_tokens(self._values))
+        return Tokenizer.from_str(without_special_tokens(self._values))
 
     def reference(self, text: str) -> np.ndarray:
         """The ids of ``text`` by the library that the vocabulary is written for, uint32."""
@@ -238,7 +187,7 @@ class Vocabulary:
 
     def _gigatoken(self) -> gigatoken.Tokenizer:
         if not self.pattern:
-            return gigatoken.Tokenizer.from_json(_without_special_tokens(self._values))
+            return gigatoken.Tokenizer.from_json(without_special_tokens(self._values))
         with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:  # it reads ranks from a file alone
             file.write(self._ranks)
             file.flush()
@@ -272,11 +221,7 @@ class Vocabulary:
 
     def chunks(self, text: bytes, size: int = CHUNK) -> Iterator[bytes]:
         """``text`` in chunks of about ``size`` bytes that encode to the same ids as the whole."""
-        start, cut = 0, _cut if self.is_gpt2 else _cut_between_words
-        while len(text) - start > size and (end := cut(text, start, start + size)) < len(text):
-            yield text[start:end]
-            start = end
-        yield text[start:] if start else text
+        return chunks(text, size, boundary if self.is_gpt2 else word_boundary)
 
     def verify(self, book: str, text: bytes, ids: np.ndarray) -> int:
         """Compare ``ids`` of ``text`` with the reference's, over about ``VERIFIED_BYTES``; return the bytes compared.
@@ -296,6 +241,12 @@ class Vocabulary:
             f"({found[where : where + 4].tolist()} instead of {expected[where : where + 4].tolist()}): "
             f"use --encoder tiktoken, and report the versions of gigatoken and {self.library} with this book."
         )
+
+    def tokenizer_json(self) -> str:
+        """The vocabulary as a ``tokenizer.json``, which Hugging Face's libraries read."""
+        if not self.pattern:
+            return self.content.decode()
+        return json_of_ranks(self.tokens, self._gigatoken().merges, self.pattern)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ``ids``; a cut inside a character shows as a replacement character."""
@@ -364,99 +315,3 @@ def vocabulary_at(place: StorageDir, sha256: str) -> Vocabulary | None:
     """The vocabulary of the data set or checkpoint at ``place``; None where it has ids without one."""
     known = sha256 == VOCABULARY_SHA256 or place.exists(VOCABULARY_FILE)
     return vocabulary_of(sha256, (place / VOCABULARY_FILE).address) if known else None
-
-
-def _tokens_of_ranks(ranks: bytes) -> list[bytes]:
-    """The tokens of a rank file by id, the last the end of text. Raises ``ValueError`` for holes."""
-    found: dict[int, bytes] = {}
-    for line in ranks.splitlines():
-        token, rank = line.split()
-        found[int(rank)] = base64.b64decode(token, validate=True)
-    return [*_complete(found), END.encode()]
-
-
-def _tokens_of_json(values: dict[str, Any]) -> list[bytes]:
-    """The tokens of a ``tokenizer.json`` by id. Raises ``ValueError`` for holes, and where none ends a text."""
-    model, splits = values["model"], values["pre_tokenizer"] or {}
-    *before, last = splits.get("pretokenizers", [splits])
-    if model["type"] != "BPE" or last.get("type") != "ByteLevel":
-        raise ValueError(f"its model is {model['type']} with the pre-tokenizer {last.get('type')}")
-    if last["add_prefix_space"] or values["normalizer"] or model.get("unk_token") or model.get("dropout"):
-        raise ValueError("it changes the text: add_prefix_space, normalizer, unk_token and dropout must be off")
-    if [split["type"] for split in before] != ["Split"] * (not last["use_regex"]):
-        raise ValueError("its pre-tokenizer is not one split pattern and ByteLevel")
-    bytes_of = {letter: byte for byte, letter in letters().items()}
-    special = {token["id"]: token["content"].encode() for token in values["added_tokens"]}
-    found = {
-        number: bytes(bytes_of[letter] for letter in token)
-        for token, number in model["vocab"].items()
-        if number not in special
-    }
-    _end_of_json(values)
-    return _complete(found, special)
-
-
-def _end_of_json(values: dict[str, Any]) -> int:
-    """The id of the end of text in a ``tokenizer.json``. Raises ``ValueError`` where it has none."""
-    known = {token["content"]: token["id"] for token in values["added_tokens"]}
-    for name in _ENDS:
-        if name in known:
-            return known[name]
-    raise ValueError(f"none of its added tokens is one of {' '.join(_ENDS)}, which ends a text")
-
-
-def _complete(found: dict[int, bytes], special: dict[int, bytes] | None = None) -> list[bytes]:
-    """The tokens by id. Raises ``ValueError`` when an id or a single byte is missing."""
-    if missing := sorted({bytes([value]) for value in range(256)} - set(found.values())):
-        raise ValueError(f"{len(missing)} of the 256 single bytes have no token, the first is {missing[0]!r}")
-    everything = found | (special or {})
-    if holes := set(range(len(everything))) - everything.keys():
-        raise ValueError(f"the id {min(holes)} has no token")
-    if len(set(found.values())) < len(found):
-        raise ValueError("two ids have the same token")
-    return [everything[number] for number in range(len(everything))]
-
-
-def _without_special_tokens(values: dict[str, Any]) -> str:
-    """A ``tokenizer.json`` that encodes special tokens as ordinary text, and adds none."""
-    off = dict.fromkeys(("post_processor", "truncation", "padding"))
-    return json.dumps(values | off | {"added_tokens": []}, ensure_ascii=False)
-
-
-def letters() -> dict[int, str]:
-    """GPT-2's printable character for each byte: the byte's own if it is printable, else one from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-
-
-def tokenizer_json(vocabulary: Vocabulary) -> str:
-    """The vocabulary as a ``tokenizer.json``, which Hugging Face's libraries read."""
-    if not vocabulary.pattern:
-        return vocabulary.content.decode()
-    known = letters()
-
-    def written(token: bytes) -> str:
-        return "".join(known[byte] for byte in token)
-
-    tokens = {written(token): rank for rank, token in enumerate(vocabulary.tokens[:-1])}
-    # Oniguruma reads a possessive {1,3}+ as a repeated group and $ as the end of a line; nothing here depends on
-    # whether a repeat gives back.
-    regex = re.sub(r"([+*?]|\{1,3\})\+", r"\1", PATTERNS[vocabulary.pattern]).replace("$", r"\z")
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
-    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-    after_split = {"type": "Sequence", "pretokenizers": [split, byte_level | {"use_regex": False}]}
-    end = {"id": vocabulary.end_of_text, "content": END, "special": True, "normalized": False}
-    values = {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
-        "added_tokens": [end | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)],
-        "pre_tokenizer": byte_level if vocabulary.pattern == "gpt2" else after_split,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-            "vocab": tokens | {END: vocabulary.end_of_text},
-            "merges": [[written(part) for part in pair] for pair in vocabulary._gigatoken().merges],
-        },
-    }  # fmt: skip
-    return json.dumps(values, ensure_ascii=False)

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.errors import UserError
-from pipeline import encoding
 from pipeline.books.readers import Part, RawBook, read_books
 from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
-from pipeline.encoding import EncodingMismatch, gpt2
+from pipeline.encoding import vocabulary
+from pipeline.encoding.chunks import CHUNK
+from pipeline.encoding.vocabulary import EncodingMismatch, gpt2
 
 GPT2 = gpt2()
 chunks, decode, encode, verify = GPT2.chunks, GPT2.decode, GPT2.encode, GPT2.verify
@@ -135,7 +136,7 @@ def test_the_fast_encoder_keeps_its_ids_and_its_memory_when_it_is_made_again() -
         import re
         from pathlib import Path
         import numpy as np
-        from pipeline.encoding import gpt2
+        from pipeline.encoding.vocabulary import gpt2
         encode, reference = gpt2().encode, lambda: gpt2().tiktoken
         sample = b"The miller's granddaughter ran to the river; nobody followed her."
         before, chance = encode(sample), np.random.default_rng(0)
@@ -159,8 +160,8 @@ def test_the_fast_encoder_keeps_its_ids_and_its_memory_when_it_is_made_again() -
 
 def test_another_vocabulary_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     altered = tmp_path / "gpt2.tiktoken"
-    altered.write_bytes(encoding.VOCABULARY.read_bytes()[:-2])
-    monkeypatch.setattr(encoding, "VOCABULARY", altered)
+    altered.write_bytes(vocabulary.VOCABULARY.read_bytes()[:-2])
+    monkeypatch.setattr(vocabulary, "VOCABULARY", altered)
     with pytest.raises(UserError, match="not GPT-2's vocabulary"):
         gpt2.__wrapped__()
 
@@ -168,7 +169,7 @@ def test_another_vocabulary_is_refused(tmp_path, monkeypatch: pytest.MonkeyPatch
 def test_a_text_longer_than_a_chunk_is_encoded_to_its_end() -> None:
     line = b"It was a quiet morning on the harbour road.\n"
     once = encode(line * 1000)
-    ids = encode(line * (encoding.CHUNK // len(line) // 1000 + 1) * 1000)
+    ids = encode(line * (CHUNK // len(line) // 1000 + 1) * 1000)
     assert np.array_equal(ids, np.tile(once, len(ids) // len(once)))
 
 
@@ -180,7 +181,7 @@ def test_the_beginning_of_a_long_book_and_all_of_a_short_one_are_verified(monkey
         verify("Dickens", text, np.append(ids, ids[-1:]))
     with pytest.raises(EncodingMismatch, match=f"from token {len(ids) - 1} on"):
         verify("Dickens", text, ids[:-1])
-    monkeypatch.setattr(encoding, "VERIFIED_BYTES", 20)
+    monkeypatch.setattr(vocabulary, "VERIFIED_BYTES", 20)
     ids[-1] += 1
     assert verify("Dickens", text, ids) == len("It was the best of times"), "up to the next place for a cut"
     ids[0] += 1
