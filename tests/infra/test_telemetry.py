@@ -64,7 +64,8 @@ def test_points_count_on_and_have_the_numbers_of_this_machine(monkeypatch: pytes
     }, "and nothing about a GPU that is not there"  # fmt: skip
     _, last = sent[-1]
     assert last["system/worker_memory_gb"] == pytest.approx(psutil.Process().memory_info().rss / 1e9, rel=0.2)
-    assert last["system/worker_cpu_percent"] > 0
+    percent = [metrics.get("system/worker_cpu_percent", 0.0) for _, metrics in sent]
+    assert max(percent) > 0, "the last point may be of milliseconds, and processor time is counted in hundredths"
 
 
 def test_what_was_read_since_the_last_point_is_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
