@@ -32,7 +32,7 @@ def test_a_day_stays_under_ten_thousand_points() -> None:
     assert list(points(0, 66)) == [*range(1, 61), 62, 64, 66]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**7), st.integers(0, 10**7))
 def test_an_interval_is_short_against_the_run_and_a_resumed_run_has_no_more_points(begin: int, end: int) -> None:
     assert stride(begin, POINTS) <= begin / 60 + 1
