@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import requests
 import torch
+from hypothesis import HealthCheck, settings
 
 from infra import object_storage
 from infra.storage_dir import StorageDir
@@ -27,6 +28,9 @@ from train.model_config import ModelConfig
 
 os.environ["RAY_AUTH_MODE"] = "token"  # before Ray is imported: what it does for a Ray of its own, but not to join one
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 with the default, 15, a worker starts in minutes beside a busy program
+
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")  # how long an example takes says nothing of what it shows
 
 SMALL_VOCABULARY = 257
 """GPT-2's own 50,257 make the head 97% of a small model's work; tests of the loop do without."""

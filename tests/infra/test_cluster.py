@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from functools import partial
@@ -13,7 +14,6 @@ from pathlib import Path
 import pytest
 import ray
 from mlflow.tracking import MlflowClient
-from ray._common.utils import get_default_ray_temp_dir
 
 from infra.cluster import PROJECT, connected
 from infra.errors import UserError
@@ -72,12 +72,14 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)
 """
-    starting = subprocess.Popen([sys.executable, "-c", program], cwd=PROJECT)
-    log = f"session_*/logs/python-core-driver-*_{starting.pid}.log"  # the first thing that Ray's own part makes
-    while starting.poll() is None and not any(Path(get_default_ray_temp_dir()).glob(log)):
-        time.sleep(0.005)
-    starting.send_signal(signal.SIGINT)
-    assert starting.wait(timeout=50) == 130
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:  # which is short, for sockets
+        environment = os.environ | {"RAY_TMPDIR": folder}
+        starting = subprocess.Popen([sys.executable, "-c", program], cwd=PROJECT, env=environment)
+        log = "ray/session_*/logs/python-core-driver-*.log"  # the first thing that Ray's own part makes
+        while starting.poll() is None and not any(Path(folder).glob(log)):
+            time.sleep(0.005)
+        starting.send_signal(signal.SIGINT)
+        assert starting.wait(timeout=50) == 130
 
 
 CPU, GPUS = {"CPU": 2.0}, {"CPU": 64.0, "GPU": 8.0}

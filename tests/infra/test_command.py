@@ -92,7 +92,7 @@ def main(options):
                 threading.Timer(0.01, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
                 import_for_ever("colorsys", "sched", imported=[])
             interrupted = time.monotonic()
-            while others[-1] < interrupted:
+            while not others or others[-1] < interrupted:
                 assert time.monotonic() < interrupted + 10
                 time.sleep(0.001)
     return 0

@@ -99,17 +99,19 @@ def test_a_place_is_held_against_another_machine_until_its_command_ends(place: S
 
 
 def test_of_commands_that_start_together_one_holds_the_place(place: StorageDir, tmp_path: Path) -> None:
-    program = HOLD.replace("sys.stdin.read()", "import time; time.sleep(3)")
     commands = []
     for number in range(3):
         (tmp_path / str(number)).mkdir()
         environment = os.environ | {"TMPDIR": str(tmp_path / str(number))}
         commands.append(
             subprocess.Popen(
-                [sys.executable, "-c", program, place.address], cwd=PROJECT, env=environment, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                [sys.executable, "-c", HOLD, place.address], cwd=PROJECT, env=environment, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
         )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while sum(command.poll() is None for command in commands) > 1 and time.monotonic() < deadline:
+        time.sleep(0.05)  # the one that holds it does so until its input ends, however late another one starts
     said = [command.communicate(timeout=60)[0] for command in commands]
     assert sorted(said) == ["", "", "held\n"]
 
@@ -133,10 +135,18 @@ def test_a_killed_command_delays_other_machines_for_a_limited_time_and_its_own_n
         assert held_by(place)["process"] == os.getpid()
 
 
-def test_what_another_command_has_just_written_is_not_overlooked(place: StorageDir, held: Held) -> None:
+def test_what_another_command_has_just_written_is_not_overlooked(
+    place: StorageDir, held: Held, capfd: pytest.CaptureFixture[str]
+) -> None:
     """It ends while this one, which has looked at the place before, waits for it."""
     place.write(LEASE, b"{}")
-    ending = threading.Timer(0.5, place.remove, [[LEASE]])
+
+    def end() -> None:
+        while not capfd.readouterr().err:  # that this one waits
+            time.sleep(0.01)
+        place.remove([LEASE])
+
+    ending = threading.Thread(target=end, daemon=True)
     ending.start()
     with pytest.raises(UserError, match="run the same one again"), held("one"):
         pass

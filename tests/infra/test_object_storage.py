@@ -27,9 +27,7 @@ S3 = tuple[str, Callable[[float], None]]
 
 
 @given(st.data())
-@settings(
-    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)  # each example has a file of its own
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])  # each has a file of its own
 def test_a_remote_file_reads_like_a_local_one(bucket: str, data: st.DataObject) -> None:
     """Whatever its reader looks for: archives are read from their end."""
     content = bytes(range(256)) * 3

@@ -32,7 +32,7 @@ def test_a_day_stays_under_ten_thousand_points() -> None:
     assert list(points(0, 66)) == [*range(1, 61), 62, 64, 66]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**7), st.integers(0, 10**7))
 def test_an_interval_is_short_against_the_run_and_a_resumed_run_has_no_more_points(begin: int, end: int) -> None:
     assert stride(begin, POINTS) <= begin / 60 + 1
@@ -64,7 +64,8 @@ def test_points_count_on_and_have_the_numbers_of_this_machine(monkeypatch: pytes
     }, "and nothing about a GPU that is not there"  # fmt: skip
     _, last = sent[-1]
     assert last["system/worker_memory_gb"] == pytest.approx(psutil.Process().memory_info().rss / 1e9, rel=0.2)
-    assert last["system/worker_cpu_percent"] > 0
+    percent = [metrics.get("system/worker_cpu_percent", 0.0) for _, metrics in sent]
+    assert max(percent) > 0, "the last point may be of milliseconds, and processor time is counted in hundredths"
 
 
 def test_what_was_read_since_the_last_point_is_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

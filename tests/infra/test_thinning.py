@@ -2,13 +2,12 @@
 
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.thinning import stride
 
 
-@settings(deadline=None)
 @given(length=st.integers(1, 3000), dense=st.integers(1, 50))
 def test_a_thinned_curve_is_dense_at_first_and_stays_short(length: int, dense: int) -> None:
     shown = [point for point in range(1, length + 1) if point % stride(point, dense) == 0]

@@ -143,7 +143,7 @@ def test_a_lost_node_costs_nothing_but_time(tmp_path: Path, write_books: Callabl
         cluster.shutdown()
 
 
-@settings(max_examples=100_000, deadline=None)
+@settings(max_examples=100_000)
 @given(st.text(st.characters()))
 def test_ids_equal_tiktoken_on_all_of_unicode(text: str) -> None:
     data = text.encode("utf-8", "replace")  # lone surrogates cannot be written; a reader replaces them

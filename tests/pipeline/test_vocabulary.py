@@ -79,7 +79,7 @@ texts = st.text(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(texts, st.integers(1, 40))
 def test_ids_are_those_of_its_library_also_in_chunks_and_decode_to_the_text(
     kinds: dict[str, Vocabulary], text: str, size: int
@@ -94,7 +94,7 @@ def test_ids_are_those_of_its_library_also_in_chunks_and_decode_to_the_text(
         assert np.concatenate(pieces).tolist() == ids.tolist(), name
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(texts)
 def test_a_rank_file_is_the_same_as_a_tokenizer_json(kinds: dict[str, Vocabulary], text: str) -> None:
     for pattern in PATTERNS:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.errors import UserError
@@ -74,7 +74,6 @@ def test_what_a_run_is_that_is_given_no_flags(
     st.sampled_from(DEVICES), st.integers(1, 500), st.sampled_from([1, 2, 3]), st.sampled_from([1, 8]),
     st.integers(10**8, 10**11),
 )  # fmt: skip
-@settings(deadline=None)
 def test_the_micro_batch_is_the_largest_that_fits(
     facts: DeviceFacts, global_batch: int, workers: int, loss_chunks: int, limit: int
 ) -> None:
@@ -133,7 +132,6 @@ def test_what_is_compiled(settings: dict[str, Any], facts: DeviceFacts, expected
 
 
 @given(configs, st.sampled_from(DEVICES))
-@settings(deadline=None)
 def test_run_estimate_search_and_report_agree(values: dict, facts: DeviceFacts) -> None:
     asked = made(values)
     if asked.device == "cuda" and facts.kind == "cpu":

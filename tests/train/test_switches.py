@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend
@@ -203,7 +203,7 @@ SHAPES = {
 }
 
 
-@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80)
 @given(changes=st.fixed_dictionaries({}, optional=OFTEN), shape=st.fixed_dictionaries({}, optional=SHAPES))
 def test_every_combination_trains_or_is_refused(
     config: TrainConfig, changes: dict[str, Any], shape: dict[str, Any]

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -181,17 +182,15 @@ def test_no_trial_is_proposed_twice_and_each_machine_has_its_own_control(search:
 
 
 def test_a_process_is_killed_when_its_time_is_up_and_never_after_its_end() -> None:
-    killed: list[str] = []
-    for name, ended in (("late", False), ("in time", True)):
-        trial = Running(Request("m1", 1, "m1", Proposal(Candidate(1), "probe"), {}, HERE, patience=0.05))
+    killed = {"late": threading.Event(), "in time": threading.Event()}
+    for name, patience in (("late", 0.05), ("in time", 2.0)):
+        trial = Running(Request("m1", 1, "m1", Proposal(Candidate(1), "probe"), {}, HERE, patience=patience))
         time.sleep(0.1)  # waiting for a process does not count
-        trial.limit(lambda name=name: killed.append(name))
-        assert killed == ["late"][: len(killed)]
-        if ended:
+        assert not trial.overdue
+        trial.limit(killed[name].set)
+        if name == "in time":
             trial.ended()
-        time.sleep(0.2)
-        assert trial.overdue is not ended
-    assert killed == ["late"]
+        assert killed[name].wait(60 if name == "late" else 2.5) == trial.overdue == (name == "late")
 
 
 @pytest.mark.slow

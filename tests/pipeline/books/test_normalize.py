@@ -13,13 +13,13 @@ LETTERS = st.characters(exclude_categories=["Cs", "Cc", "Cf"])
 FRENCH = "Où est l'été? Les élèves français étaient déjà là, « près » de la forêt où naît le cœur.\n" * 30
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(st.text(LETTERS)), st.sampled_from(["\n", "\r\n", "\r"]))
 def test_line_ends_are_unified_and_lines_kept(lines: list[str], end: str) -> None:
     assert normalize(end.join(lines).encode()).decode() == "\n".join(lines)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_only_control_characters_and_soft_hyphens_are_removed(text: str) -> None:
     cleaned = normalize(text.encode()).decode()
@@ -30,13 +30,11 @@ def test_only_control_characters_and_soft_hyphens_are_removed(text: str) -> None
     assert count_characters(cleaned.encode()) == len(cleaned)
 
 
-@settings(deadline=None)
 @given(st.text(" \n\tab"))
 def test_blank_ends_become_one_line_end(text: str) -> None:
     assert trim(text.encode()).decode() == (text.strip() + "\n" if text.strip() else "")
 
 
-@settings(deadline=None)
 @given(st.binary())
 def test_utf8_is_recognized_as_by_python(data: bytes) -> None:
     try:
@@ -47,7 +45,7 @@ def test_utf8_is_recognized_as_by_python(data: bytes) -> None:
         assert is_utf8(data)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.binary())
 def test_any_bytes_become_utf8(data: bytes) -> None:
     assert is_utf8(to_utf8(data).text)

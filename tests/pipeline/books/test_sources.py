@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.errors import UserError
@@ -76,7 +76,6 @@ def test_every_form_holds_the_same_books(tmp_path: Path) -> None:
         assert list(books_of(str(tmp_path / "forms" / f"[0-9].txt.{suffix}")).values()) == TEXTS
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.text(st.sampled_from("ab|<\n"), max_size=30), max_size=30),
     st.integers(1, 50),

@@ -29,7 +29,7 @@ texts = st.text(
 )
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(texts)
 def test_ids_equal_tiktoken_and_decode_to_the_text(text: str) -> None:
     ids = encode(text.encode())
@@ -81,7 +81,7 @@ PARTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(st.sampled_from(PARTS), max_size=200), st.integers(1, 40))
 def test_text_may_be_encoded_in_chunks(parts: list[str], size: int) -> None:
     text = "".join(parts)
@@ -98,7 +98,7 @@ runs = st.lists(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(runs, st.integers(1, 80))
 def test_runs_of_blanks_may_be_encoded_in_chunks(runs: list[tuple[str, int]], size: int) -> None:
     text = "".join(character * count for character, count in runs)

@@ -29,10 +29,12 @@ def test_every_piece_is_done_once_and_no_process_is_left(tmp_path: Path, pieces:
         for summary in do_pieces(pieces, StorageDir.of(tmp_path / "out"), f"test-{os.getpid()}", workers=2)
     ]
     assert sorted(done) == list(range(len(pieces)))
+    others = psutil.Process().children()  # of other tests
     begun = do_pieces(pieces, StorageDir.of(tmp_path / "begun"), f"test-{os.getpid()}", workers=2)
     next(begun)
+    assert len(set(psutil.Process().children()) - set(others)) == 2
     begun.close()
-    assert [child for child in psutil.Process().children() if "pipeline.job.worker" in " ".join(child.cmdline())] == []
+    assert set(psutil.Process().children()) <= set(others)
     assert list((tmp_path / "begun").rglob(".partial-*")) == []
 
 

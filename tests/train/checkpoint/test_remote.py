@@ -169,8 +169,8 @@ def test_unreachable_storage_is_retried(
     _, set_rate = s3
     set_rate(1.0)
     back = threading.Timer(3.0, set_rate, [0.0])
-    back.start()
     away = time.monotonic()
+    back.start()
     place = StorageDir.of(f"s3://places/kept/run5{bucket}")
     done = Trainer(replace(config, steps=6), checkpoints=tmp_path / "here" / "checkpoints", copies=place).run()
     assert done.outcome == "finished"

@@ -35,14 +35,14 @@ def step_inputs(windows: Windows, position: int, micro: int, accumulation: int, 
     return np.concatenate(parts)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(count=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 2**31))
 def test_the_order_is_a_bijection(count: int, seed: int, epoch: int) -> None:
     order = permute(np.arange(count), count, seed, epoch)
     assert np.array_equal(np.sort(order), np.arange(count))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(count=st.integers(2, 2**40), seed=st.integers(0, 1000), data=st.data())
 def test_the_order_is_a_function_of_the_place(count: int, seed: int, data: st.DataObject) -> None:
     places = np.array(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=20)))
@@ -58,7 +58,7 @@ def test_no_epoch_of_one_seed_repeats_an_epoch_of_another() -> None:
     assert abs(np.corrcoef(np.arange(500), permute(np.arange(500), 500, 0, 0))[0, 1]) < 0.15
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(step=st.integers(1, 97), epoch=st.integers(0, 3))
 def test_an_epoch_visits_every_window_once(small_shards: Path, step: int, epoch: int) -> None:
     windows = windows_of(small_shards)
@@ -100,7 +100,7 @@ def test_a_step_has_the_same_windows_however_it_is_executed(
     assert np.array_equal(step_inputs(windows, position, micro, accumulation, workers), expected)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(before=st.integers(0, 40), micro=st.sampled_from([1, 2, 4]))
 def test_a_restored_position_continues_with_the_next_window(small_shards: Path, before: int, micro: int) -> None:
     windows = windows_of(small_shards)

@@ -90,7 +90,7 @@ def test_a_pause_is_named_and_in_no_share(config: TrainConfig, monkeypatch: pyte
     with_pause = sum(trainer.spent.optimizer) / sum(trainer.spent.steps)
     assert result.optimizer_fraction
     assert 0 < result.optimizer_fraction < 0.8 * with_pause
-    assert result.paused_seconds == pytest.approx(2, abs=0.2)
+    assert 1.9 < result.paused_seconds < 2 * 2, "on a busy machine a sleep takes longer, and counts once"
 
 
 def test_the_same_seed_gives_the_same_run(config: TrainConfig) -> None:
