@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -102,6 +103,15 @@ def test_a_run_continues_from_its_newest_checkpoint_alone(tmp_path: Path, capfd:
     capfd.readouterr()
     assert find_checkpoint("one", tmp_path).resolve() == older.resolve()
     assert capfd.readouterr().err.count("step-00000020 is damaged") == 1
+
+
+def test_a_checkpoint_outside_of_its_run_can_be_used_but_not_continued(tmp_path: Path) -> None:
+    kept = checkpoint(tmp_path / "one", 10)
+    for copy in (tmp_path / kept.name, tmp_path / "copy", kept.with_name("copy")):
+        copytree(kept, copy)
+        assert find_checkpoint(str(copy), tmp_path) == copy
+        with pytest.raises(UserError, match="moved out of its run"):
+            find_run(str(copy), tmp_path)
 
 
 def test_a_name_is_first_looked_for_among_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
