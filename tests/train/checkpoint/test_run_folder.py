@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import copytree
@@ -78,6 +79,18 @@ def test_a_cycle_is_on_the_disk_when_it_is_told(home: RunFolder, monkeypatch: py
     monkeypatch.setattr(os, "fsync", watched)
     home.append(report(10))
     assert synced == [(home.cycles.stat().st_ino, home.cycles.stat().st_size)]
+
+
+def test_a_cycle_that_a_full_disk_does_not_take_is_one_sentence_and_the_ones_before_it_stay(home: RunFolder) -> None:
+    home.append(report(10))
+    old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (home.cycles.stat().st_size + 100, most))
+    try:
+        with pytest.raises(UserError, match=r"cycles.jsonl cannot be written .*--resume"):
+            home.append(report(20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
+    assert steps(list(home.cycles_until(30))) == [10]
 
 
 def checkpoint(run: Path, step: int) -> Path:
