@@ -89,6 +89,22 @@ def interrupt_on_termination() -> None:
 
 
 @contextmanager
+def for_a_program() -> Iterator[None]:
+    """Do a command's work during the block for a program that continues, and may be interrupted in its own way then.
+
+    After a Ctrl-C a command has another end it; and what Ray installs, it leaves.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                if handler is not None:  # which Python did not install
+                    signal.signal(number, handler)
+
+
+@contextmanager
 def uninterrupted() -> Iterator[None]:
     """Delay a first Ctrl-C or SIGTERM until the block or function ends; a second one is not delayed.
 

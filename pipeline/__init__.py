@@ -12,8 +12,10 @@ def make_shards(config: "TokenizeConfig") -> "Manifest":
 
     What an interrupted call has left is finished. Raises ``infra.errors.UserError`` for what a user can correct.
     """
+    from infra.command import for_a_program
     from pipeline.shards import read_manifest
     from pipeline.tokenize import main
 
-    main(config)
+    with for_a_program():
+        main(config)
     return read_manifest(config.out)

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 
 def main(config: TokenizeConfig) -> int:
-    if not config.overwrite:
-        output.refuse_foreign(StorageDir.of(config.out))
+    output.refuse_foreign(StorageDir.of(config.out), overwrite=config.overwrite)
     progress = report.JobStats()
     with progress.wall.time("plan"), doing("listing the books"):
         job = Job(config)

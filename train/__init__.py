@@ -16,13 +16,15 @@ def train(config: "TrainConfig", name: str | None = None, out: str = "runs") -> 
     """
     import json
 
+    from infra.command import for_a_program
     from infra.schema import from_json
     from infra.storage_dir import StorageDir
     from train import run
     from train.result import RunResult
 
     name = name or run.default_name(config)
-    run.run(run.RunOptions(config, name, out))
+    with for_a_program():
+        run.run(run.RunOptions(config, name, out))
     place = StorageDir.of(out) / name
     if not place.exists("result.json"):
         raise KeyboardInterrupt

@@ -1,5 +1,6 @@
 """The chart of a finished run, ``curves.png``: losses and speed against training tokens."""
 
+from infra.storage import atomic_file
 from infra.tracking.tracker import Tracker
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
@@ -28,6 +29,7 @@ def record_curves(tracker: Tracker, config: TrainConfig, result: RunResult, home
     speed.set(xlabel="training tokens", ylabel="tokens/s of each cycle", ylim=(0, 1.1 * max(speeds)))
     for axes in (losses, speed):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(home.curves, dpi=130)
+    with atomic_file(home.curves) as file:
+        figure.savefig(file, format="png", dpi=130)
     home.send(home.curves)
     tracker.file(home.curves)

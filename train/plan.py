@@ -54,7 +54,7 @@ def plan(options: PlanOptions) -> None:
     from train.estimate import forecast, network, roofline
     from train.estimate.card import planned
 
-    training, limit = options.training, options.memory_limit
+    training, limit = _of_its_data(options.training), options.memory_limit
     card = planned(options.gpu) if options.gpu else None
     facts, name = card.facts if card else device_facts(), card and card.facts.name
     if card:
@@ -81,6 +81,17 @@ def plan(options: PlanOptions) -> None:
         for name, value in rows:
             table.add_row(f"  {name}", value)
         console.print(table, "")
+
+
+def _of_its_data(training: TrainConfig) -> TrainConfig:
+    """``training`` with the vocabulary of its data, as it would run, where there are data that fit the model."""
+    from pipeline.shards import read_manifest
+    from train.data.text import with_vocabulary_of
+
+    try:
+        return with_vocabulary_of(training, read_manifest(training.data))
+    except UserError:
+        return training
 
 
 if __name__ == "__main__":

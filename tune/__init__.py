@@ -18,6 +18,7 @@ def find_fastest(config: "SearchConfig") -> "TrainConfig":
     import dataclasses
     import json
 
+    from infra.command import for_a_program
     from infra.errors import UserError
     from train.config import config_from_json
     from tune.folder import place_of
@@ -25,7 +26,8 @@ def find_fastest(config: "SearchConfig") -> "TrainConfig":
     from tune.search import run
 
     named = dataclasses.replace(config, name=search_name(config))
-    run(named)
+    with for_a_program():
+        run(named)
     place = place_of(named.out, search_name(named))
     if not place.exists("best.json"):
         raise UserError(f"the search in {place} has no winner: its summary.md lists the outcome of every trial.")

@@ -169,9 +169,12 @@ def memory_limit(asked: int | None, training: TrainConfig, available: int) -> in
     parts = predict_peak(replace(training, micro_batch=1))
     needed = parts.weights + parts.gradients + parts.optimizer
     if needed > limit:
+        given, step = f"the memory for trials, {available / 1e9:.2f} GB,", ""
+        if asked:
+            given, step = f"--memory-limit {format_size(asked)}", "raise the limit or "
         raise UserError(
-            f"--memory-limit {format_size(limit)} is less than the {needed / 1e9:.2f} GB that the weights, gradients "
-            f"and optimizer state of {format_model(training.model)} take: raise the limit or choose a smaller --model."
+            f"{given} is less than the {needed / 1e9:.2f} GB that the weights, gradients and optimizer state of "
+            f"{format_model(training.model)} take: {step}choose a smaller --model."
         )
     return limit
 

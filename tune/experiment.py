@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from infra.console import console
-from infra.storage import write_text
+from infra.storage import atomic_file, write_text
 from infra.storage_dir import StorageDir, WorkingCopy
 from infra.table import Report
 from infra.tracking.tracker import Tracker
@@ -137,7 +137,8 @@ class Experiment(ABC):
         """Print what was found, and keep it, ``files`` of the folder and ``figures`` with the place and in MLflow."""
         write_text(self.folder / "summary.md", told.markdown())
         for name, figure in figures.items():
-            figure.savefig(self.folder / f"{name}.png", dpi=120)
+            with atomic_file(self.folder / f"{name}.png") as file:
+                figure.savefig(file, format="png", dpi=120)
         tracker.note(told.markdown())
         for name in ("summary.md", *files, *(f"{name}.png" for name in figures)):
             tracker.file(self.folder / name)

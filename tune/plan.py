@@ -15,7 +15,7 @@ from infra.units import GB, format_duration
 from pipeline.shards import read_manifest
 from train.checkpoint.run_folder import new_place
 from train.config import Cycle
-from train.data.source import refuse_vast_steps
+from train.data.source import refuse_short_splits, refuse_vast_steps
 from train.data.text import with_vocabulary_of
 from train.estimate.card import planned
 from train.model_config import format_model
@@ -34,6 +34,8 @@ from tune.trial.run import Early, Request, pending
 
 BEYOND = 1.25
 """Micro-batches are candidates up to this multiple of the memory limit, by which a prediction may be off."""
+
+TRIAL_CYCLE = Cycle(1, 0)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Search(Experiment):
             console.print(f"    its steps get {format_duration(round(seconds, 1))}, because --trial-time was too short")
         trial = replace(
             self.space.config(proposal.candidate), data=str(self.data), steps=config.trial_steps, tokens=None,
-            time_budget=None, cycle=Cycle(1, 0),
+            time_budget=None, cycle=TRIAL_CYCLE,
         )  # fmt: skip
         return Request(
             proposal.key(self.place.name), number, self.space.label(proposal.candidate), proposal, trial.to_json(),
@@ -158,6 +160,7 @@ def make_search(config: SearchConfig) -> Search:
         asked = kept(place, config.kind).identity.get("memory_limit")
     facts = replace(machines[0].device, memory=asked or available)
     training = resolve(with_vocabulary_of(config.training, manifest), facts)
+    refuse_short_splits(replace(training, cycle=TRIAL_CYCLE), manifest)
     refuse_vast_steps(training, manifest)
     limit = memory_limit(asked, training, available)
     sequences = manifest.splits["train"]["tokens"] // training.model.context_length

@@ -181,9 +181,14 @@ def never_run(search: Search, rows: Sequence[TrialRow]) -> list[str]:
     return lines
 
 
+def limit_of(search: Search) -> str:
+    """The limit as it was asked for, or what there is, whose bytes no larger unit divides."""
+    return format_size(search.limit) if search.config.memory_limit else f"{search.limit / GB:.1f} GB (all there is)"
+
+
 def no_winner(search: Search, rows: Sequence[TrialRow]) -> str:
     """Why a search has no winner."""
-    under = f"under {format_size(search.limit)}"
+    under = f"under {limit_of(search)}"
     unfit = {row.candidate for row in rows if row.outcome in UNFIT}
     failed = [row for row in rows if row.outcome == "failed"]
     if any(row.candidate not in unfit for row in failed):
@@ -218,7 +223,7 @@ def csv_text(rows: Sequence[TrialRow]) -> str:
 def opening_lines(search: Search, rows: Sequence[TrialRow]) -> list[tuple[str, str]]:
     space, ranked = search.space, rank(rows)
     spent = format_duration(round(sum(row.seconds for row in rows)))
-    what = f"the fastest way to {space.batch_label} under {format_size(search.limit)}"
+    what = f"the fastest way to {space.batch_label} under {limit_of(search)}"
     trials = f"{len(rows)} trials in {spent}"
     if not ranked:
         tried = f"{trials}, searcher {search.config.searcher}"
@@ -278,11 +283,10 @@ COMPILE_SECONDS = {
 def introduce(search: Search) -> None:
     """Print what is searched, the training that the flags describe and, for a dry run, the plan."""
     config, control, asked = search.config, search.training, search.config.training
-    limit = format_size(search.limit) if config.memory_limit else f"{search.limit / 1e9:.1f} GB (all there is)"
     where = f" of {', '.join(machine.name for machine in search.machines)}" if config.cluster or config.gpu else ""
     console.print(
         f"[bold]{format_model(asked.model)}[/bold]: {len(search.space.candidates())} candidates for "
-        f"{search.space.batch_label}, limit {limit} per process, on {search.device}{where}"
+        f"{search.space.batch_label}, limit {limit_of(search)} per process, on {search.device}{where}"
     )
     size = f"micro-batch {said('micro_batch', control, asked)} x {control.accumulation}"
     console.print(f"control: {size}, {choices(control, asked)}", markup=False)

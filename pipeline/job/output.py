@@ -46,9 +46,16 @@ def sole_writer(place: StorageDir) -> AbstractContextManager[None]:
     return sole_user(place, refusal)
 
 
-def refuse_foreign(place: StorageDir) -> None:
-    """Raise ``UserError`` when ``place`` holds a data set without the settings that we note for ours."""
-    if place.exists(MANIFEST) and not place.exists(SETTINGS):
+def refuse_foreign(place: StorageDir, *, overwrite: bool) -> None:
+    """Raise ``UserError`` when ``place`` holds a data set without the settings that we note for ours, or a run.
+
+    A data set may be overwritten. A run's key in MLflow has the name of a data set's, and would be lost.
+    """
+    if place.exists(SETTINGS):
+        return
+    if place.exists(TRACKING) and not place.exists(MANIFEST):
+        raise UserError(f"{place} holds a run of this program (its {TRACKING}): name another --out.")
+    if place.exists(MANIFEST) and not overwrite:
         raise UserError(f"{place} holds a data set that this program did not make (no {SETTINGS}): name another --out.")
 
 

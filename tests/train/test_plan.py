@@ -1,6 +1,8 @@
 """What the plan says of GPT-2 is what is published, and bad input is refused by a sentence."""
 
+import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,11 @@ import pytest
 
 from infra.console import console
 from infra.errors import UserError
+from infra.storage import write_json
+from pipeline.encoding import read_vocabulary
+from pipeline.shards import MANIFEST, VOCABULARY_FILE
+from pipeline.vocabulary import VocabularyConfig
+from pipeline.vocabulary import main as train_vocabulary
 from train.config import TrainConfig
 from train.estimate.forecast import arithmetic_rows, epoch_tokens, limit_rows, memory_rows, parameter_rows, time_rows
 from train.estimate.memory import published_activations
@@ -92,6 +99,25 @@ def test_the_published_formula_of_activations_stands_below_the_prediction() -> N
     assert published_activations(replace(config, precision="tf32")) == 2 * 96 * 2048 * 12288 * 114
     assert "96 x sbh(34 + 5as/h)" in dict(memory_rows(config))["by formula"]
     assert "96 x 2sbh(34 + 5as/h)" in dict(memory_rows(replace(config, precision="fp32")))["by formula"]
+
+
+def test_a_plan_is_of_the_model_that_its_data_make(small_shards: Path, tmp_path: Path) -> None:
+    """``small`` follows the vocabulary of the data; where there are none, or of another model, it is as it is named."""
+    data, vocabulary = shutil.copytree(small_shards, tmp_path / "data"), tmp_path / "data" / VOCABULARY_FILE
+    train_vocabulary(VocabularyConfig(size=300, sample=100_000, out=str(vocabulary)))
+    manifest = json.loads((data / MANIFEST).read_bytes())
+    write_json(data / MANIFEST, manifest | {"vocabulary_sha256": read_vocabulary(str(vocabulary)).sha256})
+
+    def embedded(model: str, data: str) -> str:
+        with console.capture() as printed:
+            plan(PlanOptions(TrainConfig(model=PRESETS[model], data=data, device="cpu")))
+        found = re.search(r"token embedding +([\d,]+)", printed.get())
+        assert found
+        return found[1]
+
+    assert embedded("small", str(data)) == f"{320 * 256:,}"
+    assert embedded("small", "nowhere") == f"{50304 * 256:,}"
+    assert embedded("edu-3m", str(data)) == f"{512 * 256:,}"
 
 
 def test_a_price_without_a_speed_is_refused() -> None:

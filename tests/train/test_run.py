@@ -5,11 +5,14 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from matplotlib.image import imread
@@ -21,10 +24,10 @@ from infra.storage_dir import StorageDir
 from infra.tracking.store import store_uri
 from pipeline.encoding.vocabulary import gpt2
 from pipeline.shards import MANIFEST, VOCABULARY_FILE, read_manifest
-from train import run
+from train import run, train
 from train.checkpoint.progress import checkpoints_in
 from train.checkpoint.run_folder import RunFolder
-from train.config import TrainConfig, config_from_json
+from train.config import Cycle, TrainConfig, config_from_json
 from train.launch import driver, worker
 from train.launch.channel import EarlierWorkers
 from train.launch.run import Assignment
@@ -218,6 +221,27 @@ with stop_on_signal() as asked:
         left = subprocess.run(command, timeout=60, cwd=ROOT, check=False, stderr=stderr)
         assert left.returncode == 130
     os.close(writer)
+
+
+def test_a_program_continues_after_a_run_of_its_own_was_interrupted(
+    small_shards: Path, small_model: ModelConfig
+) -> None:
+    """Its next Ctrl-C is its own, and does not exit at once as the second one of a command."""
+    config = TrainConfig(
+        data=str(small_shards), model=small_model, micro_batch=2, global_batch=2, steps=10**6, cycle=Cycle(1, 0),
+        device="cpu",
+    )  # fmt: skip
+
+    def interrupt() -> None:
+        while not Path("runs/one/cycles.jsonl").exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    before = list(map(signal.getsignal, numbers))
+    Thread(target=interrupt).start()
+    assert train(config, name="one").outcome == "interrupted"
+    assert list(map(signal.getsignal, numbers)) == before
 
 
 def begin(

@@ -16,9 +16,11 @@ from pipeline.encoding.vocabulary import read_vocabulary
 from pipeline.shards import VOCABULARY_FILE
 from pipeline.vocabulary import VocabularyConfig
 from pipeline.vocabulary import main as train_vocabulary
+from train.checkpoint.run_folder import RunFolder
 from train.config import Compile, TrainConfig
 from train.estimate.card import planned
-from train.model_config import PRESETS
+from train.launch.run import RunPlan
+from train.model_config import PRESETS, parse_model
 from train.resolve import resolve
 from tune.config import LadderConfig, SearchConfig
 from tune.device import Machine
@@ -98,6 +100,21 @@ def test_a_search_that_is_continued_keeps_its_limit(
     before.folder.mkdir()
     begin(WorkingCopy.of(before.place, fresh=True), config, before.identity(), RunKey("", "", ""))
     assert search_on(16, replace(config, name=None, resume="one")).limit == before.limit
+
+
+def test_a_split_without_a_window_is_refused_before_anything_is_made(small_shards: Path, tmp_path: Path) -> None:
+    """The trials of a search do not validate, so that a short validation split is no reason to refuse one."""
+    longer, longest = (parse_model(f"tiny,context_length={n},vocabulary=257") for n in (5_000, 90_000))
+    run = TrainConfig(data=str(small_shards), device="cpu", model=longer, global_batch=1, steps=1)
+    for plan in (
+        lambda: RunPlan.new(run, RunFolder(tmp_path)),
+        lambda: make_ladder(LadderConfig(suite="loop", model=longer, data=str(small_shards), device="cpu")),
+    ):
+        with pytest.raises(UserError, match="val split's largest shard has 4,001 tokens and one window needs 5,001"):
+            plan()
+    assert make_search(SearchConfig(training=run, dry_run=True))
+    with pytest.raises(UserError, match="train split's largest shard has 24,006 tokens and one window needs 90,001"):
+        make_search(SearchConfig(training=replace(run, model=longest)))
 
 
 def test_a_search_and_a_ladder_follow_the_vocabulary_of_the_data(small_shards: Path, tmp_path: Path) -> None:

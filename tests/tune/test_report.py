@@ -60,10 +60,17 @@ def planned(limit: float, space: Space = SPACE) -> Search:
     manifest = Manifest.of([], config={}, vocabulary_sha256="", inputs={}, report={})
     control = space.config(space.control)
     place = StorageDir.of("runs/one")
-    return Search(SearchConfig(), place, (), manifest, control, int(limit), space, memory, Grid(space))
+    config = SearchConfig(memory_limit=int(limit))
+    return Search(config, place, (), manifest, control, int(limit), space, memory, Grid(space))
 
 
 SEARCH = planned(4e9)
+
+
+def test_a_limit_that_nobody_asked_for_is_what_there_is() -> None:
+    search = replace(SEARCH, limit=25_276_514_304, config=SearchConfig())
+    assert "under 25.3 GB (all there is)" in no_winner(search, [])
+    assert "under 25.3 GB (all there is)" in search_report(search, []).markdown()
 
 
 def test_why_nothing_won() -> None:

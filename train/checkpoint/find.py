@@ -27,10 +27,15 @@ def find_run(text: str, out: Path | str, flag: str = "--resume") -> RunFolder:
     out = Path(out)
     for path in (out / text, Path(text)):
         if (path / "progress.json").is_file():
-            later = checkpoints_in(path.parent)[-1]
-            if later.name != path.name:
-                raise _not_newest(flag, text, later.name)
             run = RunFolder(path.resolve().parent.parent)
+            there = checkpoints_in(run.checkpoints)
+            if path.resolve() not in there:
+                raise UserError(
+                    f"{flag} {text} was copied or moved out of its run, whose other files tell how to continue: put it "
+                    f"back into runs/NAME/{CHECKPOINTS}, under its name."
+                )
+            if path.resolve() != there[-1]:
+                raise _not_newest(flag, text, there[-1].name)
         elif (path / "config.json").is_file():
             run = RunFolder(path.resolve())
         else:

@@ -161,11 +161,17 @@ class RunFolder:
         return cycle
 
     def log(self, cycle: dict[str, Any]) -> None:
-        """Add a cycle that :meth:`append` returned to the log, durably."""
-        with self.cycles.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(cycle) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """Add a cycle that :meth:`append` returned to the log, durably. Raises ``UserError`` when the disk is full."""
+        try:
+            with self.cycles.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(cycle) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as refused:
+            raise UserError(
+                f"{self.cycles} cannot be written ({refused.strerror}): make room or fix the folder, then continue "
+                "with --resume."
+            ) from refused
 
     def cycles_until(self, step: int) -> Iterator[dict[str, Any]]:
         """The logged cycles up to ``step``; later ones are about to be repeated."""

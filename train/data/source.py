@@ -8,6 +8,7 @@ from infra.storage_dir import StorageDir
 from pipeline.shards import Manifest
 from pipeline.stream import BYTES_PER_TOKEN, EncodedBook, Stream, whole_path
 from train.config import TrainConfig
+from train.data.windows import refuse_short
 
 
 def absolute(config: TrainConfig) -> TrainConfig:
@@ -44,6 +45,15 @@ def estimate(stream: Stream, book_tokens: float | None = None, held_out: Sequenc
         fingerprint=stream.fingerprint,
         splits={"train": {"books": round(books), "tokens": tokens}, "val": val},
     )
+
+
+def refuse_short_splits(config: TrainConfig, manifest: Manifest) -> None:
+    """Raise ``UserError`` when the shards of a split that ``config`` uses are shorter than a window."""
+    if config.stream:
+        return
+    for split in ("train", "val") if config.cycle.val else ("train",):
+        lengths = (shard.tokens for shard in manifest.shards if shard.split == split)
+        refuse_short(split, lengths, config.model.context_length)
 
 
 def refuse_vast_steps(config: TrainConfig, manifest: Manifest) -> None:

@@ -5,7 +5,7 @@ predicted once per epoch. The order is a pseudo-random permutation, a pure funct
 compute any batch, and the position in the data is one integer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -39,15 +39,7 @@ class Windows:
         counts = [max(0, (len(stream) - 1) // context_length) for stream in streams]
         self.first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)])
         self.count = int(self.first[-1])
-        if not self.count:
-            longest, needed = max((len(stream) for stream in streams), default=0), context_length + 1
-            validated = (
-                "raise --val-fraction of 'python -m pipeline.tokenize', turn validation off with --cycle 200+0, "
-            )
-            raise UserError(
-                f"the {split} split's largest shard has {longest:,} tokens and one window needs {needed:,}: tokenize "
-                f"more books, {validated if split == 'val' else ''}or choose a shorter context length."
-            )
+        refuse_short(split, map(len, streams), context_length)
 
     def window_ids(self, positions: np.ndarray) -> np.ndarray:
         """Numbers of the windows at ``positions`` of the shuffled order, which continues from epoch to epoch."""
@@ -63,6 +55,18 @@ class Windows:
         starts = (numbers - self.first[shards]) * self.context_length
         for row, (shard, start) in enumerate(zip(shards.tolist(), starts.tolist(), strict=True)):
             out[row] = self.streams[shard][start : start + self.context_length + 1]
+
+
+def refuse_short(split: str, lengths: Iterable[int], context_length: int) -> None:
+    """Raise ``UserError`` when none of the token streams of a split, which have these ``lengths``, holds a window."""
+    longest, needed = max(lengths, default=0), context_length + 1
+    if longest >= needed:
+        return
+    validated = "raise --val-fraction of 'python -m pipeline.tokenize', turn validation off with --cycle 200+0, "
+    raise UserError(
+        f"the {split} split's largest shard has {longest:,} tokens and one window needs {needed:,}: tokenize "
+        f"more books, {validated if split == 'val' else ''}or choose a shorter context length."
+    )
 
 
 def permute(positions: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:

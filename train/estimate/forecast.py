@@ -81,8 +81,10 @@ def activation_formula(config: TrainConfig) -> tuple[int, str] | None:
 
 def limit_rows(config: TrainConfig, limit: int | None) -> Rows:
     """The largest micro-batches that fit the limit, as configured and with settings that save memory."""
+    given = format_size(limit) if limit else ""
     if limit is None and torch.cuda.is_available():
-        limit = torch.cuda.get_device_properties(0).total_memory
+        limit = int(torch.cuda.get_device_properties(0).total_memory)
+        given = f"{limit / GB:.1f} GB, all of this GPU"
     if limit is None:
         return [("", "give --memory-limit, for example 40GB, to see what fits")]
     rows = []
@@ -94,7 +96,7 @@ def limit_rows(config: TrainConfig, limit: int | None) -> Rows:
             fitted = replace(variant, micro_batch=size)
             rows.append((name, f"{size} sequences x {fitted.accumulation} accumulated{_cap(fitted, limit)}"))
     kept = f"with a margin of {margin(config):.0%} of what is reserved"
-    return [("limit", f"{format_size(limit)}, {kept}"), *rows]
+    return [("limit", f"{given}, {kept}"), *rows]
 
 
 def _cap(config: TrainConfig, limit: int) -> str:

@@ -13,7 +13,7 @@ from train.checkpoint.progress import Progress, read_progress, refuse_finished, 
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
 from train.confirmed import Confirmed
-from train.data.source import absolute, estimate, refuse_vast_steps, stream_of
+from train.data.source import absolute, estimate, refuse_short_splits, refuse_vast_steps, stream_of
 from train.data.text import with_vocabulary_of
 from train.resolve import looked_at
 from train.result import RunResult
@@ -84,6 +84,7 @@ class RunPlan:
         stream = stream_of(asked) if asked.stream else None
         manifest = estimate(stream) if stream else read_manifest(asked.data)
         asked = looked_at(with_vocabulary_of(asked, manifest))
+        refuse_short_splits(asked, manifest)
         refuse_vast_steps(asked, manifest)
         return cls(asked, manifest, home, stream=stream)
 

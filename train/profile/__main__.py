@@ -74,7 +74,7 @@ def profile(options: ProfileOptions) -> None:
     manifest = read_manifest(options.training.data)
     config = resolve(with_vocabulary_of(options.training, manifest), device_facts())
     name = options.name or f"profile-{short_name(options.training.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = new_folder(options.out, name, resumable=False)
+    folder = new_folder(options.out, name, resumable=False, begun=(StorageDir.LOCK,))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as refused:

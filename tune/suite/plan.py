@@ -54,7 +54,9 @@ def make_ladder(config: LadderConfig) -> Ladder:
     if config.model:
         suite = with_model(suite, start.model)
     training = replace(training, stream=config.stream)  # for whose books every trial leaves cores
-    return Ladder(config, place, machines, manifest, training, config.memory_limit, suite, start)
+    ladder = Ladder(config, place, machines, manifest, training, config.memory_limit, suite, start)
+    ladder.request(machines[0].name, 1, [], [])  # a baseline that cannot be run is refused before anything is made
+    return ladder
 
 
 def chosen(config: LadderConfig, start: TrainConfig) -> Suite:

@@ -16,6 +16,7 @@ from infra.errors import UserError
 from infra.hardware import DeviceFacts
 from infra.units import format_size
 from train.config import GPU_KERNELS, SIXTEEN_BITS, TrainConfig
+from train.data.source import refuse_short_splits
 from train.data.text import with_vocabulary_of
 from train.estimate.memory import known_peak, predict_peak
 from train.intervals import Estimate
@@ -165,6 +166,7 @@ class Climb:
         suite, room = self.ladder.suite, self._room()
         baseline = self._fitted(self._with(self.ladder.start, suite.base), room)
         refuse_several(baseline)
+        refuse_short_splits(baseline, self.ladder.manifest)
         first, baseline, room = self._fitting("control-00", Rung("baseline"), baseline, room)
         refuse_short(first, fitted=bool(room))
         controls, before, state = [first], first, baseline
@@ -175,6 +177,7 @@ class Climb:
                 if config == state and rung.changes:
                     raise UserError("here it changes nothing")
                 refuse_unsuited(state, config, rung, self.facts)
+                refuse_short_splits(config, self.ladder.manifest)
                 stages = equal_work_first(rung, state, config)
                 for _, each in stages:
                     resolve(each, self.facts)

@@ -87,6 +87,16 @@ def test_a_data_set_that_was_not_made_here_is_refused_before_anything_is_written
     assert files(out) == before
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_keeps_its_key_in_mlflow(tmp_path: Path, overwrite: bool) -> None:
+    """A data set keeps its own under the same name: the run would be continued as the data set's."""
+    put(tmp_path, ("tracking.json", "config.json", "cycles.jsonl"))
+    before = files(tmp_path)
+    with pytest.raises(UserError, match="holds a run of this program"):
+        main(TokenizeConfig(out=str(tmp_path), overwrite=overwrite))
+    assert files(tmp_path) == before
+
+
 def test_overwriting_starts_over_once_and_continues_after_an_interruption(
     config: TokenizeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import resource
 from dataclasses import asdict, replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -79,6 +81,18 @@ def test_a_cycle_is_on_the_disk_when_it_is_told(home: RunFolder, monkeypatch: py
     assert synced == [(home.cycles.stat().st_ino, home.cycles.stat().st_size)]
 
 
+def test_a_cycle_that_a_full_disk_does_not_take_is_one_sentence_and_the_ones_before_it_stay(home: RunFolder) -> None:
+    home.append(report(10))
+    old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (home.cycles.stat().st_size + 100, most))
+    try:
+        with pytest.raises(UserError, match=r"cycles.jsonl cannot be written .*--resume"):
+            home.append(report(20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
+    assert steps(list(home.cycles_until(30))) == [10]
+
+
 def checkpoint(run: Path, step: int) -> Path:
     """A checkpoint of a run, of which only the progress is looked at."""
     made = RunFolder(run).checkpoints / f"step-{step:08d}"
@@ -102,6 +116,15 @@ def test_a_run_continues_from_its_newest_checkpoint_alone(tmp_path: Path, capfd:
     capfd.readouterr()
     assert find_checkpoint("one", tmp_path).resolve() == older.resolve()
     assert capfd.readouterr().err.count("step-00000020 is damaged") == 1
+
+
+def test_a_checkpoint_outside_of_its_run_can_be_used_but_not_continued(tmp_path: Path) -> None:
+    kept = checkpoint(tmp_path / "one", 10)
+    for copy in (tmp_path / kept.name, tmp_path / "copy", kept.with_name("copy")):
+        copytree(kept, copy)
+        assert find_checkpoint(str(copy), tmp_path) == copy
+        with pytest.raises(UserError, match="moved out of its run"):
+            find_run(str(copy), tmp_path)
 
 
 def test_a_name_is_first_looked_for_among_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
