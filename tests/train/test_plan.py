@@ -12,7 +12,7 @@ import pytest
 from infra.console import console
 from infra.errors import UserError
 from infra.storage import write_json
-from pipeline.encoding import read_vocabulary
+from pipeline.encoding.vocabulary import read_vocabulary
 from pipeline.shards import MANIFEST, VOCABULARY_FILE
 from pipeline.vocabulary import VocabularyConfig
 from pipeline.vocabulary import main as train_vocabulary
