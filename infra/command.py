@@ -90,9 +90,9 @@ def interrupt_on_termination() -> None:
 
 @contextmanager
 def for_a_program() -> Iterator[None]:
-    """Do a command's work during the block for a program that continues, and may be interrupted in its own way then.
+    """Do a command's work in a Python program, which gets its own signal handlers back when the block ends.
 
-    After a Ctrl-C a command has another end it; and what Ray installs, it leaves.
+    A command need not do so: its process ends with it.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
