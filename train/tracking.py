@@ -223,12 +223,14 @@ def _completed(home: RunFolder, key: RunKey) -> bool:
 
 
 def columns(result: RunResult) -> dict[str, str]:
-    """The speed with its interval and the memory with its prediction, as tags that are columns of MLflow's list."""
+    """The speed with its interval and the memory with its prediction, as tags that are columns of MLflow's list.
+
+    All of them, so that none is left of what an earlier part of the run has measured.
+    """
     words = {"memory": f"{result.memory.process / GB:.2f} GB"}
     if result.predicted_memory:
         words["memory"] += f" (predicted {result.predicted_memory / GB:.2f})"
-    if speed := result.throughput:
-        words["tokens/s"] = str(speed.estimate)
+    words["tokens/s"] = str(result.throughput.estimate) if result.throughput else "not measured"
     return words
 
 

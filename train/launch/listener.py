@@ -30,7 +30,7 @@ class Listener:
         self._tracker = tracker
         self._on_cycle = on_cycle
         self._sent = sent
-        self._pace = Pace(config, run.manifest)
+        self._pace = Pace(config, run.manifest, spent=run.progress.elapsed if run.progress else 0.0)
 
     def record(self, cycle: dict[str, Any]) -> None:
         tracking.record_cycle(self._tracker, cycle, self._sent)

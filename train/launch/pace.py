@@ -19,9 +19,13 @@ WINDOW = 15.0
 
 
 class Pace:
-    def __init__(self, config: TrainConfig, manifest: Manifest, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: TrainConfig, manifest: Manifest, clock: Callable[[], float] = time.monotonic, spent: float = 0.0
+    ) -> None:
+        """``spent`` are the seconds that a run which is continued has trained already."""
         self._config = config
         self._clock = clock
+        self._spent = spent
         self._steps: deque[tuple[float, int]] = deque()
         self._loss: float | None = None
         self._elapsed: tuple[float, float] | None = None
@@ -41,7 +45,7 @@ class Pace:
             self._steps.clear()
             return what, ""
         now = self._clock()
-        self._elapsed = self._elapsed or (now, 0.0)
+        self._elapsed = self._elapsed or (now, self._spent)
         if not self._steps or step > self._steps[-1][1]:
             self._steps.append((now, step))
         while len(self._steps) > 3 and now - self._steps[0][0] > WINDOW:

@@ -55,9 +55,14 @@ def test_the_speed_is_that_of_the_last_seconds_or_of_the_last_steps(config: Trai
         assert f"| {speed} tokens/s |" in pace.shown(TRAINING, last - 1)[1], "fast steps are forgotten"
 
 
-@pytest.mark.parametrize(("known", "left"), [(0.0, "1m30s"), (30.0, "1m")], ids=["new", "resumed"])
-def test_a_time_budget_is_what_is_left_of_it(config: TrainConfig, manifest: Manifest, known: float, left: str) -> None:
-    pace = Pace(replace(config, steps=None, time_budget=100.0), manifest, clock := Clock())
+@pytest.mark.parametrize(
+    ("spent", "known", "left"), [(0.0, 0.0, "1m30s"), (30.0, 0.0, "1m"), (30.0, 40.0, "50s")],
+    ids=["new", "resumed", "resumed, after its first cycle"],
+)  # fmt: skip
+def test_a_time_budget_is_what_is_left_of_it(
+    config: TrainConfig, manifest: Manifest, spent: float, known: float, left: str
+) -> None:
+    pace = Pace(replace(config, steps=None, time_budget=100.0), manifest, clock := Clock(), spent)
     pace.shown(TRAINING, 1)
     if known:
         pace.cycle({"train_loss": 5.0, "elapsed": known})
