@@ -103,7 +103,7 @@ def record_export(key: RunKey, step: int, folder: Path, model: tuple[str, str] |
 
 def record_resume(tracker: Tracker, config: TrainConfig, step: int) -> None:
     """Add to the page of a run that is resumed; its params stay those of the first start, as they cannot change."""
-    tracker.tags({"resumed_at_step": step})
+    tracker.tags({"resumed_at_step": step, "outcome": "", "reason": ""})
     tracker.json(config.to_json(), f"config-from-step-{step}.json")
 
 
@@ -202,13 +202,15 @@ def _completed(home: RunFolder, key: RunKey) -> bool:
     """
     if is_complete(key):
         return True
-    result, config, cycles, ended = None, None, iter(()), None
+    result, config, cycles, ended = None, None, list[dict[str, Any]](), None
     if (kept := home.key(key.store)) and kept.run_id == key.run_id:  # it may have been removed, and made anew
         with suppress(OSError, ValueError):
             result = from_json(RunResult, json.loads(home.result.read_text(encoding="utf-8")), home.result)
             config = load_config(home.config)
-        cycles = home.cycles_until(sys.maxsize)
+        cycles = list(home.cycles_until(sys.maxsize))
         ended = max((file.stat().st_mtime for file in (home.cycles, home.result) if file.exists()), default=None)
+    if result and cycles and cycles[-1]["step"] > result.steps:
+        result = None  # of a part before the one that was killed
     sent, tracker = last_steps(key), Tracker(key)
     for cycle in cycles:
         record_cycle(tracker, cycle, sent)

@@ -188,8 +188,9 @@ def test_a_search_links_to_the_run_that_trained_with_its_winner(place: StorageDi
 def test_what_the_store_lacks_of_a_run_is_sent_by_the_next_command(
     config: TrainConfig, result: RunResult, tmp_path: Path
 ) -> None:
-    """Of one that finished while the store was away, of one that was killed, and of one whose folder is another's."""
-    homes = [RunFolder(tmp_path / name) for name in ("finished", "killed", "again")]
+    """Of one that finished while the store was away, of one that was killed, of one whose folder is another's, and of
+    one that was killed after it had finished and was continued."""
+    homes = [RunFolder(tmp_path / name) for name in ("finished", "killed", "again", "continued")]
     keys = []
     for home in homes:
         home.path.mkdir()
@@ -199,19 +200,20 @@ def test_what_the_store_lacks_of_a_run_is_sent_by_the_next_command(
     with Tracker(keys[0]) as tracker:
         tracking.record_cycle(tracker, to_json(CYCLE), {})
     client = MlflowClient(keys[0].store)
-    for key, status in zip(keys, ("RUNNING", "KILLED", "KILLED"), strict=True):
+    for key, status in zip(keys, ("RUNNING", "KILLED", "KILLED", "RUNNING"), strict=True):
         client.set_tag(key.run_id, "complete", "false")
         client.update_run(key.run_id, status)
-    write_json(homes[0].config, config.to_json())
-    write_json(homes[0].result, to_json(replace(result, predicted_memory=5 * 10**9)))
+    for home, steps in ((homes[0], 6), (homes[3], 3)):
+        write_json(home.config, config.to_json())
+        write_json(home.result, to_json(replace(result, predicted_memory=5 * 10**9, steps=steps)))
     homes[0].summary.write_text("**What:** a run")
     os.utime(homes[0].result, (2e9, 2e9))
     lost.opened.clear()  # as if their processes had ended
     homes[2].keep_key(create_run("train", "again"))  # in the folder that the first had
     tracking.complete_earlier(create_run("train", "next"))
     runs = [client.get_run(key.run_id) for key in keys]
-    assert [run.info.status for run in runs] == ["FINISHED", "KILLED", "KILLED"]
-    assert [run.data.metrics.get("loss/step") for run in runs] == [1.5, 1.5, None]
+    assert [run.info.status for run in runs] == ["FINISHED", "KILLED", "KILLED", "KILLED"]
+    assert [run.data.metrics.get("loss/step") for run in runs] == [1.5, 1.5, None, 1.5]
     assert [m.step for m in client.get_metric_history(keys[0].run_id, "loss/step")] == [1, 2, 3, 4, 5, 6]
     assert runs[0].data.metrics["result/mfu"] == 0.4
     assert runs[0].data.tags["memory"] == "4.00 GB (predicted 5.00)"

@@ -82,10 +82,11 @@ class RunFolder:
         """What a run straight from books has read."""
         return self.path / "stream.json"
 
-    def is_finished(self) -> bool:
-        """Whether the run finished, by the settings that it had then."""
+    def is_finished(self, step: int) -> bool:
+        """Whether the run, which is at ``step``, finished there, by the settings that it had then."""
         try:
-            return json.loads(self.result.read_text(encoding="utf-8"))["outcome"] == "finished"
+            result = json.loads(self.result.read_text(encoding="utf-8"))
+            return result["outcome"] == "finished" and result["steps"] >= step
         except (OSError, ValueError, KeyError, TypeError):
             return False
 

@@ -99,6 +99,6 @@ class RunPlan:
         checkpoint = home.newest()
         progress, named = read_progress(checkpoint), home.named(checkpoint)
         refuse_other_run(named, progress, new.asked, new.manifest)
-        if home.is_finished():
+        if home.is_finished(progress.step):
             refuse_finished(named, progress, new.asked)
         return replace(new, progress=progress)

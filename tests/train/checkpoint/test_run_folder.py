@@ -53,12 +53,13 @@ def test_rewinding_forgets_later_cycles_and_a_line_cut_short(home: RunFolder) ->
 
 
 def test_only_a_finished_run_is_finished(home: RunFolder) -> None:
-    assert not home.is_finished()
-    for left in ('{"outcome": "diverged"}', '{"outcome": "interrupted"}', '{"outcome', "[]"):
+    assert not home.is_finished(10)
+    for left in ('{"outcome": "diverged", "steps": 10}', '{"outcome": "interrupted", "steps": 10}', '{"outcome', "[]"):
         home.result.write_text(left)
-        assert not home.is_finished()
-    home.result.write_text('{"outcome": "finished"}')
-    assert home.is_finished()
+        assert not home.is_finished(10)
+    home.result.write_text('{"outcome": "finished", "steps": 10}')
+    assert home.is_finished(10)
+    assert not home.is_finished(20), "it was continued, and killed before it had another result"
 
 
 def test_the_key_of_a_run_is_found_again(home: RunFolder) -> None:
