@@ -226,8 +226,6 @@ def test_a_profile_on_the_cpu(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     flags = ["--data", str(small_shards), "--model", MODEL, "--micro-batch", "4", "--global-batch", "8"]
-    longer = [flag.replace(MODEL, f"{MODEL},context_length=90000") for flag in flags]
-    assert "train split" in refused(profile.main, *longer, "--name", "one"), "which leaves its name"
     code = command(profile.main, *flags, "--attention", "manual", "--device", "cpu", "--name", "one")
     printed = capfd.readouterr().out
     assert code == 0, printed
@@ -235,9 +233,8 @@ def test_a_profile_on_the_cpu(
     assert found["steps"] == 2
     assert found["forward"] > 0
     assert found["backward"] > 0
-    assert 0 < found["by_class"]["matmul"] < found["forward"] + found["backward"] < found["step"], (
-        "as one is in the next"
-    )
+    passes = found["forward"] + found["backward"]
+    assert 0 < found["by_class"]["matmul"] < passes < found["step"], "each is within the next"
     assert found["loader"] > 0
     assert any("not fused" in line for line in found["findings"])
     assert all("): " not in kernel["name"] for kernel in found["kernels"])
@@ -245,8 +242,8 @@ def test_a_profile_on_the_cpu(
     assert any(e.get("name") == "throughline: forward" for e in trace["traceEvents"])
     assert Path("runs/one/memory.png").stat().st_size > 5000
     client = MlflowClient(store_uri())
-    run, failed = client.search_runs(["1"])
-    assert (run.info.status, failed.info.status) == ("FINISHED", "FAILED")
+    (run,) = client.search_runs(["1"])
+    assert run.info.status == "FINISHED"
     assert {f.path for f in client.list_artifacts(run.info.run_id)} >= {"trace.json.gz", "memory.png", "profile.json"}
     assert "exists already: give another --name." in refused(profile.main, *flags, "--name", "one")
 
