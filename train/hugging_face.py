@@ -21,12 +21,12 @@ from infra.storage_dir import StorageDir
 from infra.table import Part
 from train.checkpoint.progress import Progress, read_progress
 from train.checkpoint.save import shared_names
-from train.config import config_from_json
+from train.config import TrainConfig, config_from_json
 from train.custom_model import CustomModel
 from train.data.text import tokenizer_files
 from train.loop.sampling import load_model
 from train.model.published import published_config, published_weights
-from train.model_config import format_model
+from train.model_config import ModelConfig, format_model
 
 
 def write_model(checkpoint: Path, folder: Path, run: str = "") -> str:
@@ -64,7 +64,7 @@ def write_model(checkpoint: Path, folder: Path, run: str = "") -> str:
 
 def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
     """What the model is: the ``run`` that trained it if that is known, its data, its config, its measured loss."""
-    config = config_from_json(progress.config, str(checkpoint))
+    config = _public(config_from_json(progress.config, str(checkpoint)))
     result = checkpoint.parent.parent / "result.json"
     measured = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}
     if measured.get("steps") != progress.step:  # of another part of the run
@@ -89,12 +89,25 @@ def model_card(progress: Progress, checkpoint: Path, run: str = "") -> str:
     }
     rows += [(text, str(measured[name])) for name, text in names.items() if measured.get(name) is not None]
     facts = Part("", ("", ""), rows).markdown()
-    public = {name: value for name, value in config.to_json().items() if name != "stream"}  # paths of who trained it
-    settings = json.dumps(public | {"data": StorageDir.of(config.data).name}, indent=2, sort_keys=True)
+    settings = json.dumps(config.to_json(), indent=2, sort_keys=True)
+    begun = "random weights" if custom or not config.shape.start else f"the weights of {config.shape.start}"
     library = "" if custom else "library_name: transformers\n"
     return (
         f"---\n{library}pipeline_tag: text-generation\n---\n\n"
         f"# {'' if custom else 'GPT-2, '}{format_model(config.model)}, pre-trained on books\n\n{facts}\n\n"
-        "Pre-trained from random weights on the books with this data fingerprint; neither aligned nor filtered.\n\n"
+        f"Pre-trained from {begun} on the books with this data fingerprint; neither aligned nor filtered.\n\n"
         f"## Settings\n\n```json\n{settings}\n```\n"
     )
+
+
+def _public(config: TrainConfig) -> TrainConfig:
+    """``config`` without the paths of who trained it."""
+    model = config.model
+    if isinstance(model, ModelConfig):
+        model = replace(model, start=Path(model.start).name)
+    vocabulary = config.reading.vocabulary and StorageDir.of(config.reading.vocabulary).name
+    return replace(
+        config, model=model, data=StorageDir.of(config.data).name,
+        stream=tuple(StorageDir.of(source).name for source in config.stream),
+        reading=replace(config.reading, vocabulary=vocabulary),
+    )  # fmt: skip

@@ -149,6 +149,17 @@ def test_the_card_tells_what_the_model_is_and_nothing_of_who_trained_it(saved: P
     assert f"| {5 * 4 * 32} |" in card
     assert str(small_shards) not in card
     assert small_shards.name in card
+    assert "from random weights" in card
+
+
+def test_the_card_names_what_a_model_was_trained_from_and_not_where_that_was(saved: Path) -> None:
+    progress = read_progress(saved)
+    model = progress.config["model"] | {"start": "/home/me/published"}
+    changes = {"model": model, "stream": ["/home/me/books"], "reading": {"vocabulary": "/home/me/own.json"}, "steps": 5}
+    card = model_card(dataclasses.replace(progress, config=progress.config | changes), saved)
+    assert "/home/me" not in card
+    assert "from the weights of published" in card
+    assert "hf:published" in card
 
 
 def test_a_model_of_gpt2s_ids_has_its_tokenizer_and_writes(
