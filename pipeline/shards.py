@@ -148,14 +148,16 @@ def read_manifest(where: StorageDir | Path | str) -> Manifest:
     try:
         content = place.read(MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
-        if any(name.partition("/")[0] in (*SPLITS, PIECES) for name in place.files()):
+        there = place.files()
+        if any(name.partition("/")[0] in (*SPLITS, PIECES) for name in there):
             raise UserError(
                 f"{place} has no {MANIFEST}, so its shards are unfinished: run "
                 f"'python -m pipeline.tokenize --out {place}' again to finish them."
             ) from None
-        raise UserError(
-            f"there are no token shards at {place}: make them with 'python -m pipeline.tokenize --out {place}'."
-        ) from None
+        make = f"make them with 'python -m pipeline.tokenize --out {place}'."
+        if there:
+            make = f"if those are books in it, 'python -m pipeline.tokenize {place} --out data/tokens' makes shards."
+        raise UserError(f"there are no token shards at {place}: {make}") from None
     try:
         values = json.loads(content)
         if (found := values["format_version"]) == FORMAT_VERSION:
