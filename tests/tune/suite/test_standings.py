@@ -155,6 +155,8 @@ def test_the_legend_says_how_sure_the_table_is() -> None:
     assert re.search("95% .*40% .* second, .*25%", unclear)
     assert re.search("1.50 times .*unclear", total), "its interval would say nothing: the control was too imprecise"
     assert "none" not in legend(CUMULATIVE, ROWS[:2], [100.0])[-1]
+    tied = replace(ROWS[-1], total=Difference(1.02, 0.98, 1.05))
+    assert re.search("1.02 times .*0.98 to 1.05.*may be none", legend(CUMULATIVE, [*ROWS[:2], tied], [100.0])[-1])
     assert len(legend(FLAT, ROWS[:1], [100.0])) == 2, "what changes one thing at a time has no total"
     equal = [*ROWS, replace(ROWS[-1], name="third")]
     assert legend(AA, equal, [100.0])[-1].startswith("1 of 3 equal runs were called different")
