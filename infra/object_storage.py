@@ -55,11 +55,12 @@ _told = [float("-inf")]
 
 @dataclass(frozen=True)
 class Entry:
-    """A file in a listing. ``path`` begins with its bucket; ``modified`` is in nanoseconds."""
+    """A file in a listing. ``path`` begins with its bucket; ``modified`` is in nanoseconds; ``version`` is its tag."""
 
     path: str
     size: int
     modified: int
+    version: str
 
 
 def is_remote(uri: str) -> bool:
@@ -133,21 +134,51 @@ class _Hub:
             raise UserError("hf:// needs the package huggingface_hub: 'pip install huggingface_hub'.") from missing
         self._system, self._bucket = HfFileSystem(), bucket
 
+        self._commits: dict[str, str | None] = {}
+
+    def _commit(self, path: str) -> str | None:
+        """The newest commit of the repository of ``path`` when this process first read it, which has no request for
+        one version of a file; None where the path names a revision, or the repository has no commits."""
+        repository = "/".join(path.split("/")[:2])
+        if repository not in self._commits:
+            from huggingface_hub import HfApi
+
+            resolved = self._system.resolve_path(f"{self._bucket}/{path}")
+            has_commits = "@" not in repository and hasattr(resolved, "repo_id")
+            self._commits[repository] = (
+                HfApi().repo_info(resolved.repo_id, repo_type=resolved.repo_type).sha if has_commits else None
+            )
+        return self._commits[repository]
+
     def head(self, path: str) -> dict[str, Any]:
-        found = self._system.info(f"{self._bucket}/{path}")
+        found = self._system.info(f"{self._bucket}/{path}", revision=self._commit(path))
         if found["type"] != "file":
             raise FileNotFoundError(path)
-        return {"path": path, "size": found["size"], "last_modified": None}
+        return self._meta(path, found)
 
     def list(self, prefix: str) -> Iterator[list[dict[str, Any]]]:
         found: Any = self._system.find(f"{self._bucket}/{prefix}", detail=True)
-        yield [
-            {"path": name.removeprefix(f"{self._bucket}/"), "size": info["size"], "last_modified": None}
-            for name, info in found.items()
-        ]
+        yield [self._meta(name.removeprefix(f"{self._bucket}/"), info) for name, info in found.items()]
 
-    def get_range(self, path: str, *, start: int, end: int) -> Any:
-        return self._system.cat_file(f"{self._bucket}/{path}", start=start, end=end)
+    @staticmethod
+    def _meta(path: str, info: dict[str, Any]) -> dict[str, Any]:
+        return {"path": path, "size": info["size"], "last_modified": None, "e_tag": info.get("blob_id")}
+
+    def get(self, path: str, *, options: Any) -> "_HubRange":
+        """A range of the file as it was when this process first read of its repository."""
+        start, end = options["range"]
+        whole = f"{self._bucket}/{path}"
+        return _HubRange(self._system.cat_file(whole, start=start, end=end, revision=self._commit(path)))
+
+
+@dataclass(frozen=True)
+class _HubRange:
+    """What :meth:`_Hub.get` returns, in the place of obstore's ``GetResult``."""
+
+    content: bytes
+
+    def bytes(self) -> bytes:
+        return self.content
 
 
 def answered(uri: str, action: Callable[[], T], doing: str = "read") -> T:
@@ -227,15 +258,25 @@ def listing(uri: str) -> list[Entry]:
             f"{bucket}/{one['path']}",
             one["size"],
             int(one["last_modified"].timestamp() * 1e9) if one["last_modified"] else 0,
+            _tag(one),
         )
         for one in answered(uri, found, "listed")
     ]
 
 
+def _tag(meta: Any) -> str:
+    """The tag of a file's version without the quotes that Azure's listings lack; empty where there is none."""
+    return (meta["e_tag"] or "").removeprefix("W/").strip('"')
+
+
 def size_of(uri: str) -> int:
     """Bytes of a file. Raises ``FileNotFoundError`` when there is none."""
+    return _head(uri)["size"]
+
+
+def _head(uri: str) -> Any:
     store, _, path = locate(uri)
-    return answered(uri, lambda: store.head(path)["size"])
+    return answered(uri, lambda: store.head(path))
 
 
 def read(uri: str) -> bytes:
@@ -279,21 +320,32 @@ def remove(uri: str) -> None:
         answered(uri, lambda: store.delete(path), "written")
 
 
-def open_file(uri: str) -> BinaryIO:
-    """A seekable binary file. Raises ``FileNotFoundError`` when it does not exist."""
+def open_file(uri: str, version: str = "") -> BinaryIO:
+    """A seekable binary file. Raises ``FileNotFoundError`` when it does not exist.
+
+    All that is read of a remote file is of one version: that of ``Entry.version``, if it is given, else the newest.
+    Raises ``UserError``, also while it is read, when there is another one.
+    """
     if not is_remote(uri):
         return open(uri, "rb")  # noqa: PTH123 the caller closes it; Path would parse each name
-    return io.BufferedReader(_RemoteFile(uri), buffer_size=_BLOCK)
+    return io.BufferedReader(_RemoteFile(uri, version), buffer_size=_BLOCK)
 
 
 class _RemoteFile(io.RawIOBase):
     """A remote file, of which parts are read as they are asked for."""
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, version: str) -> None:
         self._uri = uri
         self._store, _, self._path = locate(uri)
-        self._size = size_of(uri)
+        meta = _head(uri)
+        self._size = meta["size"]
+        self._tag = meta["e_tag"]
         self._position = 0
+        if version and self._tag and version != _tag(meta):
+            raise self._other_version()
+
+    def _other_version(self) -> UserError:
+        return UserError(f"{self._uri} has changed since it was listed. Run the same command again to read it anew.")
 
     def readable(self) -> bool:
         return True
@@ -312,9 +364,14 @@ class _RemoteFile(io.RawIOBase):
         begin, end = self._position, min(self._position + len(buffer), self._size)
         if begin >= end:
             return 0
-        buffer[: end - begin] = answered(
-            self._uri, lambda: memoryview(self._store.get_range(self._path, start=begin, end=end))
-        )
+        options = {"range": (begin, end), **({"if_match": self._tag} if self._tag else {})}
+        try:
+            data = answered(self._uri, lambda: memoryview(self._store.get(self._path, options=options).bytes()))
+        except PreconditionError as replaced:
+            raise self._other_version() from replaced
+        if len(data) != end - begin:  # a store without tags has a shorter one now
+            raise self._other_version()
+        buffer[: end - begin] = data
         self._position = end
         return end - begin
 

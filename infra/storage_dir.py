@@ -148,7 +148,8 @@ class StorageDir:
         start = self / below if below else self
         if self.remote:
             _, bucket, path = locate(self.address)
-            sizes = {e.path.removeprefix(f"{bucket}/{path}/"): e.size for e in listing(start.address)}
+            root = f"{bucket}/{path}".rstrip("/") + "/"
+            sizes = {entry.path.removeprefix(root): entry.size for entry in listing(start.address)}
             return {name: size for name, size in sizes.items() if LEASE not in name.split("/")}
         found: dict[str, int] = {}
         for parent, _, names in os.walk(start.folder):

@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import lzma
-import os
 import zipfile
 import zlib
 from collections import Counter
@@ -19,9 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infra.errors import UserError
-from infra.object_storage import is_remote
 from infra.schema import strict
-from pipeline.books.sources import CarriedFile, SourceFile, is_plain_text
+from pipeline.books.sources import SourceFile, is_plain_text
 from pipeline.config import SAMPLE, Reading
 
 BOOK = 1_000_000_000
@@ -79,15 +77,15 @@ class Dropped:
 def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Dropped]:
     """The books of ``part`` in a fixed order; corrupt data is named and ends the part.
 
-    Raises ``UserError`` when the file is gone or the disk fails: quarantining these books would make a data set
-    without them look finished.
+    Raises ``UserError`` when the file is gone or has changed, or the disk fails: quarantining these books would make a
+    data set without them look finished.
     """
     file = part.file
     try:
         with file.open() as opened:
-            _refuse_shrunk(file)
+            file.check_unchanged()
             yield from _books(part, opened, settings)
-            _refuse_shrunk(file)
+            file.check_unchanged()
     except FileNotFoundError as gone:
         raise UserError(
             f"{file.uri} has disappeared since the work was planned: restore it, or run the same command again to "
@@ -103,21 +101,6 @@ def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Dropped]:
                 f"{file.uri} cannot be read ({failure.strerror}): fix it and run the same command again."
             ) from failure
         yield Dropped(file.id, "unreadable", f"damaged: {failure}")  # Arrow's codecs raise OSError without a number
-
-
-def _refuse_shrunk(file: SourceFile) -> None:
-    """Raise ``UserError`` when a file of this machine has fewer bytes than were planned: books would be missing."""
-    if isinstance(file, CarriedFile) or is_remote(file.uri) or file.form == "sample":
-        return
-    try:
-        size = os.stat(file.uri).st_size  # noqa: PTH116 Path would parse each name
-    except OSError:  # it was open before it went
-        return
-    if size < file.size:
-        raise UserError(
-            f"{file.uri} has shrunk from {file.size:,} to {size:,} bytes since the work was planned: restore it, or "
-            "run the same command again to continue with what is left."
-        )
 
 
 def _books(part: Part, opened: BinaryIO, settings: Reading) -> Iterator[RawBook | Dropped]:

@@ -14,7 +14,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
@@ -25,7 +25,7 @@ from infra.errors import UserError
 from infra.object_storage import is_remote, listing, locate, open_file
 from pipeline.books import downloads
 from pipeline.config import MIRROR, SAMPLE
-from pipeline.shards import MANIFEST, QUARANTINE, SETTINGS
+from pipeline.shards import MANIFEST, QUARANTINE, SETTINGS, Split
 
 Form = Literal["sample", "text", "lines", "json", "parquet", "zip"]
 
@@ -55,6 +55,10 @@ class SourceFile:
     uri: str
     size: int
     modified: int
+    version: str = field(default="", kw_only=True)
+    """The tag of its version in object storage; empty on this machine, and where storage has none."""
+    split: Split | None = field(default=None, kw_only=True)
+    """The split that its name tells, in a data set whose files are named by splits."""
 
     @property
     def compression(self) -> str | None:
@@ -71,7 +75,26 @@ class SourceFile:
     def open(self) -> BinaryIO:
         """Its bytes as stored. Raises ``FileNotFoundError`` when it is gone."""
         # Each machine of a cluster has the sample where its own Python is.
-        return open_file(str(_sample_path()) if self.form == "sample" else self.uri)
+        return open_file(str(_sample_path()) if self.form == "sample" else self.uri, self.version)
+
+    def check_unchanged(self) -> None:
+        """Raise ``UserError`` when it is another version than was planned, of which its parts would be a mixture.
+
+        Only on this machine: what is read of object storage is of one version by itself.
+        """
+        if is_remote(self.uri) or self.form == "sample":
+            return
+        try:
+            status = os.stat(self.uri)  # noqa: PTH116 Path would parse each name
+        except OSError:  # it was open before it went
+            return
+        if status.st_size < self.size or (
+            self.modified and (status.st_size, status.st_mtime_ns) != (self.size, self.modified)
+        ):
+            raise UserError(
+                f"{self.uri} has changed since the work was planned (from {self.size:,} to {status.st_size:,} bytes). "
+                "Run the same command again to read it anew."
+            )
 
 
 @dataclass(frozen=True, order=True)
@@ -83,6 +106,9 @@ class CarriedFile(SourceFile):
     def open(self) -> BinaryIO:
         """Its bytes as stored."""
         return io.BufferedReader(io.BytesIO(self.content))  # type: ignore[arg-type] it reads as one
+
+    def check_unchanged(self) -> None:
+        """Return: its bytes are here."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +161,7 @@ def _distinct(files: Iterable[SourceFile]) -> list[SourceFile]:
     """``files`` sorted by id; those that share an id (two folders of one name) take their whole URI for it."""
     files = list(files)
     shared = {name for name, count in Counter(file.id for file in files).items() if count > 1}
-    return sorted(SourceFile(_printable(f.uri), f.uri, f.size, f.modified) if f.id in shared else f for f in files)
+    return sorted(replace(file, id=_printable(file.uri)) if file.id in shared else file for file in files)
 
 
 def _sample() -> SourceFile:
@@ -186,7 +212,8 @@ def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
             continue
         if below and not _known(name, skipped):
             continue
-        yield SourceFile(name, f"{parts.scheme}://{user}{quote(entry.path)}{query}", entry.size, entry.modified)
+        uri = f"{parts.scheme}://{user}{quote(entry.path)}{query}"
+        yield SourceFile(name, uri, entry.size, entry.modified, version=entry.version)
 
 
 def _matches(path: list[str], pattern: list[str]) -> bool:

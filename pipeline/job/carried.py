@@ -27,25 +27,26 @@ def embed_local_files(pieces: list[Piece]) -> list[Piece]:
     Raises ``UserError`` when these are more than ``CARRIED`` bytes.
     """
     local = [part.file for piece in pieces for part in piece.parts if _is_local(part)]
-    sizes = sorted({(file.uri, file.size) for file in local})
-    asked = sizes[:: max(1, len(sizes) // ASKED)]
+    versions = sorted({(file.uri, file.size, file.modified) for file in local})
+    asked = versions[:: max(1, len(versions) // ASKED)]
     blind = sorted(name for name, lacks in ask_others(lacks_one, asked) if lacks) if asked else []
     if not blind:
         return pieces
     if (size := sum(file.size for file in local)) > CARRIED:
         raise UserError(
-            f"{sizes[0][0]} and other sources ({size / 1e6:,.0f} MB) are on this machine's disk, which "
+            f"{versions[0][0]} and other sources ({size / 1e6:,.0f} MB) are on this machine's disk, which "
             f"{', '.join(blind)} of the cluster cannot see: copy them to object storage and name them there, such "
             f"as s3://bucket/books (up to {CARRIED / 1e6:,.0f} MB are sent along)."
         )
     return [replace(piece, parts=tuple(map(_carried, piece.parts))) for piece in pieces]
 
 
-def lacks_one(files: Iterable[tuple[str, int]]) -> bool:
-    """Whether one of these local files, given with its size, is missing on this machine or another file."""
-    for path, size in files:
+def lacks_one(files: Iterable[tuple[str, int, int]]) -> bool:
+    """Whether one of these local files, given with its size and time, is missing on this machine or another version."""
+    for path, size, modified in files:
         try:
-            if os.stat(path).st_size != size:  # noqa: PTH116 Path would parse each name
+            status = os.stat(path)  # noqa: PTH116 Path would parse each name
+            if status.st_size != size or (modified and status.st_mtime_ns != modified):
                 return True
         except OSError:
             return True
@@ -62,6 +63,8 @@ def _carried(part: Part) -> Part:
     if not _is_local(part):
         return part
     try:
-        return replace(part, file=CarriedFile(file.id, file.uri, file.size, file.modified, Path(file.uri).read_bytes()))
+        embedded = replace(part, file=CarriedFile(**vars(file), content=Path(file.uri).read_bytes()))
     except OSError:
         return part
+    file.check_unchanged()
+    return embedded

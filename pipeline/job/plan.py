@@ -54,7 +54,11 @@ class Piece:
 
     def key(self) -> str:
         """Hash of everything that decides this piece's shards: with an equal key, the work need not be repeated."""
-        parts = [[p.file.id, p.file.uri, p.file.size, p.file.modified, p.start, p.stop] for p in self.parts]
+        parts = [
+            [file.id, file.uri, file.size, file.modified, file.version, file.split, part.start, part.stop]
+            for part in self.parts
+            for file in [part.file]
+        ]
         settings = self.settings.identity() | {"sources": []}
         everything = [FORMAT_VERSION, self.vocabulary_sha256, self.index, settings, parts]
         return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()

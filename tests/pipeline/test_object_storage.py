@@ -30,16 +30,17 @@ class Hub(BaseHTTPRequestHandler):
     """As much of the hub's HTTP API as is asked of it, for the dataset ``org/books``."""
 
     files: ClassVar[dict[str, bytes]] = {}
+    commit = "0" * 40
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        path = unquote(urlsplit(self.path).path)
+        path = unquote(urlsplit(self.path).path).replace(self.commit, "main")
         if path in ("/api/datasets/org/books", "/api/datasets/org/books/revision/main"):
-            self.answer({"id": "org/books", "sha": "0" * 40, "tags": [], "downloads": 0, "likes": 0})
+            self.answer({"id": "org/books", "sha": self.commit, "tags": [], "downloads": 0, "likes": 0})
         elif path.startswith("/api/datasets/org/books/tree/main"):
             folder = path.removeprefix("/api/datasets/org/books/tree/main").strip("/")
             self.answer(self.tree(folder, recursive="recursive=true" in self.path.lower()))
-        elif path.startswith("/datasets/org/books/resolve/main/"):
+        elif path.startswith("/datasets/org/books/resolve/main/") and self.commit in self.path:  # of one version
             content = self.files[path.removeprefix("/datasets/org/books/resolve/main/")]
             first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
             self.send(206, content[int(first) : int(last or len(content) - 1) + 1])

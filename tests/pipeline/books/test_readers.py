@@ -68,7 +68,7 @@ def test_a_part_reads_no_further_than_it_must_where_separators_are_rare(
 ) -> None:
     data = b"<|end|>".join([b"a line of the book\n" * (24 * MEGABYTE // 19 // (separators + 1))] * (separators + 1))
     opened: list[Counted] = []
-    monkeypatch.setattr(sources, "open_file", lambda _: opened.append(Counted(data)) or opened[-1])
+    monkeypatch.setattr(sources, "open_file", lambda *_: opened.append(Counted(data)) or opened[-1])
     config = TokenizeConfig(doc_separator="<|end|>")
     file = SourceFile("many.txt", "many.txt", len(data), 0)
     books = [
@@ -133,7 +133,7 @@ def test_the_parts_of_a_container_make_up_the_whole(tmp_path: Path) -> None:
 def test_an_unreadable_file_is_left_out_and_a_failing_disk_ends_the_work(
     number: int, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: str) -> None:
+    def fail(*_: str) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(sources, "open_file", fail)  # root may read everything, and disks fail seldom
@@ -383,14 +383,50 @@ def test_the_members_of_an_archive_that_are_no_text_are_listed(tmp_path: Path) -
     ], "not listed again by another part"
 
 
-@pytest.mark.parametrize("name", ["books.txt", "rows.jsonl", "books.txt.gz"])
-def test_a_source_that_has_shrunk_since_the_plan_ends_the_work(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    text = "".join(json.dumps({"text": f"{n} went on. " * 9}) + "\n" for n in range(100)).encode()
-    path.write_bytes(gzip.compress(text) if name.endswith("gz") else text)
-    (file,) = find([str(path)]).files
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 3])
-    for part in (Part(file, 0), Part(file, 0, file.size // 2, file.size)):
-        with pytest.raises(UserError, match="has shrunk"):
-            list(read_books(part, TokenizeConfig()))
+def replace_file(place: StorageDir, name: str, content: bytes) -> None:
+    """Put ``content`` in place of a file, a second later as far as the time of a local one tells."""
+    before = 0 if place.remote else (place.folder / name).stat().st_mtime_ns
+    place.write(name, content)
+    if not place.remote:
+        os.utime(place.folder / name, ns=(before + 10**9, before + 10**9))
+
+
+def write_parquet(table: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table, sink)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("name", ["books.txt", "rows.jsonl", "books.txt.gz", "books.zip", "rows.parquet"])
+def test_a_source_that_has_changed_since_the_plan_ends_the_work(tmp_path: Path, name: str, place: StorageDir) -> None:
+    """To one that is shorter or of the same size, for each of its parts."""
+    pack = {
+        "books.txt": str.encode,
+        "rows.jsonl": lambda text: "".join(json.dumps({"text": text}) + "\n" for _ in range(9)).encode(),
+        "books.txt.gz": lambda text: gzip.compress(text.encode()),
+        "books.zip": lambda text: write_zip(tmp_path / "w.zip", dict.fromkeys("abc", text.encode())).read_bytes(),
+        "rows.parquet": lambda text: write_parquet(pa.table({"text": [text] * 9})),
+    }[name]
+    old, new = pack("It was a day. " * 99), pack("It is a night." * 99)
+    for content in (new, old[: len(old) // 3]):
+        place.write(name, old)
+        (file,) = find([str(place / name)]).files
+        replace_file(place, name, content)
+        parts = (Part(file, 0), Part(file, 0, 1, None)) if file.form != "text" else (Part(file, 0),)
+        for part in parts:
+            with pytest.raises(UserError, match=rf"{name}.* has changed since .*\. Run the same command again"):
+                list(read_books(part, TokenizeConfig()))
+
+
+def test_a_source_that_is_replaced_while_it_is_read_ends_the_work(place: StorageDir) -> None:
+    """By one of the same size, after its first row was read."""
+    rows = [json.dumps({"text": f"{word} and on it went. " * 4000}) + "\n" for word in ("Here", "Then")]
+    versions = [row.encode() * (20 * MEGABYTE // len(row)) for row in rows]
+    assert len(versions[0]) == len(versions[1])
+    place.write("rows.jsonl", versions[0])
+    (file,) = find([str(place / "rows.jsonl")]).files
+    reading = read_books(Part(file, file.size), TokenizeConfig())
+    assert isinstance(next(reading), RawBook)
+    replace_file(place, "rows.jsonl", versions[1])
+    with pytest.raises(UserError, match=r"rows\.jsonl.* has changed since"):
+        list(reading)

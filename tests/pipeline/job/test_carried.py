@@ -19,7 +19,7 @@ from pipeline.job.task import do_piece
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster with one other machine, which sees none of the files; tests/cluster has a real one."""
-    monkeypatch.setattr(carried, "ask_others", lambda question, files: [("w1", question([("/of/the/driver", 1)]))])
+    monkeypatch.setattr(carried, "ask_others", lambda question, files: [("w1", question([("/of/the/driver", 1, 1)]))])
 
 
 @pytest.mark.usefixtures("blind")
@@ -51,12 +51,24 @@ def test_many_local_books_are_refused(
         embed_local_files(make_plan(find(config.sources), config))
 
 
-def test_a_file_of_another_size_is_another_file(tmp_path: Path) -> None:
+def test_a_file_of_another_size_or_time_is_another_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"12345")
-    assert not lacks_one([(str(tmp_path / "a.txt"), 5)])
-    assert lacks_one([(str(tmp_path / "a.txt"), 6)])
-    assert lacks_one([(str(tmp_path / "a.txt"), 4)])
-    assert lacks_one([(str(tmp_path / "b.txt"), 5)])
+    path, modified = str(tmp_path / "a.txt"), (tmp_path / "a.txt").stat().st_mtime_ns
+    assert not lacks_one([(path, 5, modified)])
+    assert not lacks_one([(path, 5, 0)])
+    for size, time in ((6, modified), (4, modified), (5, modified + 1)):
+        assert lacks_one([(path, size, time)])
+    assert lacks_one([(str(tmp_path / "b.txt"), 5, modified)])
+
+
+@pytest.mark.usefixtures("blind")
+def test_a_file_that_changed_after_the_plan_is_not_embedded(tmp_path: Path, write_books: Callable[..., Path]) -> None:
+    books = write_books(tmp_path / "books", 2)
+    config = TokenizeConfig((str(books),))
+    plan = make_plan(find(config.sources), config)
+    (books / "book 0001.txt").write_text("Another text. " * 99, encoding="utf-8")
+    with pytest.raises(UserError, match=r"book 0001\.txt has changed since"):
+        embed_local_files(plan)
 
 
 def test_each_machine_reads_its_own_sample() -> None:
