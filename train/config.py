@@ -37,7 +37,10 @@ Ablation = Literal["sync", "zero", "copy", "collect", "pages"]
 
 @dataclass(frozen=True)
 class Cycle:
-    """What a run repeats: ``train`` steps, then ``val`` validation batches of the same size, then a report."""
+    """What a run repeats: ``train`` steps, then ``val`` validation batches of the same size, then a report.
+
+    Validation is of the same held-out windows each time, of all of them where ``val`` batches would need more.
+    """
 
     train: int = 200
     val: int = 20
@@ -211,7 +214,8 @@ class TrainConfig:
     within: float | None = None
     """End early once the speed is known to this fraction, between 0 and 1, by a confidence sequence, such as 0.005."""
     cycle: CycleText = Cycle()
-    """Training steps, at least 1, then validation batches, between two reports."""
+    """Training steps, at least 1, then validation batches, between two reports.
+    Every validation is of the same held-out windows, and of all of them if they are fewer."""
     checkpoint_every: int = 200
     """Steps between two checkpoints, at least 1; another one is written at the end."""
     keep_checkpoints: int = 2

@@ -89,7 +89,7 @@ class CycleReport:
     """Training steps and validation batches so far."""
     train_loss: float
     val_loss: float | None
-    """Mean over the cycle's validation batches; None when there are none."""
+    """Mean over the tokens of the validation windows; None without validation."""
     train_tokens: int
     """Training tokens seen so far, over all workers."""
     val_tokens: int
@@ -175,8 +175,9 @@ class RunResult:
     val_perplexity: float | None = None
     """exp of the validation loss: per token, so it is comparable only within one vocabulary."""
     val_bits_per_byte: float | None = None
-    """Validation loss per UTF-8 byte of text; None without a vocabulary."""
+    """Validation loss per UTF-8 byte of the text of the validation windows; None without a vocabulary."""
     val_bits_per_character: float | None = None
+    """The same per character."""
     sample: str | None = None
     """Text that the model wrote at the end."""
     telemetry: dict[str, float] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from pipeline.cache import on_this_machine
 from pipeline.shards import Manifest, TokenShards
 from train.config import TrainConfig
 from train.data.text import vocabulary_of_data
-from train.data.windows import OrderedWindows, Windows
+from train.data.windows import VALIDATION_SEED, OrderedWindows, Windows
 
 
 class Data(Protocol):
@@ -68,7 +68,7 @@ class ShardData:
         self.epoch_windows = self.windows.count
         self.validation = None
         if config.cycle.val:
-            self.validation = Windows(shards.streams("val"), length, config.seed, split="val")
+            self.validation = Windows(shards.streams("val"), length, VALIDATION_SEED, split="val")
         if vocabulary_of_data(config, self.manifest) is None:  # which would tell its ids
             _refuse_larger_ids(config, [*self.windows.streams, *(self.validation.streams if self.validation else ())])
 

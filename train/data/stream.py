@@ -20,7 +20,7 @@ from pipeline.shards import Manifest
 from pipeline.stream import EncodedBook, Stream
 from train.config import TrainConfig
 from train.data.source import estimate
-from train.data.windows import Windows, permute
+from train.data.windows import VALIDATION_SEED, Windows, permute
 
 BLOCK = 1 << 22
 """Tokens that are shuffled together: about 40 books, 8 MB."""
@@ -151,7 +151,7 @@ class StreamData:
                     f"needs {length + 1:,}: name more books, or turn validation off (--cycle {config.cycle.train}+0)"
                     f"{_left_out(held_out)}."
                 )
-            self.validation = Windows([tokens], length, config.seed, split="val")
+            self.validation = Windows([tokens], length, VALIDATION_SEED, split="val")
         self._held_out = held_out
 
     def _read(self, epoch: int, piece: int) -> Iterator[EncodedBook]:

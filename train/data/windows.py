@@ -12,6 +12,9 @@ import numpy as np
 
 from infra.errors import UserError
 
+VALIDATION_SEED = 0
+"""Seed of the order of held-out windows, whatever that of a run: where not all are read, runs are to read the same."""
+
 _ROUNDS = 4
 
 

@@ -13,7 +13,7 @@ from train.data.text import vocabulary_of_data
 from train.estimate import flops as flops_formula
 from train.estimate.flops import utilisation
 from train.loop import memory, throughput
-from train.loop.validation import bits_per, bytes_of, perplexity
+from train.loop.validation import Text, bits_per, perplexity, window_count
 from train.result import CycleReport, Outcome, RunResult
 
 PAUSE = 5.0
@@ -58,12 +58,9 @@ def conclude(
     step = throughput.typical(spent.steps[begun:])
     pauses = [seconds - step for seconds in spent.steps[begun:] if speed and seconds > max(PAUSE, 10 * step)]
     train_tokens = state.step * config.step_tokens
-    totals, val = manifest.splits["train"], manifest.splits["val"]
+    totals = manifest.splits["train"]
     val_loss = last.val_loss if last else None
-    validation = data.validation
-    val_bytes = (
-        bytes_of(validation, vocabulary_of_data(config, manifest)) if validation and val_loss is not None else None
-    )
+    bits_per_byte, bits_per_character = _bits(val_loss, config, data)
     return RunResult(
         outcome=ended[0],
         reason=ended[1],
@@ -92,6 +89,15 @@ def conclude(
         data_fingerprint=manifest.fingerprint,
         loss_curve=[(r.step, r.train_loss, r.val_loss) for r in spent.reports],
         val_perplexity=perplexity(val_loss),
-        val_bits_per_byte=bits_per(val_loss, val["tokens"], val_bytes),
-        val_bits_per_character=bits_per(val_loss, val["tokens"], val["chars"]),
+        val_bits_per_byte=bits_per_byte,
+        val_bits_per_character=bits_per_character,
     )
+
+
+def _bits(val_loss: float | None, config: TrainConfig, data: Data) -> tuple[float | None, float | None]:
+    """``val_loss`` per byte and per character of the text that it was measured on; None without its vocabulary."""
+    windows, vocabulary = data.validation, vocabulary_of_data(config, data.manifest)
+    if val_loss is None or windows is None or vocabulary is None:
+        return None, None
+    text = Text.of(windows, window_count(windows, config), vocabulary)
+    return bits_per(val_loss, text.tokens, text.bytes), bits_per(val_loss, text.tokens, text.chars)

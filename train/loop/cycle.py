@@ -15,6 +15,7 @@ from pipeline.shards import Manifest
 from train.checkpoint.save import to_host
 from train.config import TrainConfig
 from train.loop import timing
+from train.loop.validation import mean_loss
 from train.model.parallel import Workers
 from train.result import CycleReport
 
@@ -39,6 +40,8 @@ class RunningCycle:
     waits: list[tuple[timing.Mark, timing.Mark]] = field(default_factory=list)
     """Before and after each request for a batch: on a GPU's timeline they differ only while it has nothing to do."""
     val_losses: Tensor | None = None
+    """What :func:`train.loop.validation.validate` returns, over ``val_windows`` windows of all workers."""
+    val_windows: int = 0
     end: timing.Mark = None
     on_host: tuple[Tensor, Tensor, Tensor | None] | None = None
     """Valid once ``end`` is reached: the losses, the last gradient norm, and the validation losses; worker means."""
@@ -95,7 +98,7 @@ def report(
     losses = step_losses.tolist()
     val_losses = [] if validation is None else validation.tolist()
     here = len(cycle.marks)
-    cycle_val_tokens = len(val_losses) * config.micro_batch * config.workers * config.model.context_length
+    cycle_val_tokens = cycle.val_windows * config.model.context_length
     val_tokens += cycle_val_tokens
     train_seconds = timing.seconds_between(cycle.start, cycle.marks[-1])
     step = cycle.first + cycle.steps
@@ -105,7 +108,7 @@ def report(
         step=step,
         batches=step + val_tokens // config.step_tokens,
         train_loss=sum(losses) / len(losses),
-        val_loss=sum(val_losses) / len(val_losses) if val_losses else None,
+        val_loss=mean_loss(val_losses, cycle.val_windows, config) if val_losses else None,
         train_tokens=train_tokens,
         val_tokens=val_tokens,
         books=train_tokens * totals["books"] / totals["tokens"],

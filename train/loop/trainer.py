@@ -43,7 +43,7 @@ from train.loop.execution import (
 from train.loop.memory_limit import Limit
 from train.loop.shortage import OutOfMemory
 from train.loop.throughput import is_precise
-from train.loop.validation import validate
+from train.loop.validation import validate, window_count
 from train.model import custom, parallel
 from train.model.optimizer import learning_rate, make_optimizer, set_rate
 from train.model.parallel import Workers
@@ -304,10 +304,12 @@ class Trainer:
 
     def _validate(self, cycle: RunningCycle) -> None:
         """Queue the validation after ``cycle``'s steps, and close the cycle."""
-        if self.data.validation is not None:
+        windows = self.data.validation
+        if windows is not None:
             self.stage = f"the validation after step {self.state.step}"
+            cycle.val_windows = window_count(windows, self.config)
             cycle.val_losses = validate(
-                self.data.validation, self.config, self.device, self.workers, self.model, self.forward,
+                windows, self.config, self.device, self.workers, self.model, self.forward,
                 lambda: arithmetic(self.config),
             )  # fmt: skip
         close_cycle(cycle, self.workers, self.device)

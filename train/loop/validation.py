@@ -1,4 +1,4 @@
-"""Validation: the same held-out windows at every call, in whole batches spread over the workers.
+"""Validation: the same held-out windows at every call, each once, whatever the micro-batch and the number of workers.
 
 Losses per byte of text are comparable between vocabularies.
 """
@@ -6,16 +6,70 @@ Losses per byte of text are comparable between vocabularies.
 import contextlib
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipeline.encoding.vocabulary import Vocabulary
-from train.config import TrainConfig
+from train.config import TrainConfig, divisors
 from train.data.loader import BatchLoader
 from train.data.windows import Windows
 from train.model.parallel import Workers
+
+_READ = 1024
+"""Windows whose text is counted at once."""
+
+
+def window_count(windows: Windows, config: TrainConfig) -> int:
+    """Windows of one validation: ``cycle.val`` global batches, or the whole split if it has fewer."""
+    return min(config.cycle.val * config.global_batch, windows.count)
+
+
+class ValidationPasses:
+    """The forward passes over the first ``count`` of ``windows``, in the order in which a batch loader reads them.
+
+    Compiled code relies on the shape of the training's batches, and some models return nothing but a mean loss. So what
+    does not fill the micro-batches of all workers is read in batches that repeat each of their windows equally often:
+    their mean is that of the windows. The number of different windows in such a batch is a divisor of the micro-batch.
+    Of a last pass with fewer windows than workers, the losses of the workers without one have no weight.
+    """
+
+    def __init__(self, windows: Windows, count: int, micro_batch: int, workers: int) -> None:
+        self.context_length = windows.context_length
+        self.micro_batch = micro_batch
+        self._windows = windows
+        whole, rest = divmod(count, micro_batch * workers)
+        self._sizes = [micro_batch] * whole
+        """Different windows of each worker, by pass."""
+        order = [np.arange(count - rest)]
+        sizes = divisors(micro_batch)
+        while rest:
+            size = max((size for size in sizes if size * workers <= rest), default=1)
+            first = count - rest
+            of_workers = np.minimum(first + np.arange(size * workers), count - 1).reshape(workers, size)
+            order.append(np.tile(of_workers, micro_batch // size).ravel())
+            self._sizes.append(size)
+            rest -= min(rest, size * workers)
+        self._order = np.concatenate(order)
+        self._workers_of_last = (count - 1) % workers + 1 if self._sizes[-1] == 1 else workers
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def weights(self, rank: int) -> list[float]:
+        """By pass, the different windows of worker ``rank``, in micro-batches."""
+        weights = [size / self.micro_batch for size in self._sizes]
+        return weights if rank < self._workers_of_last else [*weights[:-1], 0.0]
+
+    def window_ids(self, positions: np.ndarray) -> np.ndarray:
+        """Numbers of the windows at ``positions``; a loader that reads ahead begins again after the last."""
+        return self._windows.window_ids(self._order[positions % len(self._order)])
+
+    def read(self, numbers: np.ndarray, out: np.ndarray) -> None:
+        self._windows.read(numbers, out)
 
 
 @torch.no_grad()
@@ -28,24 +82,26 @@ def validate(
     forward: Callable[..., Tensor],
     arithmetic: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> Tensor:
-    """Losses of this worker's share of ``cycle.val`` global batches, or of the whole split if it has fewer.
-
-    Batches have the shape of the training's, which compiled code relies on, so an incomplete last one is left out.
-    """
-    across = config.micro_batch * config.workers
-    count = min(config.cycle.val * config.global_batch, max(windows.count, across)) // across
+    """This worker's losses by pass, each weighted by its share of a micro-batch: see :func:`mean_loss`."""
+    passes = ValidationPasses(windows, window_count(windows, config), config.micro_batch, workers.size)
     loader = BatchLoader(
-        windows, micro_batch=config.micro_batch, accumulation=1, position=0, device=device,
+        passes, micro_batch=config.micro_batch, accumulation=1, position=0, device=device,
         rank=workers.rank, workers=workers.size, threads=config.loader_workers,
     )  # fmt: skip
-    losses = torch.zeros(count, device=device)
+    losses = torch.zeros(len(passes), device=device)
     model.eval()
-    for index in range(count):
+    for index, weight in enumerate(passes.weights(workers.rank)):
         inputs, targets = loader.next()
         with arithmetic():
             losses[index] = forward(inputs, targets)
+        losses[index] *= weight
     model.train()
     return losses
+
+
+def mean_loss(losses: list[float], count: int, config: TrainConfig) -> float:
+    """The mean over ``count`` windows from what :func:`validate` returns, averaged over the workers."""
+    return sum(losses) / (count / (config.micro_batch * config.workers))
 
 
 def perplexity(loss: float | None) -> float | None:
@@ -53,13 +109,29 @@ def perplexity(loss: float | None) -> float | None:
     return math.exp(loss) if loss is not None and loss < 700 else None
 
 
-def bits_per(loss: float | None, tokens: int, units: int | None) -> float | None:
+@dataclass(frozen=True)
+class Text:
+    """The size of what the windows of a validation have the model predict."""
+
+    tokens: int
+    bytes: int
+    """Of UTF-8."""
+    chars: int
+
+    @classmethod
+    def of(cls, windows: Windows, count: int, vocabulary: Vocabulary) -> "Text":
+        """The text of the first ``count`` windows, from its tokens; the end of a book is a token and no text."""
+        tokens = np.zeros(len(vocabulary), np.int64)
+        out = np.empty((min(count, _READ), windows.context_length + 1), np.int64)
+        for first in range(0, count, _READ):
+            rows = out[: count - first]
+            windows.read(windows.window_ids(np.arange(first, first + len(rows))), rows)
+            tokens += np.bincount(rows[:, 1:].ravel(), minlength=len(tokens))
+        starts = np.array([sum(byte & 0xC0 != 0x80 for byte in token) for token in vocabulary.tokens])
+        starts[vocabulary.end_of_text] = 0
+        return cls(int(tokens.sum()), int(tokens @ vocabulary.lengths), int(tokens @ starts))
+
+
+def bits_per(loss: float, tokens: int, units: int) -> float | None:
     """``loss``, in nats per token, as bits per byte or character of a text with ``tokens`` tokens and ``units``."""
-    return loss / math.log(2) * tokens / units if loss is not None and units else None
-
-
-def bytes_of(windows: Windows, vocabulary: Vocabulary | None) -> int | None:
-    """UTF-8 bytes of the text of ``windows``, from its tokens; None without a vocabulary."""
-    if vocabulary is None:
-        return None
-    return sum(int(vocabulary.lengths[tokens].sum(dtype="int64")) for tokens in windows.streams)
+    return loss / math.log(2) * tokens / units if units else None

@@ -25,7 +25,7 @@ MANIFEST = Manifest(
 
 @pytest.fixture
 def cycle() -> RunningCycle:
-    """Steps 11 to 15, of which the first was done before an interruption, then six validation batches.
+    """Steps 11 to 15, of which the first was done before an interruption, then eleven validation windows, two a batch.
 
     It began at 100 s; steps ended at 101, 103, 104 and 105 s, validation at 108 s.
     """
@@ -34,7 +34,7 @@ def cycle() -> RunningCycle:
         norms=torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4]), earlier=1, marks=[101.0, 103.0, 104.0, 105.0],
         computed=[100.75, 102.5, 103.5, 104.75], rate=0.02,
         waits=[(100.0, 100.25), (101.0, 101.0), (103.0, 103.125), (104.0, 104.0)],
-        val_losses=torch.tensor([2.0, 4.0, 6.0, 2.0, 4.0, 6.0]),
+        val_losses=torch.tensor([2.0, 4.0, 6.0, 2.0, 4.0, 3.0]), val_windows=11,
     )  # fmt: skip
     close_cycle(made, Workers(replace(CONFIG, workers=1)), CPU)
     made.end = 108.0
@@ -46,10 +46,10 @@ def test_a_report_counts_what_it_names(cycle: RunningCycle) -> None:
     assert made.step == 15
     assert made.train_loss == 3.0
     assert made.step_losses == [5.0, 4.0, 3.0, 2.0, 1.0]
-    assert made.val_loss == 4.0
+    assert made.val_loss == pytest.approx(21 / 5.5), "the last batch is of one window"
     assert made.train_tokens == 15 * 40
-    assert made.val_tokens == 240 + 6 * 20
-    assert made.batches == 15 + 360 // 40, "validation batches count in batches of a step's size"
+    assert made.val_tokens == 240 + 11 * 10
+    assert made.batches == 15 + 350 // 40, "validation batches count in batches of a step's size"
     assert made.books == 600 * 6 / 2400
     assert made.gradient_norm == pytest.approx(0.4)
     assert (made.learning_rate, made.elapsed) == (0.02, 77.0)
@@ -61,15 +61,18 @@ def test_a_report_times_what_was_done_here(cycle: RunningCycle) -> None:
     assert made.train_seconds == 5.0
     assert made.data_wait_seconds == 0.375
     assert made.optimizer_seconds == 0.25 + 0.5 + 0.5 + 0.25
-    assert made.cycle_tokens == 4 * 40 + 6 * 20, "the step before the interruption took none of this time"
+    assert made.cycle_tokens == 4 * 40 + 11 * 10, "the step before the interruption took none of this time"
     assert made.epoch_seconds == 2400 / (4 * 40 / 5.0)
     assert step_seconds(cycle) == [1.0, 2.0, 1.0, 1.0]
-    assert "tok/sec: 35.00" in made.line()
+    assert "tok/sec: 33.75" in made.line()
 
 
-def test_validation_is_counted_over_all_workers(cycle: RunningCycle) -> None:
-    together = replace(CONFIG, workers=2)
-    assert report(cycle, together, MANIFEST, val_tokens=0, elapsed=0.0).val_tokens == 6 * 20 * 2
+def test_validation_is_of_all_workers(cycle: RunningCycle) -> None:
+    """Eleven windows are two whole batches of both, and one of three windows between them."""
+    cycle.on_host = torch.zeros(5), torch.zeros(()), torch.tensor([2.0, 4.0, 3.0])
+    made = report(cycle, replace(CONFIG, workers=2), MANIFEST, val_tokens=0, elapsed=0.0)
+    assert made.val_tokens == 11 * 10
+    assert made.val_loss == pytest.approx(9 / (11 / 4))
 
 
 def test_cycles_end_at_multiples_of_their_length() -> None:
