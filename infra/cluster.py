@@ -24,6 +24,7 @@ from infra.local_ray import (
     only_needed_processes,
     own_process_group,
     refuse_exposed,
+    same_interpreter,
     temporary_folder,
 )
 from infra.progress import doing
@@ -106,6 +107,7 @@ def connected(
             on_loopback(),
             own_process_group(),
             only_needed_processes(),
+            same_interpreter(),
             uninterrupted(),
             _unshadowed(),
         ):
@@ -163,7 +165,7 @@ def _join(address: str, named: str, **settings: Any) -> None:
         if address != "auto":  # which Ray looks up
             _connect(address)
         # Each of Ray's attempts takes 40 seconds, and by default it makes twenty.
-        with environment_variables({"RAY_gcs_server_port_wait_time_s": "1"}):
+        with environment_variables({"RAY_gcs_server_port_wait_time_s": "1"}), same_interpreter():
             ray.init(address=address, **settings)
     except (OSError, RuntimeError, ValueError) as failure:
         raise UserError(

@@ -87,6 +87,19 @@ def refuse_exposed() -> None:
 
 
 @contextmanager
+def same_interpreter() -> Iterator[None]:
+    """Have Ray start workers with this process's interpreter in this block, also where ``uv run`` started the process.
+
+    By default Ray would start each worker with the command line of ``uv run``, in a copy of the current folder: uv
+    finds no environment there, makes another one or fails, and Ray waits for workers for ever. A user who has set
+    Ray's variable has decided otherwise. Ray reads it when it is imported, which may have happened already.
+    """
+    variable = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+    with _replaced("ray._private.ray_constants", variable, lambda value: value if variable in os.environ else False):
+        yield
+
+
+@contextmanager
 def own_process_group() -> Iterator[None]:
     """Start Ray in process groups of its own in this block, so that signals to ours do not reach it.
 

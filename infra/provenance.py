@@ -12,6 +12,8 @@ from pathlib import Path
 from infra import command
 from infra.gpu import read_gpu
 
+_GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
+
 _PACKAGES = ("torch", "ray", "mlflow", "pyarrow", "gigatoken", "tiktoken")
 
 
@@ -48,8 +50,13 @@ def machine() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of this source; empty when it is not a git checkout."""
-    return _git("rev-parse", "HEAD")
+    """The commit of this source; empty when it is not a git checkout of this project.
+
+    The package may be installed below the folder of another repository, whose commit says nothing about this code.
+    """
+    file = Path(__file__)
+    tracked = _git("ls-files", "--full-name", "--", file.name) == f"{file.parent.name}/{file.name}"
+    return _git("rev-parse", "HEAD") if tracked else ""
 
 
 def user() -> str:
@@ -61,11 +68,14 @@ def user() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """Output of a git command in the folder of this source; empty when it is not a git checkout."""
+    """Output of a git command in the folder of this source; empty when it fails there, as outside of a repository."""
+    # A hook or alias of git's that runs a command names its own repository in these variables.
+    environment = {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES}
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
-        )
+            ["git", *arguments], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True,
+            timeout=10, check=True,
+        )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()

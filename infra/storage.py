@@ -20,22 +20,21 @@ TEMPORARY = ".partial-"
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a private temporary file that becomes ``path``, durably, when the block ends without an error.
+    """Open a temporary file that becomes ``path``, durably, when the block ends without an error.
 
-    It is always a new one: a link of its name, which another user may have made in a folder that both can write, is
-    removed and not followed. Raises ``UserError`` when it cannot be written: a full disk, a quota, a read-only folder.
+    The umask decides who can read it. It is always a new one: a link of its name, which another user may have made in a
+    folder that both can write, is removed and not followed. Raises ``UserError`` when it cannot be written: a full disk, a quota, a read-only folder.
     """
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
     try:
         temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     except OSError as refused:
         raise _refusal(path, refused) from refused
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
-            os.fchmod(file.fileno(), 0o644)
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)

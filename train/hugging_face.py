@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from infra.errors import UserError
 from infra.schema import to_json
@@ -20,7 +19,7 @@ from infra.storage import TEMPORARY, write_json
 from infra.storage_dir import StorageDir
 from infra.table import Part
 from train.checkpoint.progress import Progress, read_progress
-from train.checkpoint.save import shared_names
+from train.checkpoint.save import save_weights, shared_names
 from train.config import TrainConfig, config_from_json
 from train.custom_model import CustomModel
 from train.data.text import tokenizer_files
@@ -49,7 +48,7 @@ def write_model(checkpoint: Path, folder: Path, run: str = "") -> str:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
+        save_weights(weights, temporary / "model.safetensors")
         write_json(temporary / "config.json", described)
         if vocabulary:
             for name, content in tokenizer_files(vocabulary, kind.context_length).items():

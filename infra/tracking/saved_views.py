@@ -111,12 +111,16 @@ def offer(client: MlflowClient, experiment: str, run: RunKey, tags: Mapping[str,
 
 @uninterrupted()
 def show_places(search: RunKey, places: Mapping[str, str]) -> None:
-    """Tag the trials of a search with their ``places``, by trial, and order their view by them. Never raises."""
+    """Tag the trials of a search with their ``places``, by trial, and order their view by them. Never raises.
+
+    A trial without a place, such as the control of a further machine, gets no tag.
+    """
     with suppress(Exception):
         client = MlflowClient(search.store)
         trials = f"tags.`mlflow.parentRunId` = '{search.run_id}'"
         for trial in client.search_runs([search.experiment_id], trials, max_results=SEARCH_MAX_RESULTS_THRESHOLD):
-            client.set_tag(trial.info.run_id, "place", places[trial.data.tags["trial"]])
+            if place := places.get(trial.data.tags.get("trial", "")):
+                client.set_tag(trial.info.run_id, "place", place)
         _offer_children(client, "tune", VIEWS["tune"][0]._replace(order="tags.`place`", ascending=True), search)
 
 

@@ -18,10 +18,12 @@ from ray._private import node, ray_constants, services
 
 from infra.cluster import PROJECT, connected
 from infra.errors import UserError
-from infra.local_ray import on_loopback, only_needed_processes, own_process_group
+from infra.local_ray import on_loopback, only_needed_processes, own_process_group, same_interpreter
+
+UV = str(Path(sys.executable).with_name("uv"))
 
 PROGRAM = """
-import json, os, psutil
+import json, os, psutil, ray
 from infra.cluster import connected
 from infra.machines import await_accelerator
 from infra.errors import UserError
@@ -31,7 +33,6 @@ def train_of_worker():
     return train.__file__
 
 with connected(cpus=1):
-    import ray
     imported = ray.get(ray.remote(train_of_worker).remote())  # in a worker, which listens too
     found = {}
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
@@ -41,28 +42,28 @@ with connected(cpus=1):
         await_accelerator("A100")
     except UserError as lack:
         refused = str(lack)
-print(json.dumps([list(found.values()), imported, refused, os.environ.get("RAY_AUTH_MODE")]))
+    started_by = ray.get_runtime_context().runtime_env.get("py_executable")
+print(json.dumps([list(found.values()), imported, refused, os.environ.get("RAY_AUTH_MODE"), started_by]))
 """
 
 
 @pytest.fixture(scope="module")
-def local_ray(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str, str, str]:
-    """What PROGRAM finds, run as a console script is, from a folder that holds a ``train.py``."""
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], str, str, str, str | None]:
+    """What PROGRAM finds, run by ``uv run`` as a console script is, from a folder that holds a ``train.py``."""
     folder, script = tmp_path_factory.mktemp("folder"), tmp_path_factory.mktemp("bin") / "program"
     (folder / "train.py").write_text("")
     script.write_text(PROGRAM)
     unset = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=folder, capture_output=True, text=True, timeout=120,
-        env=unset | {"PYTHONPATH": str(PROJECT)},
+        [UV, "run", "--no-project", "--offline", "--python", sys.executable, "python", str(script)],
+        cwd=folder, capture_output=True, text=True, timeout=120, env=unset | {"PYTHONPATH": str(PROJECT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    processes, imported, refused, authentication = json.loads(done.stdout)
-    return processes, imported, refused, authentication
+    return tuple(json.loads(done.stdout))
 
 
 def test_a_local_ray_listens_on_loopback_and_is_out_of_our_process_group(
-    local_ray: tuple[list[Any], str, str, str],
+    local_ray: tuple[list[Any], str, str, str, str | None],
 ) -> None:
     (_, _, ours), *rays = local_ray[0]
     assert {"gcs_server", "raylet"} <= {name for name, _, _ in rays}
@@ -74,10 +75,10 @@ def test_a_local_ray_listens_on_loopback_and_is_out_of_our_process_group(
 
 
 def test_a_local_ray_has_no_idle_processes_imports_our_packages_and_has_no_accelerator_to_wait_for(
-    local_ray: tuple[list[Any], str, str, str],
+    local_ray: tuple[list[Any], str, str, str, str | None],
 ) -> None:
     """One Python waits in place of the dashboard's agent; the current folder has a ``train`` of its own."""
-    (_, *rays), imported, refused, _ = local_ray
+    (_, *rays), imported, refused, *_ = local_ray
     assert imported == str(PROJECT / "train" / "__init__.py")
     assert "--accelerator A100 is not in this machine" in refused
     names = [name for name, _, _ in rays if name != "ray::IDLE"]
@@ -175,9 +176,49 @@ def test_the_token_of_a_local_ray_is_for_its_user_alone(
         pass
 
 
-def test_a_local_ray_asks_for_a_token(local_ray: tuple[list[Any], str, str, str]) -> None:
+def test_a_local_ray_asks_for_a_token(local_ray: tuple[list[Any], str, str, str, str | None]) -> None:
     """Without anybody having set it: other users of the machine reach 127.0.0.1, too."""
     assert local_ray[3] == "token"
+
+
+def test_uv_run_does_not_start_the_workers_of_a_local_ray(
+    local_ray: tuple[list[Any], str, str, str, str | None],
+) -> None:
+    """Each would look for an environment, or make one, in a copy of the current folder."""
+    assert local_ray[4] is None
+
+
+@pytest.mark.parametrize(("user", "hook"), [(None, False), ("0", True), ("1", True)])
+def test_a_user_decides_whether_uv_run_starts_the_workers(
+    user: str | None, hook: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray has read the variable already when it is known that a Ray starts."""
+    variable = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+    monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(ray_constants, variable, True)
+    if user:
+        monkeypatch.setenv(variable, user)
+    with same_interpreter():
+        assert getattr(ray_constants, variable) == hook
+    assert getattr(ray_constants, variable)
+
+
+@pytest.mark.slow
+def test_a_search_runs_under_uv_run(tmp_path: Path, small_shards: Path) -> None:
+    """In a folder with an environment, which uv finds there, and not in Ray's copy of the folder."""
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    flags = [
+        "--data", str(small_shards), "--model", "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,"
+        "padded_vocabulary=320", "--global-batch", "1", "--searcher", "grid", "--confirm", "1", "--device", "cpu",
+        "--trial-steps", "8", "--memory-limit", "8GB", "--name", "uv",
+    ]  # fmt: skip
+    outside = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "RAY_ADDRESS")}
+    done = subprocess.run(
+        [UV, "run", "--no-project", "--offline", "python", "-m", "tune.search", *flags],
+        cwd=tmp_path, env=outside, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "uv" / "best.json").exists()
 
 
 def test_a_ray_that_starts_processes_otherwise_stays_in_our_group_and_that_is_logged(

@@ -56,17 +56,44 @@ def test_the_command_can_be_repeated(checkout: Path, words: list[str], command: 
     assert "commit" not in found
 
 
+def commit_all(folder: Path) -> str:
+    """Make ``folder`` a repository with a commit of all its files, whose hash is returned."""
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "--allow-empty", "-m", "All"]):
+        subprocess.run(["git", "-c", "user.name=me", "-c", "user.email=me@example.org", *words], cwd=folder, check=True)
+    return (folder / ".git" / "logs" / "HEAD").read_text().split()[1]
+
+
 def test_the_commit_is_known_and_whether_files_differ_from_it(checkout: Path) -> None:
-    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "All"]):
-        subprocess.run(
-            ["git", "-c", "user.name=me", "-c", "user.email=me@example.org", *words], cwd=checkout, check=True
-        )
+    made = commit_all(checkout)
     clean = tags(checkout, "-m", "work", "")
-    assert clean["commit"] == (checkout / ".git" / "logs" / "HEAD").read_text().split()[1]
-    assert clean["commit_is_dirty"] == "false"
+    assert (clean["commit"], clean["commit_is_dirty"]) == (made, "false")
     (checkout / "notes").write_text("not committed")
     changed = tags(checkout, "-m", "work", "")
-    assert (changed["commit"], changed["commit_is_dirty"]) == (clean["commit"], "true")
+    assert (changed["commit"], changed["commit_is_dirty"]) == (made, "true")
+
+
+@pytest.mark.parametrize("folder", [".venv/lib/site-packages", "."], ids=["an environment", "its own folder"])
+def test_the_commit_of_a_repository_into_which_the_package_is_installed_is_not_recorded(
+    checkout: Path, folder: str
+) -> None:
+    repository = checkout / "theirs"
+    repository.mkdir()
+    commit_all(repository)
+    installed = repository / folder
+    installed.mkdir(parents=True, exist_ok=True)
+    for name in ("infra", "work.py"):
+        (checkout / name).rename(installed / name)
+    assert "commit" not in tags(installed, "-m", "work", "")
+
+
+def test_the_repository_whose_hook_runs_a_command_is_not_taken_for_this_projects(
+    checkout: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = commit_all(checkout), tmp_path_factory.mktemp("theirs")
+    commit_all(other)
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(other))
+    assert tags(checkout, "-m", "work", "")["commit"] == own
 
 
 @pytest.mark.parametrize(("limit", "said"), [(699.5, "699.5"), (700.0, "700"), (None, None)])

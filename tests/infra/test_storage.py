@@ -47,12 +47,17 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["shard.arrow"]
 
 
-def test_a_file_is_private_while_it_is_written_and_then_for_all_to_read(tmp_path: Path) -> None:
-    with atomic_file(tmp_path / "result") as file:
-        file.write(b"x")
-        (temporary,) = tmp_path.iterdir()
-        assert temporary.stat().st_mode & 0o077 == 0
-    assert (tmp_path / "result").stat().st_mode & 0o777 == 0o644
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o027, 0o640), (0o022, 0o644), (0o002, 0o664)])
+def test_the_umask_decides_who_can_read_a_file_also_while_it_is_written(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        with atomic_file(tmp_path / "result") as file:
+            file.write(b"x")
+            (temporary,) = tmp_path.iterdir()
+            assert temporary.stat().st_mode & 0o777 == mode
+        assert (tmp_path / "result").stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(before)
 
 
 def test_a_link_that_another_user_planted_is_not_followed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,18 @@ def test_an_export_that_cannot_be_written_is_named_and_leaves_nothing(
     with pytest.raises(UserError, match=r"--to .* could not be written .*No space left on device"):
         write_model(once, tmp_path / "models" / "one")
     assert list((tmp_path / "models").iterdir()) == []
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644)])
+def test_all_files_of_an_export_have_the_mode_of_the_umask(saved: Path, umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        write_model(saved, tmp_path / "exported")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "exported").iterdir()}
+    assert {"model.safetensors", "config.json", "README.md"} <= modes.keys()
+    assert set(modes.values()) == {mode}
 
 
 def test_a_missing_and_a_damaged_checkpoint_are_named(saved: Path, tmp_path: Path) -> None:

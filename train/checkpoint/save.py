@@ -172,8 +172,8 @@ def write(folder: Path, taken: Snapshot, progress: Progress, vocabulary: Vocabul
     """Write one checkpoint, with its ``vocabulary``: to a temporary name, fsynced, read back, renamed."""
     name = f"step-{progress.step:08d}"
     temporary = folder / f"{TEMPORARY}{os.getpid()}-{name}"
-    temporary.mkdir(mode=0o700)
-    save_file(taken.weights, temporary / WEIGHTS)
+    temporary.mkdir()
+    save_weights(taken.weights, temporary / WEIGHTS)
     torch.save(taken.state, temporary / _STATE)
     names = [WEIGHTS, _STATE]
     if vocabulary and not vocabulary.is_gpt2:
@@ -186,7 +186,6 @@ def write(folder: Path, taken: Snapshot, progress: Progress, vocabulary: Vocabul
         raise OSError(f"{temporary / WEIGHTS} differs from what was written when it is read back")
     files = {file: checksum(temporary / file) for file in names}
     write_json(temporary / PROGRESS, to_json(replace(progress, files=files)))
-    temporary.chmod(0o755)
     if (folder / name).exists():
         aside = folder / f"{TEMPORARY}old-{name}"
         (folder / name).rename(aside)
@@ -196,6 +195,14 @@ def write(folder: Path, taken: Snapshot, progress: Progress, vocabulary: Vocabul
         temporary.rename(folder / name)
     sync_folder(folder)
     return folder / name
+
+
+def save_weights(weights: dict[str, Tensor], file: Path) -> None:
+    """Write ``weights`` to a new ``file``, which the umask protects as any other: the library makes it private."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(weights, file, metadata={"format": "pt"})
+    file.chmod(mode)
 
 
 def load_weights(checkpoint: Path, model: nn.Module, device: torch.device) -> None:

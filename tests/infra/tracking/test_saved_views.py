@@ -103,6 +103,19 @@ def test_the_trials_of_a_finished_search_are_in_the_order_of_their_places() -> N
     assert [run.info.run_id for run in found] == [trials[1].run_id, trials[0].run_id]
 
 
+def test_a_trial_without_a_place_does_not_keep_the_others_from_theirs() -> None:
+    """As the control of a second machine, which is not compared; MLflow returns the newest run first."""
+    key = create_run("tune", "two machines", tags={"kind": "search"})
+    ranked = create_run("tune", "m4", parent=key, tags={"trial": "m4"})
+    control = create_run("tune", "control", parent=key, tags={"trial": "control"})
+    untagged = create_run("tune", "by hand", parent=key)
+    saved_views.show_places(key, {"m4": "01 winner"})
+    client = MlflowClient(key.store)
+    places = [client.get_run(run.run_id).data.tags.get("place") for run in (ranked, control, untagged)]
+    assert places == ["01 winner", None, None]
+    assert "place" in str(page(tags_of(key)[f"{PREFIX}{children_view(key.run_id)}"])["orderByKey"])
+
+
 @pytest.mark.parametrize(("experiment", "shown"), [("pipeline", 2), ("train", 1), ("ladder", 1), ("tune", 1)])
 def test_mlflow_takes_the_filter_and_the_order_of_each_view(experiment: str, shown: int) -> None:
     kinds = {

@@ -228,6 +228,21 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     assert order[-1] == tmp_path.stat().st_ino, "the folder's own entry last"
 
 
+@pytest.mark.parametrize(("umask", "folder", "file"), [(0o077, 0o700, 0o600), (0o022, 0o755, 0o644)])
+def test_the_umask_decides_who_can_read_a_checkpoint(
+    umask: int, folder: int, file: int, tmp_path: Path, taken: tuple[Snapshot, Progress]
+) -> None:
+    before = os.umask(umask)
+    try:
+        made = write(tmp_path, *taken)
+    finally:
+        os.umask(before)
+    assert made.stat().st_mode & 0o777 == folder
+    assert {path.name: path.stat().st_mode & 0o777 for path in made.iterdir()} == dict.fromkeys(
+        ("model.safetensors", "state.pt", "progress.json"), file
+    )
+
+
 def test_weights_that_read_back_otherwise_are_refused_and_removed(
     tmp_path: Path, taken: tuple[Snapshot, Progress], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +250,7 @@ def test_weights_that_read_back_otherwise_are_refused_and_removed(
     state, progress = taken
     checkpoints = Checkpoints(tmp_path, 2)
 
-    def losing(weights: dict[str, torch.Tensor], path: Path) -> None:
+    def losing(weights: dict[str, torch.Tensor], path: Path, **_: object) -> None:
         save_file(weights | {"norm.weight": weights["norm.weight"] + 1}, path)
 
     monkeypatch.setattr(save, "save_file", losing)
