@@ -1,7 +1,7 @@
-"""The main job as a new user runs it, and every command of the README, on the sample corpus.
+"""The main job as a new user runs it, and every command of the guides, on the sample corpus.
 
-One folder, in the README's order: the demo first, then each ``sh`` block. Blocks marked ``sh gpu`` need
-a CUDA device and are checked for it by the marker.
+One folder: the demo first, then each ``sh`` block of the README and of each package's, in that order. Blocks marked
+``sh gpu`` need a CUDA device and are checked for it by the marker.
 """
 
 import json
@@ -22,6 +22,15 @@ from tune.suite.suites import SUITES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDES = "\n".join(
+    [README]
+    + [(ROOT / package / "README.md").read_text(encoding="utf-8") for package in ("pipeline", "train", "tune", "infra")]
+)
+"""The README and the guide of each package, in the order in which a new user needs them."""
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"] + [
+    page for folder in ("pipeline", "train", "tune", "infra", "tests") for page in (ROOT / folder).rglob("*.md")
+]
+"""Every page of the documentation."""
 pytestmark = [
     pytest.mark.timeout(1800),  # a test here is a dozen whole commands
     pytest.mark.any_device,  # the demo trains on what there is; the other commands' GPU is hidden below
@@ -36,8 +45,8 @@ LADDER = "python -m tune.ladder"
 
 
 def commands(marker: str) -> list[str]:
-    """The README's commands in blocks opened by three backticks and ``marker``, continued lines joined."""
-    blocks = re.findall(rf"^```{marker}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    """The guides' commands in blocks opened by three backticks and ``marker``, continued lines joined."""
+    blocks = re.findall(rf"^```{marker}\n(.*?)^```", GUIDES, re.MULTILINE | re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     found = [line.partition("  #")[0].strip() for line in lines]
     return [line for line in found if line and not line.startswith(("#", *RUN_BY_OTHERS))]
@@ -85,7 +94,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
             f"Chapter {i} of book {number}. It was a day like any other, said the {i}th man.\n" for i in range(400)
         )
         (books / f"book {number}.txt").write_text("".join(chapters), encoding="utf-8")
-    for name, source in re.findall(r"^```python (\S+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL):
+    for name, source in re.findall(r"^```python (\S+)\n(.*?)^```", GUIDES, re.MULTILINE | re.DOTALL):
         (folder / name).write_text(source, encoding="utf-8")
     return folder
 
@@ -127,16 +136,16 @@ def test_mlflow_holds_the_demo(demo: Path) -> None:
 
 @pytest.fixture(scope="module")
 def used(demo: Path) -> Path:
-    """The demo's folder after every command of the README but the ladder."""
+    """The demo's folder after every command of the guides but the ladder."""
     wanted = [command for command in commands("sh") if not command.startswith(LADDER)]
-    assert len(wanted) > 5, "the README's commands were not found"
+    assert len(wanted) > 15, "the commands of the guides were not found"
     for command in wanted:
         run(command, demo, **NO_GPU)
     return demo
 
 
 @pytest.mark.slow
-def test_every_command_of_the_readme_works(used: Path) -> None:
+def test_every_command_of_the_guides_works(used: Path) -> None:
     assert read_manifest(used / "data/books").splits["train"]["books"] >= 4
     outcomes = {name: json.loads((used / "runs" / name / "result.json").read_text()) for name in ("first", "best")}
     assert {result["outcome"] for result in outcomes.values()} == {"finished"}
@@ -157,9 +166,9 @@ def test_no_secret_of_the_environment_is_kept_or_printed(used: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_python_of_the_readme_works(used: Path) -> None:
+def test_the_python_of_the_guides_works(used: Path) -> None:
     """All blocks in one program: later ones use what earlier ones have made."""
-    blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```", GUIDES, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 5
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(blocks)],
@@ -173,11 +182,12 @@ def test_the_python_of_the_readme_works(used: Path) -> None:
     best = json.loads((used / "runs/from-python/best.json").read_text())["config"]
     micro, accumulation = best["micro_batch"], best["global_batch"] // best["micro_batch"]
     assert f"\n{micro} {accumulation}\n" in done.stdout
-    assert done.stdout.endswith("torch.Size([4, 128]) torch.int64\n"), "four windows of the model tiny"
+    assert "\ntorch.Size([4, 128]) torch.int64\n" in done.stdout, "four windows of the model tiny"
+    assert int(done.stdout.splitlines()[-1]) > 10**8, "bytes that a process with PyTorch needs at least"
 
 
 @pytest.mark.slow
-def test_the_readmes_ladder_is_interrupted_and_continued(used: Path) -> None:
+def test_the_ladder_of_the_guides_is_interrupted_and_resumed(used: Path) -> None:
     (line,) = [command for command in commands("sh") if command.startswith(LADDER)]
     ladder = used / "runs/ladder"
     started = subprocess.Popen(
@@ -220,8 +230,8 @@ def test_the_readmes_ladder_is_interrupted_and_continued(used: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.timeout(5400)  # the ladder alone is 31 runs of 20 seconds and their starts, half of them compiled anew
-def test_every_gpu_command_of_the_readme_works(demo: Path) -> None:
+@pytest.mark.timeout(10800)  # each of two ladders is 31 runs of 20 seconds and their starts, half of them compiled anew
+def test_every_gpu_command_of_the_guides_works(demo: Path) -> None:
     for command in commands("sh gpu"):
         run(command, demo)
 
@@ -237,11 +247,20 @@ def test_the_readme_names_every_command() -> None:
     assert table == set(COMMANDS)
 
 
-def test_what_the_documentation_links_to_exists() -> None:
-    for page in ("README.md", "CONTRIBUTING.md", "tests/benchmarks/README.md"):
-        linked = re.findall(r"\]\((?!https?://|#)([^)#]+)", (ROOT / page).read_text(encoding="utf-8"))
-        assert linked
-        assert [link for link in linked if not ((ROOT / page).parent / link).exists()] == []
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", sorted(path.relative_to(ROOT).as_posix() for path in PAGES))
+def test_what_the_documentation_links_to_exists(name: str) -> None:
+    page = ROOT / name
+    for link in re.findall(r"\]\((?!https?://)([^)]+)", page.read_text(encoding="utf-8")):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in headings(target), link
 
 
 HELPS = f"""
