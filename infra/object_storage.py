@@ -144,10 +144,8 @@ class _Hub:
             from huggingface_hub import HfApi
 
             resolved = self._system.resolve_path(f"{self._bucket}/{path}")
-            has_commits = "@" not in repository and hasattr(resolved, "repo_id")
-            self._commits[repository] = (
-                HfApi().repo_info(resolved.repo_id, repo_type=resolved.repo_type).sha if has_commits else None
-            )
+            name, kind = (getattr(resolved, attribute, None) for attribute in ("repo_id", "repo_type"))
+            self._commits[repository] = HfApi().repo_info(name, repo_type=kind).sha if name and "@" not in path else None
         return self._commits[repository]
 
     def head(self, path: str) -> dict[str, Any]:
@@ -168,7 +166,8 @@ class _Hub:
         """A range of the file as it was when this process first read of its repository."""
         start, end = options["range"]
         whole = f"{self._bucket}/{path}"
-        return _HubRange(self._system.cat_file(whole, start=start, end=end, revision=self._commit(path)))
+        content: Any = self._system.cat_file(whole, start=start, end=end, revision=self._commit(path))
+        return _HubRange(content)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ PIECES = "pieces"
 """The folder that records which part of the work is done."""
 SETTINGS = f"{PIECES}/settings.json"
 """How the data set is made; it is there before the first shard."""
+SPLIT_HISTORY = f"{PIECES}/split_history.feather"
+"""The split of every text that the folder's data sets have held."""
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")

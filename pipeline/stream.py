@@ -11,20 +11,17 @@ import math
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from infra.errors import UserError
-from infra.object_storage import is_remote
-from pipeline.books.downloads import PREFIX
 from pipeline.books.readers import Dropped, Part, RawBook
 from pipeline.books.sources import Inventory, find
-from pipeline.config import SAMPLE, Reading, TokenizeConfig
+from pipeline.config import Reading, TokenizeConfig
 from pipeline.encoding.vocabulary import read_vocabulary
 from pipeline.job.executor import answers
-from pipeline.job.plan import Piece, is_one_book, make_plan, position_of, split_of
+from pipeline.job.plan import Piece, is_one_book, make_plan, position_of
 from pipeline.job.report import Stopwatch
 from pipeline.job.task import read, tokenize
 from pipeline.shards import Split
@@ -84,16 +81,20 @@ class Stream:
 
         Only for collections whose books are all known beforehand, one a file; others are large.
         """
-        known = all(is_one_book(Part(file, file.size), self.settings) for file in self.inventory.files)
-        if not known or len(self.inventory.files) < 2:  # a single book is there to train on
+        files = self.inventory.files
+        known = all(is_one_book(Part(file, file.size), self.settings) and not file.split for file in files)
+        if not known or len(files) < 2:  # a single book is there to train on
             return HELD_OUT
-        return max(HELD_OUT, math.nextafter(min(position_of(file.id) for file in self.inventory.files), 1))
+        return max(HELD_OUT, math.nextafter(min(position_of(file.id) for file in files), 1))
 
     def held_out(self, tokens: int) -> list[EncodedBook]:
         """Books for validation, by id, until they have ``tokens`` tokens or ``SEARCHED`` bytes have been read."""
         found: list[EncodedBook] = []
         searched = 0
-        for piece in make_plan(self.inventory, self.settings, self.vocabulary_sha256):
+        pieces = make_plan(self.inventory, self.settings, self.vocabulary_sha256)
+        for piece in sorted(pieces, key=lambda piece: piece.split != "val"):
+            if piece.split == "train":
+                continue
             for book in encoded_books(piece, "val"):
                 found.append(book)
                 tokens -= len(book.tokens)
@@ -129,10 +130,10 @@ def encoded_books(piece: Piece, split: Split) -> Iterator[EncodedBook]:
     """
     settings = piece.settings
     for part in piece.parts:
-        if is_one_book(part, settings) and split_of(part.file.id, settings.val_fraction) != split:
+        if (piece.split or is_one_book(part, settings)) and piece.split_of(part.file.id) != split:
             continue
         for raw in read(part, settings):
-            if isinstance(raw, RawBook) and split_of(raw.id, settings.val_fraction) != split:
+            if isinstance(raw, RawBook) and piece.split_of(raw.id) != split:
                 continue
             outcome = tokenize(raw, settings, piece.vocabulary, Stopwatch())
             if isinstance(outcome, Dropped):
@@ -141,12 +142,6 @@ def encoded_books(piece: Piece, split: Split) -> Iterator[EncodedBook]:
             else:
                 book, tokens = outcome
                 yield EncodedBook(piece.index, part.file.id, book.id, book.chars, tokens)
-
-
-def whole_path(source: str) -> str:
-    """``source`` with an absolute path, if it is one."""
-    known = source == SAMPLE or source.startswith(PREFIX) or is_remote(source)
-    return source if known else str(Path(source).expanduser().absolute())
 
 
 def _read_ahead(pieces: list[Piece]) -> Iterator[EncodedBook]:

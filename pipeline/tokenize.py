@@ -9,7 +9,10 @@ import uuid
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from infra import command, provenance
 from infra.cluster import connected
@@ -60,6 +63,14 @@ def _continue(job: Job, progress: report.JobStats) -> int:
         if not config.dry_run:
             raise UserError(sentence)
         console.print(sentence, markup=False)
+    if not config.overwrite and (missing := output.missing_sources(job)):
+        sentence = (
+            f"{place} holds books of {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}, which the sources do not "
+            "include any more. Name them as well, add --overwrite to replace the data set, or use another --out."
+        )
+        if not config.dry_run:
+            raise UserError(sentence)
+        console.print(sentence, markup=False)
     if config.dry_run:
         return 0
     if not todo and output.is_finished(job):
@@ -98,11 +109,11 @@ def _make(job: Job, todo: list[Piece], progress: report.JobStats, *, fresh: bool
             place.write_json(TRACKING, tracker.key.kept_in(place.address))
             stopping = background.submit(ray.close)
             with phase("finish"), doing("checking and closing the data set"):
-                manifest = output.finish(job)
+                manifest = output.finish(job, partial(console.print, markup=False))
             if on_ray:
                 with phase("ray stop"), doing("stopping Ray"):
                     stopping.result()
-            told = report.data_report(str(config.out), manifest.report, progress, manifest.fingerprint)
+            told = report.data_report(str(config.out), manifest.report, progress, manifest.fingerprint, manifest.inputs)
             tracker.note(told.markdown())
             tracker.metrics(shown(progress.metrics() | _counts(manifest), report.METRICS))
             tracker.tags({"dropped": report.dropped(manifest.report)})
@@ -174,16 +185,23 @@ def _intention(job: Job, assessed: output.Assessment, todo: list[Piece]) -> str:
         f"{summary['files']:,} files, {summary['bytes'] / 1e6:,.1f} MB, in {len(job.pieces):,} pieces -> {config.out}"
         + (", by Ray Data" if on_ray else ", without Ray" if todo else "")
     ]
-    if job.inventory.skipped:
-        lines.append("skipped: " + ", ".join(f"{n:,} {suffix}" for suffix, n in job.inventory.skipped.items()))
+    if skipped := report.skipped_files(summary):
+        lines.append(f"skipped: {skipped}")
+    if named := report.named_splits(summary):
+        lines.append(f"splits by the names of files: {named}")
+    lines += output.source_changes(job)
     if assessed.done or config.dry_run:
         reasons = Counter(assessed.todo.values())
         why = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()) or "nothing"
         lines.append(f"done: {len(assessed.done):,} pieces; to do: {why}")
     if config.dry_run:
         lines.append(
-            "estimate: " + report.estimate(job.pieces, todo, assessed.done.values(), config.parallelism, on_ray=on_ray)
-        )
+            "estimate: "
+            + report.estimate(
+                job.pieces, todo, assessed.done.values(), config.parallelism,
+                token_bytes=np.dtype(job.vocabulary.dtype).itemsize, on_ray=on_ray,
+            )
+        )  # fmt: skip
     return "\n".join(lines)
 
 

@@ -188,7 +188,7 @@ class LadderConfig(ExperimentConfig):
         refuse_below(self, steps=SHORTEST, seeds=1)
 
     def to_json(self) -> dict[str, Any]:
-        from pipeline.stream import whole_path
+        from pipeline.books.sources import whole_path
 
         whole = replace(
             self,

@@ -19,11 +19,12 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Literal
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from infra.errors import UserError
 from infra.object_storage import is_remote, listing, locate, open_file
 from pipeline.books import downloads
+from pipeline.books.named_splits import NamedFile, labels
 from pipeline.config import MIRROR, SAMPLE
 from pipeline.shards import MANIFEST, QUARANTINE, SETTINGS, Split
 
@@ -127,6 +128,7 @@ class Inventory:
             "bytes": sum(file.size for file in self.files),
             "sha256": hashlib.sha256(inventory.encode()).hexdigest(),
             "skipped": self.skipped,
+            "named_splits": dict(sorted(Counter(file.split for file in self.files if file.split).items())),
         }
 
 
@@ -142,7 +144,44 @@ def find(sources: Iterable[str], mirror: str = MIRROR) -> Inventory:
                 f"gs://, hf://), numbers as in gutenberg:1342,84, or the word '{SAMPLE}'."
             )
         found |= {file.uri: file for file in files}
-    return Inventory(_distinct(found.values()), dict(sorted(skipped.items())))
+    files = list(_in_splits(list(found.values()), skipped))
+    return Inventory(_distinct(files), dict(sorted(skipped.items())))
+
+
+def _in_splits(files: list[SourceFile], skipped: Counter[str]) -> Iterator[SourceFile]:
+    """``files`` with the splits that their names tell, without those of a test split and what describes a data set."""
+
+    def read_start(number: int) -> bytes:
+        try:
+            with files[number].open() as opened:
+                return opened.read(3)
+        except OSError:
+            return b""
+
+    paths = [unquote(file.uri.partition("?")[0]) if is_remote(file.uri) else file.uri for file in files]
+    named = [NamedFile(path, file.form in ("text", "zip")) for path, file in zip(paths, files, strict=True)]
+    found = labels(named, read_start)
+    for number, file in enumerate(files):
+        label = found.get(number)
+        if label in ("test", "card"):
+            skipped["of a test split" if label == "test" else "data set card"] += 1
+        else:
+            yield replace(file, split=label) if label else file
+
+
+def whole_path(source: str) -> str:
+    """``source`` with an absolute path, if it is one."""
+    known = source == SAMPLE or source.startswith(downloads.PREFIX) or is_remote(source)
+    return source if known else str(Path(source).expanduser().absolute())
+
+
+def whole_sources(sources: Iterable[str]) -> list[str]:
+    """``sources`` as they mean the same in every folder, sorted, each once; of numbers to download each by itself."""
+    found = set[str]()
+    for source in sources:
+        head, mark, numbers = source.partition(downloads.PREFIX)
+        found |= {mark + number for number in numbers.split(",")} if mark and not head else {whole_path(source)}
+    return sorted(found)
 
 
 def _files(source: str, mirror: str, skipped: Counter[str]) -> Iterator[SourceFile]:

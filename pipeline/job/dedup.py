@@ -6,7 +6,7 @@ for, because libraries hold a book in several editions that differ in a few word
 keep.
 """
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -14,29 +14,29 @@ import pyarrow as pa
 
 from infra.storage_dir import StorageDir
 from pipeline.books.readers import Dropped
-from pipeline.job.plan import split_of
 from pipeline.job.record import Record
 from pipeline.shards import Shard, ShardInfo, write_batch
 
 EXACT = "duplicate"
 NEAR = "near duplicate"
+Rank = tuple[bool, bool, bool, str]
+"""What books of the same text are sorted by."""
 
 
-def find_duplicates(records: dict[str, Record], val_fraction: float) -> dict[str, Dropped]:
-    """Books to leave out, by id, each with the book that it duplicates; near ones only if there are signatures."""
-    books = sorted(
-        (split_of(book, val_fraction) == "train", book, sha256)
-        for record in records.values()
-        for book, sha256, _, _ in record.books
-    )
+def find_duplicates(records: dict[str, Record], rank: Callable[[str], Rank]) -> dict[str, Dropped]:
+    """Books to leave out, by id, each with the book that it duplicates; near ones only if there are signatures.
+
+    Of several, the first by ``rank`` is kept.
+    """
+    texts = {book: sha256 for record in records.values() for book, sha256, *_ in record.books}
     first: dict[str, str] = {}
     found: dict[str, Dropped] = {}
-    for _, book, sha256 in books:
-        original = first.setdefault(sha256, book)
+    for book in sorted(texts, key=rank):
+        original = first.setdefault(texts[book], book)
         if original != book:
             found[book] = Dropped(book, EXACT, f"the same text as {original}")
-    signatures = {b: s for record in records.values() for b, s in record.signatures.items() if b not in found}
-    if signatures:
+    every = {book: signature for record in records.values() for book, signature in record.signatures.items()}
+    if signatures := {book: every[book] for book in sorted(every, key=rank) if book not in found}:
         from pipeline.job.similarity import near_duplicates  # only runs that ask for it need its library
 
         for book, (original, similarity) in near_duplicates(signatures).items():

@@ -4,8 +4,9 @@ Object storage is listed once, and its files are read by many threads, because e
 """
 
 import json
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
@@ -15,12 +16,15 @@ from infra.errors import UserError
 from infra.lease import sole_user
 from infra.storage import clear_temporaries
 from infra.storage_dir import REQUESTS, StorageDir
+from pipeline.books import downloads
 from pipeline.books.readers import Dropped
+from pipeline.books.sources import find, whole_sources
 from pipeline.job import report
 from pipeline.job.dedup import EXACT, NEAR, drop_duplicates, find_duplicates
 from pipeline.job.plan import Job, Piece
 from pipeline.job.record import Record, read_record, record_file, reopen
-from pipeline.job.splits import fill_splits, held_out_besides
+from pipeline.job.split_history import SplitHistory
+from pipeline.job.splits import choose_splits, fill_splits, move_books, note_splits, split_changes
 from pipeline.shards import (
     MANIFEST,
     PIECES,
@@ -83,8 +87,38 @@ def _settings(place: StorageDir) -> dict[str, Any]:
         return {}
 
 
-def _note_settings(job: Job, held_out: dict[str, str]) -> None:
-    job.place.write_json(SETTINGS, job.identity() | {"held_out": held_out})
+def _note_settings(job: Job) -> None:
+    job.place.write_json(SETTINGS, job.identity() | {"sources": whole_sources(job.config.sources)})
+
+
+def source_changes(job: Job) -> list[str]:
+    """Lines about sources that are new to the output, and about files of the same sources that came or went."""
+    there = _settings(job.place).get("sources", [])
+    added = [source for source in whole_sources(job.config.sources) if there and source not in there]
+    lines = [f"new sources: {', '.join(added[:3])}{', ...' * (len(added) > 3)}"] if added else []
+    with suppress(UserError):  # it is unfinished
+        before, after = read_manifest(job.place).inputs, job.inventory.summary()
+        if before != after:
+            lines.append(f"made before from {before['files']:,} files, {before['bytes'] / 1e6:,.1f} MB")
+    return lines
+
+
+def missing_sources(job: Job) -> list[str]:
+    """Sources whose books the output holds and that are not all among the job's: the books would go without a word."""
+    there = set(_settings(job.place).get("sources", ())) - set(whole_sources(job.config.sources))
+    if not there or not any(name == MANIFEST or _RECORD.fullmatch(name) for name in job.place.files()):
+        return []
+    read = {os.path.normpath(file.uri) for file in job.inventory.files}
+
+    def is_missing(source: str) -> bool:
+        if source.startswith(downloads.PREFIX):  # it would be downloaded
+            return True
+        try:
+            return any(os.path.normpath(file.uri) not in read for file in find([source]).files)
+        except UserError:  # there is none any more
+            return True
+
+    return sorted(filter(is_missing, there))
 
 
 @dataclass(frozen=True)
@@ -127,22 +161,26 @@ def is_finished(job: Job) -> bool:
     return manifest.inputs == job.inventory.summary() and job.place.exists(QUARANTINE)
 
 
-def finish(job: Job) -> Manifest:
+def finish(job: Job, tell: Callable[[str], None] = lambda sentence: None) -> Manifest:
     """Drop duplicates, fill both splits, then write quarantine and manifest from the records.
 
-    Raises ``UserError`` when a piece's record did not arrive here, and when no book was kept.
+    ``tell`` is called with a sentence where a text changes its split. Raises ``UserError`` when a piece's record did
+    not arrive here, and when no book was kept.
     """
     place, records = job.place, collect(job)
+    history = SplitHistory.read(place, job.config.val_fraction)
+    choice = choose_splits(job, records, history)
     if job.config.duplicates != "keep":
-        records = drop_duplicates(place, records, find_duplicates(records, job.config.val_fraction))
-    before = _settings(place).get("held_out", {})
-    held_out = held_out_besides(job, records.values(), before)
-    if not held_out.items() <= before.items():
-        _note_settings(job, before | held_out)
-    records = fill_splits(job, records, held_out)
+        records = drop_duplicates(place, records, find_duplicates(records, choice.rank))
+    fill_splits(job, records, choice.splits, history)
+    for sentence in split_changes(records, choice.splits, history):
+        tell(sentence)
+    note_splits(job, records, choice.splits, history)
+    records = move_books(job, records, choice.splits)
     remove_strays(job, records)
     dropped = write_quarantine(place, records.values())
-    counts = report.totals(records.values()) | {"held_out": list(held_out)}
+    held_out = sorted(book for record in records.values() for book in record.moved if choice.splits[book] == "val")
+    counts = report.totals(records.values()) | {"held_out": len(held_out), "held_out_first": held_out[:3]}
     if not counts["books_kept"]:
         first = f" For {dropped[0].book} it is: {dropped[0].detail}." if dropped else ""
         raise UserError(
@@ -212,13 +250,14 @@ def begin(job: Job, todo: Iterable[str]) -> None:
     remove_half_written(job.place, *SPLITS, PIECES, ".")
     if not job.vocabulary.is_gpt2:
         job.place.write(VOCABULARY_FILE, job.vocabulary.content)
-    _note_settings(job, _settings(job.place).get("held_out", {}))
+    _note_settings(job)
 
 
 def clear(place: StorageDir) -> None:
     """Remove what this program wrote to ``place``, and nothing else.
 
     Records go first, so that a kill leaves nothing that looks done; the settings stay until :func:`begin` notes others.
+    The history of the splits stays, so that what was held out is not trained on.
     """
     there = _files(place)
     place.remove(filter(_RECORD.fullmatch, there))

@@ -48,6 +48,15 @@ class Piece:
         return f"{self.index:06d}"
 
     @property
+    def split(self) -> Split | None:
+        """The split that the names of its files tell, the same for all of them; None where the books' ids decide."""
+        return self.parts[0].file.split
+
+    def split_of(self, book: str) -> Split:
+        """The split of one of its books, unless :mod:`pipeline.job.splits` moves it."""
+        return self.split or split_of(book, self.settings.val_fraction)
+
+    @property
     def size(self) -> int:
         """Estimated bytes of text."""
         return sum(part.size for part in self.parts)
@@ -85,12 +94,15 @@ class Job:
 
 
 def make_plan(inventory: Inventory, config: TokenizeConfig, vocabulary_sha256: str = VOCABULARY_SHA256) -> list[Piece]:
-    """Pieces of about ``shard_size`` bytes of text. A book is never split: one that is larger is a piece of its own."""
+    """Pieces of about ``shard_size`` bytes of text. A book is never split: one that is larger is a piece of its own.
+
+    Files whose names tell their split are in other pieces than those of another split, and than others.
+    """
     groups: list[list[Part]] = []
     room = -1
-    for file in inventory.files:
+    for file in sorted(inventory.files, key=lambda file: file.split or ""):
         for part in split_file(file, config):
-            if part.size > room or len(groups[-1]) == PARTS_PER_PIECE:
+            if part.size > room or len(groups[-1]) == PARTS_PER_PIECE or groups[-1][-1].file.split != file.split:
                 groups.append([])
                 room = config.shard_size
             groups[-1].append(part)

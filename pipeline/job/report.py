@@ -68,7 +68,9 @@ def _histogram(lengths: list[int]) -> dict[str, int]:
     return {name: counts[name] for name in bins}
 
 
-def estimate(plan: list[Piece], todo: list[Piece], done: Iterable[Record], workers: int, *, on_ray: bool) -> str:
+def estimate(
+    plan: list[Piece], todo: list[Piece], done: Iterable[Record], workers: int, *, token_bytes: int, on_ray: bool
+) -> str:
     """What ``todo`` will make and take, from the pieces that are done or, without any, from English books."""
     records = list(done)
     read = sum(record.read_bytes for record in records)
@@ -78,7 +80,7 @@ def estimate(plan: list[Piece], todo: list[Piece], done: Iterable[Record], worke
     start = START_SECONDS + RAY_SECONDS * on_ray
     seconds = start + size / min(workers, len(plan)) / BYTES_PER_SECOND if todo else 0
     return (
-        f"about {tokens / 1e6:,.1f} million tokens, {2 * tokens / 1e6:,.1f} MB of shards, "
+        f"about {tokens / 1e6:,.1f} million tokens, {token_bytes * tokens / 1e6:,.1f} MB of shards, "
         f"{format_duration(round(seconds))} with {workers} workers"
     )
 
@@ -132,7 +134,20 @@ class JobStats:
         return values
 
 
-def data_report(name: str, counts: dict[str, Any], progress: JobStats, fingerprint: str) -> Report:
+def skipped_files(inputs: dict[str, Any]) -> str:
+    """What the sources hold that is not read, by kind; empty where that is nothing. ``inputs`` as in the manifest."""
+    return ", ".join(f"{count:,} {kind}" for kind, count in inputs["skipped"].items())
+
+
+def named_splits(inputs: dict[str, Any]) -> str:
+    """The splits that the names of files tell; empty where they tell none. ``inputs`` as in the manifest."""
+    uses = {"train": "for training", "val": "for validation"}
+    return ", ".join(f"{count:,} files {uses[split]}" for split, count in inputs["named_splits"].items())
+
+
+def data_report(
+    name: str, counts: dict[str, Any], progress: JobStats, fingerprint: str, inputs: dict[str, Any]
+) -> Report:
     """What the data set ``name`` holds, and what this run did for it."""
     ratio = counts["chars"] / counts["tokens"] if counts["tokens"] else 0.0
     content = f"{counts['books_kept']:,} books, {counts['tokens']:,} tokens"
@@ -141,6 +156,10 @@ def data_report(name: str, counts: dict[str, Any], progress: JobStats, fingerpri
         ("Books", f"{counts['books_in']:,} in; dropped: {dropped(counts)}"),
         ("Text", f"{counts['chars']:,} characters, {ratio:.2f} characters per token"),
     ]
+    if skipped := skipped_files(inputs):
+        facts.append(("Skipped", f"files: {skipped}"))
+    if named := named_splits(inputs):
+        facts.append(("Splits", f"as the names of files tell: {named}"))
     pieces: list[str | Part] = []
     if progress.pieces:
         rates = progress.metrics()
@@ -168,10 +187,12 @@ def data_report(name: str, counts: dict[str, Any], progress: JobStats, fingerpri
     pieces.append(Part("", ("", ""), about))
     if not counts["books_val"]:
         facts.append(("Validation", "none, because no book is held out: training needs `--cycle N+0`"))
-    elif held_out := counts["held_out"]:
+    elif moved := counts["held_out"]:
+        first = ", ".join(f"`{book}`" for book in counts["held_out_first"])
         facts.append(
-            ("Validation", f"{', '.join(f'`{book}`' for book in held_out[:3])}, because --val-fraction takes none of "
-             "these; made again from more books with the same `--out`, the data set still holds it out")
+            ("Validation", f"of {counts['books_val']:,} books, {moved:,} ({first}{', ...' * (moved > 3)}) are held out "
+             "that --val-fraction does not select, so that the split is not empty and keeps what an earlier data set "
+             "in the same `--out` held out")
         )  # fmt: skip
     if odd:
         doubts = (f"{n:,} {trait if n == 1 else trait.replace('looks', 'look', 1)}" for trait, n in odd.items())

@@ -1,5 +1,7 @@
 """Find other editions of the same work by MinHash, which estimates the share of phrases that two books share."""
 
+from collections.abc import Iterable
+
 import numpy as np
 from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue] compiled, without types
 
@@ -22,22 +24,47 @@ def signature(text: bytes) -> list[int]:
     return list(made.digest())
 
 
-def near_duplicates(signatures: dict[str, list[int]]) -> dict[str, tuple[str, float]]:
-    """Books that are similar to one with a smaller id: book to (the one that is kept, similarity).
+class _Index:
+    """Signatures by their bands: only those that agree in one are compared (locality-sensitive hashing)."""
 
-    Only books that agree in a band of their signatures are compared (locality-sensitive hashing).
-    """
-    bands: dict[tuple[int, bytes], list[str]] = {}
-    digests = {book: np.array(signatures[book], dtype=np.uint32) for book in signatures}
+    def __init__(self) -> None:
+        self._bands: dict[tuple[int, bytes], list[str]] = {}
+        self._digests: dict[str, np.ndarray] = {}
+
+    def most_similar(self, digest: np.ndarray) -> tuple[float, str]:
+        """The similarity and name of the most similar one; no similarity where none is comparable."""
+        candidates = sorted({name for band in _bands(digest) for name in self._bands.get(band, ())})
+        similar = [(float(np.mean(self._digests[name] == digest)), name) for name in candidates]
+        return max(similar, default=(0.0, ""))
+
+    def add(self, name: str, digest: np.ndarray) -> None:
+        self._digests[name] = digest
+        for band in _bands(digest):
+            self._bands.setdefault(band, []).append(name)
+
+
+def _bands(digest: np.ndarray) -> list[tuple[int, bytes]]:
+    return [(number, band.tobytes()) for number, band in enumerate(np.split(digest, BANDS))]
+
+
+def near_duplicates(signatures: dict[str, list[int]]) -> dict[str, tuple[str, float]]:
+    """Books that are similar to an earlier one: book to (the one that is kept, similarity)."""
+    index = _Index()
     found: dict[str, tuple[str, float]] = {}
-    for book in sorted(signatures):
-        own = [(n, band.tobytes()) for n, band in enumerate(np.split(digests[book], BANDS))]
-        candidates = sorted({other for band in own for other in bands.get(band, ())})
-        similar = [(float(np.mean(digests[other] == digests[book])), other) for other in candidates]
-        similarity, first = max(similar, default=(0.0, ""))
+    for book, signed in signatures.items():
+        digest = np.array(signed, dtype=np.uint32)
+        similarity, first = index.most_similar(digest)
         if similarity >= SIMILAR:
             found[book] = (first, similarity)
-            continue
-        for band in own:
-            bands.setdefault(band, []).append(book)
+        else:
+            index.add(book, digest)
     return found
+
+
+def similar_to(signatures: dict[str, list[int]], originals: Iterable[list[int]]) -> set[str]:
+    """Books that are similar to one of ``originals``."""
+    index = _Index()
+    for number, signed in enumerate(originals):
+        index.add(str(number), np.array(signed, dtype=np.uint32))
+    digests = {book: np.array(signed, dtype=np.uint32) for book, signed in signatures.items()}
+    return {book for book, digest in digests.items() if index.most_similar(digest)[0] >= SIMILAR}

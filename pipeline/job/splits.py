@@ -1,56 +1,126 @@
-"""Fill both splits of a small data set, once all pieces are done and duplicates dropped.
+"""Choose the split of every book, once all pieces are done.
 
-The hash of its id puts a book into its split (:func:`pipeline.job.plan.split_of`), which of few books may take none or
-all. Then one book is moved: the nearest to the share. Of all books those count first that are files of their own, so
-that another kind of source beside them does not change the choice. What was held out in this way is remembered by id
-and text in the output's settings, and held out again whatever else the data set is made from later.
+A book is in the split that its text had in an earlier data set of the same output (:mod:`pipeline.job.split_history`),
+else in the one that the name of its file tells, else in the one of its id's hash. Of few books the hash may take none
+or all. Then one book is moved: the nearest to the share, of files that are books of their own if there are several, so
+that another kind of source beside them does not change the choice; and rather a new one.
 """
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
 from infra.storage_dir import StorageDir
-from pipeline.job.dedup import thinned
-from pipeline.job.plan import Job, is_one_book, position_of, split_of
+from pipeline.job.dedup import Rank, thinned
+from pipeline.job.plan import Job, is_one_book, position_of
 from pipeline.job.record import Record
+from pipeline.job.split_history import SplitHistory
 from pipeline.shards import Shard, Split, shard_path, write_batch
 
 
-def held_out_besides(job: Job, records: Iterable[Record], before: dict[str, str]) -> dict[str, str]:
-    """Books to hold out that their ids do not, id to sha256; ``before`` are those of the output's earlier data sets."""
+@dataclass(frozen=True)
+class Choice:
+    """The split of each book, in ``splits``."""
+
+    splits: dict[str, Split]
+    moved: set[str] = field(default_factory=set)
+    """Books that are in another split than their piece has put them."""
+    editions: set[str] = field(default_factory=set)
+    """Books that are held out only as editions of a text that is not among the books."""
+
+    def rank(self, book: str) -> Rank:
+        """Its place among books of the same text, of which the first is kept: a held-out one, or the first by id.
+
+        One that is moved only because of another's text comes after that, also when the data set is made again.
+        """
+        return self.splits[book] == "train", book in self.editions, book in self.moved, book
+
+
+def choose_splits(job: Job, records: dict[str, Record], history: SplitHistory) -> Choice:
+    """The splits of all books in ``records``, by piece name."""
+    history = history.valid_for(job.config.val_fraction)
+    choice = Choice({})
+    unknown: dict[str, list[int]] = {}
+    for piece in job.pieces:
+        record = records[piece.name]
+        for book, sha256, *_ in record.books:
+            by_piece, is_val = piece.split_of(book), history.split_known(book, sha256)
+            if is_val is None or (not is_val and piece.split == "val"):
+                choice.splits[book] = by_piece
+                if by_piece == "train" and book in record.signatures:
+                    unknown[book] = record.signatures[book]
+            else:
+                choice.splits[book] = "val" if is_val else "train"
+                if choice.splits[book] != by_piece:
+                    choice.moved.add(book)
+    if unknown and history.signatures:
+        from pipeline.job.similarity import similar_to  # only runs that look for near duplicates need its library
+
+        for book in similar_to(unknown, history.signatures.values()):
+            choice.splits[book] = "val"
+            choice.editions.add(book)
+    return choice
+
+
+def fill_splits(job: Job, records: dict[str, Record], splits: dict[str, Split], history: SplitHistory) -> None:
+    """Move one of the books in ``records`` to the split that has none, in ``splits``; an only book is trained on."""
     share = job.config.val_fraction
-    kept = {book: sha256 for record in records for book, sha256, *_ in record.books}
-    if not share or len(kept) < 2:
-        return {}
-    texts = set(before.values())
-    held = {book: sha256 for book, sha256 in kept.items() if book in before or sha256 in texts}
-    parts = (part for piece in job.pieces for part in piece.parts)
-    alone = [part.file.id for part in parts if is_one_book(part, job.config) and part.file.id in kept] or list(kept)
-    if not any(book in held or split_of(book, share) == "val" for book in alone):
-        nearest = min(alone, key=position_of)
-        held[nearest] = kept[nearest]
-    return {book: sha256 for book, sha256 in sorted(held.items()) if split_of(book, share) == "train"}
+    known = history.valid_for(share)
+    texts = {book: sha256 for record in records.values() for book, sha256, *_ in record.books}
+    held = sum(splits[book] == "val" for book in texts)
+    if share and not held and len(texts) > 1:
+        parts = (part for piece in job.pieces for part in piece.parts)
+        alone = [part.file.id for part in parts if is_one_book(part, job.config) and part.file.id in texts]
+        candidates = alone if len(alone) > 1 else texts
+        chosen = min(candidates, key=lambda book: (known.split_known(book, texts[book]) is False, position_of(book)))
+        splits[chosen] = "val"
+    elif texts and held == len(texts):
+        chosen = max(texts, key=lambda book: (not known.split_known(book, texts[book]), position_of(book)))
+        splits[chosen] = "train"
 
 
-def fill_splits(job: Job, records: dict[str, Record], held: Iterable[str]) -> dict[str, Record]:
-    """Move ``held`` to validation, and one book to training if none is there; returns the updated records."""
-    share, moved = job.config.val_fraction, set(held)
-    kept = [book for record in records.values() for book, *_ in record.books]
-    if kept and all(book in moved or split_of(book, share) == "val" for book in kept):
-        moved ^= {max(kept, key=lambda book: (book not in moved, position_of(book)))}
+def split_changes(records: dict[str, Record], splits: dict[str, Split], history: SplitHistory) -> Iterator[str]:
+    """A sentence about the books that were held out and are trained on now, and one about the reverse."""
+    moved: dict[Split, list[str]] = {"train": [], "val": []}
+    for record in records.values():
+        for book, sha256, *_ in record.books:
+            before = history.is_val.get(bytes.fromhex(sha256))
+            if before is not None and before != (splits[book] == "val"):
+                moved[splits[book]].append(book)
+    for books, sentence in (
+        (moved["train"], "were held out for validation in an earlier data set of this --out and are trained on now"),
+        (moved["val"], "were trained on in an earlier data set of this --out and are held out for validation now"),
+    ):
+        if books:
+            yield f"{len(books):,} books {sentence}, such as {min(books)}."
+
+
+def note_splits(job: Job, records: dict[str, Record], splits: dict[str, Split], history: SplitHistory) -> None:
+    """Write the history with the books in ``records``, before any of them is moved."""
+    history = history.valid_for(job.config.val_fraction)
+    history.add(
+        (book, sha256, splits[book] == "val", piece.split_of(book) == "val", records[piece.name].signatures.get(book))
+        for piece in job.pieces
+        for book, sha256, *_ in records[piece.name].books
+    )
+    history.write(job.place)
+
+
+def move_books(job: Job, records: dict[str, Record], splits: dict[str, Split]) -> dict[str, Record]:
+    """Move books to their ``splits`` where their piece has put them into the other; returns the updated records."""
     changed: dict[str, Record] = {}
-    for name, record in records.items():
-        wanted = sorted(moved.intersection(book for book, *_ in record.books)) if moved else []
+    for piece in job.pieces:
+        record = records[piece.name]
+        wanted = sorted(book for book, *_ in record.books if splits[book] != piece.split_of(book))
         if wanted != record.moved:
-            changed[name] = _with_moved(job.place, name, record, wanted)
-            changed[name].write(job.place, name)
+            changed[piece.name] = _with_moved(job.place, piece.name, record, wanted)
+            changed[piece.name].write(job.place, piece.name)
     return records | changed
 
 
 def _with_moved(place: StorageDir, name: str, record: Record, wanted: list[str]) -> Record:
-    """``record`` and its shards with ``wanted``, and no other books, in the split that is not their ids'.
+    """``record`` and its shards with ``wanted``, and no other books, in the other split than its piece put them.
 
     What moves is written before it is removed, and the record last: after a kill the piece is done again.
     """

@@ -16,7 +16,7 @@ from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.config import Reading, TokenizeConfig
 from pipeline.encoding.vocabulary import Vocabulary
 from pipeline.job.crash_guard import DEATHS, CrashGuard
-from pipeline.job.plan import Piece, split_of
+from pipeline.job.plan import Piece
 from pipeline.job.record import Record, record_file, reopen
 from pipeline.job.report import Stopwatch
 from pipeline.shards import SPLITS, ShardRow, Split, shard_path, write_shard
@@ -133,8 +133,8 @@ class PieceWriter:
                 yield book
 
     def _add(self, raw: RawBook | Dropped) -> None:
-        settings, record = self.piece.settings, self.record
-        outcome = tokenize(raw, settings, self.vocabulary, self.stages)
+        record = self.record
+        outcome = tokenize(raw, self.piece.settings, self.vocabulary, self.stages)
         if not isinstance(outcome, Dropped):
             outcome = or_dropped(outcome[0].id, partial(self._checked, *outcome))
         if isinstance(outcome, Dropped):
@@ -144,7 +144,7 @@ class PieceWriter:
         row = ShardRow(
             book.id, book.title, book.author, book.language, book.source, book.sha256, book.chars, tokens, book.released
         )
-        self.rows[split_of(book.id, settings.val_fraction)].append(row)
+        self.rows[self.piece.split_of(book.id)].append(row)
         self.waiting += len(book.text)
         record.books.append((book.id, book.sha256, book.chars, len(tokens)))
         self.traits.update(book.traits)

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from infra.errors import UserError
 from infra.storage_dir import StorageDir
+from pipeline.books.sources import whole_path
 from pipeline.shards import Manifest
-from pipeline.stream import BYTES_PER_TOKEN, EncodedBook, Stream, whole_path
+from pipeline.stream import BYTES_PER_TOKEN, EncodedBook, Stream
 from train.config import TrainConfig
 from train.data.windows import refuse_short
 

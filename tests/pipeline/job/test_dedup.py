@@ -14,11 +14,16 @@ from pipeline.books.sources import find
 from pipeline.config import TokenizeConfig
 from pipeline.encoding.vocabulary import gpt2
 from pipeline.job import plan
-from pipeline.job.dedup import drop_duplicates, find_duplicates
+from pipeline.job.dedup import Rank, drop_duplicates, find_duplicates
 from pipeline.job.plan import make_plan
 from pipeline.job.record import Record, read_record
 from pipeline.job.task import do_piece
 from pipeline.shards import Shard, checksum
+
+
+def by_id(book: str) -> Rank:
+    """The rank of a book where none is held out."""
+    return True, False, False, book
 
 
 @pytest.fixture
@@ -43,7 +48,7 @@ def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.Monke
 def test_the_first_by_id_is_kept_and_the_others_are_removed_everywhere(
     records: dict[str, Record], tmp_path: Path, prose: Callable[..., str]
 ) -> None:
-    thinned = drop_duplicates(StorageDir.of(tmp_path), records, find_duplicates(records, 0))
+    thinned = drop_duplicates(StorageDir.of(tmp_path), records, find_duplicates(records, by_id))
     kept = {name: [book for book, *_ in record.books] for name, record in sorted(thinned.items())}
     assert list(kept.values()) == [["books/a.txt", "books/b.txt"], [], [], ["books/h.txt"]]
     reasons = {d.book: (d.reason, d.detail) for record in thinned.values() for d in record.dropped}
@@ -65,15 +70,15 @@ def test_the_first_by_id_is_kept_and_the_others_are_removed_everywhere(
     first = Shard(tmp_path / "train/000000-000.arrow")
     assert np.array_equal(first.tokens[: first.offsets[1] - 1], gpt2().encode(prose(1, 200).encode()))
     assert sorted(path.name for path in (tmp_path / "train").iterdir()) == ["000000-000.arrow", "000003-000.arrow"]
-    assert find_duplicates(thinned, 0) == {}
+    assert find_duplicates(thinned, by_id) == {}
 
 
 def test_a_run_killed_while_dropping_ends_with_the_same_records(records: dict[str, Record], tmp_path: Path) -> None:
-    duplicates = find_duplicates(records, 0)
+    duplicates = find_duplicates(records, by_id)
     some = {book: dropped for book, dropped in duplicates.items() if book in ("books/c.txt", "books/g.txt")}
     half = drop_duplicates(StorageDir.of(tmp_path), records, some)
-    whole = drop_duplicates(StorageDir.of(tmp_path), half, find_duplicates(half, 0))
+    whole = drop_duplicates(StorageDir.of(tmp_path), half, find_duplicates(half, by_id))
     assert {d.book for record in whole.values() for d in record.dropped} >= duplicates.keys()
     values = json.dumps([dataclasses.asdict(whole[name]) for name in sorted(whole)])
     assert all(f'"{book}"' in values for book in duplicates)
-    assert not find_duplicates(whole, 0)
+    assert not find_duplicates(whole, by_id)

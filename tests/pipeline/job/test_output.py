@@ -21,7 +21,7 @@ from pipeline.job import output, plan, task
 from pipeline.job.plan import Job
 from pipeline.job.record import Record, read_record
 from pipeline.job.task import do_piece
-from pipeline.shards import MANIFEST, Manifest, read_manifest
+from pipeline.shards import MANIFEST, SPLIT_HISTORY, Manifest, read_manifest
 from pipeline.tokenize import main
 
 FOREIGN = ("train/own.arrow", "train/0001.arrow", "val/sub/000000-000.arrow", "pieces/notes.json", "readme.txt")
@@ -141,7 +141,9 @@ def tokenize(config: TokenizeConfig, workers_out: Path | None = None, *, pieces:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in files(folder) if not name.endswith(StorageDir.LOCK)}
+    """What a data set is made of: without the history of earlier ones."""
+    names = {name for name in files(folder) if not name.endswith(StorageDir.LOCK)} - {SPLIT_HISTORY}
+    return {name: (folder / name).read_bytes() for name in names}
 
 
 def replace_book(folder: Path, number: int, text: str) -> None:
@@ -301,7 +303,7 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
 
 def test_settings_are_kept_beside_the_pieces_and_compared(config: TokenizeConfig) -> None:
     values = json.loads((Path(config.out) / output.SETTINGS).read_text(encoding="utf-8"))
-    assert values == Job(config).identity() | {"sources": list(config.sources), "languages": [], "held_out": {}}
+    assert values == Job(config).identity() | {"sources": list(config.sources), "languages": []}
     assert output.changed_settings(Job(config)) == {}
     assert output.changed_settings(Job(replace(config, min_chars=7))) == {"min_chars": (200, 7)}
     with pytest.raises(UserError, match=r"min_chars was 200 and is now 7.*--overwrite"):

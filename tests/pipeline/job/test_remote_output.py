@@ -16,7 +16,7 @@ from pipeline.inspect import InspectConfig
 from pipeline.job import output, plan
 from pipeline.job.plan import Job
 from pipeline.job.task import do_piece
-from pipeline.shards import read_manifest
+from pipeline.shards import SPLIT_HISTORY, read_manifest
 from pipeline.tokenize import main
 
 S3 = tuple[str, Callable[[float], None]]
@@ -73,7 +73,7 @@ def test_every_file_is_the_same_as_in_a_folder_also_through_failing_storage(
     assert "is finished; nothing to do" in capsys.readouterr().out
     assert inspect.main(InspectConfig(config.out, verify=True, passages=1)) == 0
     assert "All" in capsys.readouterr().out
-    name = next(name for name in there if name.endswith(".arrow"))
+    name = next(name for name in there if name.startswith("train/"))
     StorageDir.of(config.out).write(name, there[name][:-1] + b"?")
     assert inspect.main(InspectConfig(config.out, verify=True)) == 1
     assert "has checksum" in capsys.readouterr().err
@@ -97,9 +97,10 @@ def test_what_is_missing_or_changed_is_redone_and_what_is_left_over_is_removed(
     (books / "book 0000.txt").write_text(prose(50, 100), encoding="utf-8")
     assert set(tokenize(config)) == held
     tokenize(replace(config, out=str(tmp_path / "fresh")))
-    assert contents(config.out) == contents(str(tmp_path / "fresh")) | foreign
+    fresh, history = contents(str(tmp_path / "fresh")) | foreign, place.read(SPLIT_HISTORY)
+    assert contents(config.out) == fresh | {SPLIT_HISTORY: history}, "which knows the earlier text, too"
     output.clear(place)
-    assert contents(config.out).keys() == foreign.keys() | {output.SETTINGS}
+    assert contents(config.out).keys() == foreign.keys() | {output.SETTINGS, SPLIT_HISTORY}
 
 
 def test_an_unfinished_output_has_no_manifest_and_a_lost_shard_is_never_published(config: TokenizeConfig) -> None:

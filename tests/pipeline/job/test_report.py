@@ -6,7 +6,7 @@ import pytest
 
 from infra.tracking.names import MOST, shown
 from pipeline.books.readers import Dropped, Part
-from pipeline.books.sources import SourceFile
+from pipeline.books.sources import Inventory, SourceFile
 from pipeline.config import TokenizeConfig
 from pipeline.job.plan import Piece
 from pipeline.job.record import Record
@@ -46,7 +46,8 @@ def test_an_estimate_covers_the_remaining_work() -> None:
     pieces = [Piece(number, (Part(file, 800_000_000),), TokenizeConfig()) for number in range(4)]
 
     def numbers(plan: list[Piece], todo: list[Piece], done: list[Record], workers: int, *, on_ray: bool) -> list[str]:
-        return re.findall(r"[\d,.]+s?", estimate(plan, todo, done, workers, on_ray=on_ray).replace(", ", " "))
+        told = estimate(plan, todo, done, workers, token_bytes=2, on_ray=on_ray)
+        return re.findall(r"[\d,.]+s?", told.replace(", ", " "))
 
     assert numbers(pieces, pieces[1:], [], 2, on_ray=True) == ["600.0", "1,200.0", "27s", "2"], (
         "12 s, 2.4 GB at 160 MB/s"
@@ -54,6 +55,8 @@ def test_an_estimate_covers_the_remaining_work() -> None:
     assert numbers(pieces[:1], pieces[:1], [], 8, on_ray=False)[2] == "13s", "one piece is done by one worker"
     assert numbers(pieces, pieces[:1], RECORDS[:1], 2, on_ray=False)[0] == "197.6", "2,001 of 8,100 bytes"
     assert numbers(pieces, [], RECORDS, 2, on_ray=False) == ["0.0", "0.0", "0s", "2"]
+    wide = estimate(pieces, pieces[1:], [], 2, token_bytes=4, on_ray=False)
+    assert "600.0 million tokens, 2,400.0 MB" in wide, "of a vocabulary of more than 65,536 ids"
 
 
 def test_rates_are_of_this_run() -> None:
@@ -75,12 +78,20 @@ def test_rates_are_of_this_run() -> None:
     }  # fmt: skip
     assert named["detail/throughput/read_MB_per_second"] == 12
     assert len(METRICS) <= MOST
-    told = data_report("tokens", totals(RECORDS), progress, "f" * 64).markdown()
+    nothing = Inventory([]).summary()
+    told = data_report("tokens", totals(RECORDS), progress, "f" * 64, nothing).markdown()
     for number in ("4 books, 2,002,002 tokens", "2 empty, 1 language", "8,008,008", "4.00", "6.0 MB", "--cycle 200+0"):
         assert number in told
     assert told.index("| encode | 1.00 | 6 | 2.0 |") < told.index("| read | 0.50 | 12 | 4.0 |")
-    odd = totals(RECORDS) | {"traits": {"looks like HTML or XML": 3}, "books_val": 1, "held_out": []}
-    told = data_report("tokens", odd, JobStats(), "f" * 64).markdown()
-    assert "3 look like HTML" in told
+    odd = totals(RECORDS) | {"traits": {"looks like HTML or XML": 3}, "books_val": 5, "held_out": 4}
+    inputs = nothing | {"skipped": {".csv": 2, "of a test split": 1}, "named_splits": {"train": 3, "val": 1}}
+    told = data_report("tokens", odd | {"held_out_first": ["a", "b", "c"]}, JobStats(), "f" * 64, inputs).markdown()
+    for number in (
+        "3 look like HTML",
+        "of 5 books, 4 (`a`, `b`, `c`, ...)",
+        "2 .csv, 1 of a test split",
+        "3 files for",
+    ):
+        assert number in told
     assert "--cycle" not in told
     assert JobStats().metrics() == {}

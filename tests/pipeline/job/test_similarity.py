@@ -2,7 +2,7 @@
 
 import random
 
-from pipeline.job.similarity import near_duplicates, signature
+from pipeline.job.similarity import near_duplicates, signature, similar_to
 
 
 def text(seed: int, words: int = 2000) -> list[str]:
@@ -37,7 +37,7 @@ def test_a_book_duplicates_the_most_similar_one_that_is_kept() -> None:
         "e": signed(other[:-300]),
         "f": signed(text(3)),
     }
-    found = near_duplicates(books)
+    found = near_duplicates(dict(sorted(books.items())))
     assert {book: original for book, (original, _) in found.items() if book != "b"} == {"c": "a", "e": "d"}
     assert found["c"][1] > 0.9
     assert 0.6 <= found["e"][1] < 1
@@ -52,3 +52,10 @@ def test_what_was_found_to_be_a_duplicate_is_no_original() -> None:
     """The third resembles only the second, which is left out itself: without the third its text would be lost."""
     books = {"a": [0] * 128, "b": [0] * 88 + [1] * 40, "c": [0] * 68 + [2] * 20 + [1] * 40}
     assert near_duplicates(books) == {"b": ("a", 88 / 128)}
+
+
+def test_editions_of_other_texts_are_found() -> None:
+    first, other = text(1), text(2)
+    books = {"edition": signed([*first, "the", "end"]), "another": signed(text(3))}
+    assert similar_to(books, [signed(other), signed(first)]) == {"edition"}
+    assert similar_to(books, []) == set()

@@ -1,7 +1,10 @@
 """Both splits of a small data set hold books, and what was held out once is never trained on."""
 
+import gzip
 import json
 import os
+import re
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +29,7 @@ def put(folder: Path, texts: dict[str, str]) -> Path:
     return folder
 
 
-def tokenize(config: TokenizeConfig) -> Manifest:
+def tokenize(config: TokenizeConfig, tell: Callable[[str], None] = lambda sentence: None) -> Manifest:
     """What the command does, without MLflow."""
     job = Job(config)
     todo = output.assess(job).todo
@@ -34,7 +37,7 @@ def tokenize(config: TokenizeConfig) -> Manifest:
     for piece in job.pieces:
         if piece.name in todo:
             do_piece(piece, job.place, f"test-{os.getpid()}")
-    manifest = output.finish(job)
+    manifest = output.finish(job, tell)
     assert list(verify(job.place, manifest)) == []
     assert output.is_finished(job)
     assert not output.assess(job).todo
@@ -48,6 +51,21 @@ def splits(out: str) -> dict[str, set[str]]:
         split: {book for shard in opened.open(split) for book in shard.batch.column("book").to_pylist()}
         for split in ("train", "val")
     }
+
+
+def split_of_texts(out: str) -> dict[str, str]:
+    """The split of each text, by its sha256."""
+    opened = TokenShards(Path(out))
+    return {
+        text: split
+        for split in ("train", "val")
+        for shard in opened.open(split)
+        for text in shard.batch.column("sha256").to_pylist()
+    }
+
+
+def rows(texts: Iterable[str]) -> str:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
 def by_position(names: Iterable[str], folder: str = "books") -> list[str]:
@@ -64,12 +82,18 @@ def test_an_only_book_is_trained_on_and_of_two_one_is_held_out(tmp_path: Path, p
         assert splits(config.out) == {"train": {f"books/{nearest}"}, "val": set()}
         put(folder, {other: prose(2, 100)})
         tokenize(config)
-        assert splits(config.out) == {"train": {f"books/{other}"}, "val": {f"books/{nearest}"}}
+        assert splits(config.out) == {"train": {f"books/{nearest}"}, "val": {f"books/{other}"}}, "the new one"
         put(folder, {nearest: "Too short."})
-        tokenize(config)
+        told: list[str] = []
+        tokenize(config, told.append)
         assert splits(config.out) == {"train": {f"books/{other}"}, "val": set()}, "the only one left"
-        for path in (folder / nearest, folder / other, tmp_path / "out" / "pieces" / "settings.json"):
-            path.unlink()
+        assert re.search(rf"1 books were held out .* trained on now.*books/{other}", " ".join(told))
+        put(folder, {nearest: prose(1, 100)})
+        fresh = replace(config, out=str(tmp_path / "fresh"))
+        tokenize(fresh)
+        assert splits(fresh.out) == {"train": {f"books/{other}"}, "val": {f"books/{nearest}"}}
+        for path in (config.out, fresh.out, folder):
+            shutil.rmtree(path)
 
 
 def test_nothing_is_held_out_where_none_is_wanted(tmp_path: Path, prose: Prose) -> None:
@@ -107,15 +131,31 @@ def test_what_was_held_out_stays_so_while_the_data_set_grows(
 
 
 def test_another_kind_of_source_does_not_change_which_book_is_held_out(tmp_path: Path, prose: Prose) -> None:
+    """Where there is none by the share of all books, one of the files that are books of their own is chosen."""
     folder = put(tmp_path / "books", {f"{n}.txt": prose(n, 100) for n in range(4)})
-    tokenize(TokenizeConfig((str(folder),), out=str(tmp_path / "one")))
-    held = splits(str(tmp_path / "one"))["val"]
+    one, few, many = (TokenizeConfig((str(folder),), out=str(tmp_path / name)) for name in ("one", "few", "many"))
+    tokenize(one)
+    held = splits(one.out)["val"]
     assert len(held) == 1
-    put(folder, {"rows.jsonl": "".join(json.dumps({"text": prose(n, 30)}) + "\n" for n in range(100, 500))})
-    tokenize(TokenizeConfig((str(folder),), out=str(tmp_path / "two")))
-    two = splits(str(tmp_path / "two"))
-    assert held < two["val"], "rows are held out by their own share"
-    assert len(two["val"] | two["train"]) == 404
+    put(folder, {"rows.jsonl": rows(prose(n, 30) for n in range(100, 104))})
+    tokenize(few)
+    assert splits(few.out)["val"] == held
+    put(folder, {"rows.jsonl": rows(prose(n, 30) for n in range(100, 500))})
+    tokenize(many)
+    assert {book.partition("#")[0] for book in splits(many.out)["val"]} == {"books/rows.jsonl"}, "by their own share"
+    tokenize(few)
+    assert splits(few.out)["val"] == held | splits(many.out)["val"]
+
+
+def test_an_only_text_beside_rows_is_not_held_out_because_it_is_the_only_one(tmp_path: Path, prose: Prose) -> None:
+    for number, count in enumerate((5, 300)):
+        folder = put(tmp_path / f"{number}", {"novel.txt": prose(1, 2000)})
+        put(folder, {"rows.jsonl": rows(prose(n, 30) for n in range(100, 100 + count))})
+        config = TokenizeConfig((str(folder),), out=str(tmp_path / f"out {number}"))
+        manifest = tokenize(config)
+        assert f"{number}/novel.txt" in splits(config.out)["train"]
+        assert len(splits(config.out)["val"]) >= 1
+        assert manifest.report["held_out"] == (count == 5), "by no hash"
 
 
 def test_of_equal_texts_the_one_that_is_held_out_is_kept(tmp_path: Path, prose: Prose) -> None:
@@ -151,3 +191,139 @@ def test_a_kill_while_a_book_moves_loses_nothing(tmp_path: Path, prose: Prose, m
             except KeyboardInterrupt:
                 pass
         assert tokenize(config) == whole
+
+
+def add_folder_of_the_same_name(folder: Path, prose: Prose) -> tuple[str, ...]:
+    put(folder.parent / "other", {})
+    put(folder.parent / "other" / "books", {"rows.jsonl": rows(prose(n, 30) for n in range(1000, 1200))})
+    return str(folder), str(folder.parent / "other" / "books")
+
+
+def insert_a_row(folder: Path, prose: Prose) -> tuple[str, ...]:
+    put(folder, {"rows.jsonl": rows([prose(1000, 30)]) + (folder / "rows.jsonl").read_text(encoding="utf-8")})
+    return (str(folder),)
+
+
+def compress(folder: Path, prose: Prose) -> tuple[str, ...]:
+    (folder / "rows.jsonl.gz").write_bytes(gzip.compress((folder / "rows.jsonl").read_bytes()))
+    (folder / "rows.jsonl").unlink()
+    return (str(folder),)
+
+
+def name_by_a_glob(folder: Path, prose: Prose) -> tuple[str, ...]:
+    return (f"{folder}/*.jsonl",)
+
+
+def rename_the_folder(folder: Path, prose: Prose) -> tuple[str, ...]:
+    return (str(folder.rename(folder.parent / "library")),)
+
+
+Change = Callable[[Path, Prose], tuple[str, ...]]
+
+
+@pytest.mark.parametrize(
+    "change", [add_folder_of_the_same_name, insert_a_row, compress, name_by_a_glob, rename_the_folder]
+)
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_no_text_changes_its_split_when_its_id_changes(
+    tmp_path: Path, prose: Prose, change: Change, *, interrupted: bool
+) -> None:
+    folder = put(tmp_path / "books", {"rows.jsonl": rows(prose(n, 30) for n in range(300))})
+    config = TokenizeConfig((str(folder),), out=str(tmp_path / "out"), val_fraction=0.05)
+    tokenize(config)
+    before = split_of_texts(config.out)
+    config, told = replace(config, sources=change(folder, prose)), []
+    if interrupted:  # the manifest and the records are gone by then
+        output.begin(Job(config), [piece.name for piece in Job(config).pieces])
+    manifest = tokenize(config, told.append)
+    after = split_of_texts(config.out)
+    assert {text: after[text] for text in before} == before
+    assert manifest.report["held_out"] >= 10, "which their new ids do not select"
+    assert told == []
+    output.clear(StorageDir.of(config.out))
+    assert tokenize(replace(config, overwrite=True)) == manifest
+
+
+def test_a_held_out_book_that_is_edited_or_comes_in_another_edition_is_not_trained_on(
+    tmp_path: Path, prose: Prose
+) -> None:
+    names = by_position(f"{n:02d}.txt" for n in range(40))
+    held = names[0]
+    folder = put(tmp_path / "books", {name: prose(int(name[:2]), 300) for name in names})
+    config = TokenizeConfig((str(folder),), out=str(tmp_path / "out"), duplicates="near", val_fraction=0.03)
+    tokenize(config)
+    assert f"books/{held}" in splits(config.out)["val"]
+    text = (folder / held).read_text(encoding="utf-8")
+    put(folder, {"000.txt": text + "Another edition.\n"})  # its id is the first
+    assert tokenize(config).report["books_dropped"] == {"near duplicate": 1}
+    assert f"books/{held}" in splits(config.out)["val"]
+    (folder / held).unlink()
+    manifest = tokenize(config)
+    assert "books/000.txt" in splits(config.out)["val"], "without the original"
+    assert tokenize(replace(config, overwrite=True)) == manifest
+
+
+def test_an_edition_of_a_held_out_book_takes_its_place_in_no_data_set_that_is_made_again(
+    tmp_path: Path, prose: Prose
+) -> None:
+    names = by_position(f"{n:02d}.txt" for n in range(40))
+    folder = put(tmp_path / "books", {name: prose(int(name[:2]), 300) for name in names})
+    put(folder, {"000.txt": (folder / names[0]).read_text(encoding="utf-8") + "Another edition.\n"})
+    config = TokenizeConfig((str(folder),), out=str(tmp_path / "out"), duplicates="near", val_fraction=0.03)
+    manifest = tokenize(config)
+    assert f"books/{names[0]}" in splits(config.out)["val"]
+    output.clear(StorageDir.of(config.out))
+    assert tokenize(config) == manifest
+
+
+def test_another_share_chooses_anew_and_tells_what_changes(tmp_path: Path, prose: Prose) -> None:
+    folder = put(tmp_path / "books", {"rows.jsonl": rows(prose(n, 30) for n in range(300))})
+    config = TokenizeConfig((str(folder),), out=str(tmp_path / "out"), val_fraction=0.05)
+    tokenize(config)
+    first = split_of_texts(config.out)
+    insert_a_row(folder, prose)
+    larger = replace(config, val_fraction=0.2, overwrite=True)
+    told: list[str] = []
+    tokenize(larger, told.append)
+    second = split_of_texts(config.out)
+    assert {text for text in first if first[text] == "val"} <= {text for text in second if second[text] == "val"}
+    (sentence,) = told
+    taken = sum(first[text] == "train" and second[text] == "val" for text in first)
+    assert sentence.startswith(f"{taken} books were trained on"), sentence
+    told.clear()
+    tokenize(replace(config, val_fraction=0.01, overwrite=True), told.append)
+    third = split_of_texts(config.out)
+    released = sum(second[text] == "val" and third[text] == "train" for text in second)
+    assert any(sentence.startswith(f"{released} books were held out") for sentence in told)
+    assert sum(split == "val" for split in third.values()) < 10
+
+
+def test_copies_that_are_kept_in_both_splits_stay_so(tmp_path: Path, prose: Prose) -> None:
+    folder = put(tmp_path / "books", {f"{n:02d}.txt": prose(n % 2, 100) for n in range(40)})
+    config = TokenizeConfig((str(folder),), out=str(tmp_path / "out"), duplicates="keep", val_fraction=0.2)
+    manifest = tokenize(config)
+    assert manifest.splits["val"]["books"] > 1
+    output.clear(StorageDir.of(config.out))
+    assert tokenize(config) == manifest
+
+
+def test_validation_by_the_names_of_files_is_held_out_and_training_files_are_not(tmp_path: Path, prose: Prose) -> None:
+    folder = put(
+        tmp_path / "data",
+        {f"{name}.jsonl": rows(prose(n, 30) for n in range(first, first + 200))
+         for name, first in (("train", 0), ("validation", 200), ("test", 400))},
+    )  # fmt: skip
+    put(folder, {"README.md": "---\nlicense: mit\n---\n" + prose(600, 100)})
+    config = TokenizeConfig((str(folder),), out=str(tmp_path / "out"))
+    manifest = tokenize(config)
+    assert {(split, book.partition("#")[0]) for split, books in splits(config.out).items() for book in books} == {
+        ("train", "data/train.jsonl"), ("val", "data/validation.jsonl")
+    }  # fmt: skip
+    assert {split: sums["books"] for split, sums in manifest.splits.items()} == {"train": 200, "val": 200}
+    assert manifest.inputs["skipped"] == {"data set card": 1, "of a test split": 1}
+    assert manifest.inputs["named_splits"] == {"train": 1, "val": 1}
+    assert manifest.report["held_out"] == 0
+    put(folder, {"validation.jsonl": rows(prose(n, 30) for n in range(100))})
+    tokenize(config)
+    both = splits(config.out)
+    assert {len(books) for books in both.values()} == {100}, "of a text in both, that for validation is kept"
