@@ -188,7 +188,7 @@ def _intention(job: Job, assessed: output.Assessment, todo: list[Piece]) -> str:
     if skipped := report.skipped_files(summary):
         lines.append(f"skipped: {skipped}")
     if named := report.named_splits(summary):
-        lines.append(f"splits by the names of files: {named}")
+        lines.append(f"files by the splits in their names: {named}")
     lines += output.source_changes(job)
     if assessed.done or config.dry_run:
         reasons = Counter(assessed.todo.values())

@@ -70,10 +70,10 @@ def _splits(files: Sequence[NamedFile]) -> dict[int, Label]:
     plain = {
         file.path.rpartition("/")[0]
         for n, file in enumerate(files)
-        if file.is_text and n not in marks and _name(file.path) not in _CARDS
+        if file.is_text and _name(file.path) not in _CARDS and all(map(_is_of_folder, marks.get(n, ())))
     }
     for n in [n for n in marks if files[n].is_text and files[n].path.rpartition("/")[0] in plain]:
-        marks[n] = [mark for mark in marks[n] if mark[0].endswith("/{}/")]  # of its folder, and not of its name
+        marks[n] = list(filter(_is_of_folder, marks[n]))
     splits: defaultdict[str, set[Label]] = defaultdict(set)
     for found in marks.values():
         for group, split in found:
@@ -87,6 +87,11 @@ def _splits(files: Sequence[NamedFile]) -> dict[int, Label]:
                 named[n] = split
                 break
     return named
+
+
+def _is_of_folder(mark: tuple[str, Label]) -> bool:
+    """Whether a mark of a text is in the name of a folder, and not in its own."""
+    return mark[0].endswith("/{}/")
 
 
 def _marks(file: NamedFile) -> list[tuple[str, Label]]:

@@ -141,8 +141,8 @@ def skipped_files(inputs: dict[str, Any]) -> str:
 
 def named_splits(inputs: dict[str, Any]) -> str:
     """The splits that the names of files tell; empty where they tell none. ``inputs`` as in the manifest."""
-    uses = {"train": "for training", "val": "for validation"}
-    return ", ".join(f"{count:,} files {uses[split]}" for split, count in inputs["named_splits"].items())
+    uses = {"train": "training", "val": "validation"}
+    return ", ".join(f"{count:,} for {uses[split]}" for split, count in inputs["named_splits"].items())
 
 
 def data_report(
@@ -159,7 +159,7 @@ def data_report(
     if skipped := skipped_files(inputs):
         facts.append(("Skipped", f"files: {skipped}"))
     if named := named_splits(inputs):
-        facts.append(("Splits", f"as the names of files tell: {named}"))
+        facts.append(("Splits", f"files, by their names: {named}"))
     pieces: list[str | Part] = []
     if progress.pieces:
         rates = progress.metrics()

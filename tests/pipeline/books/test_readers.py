@@ -400,13 +400,14 @@ def write_parquet(table: pa.Table) -> bytes:
 @pytest.mark.parametrize("name", ["books.txt", "rows.jsonl", "books.txt.gz", "books.zip", "rows.parquet"])
 def test_a_source_that_has_changed_since_the_plan_ends_the_work(tmp_path: Path, name: str, place: StorageDir) -> None:
     """To one that is shorter or of the same size, for each of its parts."""
-    pack = {
+    packers: dict[str, Callable[[str], bytes]] = {
         "books.txt": str.encode,
         "rows.jsonl": lambda text: "".join(json.dumps({"text": text}) + "\n" for _ in range(9)).encode(),
         "books.txt.gz": lambda text: gzip.compress(text.encode()),
         "books.zip": lambda text: write_zip(tmp_path / "w.zip", dict.fromkeys("abc", text.encode())).read_bytes(),
         "rows.parquet": lambda text: write_parquet(pa.table({"text": [text] * 9})),
-    }[name]
+    }
+    pack = packers[name]
     old, new = pack("It was a day. " * 99), pack("It is a night." * 99)
     for content in (new, old[: len(old) // 3]):
         place.write(name, old)

@@ -117,6 +117,34 @@ def test_other_sources_do_not_count_as_other_settings(config: TokenizeConfig, wr
     assert "000000" in output.assess(other).done
 
 
+def test_books_of_another_source_are_not_replaced_without_a_word(
+    small_pieces: TokenizeConfig, write_books: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    books, other = tmp_path / "books", write_books(tmp_path / "other", 3, words=100)
+    one, both = replace(small_pieces, sources=(str(other),)), (*small_pieces.sources, str(other))
+    tokenize(small_pieces)
+    tokenize(small_pieces, pieces=0)
+    before = contents(Path(small_pieces.out))
+    for sources in ((str(other),), (str(books / "book 0001.txt"),), (f"{books}/*1.txt", str(other))):
+        with pytest.raises(UserError, match=rf"out holds books of {books}, .*--overwrite .* another --out"):
+            main(replace(one, sources=sources))
+        main(replace(one, sources=sources, dry_run=True))
+        assert f"holds books of {books}" in capsys.readouterr().out
+    assert contents(Path(small_pieces.out)) == before
+    for sources in (both, (f"{books}/*.txt",), (f"{tmp_path}/b*",), (str(tmp_path / "other" / ".." / "books"),)):
+        assert output.missing_sources(Job(replace(one, sources=sources))) == [], "they are read from there"
+    assert output.source_changes(Job(replace(one, sources=both)))[0] == f"new sources: {other}"
+    (books / "book 0003.txt").unlink()
+    assert output.missing_sources(Job(small_pieces)) == []
+    assert output.source_changes(Job(small_pieces)) == ["made before from 24 files, " + "0.0 MB"]
+    output.begin(Job(replace(small_pieces, sources=both)), ["000003"])  # and is killed
+    assert output.missing_sources(Job(one)) == [str(books)]
+    shutil.rmtree(books)
+    assert output.missing_sources(Job(one)) == [str(books)], "gone from the disk, and not from the data set"
+    output.clear(StorageDir.of(one.out))
+    assert output.missing_sources(Job(one)) == []
+
+
 def test_the_settings_in_a_data_sets_identity_have_not_changed() -> None:
     """Another name or value here would have every finished folder made again."""
     assert TokenizeConfig(languages=("fr", "en", "fr")).identity() == {

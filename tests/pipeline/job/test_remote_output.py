@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from infra.storage_dir import StorageDir
+from infra.storage_dir import StorageDir, WorkingCopy
 from pipeline import inspect
 from pipeline.config import TokenizeConfig
 from pipeline.inspect import InspectConfig
@@ -77,6 +77,22 @@ def test_every_file_is_the_same_as_in_a_folder_also_through_failing_storage(
     StorageDir.of(config.out).write(name, there[name][:-1] + b"?")
     assert inspect.main(InspectConfig(config.out, verify=True)) == 1
     assert "has checksum" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_a_whole_bucket_holds_a_data_set(config: TokenizeConfig, tmp_path: Path, bucket: str, slash: str) -> None:
+    root = replace(config, out=f"s3://places{slash}{bucket}")
+    local = replace(config, out=str(tmp_path / "local"))
+    assert tokenize(root) == tokenize(local)
+    assert contents(root.out) == contents(local.out)
+    assert output.is_finished(Job(root))
+    assert output.assess(Job(root)).todo == {}
+    place = StorageDir.of(root.out)
+    assert list(inspect.verify(place, read_manifest(place))) == []
+    copy = WorkingCopy.of(place, fresh=False)
+    assert contents(str(copy.folder)) == contents(local.out)
+    output.clear(place)
+    assert contents(root.out).keys() == {output.SETTINGS, SPLIT_HISTORY}
 
 
 def test_what_is_missing_or_changed_is_redone_and_what_is_left_over_is_removed(

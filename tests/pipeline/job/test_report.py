@@ -90,7 +90,7 @@ def test_rates_are_of_this_run() -> None:
         "3 look like HTML",
         "of 5 books, 4 (`a`, `b`, `c`, ...)",
         "2 .csv, 1 of a test split",
-        "3 files for",
+        "3 for training, 1 for",
     ):
         assert number in told
     assert "--cycle" not in told
