@@ -1,15 +1,16 @@
 """Read the books in a part of a source file, one at a time and in a fixed order, or say why they cannot be read."""
 
 import bz2
-import gzip
 import io
 import json
 import lzma
+import sys
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import IO, Any, BinaryIO
@@ -19,7 +20,7 @@ import pyarrow.parquet as pq
 
 from infra.errors import UserError
 from infra.schema import strict
-from pipeline.books.sources import SourceFile, is_plain_text
+from pipeline.books.sources import SourceFile, hidden_path, is_plain_text, is_unknown
 from pipeline.config import SAMPLE, Reading
 
 BOOK = 1_000_000_000
@@ -31,11 +32,13 @@ LINE = 100_000_000
 TOO_LARGE = "too large"
 
 _BLOCK = 1 << 20
+_PACKED_BLOCK = 1 << 18
+_HEADER = 18
+"""Bytes of which no compression makes more than the beginning of a stream without content."""
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _TITLES = ("title", "short_book_title")
 DAMAGE = (
-    EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile, pa.ArrowException, UnicodeDecodeError,
-    NotImplementedError,
+    EOFError, zlib.error, zipfile.BadZipFile, pa.ArrowException, UnicodeDecodeError, NotImplementedError,
 )  # fmt: skip
 """What readers raise for a corrupt file, besides an ``OSError`` without a number."""
 
@@ -123,37 +126,85 @@ def _books(part: Part, opened: BinaryIO, settings: Reading) -> Iterator[RawBook 
             yield _book(file.id, file.id, _unless_too_large(stream, BOOK))
         else:
             yield _book(file.id, file.id, stream.read() if file.size <= BOOK else None)
-        if unpacked and unpacked.remains:
-            yield Dropped(file.id, "unreadable", "what follows its gzip data is none, and was left out")
+        if unpacked and unpacked.has_other_data:
+            detail = f"the data after its {file.compression} data are not {file.compression} and were ignored"
+            yield Dropped(file.id, "unreadable", detail)
+
+
+def _zstd_decompressor() -> Any:
+    """Python's own from 3.14 on. Large dumps are made with --long=31, whose window takes up to 2 GB when read."""
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        from backports import zstd
+    return zstd.ZstdDecompressor(options={int(zstd.DecompressionParameter.window_log_max): 31})
+
+
+_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    "gzip": partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
+    "bz2": bz2.BZ2Decompressor,
+    "xz": lzma.LZMADecompressor,
+    "zstd": _zstd_decompressor,
+}
+"""What makes the decompressor of a stream. They have one interface, but for the input that zlib gives back."""
 
 
 class _Unpacked(io.RawIOBase):
-    """What a compressed file holds, up to the end of its compressed data: something else may follow gzip's."""
+    """What a compressed file holds: streams one after another, zeros between them, up to data of another kind."""
 
-    def __init__(self, opened: BinaryIO, compression: str) -> None:
-        self.remains = self.begun = False
-        self.stream: Any
-        if compression == "zstd":
-            self.stream = pa.CompressedInputStream(pa.PythonFile(opened), "zstd")
-        else:  # Arrow's reader takes a truncated gzip file for whole
-            self.stream = {"gzip": lambda file: gzip.GzipFile(fileobj=file), "bz2": bz2.BZ2File, "xz": lzma.LZMAFile}[
-                compression
-            ](opened)
+    def __init__(self, packed: BinaryIO, compression: str) -> None:
+        self._packed, self._compression = packed, compression
+        self._new = _DECOMPRESSORS[compression]
+        self._decompressor = self._new()
+        self._input = b""
+        self._is_first, self._has_output, self._taken = True, False, 0
+        self.has_other_data = False
+        """Whether something else follows the compressed data."""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        try:
-            data = self.stream.read1(len(buffer))
-        except gzip.BadGzipFile as damage:
-            self.remains = self.begun and "Not a gzipped file" in str(damage)
-            if not self.remains:
-                raise
-            return 0
-        self.begun = True
-        buffer[: len(data)] = data
-        return len(data)
+        while not self.has_other_data:
+            if self._decompressor.eof and not self._next_stream():
+                return 0
+            block, is_end = self._input, False
+            if not block and getattr(self._decompressor, "needs_input", True):
+                block = self._packed.read(_PACKED_BLOCK)
+                is_end = not block
+            self._taken += len(block)
+            try:
+                data = self._decompressor.decompress(block, len(buffer))
+            except Exception as damage:  # noqa: BLE001 each library has an error of its own
+                self._fail(str(damage), damage)
+                continue
+            self._input = getattr(self._decompressor, "unconsumed_tail", b"")  # zlib's; the others keep their input
+            if data:
+                self._has_output = True
+                buffer[: len(data)] = data
+                return len(data)
+            if is_end and not self._decompressor.eof:
+                self._fail("its end is missing")
+        return 0
+
+    def _next_stream(self) -> bool:
+        """Whether something follows the stream that has ended: another one begins there."""
+        rest = self._decompressor.unused_data
+        while not (rest := rest.lstrip(b"\0")):
+            if not (rest := self._packed.read(_PACKED_BLOCK)):
+                return False
+        self._decompressor, self._input = self._new(), rest
+        self._is_first, self._has_output, self._taken = False, False, 0
+        return True
+
+    def _fail(self, message: str, damage: Exception | None = None) -> None:
+        """Raise ``OSError`` for damage, or note that what follows the first stream is not compressed data."""
+        if self._is_first or self._has_output:
+            what = "" if self._has_output or damage is None else f"it is not {self._compression} data: "
+            raise OSError(what + message) from damage
+        if damage is None and self._taken >= _HEADER:
+            raise OSError(message)
+        self.has_other_data = True
 
 
 def _unless_too_large(stream: IO[bytes], most: int) -> bytes | None:
@@ -269,19 +320,38 @@ def _is_json(line: bytes) -> bool:
 
 
 def _row(place: str, source: str, values: Any, name: str, replaced: int) -> RawBook | Dropped:
-    if not isinstance(values, dict) or not isinstance(values.get(name), str):
+    fields = _same_names(values, name) if isinstance(values, dict) else []
+    if len(fields) > 1:
+        return Dropped(place, "unreadable", _ambiguous(fields, "--text-field"))
+    if not fields or not isinstance(values[fields[0]], str):
         return Dropped(place, "unreadable", f"no text in the field {name!r} (--text-field)")
-    return replace(_described(place, source, values[name], values), replaced=replaced)
+    others = {field.lower(): value for field, value in reversed(values.items())} | values
+    return replace(_described(place, source, values[fields[0]], others), replaced=replaced)
+
+
+def _same_names(names: Iterable[str], wanted: str) -> list[str]:
+    """Those of ``names`` that are ``wanted``; where none is, those that differ from it in case alone."""
+    names = list(names)
+    return [name for name in names if name == wanted] or [name for name in names if name.lower() == wanted.lower()]
+
+
+def _ambiguous(names: list[str], flag: str) -> str:
+    listed = " and ".join(map(repr, names))
+    if len(set(names)) == 1:
+        return f"{listed} have the same name: rename all but one"
+    return f"{listed} differ in case alone: name one with {flag}"
 
 
 def _parquet(part: Part, opened: BinaryIO, name: str) -> Iterator[RawBook | Dropped]:
     table = pq.ParquetFile(opened)
     names = table.schema_arrow.names
     columns = {column.lower(): column for column in reversed(names)} | {column: column for column in names}
-    text = columns.get(name) or columns.get(name.lower())
-    if text is None:
-        yield Dropped(part.file.id, "unreadable", f"no column {name!r} (--text-column) among {', '.join(names)}")
+    texts = _same_names(names, name)
+    if len(texts) != 1:
+        none = f"no column {name!r} (--text-column) among {', '.join(names)}"
+        yield Dropped(part.file.id, "unreadable", _ambiguous(texts, "--text-column") if texts else none)
         return
+    text = texts[0]
     wanted = [text, *(columns[c] for c in (*_TITLES, "author", "language") if c in columns and columns[c] != text)]
     groups = range(part.start, table.num_row_groups if part.stop is None else part.stop)
     row = sum(table.metadata.row_group(group).num_rows for group in range(part.start))
@@ -308,9 +378,12 @@ def _described(place: str, source: str, text: str | bytes, values: dict[str, Any
 
 
 def members(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-    """The books in an archive, by name."""
-    infos = archive.infolist()
-    return sorted((info for info in infos if is_plain_text(info.filename)), key=lambda info: info.filename)
+    """The books in an archive, by name: files of text, or its only file if that has a suffix of no known kind."""
+    files = [info for info in archive.infolist() if not info.is_dir() and not hidden_path(info.filename)]
+    texts = [info for info in files if is_plain_text(info.filename)]
+    if not texts and len(files) == 1 and is_unknown(files[0].filename):
+        return files
+    return sorted(texts, key=lambda info: info.filename)
 
 
 def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[RawBook | Dropped]:
@@ -319,8 +392,13 @@ def _archive(part: Part, opened: BinaryIO, separator: str | None) -> Iterator[Ra
     if not infos:
         yield Dropped(part.file.id, "unreadable", "holds no .txt or .md")
     names = Counter(info.filename for info in infos)
-    for info in archive.infolist() if infos and not part.start else ():
-        if info.filename not in names and not info.is_dir():
+    others = [info for info in archive.infolist() if info.filename not in names and not info.is_dir()]
+    hidden = {hidden_path(info.filename): None for info in others}  # a folder once, in the order of the archive
+    if not part.start:
+        for path in filter(None, hidden):
+            yield Dropped(f"{part.file.id}/{path}", "hidden", "hidden and temporary files are not read")
+    for info in others if infos and not part.start else ():
+        if not hidden_path(info.filename):
             yield Dropped(f"{part.file.id}/{info.filename}", "not text", "of an archive's files .txt and .md are read")
     for info in infos[part.start : part.stop]:
         place = f"{part.file.id}/{info.filename}"

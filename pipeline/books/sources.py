@@ -44,6 +44,9 @@ _NO_TEXT = (
     ".mp3", ".db", ".sqlite", ".pkl", ".npy", ".npz", ".bin",
 )  # fmt: skip
 """Other kinds of files, which are no text with a suffix of its own."""
+_TEMPORARY = ("_temporary", "_delta_log", "_spark_metadata", "__MACOSX", "$RECYCLE.BIN", "lost+found")
+"""Folders that programs make beside books: unfinished, removed or recovered files, and what describes others."""
+HIDDEN = "hidden or temporary"
 _OURS = ((SETTINGS,), (MANIFEST, QUARANTINE))
 """Files of which a data set of ours has one set or both."""
 
@@ -135,7 +138,7 @@ class Inventory:
 def find(sources: Iterable[str], mirror: str = MIRROR) -> Inventory:
     """The inventory of ``sources``; books named by number are downloaded from ``mirror``."""
     found: dict[str, SourceFile] = {}
-    skipped: Counter[str] = Counter()
+    skipped: dict[str, str] = {}
     for source in sorted(set(sources)):
         files = list(_files(source, mirror, skipped))
         if not files:
@@ -145,10 +148,10 @@ def find(sources: Iterable[str], mirror: str = MIRROR) -> Inventory:
             )
         found |= {file.uri: file for file in files}
     files = list(_in_splits(list(found.values()), skipped))
-    return Inventory(_distinct(files), dict(sorted(skipped.items())))
+    return Inventory(_distinct(files), dict(sorted(Counter(skipped.values()).items())))
 
 
-def _in_splits(files: list[SourceFile], skipped: Counter[str]) -> Iterator[SourceFile]:
+def _in_splits(files: list[SourceFile], skipped: dict[str, str]) -> Iterator[SourceFile]:
     """``files`` with the splits that their names tell, without those of a test split and what describes a data set."""
 
     def read_start(number: int) -> bytes:
@@ -164,7 +167,7 @@ def _in_splits(files: list[SourceFile], skipped: Counter[str]) -> Iterator[Sourc
     for number, file in enumerate(files):
         label = found.get(number)
         if label in ("test", "card"):
-            skipped["of a test split" if label == "test" else "data set card"] += 1
+            skipped[file.uri] = "of a test split" if label == "test" else "data set card"
         else:
             yield replace(file, split=label) if label else file
 
@@ -184,7 +187,8 @@ def whole_sources(sources: Iterable[str]) -> list[str]:
     return sorted(found)
 
 
-def _files(source: str, mirror: str, skipped: Counter[str]) -> Iterator[SourceFile]:
+def _files(source: str, mirror: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
+    """The files of ``source``; ``skipped`` gets a label for the path of each one that is not read."""
     if source == SAMPLE:
         yield _sample()
     elif source.startswith(downloads.PREFIX):
@@ -219,7 +223,7 @@ def _sample_path() -> Path:
     return path
 
 
-def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
+def _remote(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
     parts = urlsplit(source)
     pattern = ""
     if "*" in parts.path:
@@ -249,7 +253,13 @@ def _remote(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
         name = f"{PurePosixPath(root).name}/{below}" if below else PurePosixPath(root).name
         if pattern and not _matches(below.split("/"), pattern.split("/")):
             continue
-        if below and not _known(name, skipped):
+        if below and (hidden := hidden_path(below, pattern)):
+            skipped[f"{root}/{hidden}"] = HIDDEN
+            continue
+        if not entry.size:  # what makes an empty folder visible is an object, whose name may end in .parquet
+            skipped[entry.path] = "empty"
+            continue
+        if below and not _known(name, entry.path, skipped):
             continue
         uri = f"{parts.scheme}://{user}{quote(entry.path)}{query}"
         yield SourceFile(name, uri, entry.size, entry.modified, version=entry.version)
@@ -264,7 +274,7 @@ def _matches(path: list[str], pattern: list[str]) -> bool:
     return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _matches(path[1:], pattern[1:])
 
 
-def _local(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
+def _local(source: str, skipped: dict[str, str]) -> Iterator[SourceFile]:
     if "://" in source:
         raise UserError(
             f"{source} cannot be read from here: a source lies on this machine or at s3://, gs://, az:// or hf://."
@@ -278,32 +288,37 @@ def _local(source: str, skipped: Counter[str]) -> Iterator[SourceFile]:
         yield _entry(path.name, path)
     else:
         # A pipe or a broken link matches itself, which would recurse without end.
-        matches = [match for match in sorted(_matching(str(path))) if Path(match).is_file() or Path(match).is_dir()]
+        found = sorted(_matching(str(path), skipped))
+        matches = [match for match in found if Path(match).is_file() or Path(match).is_dir()]
         if not matches:
             raise UserError(f"there is no file or folder {source}: check the path, or name '{SAMPLE}' for the sample.")
         is_data_set = cache(_is_data_set)
         for match in map(Path, matches):
             if match.is_file() and _suffixes(match.name)[0] in _NO_TEXT:
-                _count(match.name, skipped)
+                skipped[str(match)] = _suffix_of(match.name)
             elif not any(is_data_set(str(folder)) for folder in match.parents):
                 yield from _local(str(match), skipped)
 
 
-def _matching(pattern: str) -> Iterator[str]:
+def _matching(pattern: str, skipped: dict[str, str]) -> Iterator[str]:
     """What a glob matches; with ``**`` in it, no links to folders, which may loop."""
     stars = re.search(r"/\*\*(?=/|$)", pattern)
     if not stars:
-        yield from glob.glob(pattern)  # noqa: PTH207 Path.glob takes no absolute pattern
+        for path in glob.glob(pattern, include_hidden=True):  # noqa: PTH207 Path.glob takes no absolute pattern
+            if hidden := hidden_path(path, pattern):
+                skipped[hidden] = HIDDEN
+            else:
+                yield path
         return
     below = pattern[stars.end() :].strip("/") or "*"
     for top in glob.glob(pattern[: stars.start()] or "/"):  # noqa: PTH207
         for parent, folders, _ in os.walk(top):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            found = _matching(f"{glob.escape(parent)}/{below}")
+            folders[:] = _visible(parent, folders, skipped)
+            found = _matching(f"{glob.escape(parent)}/{below}", skipped)
             yield from (path for path in found if not (os.path.islink(path) and os.path.isdir(path)))  # noqa: PTH112, PTH114
 
 
-def _walk(top: Path, skipped: Counter[str]) -> Iterator[SourceFile]:
+def _walk(top: Path, skipped: dict[str, str]) -> Iterator[SourceFile]:
     """The books below ``top``, once each, and not those in our data sets. Links are followed, after all else.
 
     Not where another user could have one of ours read: see :func:`_is_foreign`.
@@ -323,7 +338,7 @@ def _walk(top: Path, skipped: Counter[str]) -> Iterator[SourceFile]:
         except OSError:
             return None
         if _is_foreign(link, status):
-            skipped["links of another user"] += 1
+            skipped[path] = "links of another user"
             return None
         return status
 
@@ -336,12 +351,12 @@ def _walk(top: Path, skipped: Counter[str]) -> Iterator[SourceFile]:
                 folders.clear()
                 continue
             seen.add(place)
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            folders[:] = sorted(_visible(parent, folders, skipped))
             tops += (path for name in folders if os.path.islink(path := f"{parent}/{name}"))  # noqa: PTH114
-            for name in names:
-                if name.startswith(".") or not (status := status_of(path := f"{parent}/{name}")):
+            for name in _visible(parent, names, skipped):
+                if not (status := status_of(path := f"{parent}/{name}")):
                     continue
-                if stat.S_ISREG(status.st_mode) and _known(name, skipped):
+                if stat.S_ISREG(status.st_mode) and _known(name, path, skipped):
                     yield SourceFile(_printable(path[above:]), path, status.st_size, status.st_mtime_ns)
 
 
@@ -358,21 +373,48 @@ def _is_foreign(link: os.stat_result, file: os.stat_result) -> bool:
     return link.st_uid not in (file.st_uid, os.getuid(), 0)
 
 
-def _known(name: str, skipped: Counter[str]) -> bool:
+def _known(name: str, path: str, skipped: dict[str, str]) -> bool:
     if form_of(name) is None:
-        _count(name, skipped)
+        skipped[path] = _suffix_of(name)
         return False
     return True
 
 
-def _count(name: str, skipped: Counter[str]) -> None:
-    skipped[_printable("".join(_suffixes(name))) or "(none)"] += 1
+def _suffix_of(name: str) -> str:
+    return _printable("".join(_suffixes(name))) or "(none)"
+
+
+def _visible(folder: str, names: list[str], skipped: dict[str, str]) -> list[str]:
+    """Those of ``names`` in ``folder`` that are not hidden."""
+    hidden = set(filter(hidden_path, names))
+    skipped |= {f"{folder}/{name}": HIDDEN for name in hidden}
+    return [name for name in names if name not in hidden]
+
+
+def hidden_path(path: str, pattern: str = "") -> str | None:
+    """The hidden file or folder at the beginning of ``path``, whose names are those below a source; None without one.
+
+    Hidden is a name that begins with one dot, because titles begin with several, and a folder of ``_TEMPORARY``. One
+    that ``pattern`` names, or begins to name as ``.*`` does, was asked for.
+    """
+    names, parts = path.split("/"), pattern.split("/")
+    for number, name in enumerate(names):
+        is_hidden = (name.startswith(".") and not name.startswith("..")) or name in _TEMPORARY
+        if is_hidden and not any(part[:1] == name[0] and fnmatch.fnmatchcase(name, part) for part in parts):
+            return "/".join(names[: number + 1])
+    return None
 
 
 def is_plain_text(name: str) -> bool:
     """Whether a file is text that is not compressed, by its name."""
     inner, packed = _suffixes(name)
     return not packed and _FORMS.get(inner) == "text"
+
+
+def is_unknown(name: str) -> bool:
+    """Whether nothing tells the kind of a file by its name: where it is named alone, it is taken for text."""
+    inner, packed = _suffixes(name)
+    return not packed and inner not in _FORMS and inner not in _NO_TEXT
 
 
 def form_of(name: str) -> Form | None:

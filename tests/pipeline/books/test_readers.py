@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from backports import zstd
 
 from infra.errors import UserError
 from infra.storage_dir import StorageDir
@@ -340,24 +341,74 @@ def test_what_is_good_around_damage_is_kept_and_the_damage_counted(tmp_path: Pat
     books = read(tmp_path / "bad.jsonl")
     assert [book.data.decode() for book in books if isinstance(book, RawBook)][1] == "Document 1.\nIt go\ufffds on."
     assert [book.replaced for book in books if isinstance(book, RawBook)] == [0, 1, 0]
-    whole = gzip.compress(b"".join(lines))
-    for behind in (b"\r\n", b"\0" * 100, gzip.compress(b"")):
-        for name in ("rows.jsonl.gz", "book.txt.gz"):
+
+
+@pytest.mark.parametrize("packed", list(PACKERS)[1:])
+def test_what_precedes_other_data_or_damage_is_kept_under_every_compression(tmp_path: Path, packed: str) -> None:
+    pack = PACKERS[packed]
+    lines = [json.dumps({"text": os.urandom(30_000).hex()}).encode() + b"\n" for _ in range(30)]
+    whole = pack(b"".join(lines[:20])) + pack(b"".join(lines[20:]))
+    expected = [json.loads(line)["text"] for line in lines]
+    for behind in (b"\r\n", b"\n", b"<html>" * 100_000, whole[:2], b"\0" * 300_000, b"\0" * 4 + pack(b"")):
+        for name in (f"rows.jsonl{packed}", f"book.txt{packed}"):
             (tmp_path / name).write_bytes(whole + behind)
             books = read(tmp_path / name)
-            assert len(texts(books)) == (3 if name == "rows.jsonl.gz" else 1)
-            assert list(reasons(books)) == [name] * (behind == b"\r\n"), behind
-    (tmp_path / "rows.jsonl.gz").write_bytes(whole[:-12])
-    books = read(tmp_path / "rows.jsonl.gz")
-    assert len(texts(books)) >= 2
-    assert list(reasons(books)) == ["rows.jsonl.gz"]
+            assert list(texts(books).values()) == (expected if "rows" in name else [b"".join(lines).decode()])
+            assert list(reasons(books)) == [name] * (b"\0" not in behind), behind[:9]
+    for part in (whole[: len(whole) // 2], whole[:-12]):
+        (tmp_path / f"rows.jsonl{packed}").write_bytes(part)
+        books = read(tmp_path / f"rows.jsonl{packed}")
+        kept = list(texts(books).values())
+        assert kept == expected[: len(kept)]
+        assert len(kept) >= 30 * len(part) // len(whole) - 18, "bzip2's blocks have 900 kB"
+        assert any("end is missing" in reason for reason in reasons(books).values())
+    for wrong in (b"", b"It was the best of times.\n" * 9):
+        (tmp_path / f"a.txt{packed}").write_bytes(wrong)
+        (reason,) = reasons(read(tmp_path / f"a.txt{packed}")).values()
+        assert "damaged" in reason
 
 
-def test_the_exact_column_wins_and_binary_text_is_text(tmp_path: Path) -> None:
+def test_zstd_with_the_longest_window_is_read(tmp_path: Path) -> None:
+    options = {zstd.CompressionParameter.window_log: 31, zstd.CompressionParameter.enable_long_distance_matching: 1}
+    packer = zstd.ZstdCompressor(options={int(name): value for name, value in options.items()})
+    # Without the size in its header, as a pipe has none.
+    (tmp_path / "a.jsonl.zst").write_bytes(packer.compress(b'{"text": "It went on."}\n') + packer.flush())
+    assert list(texts(read(tmp_path / "a.jsonl.zst")).values()) == ["It went on."]
+
+
+def write_rows(path: Path, table: pa.Table) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    return path
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
+def test_the_exact_name_wins_and_one_of_another_case_is_taken_where_it_is_the_only_one(
+    tmp_path: Path, name: str
+) -> None:
     good, wrong = [f"Document {n}." for n in range(3)], ["another column"] * 3
-    for columns in ({"TEXT": wrong, "text": good}, {"text": good, "TEXT": wrong}, {"Text": good}):
-        pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
-        assert list(texts(read(tmp_path / "rows.parquet")).values()) == good
+    for columns in ({"TEXT": wrong, "text": good}, {"text": good, "TEXT": wrong}, {"Text": good, "Title": wrong}):
+        books = read(write_rows(tmp_path / name, pa.table(columns)))
+        assert list(texts(books).values()) == good
+    assert [book.title for book in books if isinstance(book, RawBook)] == wrong
+    for reason in reasons(read(write_rows(tmp_path / name, pa.table({"Text": wrong, "TEXT": good})))).values():
+        assert "'Text'" in reason
+        assert "'TEXT'" in reason
+        assert "--text-" in reason
+    found = read(tmp_path / name, text_field="TEXT", text_column="TEXT")
+    assert list(texts(found).values()) == good
+
+
+def test_two_columns_of_one_name_are_refused_by_that_name(tmp_path: Path) -> None:
+    column = pa.array(["Document."])
+    pq.write_table(pa.Table.from_arrays([column, column], ["text", "text"]), tmp_path / "rows.parquet")
+    assert "'text' and 'text'" in reasons(read(tmp_path / "rows.parquet"))["rows.parquet"]
+
+
+def test_binary_text_is_text(tmp_path: Path) -> None:
+    good = [f"Document {n}." for n in range(3)]
     for kind in (pa.binary(), pa.large_binary()):
         pq.write_table(pa.table({"text": pa.array([text.encode() for text in good], kind)}), tmp_path / "rows.parquet")
         assert list(texts(read(tmp_path / "rows.parquet")).values()) == good
@@ -431,3 +482,14 @@ def test_a_source_that_is_replaced_while_it_is_read_ends_the_work(place: Storage
     replace_file(place, "rows.jsonl", versions[1])
     with pytest.raises(UserError, match=r"rows\.jsonl.* has changed since"):
         list(reading)
+
+
+@pytest.mark.parametrize("name", ["text8", "corpus/enwik8", "novel.en"])
+def test_the_only_file_of_an_archive_is_its_text_unless_its_suffix_tells_otherwise(tmp_path: Path, name: str) -> None:
+    inside = {"corpus/": b"", "__MACOSX/._text8": b"\0\5\x16\7", name: b"anarchism originated"}
+    books = read(write_zip(tmp_path / "a.zip", inside))
+    assert texts(books) == {f"a.zip/{name}": "anarchism originated"}
+    assert reasons(books).keys() == {"a.zip/__MACOSX"}
+    for other in ({name: b"text", "more": b"text"}, {"a.png": b"picture"}, {"a.csv": b"a,b"}, {"a.gz": b"packed"}):
+        assert texts(read(write_zip(tmp_path / "b.zip", other))) == {}
+    assert list(texts(read(write_zip(tmp_path / "c.zip", {name: b"text", "a.txt": b"a book"})))) == ["c.zip/a.txt"]

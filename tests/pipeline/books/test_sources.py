@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs, unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -273,7 +275,7 @@ def test_a_mirror_that_fails_once_is_asked_again(mirror: str, tmp_path: Path, mo
     assert not fails.exists()
 
 
-def test_hidden_files_are_skipped_and_others_counted_by_suffix(tmp_path: Path) -> None:
+def test_hidden_files_and_those_of_no_known_suffix_are_skipped_and_counted(tmp_path: Path) -> None:
     folder = write_texts(tmp_path / "books")
     for name in (".hidden.txt", "picture.PNG", "page.png", "README", ".git/config.txt", "deep/er/LAST.TXT"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -285,11 +287,46 @@ def test_hidden_files_are_skipped_and_others_counted_by_suffix(tmp_path: Path) -
         "books/0.txt", "books/1.txt", "books/2.txt", "books/deep/er/LAST.TXT",
         "books/linked/0.txt", "books/linked/1.txt", "books/linked/2.txt",
     ]  # fmt: skip
-    assert inventory.skipped == {"(none)": 1, ".png": 2}
+    assert inventory.skipped == {"(none)": 1, ".png": 2, "hidden or temporary": 2}
     for file in inventory.files:
         status = Path(file.uri).stat()
         assert (file.size, file.modified) == (status.st_size, status.st_mtime_ns)
     assert len(find([f"{folder}/**/*.TXT"]).files) == 1
+
+
+HIDDEN = (
+    ".hidden.txt", "deep/.git/config.txt", "deep/.git/more.txt", "_temporary/0/part.json", "_delta_log/0.json",
+    "__MACOSX/._a.txt",
+)  # fmt: skip
+VISIBLE = ("...And Ladies.txt", "_Preface.txt", "_posts/a.md", "a.txt", "deep/a.txt")
+
+
+@pytest.mark.parametrize("kind", ["folder", "glob", "s3", "s3 glob"])
+def test_what_is_hidden_is_one_rule_for_folders_globs_and_object_storage(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    query = request.getfixturevalue("bucket") if "s3" in kind else ""
+    place = StorageDir.of(f"s3://places/books/{query}" if query else tmp_path / "books")
+    for name in (*HIDDEN, *VISIBLE):
+        place.write(name, b'{"text": "It went on."}')
+    top = "s3://places/books" if query else str(tmp_path / "books")
+    inventory = find([f"{top}/**{query}" if "glob" in kind else f"{top}{query}"])
+    found = [unquote(file.uri).split("/books/")[1].split("?")[0] for file in inventory.files]
+    assert sorted(found) == sorted(VISIBLE)
+    assert inventory.skipped == {"hidden or temporary": 5}, "files and folders at the top of what is hidden"
+    for asked in (".hidden.txt", "_temporary", "deep/.git", ".*", "deep/.g*/*.txt"):
+        assert find([f"{top}/{asked}{query}"]).files, asked
+
+
+def test_objects_that_stand_for_folders_are_no_books(bucket: str) -> None:
+    place = StorageDir.of(f"s3://places/marked/{bucket}")
+    place.write("data.parquet/a.txt", b"It went on.")
+    endpoint = parse_qs(bucket[1:])["endpoint"][0]
+    for name in ("marked/data.parquet/", "marked/empty.txt"):
+        requests.put(f"{endpoint}/places/{name}", timeout=30).raise_for_status()
+    inventory = find([place.address])
+    assert [file.id for file in inventory.files] == ["marked/data.parquet/a.txt"]
+    assert inventory.skipped == {"empty": 2}
 
 
 def test_links_are_followed_once_and_end(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
