@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext
+from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,8 @@ def connected(
     import ray
 
     if ray.is_initialized():  # inside another block: the Ray of a ladder is also the Ray of its rungs
+        if address:
+            _check_joined(address, named)
         yield
         return
     folders = [str(Path(module).parent) for module in code]
@@ -97,13 +99,13 @@ def connected(
         with doing(f"joining the Ray cluster at {address}"):
             _join(address, named, runtime_env=_travelling(variables, code), **quiet)
     else:
-        # Inherited rather than a runtime_env, for which Ray would discard the workers that it starts in advance.
-        os.environ.update(variables)
         os.environ.setdefault("RAY_TMPDIR", temporary_folder())
         os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
         # A Ray whose ray.init was interrupted cannot be shut down: the command ended in a segmentation fault.
         with (
             doing("starting Ray"),
+            # Inherited rather than a runtime_env, for which Ray would discard the workers that it starts in advance.
+            environment_variables(variables),
             on_loopback(),
             own_process_group(),
             only_needed_processes(),
@@ -122,6 +124,28 @@ def connected(
             atexit.register(_leave)  # before Ray's own handler, which was registered first
         else:
             ray.shutdown()
+
+
+def _check_joined(address: str, named: str) -> None:
+    """Raise ``UserError`` when this process is connected to another Ray than that at ``address``."""
+    import ray
+    import ray.util
+
+    def machine_and_port(of: str) -> tuple[str, str]:
+        host, _, port = of.rpartition(":")
+        with suppress(OSError):
+            host = socket.gethostbyname(host.strip("[]"))
+        is_here = host in ("127.0.0.1", "::1", ray.util.get_node_ip_address())
+        return "here" if is_here else host, port
+
+    joined = ray.get_runtime_context().gcs_address
+    place = machine_and_port(joined)
+    same = place[0] == "here" if address == "local" else place == machine_and_port(address)
+    if not same and address != "auto":
+        raise UserError(
+            f"{named} {address}: this process is connected to the Ray at {joined} already. Leave {named} out to use "
+            "that one, or call ray.shutdown() first."
+        )
 
 
 def _unshadowed() -> AbstractContextManager[None]:

@@ -6,10 +6,13 @@ There are two kinds of gigabytes, so a flag always names the unit.
 import math
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from fractions import Fraction
 from typing import Annotated, Any
 
 from tyro.constructors import PrimitiveConstructorSpec
+
+from infra.errors import UserError
 
 GB = 10**9
 """Memory and storage are shown in it throughout, as limits and data sheets name them (torch prints GiB, 2^30)."""
@@ -21,6 +24,12 @@ _SIZES = {
 }  # fmt: skip
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
+MAX_NUMBER = 2**63
+"""All settings are below it."""
+
+MAX_SECONDS = 36_500 * 86_400
+"""The longest duration of a setting; a wait takes no more than three times as long."""
+
 
 def parse_size(text: str) -> int:
     """Bytes in ``40GB``, ``512MiB`` or ``1000B``. Raises ``ValueError`` for a bare number, whose unit is a guess."""
@@ -30,6 +39,8 @@ def parse_size(text: str) -> int:
     size = int(Fraction(match[1]) * _SIZES[match[2].lower()])
     if not size:
         raise ValueError(f"{text!r} is less than one byte; give more than 0")
+    if size >= MAX_NUMBER:
+        raise ValueError(f"{text!r} is more than any machine has; give less than {MAX_NUMBER >> 40:,}TiB")
     return size
 
 
@@ -49,7 +60,21 @@ def parse_duration(text: str) -> float:
     seconds = float(sum(float(number) * _SECONDS[unit] for number, unit in parts))
     if not seconds:
         raise ValueError(f"{text!r} is zero; give more than 0")
+    if seconds > MAX_SECONDS:
+        raise ValueError(f"{text!r} is longer than 100 years; give at most {MAX_SECONDS // 86400}d")
     return seconds
+
+
+def check_numbers(settings: Any) -> None:
+    """Raise ``UserError`` for a number in the dataclass ``settings`` that is infinite, not a number, or 2^63 or more.
+
+    Nothing that counts or measures has such values, and C libraries do not take them.
+    """
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int | float) and not -MAX_NUMBER < number < MAX_NUMBER:
+                raise UserError(f"--{field.name.replace('_', '-')} {number} must be a finite number below 2^63.")
 
 
 def format_duration(seconds: float) -> str:

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, PlainSerializer
 from infra.errors import UserError
 from infra.schema import from_json, strict, to_json
 from infra.storage_dir import StorageDir
-from infra.units import SecondsOrNone, one_word
+from infra.units import SecondsOrNone, check_numbers, one_word
 from pipeline.config import Reading
 from train.model_config import PRESETS, Model, ModelConfig, format_model
 
@@ -35,6 +35,13 @@ Allocator = Literal["auto", "default", "split", "expandable"]
 Ablation = Literal["sync", "zero", "copy", "collect", "pages"]
 
 
+MAX_CYCLE = 10_000_000
+"""Steps of the longest cycle: the losses of all of them stay on the device until it ends."""
+
+MAX_READERS = 1024
+"""Threads that read batches, each with a buffer."""
+
+
 @dataclass(frozen=True)
 class Cycle:
     """What a run repeats: ``train`` steps, then ``val`` validation batches of the same size, then a report.
@@ -50,6 +57,8 @@ class Cycle:
         train, plus, val = text.partition("+")
         if not (plus and train.isdecimal() and val.isdecimal() and int(train) > 0):
             raise UserError(f"--cycle {text!r} is not N+M, such as 200+20: training steps, then validation batches.")
+        if max(int(train), int(val)) > MAX_CYCLE:
+            raise UserError(f"--cycle {text} is too long: both numbers may be at most {MAX_CYCLE:,}.")
         return cls(int(train), int(val))
 
     def __str__(self) -> str:
@@ -331,6 +340,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
     for (first, ours), (second, theirs), reason in _pairs(config):
         if ours and theirs:
             raise UserError(f"{_flag(config, first)} and {_flag(config, second)} cannot be combined: {reason}.")
+    check_numbers(config)
 
 
 def _flag(config: TrainConfig, name: str) -> str:
@@ -358,8 +368,8 @@ def _sizes(config: TrainConfig) -> None:
             raise UserError(f"{_flag(config, name)} must not be negative.")
     if config.global_batch >= 2**31:  # searching the divisors of larger numbers would take too long
         raise UserError(f"{_flag(config, 'global_batch')} is too many sequences: give less than 2^31.")
-    if config.seed >= 2**63:
-        raise UserError(f"{_flag(config, 'seed')} must be below 2^63: torch's generators take no more.")
+    if config.loader_workers > MAX_READERS:
+        raise UserError(f"{_flag(config, 'loader_workers')} must be at most {MAX_READERS:,}.")
     if config.within is not None and not 0 < config.within < 1:
         raise UserError(f"{_flag(config, 'within')} must be a fraction between 0 and 1.")
     if not config.learning_rate > 0:

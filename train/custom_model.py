@@ -30,6 +30,21 @@ class Found:
     """Whether a parameter has no part in its loss, for whose gradient no worker must wait."""
 
 
+MAX_SIZES = {
+    "layers": 2**16, "heads": 2**16, "width": 2**20, "context_length": 2**26, "vocabulary": 2**31,
+    "padded_vocabulary": 2**31,
+}  # fmt: skip
+"""Sizes beyond any model that can be trained, with which the number of a matrix's bytes still fits 64 bits."""
+
+
+def check_sizes(model: object) -> None:
+    """Raise ``UserError`` for a size of ``model`` below 1 or above :data:`MAX_SIZES`."""
+    for name, most in MAX_SIZES.items():
+        size = getattr(model, name, 1)
+        if not 1 <= size <= most:
+            raise UserError(f"--model {name}={size} must be at least 1 and at most {most:,}.")
+
+
 _NOT_CUSTOM = {
     "attention": ("flex", "only torch's scaled_dot_product_attention is switched in it"),
     "loss": ("fused", "it computes its loss itself"),
@@ -66,9 +81,7 @@ class CustomModel:
     found: Found | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for size in ("context_length", "vocabulary"):
-            if getattr(self, size) < 1:
-                raise UserError(f"model {size}={getattr(self, size)} must be at least 1.")
+        check_sizes(self)
         names = [name for name, _ in self._pairs]
         for name, value in self._pairs:
             if not (name.isidentifier() and value) or names.count(name) > 1:

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 from infra.errors import UserError
 from infra.schema import from_json, strict
 from infra.units import one_word, or_none
-from train.custom_model import CustomModel, source_sha256
+from train.custom_model import CustomModel, check_sizes, source_sha256
 
 
 @strict
@@ -37,9 +37,7 @@ class ModelConfig:
     """Folder, in Hugging Face's format, with whose weights a run begins; empty: random ones."""
 
     def __post_init__(self) -> None:
-        for size in ("layers", "heads", "width", "context_length", "vocabulary"):
-            if getattr(self, size) < 1:
-                raise UserError(f"model {size}={getattr(self, size)} must be at least 1.")
+        check_sizes(self)
         if self.width % self.heads:
             raise UserError(f"model width={self.width} is not divisible by heads={self.heads}.")
         if self.padded_vocabulary < self.vocabulary:

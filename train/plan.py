@@ -1,6 +1,5 @@
 """Entry: ``python -m train.plan`` predicts what a run will need: memory, arithmetic, time, cost."""
 
-import math
 from dataclasses import dataclass, field, replace
 
 from rich.table import Table
@@ -39,8 +38,8 @@ class PlanOptions:
     def __post_init__(self) -> None:
         for name in ("tokens_per_second", "price"):
             value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise UserError(f"--{name.replace('_', '-')} {value:g} must be above 0.")
+            if value is not None and not 1e-9 <= value <= 1e18:  # beyond, a time or a cost would not be finite
+                raise UserError(f"--{name.replace('_', '-')} {value:g} must be above 0, between 1e-9 and 1e18.")
         if self.price is not None and self.tokens_per_second is None:
             raise UserError("--price needs --tokens-per-second: without a speed there are no hours to pay for.")
 

@@ -162,7 +162,10 @@ def memory_part(config: TrainConfig, result: RunResult) -> Part:
         measured["unused"] = memory.reserved - memory.allocated
         if memory.process_source == "nvml":
             measured["context"] = memory.process - memory.reserved
-    names = {"nvml": "NVML", "reserved": "reserved; NVML does not report it", "rss": "resident set"}
+    names = {
+        "nvml": "NVML", "reserved": "reserved; NVML does not report it", "rss": "resident set",
+        "rss-of-process": "resident set, also before this run",
+    }  # fmt: skip
     process = f"process ({names[memory.process_source]})"
     predicted[process], measured[process] = anatomy.total, memory.process
     lines = [

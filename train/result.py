@@ -44,8 +44,9 @@ class Memory:
     """Segments that the allocator took from the device."""
     process: int
     """The whole process: NVML's count on a GPU, peak resident set on the CPU."""
-    process_source: Literal["nvml", "reserved", "rss"]
-    """Where ``process`` comes from; ``reserved`` is used where NVML does not report it."""
+    process_source: Literal["nvml", "reserved", "rss", "rss-of-process"]
+    """Where ``process`` comes from; ``reserved`` is used where NVML does not report it, and ``rss-of-process`` where
+    the system does not allow the peak of what the process did before the run to be forgotten."""
     allocator_retries: int = 0
     """Times the allocator had to free its cache to continue: a sign that too little memory slows the run."""
 

@@ -8,7 +8,7 @@ from infra.errors import UserError
 from infra.options import Address, ConfigFile, JoinsRay, TrackingUri
 from infra.schema import strict, to_json
 from infra.storage_dir import StorageDir
-from infra.units import BytesOrNone, Seconds, SecondsOrNone
+from infra.units import BytesOrNone, Seconds, SecondsOrNone, check_numbers
 from train.config import Cycle, CycleText, Device, TrainConfig
 from train.model_config import ModelOrNone
 from tune.space import parse_knobs
@@ -103,9 +103,14 @@ class SearchConfig(ExperimentConfig):
             raise UserError(f"--gpu {self.gpu} is for planning: add --dry-run, or leave it out to search on the GPU.")
         if wrong := [n for n in self.accumulations if n < 1 or self.accumulations.count(n) > 1]:
             raise UserError(f"--accumulations {wrong[0]} must be {'given once' if wrong[0] > 0 else 'at least 1'}.")
+        if max(self.accumulations, default=1) >= 2**31:
+            raise UserError(
+                f"--accumulations {max(self.accumulations)} is too many micro-batches: give less than 2^31."
+            )
         if self.training.stream:
             raise UserError("--stream cannot be combined with a search, whose trials read token shards: give --data.")
         refuse_below(self, trial_steps=FEWEST + 2, parallel=1, confirm=0)
+        check_numbers(self)
         if not 0 < self.trial_precision < 1:
             raise UserError(f"--trial-precision {self.trial_precision} is a fraction between 0 and 1, such as 0.01.")
 
@@ -185,7 +190,10 @@ class LadderConfig(ExperimentConfig):
     def __post_init__(self) -> None:
         if self.steps is not None and self.time_budget is not None:
             raise UserError("--steps and --time-budget both end a rung; give one of them.")
-        refuse_below(self, steps=SHORTEST, seeds=1)
+        refuse_below(self, steps=SHORTEST, seeds=1, seed=0)
+        if self.within is not None and not 0 <= self.within < 1:
+            raise UserError(f"--within {self.within} must be a fraction below 1, or 0.")
+        check_numbers(self)
 
     def to_json(self) -> dict[str, Any]:
         from pipeline.books.sources import whole_path

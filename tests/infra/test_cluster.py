@@ -60,6 +60,29 @@ def test_an_address_at_which_something_else_listens_is_refused_after_one_attempt
     assert "UserError: no Ray cluster answers at --address 127.0.0.1:" in done.stderr
 
 
+def test_an_address_is_not_ignored_where_ray_is_connected_already(cluster: str) -> None:
+    """The same Ray under another name of this machine is joined by the block inside, another one is refused."""
+    port = cluster.rpartition(":")[2]
+    with connected(cluster):
+        for same in (cluster, f"localhost:{port}", "auto", None):
+            with connected(same):
+                assert ray.is_initialized()
+        for other in ("127.0.0.1:9", f"nowhere.invalid:{port}"):
+            with pytest.raises(UserError, match=rf"--address {other}: .* {cluster} already\. Leave --address out"):
+                connected(other).__enter__()
+        assert ray.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_ray_of_our_own_is_the_only_one_that_gets_its_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    for module in ("/one/model.py", "/two/model.py"):
+        with connected(code=[module]):
+            found = ray.get(ray.remote(lambda: os.environ["PYTHONPATH"]).remote())
+        assert found == os.pathsep.join([str(PROJECT), str(Path(module).parent), "/nowhere"])
+        assert os.environ["PYTHONPATH"] == "/nowhere"
+
+
 @pytest.mark.slow
 def test_an_interrupt_while_ray_starts_is_not_lost() -> None:
     """Half a Ray cannot be shut down: the command ended in a segmentation fault."""

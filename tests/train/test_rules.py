@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from infra.errors import UserError
-from train.config import TrainConfig, divisors
+from train.config import Cycle, TrainConfig, divisors
 from train.model_config import ModelConfig
 
 BATCH: dict[str, Any] = {"global_batch": 64}
@@ -56,6 +56,14 @@ def test_a_pair_that_excludes_each_other_is_named(settings: dict[str, Any], firs
         ({"clip_norm": float("nan")}, "--clip-norm nan"),
         ({"spike": -1.0}, "--spike -1.0"), ({"within": 1.0}, "--within 1.0"), ({"within": 0.0}, "--within 0.0"),
         ({"time_budget": 0.0}, "--time-budget 0.0s"), ({"time_budget": float("inf")}, "--time-budget infs"),
+        ({"learning_rate": float("inf")}, "--learning-rate inf"),
+        ({"weight_decay": float("inf")}, "--weight-decay inf"),
+        ({"weight_decay": float("nan")}, "--weight-decay nan"), ({"clip_norm": float("inf")}, "--clip-norm inf"),
+        ({"spike": float("inf")}, "--spike inf"), ({"beta1": float("nan")}, "--beta1 nan"),
+        ({"steps": 10**30}, f"--steps {10**30}"), ({"tokens": 10**30}, f"--tokens {10**30}"),
+        ({"warmup_steps": 2**63}, f"--warmup-steps {2**63}"), ({"keep_checkpoints": 10**30}, "--keep-checkpoints 1"),
+        ({"checkpoint_every": 10**30}, "--checkpoint-every 1"), ({"loader_workers": 1025}, "--loader-workers 1025"),
+        ({"micro_batch": 10**30}, "--micro-batch 1"), ({"workers": 10**30}, "--workers 1"),
         ({"ablate": ("sink",)}, "--ablate sink"), ({"optimizer": "adam"}, "--optimizer adam is"),
         ({"stream": ("books",)}, "--stream books"),
         ({"tokens": 5000, "time_budget": 3.0}, "--tokens and --time-budget"),
@@ -85,9 +93,17 @@ def test_what_stands_just_inside_the_borders_is_allowed() -> None:
         {"beta1": 0.0, "weight_decay": 0.0, "clip_norm": 0.0, "seed": 0},
         {"ablate": ("sync", "zero", "copy", "collect", "pages")},
         {"steps": 1, "within": 0.999},
+        {"steps": 2**63 - 1, "warmup_steps": 2**63 - 1, "keep_checkpoints": 2**63 - 1, "loader_workers": 1024},
     ]
     for settings in allowed:
         TrainConfig(**BATCH | settings)
+
+
+@pytest.mark.parametrize("text", ["10000001+1", "1+10000001", f"{10**30}+0"])
+def test_a_cycle_longer_than_memory_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=rf"--cycle {text.replace('+', '.')} .* 10,000,000"):
+        Cycle.parse(text)
+    assert Cycle.parse("10000000+10000000") == Cycle(10**7, 10**7)
 
 
 def test_all_divisors() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from infra.errors import UserError
 from train.config import Cycle, TrainConfig
-from tune.config import SearchConfig
+from tune.config import LadderConfig, SearchConfig
 
 CONFIG = SearchConfig()
 
@@ -48,6 +48,11 @@ def test_what_may_change_when_it_is_resumed() -> None:
         ({"trial_precision": 1.0}, "--trial-p"),
         ({"accumulations": (0, 1)}, "--accumulations 0"),
         ({"accumulations": (1, 2, 2)}, "--accumulations 2"),
+        ({"trial_precision": float("nan")}, "--trial-precision nan"),
+        ({"trial_steps": 10**30}, "--trial-steps 1"),
+        ({"trial_time": float("inf")}, "--trial-time inf"),
+        ({"parallel": 2**63}, "--parallel 9"),
+        ({"accumulations": (1, 2**31)}, "--accumulations 2147483648"),
         ({"knobs": ("speed=1",)}, "'speed' is not a knob"),
         ({"knobs": ("compile",)}, "'' is not a value of compile"),
         ({"knobs": ("compile=whole,fast",)}, "'fast' is not a value of compile"),
@@ -60,3 +65,17 @@ def test_what_may_change_when_it_is_resumed() -> None:
 def test_what_gives_no_search_is_refused(change: dict[str, Any], flag: str) -> None:
     with pytest.raises(UserError, match=flag):
         replace(CONFIG, **change)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"within": float("nan")}, "--within nan"), ({"within": -1.0}, "--within -1"), ({"within": 1.0}, "--within 1"),
+        ({"steps": 10**30}, "--steps 1"), ({"seeds": 10**30}, "--seeds 1"), ({"seed": -3}, "--seed -3"),
+        ({"time_budget": float("inf")}, "--time-budget inf"), ({"memory_limit": 10**30}, "--memory-limit 1"),
+    ],
+)  # fmt: skip
+def test_what_gives_no_ladder_is_refused_where_it_is_read(settings: dict[str, Any], flag: str) -> None:
+    with pytest.raises(UserError, match=flag):
+        LadderConfig(**settings)
+    assert LadderConfig(within=0.0, steps=8, seeds=1).within == 0.0

@@ -8,8 +8,8 @@ safetensors, so that other programs can read them; the rest is a torch file that
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,6 @@ from train.checkpoint.remote import CYCLES, upload
 from train.model.parallel import full_tensor, share_of
 
 WEIGHTS, _STATE = "model.safetensors", "state.pt"
-
-PAUSES = (1.0, 4.0, 10.0)
-"""Seconds between attempts to reach object storage, in addition to those of its client."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,11 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class Checkpoints:
-    """The checkpoints of one run, ``folder/step-00000123``: written one by one in a thread; the newest are kept."""
+    """The checkpoints of one run, ``folder/step-00000123``: written one by one in a thread; the newest are kept.
+
+    Another thread copies them to object storage, whose client repeats requests for minutes where it does not respond.
+    Neither training nor the next checkpoint waits for it; of those that have piled up, the newest are copied.
+    """
 
     def __init__(
         self, folder: Path, keep: int, copy_to: StorageDir | None = None, vocabulary: Vocabulary | None = None
@@ -108,6 +109,11 @@ class Checkpoints:
         self.latest: Path | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._copies = ThreadPoolExecutor(1, "copies")
+        self._last_copy: Future[None] | None = None
+        self._in_copy: Path | None = None
+        self._removal = threading.Lock()
+        """Held while old checkpoints are removed, and while one of those that are there is chosen to be copied."""
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(f"{TEMPORARY}*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -116,23 +122,32 @@ class Checkpoints:
         """Write ``taken`` in the background, after a checkpoint that is still being written.
 
         A state is discarded when its weights are not finite or ``is_sound`` rejects its losses, so that the last good
-        checkpoint is kept. Raises ``UserError`` when the previous one could not be written.
+        checkpoint is kept. Raises ``UserError`` when an earlier one could not be written, or not be copied.
         """
-        self.wait()
+        self._wait_for_write()
         self._thread = threading.Thread(target=self._write, args=(taken, progress, is_sound), name="checkpoint")
         self._thread.start()
 
     def wait(self) -> Path | None:
-        """Wait for the write in progress; returns the newest checkpoint that this run wrote."""
+        """Wait until all is written and copied; returns the newest checkpoint that this run wrote."""
+        self._wait_for_write()
+        if self._last_copy:
+            self._last_copy.result()
+            self._raise_failure()
+        return self.latest
+
+    def _wait_for_write(self) -> None:
         if self._thread:
             self._thread.join()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
         if self._failure:
             raise UserError(
                 f"the checkpoint under {self.folder}{f' or {self.copy_to}' if self.copy_to else ''} could not be "
                 f"written ({self._failure}): make room or fix the storage, then continue the run with --resume; the "
                 "earlier checkpoints are intact."
             ) from self._failure
-        return self.latest
 
     def address(self, checkpoint: Path) -> str:
         """Where a user finds ``checkpoint``: in object storage if it is copied there."""
@@ -148,24 +163,34 @@ class Checkpoints:
                 for later in checkpoints_in(self.folder):
                     if later.name > self.latest.name:  # damaged, or the run would have continued from there
                         shutil.rmtree(later, ignore_errors=True)
-                for old in checkpoints_in(self.folder)[: -self.keep]:
-                    shutil.rmtree(old, ignore_errors=True)
+                self._remove_old()
                 if self.copy_to:
-                    self._copy(self.latest, self.copy_to)
+                    self._last_copy = self._copies.submit(self._copy, self.latest, self.copy_to)
         except Exception as failure:  # noqa: BLE001 raised in the thread that trains
             self._failure = failure
             for leftover in self.folder.glob(f"{TEMPORARY}*"):  # on a disk that may be full
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def _copy(self, checkpoint: Path, place: StorageDir) -> None:
-        """Upload ``checkpoint``, with retries if the storage is away for a while; training continues meanwhile."""
-        cycles = self.folder.parent / CYCLES
-        for pause in PAUSES:
-            try:
-                return upload(checkpoint, cycles, place, self.keep)
-            except (OSError, UserError):
-                time.sleep(pause)
-        upload(checkpoint, cycles, place, self.keep)
+    def _remove_old(self) -> None:
+        with self._removal:
+            for old in checkpoints_in(self.folder)[: -self.keep]:
+                if old != self._in_copy:
+                    shutil.rmtree(old, ignore_errors=True)
+
+    def _copy(self, checkpoint: Path, directory: StorageDir) -> None:
+        """Copy ``checkpoint`` to object storage, unless it has become one of the old ones meanwhile."""
+        with self._removal:
+            if self._failure or not checkpoint.exists():
+                return
+            self._in_copy = checkpoint
+        failure = None
+        try:
+            upload(checkpoint, self.folder.parent / CYCLES, directory, self.keep)
+        except Exception as refused:  # noqa: BLE001 raised in the thread that trains
+            failure = refused
+        self._in_copy = None
+        self._remove_old()
+        self._failure = self._failure or failure
 
 
 def write(folder: Path, taken: Snapshot, progress: Progress, vocabulary: Vocabulary | None = None) -> Path:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from infra.errors import UserError
 from pipeline.shards import Manifest
@@ -37,6 +38,8 @@ class StreamPosition:
     book: str = ""
     """Empty at the beginning of an epoch."""
     offset: int = 0
+    tokens_hash: str = ""
+    """Hash (xxh3-64) of the book's tokens, which tells whether it has changed."""
 
 
 class StreamWindows:
@@ -97,7 +100,9 @@ class StreamWindows:
         self._drop(count * length)
         book, offset = self._waiting[0]
         self.places.append(
-            StreamPosition(place.position + count, place.epoch, book.piece, book.source, book.book, offset)
+            StreamPosition(
+                place.position + count, place.epoch, book.piece, book.source, book.book, offset, _hash(book.tokens)
+            )
         )
 
     def _drop(self, tokens: int) -> None:
@@ -120,10 +125,20 @@ class StreamWindows:
         self._books = None
 
     def _from(self, place: StreamPosition) -> Iterator[tuple[EncodedBook, int]]:
-        """Books, starting at ``place``, each with the token to begin at."""
+        """Books, starting at ``place``, each with the token to begin at.
+
+        Raises ``UserError`` when the book of ``place`` is no longer what it was.
+        """
         books = self._read(place.epoch, place.piece)
         if place.book:
-            yield next(book for book in books if book.book == place.book), place.offset
+            found = next((book for book in books if book.book == place.book), None)
+            if found is None or _hash(found.tokens) != place.tokens_hash:
+                state = "can no longer be read from" if found is None else "has changed in"
+                raise UserError(
+                    f"--stream: the book {place.book}, within which the checkpoint continues, {state} {place.source}. "
+                    "Restore it, or start a new run with --name."
+                )
+            yield found, place.offset
         for book in books:
             yield book, 0
 
@@ -191,6 +206,10 @@ class StreamData:
         """Begin at a value of :meth:`place`."""
         if place:
             self.windows.go_to(StreamPosition(**place))
+
+
+def _hash(tokens: np.ndarray) -> str:
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(tokens))
 
 
 def _left_out(books: Sequence[EncodedBook]) -> str:

@@ -6,6 +6,7 @@ listens to what the loop says.
 
 import logging
 import threading
+from dataclasses import replace
 from typing import Any
 
 from infra.progress import doing
@@ -18,16 +19,18 @@ from train.launch.signals import interrupt_main, stop_on_signal
 def start(assignment: Assignment, listener: Listener, reported: int, second: int) -> Returned:
     """Do what ``assignment`` says; cycles are known until ``reported``, telemetry to ``second``.
 
-    Raises ``KeyboardInterrupt`` when a stop takes too long.
+    Raises ``KeyboardInterrupt`` when a stop takes too long, and ``UserError`` for a setting that an earlier run in this
+    process has ruled out.
     """
     import ray.train
     import ray.train.torch
 
     from train.launch.worker import train_function
+    from train.loop.process import borrowed_process
 
     logging.getLogger("ray.train").setLevel(logging.WARNING)  # it says that it runs here
     channel, ended = Channel(reported, second), threading.Event()
-    with doing("loading the data") as shown, stop_on_signal() as stop:
+    with borrowed_process(assignment.config) as own_peak, doing("loading the data") as shown, stop_on_signal() as stop:
 
         def listen() -> None:
             while not ended.wait(LISTEN_SECONDS):
@@ -50,4 +53,12 @@ def start(assignment: Assignment, listener: Listener, reported: int, second: int
             ended.set()
             thread.join()
         listener.take(channel.news(), shown)
-    return returned
+    return returned if own_peak else _of_process(returned)
+
+
+def _of_process(returned: Returned) -> Returned:
+    """``returned`` with the source of its peak of memory, which may be that of an earlier run in this process."""
+    result = returned.result
+    if result is None or result.memory.process_source != "rss":
+        return returned
+    return replace(returned, result=replace(result, memory=replace(result.memory, process_source="rss-of-process")))

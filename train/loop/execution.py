@@ -207,12 +207,14 @@ def no_collections(config: TrainConfig) -> Iterator[None]:
     """Disable automatic garbage collection during the block, except with ``--ablate collect``."""
     if config.device == "cuda":
         gc.collect()  # what an earlier run in this process left on the GPU
+    enabled = gc.isenabled()
     if "collect" not in config.ablate:
         gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 def choose_allocator(config: TrainConfig) -> None:

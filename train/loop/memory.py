@@ -12,7 +12,7 @@ from train.result import Memory
 
 
 def start_peak(device: torch.device) -> None:
-    """Reset earlier peaks on a GPU, so that :func:`peak` covers what follows; on a CPU all of the process counts."""
+    """Reset earlier peaks on a GPU, so that :func:`peak` covers what follows; on a CPU what was before counts too."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -36,8 +36,14 @@ def start_over(config: TrainConfig) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     else:
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the resident peak, by proc(5)
+        forget_resident_peak()
+
+
+def forget_resident_peak() -> bool:
+    """Begin the peak of this process's resident set anew; returns whether it is now about what is resident."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # by proc(5); not permitted everywhere
+    return resident_peak() < 1.1 * _status_bytes("VmRSS")
 
 
 def is_exhausted(failure: Exception) -> bool:
@@ -69,8 +75,12 @@ def resident_peak() -> int:
 
     getrusage(2) also counts what the process that started this one had resident, such as a notebook's kernel.
     """
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(name: str) -> int:
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    return int(status.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
+    return int(status.partition(f"{name}:")[2].split(maxsplit=1)[0]) * 1024
 
 
 def peak_process(now: int, device: torch.device) -> int:

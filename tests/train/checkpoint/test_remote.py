@@ -15,16 +15,19 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from mlflow.tracking import MlflowClient
 
+from infra import object_storage
 from infra.errors import UserError
 from infra.storage import write_json
 from infra.storage_dir import LEASE, StorageDir
 from infra.tracking.key import RunKey
 from train.checkpoint import remote, save
 from train.checkpoint.find import find_checkpoint, find_run, saved_config
-from train.checkpoint.progress import checkpoints_in, damage, newest, read_progress
+from train.checkpoint.progress import Progress, checkpoints_in, damage, newest, read_progress
 from train.checkpoint.run_folder import RunFolder, new_run, working_copy
+from train.checkpoint.save import Checkpoints
 from train.config import Cycle, TrainConfig
 from train.launch import worker
 from train.loop.trainer import Trainer
@@ -167,7 +170,7 @@ def test_unreachable_storage_is_retried(
     config: TrainConfig, bucket: str, s3: tuple[str, Callable[[float], None]], tmp_path: Path
 ) -> None:
     _, set_rate = s3
-    set_rate(1.0)
+    set_rate(0.9999)
     back = threading.Timer(3.0, set_rate, [0.0])
     away = time.monotonic()
     back.start()
@@ -187,14 +190,36 @@ def test_a_run_whose_storage_does_not_answer_is_named(
         find_run(f"s3://places/kept/run6{bucket}", "runs")
 
 
-def test_a_storage_that_refuses_is_named(
+def test_a_storage_that_refuses_is_named_at_once(config: TrainConfig, bucket: str, tmp_path: Path) -> None:
+    """Its client has repeated what may help, for as long as the README says, and nothing repeats that."""
+    directory = StorageDir.of(f"s3://absent/kept{bucket}")
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"or s3://absent/kept.* could not be written"):
+        Trainer(config, checkpoints=tmp_path / "one" / "checkpoints", copies=directory).run()
+    assert time.monotonic() - began < 10
+    assert newest(tmp_path / "one" / "checkpoints")
+
+
+def test_training_does_not_wait_for_storage_that_does_not_respond(
     config: TrainConfig, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save, "PAUSES", (0.1,))
-    place = StorageDir.of(f"s3://absent/kept{bucket}")
-    with pytest.raises(UserError, match=r"or s3://absent/kept.* could not be written"):
-        Trainer(config, checkpoints=tmp_path / "one" / "checkpoints", copies=place).run()
-    assert newest(tmp_path / "one" / "checkpoints")
+    """What is being copied stays beside the newest checkpoint, and the failure is told once the copy has ended."""
+    monkeypatch.setattr(object_storage, "PATIENCE_SECONDS", 0.0)
+    trainer = Trainer(config)
+    taken = save.snapshot(trainer.model, trainer.optimizer, trainer.scaler, torch.zeros(0))
+    progress = Progress(data_fingerprint="", vocabulary_sha256="", config=config.to_json())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"endpoint=http://127.0.0.1:{silent.getsockname()[1]}&region=us-east-1"
+        checkpoints = Checkpoints(tmp_path, 1, StorageDir.of(f"s3://places/kept?{endpoint}"))
+        began = time.monotonic()
+        for step in (1, 2, 3):
+            checkpoints.save(taken, replace(progress, step=step), lambda losses: True)
+        while [path.name for path in checkpoints_in(tmp_path)] != ["step-00000001", "step-00000003"]:
+            assert time.monotonic() - began < 20
+            time.sleep(0.01)
+    with pytest.raises(UserError, match=r"or s3://places/kept.* could not be written"):
+        checkpoints.wait()
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000003"]
 
 
 def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

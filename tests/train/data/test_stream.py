@@ -169,6 +169,26 @@ def test_as_much_is_held_out_as_validation_takes(config: TrainConfig) -> None:
     assert asked == [3 * 4 * LENGTH + 1]
 
 
+@pytest.mark.parametrize("change", ["gone", "edited", "emptied"])
+def test_a_book_that_changed_since_the_checkpoint_is_named(
+    config: TrainConfig, books: Path, tmp_path: Path, change: str
+) -> None:
+    """Whole files, whose sizes the fingerprint has, and one of which keeps its size."""
+    copy = Path(shutil.copytree(books, tmp_path / "books"))
+    before = windows_of(copy)
+    rows(before, 0, 100)
+    place = before.places[-2]
+    book = copy.parent / place.book
+    text = book.read_text(encoding="utf-8")
+    book.write_text(text.replace("said", "sang") if change == "edited" else "", encoding="utf-8")
+    if change == "gone":
+        book.unlink()
+    after = windows_of(copy)
+    after.go_to(place)
+    with pytest.raises(UserError, match=rf"--stream: the book {place.book}.* {place.source}\. .* --name"):
+        rows(after, place.position, place.position + 4)
+
+
 def test_a_checkpoint_holds_where_its_block_begins(config: TrainConfig) -> None:
     data = StreamData(config, Inline(config.stream, 0, config.reading))
     data.windows = StreamWindows(data._read, LENGTH, 0, 40 * LENGTH)
