@@ -18,7 +18,8 @@ from train.launch.signals import interrupt_main, stop_on_signal
 def start(assignment: Assignment, listener: Listener, reported: int, second: int) -> Returned:
     """Do what ``assignment`` says; cycles are known until ``reported``, telemetry to ``second``.
 
-    Raises ``KeyboardInterrupt`` when a stop takes too long.
+    Raises ``KeyboardInterrupt`` when a stop takes too long, and the failure of ``listener``, for which the run was
+    stopped and saved.
     """
     import ray.train
     import ray.train.torch
@@ -32,7 +33,7 @@ def start(assignment: Assignment, listener: Listener, reported: int, second: int
         def listen() -> None:
             while not ended.wait(LISTEN_SECONDS):
                 listener.take(channel.news(), shown)
-                if stop:
+                if stop or listener.failure:
                     channel.stop()
                 if stop.is_late():
                     interrupt_main()
@@ -50,4 +51,6 @@ def start(assignment: Assignment, listener: Listener, reported: int, second: int
             ended.set()
             thread.join()
         listener.take(channel.news(), shown)
+    if listener.failure:
+        raise listener.failure
     return returned
