@@ -1,5 +1,6 @@
 """Every command ends with the code its outcome has, and a mistake gets one sentence."""
 
+import fcntl
 import io
 import os
 import re
@@ -7,7 +8,9 @@ import resource
 import signal
 import subprocess
 import sys
+import termios
 import time
+from array import array
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -181,7 +184,11 @@ def test_a_slow_reader_of_a_stream_that_does_not_wait_gets_everything() -> None:
     os.set_blocking(writer, False)
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, "--do", "print on"], stdout=writer)
     os.close(writer)
-    time.sleep(1.0)  # the pipe is full by then
+    deadline, held = time.monotonic() + 60, array("i", [0])
+    while held[0] < 60_000 and time.monotonic() < deadline:  # of the 65,536 bytes that fit
+        time.sleep(0.01)
+        fcntl.ioctl(reader, termios.FIONREAD, held)
+    time.sleep(0.2)
     with os.fdopen(reader, "rb") as stream:
         lines = stream.read().decode().splitlines()
     assert process.wait(60) == 0
