@@ -13,6 +13,7 @@ from pathlib import Path
 import tyro
 
 from infra import command, flags
+from infra.console import open_streams
 from infra.errors import UserError
 
 COMMANDS = {
@@ -33,6 +34,7 @@ COMMANDS = {
 
 def main() -> None:
     """Run the command that the first word names; without one, tyro prints the help or writes a completion script."""
+    open_streams()
     name, *words = sys.argv[1:] or ["--help"]
     if name in COMMANDS:  # and no other is imported
         command.program = f"throughline {name}"

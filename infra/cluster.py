@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import socket
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext, suppress
@@ -17,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from infra.command import INTERRUPTED, interrupt_on_termination, uninterrupted
+from infra.console import console, errors
 from infra.errors import UserError, first_line
+from infra.host import cpu_count
 from infra.local_ray import (
     environment_variables,
     on_loopback,
@@ -75,8 +76,8 @@ def connected(
 ) -> Iterator[None]:
     """Join the Ray cluster at ``address`` or ``RAY_ADDRESS``, or start one on this machine, for the block's duration.
 
-    ``cpus`` is the number of parallel tasks that a local Ray may run (default: the machine's cores), and
-    ``prestart`` starts a worker for each in advance, for work that needs them all at once. ``code`` are files or
+    ``cpus`` is the number of parallel tasks that a local Ray may run (default: the cores that this process may use),
+    and ``prestart`` starts a worker for each in advance, for work that needs them all at once. ``code`` are files or
     folders of modules that workers import besides ours. Raises ``UserError`` when nothing answers at ``address``.
     """
     named = "--address" if address else "RAY_ADDRESS"
@@ -113,7 +114,7 @@ def connected(
             uninterrupted(),
             _unshadowed(),
         ):
-            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+            ray.init(address="local", num_cpus=cpus or cpu_count(), include_dashboard=False, **quiet)
     interrupt_on_termination()
     try:
         if local:
@@ -166,8 +167,8 @@ def _leave() -> None:
     A thread waits for that answer still, and where Ray is shut down under it, the command ends in a segmentation fault
     (once in two tries on a busy machine). Ray's processes end with ours.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    console.end()
+    errors.end()
     os._exit(INTERRUPTED)
 
 

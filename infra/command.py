@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 from rich.markup import escape
 
 from infra import flags
-from infra.console import errors
+from infra.console import console, errors, open_streams
 from infra.errors import UserError
 
 Config = TypeVar("Config")
@@ -43,6 +43,9 @@ def run(
     raise ``UserError``. The docstrings of ``config`` and of its fields are what ``--help`` prints, line by line; it
     rejects invalid values by raising ``ValueError`` in ``__post_init__``.
     """
+    open_streams()
+    for stream in (console, errors):
+        atexit.register(stream.end)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a locale may not have all characters, which must not end the work
         sys.stdout.reconfigure(errors="replace")
     collect_rarely()

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
+from infra import host
 from infra.errors import first_line
 from infra.gpu import read_gpu
 
@@ -103,7 +102,7 @@ def cpu_facts() -> DeviceFacts:
         flags = set[str]()
     compiler = os.environ.get("CXX") or any(map(shutil.which, ("g++", "clang++", "c++")))
     return DeviceFacts(
-        "cpu", "cpu", bf16=bool(flags & {"avx512_bf16", "amx_tile"}), memory=psutil.virtual_memory().available,
+        "cpu", "cpu", bf16=bool(flags & {"avx512_bf16", "amx_tile"}), memory=host.available_memory(),
         uncompilable="" if compiler else "there is no C++ compiler: install g++",
     )  # fmt: skip
 

@@ -8,7 +8,6 @@ not renewed for ``STALE_SECONDS`` is taken over.
 import json
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -19,7 +18,7 @@ from typing import Any
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
 from infra import object_storage
-from infra.console import errors
+from infra.console import console, errors
 from infra.errors import UserError
 from infra.storage import write_text
 from infra.storage_dir import LEASE, StorageDir, scratch
@@ -129,7 +128,7 @@ class _Lease:
                     f"{STALE_SECONDS:.0f} s; or its files were removed. Exiting without saving anything more.",
                     markup=False,
                 )
-                sys.stdout.flush()
+                console.end()
                 os._exit(1)
 
     def _is_mine(self) -> bool:

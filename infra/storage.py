@@ -23,7 +23,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file that becomes ``path``, durably, when the block ends without an error.
 
     The umask decides who can read it. It is always a new one: a link of its name, which another user may have made in a
-    folder that both can write, is removed and not followed. Raises ``UserError`` when it cannot be written: a full disk, a quota, a read-only folder.
+    folder that both can write, is removed and not followed. Raises ``UserError`` when it cannot be written: a full
+    disk, a quota, a read-only folder.
     """
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
     try:

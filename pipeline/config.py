@@ -3,7 +3,6 @@
 How sources are read and cleaned is a class of its own, because a training run that streams books needs it too.
 """
 
-import os
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -11,6 +10,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from infra.errors import UserError
+from infra.host import cpu_count
 from infra.options import Address, JoinsRay, TrackingUri
 from infra.schema import strict
 from infra.units import Bytes
@@ -138,4 +138,4 @@ class TokenizeConfig(Reading, JoinsRay):
     @property
     def parallelism(self) -> int:
         """Tasks at a time on this machine."""
-        return self.workers or os.cpu_count() or 1
+        return self.workers or cpu_count()

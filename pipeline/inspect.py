@@ -4,7 +4,6 @@ Prints its manifest as a table and a few decoded passages. With ``--verify``, ev
 again; exit code 1 if one differs.
 """
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from rich.markup import escape
 
 from infra import command
 from infra.console import console, errors
+from infra.host import cpu_count
 from infra.storage_dir import StorageDir
 from infra.table import Part
 from pipeline.encoding.vocabulary import vocabulary_at
@@ -77,7 +77,7 @@ def verify(place: StorageDir, manifest: Manifest) -> Iterator[str]:
         found = place.checksum(info.path)
         return None if found == info.checksum else f"{path} has checksum {found} instead of {info.checksum}"
 
-    with ThreadPoolExecutor(max_workers=2 * (os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(max_workers=2 * cpu_count()) as pool:
         yield from (sentence for sentence in pool.map(check, manifest.shards) if sentence)
 
 

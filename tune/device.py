@@ -11,6 +11,7 @@ from functools import cache
 
 import psutil
 
+from infra import host
 from infra.errors import UserError
 from infra.gpu import read_gpu
 from infra.hardware import DeviceFacts, cpu_facts, device_facts
@@ -42,7 +43,7 @@ class Machine:
     name: str
     device: DeviceFacts
     memory: int
-    """Bytes of the GPU, or of the machine where trials run on its CPU."""
+    """Bytes of the GPU, or what trials on the CPU may use of the machine's memory."""
     busy: tuple[str, ...] = ()
     """Other processes on its GPU."""
     data: str | None = None
@@ -59,7 +60,7 @@ def look(data: str | None = None, *, cpu: bool, own: Sequence[int] = ()) -> Mach
     return Machine(
         socket.gethostname(),
         cpu_facts() if state is None else device_facts(),
-        state.memory_total if state else psutil.virtual_memory().total,
+        state.memory_total if state else host.total_memory(),
         tuple(_process(pid) for pid in state.other_processes if pid not in own) if state else (),
         fingerprint,
     )

@@ -25,7 +25,8 @@ from ray.tune.search import Searcher
 from infra.cluster import ray_files
 from infra.console import errors
 from infra.errors import UserError, first_line
-from infra.machines import PLACING_SECONDS, is_pending, lack
+from infra.host import count_oom_kills
+from infra.machines import ASKING_SECONDS, PLACING_SECONDS, ask_nodes, is_pending, lack
 from infra.schema import from_json, to_json
 from infra.storage import write_text
 from infra.units import format_duration
@@ -45,6 +46,15 @@ STORAGE_PAUSE, STORAGE_PATIENCE = 5.0, 600.0
 """Seconds between attempts to send a row to storage that does not answer, and for all of them."""
 
 
+KILLED_FOR_MEMORY = "the system killed its process because memory ran out"
+
+
+def oom_kills_on(node: str) -> int:
+    """How many processes the kernel of this machine of the connected Ray has killed; 0 where it does not answer."""
+    answer = ask_nodes([node], count_oom_kills, seconds=ASKING_SECONDS).get(node)
+    return answer if isinstance(answer, int) else 0
+
+
 class Running:
     """A trial that is running, and the limit on its process."""
 
@@ -54,9 +64,11 @@ class Running:
         """Ray's id of the machine."""
         self.asked_at = time.monotonic()
         self.started = self.overdue = False
+        self.oom_kills = 0
+        """Processes that its machine's kernel had killed before it, because memory ran out."""
         self._timer: threading.Timer | None = None
 
-    def limit(self, kill: Callable[[], None]) -> None:
+    def limit(self, kill: Callable[[], None], oom_kills: int = 0) -> None:
         """The trial's process has started: call ``kill`` unless it has ended before its time is up."""
 
         def end() -> None:
@@ -64,6 +76,7 @@ class Running:
             kill()
 
         self.started = True
+        self.oom_kills = oom_kills
         if self.request.patience:
             self._timer = threading.Timer(self.request.patience, end)
             self._timer.daemon = True  # or a driver that is interrupted would wait for it
@@ -89,15 +102,16 @@ class Proposals(Searcher):
 
     def __init__(
         self, experiment: Experiment, nodes: Callable[[], Mapping[str, str]], started: Callable[[Request], None],
-        ended: Callable[[TrialRow, Sequence[TrialRow]], None],
+        ended: Callable[[TrialRow, Sequence[TrialRow]], None], oom_kills: Callable[[str], int] = oom_kills_on,
     ) -> None:  # fmt: skip
         """``nodes`` returns the machines that have room for a trial, busy or not: their ids by name.
 
-        ``started`` is told that a trial is about to start, ``ended`` its row and those of all trials.
+        ``started`` is told that a trial is about to start, ``ended`` its row and those of all trials. ``oom_kills``
+        returns for a machine's id how many processes its kernel has killed because memory ran out.
         """
         super().__init__(metric="tokens_per_second", mode="max")
         self.experiment = experiment
-        self.nodes, self.started, self.ended = nodes, started, ended
+        self.nodes, self.started, self.ended, self.oom_kills = nodes, started, ended, oom_kills
         self.rows = experiment.trials
         self.running: dict[str, Running] = {}
         self.attempts: Counter[str] = Counter()
@@ -156,7 +170,7 @@ class Proposals(Searcher):
         """Limit the time of a trial's process, whose first result says that it has started."""
         trial = self.running.get(trial_id)
         if trial and "actor" in result:
-            trial.limit(lambda: ray.kill(result["actor"]))
+            trial.limit(lambda: ray.kill(result["actor"]), result["oom_kills"])
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         """Keep a trial's row; where there is none, have the trial run again, or write one that says why.
@@ -177,6 +191,8 @@ class Proposals(Searcher):
         elif error and not trial.overdue and trial.node not in self.nodes().values():
             errors.print(f"Trial {request.number}: {request.node} was lost. It runs again.", markup=False)
             return
+        elif trial.started and not trial.overdue and self.oom_kills(trial.node) > trial.oom_kills:
+            row = unmeasured(request, "oom", KILLED_FOR_MEMORY, seconds)  # and would be killed again
         else:
             self.attempts[request.key] += 1
             attempts = self.attempts[request.key]
@@ -261,7 +277,8 @@ def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
         fetch_data(parameters["request"])  # its time is not the trial's
     except UserError as failure:
         return {"tokens_per_second": 0.0, "refused": str(failure)}
-    ray.tune.report({"tokens_per_second": 0.0, "actor": ray.get_runtime_context().current_actor})
+    started = {"actor": ray.get_runtime_context().current_actor, "oom_kills": count_oom_kills()}
+    ray.tune.report({"tokens_per_second": 0.0} | started)
     return outcome(parameters["request"])
 
 

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infra.gpu import GpuState, read_gpu
 from infra.hardware import device_facts, peak_flops
+from infra.host import cpu_count
 from infra.telemetry import THROTTLED
 from infra.units import GB
 
@@ -81,7 +82,7 @@ def disk(out: Path) -> list[Check]:
 
 
 def cpu() -> list[Check]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = cpu_count()
     load = os.getloadavg()[0]
     busy = f"other work keeps {load:.1f} of {cores} cores busy: stop it before measuring" if load > 0.5 * cores else ""
     return [

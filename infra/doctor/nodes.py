@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import psutil
-
+from infra import host
 from infra.cluster import connected
 from infra.errors import UserError, first_line
 from infra.gpu import read_gpu
@@ -114,7 +113,7 @@ def describe() -> MachineReport:
     folder = scratch()
     return MachineReport(
         platform.python_version(), found, [f"{card.name} {card.memory_total / GB:.0f} GB" for card in cards],
-        psutil.virtual_memory().total, os.getloadavg()[0], str(folder), shutil.disk_usage(folder).free,
+        host.total_memory(), os.getloadavg()[0], str(folder), shutil.disk_usage(folder).free,
     )  # fmt: skip
 
 

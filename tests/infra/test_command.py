@@ -1,12 +1,16 @@
 """Every command ends with the code its outcome has, and a mistake gets one sentence."""
 
+import fcntl
 import io
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
+import termios
 import time
+from array import array
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,8 +19,10 @@ import pytest
 from infra.command import uninterrupted
 from infra.console import _Console
 
+HARD_LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+
 SCRIPT = """
-import importlib, signal, sys, threading, time, weakref
+import importlib, signal, subprocess, sys, threading, time, weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +36,7 @@ from infra import command, console
 class Options:
     '''Options of the test.'''
     do: str = "work"
+    file: str = ""
 
     def __post_init__(self):
         if self.do == "contradict":
@@ -48,6 +55,21 @@ def main(options):
         console.console.print("one")
         console.errors.print("two")
         return 3
+    if options.do == "print on":
+        for number in range(2000):
+            console.console.print(f"{number} " + "x" * 100)
+        console.console.print("the end")
+    if options.do == "print before and after":
+        console.console.print("lost on a full disk")
+        console.errors.print("full")
+        sys.stdin.readline()
+        console.console.print("there is room again")
+    if options.do == "descriptors":
+        opened = Path("/dev/zero").open()
+        kept = [str(Path(f"/proc/self/fd/{number}").readlink()) for number in range(3)]
+        child = subprocess.run(["sh", "-c", "echo child >&2"], check=True)
+        print("where tyro prints", file=sys.stderr)
+        Path(sys.argv[-1]).write_text(" ".join(kept))
     if options.do == "name":
         name = "books/\\x1b]0;renamed\\x07\\x1b[2J\\x9b2J\\x1f\\x7ftext"
         console.console.print(name + "\\n", markup=False)
@@ -137,6 +159,57 @@ def test_a_log_on_a_full_disk_does_not_end_the_work() -> None:
     with Path("/dev/full").open("wb") as disk:
         done = subprocess.run([sys.executable, "-c", SCRIPT, "--do", "print"], stdout=disk, stderr=disk, timeout=60)
     assert done.returncode == 3
+
+
+def test_what_is_printed_once_a_full_disk_has_room_is_in_the_log(tmp_path: Path) -> None:
+    """The limit on a file's size stands for the disk's: it is raised while the command runs."""
+    log = tmp_path / "log"
+    with log.open("wb") as stdout:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, "--do", "print before and after"], stdin=subprocess.PIPE, stdout=stdout,
+            stderr=subprocess.PIPE, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, HARD_LIMIT)),
+        )  # fmt: skip
+        assert process.stdin
+        assert process.stderr
+        assert process.stderr.readline() == b"full\n"
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (HARD_LIMIT, HARD_LIMIT))
+        process.communicate(b"\n", timeout=60)
+    assert process.returncode == 0
+    assert "there is room again" in log.read_text()
+
+
+def test_a_slow_reader_of_a_stream_that_does_not_wait_gets_everything() -> None:
+    """As where another program has made the terminal or pipe that both have non-blocking."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, "--do", "print on"], stdout=writer)
+    os.close(writer)
+    deadline, held = time.monotonic() + 60, array("i", [0])
+    while held[0] < 60_000 and time.monotonic() < deadline:  # of the 65,536 bytes that fit
+        time.sleep(0.01)
+        fcntl.ioctl(reader, termios.FIONREAD, held)
+    time.sleep(0.2)
+    with os.fdopen(reader, "rb") as stream:
+        lines = stream.read().decode().splitlines()
+    assert process.wait(60) == 0
+    assert [line.split()[0] for line in lines] == [*map(str, range(2000)), "the"]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_standard_stream_that_is_closed_is_nobody_elses(closed: str, tmp_path: Path) -> None:
+    """Neither a file that is opened next nor, for what is started, none at all."""
+    told = tmp_path / "told"
+    words = [sys.executable, "-c", SCRIPT, "--do", "descriptors", "--file", str(told)]
+    done = subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *words], stdin=subprocess.DEVNULL, timeout=60)
+    assert done.returncode == 0
+    assert "/dev/zero" not in told.read_text()
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-"])
+@pytest.mark.parametrize(("flags", "code"), [(["--help"], 0), (["--do", "mistake"], 2), (["--dot"], 2)])
+def test_a_command_without_its_output_has_its_exit_code(closed: str, flags: list[str], code: int) -> None:
+    words = [sys.executable, "-c", SCRIPT, *flags]
+    assert subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", *words], timeout=60).returncode == code
 
 
 @pytest.mark.parametrize("encoding", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "latin-1"}])

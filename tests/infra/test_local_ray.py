@@ -205,7 +205,8 @@ def test_a_user_decides_whether_uv_run_starts_the_workers(
 
 @pytest.mark.slow
 def test_a_search_runs_under_uv_run(tmp_path: Path, small_shards: Path) -> None:
-    """In a folder with an environment, which uv finds there, and not in Ray's copy of the folder."""
+    """In a project with an environment: in Ray's copy of its folder uv would make an empty one for each worker."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "books"\nversion = "0"\nrequires-python = ">=3.11"\n')
     (tmp_path / ".venv").symlink_to(sys.prefix)
     flags = [
         "--data", str(small_shards), "--model", "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,"
@@ -214,7 +215,7 @@ def test_a_search_runs_under_uv_run(tmp_path: Path, small_shards: Path) -> None:
     ]  # fmt: skip
     outside = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "RAY_ADDRESS")}
     done = subprocess.run(
-        [UV, "run", "--no-project", "--offline", "python", "-m", "tune.search", *flags],
+        [UV, "run", "--no-sync", "--offline", "python", "-m", "tune.search", *flags],
         cwd=tmp_path, env=outside, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -47,7 +47,7 @@ def proposals(search: Search, nodes: Mapping[str, str] | None = None) -> tuple[P
     there = {HERE: "its id"} if nodes is None else nodes
     machines = tuple(replace(search.machines[0], name=name) for name in there)
     on = replace(search, machines=machines, config=replace(search.config, parallel=len(there)))
-    return Proposals(on, lambda: there, begun.append, lambda row, rows: None), begun
+    return Proposals(on, lambda: there, begun.append, lambda row, rows: None, lambda node: 3), begun
 
 
 def row_of(request: Request, speed: float | None = None) -> TrialRow:
@@ -106,11 +106,24 @@ def test_a_process_that_dies_is_begun_three_times(search: Search, started: bool,
         assert read_rows(search.trials) == []
         searcher.suggest(f"trial-{attempt}")
         if started:
-            searcher.on_trial_result(f"trial-{attempt}", {"actor": None})
+            searcher.on_trial_result(f"trial-{attempt}", {"actor": None, "oom_kills": 3})
         searcher.on_trial_complete(f"trial-{attempt}", error=True)
     (row,) = read_rows(search.trials)
     assert (row.key, row.outcome) == (begun[0].key, "failed")
     assert reason in row.reason
+
+
+def test_a_process_that_was_killed_for_memory_is_an_outcome_and_is_not_begun_again(search: Search) -> None:
+    """What its configuration does, and would do again; the machine counts such kills."""
+    searcher, begun = proposals(search)
+    searcher.suggest("trial")
+    searcher.on_trial_result("trial", {"actor": None, "oom_kills": 2})
+    searcher.on_trial_complete("trial", error=True)
+    (row,) = read_rows(search.trials)
+    assert (row.key, row.outcome, row.node) == (begun[0].key, "oom", HERE)
+    assert "memory" in row.reason
+    searcher.suggest("next")
+    assert begun[-1].proposal.candidate != begun[0].proposal.candidate
 
 
 def test_a_trial_that_died_once_has_the_row_of_its_second_attempt(search: Search) -> None:

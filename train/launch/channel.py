@@ -38,6 +38,8 @@ class EarlierWorkers:
     """The run's result, if that worker gave up because its memory ran out."""
     too_large: tuple[int, ...] = ()
     """Micro-batches that were chosen automatically and did not fit."""
+    out_of_memory: bool = False
+    """Whether the system has killed the last one, or another process beside it, because memory ran out."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,21 @@ class Channel:
         self._refusal: str | None = None
         self._result: RunResult | None = None
         self._too_large: list[int] = []
+        self._oom_kills: dict[str, int] = {}
         self._stopping = False
         self._messages: list[tuple[str, Any]] = []
         self._heard: float | None = None
         self._doing: tuple[str, int] | None = None
 
-    def past(self) -> EarlierWorkers:
-        """What the worker that asks must know of earlier ones; a refusal is told once."""
+    def past(self, machine: str = "", oom_kills: int = 0) -> EarlierWorkers:
+        """What the worker that asks must know of earlier ones; a refusal is told once.
+
+        ``oom_kills`` processes have been killed until now by the system of its ``machine``, because memory ran out.
+        """
         refusal, self._refusal = self._refusal, None
-        return EarlierWorkers(tuple(self._starts), refusal, self._result, tuple(self._too_large))
+        killed = oom_kills > self._oom_kills.get(machine, oom_kills)
+        self._oom_kills[machine] = oom_kills
+        return EarlierWorkers(tuple(self._starts), refusal, self._result, tuple(self._too_large), killed)
 
     def begun(self, step: int, about: dict[str, Any]) -> tuple[int, int, int]:
         """A worker starts from ``step``; ``about`` it the driver is told.

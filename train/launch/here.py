@@ -19,8 +19,8 @@ from train.launch.signals import interrupt_main, stop_on_signal
 def start(assignment: Assignment, listener: Listener, reported: int, second: int) -> Returned:
     """Do what ``assignment`` says; cycles are known until ``reported``, telemetry to ``second``.
 
-    Raises ``KeyboardInterrupt`` when a stop takes too long, and ``UserError`` for a setting that an earlier run in this
-    process has ruled out.
+    Raises ``KeyboardInterrupt`` when a stop takes too long, the failure of ``listener``, for which the run was stopped and
+    saved, and ``UserError`` for a setting that an earlier run in this process has ruled out.
     """
     import ray.train
     import ray.train.torch
@@ -35,7 +35,7 @@ def start(assignment: Assignment, listener: Listener, reported: int, second: int
         def listen() -> None:
             while not ended.wait(LISTEN_SECONDS):
                 listener.take(channel.news(), shown)
-                if stop:
+                if stop or listener.failure:
                     channel.stop()
                 if stop.is_late():
                     interrupt_main()
@@ -53,6 +53,8 @@ def start(assignment: Assignment, listener: Listener, reported: int, second: int
             ended.set()
             thread.join()
         listener.take(channel.news(), shown)
+    if listener.failure:
+        raise listener.failure
     return returned if own_peak else _of_process(returned)
 
 

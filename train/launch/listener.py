@@ -27,6 +27,8 @@ class Listener:
         self.run = run
         self.config = config
         self.group = WorkerGroup(tracker)
+        self.failure: Exception | None = None
+        """Why what the workers say can be recorded no longer, such as a full disk: the run is to stop, and save."""
         self._tracker = tracker
         self._on_cycle = on_cycle
         self._sent = sent
@@ -36,7 +38,18 @@ class Listener:
         tracking.record_cycle(self._tracker, cycle, self._sent)
 
     def take(self, news: WorkerNews, shown: Doing) -> None:
-        """Do what follows from ``news``; ``shown`` is what the terminal shows that is being done."""
+        """Do what follows from ``news``; ``shown`` is what the terminal shows that is being done.
+
+        Never raises: the thread that calls it has to pass on Ctrl-C, too. The first ``failure`` is kept.
+        """
+        if self.failure:
+            return
+        try:
+            self._take(news, shown)
+        except Exception as failure:  # noqa: BLE001 raised by whoever started the run, once it has been saved
+            self.failure = failure
+
+    def _take(self, news: WorkerNews, shown: Doing) -> None:
         for kind, content in news.messages:
             if kind == "cycle":
                 self.record(content)

@@ -77,7 +77,7 @@ def start(assignment: Assignment, listener: Listener, reported: int, second: int
                 if ray.wait([news], timeout=0)[0]:  # else the actor is still starting, which is not waited for
                     listener.take(ray.get(news), shown)
                     news = channel.actor.news.remote()
-                if stop and not asked:
+                if (stop or listener.failure) and not asked:
                     asked = True
                     channel.stop()
                 if stop and (group.is_lost or stop.is_late()):
@@ -85,6 +85,8 @@ def start(assignment: Assignment, listener: Listener, reported: int, second: int
             shown.now("ending")
             listener.take(ray.get(news), shown)
             listener.take(channel.news(), shown)
+    if listener.failure:
+        raise listener.failure
     if isinstance(done[0], RayActorError):
         raise ControllerDied(
             f"Ray Train's controller died (is the machine out of memory?). Finished work in {home.place.parent} is "

@@ -15,6 +15,7 @@ import ray.train
 import torch
 
 from infra.errors import UserError
+from infra.host import count_oom_kills
 from infra.provenance import machine
 from infra.storage_dir import StorageDir, scratch
 from infra.telemetry import Telemetry, of_machine
@@ -61,8 +62,8 @@ def train_function(told: dict[str, Any]) -> Returned:
     first = rank == 0
     # Workers on one machine do not share what they fetch and remove.
     home = RunFolder(scratch("runs", place.digest, str(rank)), place) if place.remote else RunFolder(place.folder)
-    past = channel.past() if first else EarlierWorkers()
     host, node = socket.gethostname(), "" if local else ray.get_runtime_context().get_node_id()
+    past = channel.past(node, count_oom_kills()) if first else EarlierWorkers()
     hosts, nodes = [host], [node]
     with ExitStack() as locks:
         resume, refusal = begin(home, locks, assignment, past) if first else follow(home)
@@ -144,7 +145,7 @@ def begin(
         locks.enter_context(home.worker_lock())
         resume = newest_checkpoint(home)
         refuse_other_step(home, max(assignment.step, *past.starts, 0), step_of(resume))
-        refuse_hopeless([*past.starts, step_of(resume)], ATTEMPTS + len(past.too_large))
+        refuse_hopeless([*past.starts, step_of(resume)], ATTEMPTS + len(past.too_large), past.out_of_memory)
     except UserError as mistake:
         return None, str(mistake)
     except OSError as failure:  # if it were raised, Ray would restart the worker again and again
@@ -351,12 +352,18 @@ def energy(telemetry: Telemetry, trainer: Trainer, result: RunResult, begun: int
     return joules / tokens * 1e6 if joules is not None and tokens > 0 else None
 
 
-def refuse_hopeless(starts: Sequence[int], most: int = ATTEMPTS) -> None:
-    """Raise ``UserError`` when workers have died ``most`` times without a new checkpoint.
+def refuse_hopeless(starts: Sequence[int], most: int = ATTEMPTS, out_of_memory: bool = False) -> None:
+    """Raise ``UserError`` when workers have died ``most`` times without a new checkpoint, or the last one for memory.
 
-    ``starts`` are the steps that they started from; the last one is this worker's.
+    ``starts`` are the steps that they started from; the last one is this worker's. ``out_of_memory`` tells whether the
+    system has killed the worker before it.
     """
     step = starts[-1]
+    if out_of_memory and starts[-2:] == [step] * 2:
+        raise UserError(
+            f"Memory ran out between step {step} and the next checkpoint, and the system killed a worker: give a "
+            "smaller --micro-batch, or give the machine or container more memory."
+        )
     if list(starts[-most - 1 : -1]) == [step] * most:
         raise UserError(
             f"the worker died {most} times between step {step} and the next checkpoint: look for the reason in "

@@ -5,10 +5,10 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
+from infra import host
 from infra.errors import first_line
 from infra.gpu import read_gpu
 from infra.units import parse_size
@@ -72,7 +72,7 @@ def tried_to_allocate(failure: Exception) -> int | None:
 def available(device: torch.device) -> int:
     """Bytes that this process can use of ``device``: on a GPU what other processes leave, if NVML tells theirs."""
     if device.type != "cuda":
-        return psutil.virtual_memory().total
+        return host.total_memory()
     state = read_gpu(device.index or 0)
     if state and state.process_memory:
         return state.memory_total - (state.memory_used - state.process_memory)

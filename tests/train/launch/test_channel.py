@@ -70,6 +70,12 @@ def test_a_worker_is_told_to_stop_and_a_replaced_one_to_end() -> None:
     assert channel.listen(second) == "stop"
 
 
+def test_a_worker_learns_that_memory_ran_out_since_the_last_one_started_on_its_machine() -> None:
+    channel = Channel(0, 0)
+    counted = [("w1", 5), ("w1", 5), ("w2", 7), ("w1", 6), ("w1", 6)]
+    assert [channel.past(*each).out_of_memory for each in counted] == [False, False, False, True, False]
+
+
 def test_workers_learn_where_earlier_ones_started_and_why_one_gave_up(make_result: Callable[..., RunResult]) -> None:
     result = make_result(outcome="oom")
     channel = Channel(0, 0)

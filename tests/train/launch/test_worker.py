@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -200,6 +201,19 @@ def test_workers_all_start_again_with_the_smaller_size(home: RunFolder, config: 
     with ExitStack() as locks:
         past = replace(past, starts=(0, 0, 0, 0))
         assert "died" in str(worker.begin(home, locks, assigned(home, config), past)[1])
+
+
+def test_a_worker_that_was_killed_for_memory_is_started_again_only_from_a_later_step(
+    home: RunFolder, config: TrainConfig
+) -> None:
+    """From the same one it would be killed again; a leak of days is survived by the checkpoints."""
+    with ExitStack() as locks:
+        past = EarlierWorkers((0,), out_of_memory=True)
+        checkpoint, refusal = worker.begin(home, locks, assigned(home, config), past)
+    assert checkpoint is None
+    assert re.search(r"Memory ran out .*step 0.*--micro-batch", refusal or "")
+    worker.refuse_hopeless([0, 15], out_of_memory=True)
+    worker.refuse_hopeless([15], out_of_memory=True)
 
 
 def test_a_worker_ends_when_its_driver_says_so(home: RunFolder, config: TrainConfig) -> None:

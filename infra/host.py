@@ -1,0 +1,109 @@
+"""The processor cores and the memory of this machine that this process may use.
+
+A container or a batch job has a part of its machine, by a control group (cgroups(7), of version 1 or 2). The system's
+usual calls tell of the whole machine, and the kernel kills what uses more memory than its group has. A group is limited
+by the groups above it, too, as far as they can be seen from inside.
+
+Every function takes the ``root`` of the file system that describes the machine.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+ROOT = Path("/")
+
+
+def cpu_count(root: Path = ROOT) -> int:
+    """Cores that this process may keep busy: those of its affinity, or as many as its time on them is worth."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [
+        *(_ratio(_text(group / "cpu.max")) for group in _groups("cpu", 2, root)),
+        *(
+            _ratio(f"{_text(group / 'cpu.cfs_quota_us')} {_text(group / 'cpu.cfs_period_us')}")
+            for group in _groups("cpu", 1, root)
+        ),
+    ]
+    return min([cores, *(max(1, math.ceil(quota)) for quota in quotas if quota)])
+
+
+def total_memory(root: Path = ROOT) -> int:
+    """Bytes of memory that all processes of this one's control group may use together."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory(root))])
+
+
+def available_memory(root: Path = ROOT) -> int:
+    """Bytes that can be used in addition to what is in use now; the cache of files counts as free, as it gives way."""
+    return min([psutil.virtual_memory().available, *(max(0, limit - used) for limit, used in _memory(root))])
+
+
+def count_oom_kills(root: Path = ROOT) -> int:
+    """How many processes of this one's control group the kernel has killed because memory ran out.
+
+    Where the group does not count them, it is the number for the whole machine.
+    """
+    files = [
+        *(group / "memory.events" for group in _groups("memory", 2, root)),
+        *(group / "memory.oom_control" for group in _groups("memory", 1, root)),
+        root / "proc/vmstat",
+    ]
+    return next((found["oom_kill"] for file in files if "oom_kill" in (found := _numbers(file))), 0)
+
+
+def _memory(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, use without cached files) in bytes of each control group with a limit, from this process's upwards."""
+    names = {
+        2: ("memory.max", "memory.current", "inactive_file", "active_file"),
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
+    }
+    for version, (limit, use, *cached) in names.items():
+        for group in _groups("memory", version, root):
+            with suppress(ValueError):  # of a group without a file, or with "max" in it
+                statistics = _numbers(group / "memory.stat")
+                in_use = int(_text(group / use)) - sum(statistics.get(name, 0) for name in cached)
+                yield int(_text(group / limit)), in_use
+
+
+def _groups(controller: str, version: int, root: Path) -> Iterator[Path]:
+    """The folders of this process's control group of ``controller`` and of those above it that can be seen."""
+    lines = (line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines())
+    paths = {name: path for _, names, path in lines for name in names.split(",")}
+    path = paths.get(controller if version == 1 else "")
+    for line in _text(root / "proc/self/mountinfo").splitlines() if path else ():
+        mount, _, system = line.partition(" - ")
+        kind, _, options = system.split(" ", 2)
+        if kind != ("cgroup2" if version == 2 else "cgroup") or (version == 1 and controller not in options.split(",")):
+            continue
+        top, folder = mount.split(" ")[3:5]
+        # Without a namespace of its own, a container reads the path on its host, of which it sees the lower part.
+        group = PurePosixPath(path or "/")
+        is_below = group.is_relative_to(top) and ".." not in group.parts
+        below = group.relative_to(top) if is_below else PurePosixPath()
+        for part in (below, *below.parents):
+            yield root / folder.lstrip("/") / part
+
+
+def _text(file: Path) -> str:
+    """The content of ``file``; empty where it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """The numbers of a ``file`` of lines with a name and a number."""
+    words = (line.split() for line in _text(file).splitlines())
+    return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdecimal()}
+
+
+def _ratio(text: str) -> float | None:
+    """The quotient of two numbers; None where they are not two positive ones, as in "max 100000" and "-1 100000"."""
+    words = text.split()
+    if len(words) != 2 or not all(word.isdecimal() for word in words) or "0" in words:
+        return None
+    return int(words[0]) / int(words[1])
