@@ -281,6 +281,8 @@ def test_what_the_trials_measured_is_what_a_later_run_is_compared_with(
     )  # fmt: skip
     also = replace(control, number=5, key="also", stage="confirm", round=1)
     write_files(search, [base, control, slow, again, also])
+    table = list(csv.DictReader((search.folder / "trials.csv").open()))
+    assert [float(line["tokens_per_second"]) for line in table] == [150.0, 100.0, 75.0, 75.0, 100.0], "as measured"
     kept = json.loads((search.folder / "best.json").read_text())
     assert kept["measured"]["memory_bytes"] == 4 * 10**9, "the most that it took in any of its own trials"
     assert kept["measured"]["runs"] == len([again])
