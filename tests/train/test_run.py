@@ -360,9 +360,12 @@ def test_what_a_limit_has_decided_is_recorded_and_kept_by_the_run_that_continues
     assert (kept["micro_batch"], kept["loss"], kept["precision"]) == ("auto", "auto", "auto"), "as they were asked for"
     result = json.loads(Path("runs/one/result.json").read_text())
     assert (result["outcome"], result["steps"], result["shortage"]["room"]) == ("over_limit", 1, 50 * 10**6)
+    assert result["diagnosis"]["advice"].startswith("no change is predicted to fit 0.05 GB")
+    assert "over_limit: the process used" in " ".join(printed.split())
     client = MlflowClient(store_uri())
     (found,) = client.search_runs(["1"])
     assert (found.data.params["micro_batch"], found.data.params["loss"]) == ("1", loss)
+    assert (found.info.status, found.data.tags["outcome"]) == ("FAILED", "over_limit")
     assert found.data.tags["memory_limit"] == "50MB"
     assert "of 0.05 GB" in found.data.tags["mlflow.note.content"]
 
