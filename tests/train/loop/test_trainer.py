@@ -401,3 +401,24 @@ def test_a_step_that_spikes_is_in_no_checkpoint(config: TrainConfig, tmp_path: P
     result = Trainer(again, checkpoints=tmp_path, resume=Path(first.checkpoint)).run()
     assert (result.outcome, result.checkpoint) == ("diverged", first.checkpoint)
     assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000025"]
+
+
+def test_all_arithmetic_is_of_every_workers_device(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that which is done a second time."""
+    monkeypatch.setattr(conclusion, "peak_flops", lambda name, precision: 1e12)
+    trainer = Trainer(dataclasses.replace(config, steps=8, cycle=Cycle(8, 0), checkpointing="full"))
+    alone = trainer.run()
+    two = dataclasses.replace(trainer.config, workers=2, micro_batch=4)
+    together = conclusion.conclude(
+        two, trainer.data, trainer.device, trainer.state, trainer.spent, ("finished", ""), None
+    )  # fmt: skip
+    assert alone.hfu
+    assert alone.mfu
+    assert together.hfu == pytest.approx(alone.hfu / 2)
+    assert together.mfu == pytest.approx(alone.mfu / 2)
+
+
+def test_a_result_names_the_kernel_that_was_used(config: TrainConfig) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=1, attention="auto"))
+    trainer.attention = "the kernel that was tried first"
+    assert trainer.run().attention == "the kernel that was tried first"
