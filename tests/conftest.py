@@ -1,5 +1,7 @@
 """What tests of several packages share: small token shards that train fast on a CPU, and real servers on loopback."""
 
+import builtins
+import itertools
 import logging
 import os
 import random
@@ -9,11 +11,15 @@ import socket
 import subprocess
 import sys
 import time
+import typing
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -104,6 +110,46 @@ def small_model() -> ModelConfig:
     return ModelConfig(
         layers=2, heads=2, width=32, context_length=32, vocabulary=SMALL_VOCABULARY, padded_vocabulary=320
     )
+
+
+@pytest.fixture(scope="session")
+def distinct() -> Callable[..., Any]:
+    """``distinct(kind, **known)``: a dataclass whose numbers and texts all differ, but for the fields that are known.
+
+    So that a field that is not handed on shows, and one in the place of another.
+    """
+    numbers = itertools.count(1)
+
+    def value(hint: Any, name: str) -> Any:
+        if NoneType in get_args(hint):
+            hint = get_args(hint)[0]
+        arguments = get_args(hint)
+        match get_origin(hint) or hint:
+            case kind if is_dataclass(kind):
+                return made(kind)
+            case typing.Literal:
+                return arguments[-1]
+            case builtins.bool:
+                return True
+            case builtins.int:
+                return next(numbers)
+            case builtins.float:
+                return next(numbers) / 64
+            case builtins.str:
+                return f"{name} {next(numbers)}"
+            case builtins.dict:
+                return {f"{name} {next(numbers)}": value(arguments[1], name)}
+            case builtins.list:
+                return [value(arguments[0], name), value(arguments[0], name)]
+            case _:
+                return tuple(value(each, name) for each in arguments if each is not ...)
+
+    def made(kind: Any, **known: Any) -> Any:
+        hints = get_type_hints(kind)
+        own = {field.name: value(hints[field.name], field.name) for field in fields(kind) if field.name not in known}
+        return kind(**own, **known)
+
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,8 @@ class PlanOptions:
     - H200: with 141 GB
     - FILE: for the one on which infra.doctor saved this file, such as runs/doctor.json, and by the rates in it"""
     memory_limit: BytesOrNone = None
-    """Memory that the process may use, to find the largest micro-batch. None: all of --gpu or of this machine's GPU."""
+    """Memory that the process may use, to find the largest micro-batch; of --gpu at most what it has.
+    None: all of --gpu or of this machine's GPU."""
     tokens_per_second: float | None = None
     """Training speed in tokens/s over all workers, above 0, to predict hours; python -m train.run measures it."""
     price: float | None = None
@@ -57,7 +58,7 @@ def plan(options: PlanOptions) -> None:
     card = planned(options.gpu) if options.gpu else None
     facts, name = card.facts if card else device_facts(), card and card.facts.name
     if card:
-        training, limit = replace(training, device="cuda"), limit or facts.memory
+        training, limit = replace(training, device="cuda"), facts.within(limit).memory
     config = resolve_for_plan(training, facts, limit)
     size = said("micro_batch", config, training)
     batch = f"micro-batch {size} x {config.accumulation} accumulated"

@@ -37,7 +37,10 @@ CONTROL = (
     "brackets where no difference from it has been shown"
 )
 TIE = "candidates that tie may be as fast as the winner"
-CONFIRM = "runs counts the first measurement and the rounds in which the best and the control ran again (confirm)"
+CONFIRM = (
+    "runs is 1 for a first measurement and, for the best and the control, the number of rounds in which they ran again "
+    "(confirm), on which their speeds are based"
+)
 MEMORY_SOURCES = {
     "nvml": "the process's GPU memory by NVML",
     "device": "the growth of the GPU's memory by NVML, which hides processes here",

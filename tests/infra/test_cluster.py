@@ -15,7 +15,7 @@ import pytest
 import ray
 from mlflow.tracking import MlflowClient
 
-from infra.cluster import PROJECT, connected
+from infra.cluster import PROJECT, _travelling, connected
 from infra.errors import UserError
 from infra.machines import await_room, cores_each
 from pipeline.config import TokenizeConfig
@@ -234,3 +234,12 @@ def test_a_long_step_ends_on_ctrl_c(
     _, said = slow.communicate(timeout=60)
     assert slow.returncode == 130
     assert "No step was finished and saved within 1 s; exiting without it." in said
+
+
+def test_our_code_and_the_users_travel_to_other_machines(tmp_path: Path) -> None:
+    """Which have what they depend on, and neither our source nor the user's."""
+    mine = tmp_path / "mine.py"
+    environment = _travelling({"PYTHONPATH": "there"}, [str(mine)])
+    assert environment["env_vars"] == {"PYTHONPATH": "there"}
+    ours = [str(PROJECT / package) for package in ("infra", "pipeline", "train", "tune")]
+    assert sorted(environment["py_modules"]) == sorted([*ours, str(mine)])

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from infra.storage_dir import StorageDir
 from pipeline.shards import read_manifest
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
-from train.confirmed import Confirmed, confirmed_by, slower
+from train.confirmed import SAME, Confirmed, confirmed_by, slower
 from train.intervals import Estimate
 from train.launch.driver import diagnosed
 from train.launch.run import RunPlan
@@ -177,3 +177,17 @@ def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, smal
     found = diagnosed(run, config, over)
     assert found
     assert "predicted to fit" in found.advice
+
+
+LEARNING = {
+    "data", "reading", "seed", "learning_rate", "schedule", "warmup_steps", "weight_decay", "beta1", "beta2", "spike",
+    "steps", "tokens", "time_budget", "within", "cycle", "checkpoint_every", "keep_checkpoints",
+}  # fmt: skip
+"""Settings of what a run learns and when it ends, by which no step is slower."""
+
+
+def test_every_setting_is_one_of_the_speed_or_of_what_is_learnt() -> None:
+    """A new one has to be put on a side."""
+    settings = {field.name for field in fields(TrainConfig)}
+    assert settings - LEARNING == set(SAME)
+    assert settings > LEARNING

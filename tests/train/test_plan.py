@@ -11,6 +11,7 @@ import pytest
 
 from infra.console import console
 from infra.errors import UserError
+from infra.hardware import cpu_facts
 from infra.storage import write_json
 from pipeline.encoding.vocabulary import read_vocabulary
 from pipeline.shards import MANIFEST, VOCABULARY_FILE
@@ -21,6 +22,7 @@ from train.estimate.forecast import arithmetic_rows, epoch_tokens, limit_rows, m
 from train.estimate.memory import published_activations
 from train.model_config import PRESETS, ModelConfig
 from train.plan import PlanOptions, plan
+from train.resolve import resolve_for_plan
 
 PUBLISHED = replace(PRESETS["gpt2-124m"], padded_vocabulary=50257)
 
@@ -132,3 +134,32 @@ def test_a_speed_or_price_that_is_none_is_refused() -> None:
         with pytest.raises(UserError, match=r"^--price .* must be above 0"):
             PlanOptions(tokens_per_second=100.0, price=value)
     assert PlanOptions(tokens_per_second=100.0, price=2.0).price == 2.0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "limit", "size", "named"),
+    [
+        ("A100", None, 80, "40GiB"),
+        ("A100", 20 * 10**9, 32, "20GB"),
+        ("H100", 40 * 10**9, 80, "40GB"),
+        ("A100", 100 * 10**9, 80, "40GiB"),
+        (None, 4 * 10**9, 1, "4GB"),
+    ],
+)
+def test_a_plan_is_for_what_the_limit_leaves_of_the_gpu(
+    gpu: str | None, limit: int | None, size: int, named: str
+) -> None:
+    """Which need not be here. The micro-batch of the run and that of the table are those of one limit."""
+    training = TrainConfig(data="nowhere", device="auto" if gpu else "cpu")
+    with console.capture() as printed:
+        plan(PlanOptions(training, gpu=gpu, memory_limit=limit))
+    assert f"micro-batch {size} (auto) x {480 // size} accumulated" in printed.get()
+    assert re.search(rf"limit +{named},", printed.get())
+    assert re.search(rf"as configured +{size} sequences x {480 // size} accumulated", printed.get())
+
+
+def test_a_plan_for_a_gpu_that_stands_in_has_the_limit_too() -> None:
+    """--device cuda on a machine without one is planned for an A100."""
+    config = TrainConfig(device="cuda")
+    found = [resolve_for_plan(config, cpu_facts(), limit).micro_batch for limit in (None, 20 * 10**9, 100 * 10**9)]
+    assert found == [80, 32, 80]

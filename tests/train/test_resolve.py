@@ -4,14 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from infra.errors import UserError
 from infra.hardware import A100, DeviceFacts
-from train.config import TrainConfig
+from train.config import Loss, TrainConfig
 from train.estimate.memory import most, predict_peak
-from train.resolve import continued, resolve, resolve_for_plan, without
+from train.resolve import ENOUGH_TOKENS, continued, resolve, resolve_for_plan, without
 from tune.space import make_space
 
 MIB = 2**20
@@ -74,20 +74,33 @@ def test_what_a_run_is_that_is_given_no_flags(
     st.sampled_from(DEVICES), st.integers(1, 500), st.sampled_from([1, 2, 3]), st.sampled_from([1, 8]),
     st.integers(10**8, 10**11),
 )  # fmt: skip
+@example(A100, 480, 1, 1, 18 * 10**9).via("the fused loss would allow 40 sequences, and the plain one's 32 are enough")
 def test_the_micro_batch_is_the_largest_that_fits(
     facts: DeviceFacts, global_batch: int, workers: int, loss_chunks: int, limit: int
 ) -> None:
+    """Of those by the plain loss where they are enough, to which a larger one by the fused loss is not preferred."""
     asked = TrainConfig(global_batch=global_batch * workers, workers=workers, loss_chunks=loss_chunks)
     there = facts.within(limit)
     found = resolve(asked, there)
+
+    def fits(size: int, loss: Loss) -> bool:
+        return most(replace(found, micro_batch=size, loss=loss)) <= there.memory
+
     assert found.global_batch == asked.global_batch == found.micro_batch * found.accumulation * workers
-    larger = [size for size in found.micro_batches if size > found.micro_batch]
+    sizes = found.micro_batches
     if found.device == "cpu":
-        larger = [size for size in larger if size * 1024 <= 4096]
+        sizes = [size for size in sizes if size * 1024 <= 4096]
         assert found.micro_batch in (1, 2, 3, 4)
-    for loss in ("plain", "fused"):
-        for size in larger:
-            assert most(replace(found, micro_batch=size, loss=loss)) > there.memory
+    larger = [size for size in sizes if size > found.micro_batch]
+    assert not any(fits(size, "plain") for size in larger if loss_chunks == 1)
+    enough = [size for size in sizes if size * 1024 >= ENOUGH_TOKENS and loss_chunks == 1 and fits(size, "plain")]
+    if enough:
+        assert (found.micro_batch, found.loss) == (max(enough), "plain")
+    else:
+        assert not any(fits(size, "fused") for size in larger)
+        assert found.loss == "plain" or loss_chunks > 1 or not fits(found.micro_batch, "plain")
+    if not fits(found.micro_batch, found.loss):
+        assert most(found) == min(most(replace(found, micro_batch=size)) for size in sizes), "what needs least is tried"
     given_size = resolve(replace(asked, micro_batch=global_batch), there)
     assert given_size.micro_batch == global_batch, "a size that was given is never changed"
 
@@ -103,13 +116,14 @@ def test_a_size_that_did_not_fit_is_followed_by_the_next_smaller_one() -> None:
 
 
 def test_a_continued_run_keeps_what_it_found_and_what_is_given_wins() -> None:
+    """The fused loss, too, where now the plain one would fit, which changes the sums."""
     asked = TrainConfig()
-    decided = replace(asked, micro_batch=24, loss="plain").to_json()
+    decided = replace(asked, micro_batch=24, loss="fused").to_json()
     found = resolve(continued(asked, decided), H100)
-    assert (found.micro_batch, found.loss) == (24, "plain")
+    assert (found.micro_batch, found.loss) == (24, "fused")
     assert resolve(continued(replace(asked, workers=80), decided), H100).micro_batch == 6, "24 is no divisor there"
-    assert continued(replace(asked, micro_batch=8, loss="fused"), decided) == replace(
-        asked, micro_batch=8, loss="fused"
+    assert continued(replace(asked, micro_batch=8, loss="plain"), decided) == replace(
+        asked, micro_batch=8, loss="plain"
     )
 
 

@@ -18,6 +18,7 @@ import pytest
 from matplotlib.image import imread
 from mlflow.tracking import MlflowClient
 
+from infra import telemetry
 from infra.errors import UserError
 from infra.storage import write_json
 from infra.storage_dir import StorageDir
@@ -339,3 +340,42 @@ def test_what_ray_trains_controller_unpickles_imports_no_torch() -> None:
     """Two seconds before the worker would even be started; nor does the channel's actor, which starts meanwhile."""
     program = "import sys, train.launch.controller, train.launch.channel; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+def test_what_a_limit_has_decided_is_recorded_and_kept_by_the_run_that_continues(
+    command: Callable[..., int], small_shards: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Of a run in this process whose micro-batch and loss are left open; nothing fits its limit.
+
+    The telemetry of the part that follows counts on, as its steps do.
+    """
+    monkeypatch.setattr(telemetry, "PERIOD", 0.01)
+    flags = ["--data", str(small_shards), *FLAGS[:4], "--cycle", "2+1", "--device", "cpu", "--steps", "4"]
+    assert command(run.main, *flags, "--memory-limit", "50MB", "--name", "one") == 1
+    printed = capfd.readouterr().out
+    assert "8 sequences = 1 (auto) per micro-batch x 8 accumulated" in printed
+    (loss,) = re.findall(r"loss (\w+) \(auto\)", printed)
+    kept = json.loads(Path("runs/one/config.json").read_text())
+    assert (kept["micro_batch"], kept["loss"], kept["precision"]) == ("auto", "auto", "auto"), "as they were asked for"
+    result = json.loads(Path("runs/one/result.json").read_text())
+    assert (result["outcome"], result["steps"], result["shortage"]["room"]) == ("over_limit", 1, 50 * 10**6)
+    assert result["diagnosis"]["advice"].startswith("no change is predicted to fit 0.05 GB")
+    assert "over_limit: the process used" in " ".join(printed.split())
+    client = MlflowClient(store_uri())
+    (found,) = client.search_runs(["1"])
+    assert (found.data.params["micro_batch"], found.data.params["loss"]) == ("1", loss)
+    assert (found.info.status, found.data.tags["outcome"]) == ("FAILED", "over_limit")
+    assert found.data.tags["memory_limit"] == "50MB"
+    assert "of 0.05 GB" in found.data.tags["mlflow.note.content"]
+
+    assert command(run.main, "--resume", "one") == 0
+    printed = capfd.readouterr().out
+    assert "8 sequences = 1 (auto) per micro-batch x 8 accumulated" in printed, "8 and the plain loss would fit"
+    assert f"loss {loss} (auto)" in printed
+    (found,) = client.search_runs(["1"])
+    assert (found.info.status, found.data.tags["resumed_at_step"], found.data.tags["reason"]) == ("FINISHED", "1", "")
+    for metric, first in (("loss/step", [1, 2, 3, 4]), ("system/worker_memory_gb", [])):
+        steps = [point.step for point in client.get_metric_history(found.info.run_id, metric)]
+        assert len(steps) == len(set(steps)) > 1
+        assert sorted(steps)[: len(first)] == first

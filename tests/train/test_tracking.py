@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow.entities import Run
@@ -277,3 +278,36 @@ def test_a_result_in_mlflow(config: TrainConfig, make_result: Callable[..., RunR
     found = tracking.result_metrics(result)
     assert found["memory/predicted_gb"] == peak.total / GB
     assert found["memory/prediction_error"] == peak.total / (4 * GB) - 1
+
+
+NO_METRIC = {
+    "steps", "warmup_steps", "impossible", "train_loss", "train_tokens", "val_tokens", "books", "seconds",
+    "paused_seconds", "flops_per_token",
+}  # fmt: skip
+"""Numbers of a result that its cycles have as well, that another function records, or that are in result.json alone."""
+
+
+def test_every_number_of_a_result_is_a_metric_of_its_run_in_the_unit_of_its_name(distinct: Callable[..., Any]) -> None:
+    """Each by itself: a new one has to be added here, and one in the place of another shows."""
+    result = distinct(RunResult)
+    speed, memory = result.throughput, result.memory
+    numbers = vars(result) | vars(speed) | vars(memory)
+    numbers = {name for name, value in numbers.items() if isinstance(value, int | float)} - NO_METRIC
+    found = tracking.result_metrics(result)
+    same = (
+        "tokens_per_second", "mfu", "hfu", "matmul_utilisation", "val_loss", "val_perplexity", "val_bits_per_byte",
+        "val_bits_per_character",
+    )  # fmt: skip
+    everything = vars(result) | vars(speed)
+    assert found == {f"result/{name}": everything[name] for name in same} | {
+        "result/tokens_per_second_low": speed.low, "result/tokens_per_second_high": speed.high,
+        "result/tflops_per_second": result.flops_per_second / 1e12,
+        "result/kilojoules_per_million_tokens": result.joules_per_million_tokens / 1e3,
+        "memory/process_gb": memory.process / 1e9, "memory/allocated_gb": memory.allocated / 1e9,
+        "memory/reserved_gb": memory.reserved / 1e9, "memory/allocator_retries": memory.allocator_retries,
+        "memory/predicted_gb": result.predicted_memory / 1e9,
+        "memory/prediction_error": result.predicted_memory / memory.process - 1,
+        "time/first_step_seconds": result.first_step_seconds,
+        "time/data_wait_fraction": result.data_wait_fraction, "time/optimizer_fraction": result.optimizer_fraction,
+    }  # fmt: skip
+    assert len(found) == len(numbers) + len(["memory/prediction_error"]), "none is left out"

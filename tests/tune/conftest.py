@@ -1,12 +1,20 @@
-"""What tests of the search share: one thread for steps of a millisecond, and the benchmarks' simulations."""
+"""What tests of the search share: one thread for steps of a millisecond, the benchmarks' simulations, and trials in
+this process."""
 
 import importlib
+import itertools
+import socket
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+
+from tune import session
+from tune.experiment import Experiment
+from tune.ray_tune import Proposals, outcome
 
 
 @pytest.fixture(autouse=True)
@@ -24,3 +32,23 @@ def benchmark() -> Iterator[Callable[[str], ModuleType]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks" / "search")
         yield importlib.import_module
+
+
+def _drive(proposals: Proposals, resources: object) -> None:
+    """What Ray Tune does for an experiment, in this process, whose memory is not the trial's alone."""
+    for number in itertools.count():
+        given = proposals.suggest(str(number))
+        if proposals.failure:
+            raise proposals.failure
+        if given == proposals.FINISHED or given is None:
+            return
+        proposals.on_trial_complete(str(number), outcome(given["request"]))
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial runs in this process. Only Ray is left out; tests/tune/test_search.py has trials through Ray."""
+    monkeypatch.setattr(session, "drive", _drive)
+    monkeypatch.setattr(session, "connected", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(session, "trial_nodes", lambda _: {socket.gethostname(): "its id"})
+    monkeypatch.setattr(Experiment, "resources", lambda _: {})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from infra.hardware import cpu_facts
+from infra.hardware import A100, cpu_facts
 from infra.storage_dir import WorkingCopy
 from infra.tracking.key import RunKey
 from pipeline.encoding.vocabulary import read_vocabulary
@@ -140,3 +140,29 @@ def test_optunas_budget_grows_with_the_grid_within_bounds() -> None:
     assert optuna_trials(space) == 8
     assert optuna_trials(replace(space, sizes=tuple(range(1, 2)) * 120)) == 30
     assert optuna_trials(replace(space, sizes=(1, 2) * 200)) == 50
+
+
+@pytest.mark.parametrize("limit", [None, 12 * 10**9])
+def test_a_search_begins_with_what_the_run_itself_would_be_under_the_limit(
+    small_shards: Path, limit: int | None
+) -> None:
+    """The control's micro-batch and loss are decided for the memory that is asked for, not for all that there is."""
+    training = TrainConfig(data=str(small_shards), model=PRESETS["gpt2-124m"], global_batch=40)
+    search = make_search(SearchConfig(training=training, gpu="A100", memory_limit=limit, dry_run=True, out="none"))
+    run = resolve(replace(training, device="cuda"), A100.within(limit))
+    control = search.space.config(search.space.control)
+    assert (control.micro_batch, control.loss) == (run.micro_batch, run.loss)
+    assert (search.limit, search.memory.limit) == (limit or A100.memory, limit or A100.memory)
+    assert run.micro_batch == (40 if limit is None else 20)
+
+
+def test_optuna_is_seeded_as_the_training_is(small_shards: Path) -> None:
+    def first(seed: int) -> Candidate:
+        training = TrainConfig(data=str(small_shards), device="cpu", global_batch=240, micro_batch=8, seed=seed)
+        training = replace(training, model=replace(PRESETS["tiny"], context_length=32))
+        proposal = make_search(SearchConfig(training=training, searcher="optuna", dry_run=True)).strategy.propose([])
+        assert proposal
+        return proposal.candidate
+
+    assert first(1) == first(1)
+    assert len({first(seed) for seed in range(4)}) > 1

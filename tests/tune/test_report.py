@@ -2,9 +2,12 @@
 
 import csv
 import io
+import json
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,8 @@ from infra.storage_dir import StorageDir
 from infra.units import format_duration
 from pipeline.shards import Manifest
 from train.config import TrainConfig
+from train.confirmed import Confirmed, confirmed_by
+from train.intervals import Estimate
 from train.resolve import resolve
 from tune.config import SearchConfig
 from tune.plan import Search
@@ -250,3 +255,53 @@ def test_a_ratio_to_the_control_is_in_brackets_where_no_difference_is_shown() ->
     assert ratios(fast, close, row(2, 1000, 0.02)) == {"8": "1.500 x", "4": "(1.020 x)", "2": "1.000 x"}
     assert ratios(fast, row(2, 1000, 0.3)) == {"8": "(1.500 x)", "2": "1.000 x"}, "the control's own width counts"
     assert ratios(fast) == {"8": "-"}, "the control has no speed"
+
+
+def test_what_the_trials_measured_is_what_a_later_run_is_compared_with(
+    distinct: Callable[..., Any], tmp_path: Path
+) -> None:
+    """From the rows of a winner that ran on two machines, through best.json, to the reference: each value by its name.
+
+    The other machine is half as fast, of which the reference knows nothing.
+    """
+    search = replace(SEARCH, place=StorageDir.of(tmp_path / "fast"))
+    search.folder.mkdir()
+    base = distinct(
+        TrialRow, candidate=Candidate(8, OWN), stage="probe", outcome="ok", number=1, round=0, memory=3 * 10**9,
+        tokens_per_second=150.0, low=148.0, high=152.0, node="w1", telemetry={"clock": 1700.0, "power": 300.0},
+    )  # fmt: skip
+    control = replace(base, candidate=Candidate(4, OWN), key="c", tokens_per_second=100.0, low=99.0, high=101.0)
+    slow = replace(
+        base, number=3, key="w2", stage="control", node="w2", candidate=Candidate(8, OWN), memory=9 * 10**9,
+        tokens_per_second=75.0, low=74.0, high=76.0, telemetry={},
+    )  # fmt: skip
+    again = replace(
+        slow, number=4, key="again", stage="confirm", round=1, memory=4 * 10**9, data_wait_fraction=0.5,
+        telemetry={"clock": 1500.0},
+    )  # fmt: skip
+    also = replace(control, number=5, key="also", stage="confirm", round=1)
+    write_files(search, [base, control, slow, again, also])
+    table = list(csv.DictReader((search.folder / "trials.csv").open()))
+    assert [float(line["tokens_per_second"]) for line in table] == [150.0, 100.0, 75.0, 75.0, 100.0], "as measured"
+    kept = json.loads((search.folder / "best.json").read_text())
+    assert kept["measured"]["memory_bytes"] == 4 * 10**9, "the most that it took in any of its own trials"
+    assert kept["measured"]["runs"] == len([again])
+    found = confirmed_by(str(search.folder / "best.json"), search.space.config(base.candidate))
+    assert found
+    assert found.speed.middle == pytest.approx(150.0, rel=0.01), "as on the first machine"
+    assert found == Confirmed(
+        name="fast", speed=found.speed, device=base.device, machines=("w1", "w2"),
+        data_wait_fraction=(base.data_wait_fraction + 0.5) / 2, telemetry={"clock": 1600.0, "power": 300.0},
+    )  # fmt: skip
+    measured = kept["measured"]
+    assert found.speed == Estimate(measured["tokens_per_second"], measured["low"], measured["high"])
+
+
+def test_the_table_of_trials_has_every_field_of_a_row(distinct: Callable[..., Any]) -> None:
+    """As it was measured, but for what has a value for each step or metric."""
+    row = distinct(TrialRow, candidate=Candidate(8, OWN))
+    (line,) = csv.DictReader(io.StringIO(csv_text([row])))
+    nested = {"candidate", "step_seconds", "losses", "telemetry"}
+    assert {name: line[name] for name in line if name not in ("micro_batch", *dict(OWN))} == {
+        field.name: str(getattr(row, field.name)) for field in fields(row) if field.name not in nested
+    }

@@ -3,7 +3,7 @@
 import itertools
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +149,28 @@ def test_a_store_that_goes_away_between_trials_gets_them_later(
         assert {run.info.status for run in found} == {"FINISHED"}
         assert {run.data.metrics["result/tokens_per_second"] for run in found} == {100.0, 200.0}
         assert {run.data.params["checkpointing"] for run in found} == {"none"}
+
+
+NO_METRIC = {
+    "number", "round", "accumulation", "step_tokens", "rejected_steps", "flops_per_second", "hfu", "train_loss",
+    "too_short",
+}  # fmt: skip
+"""Numbers of a row that are params, a curve, or in its JSON file alone."""
+
+
+def test_every_number_of_a_row_is_a_metric_of_its_trial_in_the_unit_of_its_name(distinct: Callable[..., Any]) -> None:
+    """Each by itself: a new one has to be added here, and one in the place of another shows."""
+    row = distinct(TrialRow, candidate=Candidate(2))
+    found = metrics(row)
+    numbers = {f.name for f in fields(row) if isinstance(getattr(row, f.name), int | float)} - NO_METRIC
+    known = {name.rpartition("/")[2]: value for name, value in found.items()}
+    assert known == {
+        "tokens_per_second": row.tokens_per_second, "tokens_per_second_low": row.low,
+        "tokens_per_second_high": row.high, "mfu": row.mfu, "memory_gb": row.predicted_memory / 1e9,
+        "process_gb": row.memory / 1e9, "allocated_gb": row.allocated / 1e9, "reserved_gb": row.reserved / 1e9,
+        "allocator_retries": row.allocator_retries, "trial_seconds": row.seconds,
+        "compile_seconds": row.compile_seconds, "data_wait_fraction": row.data_wait_fraction, "val": row.val_loss,
+    } | {"tokens_per_second": found["prediction/tokens_per_second"]}  # fmt: skip
+    assert found["result/tokens_per_second"] == row.tokens_per_second
+    assert found["prediction/tokens_per_second"] == row.predicted_speed
+    assert len(found) == len(numbers), "none is left out"

@@ -44,8 +44,9 @@ def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
 
 
 @pytest.fixture(autouse=True)
-def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A machine's scratch, for each test. Its path is short, because Ray names sockets in it."""
+    tmp_path_factory.getbasetemp()  # before, because pytest would make it there for the whole session
     with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         monkeypatch.setenv("TMPDIR", folder)
@@ -223,8 +224,9 @@ def test_training_does_not_wait_for_storage_that_does_not_respond(
 
 
 def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every moment: it comes last and goes first."""
+    """At every moment: it comes last and goes first, and alone, because files of one removal go in any order."""
     did: list[str] = []
+    removed: list[list[str]] = []
     put, remove = StorageDir.put, StorageDir.remove
 
     def watched_put(self: StorageDir, file: Path, name: str) -> None:
@@ -232,9 +234,8 @@ def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path, monkeypatch: 
         put(self, file, name)
 
     def watched_remove(self: StorageDir, names: Iterable[str]) -> None:
-        names = list(names)
-        did.extend(f"-{name}" for name in names)
-        remove(self, names)
+        removed.append(sorted(names))
+        remove(self, removed[-1])
 
     monkeypatch.setattr(StorageDir, "put", watched_put)
     monkeypatch.setattr(StorageDir, "remove", watched_remove)
@@ -250,10 +251,12 @@ def test_what_has_progress_in_the_storage_is_whole(tmp_path: Path, monkeypatch: 
     remote.upload(made, tmp_path / "one" / "cycles.jsonl", place, keep=1)
     new = [f"+checkpoints/step-00000010/{name}" for name in ("cycles.jsonl", "model.safetensors", "state.pt")]
     assert sorted(did[:3]) == new
-    assert did[3] == "+checkpoints/step-00000010/progress.json"
-    for old, removed in (("checkpoints/step-00000005", did[4:7]), ("checkpoints/step-00000020", did[7:])):
-        assert removed[0] == f"-{old}/progress.json"
-        assert sorted(removed[1:]) == [f"-{old}/model.safetensors", f"-{old}/state.pt"]
+    assert did[3:] == ["+checkpoints/step-00000010/progress.json"]
+    assert removed == [
+        names
+        for old in ("checkpoints/step-00000005", "checkpoints/step-00000020")
+        for names in ([f"{old}/progress.json"], [f"{old}/model.safetensors", f"{old}/state.pt"])
+    ]
     assert remote.copies(place) == ["step-00000010"]
 
 

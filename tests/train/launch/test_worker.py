@@ -27,6 +27,7 @@ from train.config import Cycle, TrainConfig
 from train.launch import worker
 from train.launch.channel import Channel, EarlierWorkers, WorkerEnd
 from train.launch.run import Assignment
+from train.loop.memory_limit import Limit
 from train.loop.trainer import Trainer
 from train.model.gpt import GPT
 from train.model_config import ModelConfig
@@ -267,3 +268,38 @@ def test_a_worker_refuses_data_that_its_driver_did_not_see(config: TrainConfig, 
         worker.data_of(replace(known, fingerprint="0" * 64))
     with pytest.raises(UserError, match=r"absent is not on .*, where Ray placed the worker: give object storage"):
         worker.data_of(replace(known, config=replace(config, data=str(tmp_path / "absent"))))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_energy_is_of_this_workers_share_of_the_tokens(
+    config: TrainConfig, make_result: Callable[..., RunResult], workers: int
+) -> None:
+    """Its own GPU alone is watched: it draws 500 W for 20 s, in which each of two workers trains half of the tokens."""
+    trainer, watched = Trainer(config), Telemetry(lambda second, metrics: None)
+    trainer.config = replace(config, workers=workers, micro_batch=2)
+    trainer.started = 0.0
+    with watched:
+        for second in range(60):
+            watched._energy.add(second, GpuReading(None, None, None, None, None, None, 500.0 * second))
+            watched._energy.keep()
+        on_gpu = make_result(device="NVIDIA H100", steps=9, first_step_seconds=5.0, seconds=20.0)
+        own_tokens = 8 * config.step_tokens / workers
+        assert worker.energy(watched, trainer, on_gpu, begun=0) == pytest.approx(500 * 20 / own_tokens * 1e6)
+
+
+def test_every_size_that_is_tried_has_the_limit(
+    home: RunFolder, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which nothing meets here, so that the smallest ends the run as the largest did."""
+    limits: list[int | None] = []
+
+    class Watched(Trainer):
+        def __init__(self, config: TrainConfig, **how: Any) -> None:
+            super().__init__(config, **how)
+            limits.append(self.limit and self.limit.size)
+
+    monkeypatch.setattr(worker, "Trainer", Watched)
+    config = replace(config, global_batch=4, micro_batch=4, compile="off", loss="plain")
+    limit = Limit.impose(10**6, "cpu")
+    result = worker.train_here(home, config, None, cast(WorkerEnd, Told()), limit, tries_smaller=True)
+    assert (result.outcome, result.too_large, limits) == ("over_limit", (4, 2), [10**6] * 3)

@@ -94,3 +94,15 @@ def test_weights_follow_from_the_seed(small_model: ModelConfig) -> None:
 
     assert torch.equal(head(3), head(3))
     assert not torch.equal(head(3), head(4))
+
+
+def test_the_seed_decides_the_weights(small_model: ModelConfig) -> None:
+    """Whatever has been drawn before."""
+
+    def weights(seed: int) -> bytes:
+        config = resolve(TrainConfig(model=small_model, seed=seed, device="cpu"), cpu_facts())
+        return build(config, torch.device("cpu")).token_embedding.weight.detach().numpy().tobytes()
+
+    found = [weights(seed) for seed in (0, 1, 0, 1)]
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]

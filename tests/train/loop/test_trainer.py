@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from train.checkpoint.progress import read_progress
+from train.checkpoint.progress import checkpoints_in, read_progress
 from train.config import Cycle, TrainConfig
+from train.data.dataset import ShardData
 from train.estimate.flops import hardware
 from train.loop import conclusion
 from train.loop.memory import is_exhausted
@@ -370,3 +371,55 @@ def test_fp16_is_clipped_and_resumed_with_its_loss_scale(config: TrainConfig, tm
     assert saved
     assert norms == pytest.approx([1e-3] * len(norms), rel=0.02)
     assert Trainer(config, resume=Path(saved)).scaler.state_dict() == trainer.scaler.state_dict()
+
+
+def test_a_resumed_run_has_its_data_go_to_where_its_checkpoint_was(config: TrainConfig, tmp_path: Path) -> None:
+    """As a stream of books needs it; shards find their windows by the position alone."""
+
+    class Watched(ShardData):
+        went: object = None
+
+        def place(self, position: int) -> dict[str, Any]:
+            return {"position": position}
+
+        def go_to(self, place: dict[str, Any] | None) -> None:
+            self.went = place
+
+    first, _ = train(config, data=Watched(config), checkpoints=tmp_path, should_stop=stop_at(3))
+    assert first.checkpoint
+    data = Watched(config)
+    trainer = Trainer(config, data=data, resume=Path(first.checkpoint))
+    assert (data.went, trainer.state.position) == ({"position": 3 * 8}, 3 * 8)
+
+
+def test_a_step_that_spikes_is_in_no_checkpoint(config: TrainConfig, tmp_path: Path) -> None:
+    """Also before its cycle is reported: each step is saved here, and the loss of the last cycle is lowered."""
+    first, _ = train(config, checkpoints=tmp_path, should_stop=stop_at(25))
+    assert first.checkpoint
+    progress = Path(first.checkpoint) / "progress.json"
+    progress.write_text(json.dumps(json.loads(progress.read_text()) | {"reference": 1.0}))
+    again = dataclasses.replace(config, checkpoint_every=1, keep_checkpoints=9)
+    result = Trainer(again, checkpoints=tmp_path, resume=Path(first.checkpoint)).run()
+    assert (result.outcome, result.checkpoint) == ("diverged", first.checkpoint)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000025"]
+
+
+def test_all_arithmetic_is_of_every_workers_device(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that which is done a second time."""
+    monkeypatch.setattr(conclusion, "peak_flops", lambda name, precision: 1e12)
+    trainer = Trainer(dataclasses.replace(config, steps=8, cycle=Cycle(8, 0), checkpointing="full"))
+    alone = trainer.run()
+    two = dataclasses.replace(trainer.config, workers=2, micro_batch=4)
+    together = conclusion.conclude(
+        two, trainer.data, trainer.device, trainer.state, trainer.spent, ("finished", ""), None
+    )  # fmt: skip
+    assert alone.hfu
+    assert alone.mfu
+    assert together.hfu == pytest.approx(alone.hfu / 2)
+    assert together.mfu == pytest.approx(alone.mfu / 2)
+
+
+def test_a_result_names_the_kernel_that_was_used(config: TrainConfig) -> None:
+    trainer = Trainer(dataclasses.replace(config, steps=1, attention="auto"))
+    trainer.attention = "the kernel that was tried first"
+    assert trainer.run().attention == "the kernel that was tried first"

@@ -1,12 +1,10 @@
 """Whole ladders in their short form, and the command's refusals; one is interrupted in tests/test_main_job.py."""
 
-import itertools
 import json
 import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,14 +22,12 @@ from train.config import TrainConfig, load_config
 from train.estimate.memory import predict_peak
 from train.loop.memory_limit import Limit
 from train.model_config import ModelConfig, format_model, parse_model
-from tune import ladder, session
+from tune import ladder
 from tune.config import LadderConfig
-from tune.ray_tune import Proposals, outcome
 from tune.suite import report
-from tune.suite.runs import Ladder
 from tune.trial import run as trial
 
-pytestmark = pytest.mark.usefixtures("working_folder")
+pytestmark = pytest.mark.usefixtures("working_folder", "in_this_process")
 
 
 @pytest.mark.parametrize(
@@ -67,26 +63,6 @@ class Inline(Stream):
 
     def read(self, epoch: int, piece: int = 0) -> Iterator[EncodedBook]:
         return (book for each in self.order(epoch)[piece:] for book in encoded_books(each, "train"))
-
-
-def drive(proposals: Proposals, resources: object) -> None:
-    """What Ray Tune does for a ladder, in this process, whose memory is not the trial's alone."""
-    for number in itertools.count():
-        given = proposals.suggest(str(number))
-        if proposals.failure:
-            raise proposals.failure
-        if given == proposals.FINISHED or given is None:
-            return
-        proposals.on_trial_complete(str(number), outcome(given["request"]))
-
-
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rung runs in this process. Only Ray is left out; tests/test_main_job.py has rungs through Ray."""
-    monkeypatch.setattr(session, "drive", drive)
-    monkeypatch.setattr(session, "connected", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(session, "trial_nodes", lambda _: {socket.gethostname(): "its id"})
-    monkeypatch.setattr(Ladder, "resources", lambda _: {})
 
 
 @pytest.mark.parametrize("suite", RUNGS)

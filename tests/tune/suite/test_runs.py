@@ -11,8 +11,8 @@ from infra.errors import UserError
 from infra.hardware import A100, DeviceFacts, cpu_facts
 from infra.storage_dir import StorageDir
 from pipeline.shards import read_manifest
-from train.config import TrainConfig, config_from_json
-from train.estimate.memory import predict_peak
+from train.config import AUTO, TrainConfig, config_from_json
+from train.estimate.memory import most, predict_peak
 from train.loop.memory_limit import UNMEASURED
 from train.model_config import ModelConfig
 from train.resolve import resolve
@@ -352,3 +352,20 @@ def test_what_a_machine_cannot_show_is_refused(base: TrainConfig) -> None:
     refuse_unsuited(base, bf16, rung, modern)
     with pytest.raises(UserError, match="emulates bf16"):
         refuse_unsuited(base, bf16, rung, old)
+
+
+@pytest.mark.parametrize("size", [4, 12])
+def test_a_micro_batch_that_is_left_open_is_decided_within_the_ladders_limit(
+    size: int, base: TrainConfig, ladder_of: Make
+) -> None:
+    """Once for each config, in the baseline as in a rung that needs less, and the limit is that of every run."""
+    open_base = replace(base, micro_batch=AUTO, model=replace(base.model, context_length=256))
+    limit = most(replace(open_base, micro_batch=size, attention="sdpa"))
+    suite = Suite("mine", "Mine", {}, (Rung("seed", {"seed": 1}), Rung("leaner", {"checkpointing": "full"})))
+    ladder = ladder_of(suite, open_base, memory_limit=limit)
+    request = ladder.request("here", 1, [], [])
+    assert request
+    assert (request.config["micro_batch"], request.memory_limit) == (size, limit)
+    controls, rungs, _ = climbed(ladder)
+    assert sizes(controls) | sizes(rungs) == {"baseline": size, "control": size, "seed": size, "leaner": size}
+    assert controls[0].batch == (f"{size} x {12 // size}" if size < 12 else "12")

@@ -1,8 +1,9 @@
 """One trial in this process: its row is on disk, whatever became of it, and its speed counts tokens rightly."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -249,3 +250,63 @@ def test_speed_counts_the_tokens_of_whole_steps(training: TrainConfig, tmp_path:
     assert (row.outcome, row.memory_source, len(row.step_seconds)) == ("ok", "rss", 20)
     assert (row.low or 0) <= whole.tokens_per_second <= (row.high or 0)
     assert row.memory
+
+
+@dataclass(frozen=True)
+class Known(Limit):
+    """A limit on a process that has used a known amount."""
+
+    def used(self) -> tuple[int, str]:
+        return 5 * 10**9, "device"
+
+
+OF_ANOTHER_KIND = {"outcome", "reason", "seconds", "memory", "predicted_memory", "mfu", "flops_per_second"}
+"""Fields of a row that are not those of the same name of a result: all but the last two are the trial's, and those are
+computed from the row's speed."""
+
+
+def test_what_a_run_measured_is_in_the_row_of_its_trial_by_the_same_name(
+    training: TrainConfig, distinct: Callable[..., Any]
+) -> None:
+    """Whatever fields the two come to share: none is left out, and none is in the place of another."""
+    result = distinct(RunResult, impossible="", device="NVIDIA A100-SXM4-80GB")
+    measured = vars(result) | vars(result.throughput) | vars(result.memory)
+    config = replace(training, precision="bf16")
+    row = make_row(row_of(), config, result)
+    shared = {field.name for field in fields(TrialRow)} & measured.keys() - OF_ANOTHER_KIND
+    assert len(shared) >= 13
+    assert {name: getattr(row, name) for name in shared} == {name: measured[name] for name in shared}
+    assert (row.memory, row.memory_source) == (result.memory.process, result.memory.process_source)
+    assert row.flops_per_second == result.throughput.tokens_per_second * palm(training.shape)
+    assert row.mfu == row.flops_per_second / 312e12
+    limited = make_row(row_of(), config, result, limit=Known(10**10, torch.device("cpu"), 0))
+    assert limited == replace(row, memory=5 * 10**9, memory_source="device"), "as the limit is checked"
+    unknown = replace(result, throughput=None)
+    assert make_row(row_of(), config, unknown) == replace(
+        row, tokens_per_second=None, low=None, high=None, flops_per_second=None, mfu=None
+    )
+
+
+def test_what_was_asked_of_a_trial_is_in_its_row_by_the_same_name(distinct: Callable[..., Any]) -> None:
+    request = distinct(Request, config={"global_batch": 24, "micro_batch": 4}, early=None)
+    row = unmeasured(request, "failed", "for a reason", 2.5)
+    asked = vars(request.proposal) | vars(request)
+    shared = {field.name for field in fields(TrialRow)} & asked.keys()
+    assert len(shared) >= 9
+    assert {name: getattr(row, name) for name in shared} == {name: asked[name] for name in shared}
+    assert (row.accumulation, row.outcome, row.reason, row.seconds) == (6, "failed", "for a reason", 2.5)
+
+
+def test_a_rung_is_measured_like_the_run_of_its_config(training: TrainConfig) -> None:
+    """With all its losses, and with validation; its limit is that of any trial."""
+    config = replace(training, steps=9, cycle=Cycle(4, 1), seed=3)
+    trainer = Trainer(config)
+    expected = trainer.run()
+    request = Request("m4", 1, "rung", Proposal(Candidate(4), "rung"), config.to_json(), "here")
+    row, _ = run(request)
+    assert (row.outcome, row.train_loss, row.val_loss) == ("ok", expected.train_loss, expected.val_loss)
+    assert row.losses == [loss for report in trainer.spent.reports for loss in report.step_losses]
+    assert [seen for seen, _ in row.curve] == [number * config.step_tokens for number in range(1, 10)]
+    assert (len(row.step_seconds), row.step_tokens, row.attention) == (9, config.step_tokens, expected.attention)
+    over, _ = run(replace(request, memory_limit=10**6))
+    assert (over.outcome, len(over.step_seconds), over.tokens_per_second) == ("over_limit", 1, None)

@@ -1,0 +1,130 @@
+"""What the driver hands to the worker of a run in its own process, and what it makes of what comes back."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from infra.errors import UserError
+from infra.tracking.store import create_run
+from infra.tracking.tracker import Tracker
+from pipeline.shards import read_manifest
+from train.checkpoint.progress import Progress
+from train.checkpoint.run_folder import RunFolder
+from train.config import AUTO, TrainConfig
+from train.data.source import absolute
+from train.estimate.memory import predict_peak
+from train.launch import driver, here
+from train.launch.driver import WorkerFailure, launch, train_and_record
+from train.launch.run import Assignment, Returned, RunPlan
+from train.model_config import ModelConfig
+from train.result import RunResult
+
+pytestmark = pytest.mark.usefixtures("working_folder")
+
+
+@pytest.fixture
+def config(small_shards: Path, small_model: ModelConfig) -> TrainConfig:
+    """As it is resolved."""
+    return TrainConfig(
+        data=str(small_shards), model=small_model, global_batch=8, micro_batch=8, precision="fp32", attention="sdpa",
+        compile="off", loss="plain", allocator="default", device="cpu",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run(config: TrainConfig, tmp_path: Path) -> RunPlan:
+    return RunPlan(replace(config, micro_batch=AUTO), read_manifest(config.data), RunFolder(tmp_path / "one"))
+
+
+class Worker:
+    """Stands in for the process's training: what it was told, and what it returns."""
+
+    def __init__(self, returned: Returned) -> None:
+        self.returned = returned
+        self.told: list[tuple[Assignment, int, int]] = []
+
+    def start(self, assignment: Assignment, listener: object, reported: int, second: int) -> Returned:
+        self.told.append((assignment, reported, second))
+        return self.returned
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch, make_result: Callable[..., RunResult]) -> Worker:
+    worker = Worker(Returned(make_result()))
+    monkeypatch.setattr(here, "start", worker.start)
+    return worker
+
+
+def test_a_worker_is_told_what_its_run_is(run: RunPlan, config: TrainConfig, worker: Worker) -> None:
+    """Every field of what it is told, for a new run and for one that continues, whose numbers differ."""
+    progress = Progress(
+        step=7, position=56, reported=5, elapsed=2.0, data_fingerprint="", vocabulary_sha256="", config={}
+    )
+    continued = replace(
+        run, progress=progress, memory_limit=5 * 10**9, asked=replace(run.asked, micro_batch=config.micro_batch)
+    )
+    with Tracker(create_run("train", "one")) as tracker:
+        launch(run, config, tracker)
+        tracker.metrics({"system/worker_cpu_percent": 99.0}, 40)
+        tracker.metrics({"system/worker_memory_gb": 1.0}, 41)
+        tracker.metrics({"loss/step": 1.0}, 50)
+        launch(continued, config, tracker)
+    new = Assignment(
+        config=absolute(config), place=run.home.place, fingerprint=run.manifest.fingerprint, step=0, memory_limit=None,
+        stream=None, tries_smaller=True, marker=None,
+    )  # fmt: skip
+    assert worker.told == [
+        (new, 0, 0),
+        (replace(new, step=7, memory_limit=5 * 10**9, tries_smaller=False), 5, 41),
+    ]
+
+
+def test_what_is_left_of_an_earlier_run_is_removed_unless_it_is_continued(
+    run: RunPlan, config: TrainConfig, worker: Worker
+) -> None:
+    checkpoint = run.home.checkpoints / "step-00000007"
+    progress = Progress(step=7, data_fingerprint="", vocabulary_sha256="", config={})
+    with Tracker(create_run("train", "one")) as tracker:
+        checkpoint.mkdir(parents=True)
+        launch(replace(run, progress=progress), config, tracker)
+        assert checkpoint.exists()
+        launch(run, config, tracker)
+        assert not checkpoint.exists()
+
+
+def test_a_worker_that_gave_no_result_ends_the_run_with_its_reason(
+    run: RunPlan, config: TrainConfig, worker: Worker
+) -> None:
+    with Tracker(create_run("train", "one")) as tracker:
+        worker.returned = Returned(refused="the data are gone.")
+        with pytest.raises(UserError, match="the data are gone"):
+            launch(run, config, tracker)
+        worker.returned = Returned(failed="Traceback of a bug")
+        with pytest.raises(WorkerFailure, match="of a bug"):
+            launch(run, config, tracker)
+
+
+def test_a_result_is_recorded_as_that_of_the_micro_batch_that_fitted(
+    run: RunPlan, config: TrainConfig, worker: Worker, make_result: Callable[..., RunResult]
+) -> None:
+    """After two that did not: in the folder, in MLflow, and with the memory that is predicted of it and its limit."""
+    worker.returned = Returned(make_result(too_large=(8, 4), outcome="interrupted"))
+    fitted = replace(config, micro_batch=2)
+    with Tracker(create_run("train", "one")) as tracker:
+        result = train_and_record(replace(run, memory_limit=3 * 10**9), config, tracker)
+    kept: dict[str, Any] = json.loads(run.home.result.read_text())
+    assert result.predicted_memory == kept["predicted_memory"] == predict_peak(fitted).total
+    client = MlflowClient(tracker.key.store)
+    found = client.get_run(tracker.key.run_id)
+    assert found.info.status == "KILLED"
+    in_mlflow = Path(client.download_artifacts(tracker.key.run_id, "config.json")).read_text()
+    assert json.loads(in_mlflow) == fitted.to_json()
+    summary = run.home.summary.read_text()
+    assert "8 sequences = 2 x 4 accumulated" in summary
+    assert f"of 3.00 GB (predicted {predict_peak(fitted).total / 1e9:.2f})" in summary
+    assert driver.diagnosed(run, fitted, result) is None
