@@ -46,7 +46,7 @@ PYTEST := $(BIN)/pytest --ignore tests/cluster --numprocesses $(if $(GPU),0,2) -
 test: install
 	$(PYTEST) -m "not slow"
 
-# The rest: several workers, the README's commands, the notebook, compilation, survival on Ray. Last those that make a
+# The rest: several workers, the commands of the guides, the notebook, compilation, survival on Ray. Last those that make a
 # cluster of machines, which needs this one for itself, and whose machines import what has been compiled by then: they
 # see the installation, and cannot write to it.
 test-slow: install
@@ -106,7 +106,7 @@ bench-memory-cuda: $(CUDA_VENV)/installed
 bench-scale: install
 	$(BIN)/python -P tests/benchmarks/scale.py --record $(RECORDS)/scale.json
 
-# What --compare study shows of a textbook's loop, and the README's picture of it.
+# What --compare study shows of a textbook's loop, and the picture of it in tune/README.md.
 record-textbook: $(CUDA_VENV)/installed
 	$(CUDA_VENV)/bin/python tests/cuda/textbook.py tune/suite/textbook.json
 	$(CUDA_VENV)/bin/python -P tests/benchmarks/study_picture.py tune/pictures/study.svg

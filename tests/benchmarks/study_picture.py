@@ -1,4 +1,4 @@
-"""Draws the README's picture of the published study beside this project, from the record and the predictions of today.
+"""Draws the picture in tune/README.md: the published study beside this project, by the record and today's predictions.
 
 python -P tests/benchmarks/study_picture.py tune/pictures/study.svg
 """

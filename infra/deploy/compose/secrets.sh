@@ -1,12 +1,12 @@
 #!/bin/bash
-# Make the passwords that compose.yaml reads from files, in the folder secrets beside this file. Existing ones are kept.
+# Creates the passwords that compose.yaml reads, as files in the folder secrets next to this file. Keeps existing ones.
 set -euo pipefail
 cd "$(dirname "$0")"
 umask 077
 mkdir -p secrets
 
-# Compose mounts these files as they are, and the processes that read them are not root: inside the folder, which only
-# you can enter, anybody may read them.
+# Compose mounts these files with their permissions, for processes that are not root. So all users may read the files,
+# but only you can enter their folder.
 make() { # NAME: stdin becomes the file
     if [[ -s secrets/$1 ]]; then
         cat >/dev/null
