@@ -145,7 +145,9 @@ class _Hub:
 
             resolved = self._system.resolve_path(f"{self._bucket}/{path}")
             name, kind = (getattr(resolved, attribute, None) for attribute in ("repo_id", "repo_type"))
-            self._commits[repository] = HfApi().repo_info(name, repo_type=kind).sha if name and "@" not in path else None
+            self._commits[repository] = (
+                HfApi().repo_info(name, repo_type=kind).sha if name and "@" not in path else None
+            )
         return self._commits[repository]
 
     def head(self, path: str) -> dict[str, Any]:

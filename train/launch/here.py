@@ -19,8 +19,8 @@ from train.launch.signals import interrupt_main, stop_on_signal
 def start(assignment: Assignment, listener: Listener, reported: int, second: int) -> Returned:
     """Do what ``assignment`` says; cycles are known until ``reported``, telemetry to ``second``.
 
-    Raises ``KeyboardInterrupt`` when a stop takes too long, the failure of ``listener``, for which the run was stopped and
-    saved, and ``UserError`` for a setting that an earlier run in this process has ruled out.
+    Raises ``KeyboardInterrupt`` when a stop takes too long, the failure of ``listener``, for which the run was stopped
+    and saved, and ``UserError`` for a setting that an earlier run in this process has ruled out.
     """
     import ray.train
     import ray.train.torch
