@@ -1,4 +1,4 @@
-"""What an output knows of its texts is stored whole, and its loss is never taken for having held nothing out."""
+"""What an output knows of its texts is stored whole, and damage is never taken for having held nothing out."""
 
 import pytest
 
