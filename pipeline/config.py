@@ -86,7 +86,8 @@ class TokenizeConfig(Reading, JoinsRay):
 
     val_fraction: float = 0.01
     """Share of the books, at least 0 and below 1, held out for validation, chosen by a hash of each book's id.
-    Unless it is 0, at least one of two books is, and stays so when the data set is made again from more books."""
+    Unless it is 0, at least one of two books is. A text keeps its split in later data sets of the same --out.
+    Files named as the validation split of a data set with training files are held out besides."""
 
     encoder: Literal["gigatoken", "tiktoken"] = "gigatoken"
     """Tokenizer. Both give the same ids.
@@ -109,7 +110,8 @@ class TokenizeConfig(Reading, JoinsRay):
     """Only print what would be done. gutenberg: numbers are downloaded, to know their size."""
 
     overwrite: bool = False
-    """Replace what is in --out instead of finishing it; after an interruption, the same command continues."""
+    """Replace what is in --out instead of finishing it; after an interruption, the same command continues.
+    What was held out for validation stays so, unless --val-fraction is smaller."""
 
     tracking_uri: TrackingUri = None
 

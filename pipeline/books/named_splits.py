@@ -2,8 +2,8 @@
 
 Its library reads ``data/validation-00000-of-00001.parquet``, ``test.jsonl`` or ``dev/a.jsonl.gz`` as splits by these
 keywords. A book may have such a name, too. A name counts therefore only beside its counterpart for training: of files
-of rows one that begins alike up to the keyword; of texts one that is equal but for the keyword, in a folder where all
-texts have one.
+of rows one that begins alike up to the keyword, or any one below the same data set card; of texts one that is equal but
+for the keyword, in a folder where all texts have one.
 """
 
 import re
@@ -33,19 +33,21 @@ class NamedFile(NamedTuple):
 
 def labels(files: Sequence[NamedFile], read_start: Callable[[int], bytes]) -> dict[int, Label]:
     """The labels of those ``files`` that have one, by number; ``read_start`` returns how a file, by number, begins."""
-    found = _splits(files) if any("train" in file.path.lower() for file in files) else {}
-    cards = [n for n, file in enumerate(files) if _name(file.path) in (*_CARDS, *_DESCRIPTIONS)]
-    if cards:
-        others = set(range(len(files))) - set(cards)
-        data = _folders(files[n].path for n in others if n in found or not files[n].is_text)
-        books = _folders(files[n].path for n in others if n not in found and files[n].is_text)
-        for n in cards:
-            folder = files[n].path.rpartition("/")[0]
-            if folder in data and (
-                folder not in books or _name(files[n].path) in _DESCRIPTIONS or read_start(n).startswith(b"---")
-            ):
-                found[n] = "card"
+    cards = {n: _folder(file.path) for n, file in enumerate(files) if _name(file.path) in (*_CARDS, *_DESCRIPTIONS)}
+    others = [n for n in range(len(files)) if n not in cards] if cards else ()
+    rows = _folders(files[n].path for n in others if not files[n].is_text)
+    roots = {n: folder for n, folder in cards.items() if folder in rows and read_start(n).startswith(b"---")}
+    found = _splits(files, set(roots.values())) if any("train" in file.path.lower() for file in files) else {}
+    data = rows | _folders(files[n].path for n in others if n in found)
+    books = _folders(files[n].path for n in others if n not in found and files[n].is_text)
+    for n, folder in cards.items():
+        if folder in data and (folder not in books or n in roots or _name(files[n].path) in _DESCRIPTIONS):
+            found[n] = "card"
     return found
+
+
+def _folder(path: str) -> str:
+    return path.rpartition("/")[0]
 
 
 def _name(path: str) -> str:
@@ -55,24 +57,26 @@ def _name(path: str) -> str:
 def _folders(paths: Iterable[str]) -> set[str]:
     """The folders in which these files are, and those above."""
     found: set[str] = set()
-    for path in paths:
-        folder = path.rpartition("/")[0]
+    for folder in map(_folder, paths):
         while folder and folder not in found:
             found.add(folder)
-            folder = folder.rpartition("/")[0]
+            folder = _folder(folder)
     return found
 
 
-def _splits(files: Sequence[NamedFile]) -> dict[int, Label]:
-    """The splits of files. One that is named by several, as in ``train/test.jsonl``, is in the one furthest from
-    training. Training files without any for validation have none, so that some of their books are held out."""
-    marks = {n: found for n, file in enumerate(files) if (found := _marks(file))}
+def _splits(files: Sequence[NamedFile], roots: set[str]) -> dict[int, Label]:
+    """The splits of files; ``roots`` are folders with a data set card.
+
+    A file that is named by several, as in ``train/test.jsonl``, is in the one furthest from training. Training files
+    without any for validation have none, so that some of their books are held out.
+    """
+    marks = {n: found for n, file in enumerate(files) if (found := _marks(file, roots))}
     plain = {
-        file.path.rpartition("/")[0]
+        _folder(file.path)
         for n, file in enumerate(files)
         if file.is_text and _name(file.path) not in _CARDS and all(map(_is_of_folder, marks.get(n, ())))
     }
-    for n in [n for n in marks if files[n].is_text and files[n].path.rpartition("/")[0] in plain]:
+    for n in [n for n in marks if files[n].is_text and _folder(files[n].path) in plain]:
         marks[n] = list(filter(_is_of_folder, marks[n]))
     splits: defaultdict[str, set[Label]] = defaultdict(set)
     for found in marks.values():
@@ -94,14 +98,15 @@ def _is_of_folder(mark: tuple[str, Label]) -> bool:
     return mark[0].endswith("/{}/")
 
 
-def _marks(file: NamedFile) -> list[tuple[str, Label]]:
+def _marks(file: NamedFile, roots: set[str]) -> list[tuple[str, Label]]:
     """The keywords in a path: the group of the files whose splits they tell, and the split."""
     path = file.path if file.is_text else file.path.lower()  # a title is capitalized
+    root = "" if file.is_text or not roots else _root(_folder(file.path), roots)
     found: list[tuple[str, Label]] = []
-    for match in _KEYWORD.finditer(path):
+    for match in _KEYWORD.finditer(path, len(root)):
         begin, end = path[: match.start()], path[match.end() :]
         if not file.is_text:
-            group = begin
+            group = root or begin
         elif "/" not in end:
             group = begin + "{}" + re.sub(r"\d+", "#", end)
         elif begin.endswith("/") and end.startswith("/"):
@@ -110,3 +115,10 @@ def _marks(file: NamedFile) -> list[tuple[str, Label]]:
             continue
         found.append((group, _KEYWORDS[match[1]]))
     return found
+
+
+def _root(folder: str, roots: set[str]) -> str:
+    """The nearest of ``roots`` that is ``folder`` or above it; empty where none is."""
+    while folder and folder not in roots:
+        folder = _folder(folder)
+    return folder

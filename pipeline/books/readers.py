@@ -97,12 +97,14 @@ def read_books(part: Part, settings: Reading) -> Iterator[RawBook | Dropped]:
     except PermissionError as refused:
         yield Dropped(file.id, "unreadable", f"{refused.strerror}")
     except DAMAGE as damage:
+        file.check_unchanged()  # half of it may be of another version
         yield Dropped(file.id, "unreadable", f"damaged: {str(damage) or type(damage).__name__}")
     except OSError as failure:
         if failure.errno is not None:
             raise UserError(
                 f"{file.uri} cannot be read ({failure.strerror}): fix it and run the same command again."
             ) from failure
+        file.check_unchanged()
         yield Dropped(file.id, "unreadable", f"damaged: {failure}")  # Arrow's codecs raise OSError without a number
 
 

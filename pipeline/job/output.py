@@ -108,13 +108,13 @@ def missing_sources(job: Job) -> list[str]:
     there = set(_settings(job.place).get("sources", ())) - set(whole_sources(job.config.sources))
     if not there or not any(name == MANIFEST or _RECORD.fullmatch(name) for name in job.place.files()):
         return []
-    read = {os.path.normpath(file.uri) for file in job.inventory.files}
+    read = {os.path.realpath(file.uri) for file in job.inventory.files}
 
     def is_missing(source: str) -> bool:
         if source.startswith(downloads.PREFIX):  # it would be downloaded
             return True
         try:
-            return any(os.path.normpath(file.uri) not in read for file in find([source]).files)
+            return any(os.path.realpath(file.uri) not in read for file in find([source]).files)
         except UserError:  # there is none any more
             return True
 

@@ -6,7 +6,6 @@ duplicates are looked for. It is written before a data set is finished, and outl
 """
 
 import io
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -103,21 +102,11 @@ class SplitHistory:
         known = self.is_val.get(text)
         return self.is_val.get(self.books.get(book, text)) if known is None else known
 
-    def add(self, texts: Iterable[tuple[str, str, bool, bool, list[int] | None]]) -> None:
-        """Note the books of a data set: id, sha256, whether it is held out, whether its id says so, and signature.
-
-        What was held out once stays so. A new text that is in both splits, as ``--duplicates keep`` allows, is left to
-        its ids.
-        """
-        texts = list(texts)
-        held = {sha256 for _, sha256, is_val, _, _ in texts if is_val}
-        trained = {sha256 for _, sha256, is_val, _, _ in texts if not is_val}
-        for book, sha256, is_val, by_id, signature in texts:
-            text = bytes.fromhex(sha256)
-            if text not in self.is_val and sha256 in held and sha256 in trained:
-                continue
-            self.is_val[text] = is_val or self.is_val.get(text, False)
-            if is_val != by_id:
-                self.books[book] = text
-            if self.is_val[text] and signature:
-                self.signatures[text] = signature
+    def add(self, book: str, sha256: str, *, is_val: bool, by_id: bool, signature: list[int] | None) -> None:
+        """Note a book of a data set: whether it is held out, and whether its id says so. A held-out text stays so."""
+        text = bytes.fromhex(sha256)
+        self.is_val[text] = is_val or self.is_val.get(text, False)
+        if is_val != by_id:
+            self.books[book] = text
+        if self.is_val[text] and signature:
+            self.signatures[text] = signature

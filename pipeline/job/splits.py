@@ -69,7 +69,7 @@ def fill_splits(job: Job, records: dict[str, Record], splits: dict[str, Split], 
     known = history.valid_for(share)
     texts = {book: sha256 for record in records.values() for book, sha256, *_ in record.books}
     held = sum(splits[book] == "val" for book in texts)
-    if share and not held and len(texts) > 1:
+    if not held and share and len(texts) > 1:
         parts = (part for piece in job.pieces for part in piece.parts)
         alone = [part.file.id for part in parts if is_one_book(part, job.config) and part.file.id in texts]
         candidates = alone if len(alone) > 1 else texts
@@ -83,7 +83,7 @@ def fill_splits(job: Job, records: dict[str, Record], splits: dict[str, Split], 
 def split_changes(records: dict[str, Record], splits: dict[str, Split], history: SplitHistory) -> Iterator[str]:
     """A sentence about the books that were held out and are trained on now, and one about the reverse."""
     moved: dict[Split, list[str]] = {"train": [], "val": []}
-    for record in records.values():
+    for record in records.values() if history.is_val else ():
         for book, sha256, *_ in record.books:
             before = history.is_val.get(bytes.fromhex(sha256))
             if before is not None and before != (splits[book] == "val"):
@@ -99,12 +99,24 @@ def split_changes(records: dict[str, Record], splits: dict[str, Split], history:
 def note_splits(job: Job, records: dict[str, Record], splits: dict[str, Split], history: SplitHistory) -> None:
     """Write the history with the books in ``records``, before any of them is moved."""
     history = history.valid_for(job.config.val_fraction)
-    history.add(
-        (book, sha256, splits[book] == "val", piece.split_of(book) == "val", records[piece.name].signatures.get(book))
-        for piece in job.pieces
-        for book, sha256, *_ in records[piece.name].books
-    )
+    # Copies that --duplicates keep leaves in both splits are left to their ids.
+    apart = _in_both(records, splits) if job.config.duplicates == "keep" else set()
+    for piece in job.pieces:
+        record = records[piece.name]
+        for book, sha256, *_ in record.books:
+            if sha256 not in apart:
+                is_val, by_id = splits[book] == "val", piece.split_of(book) == "val"
+                history.add(book, sha256, is_val=is_val, by_id=by_id, signature=record.signatures.get(book))
     history.write(job.place)
+
+
+def _in_both(records: dict[str, Record], splits: dict[str, Split]) -> set[str]:
+    """The texts that are in both splits."""
+    texts: dict[Split, set[str]] = {"train": set(), "val": set()}
+    for record in records.values():
+        for book, sha256, *_ in record.books:
+            texts[splits[book]].add(sha256)
+    return texts["train"] & texts["val"]
 
 
 def move_books(job: Job, records: dict[str, Record], splits: dict[str, Split]) -> dict[str, Record]:

@@ -52,6 +52,13 @@ def test_without_files_for_validation_the_training_files_are_split_by_their_shar
     assert labels_of("train.jsonl", "test.jsonl") == {"test.jsonl": "test"}
 
 
+def test_below_a_card_any_files_for_training_are_a_counterpart() -> None:
+    names = {"clone/data/train-0.parquet": "train", "clone/bench/test.jsonl": "test", "clone/fr/dev.jsonl": "val"}
+    assert labels_of(*names) == {}
+    assert labels_of(*names, "clone/README.md", "test.jsonl") == names | {"clone/README.md": "card"}
+    assert labels_of(*names, "clone/README.md", card=b"# A") == {"clone/README.md": "card"}
+
+
 def test_a_card_is_known_by_what_is_beside_it() -> None:
     assert labels_of("README.md", "rows.jsonl", card=b"# Ro") == {"README.md": "card"}, "there is nothing else to read"
     assert labels_of("README.md", "rows.jsonl", "novel.txt", card=b"# A ") == {}

@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -493,3 +494,21 @@ def test_the_only_file_of_an_archive_is_its_text_unless_its_suffix_tells_otherwi
     for other in ({name: b"text", "more": b"text"}, {"a.png": b"picture"}, {"a.csv": b"a,b"}, {"a.gz": b"packed"}):
         assert texts(read(write_zip(tmp_path / "b.zip", other))) == {}
     assert list(texts(read(write_zip(tmp_path / "c.zip", {name: b"text", "a.txt": b"a book"})))) == ["c.zip/a.txt"]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.jsonl.zst", "rows.parquet"])
+def test_a_source_that_is_cut_short_while_it_is_read_is_not_taken_for_a_damaged_one(tmp_path: Path, name: str) -> None:
+    noise = np.random.default_rng(0)
+    texts = [noise.bytes(100_000).hex() for _ in range(60)]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if name.endswith("parquet"):
+        pq.write_table(pa.table({"text": texts}), tmp_path / name, row_group_size=1, use_dictionary=False)
+    else:
+        pack = gzip.compress if name.endswith("gz") else lambda data: pa.compress(data, "zstd", asbytes=True)
+        (tmp_path / name).write_bytes(pack(rows))
+    (file,) = find([str(tmp_path / name)]).files
+    reading = read_books(Part(file, file.size), TokenizeConfig())
+    assert isinstance(next(reading), RawBook)
+    os.truncate(tmp_path / name, file.size // 3)
+    with pytest.raises(UserError, match=rf"{name} has changed since"):
+        list(reading)

@@ -131,7 +131,14 @@ def test_books_of_another_source_are_not_replaced_without_a_word(
         main(replace(one, sources=sources, dry_run=True))
         assert f"holds books of {books}" in capsys.readouterr().out
     assert contents(Path(small_pieces.out)) == before
-    for sources in (both, (f"{books}/*.txt",), (f"{tmp_path}/b*",), (str(tmp_path / "other" / ".." / "books"),)):
+    (tmp_path / "link").symlink_to(books)
+    for sources in (
+        both,
+        (str(tmp_path / "link"),),
+        (f"{books}/*.txt",),
+        (f"{tmp_path}/b*",),
+        (str(tmp_path / "other" / ".." / "books"),),
+    ):
         assert output.missing_sources(Job(replace(one, sources=sources))) == [], "they are read from there"
     assert output.source_changes(Job(replace(one, sources=both)))[0] == f"new sources: {other}"
     (books / "book 0003.txt").unlink()

@@ -396,3 +396,14 @@ def test_the_sources_of_a_run_are_listed_once(
     assert handed.order(0)
     assert StreamData(config, handed).manifest.fingerprint == run.manifest.fingerprint
     assert len(listed) == 1
+
+
+def test_a_stream_holds_out_the_validation_files_of_a_data_set(tmp_path: Path) -> None:
+    for split in ("train", "validation", "test"):
+        rows = [{"text": f"Row {number} for {split}. " + "It was a long day. " * 20} for number in range(30)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    books = Inline([str(tmp_path)], 0, Reading())
+    assert {book.source.rpartition("/")[2] for book in books.held_out(10**9)} == {"validation.jsonl"}
+    trained = list(books.read(0))
+    assert {book.source.rpartition("/")[2] for book in trained} == {"train.jsonl"}
+    assert len(trained) == 30
