@@ -4,6 +4,7 @@ Prints its manifest as a table and a few decoded passages. With ``--verify``, ev
 again; exit code 1 if one differs.
 """
 
+import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from infra.console import console, errors
 from infra.host import cpu_count
 from infra.storage_dir import StorageDir
 from infra.table import Part
-from pipeline.encoding.vocabulary import vocabulary_at
-from pipeline.shards import MANIFEST, SPLITS, Manifest, Shard, ShardInfo, read_manifest
+from pipeline.encoding.vocabulary import VOCABULARY_SHA256, vocabulary_at
+from pipeline.shards import MANIFEST, SPLITS, VOCABULARY_FILE, Manifest, Shard, ShardInfo, read_manifest
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ def main(config: InspectConfig) -> int:
     place = StorageDir.of(config.data)
     manifest = read_manifest(place)
     _show(place, manifest)
+    vocabulary_fault = _vocabulary_fault(place, manifest) if config.verify else None
     damaged = list(verify(place, manifest)) if config.verify else []
-    for sentence in damaged:
+    for sentence in (*damaged, *filter(None, [vocabulary_fault])):
         errors.print(escape(sentence), style="red")
     if damaged:
         errors.print(
@@ -56,6 +58,7 @@ def main(config: InspectConfig) -> int:
             f"'python -m pipeline.tokenize' with --out {place} as before to make them again.",
             markup=False,
         )
+    if damaged or vocabulary_fault:
         return 1
     if config.verify:
         console.print(f"All {len(manifest.shards):,} shards match their checksums in {MANIFEST}.")
@@ -79,6 +82,22 @@ def verify(place: StorageDir, manifest: Manifest) -> Iterator[str]:
 
     with ThreadPoolExecutor(max_workers=2 * cpu_count()) as pool:
         yield from (sentence for sentence in pool.map(check, manifest.shards) if sentence)
+
+
+def _vocabulary_fault(place: StorageDir, manifest: Manifest) -> str | None:
+    """A sentence when the data set's own vocabulary is missing or differs from the manifest."""
+    if manifest.vocabulary_sha256 == VOCABULARY_SHA256:
+        return None
+    file = place / VOCABULARY_FILE
+    try:
+        found = hashlib.sha256(place.read(VOCABULARY_FILE)).hexdigest()
+    except FileNotFoundError:
+        fault = "is missing"
+    else:
+        if found == manifest.vocabulary_sha256:
+            return None
+        fault = f"has sha256 {found[:12]} instead of {manifest.vocabulary_sha256[:12]}"
+    return f"{file} {fault}. Copy the file that was given with --vocabulary there."
 
 
 def passages(place: StorageDir, manifest: Manifest, count: int, length: int) -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@ It is the ``tokenizer.json`` of a byte-level BPE, for ``python -m pipeline.token
 settings give the same file: they are read in an order of their own, and the trainer breaks ties by id.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import partial
@@ -29,6 +30,11 @@ from pipeline.job.task import cleaned, or_dropped, read
 BYTE_TOKENS = 256
 PIECE = 1_000_000
 """Bytes of text in the pieces of which a sample is made."""
+MAX_WORD = 1000
+"""Characters of a word that the trainer gets whole: its time grows with their square, and no longer word is worth a
+token. Only parts of longer ones are learned from, such as a genome or encoded data."""
+_LONG_WORD = re.compile(rf"[^\W\d_]{{{MAX_WORD}}}|\d{{{MAX_WORD}}}|(?:[^\w\s]|_){{{MAX_WORD}}}|\s{{{MAX_WORD}}}")
+_BLANKS = bytes.maketrans(b"\t\n\v\f\r", b" " * 5)
 CHUNK = 100_000
 """Bytes of text that the trainer gets at a time: it collects 256 of them before it counts their words."""
 
@@ -102,19 +108,32 @@ def train(config: VocabularyConfig, told: Doing) -> bytes:
 def _texts(config: VocabularyConfig, pieces: list[Piece], told: Doing) -> Iterator[str]:
     """The first ``sample`` bytes of the pieces' text, in an order that depends on their numbers alone."""
     size = 0
-    for piece in sorted(pieces, key=lambda piece: xxhash.xxh3_64_intdigest(piece.name.encode())):
-        settings = piece.settings
-        for raw in (raw for part in piece.parts for raw in read(part, settings)):
-            if size >= config.sample:
-                break
+    ordered = sorted(pieces, key=lambda piece: xxhash.xxh3_64_intdigest(piece.name.encode()))
+    for settings, part in ((piece.settings, part) for piece in ordered for part in piece.parts):
+        for raw in read(part, settings):
             book = raw if isinstance(raw, Dropped) else or_dropped(raw.id, partial(cleaned, raw, settings))
             if isinstance(book, Dropped):
                 continue
             for chunk in gpt2().chunks(book.text[: config.sample - size], CHUNK):
-                yield chunk.decode(errors="ignore")
+                yield from _words_cut(chunk)
             size += len(book.text)
             told.now(f"reading books, {size / 1e6:,.1f} MB")
+            if size >= config.sample:
+                break
+        if size >= config.sample:  # the remaining files need not be opened
+            break
     told.now(f"learning {config.size:,} tokens from {min(size, config.sample) / 1e6:,.1f} MB of text")
+
+
+def _words_cut(chunk: bytes) -> Iterator[str]:
+    """The text of ``chunk``, cut after every ``MAX_WORD`` characters of a longer word."""
+    text, start = chunk.decode(errors="ignore"), 0
+    # The pattern takes as long as training, and splitting at blanks a fiftieth of that.
+    if max(map(len, chunk.split()), default=0) >= MAX_WORD or b" " * MAX_WORD in chunk.translate(_BLANKS):
+        for word in _LONG_WORD.finditer(text):
+            yield text[start : word.end()]
+            start = word.end()
+    yield text[start:]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ PATTERNS = {
 END = "<|endoftext|>"
 _ENDS = (END, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>")
 """What the token that ends a text is called, in the order in which a ``tokenizer.json`` is searched for it."""
+_OFF = dict.fromkeys(("post_processor", "truncation", "padding"))
 
 
 def tokens_of_ranks(ranks: bytes) -> list[bytes]:
@@ -31,40 +32,49 @@ def tokens_of_ranks(ranks: bytes) -> list[bytes]:
 
 
 def tokens_of_json(values: dict[str, Any]) -> list[bytes]:
-    """The tokens of a ``tokenizer.json`` by id. Raises ``ValueError`` for holes, and where none ends a text."""
-    model, splits = values["model"], values["pre_tokenizer"] or {}
+    """The tokens of a ``tokenizer.json`` by id. Raises ``ValueError`` for holes, where none ends a text, and where it
+    does more with a text than splitting and merging: its tokens would not be those bytes."""
+    model, splits = values["model"], values.get("pre_tokenizer") or {}
     *before, last = splits.get("pretokenizers", [splits])
-    if model["type"] != "BPE" or last.get("type") != "ByteLevel":
-        raise ValueError(f"its model is {model['type']} with the pre-tokenizer {last.get('type')}")
-    if last["add_prefix_space"] or values["normalizer"] or model.get("unk_token") or model.get("dropout"):
-        raise ValueError("it changes the text: add_prefix_space, normalizer, unk_token and dropout must be off")
-    if [split["type"] for split in before] != ["Split"] * (not last["use_regex"]):
+    kind = model.get("type") or ("BPE" if "merges" in model else "unknown")  # files of before 2022 do not tell it
+    if kind != "BPE" or last.get("type") != "ByteLevel":
+        raise ValueError(f"its model is {kind} with the pre-tokenizer {last.get('type')}")
+    changes = [name for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix") if model.get(name)]
+    changes += ["add_prefix_space"] * bool(last["add_prefix_space"]) + ["normalizer"] * bool(values.get("normalizer"))
+    if changes:
+        raise ValueError(f"it changes the text: {' and '.join(changes)} must be off")
+    if [split["type"] for split in before] != ["Split"] * (not last.get("use_regex", True)):
         raise ValueError("its pre-tokenizer is not one split pattern and ByteLevel")
     bytes_of = {letter: byte for byte, letter in letters().items()}
-    special = {token["id"]: token["content"].encode() for token in values["added_tokens"]}
+    added = {token["id"]: token["content"].encode() for token in added_tokens(values)}
     found = {
         number: bytes(bytes_of[letter] for letter in token)
         for token, number in model["vocab"].items()
-        if number not in special
+        if number not in added
     }
     end_of_json(values)
-    return _complete(found, special)
+    return _complete(found, added)
+
+
+def added_tokens(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tokens of a ``tokenizer.json`` that are found in a text before it is split into words."""
+    return values.get("added_tokens") or []
 
 
 def end_of_json(values: dict[str, Any]) -> int:
     """The id of the end of text in a ``tokenizer.json``. Raises ``ValueError`` where it has none."""
-    known = {token["content"]: token["id"] for token in values["added_tokens"]}
+    known = {token["content"]: token["id"] for token in added_tokens(values)}
     for name in _ENDS:
         if name in known:
             return known[name]
     raise ValueError(f"none of its added tokens is one of {' '.join(_ENDS)}, which ends a text")
 
 
-def _complete(found: dict[int, bytes], special: dict[int, bytes] | None = None) -> list[bytes]:
+def _complete(found: dict[int, bytes], added: dict[int, bytes] | None = None) -> list[bytes]:
     """The tokens by id. Raises ``ValueError`` when an id or a single byte is missing."""
-    if missing := sorted({bytes([value]) for value in range(256)} - set(found.values())):
+    everything = found | (added or {})
+    if missing := sorted({bytes([value]) for value in range(256)} - set(everything.values())):
         raise ValueError(f"{len(missing)} of the 256 single bytes have no token, the first is {missing[0]!r}")
-    everything = found | (special or {})
     if holes := set(range(len(everything))) - everything.keys():
         raise ValueError(f"the id {min(holes)} has no token")
     if len(set(found.values())) < len(found):
@@ -72,10 +82,19 @@ def _complete(found: dict[int, bytes], special: dict[int, bytes] | None = None) 
     return [everything[number] for number in range(len(everything))]
 
 
-def without_special_tokens(values: dict[str, Any]) -> str:
-    """A ``tokenizer.json`` that encodes special tokens as ordinary text, and adds none."""
-    off = dict.fromkeys(("post_processor", "truncation", "padding"))
-    return json.dumps(values | off | {"added_tokens": []}, ensure_ascii=False)
+def ordinary_json(values: dict[str, Any]) -> str:
+    """A ``tokenizer.json`` that encodes special tokens and what ends a text as ordinary text, and adds none."""
+    end = end_of_json(values)
+    added = [token for token in added_tokens(values) if not token["special"] and token["id"] != end]
+    return json.dumps(values | _OFF | {"added_tokens": added}, ensure_ascii=False)
+
+
+def reference_json(values: dict[str, Any]) -> str:
+    """A ``tokenizer.json`` that adds no tokens to a text. What ends a text is a special token, which its library can be
+    told to encode as ordinary text."""
+    end = end_of_json(values)
+    added = [token | {"special": True} if token["id"] == end else token for token in added_tokens(values)]
+    return json.dumps(values | _OFF | {"added_tokens": added}, ensure_ascii=False)
 
 
 def letters() -> dict[int, str]:

@@ -11,6 +11,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -26,11 +27,13 @@ from pipeline.encoding.chunks import CHUNK, boundary, chunks, word_boundary
 from pipeline.encoding.formats import (
     END,
     PATTERNS,
+    added_tokens,
     end_of_json,
     json_of_ranks,
+    ordinary_json,
+    reference_json,
     tokens_of_json,
     tokens_of_ranks,
-    without_special_tokens,
 )
 from pipeline.shards import VOCABULARY_FILE
 
@@ -57,6 +60,7 @@ _NEWEST = {
     ),
 }
 
+_PROSE = "It's 1,234.56 o'clock -- \"WE'LL see,\" she said;\r\n\r\n    then\tleft...  été, 日本語, мир! <|endoftext|> https://a.b/c_d\n"
 EncoderName = Literal["gigatoken", "tiktoken"]
 
 
@@ -111,14 +115,14 @@ class Vocabulary:
             if self.pattern:
                 self._ranks = self._values["ranks"].encode()
             _ = self.tokens
-        except (KeyError, TypeError, ValueError, AttributeError) as fault:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as fault:
             raise UserError(
                 f"{name} is not the vocabulary of a byte-level BPE ({first_line(fault).rstrip('.')}): give a .tiktoken "
                 "file with all ranks, or a tokenizer.json as 'python -m pipeline.vocabulary' writes it."
             ) from fault
 
     def __len__(self) -> int:
-        return len(self._ranks.splitlines()) + 1 if self.pattern else len(self.tokens)
+        return len(self._ranks.splitlines()) + 1 if self.is_gpt2 else len(self.tokens)
 
     @cached_property
     def tokens(self) -> list[bytes]:
@@ -167,7 +171,9 @@ class Vocabulary:
     def _tokenizers(self) -> Any:
         from tokenizers import Tokenizer  # which takes 0.1 s, and GPT-2's vocabulary does without
 
-        return Tokenizer.from_str(without_special_tokens(self._values))
+        tokenizer = Tokenizer.from_str(reference_json(self._values))
+        tokenizer.encode_special_tokens = True  # as ordinary text
+        return tokenizer
 
     def reference(self, text: str) -> np.ndarray:
         """The ids of ``text`` by the library that the vocabulary is written for, uint32."""
@@ -177,34 +183,55 @@ class Vocabulary:
 
     @cached_property
     def _fast(self) -> _Fast:
-        try:
-            return _Fast(self._gigatoken)
-        except RuntimeError as unknown:
-            raise UserError(
-                f"{self.name} cannot be used by gigatoken ({first_line(unknown)}): add --encoder tiktoken, which "
-                "encodes with the library that it is written for."
-            ) from unknown
+        return _Fast(self._gigatoken)
 
     def _gigatoken(self) -> gigatoken.Tokenizer:
         if not self.pattern:
-            return gigatoken.Tokenizer.from_json(without_special_tokens(self._values))
+            return gigatoken.Tokenizer.from_json(ordinary_json(self._values))
         with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:  # it reads ranks from a file alone
             file.write(self._ranks)
             file.flush()
             return gigatoken.Tokenizer.from_tiktoken(file.name, pretokenizer=self.pattern, special_tokens={})
 
     def prepare(self, encoder: EncoderName) -> None:
-        """Build what ``encoder`` needs. Raises ``UserError`` when that cannot be done."""
+        """Build what ``encoder`` needs, and compare it with the library on text with every token.
+
+        Raises ``UserError`` when it cannot be built, gives other ids, or loses text.
+        """
+        added = [] if self.pattern else [token["content"] for token in added_tokens(self._values)]
+        beside = _PROSE + "".join(f"x{t}x {t} {t}{t}  {t}\n{t}.\t{t}" for t in added)
+        words = [token.decode(errors="ignore") for token in self.tokens]
+        text = "\n".join((beside, *words)) + " ".join(words)
+        with self._refusal(self.library, "give a tokenizer.json as 'python -m pipeline.vocabulary' writes it"):
+            expected = self.reference(text)
+            if self._bytes(expected) != text.encode():
+                raise ValueError("its tokens are not the text that they stand for")
+            parts = [self.reference(part.decode()) for part in self.chunks(beside.encode(), 1)]
+            self._check_equal(np.concatenate(parts), self.reference(beside), "without what precedes them")
+        if encoder == "gigatoken":
+            with self._refusal("gigatoken", "add --encoder tiktoken, which encodes with the library of the file"):
+                self._check_equal(self._fast.encode(text.encode()), expected, f"than {self.library} gives them")
+
+    def _check_equal(self, ids: np.ndarray, expected: np.ndarray, how: str) -> None:
+        """Raise ``ValueError`` with the text at the first difference."""
+        if not np.array_equal(ids, expected):
+            same = np.cumprod(ids[: len(expected)] == expected[: len(ids)]).sum()
+            near = self._bytes(expected[same : same + 8]).decode(errors="ignore")
+            raise ValueError(f"{near[:20]!r} has other ids {how}")
+
+    def _bytes(self, ids: Iterable[int]) -> bytes:
+        return b"".join(self.tokens[token] for token in ids if token < len(self))
+
+    @contextmanager
+    def _refusal(self, library: str, advice: str) -> Iterator[None]:
+        """Raise ``UserError`` with ``advice`` for what goes wrong in ``library`` with this vocabulary."""
         try:
-            _ = self._fast if encoder == "gigatoken" else None
-            self.reference("")
-        except UserError:
+            yield
+        except (UserError, KeyboardInterrupt, SystemExit):
             raise
-        except Exception as fault:  # of this class are those of the libraries in Rust
-            raise UserError(
-                f"{self.name} cannot be used by {self.library} ({first_line(fault)}): give a tokenizer.json as "
-                "'python -m pipeline.vocabulary' writes it."
-            ) from fault
+        except BaseException as fault:  # a panic of a library in Rust is no Exception
+            reason = first_line(fault).rstrip(".")
+            raise UserError(f"{self.name} cannot be used by {library} ({reason}): {advice}.") from fault
 
     def encode(self, text: bytes, encoder: EncoderName = "gigatoken") -> np.ndarray:
         """Token ids of ``text``, which must be valid UTF-8; no end-of-text token is added.
@@ -246,11 +273,12 @@ class Vocabulary:
         """The vocabulary as a ``tokenizer.json``, which Hugging Face's libraries read."""
         if not self.pattern:
             return self.content.decode()
-        return json_of_ranks(self.tokens, self._gigatoken().merges, self.pattern)
+        with self._refusal("gigatoken", "tokenize with a tokenizer.json, which lists its merges"):
+            return json_of_ranks(self.tokens, self._gigatoken().merges, self.pattern)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ``ids``; a cut inside a character shows as a replacement character."""
-        return b"".join(self.tokens[token] for token in ids).decode(errors="replace")
+        return self._bytes(ids).decode(errors="replace")
 
 
 @cache
@@ -288,9 +316,9 @@ def read_vocabulary(address: str | None) -> Vocabulary:
             f"such as {file.name.removesuffix('.tiktoken')}.{'.tiktoken, .'.join(PATTERNS)}.tiktoken."
         )
     pattern = named[0].replace("r50k", "gpt2")
-    if pattern == "gpt2" and hashlib.sha256(content).hexdigest() == VOCABULARY_SHA256:
+    ranks = "".join(f"{line}\n" for line in content.decode(errors="replace").splitlines() if line.strip())
+    if pattern == "gpt2" and hashlib.sha256(ranks.encode()).hexdigest() == VOCABULARY_SHA256:
         return gpt2()
-    ranks = content.decode(errors="replace")
     return Vocabulary(json.dumps({"pattern": pattern, "ranks": ranks}).encode(), name)
 
 

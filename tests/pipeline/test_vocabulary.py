@@ -2,6 +2,9 @@
 
 import base64
 import json
+import re
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +14,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from infra.errors import UserError
 from infra.storage_dir import StorageDir
-from pipeline import tokenize, vocabulary
+from pipeline import inspect, tokenize, vocabulary
 from pipeline.config import Reading, TokenizeConfig
 from pipeline.encoding.formats import PATTERNS
-from pipeline.encoding.vocabulary import Vocabulary, gpt2, read_vocabulary, vocabulary_at
-from pipeline.inspect import passages
+from pipeline.encoding.vocabulary import EncoderName, Vocabulary, gpt2, read_vocabulary, vocabulary_at
+from pipeline.inspect import InspectConfig, passages
 from pipeline.shards import VOCABULARY_FILE, TokenShards, read_manifest
 from pipeline.stream import Stream
 from pipeline.vocabulary import VocabularyConfig
@@ -28,6 +32,7 @@ LLAMA = (
     r"|\s+(?!\S)|\s+"
 )
 END = "<|endoftext|>"
+ENCODERS: tuple[EncoderName, ...] = ("gigatoken", "tiktoken")
 
 
 def ranks(tokens: list[bytes]) -> bytes:
@@ -162,7 +167,12 @@ def test_more_than_65_536_ids_take_four_bytes_from_book_to_batch(
 
 
 def test_a_data_set_carries_its_vocabulary_and_refuses_another(
-    trained: Path, kinds: dict[str, Vocabulary], tmp_path: Path, store: str, write_books: Callable[..., Path]
+    trained: Path,
+    kinds: dict[str, Vocabulary],
+    tmp_path: Path,
+    store: str,
+    write_books: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = TokenizeConfig(
         (str(write_books(tmp_path / "books", 3)),), out=str(tmp_path / "out"), vocabulary=str(trained),
@@ -173,6 +183,16 @@ def test_a_data_set_carries_its_vocabulary_and_refuses_another(
     before = read_manifest(tmp_path / "out")
     tokenize.main(replace(config, vocabulary=str(tmp_path / "out" / VOCABULARY_FILE)))
     assert read_manifest(tmp_path / "out") == before, "the same, wherever it is"
+    file = tmp_path / "out" / VOCABULARY_FILE
+    for content in (b"", trained.read_bytes()[:-9], None):
+        if content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content)
+        assert inspect.main(InspectConfig(str(tmp_path / "out"), verify=True)) == 1
+        assert VOCABULARY_FILE in capsys.readouterr().err
+    file.write_bytes(trained.read_bytes())
+    assert inspect.main(InspectConfig(str(tmp_path / "out"), verify=True)) == 0
     other = tmp_path / "first.json"
     other.write_bytes(kinds["first.json"].content)
     for changed in (None, str(other)):
@@ -181,6 +201,155 @@ def test_a_data_set_carries_its_vocabulary_and_refuses_another(
     tokenize.main(replace(config, vocabulary=None, overwrite=True))
     assert not (tmp_path / "out" / VOCABULARY_FILE).exists()
     assert read_manifest(tmp_path / "out").vocabulary_sha256 == gpt2().sha256
+
+
+def test_a_word_of_any_length_is_learned_from_in_parts_and_others_whole(tmp_path: Path) -> None:
+    """Whole, these take more than a minute."""
+    words = ("ACGT" * 40_000, "1234" * 10_000, "-=" * 20_000, "老磨坊" * 10_000)
+    prose = "".join(f"On day {n} the miller laughed, and went down to the river.\n" for n in range(1_500))
+    (tmp_path / "a.txt").write_text("\n".join((prose, *words, prose)))
+    begin = time.monotonic()
+    vocabulary.main(VocabularyConfig((str(tmp_path / "a.txt"),), size=340, out=str(tmp_path / "own.json")))
+    assert time.monotonic() - begin < 20
+    tokens = Vocabulary((tmp_path / "own.json").read_bytes(), "own").tokens
+    assert {b"ACGTACGT", b" the"} <= set(tokens)
+
+
+def test_no_file_is_opened_once_the_sample_is_full(tmp_path: Path) -> None:
+    books = tmp_path / "books"
+    books.mkdir()
+    for number in range(6):
+        lines = (f"On day {n} of book {number} the miller went on along the river.\n" for n in range(20_000))
+        (books / f"{number}.txt").write_text("".join(lines))
+    config = VocabularyConfig((str(books),), size=270, sample=1000, out=str(tmp_path / "own.json"))
+    opened: set[str] = set()
+    is_on = [True]  # a hook cannot be removed
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if is_on[0] and event == "open" and str(arguments[0]).startswith(str(books)):
+            opened.add(str(arguments[0]))
+
+    sys.addaudithook(note)
+    vocabulary.main(config)
+    is_on[0] = False
+    assert len(opened - {str(books)}) == 1
+
+
+def refusal_of(content: bytes, name: str, encoder: EncoderName) -> str:
+    """Why ``encoder`` cannot be used with a vocabulary of this content, in one sentence; empty where it can."""
+    try:
+        Vocabulary(content, f"--vocabulary {name}").prepare(encoder)
+    except UserError as refused:
+        sentence = str(refused)
+    else:
+        return ""
+    assert re.fullmatch(rf"--vocabulary {re.escape(name)} .*\.", sentence), sentence
+    return sentence
+
+
+def added(values: dict[str, Any], *contents: str, **flags: bool) -> bytes:
+    """A ``tokenizer.json`` with these added tokens, which are not special."""
+    end = values["added_tokens"][0]
+    tokens = [
+        end | {"id": end["id"] + 1 + n, "content": content, "special": False} | flags
+        for n, content in enumerate(contents)
+    ]
+    return without(values, added_tokens=[end, *tokens])
+
+
+def test_added_tokens_are_used_as_by_the_library_or_refused(trained: Path) -> None:
+    values = json.loads(trained.read_bytes())
+    code = "def river():\n    run()\n        <|endoftext|>\tSherlock said    Sherlock\n" * 9
+    for normalized in (False, True):
+        content = added(values, "    ", "        ", "Sherlock", "\n\n", normalized=normalized)
+        library = Tokenizer.from_str(content.decode())
+        library.encode_special_tokens = True
+        for encoder in ENCODERS:
+            assert not refusal_of(content, "added.json", encoder)
+            found = Vocabulary(content, "added.json")
+            ids = found.encode(code.encode(), encoder).tolist()
+            assert ids == library.encode(code).ids
+            assert {701, 702} <= set(ids)
+            assert found.end_of_text not in ids
+            assert found.decode(ids) == code
+    for changed, flags in (("cat", {"single_word": True}), ("cat", {"lstrip": True}), ("cat", {"rstrip": True})):
+        assert refusal_of(added(values, changed, **flags), "flags.json", "gigatoken"), flags
+    for encoder in ENCODERS:
+        assert "New York" in refusal_of(added(values, "New York"), "cut.json", encoder), "it may be cut in a book"
+    end = [values["added_tokens"][0] | {"special": False}]
+    own = Vocabulary(without(values, added_tokens=end), "end.json")
+    for encoder in ENCODERS:
+        own.prepare(encoder)
+        assert own.end_of_text not in own.encode(b"before<|endoftext|>after", encoder), "a book does not end there"
+
+
+def test_older_files_and_the_hubs_own_are_read(trained: Path) -> None:
+    values = json.loads(trained.read_bytes())
+    model = {name: value for name, value in values["model"].items() if name in ("dropout", "unk_token", "vocab")}
+    pairs = values["model"]["merges"]
+    split = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    text = "It was the best of times, it was the worst of times.\n" * 9
+    expected = Vocabulary(trained.read_bytes(), "own").encode(text.encode()).tolist()
+    for merges in (pairs, [" ".join(pair) for pair in pairs]):
+        for changes in ({}, {"unk_token": "<|endoftext|>"}, {"continuing_subword_prefix": "", "fuse_unk": False}):
+            older = model | {"merges": merges} | changes
+            content = without(values, model=older, pre_tokenizer=split, normalizer=None)
+            for encoder in ENCODERS:
+                assert not refusal_of(content, "gpt2.json", encoder)
+                assert Vocabulary(content, "gpt2.json").encode(text.encode(), encoder).tolist() == expected
+
+
+def test_what_cannot_be_reproduced_is_refused_with_one_sentence(trained: Path) -> None:
+    values = json.loads(trained.read_bytes())
+    model = values["model"]
+    drop = {"type": "Split", "pattern": {"Regex": r"\s+"}, "behavior": "Removed", "invert": False}
+    words = drop | {"pattern": {"Regex": r" ?\S+ \S+|\s|\S+"}, "behavior": "Isolated"}
+    after = values["pre_tokenizer"] | {"use_regex": False}
+    lone = {"id": 700, "content": "\ud800"} | dict.fromkeys(
+        ("single_word", "lstrip", "rstrip", "normalized", "special"), False
+    )
+    wrong = {
+        "prefix": without(values, model=model | {"continuing_subword_prefix": "##"}),
+        "suffix": without(values, model=model | {"end_of_word_suffix": "</w>"}),
+        "dropout": without(values, model=model | {"dropout": 0.1}),
+        "blanks": without(values, pre_tokenizer={"type": "Sequence", "pretokenizers": [drop, after]}),
+        "merge": without(values, model=model | {"merges": [["zzz", "yyy"]]}),
+        "surrogate": without(values, added_tokens=[*values["added_tokens"], lone]),
+        "surrogates": without(values, model=model | {"merges": [["\ud800", "a"]]}),
+        "null": without(values, added_tokens=None),
+        "deep": b'{"model": ' + b"[" * 100_000,
+    }
+    for name, content in wrong.items():
+        for encoder in ENCODERS:
+            assert refusal_of(content, f"{name}.json", encoder), name
+    pairs = model["merges"] + [["e", "r"], [" ", " "]]
+    joined = {"type": "Sequence", "pretokenizers": [words, after]}
+    known = model["vocab"] | {"e\u0120t": 700}
+    content = without(
+        values, pre_tokenizer=joined, model=model | {"vocab": known, "merges": [["e\u0120", "t"], *pairs]}
+    )
+    assert refusal_of(content, "words.json", "tiktoken")
+
+
+def test_a_panic_of_an_encoder_is_one_sentence_and_the_other_encoder_works(kinds: dict[str, Vocabulary]) -> None:
+    content = json.dumps(
+        {"pattern": "gpt2", "ranks": ranks([*kinds["own.json"].tokens[:256], b"never merged"]).decode()}
+    ).encode()
+    assert "--encoder tiktoken" in refusal_of(content, "own.gpt2.tiktoken", "gigatoken")
+    assert not refusal_of(content, "own.gpt2.tiktoken", "tiktoken")
+    with pytest.raises(UserError, match=r"own\.gpt2\.tiktoken"):
+        Vocabulary(content, "own.gpt2.tiktoken").tokenizer_json()
+
+
+def test_empty_lines_in_a_rank_file_change_nothing(tmp_path: Path, kinds: dict[str, Vocabulary]) -> None:
+    content = ranks(kinds["own.json"].tokens[:-1])
+    (tmp_path / "whole.gpt2.tiktoken").write_bytes(content)
+    whole = read_vocabulary(str(tmp_path / "whole.gpt2.tiktoken"))
+    for changed in (content + b"\n", content + b"\r\n \n", b"\n" + content, content.replace(b"\n", b"\r\n")):
+        (tmp_path / "other.gpt2.tiktoken").write_bytes(changed)
+        found = read_vocabulary(str(tmp_path / "other.gpt2.tiktoken"))
+        found.prepare("gigatoken")
+        assert (found.sha256, len(found), found.end_of_text) == (whole.sha256, len(whole), whole.end_of_text)
 
 
 def without(values: dict[str, Any], **changes: Any) -> bytes:
