@@ -152,6 +152,7 @@ def unimportable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("wrong_models:half", [], "float16"), ("wrong_models:turned", [], "complex64"),
         ("wrong_models:Empty", [], "no parameters"), ("wrong_models:Imaginary", [], "complex64"),
         ("wrong_models:Pair", [], "tuple"), ("wrong_models:Inputs", [], "positional"),
+        ("wrong_models:ByData", [], "head.weight and rows.weight"),
         ("wrong_models:Late", [], "more."), ("wrong_models:Noted", [], "a checkpoint"),
         ("wrong_models:positional", [], "positional"), ("wrong_models:leaving", [], "by itself"),
         ("wrong_models:model", [], "a module itself"), ("wrong_models:again", [], "the same module"),
@@ -196,6 +197,33 @@ def test_where_a_model_fails_that_could_be_built_is_told_and_what_was_trained_is
     assert command(run.main, "--resume", "Tired") == 0
     said = refused(run.main, *flags, "--model", f"wrong_models:Short,{SIZES}")
     assert re.search("wrong_models:Short .*memory.*wrong_models.py, line", said), "by a probe"
+
+
+@pytest.mark.usefixtures("working_folder")
+def test_a_loss_that_is_no_mean_and_an_evaluation_without_numbers_are_told(
+    command: Callable[..., int], small_shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "--data",
+        str(small_shards),
+        "--device",
+        "cpu",
+        "--global-batch",
+        "2",
+        "--micro-batch",
+        "2",
+        "--steps",
+        "2",
+    ]
+    flags += ["--cycle", "1+1", "--spike", "0"]
+    for name, told, part in (("Summed", "not a sum", "first loss"), ("Spoiled", "model.eval()", "evaluation")):
+        capfd.readouterr()
+        assert command(run.main, *flags, "--model", f"wrong_models:{name},{SIZES}", "--name", name) == 0
+        said = " ".join(capfd.readouterr().out.split())
+        assert said.count(told) == (2 if name == "Summed" else 1), "at the first report and at the end"
+        summary = Path(f"runs/{name}/summary.md").read_text()
+        assert part in summary
+        assert told in summary
 
 
 @pytest.mark.usefixtures("working_folder")

@@ -1,8 +1,10 @@
-"""What was wrong with a run, for a person: why it did not fit in memory, and the cheapest change that should help.
+"""What was wrong with a run, for a person: why it did not fit in memory, and the cheapest change that should help; and
+what the losses of a custom model say about its code.
 
 Sizes are in GB of 10^9 bytes, as limits are given.
 """
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,9 +13,50 @@ from infra.storage_dir import StorageDir
 from infra.units import format_size
 from train.checkpoint.find import resume_run, run_with
 from train.config import TrainConfig
+from train.custom_model import CustomModel
 from train.estimate.changes import Change, memory_savers
 from train.estimate.memory import known_peak, predict_peak
 from train.result import BUILDING, Diagnosis, RunResult, Shortage
+
+LEARNING_STEPS = 100
+"""Steps after which any model that learns is better than a guess."""
+
+_LEARNT = 0.98
+"""Share of the loss of a guess below which a model has learnt something."""
+
+
+def first_loss_fault(config: TrainConfig, loss: float | None) -> str:
+    """Why the ``loss`` of the first step of a custom model is not a mean over its ids; empty where it can be one."""
+    guess = math.log(config.model.vocabulary)
+    if not isinstance(config.model, CustomModel) or loss is None or loss <= 2 * guess:
+        return ""
+    return (
+        f"the first loss is {loss:,.1f}, and a guess among {config.model.vocabulary:,} ids has {guess:.1f}: check that "
+        f"--model {config.model.callable} returns the mean over all targets and not a sum, and that its initial "
+        "weights are small"
+    )
+
+
+def of_losses(config: TrainConfig, result: RunResult) -> Diagnosis | None:
+    """What the losses of a custom model say is wrong with its code; None where nothing is."""
+    model = config.model
+    if not isinstance(model, CustomModel):
+        return None
+    rows, guess = list[tuple[str, str]](), math.log(model.vocabulary)
+    losses = [loss for _, loss, _ in result.loss_curve]
+    if fault := first_loss_fault(config, result.first_loss):
+        rows.append(("first loss", fault))
+    elif losses and result.steps >= LEARNING_STEPS and min(losses) > _LEARNT * guess:
+        text = (
+            f"after {result.steps:,} steps the loss is {losses[-1]:.2f}, that of a guess among {model.vocabulary:,} "
+            f"ids ({guess:.2f}): check that --model {model.callable} uses its inputs, and does not shift the targets, "
+            "which are one position later already; or raise --learning-rate"
+        )
+        rows.append(("nothing learnt", text))
+    if result.val_loss is not None and not math.isfinite(result.val_loss):
+        text = f"the validation loss is {result.val_loss}: check what --model {model.callable} does in model.eval()"
+        rows.append(("evaluation", text))
+    return Diagnosis(rows) if rows else None
 
 
 def of_memory(config: TrainConfig, result: RunResult, place: StorageDir, memory_limit: int | None) -> Diagnosis | None:

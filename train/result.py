@@ -111,6 +111,11 @@ class CycleReport:
     gradient_norm: float
     step_losses: list[float] = field(default_factory=list)
 
+    @property
+    def first_loss(self) -> float | None:
+        """The loss of the run's first step; None in a later cycle."""
+        return self.step_losses[0] if self.step_losses and self.step == len(self.step_losses) else None
+
     def line(self) -> str:
         val = "-" if self.val_loss is None else f"{self.val_loss:.3f}"
         return (
@@ -133,6 +138,8 @@ class RunResult:
     impossible: str = field(default="", kw_only=True)
     """Why the speed of its steps is no measurement: no such device computes so fast; empty where one could."""
     memory: Memory
+    first_loss: float | None = field(default=None, kw_only=True)
+    """Training loss of the first step; None in a result that does not begin with it."""
     train_loss: float | None
     """Over the padded vocabulary."""
     val_loss: float | None

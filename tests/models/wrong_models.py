@@ -126,6 +126,30 @@ class Tired(Bigram):
         return super().forward(inputs, targets)
 
 
+class Summed(Bigram):
+    """Can be trained, and its loss is not the mean."""
+
+    def forward(self, inputs: Tensor, targets: Tensor | None) -> Tensor:
+        loss = super().forward(inputs, targets)
+        return loss if targets is None else loss * targets.numel()
+
+
+class Spoiled(Bigram):
+    """Gives no numbers where it is evaluated."""
+
+    def forward(self, inputs: Tensor, targets: Tensor | None) -> Tensor:
+        return super().forward(inputs, targets) * (1.0 if self.training else float("nan"))
+
+
+class ByData(Bigram):
+    """Ties its head to its embedding by its memory alone."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(vocabulary)
+        self.head = nn.Linear(vocabulary, vocabulary, bias=False)
+        self.head.weight.data = self.rows.weight.data
+
+
 def positional(vocabulary: int, /) -> nn.Module:
     return Bigram(vocabulary)
 

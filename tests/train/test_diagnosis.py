@@ -15,7 +15,8 @@ from infra.hardware import A100
 from infra.schema import from_json, to_json
 from infra.storage_dir import StorageDir
 from train.config import TrainConfig, load_config
-from train.diagnosis import of_memory
+from train.custom_model import CustomModel
+from train.diagnosis import of_losses, of_memory
 from train.estimate.memory import predict_peak
 from train.resolve import resolve
 from train.result import BUILDING, Memory, RunResult, Shortage
@@ -145,3 +146,34 @@ def test_the_command_can_be_copied(
     kept = of_memory(config, failed(make_result, 12 * GB, checkpoint="runs/one/checkpoints/step-00000200"), HOME, None)
     assert kept
     assert kept.command == "python -m train.run --resume one --micro-batch 8"
+
+
+CUSTOM = TrainConfig(model=CustomModel("models:make", vocabulary=257), micro_batch=1, global_batch=1)
+GUESS = 5.549
+"""The loss of a guess among 257 ids."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "row"),
+    [
+        ({"first_loss": 1633.0}, ("first loss", "1,633.0")),
+        ({"first_loss": 2 * GUESS - 0.1}, None),
+        ({"steps": 200, "loss_curve": [(100, 5.6, None), (200, 5.5, None)]}, ("nothing learnt", "5.50")),
+        ({"steps": 200, "loss_curve": [(100, 5.6, None), (200, 5.4, None)]}, None),
+        ({"steps": 99, "loss_curve": [(99, 5.6, None)]}, None),
+        ({"steps": 200, "loss_curve": []}, None),
+        ({"val_loss": float("nan")}, ("evaluation", "nan")),
+        ({"val_loss": None}, None),
+    ],
+)
+def test_what_losses_say_of_a_custom_models_code(
+    make_result: Make, changes: dict[str, Any], row: tuple[str, str] | None
+) -> None:
+    found = of_losses(CUSTOM, make_result(**changes))
+    assert bool(found) == bool(row)
+    if found and row:
+        ((name, text),) = found.rows
+        assert name == row[0]
+        assert row[1] in text
+        assert "models:make" in text
+    assert of_losses(TrainConfig(micro_batch=1), make_result(**changes)) is None, "of a GPT-2 its code is ours"

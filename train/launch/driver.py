@@ -51,9 +51,10 @@ def train_and_record(run: RunPlan, config: TrainConfig, tracker: Tracker) -> Run
 
 
 def diagnosed(run: RunPlan, config: TrainConfig, result: RunResult) -> Diagnosis | None:
-    """What was wrong with the ``result`` of a run: that it did not fit in memory, or was slower than its search."""
+    """What was wrong with the ``result`` of a run: its memory, its speed compared with its search, or its losses."""
     found = diagnosis.of_memory(config, result, run.home.place, run.memory_limit)
-    return found or (slower(result, run.confirmed, config) if run.confirmed else None)
+    found = found or (slower(result, run.confirmed, config) if run.confirmed else None)
+    return found or diagnosis.of_losses(config, result)
 
 
 def launch(

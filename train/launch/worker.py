@@ -28,6 +28,7 @@ from train.config import TrainConfig
 from train.confirmed import FIRST_STEPS
 from train.data.dataset import ShardData
 from train.data.stream import StreamData
+from train.diagnosis import first_loss_fault
 from train.launch.channel import Channel, EarlierWorkers, WorkerEnd
 from train.launch.run import Assignment, Returned
 from train.loop import memory
@@ -284,7 +285,12 @@ def train_here(
         result = replace(result, joules_per_million_tokens=energy(telemetry, trainer, result, begun))
         result = replace(result, telemetry=trainer.while_training(telemetry))
     encoded_on = dict(trainer.data.encoded_on) if isinstance(trainer.data, StreamData) else {}
-    return replace(result, sample=closing_sample(trainer, result), encoded_on=encoded_on)
+    text = None
+    try:
+        text = closing_sample(trainer, result)
+    except UserError as fault:  # of the model in evaluation mode, which must not cost the result
+        line.channel.say(str(fault))
+    return replace(result, sample=text, encoded_on=encoded_on)
 
 
 def did_not_fit(result: RunResult, begun: int) -> bool:
@@ -311,6 +317,8 @@ def _attempt(
     trainer: Trainer | None = None
 
     def on_cycle(report: CycleReport) -> None:
+        if fault := first_loss_fault(config, report.first_loss):
+            line.channel.say(fault)
         if trainer and trainer.device.type == "cuda" and len(trainer.spent.reports) == 1:
             total = limit.size if limit else torch.cuda.get_device_properties(trainer.device).total_memory
             line.channel.say(fullness(config, memory.peak(trainer.device).process, total))

@@ -68,6 +68,7 @@ def conclude(
         throughput=speed,
         impossible=impossible,
         memory=memory.peak(device),
+        first_loss=spent.reports[0].first_loss if spent.reports else None,
         train_loss=last.train_loss if last else None,
         val_loss=val_loss,
         train_tokens=train_tokens,

@@ -48,12 +48,20 @@ def sample(
     top_k: int = 200,
     seed: int = 0,
 ) -> list[int]:
-    """``count`` token ids that follow ``ids``. A text longer than the model's context loses its beginning."""
+    """``count`` token ids that follow ``ids``. A text longer than the model's context loses its beginning.
+
+    Raises ``UserError`` when the model gives no probabilities.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([ids], device=device)
     for _ in range(count):
         logits = model(tokens[:, -kind.context_length :], None)[:, -1, : kind.vocabulary].float()
+        if not torch.isfinite(logits.logsumexp(dim=-1)).all():
+            raise UserError(
+                "The model gives logits that are infinite or not a number in evaluation mode. Check what its forward "
+                "pass does after model.eval(), or continue from a checkpoint before it diverged."
+            )
         tokens = torch.cat([tokens, _choose(logits, temperature, top_k, generator)], dim=1)
     return tokens[0, len(ids) :].tolist()
 

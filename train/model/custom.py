@@ -163,6 +163,15 @@ def _refuse_untrainable(made: nn.Module, named: str) -> None:
                 f"{named}: {name} is {parameter.dtype}, which the optimizers do not take: make it float32; "
                 "--precision chooses the type of the arithmetic."
             )
+    # By their storages' objects, which are kept meanwhile, because the meta device has no addresses.
+    storages = [(name, each.untyped_storage(), each.storage_offset()) for name, each in made.named_parameters()]
+    first: dict[tuple[int, int], str] = {}
+    for name, storage, offset in storages:
+        if (other := first.setdefault((id(storage), int(offset)), name)) != name:
+            raise UserError(
+                f"{named}: {name} and {other} are two parameters with the same memory, as after an assignment to "
+                ".data, which a move to another device separates: assign the parameter itself to tie them."
+            )
     for name, module in made.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UserError(f"{named}: {name} gives sparse gradients, which the optimizers do not take: make it dense.")

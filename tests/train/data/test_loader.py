@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from infra.errors import UserError
 from pipeline.shards import TokenShards
-from train.data.loader import BatchLoader, _copy_stream
+from train.data.loader import PLANNED_WINDOWS, BatchLoader, _copy_stream
 from train.data.windows import Windows, permute
 
 CPU = torch.device("cpu")
@@ -98,6 +98,41 @@ def test_a_step_has_the_same_windows_however_it_is_executed(
     position = windows.count - 5  # spans two epochs
     expected = step_inputs(windows, position, 12, 1, 1)
     assert np.array_equal(step_inputs(windows, position, micro, accumulation, workers), expected)
+
+
+@pytest.mark.parametrize(("micro", "accumulation", "workers"), [(1100, 1, 1), (300, 4, 1), (1100, 1, 2), (513, 3, 1)])
+def test_a_step_of_more_windows_than_are_planned_at_once_has_all_of_them(
+    small_shards: Path, micro: int, accumulation: int, workers: int
+) -> None:
+    """Three steps in a row, over the end of an epoch, each of whose windows are known from their places."""
+    windows = windows_of(small_shards)
+    size = micro * accumulation * workers
+    assert size > PLANNED_WINDOWS
+    for rank in range(workers):
+        loader = BatchLoader(
+            windows, micro_batch=micro, accumulation=accumulation, position=7, device=CPU, rank=rank, workers=workers
+        )
+        for step in range(3):
+            places = 7 + step * size + rank * micro * accumulation + np.arange(micro * accumulation)
+            expected = np.empty((len(places), 33), dtype=np.int64)
+            windows.read(windows.window_ids(places), expected)
+            found = np.concatenate([loader.next()[0].numpy() for _ in range(accumulation)])
+            assert np.array_equal(found, expected[:, :-1])
+            assert loader.position == 7 + (step + 1) * size
+
+
+def test_a_split_of_exactly_one_window_is_read_again_and_again() -> None:
+    """33 tokens are one window of 32, and 32 are none; a batch of three has it three times, at any seed."""
+    for seed in range(5):
+        windows = Windows([np.arange(33, dtype=np.uint16)], 32, seed)
+        assert windows.count == 1
+        loader = BatchLoader(windows, micro_batch=3, accumulation=2, position=0, device=CPU)
+        for _ in range(4):
+            inputs, targets = loader.next()
+            assert inputs.tolist() == [list(range(32))] * 3
+            assert targets.tolist() == [list(range(1, 33))] * 3
+    with pytest.raises(UserError, match="has 32 tokens and one window needs 33"):
+        Windows([np.arange(32, dtype=np.uint16)], 32, 0)
 
 
 @settings(max_examples=30)

@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infra.errors import UserError
+from infra.storage import write_json
 from pipeline import tokenize, vocabulary
 from pipeline.config import TokenizeConfig
 from pipeline.encoding.vocabulary import gpt2
@@ -95,3 +96,23 @@ def test_the_size_of_the_small_model_with_its_own_vocabulary() -> None:
     model = PRESETS["edu-3m"]
     blocks = 4 * (12 * 256**2 + 13 * 256)
     assert parameter_count(model) == blocks + 2 * 256 + (512 + 512) * 256 == 3_421_696
+
+
+def test_a_run_on_it_is_resumed(own: TrainConfig, tmp_path: Path) -> None:
+    """The run's settings name no vocabulary, and its checkpoint holds the model that followed from the data."""
+    home = RunFolder(tmp_path / "one")
+    straight = Trainer(replace(own, steps=3))
+    whole = straight.run()
+    home.path.mkdir()
+    write_json(home.config, own.to_json())
+    assert Trainer(replace(own, steps=3), checkpoints=home.checkpoints, should_stop=lambda: True).run().steps == 1
+    plan = RunPlan.continued(replace(own, steps=3), "one", str(tmp_path))
+    assert plan.progress
+    assert plan.progress.step == 1
+    assert plan.asked.model.vocabulary == 600
+    rest = Trainer(plan.asked, checkpoints=home.checkpoints, resume=plan.home.newest())
+    result = rest.run()
+    assert (result.outcome, result.steps) == ("finished", 3)
+    losses = [loss for report in straight.spent.reports for loss in report.step_losses]
+    assert [loss for report in rest.spent.reports for loss in report.step_losses] == losses
+    assert (result.val_loss, result.val_bits_per_byte) == (whole.val_loss, whole.val_bits_per_byte)

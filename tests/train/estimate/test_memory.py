@@ -20,7 +20,7 @@ from train.estimate.memory import correct, largest_micro_batch, largest_of_any_b
 from train.loop.execution import compiled
 from train.loop.trainer import Trainer
 from train.model.attention import ATTENTION
-from train.model.gpt import GPT
+from train.model.gpt import GPT, parameter_count
 from train.model.optimizer import make_optimizer
 from train.model_config import PRESETS, ModelConfig, parse_model
 
@@ -233,3 +233,27 @@ def test_two_probes_predict_reserved_memory_of_other_batches_within_3_percent(
     for size in (8, 16, 32):
         predicted, reserved = measured(size)
         assert correct(predicted, probes) == pytest.approx(reserved, rel=0.03)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_sharded_workers_each_hold_their_part(workers: int) -> None:
+    """FSDP divides weights, gradients and the optimizer's state, and what a batch takes stays as large.
+
+    Copies on each worker (DDP) take as much as one worker alone.
+    """
+    alone = replace(BASE, compile="blocks", device="cuda", precision="bf16", global_batch=16, allocator="expandable")
+    copied, sharded = (
+        replace(alone, workers=workers, global_batch=16 * workers, shard=shard) for shard in (False, True)
+    )
+    one, copy, shard = map(predict_peak, (alone, copied, sharded))
+    parameters = parameter_count(MODEL)
+    assert one.weights == copy.weights == 4 * parameters
+    assert copy == one
+    assert shard.weights == 4 * parameters // workers
+    assert shard.optimizer == 8 * parameters // workers
+    assert (shard.context, shard.workspace) == (one.context, one.workspace)
+    assert shard.activations == one.activations
+    saved = one.total - shard.total
+    assert saved >= (4 + 8) * parameters * (workers - 1) // workers
+    assert saved <= (4 + 8 + 4) * parameters * (workers - 1) // workers + 1
+    assert most(sharded) < most(copied)

@@ -248,6 +248,10 @@ def test_energy_is_told_for_the_steps_after_the_first(
         on_gpu = make_result(device="NVIDIA H100", steps=9, first_step_seconds=5.0, seconds=20.0)
         tokens = (9 - 2 - 1) * config.step_tokens
         assert worker.energy(watched, trainer, on_gpu, begun=2) == pytest.approx(500 * 20 / tokens * 1e6)
+        trainer.elapsed_before, resumed = 300.0, replace(on_gpu, seconds=320.0)
+        assert worker.energy(watched, trainer, resumed, begun=2) == pytest.approx(500 * 20 / tokens * 1e6), (
+            "of this part of a resumed run alone, as its tokens are"
+        )
         assert worker.energy(watched, trainer, on_gpu, begun=8) is None, "the first step alone compiles"
         assert worker.energy(watched, trainer, replace(on_gpu, device="cpu"), begun=2) is None
         assert worker.energy(watched, trainer, replace(on_gpu, first_step_seconds=None), begun=2) is None

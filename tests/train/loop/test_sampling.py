@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from infra.errors import UserError
 from pipeline.encoding.vocabulary import VOCABULARY_SHA256, gpt2
 from train.config import Cycle, TrainConfig
 from train.loop.execution import plain
@@ -106,6 +107,18 @@ def test_the_likeliest_ids_are_sampled_and_none_of_the_padding(by_hand: GPT) -> 
     everything = sample(by_hand, by_hand.config, [0], 600, temperature=1.0, top_k=0)
     assert len(set(everything)) > 100
     assert max(everything) < 257
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_without_numbers_in_evaluation_mode_is_refused(by_hand: GPT, value: float) -> None:
+    """Also where the likeliest is taken, which NaN would be. One id without a chance is no fault."""
+    with torch.no_grad():
+        by_hand.head.weight[5, 0] = float("-inf")
+        assert sample(by_hand, by_hand.config, [0], 3, temperature=0) == [6] * 3
+        by_hand.head.weight[5, 0] = value
+    for temperature in (0.0, 1.0):
+        with pytest.raises(UserError, match=r"evaluation mode.*model\.eval\(\)"):
+            sample(by_hand, by_hand.config, [0], 3, temperature=temperature)
 
 
 def test_the_likeliest_of_more_ids_than_there_are_is_any_of_them(by_hand: GPT) -> None:

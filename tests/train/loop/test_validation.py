@@ -1,5 +1,6 @@
 """Validation: every held-out window once, at any micro-batch and number of workers."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.encoding.vocabulary import gpt2
+from pipeline.encoding.vocabulary import VOCABULARY_SHA256, gpt2
+from pipeline.shards import Manifest, ShardRow, write_shard
 from train.config import Cycle, TrainConfig
 from train.data.loader import BatchLoader
 from train.data.windows import Windows
@@ -102,3 +104,57 @@ def test_bits_are_of_the_text_that_was_read() -> None:
     assert Text.of(windows, 1, vocabulary) == Text(len(ids) + 1, len(text.encode()), len(text))
     assert bits_per(2.0, 10, 4) == pytest.approx(2 * 1.442695 * 10 / 4)
     assert bits_per(2.0, 10, 0) is None
+
+
+def test_bits_are_those_of_the_validation_split_and_not_of_the_training_split(
+    small_model: ModelConfig, tmp_path: Path
+) -> None:
+    """Training text has long tokens, and the held-out text, a tenth as much of it, letters of one and of two bytes."""
+    vocabulary = gpt2()
+    held_out = " x q z é j ü" * 32
+    texts = {"train": " government international development" * 300, "val": held_out}
+    shards = []
+    for split, text in texts.items():
+        ids = np.append(vocabulary.encode(text.encode()), vocabulary.end_of_text).astype(np.uint16)
+        row = ShardRow(split, split, None, "en", "made", "0" * 64, len(text), ids)
+        shards.append(write_shard(tmp_path, f"{split}/000000-000.arrow", split, [row]))
+    Manifest.of(shards, config={}, vocabulary_sha256=VOCABULARY_SHA256, inputs={}, report={}).write(tmp_path)
+    model = replace(small_model, context_length=8, vocabulary=50257, padded_vocabulary=50257)
+    result = Trainer(
+        TrainConfig(
+            data=str(tmp_path),
+            model=model,
+            micro_batch=4,
+            global_batch=4,
+            precision="fp32",
+            device="cpu",
+            steps=1,
+            cycle=Cycle(1, 100),
+            keep_checkpoints=0,
+        )
+    ).run()
+    tokens = len(vocabulary.encode(held_out.encode()))
+    assert tokens % 8 == 0, "so that all but the first are predicted, and the end of the book"
+    assert result.val_tokens == tokens
+    assert result.val_loss
+    bits, text = result.val_loss / math.log(2) * tokens, held_out.removeprefix(" x")
+    assert result.val_bits_per_byte == pytest.approx(bits / len(text.encode()), rel=1e-6)
+    assert result.val_bits_per_character == pytest.approx(bits / len(text), rel=1e-6)
+
+
+def test_a_split_of_one_window_is_validated_on_once(
+    config: TrainConfig, make_shards: Callable[..., Path], tmp_path: Path
+) -> None:
+    """35 tokens in each shard, of which 33 are a window, at a batch of two."""
+    data = make_shards(tmp_path / "one", books=3, tokens=35)
+    trainer = Trainer(replace(config, data=str(data), micro_batch=2, global_batch=2))
+    assert trainer.data.validation
+    assert trainer.data.validation.count == 1
+    result = trainer.run()
+    assert result.val_tokens == 32
+    rows = np.empty((1, 33), np.int64)
+    trainer.data.validation.read(np.arange(1), rows)
+    batch = torch.from_numpy(rows)
+    with torch.no_grad():
+        expected = trainer.model.eval()(batch[:, :-1], batch[:, 1:]).item()
+    assert result.val_loss == pytest.approx(expected, rel=1e-6)
