@@ -100,7 +100,7 @@ def connected(
     else:
         # Inherited rather than a runtime_env, for which Ray would discard the workers that it starts in advance.
         os.environ.update(variables)
-        os.environ.setdefault("RAY_TMPDIR", temporary_folder())
+        os.environ["RAY_TMPDIR"] = temporary_folder()
         os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
         # A Ray whose ray.init was interrupted cannot be shut down: the command ended in a segmentation fault.
         with (
