@@ -100,7 +100,7 @@ def connected(
         with doing(f"joining the Ray cluster at {address}"):
             _join(address, named, runtime_env=_travelling(variables, code), **quiet)
     else:
-        os.environ.setdefault("RAY_TMPDIR", temporary_folder())
+        os.environ["RAY_TMPDIR"] = temporary_folder()
         os.environ["RAY_prestart_worker_first_driver"] = str(int(prestart))  # noqa: SIM112 spelled as Ray reads it
         # A Ray whose ray.init was interrupted cannot be shut down: the command ended in a segmentation fault.
         with (

@@ -41,7 +41,7 @@ def run(
 
     ``module`` is the name after ``python -m``; ``default`` makes the instance whose values flags override, and may
     raise ``UserError``. The docstrings of ``config`` and of its fields are what ``--help`` prints, line by line; it
-    rejects invalid values by raising ``ValueError`` in ``__post_init__``.
+    rejects invalid values by raising ``ValueError`` or ``UserError`` in ``__post_init__``.
     """
     open_streams()
     for stream in (console, errors):

@@ -4,8 +4,11 @@ import difflib
 from collections.abc import Iterable
 
 
-class UserError(ValueError):
-    """A mistake in what was asked for: one sentence that names the file or flag and the next step."""
+class UserError(Exception):
+    """A mistake in what was asked for: one sentence that names the file or flag and the next step.
+
+    Of no other kind, so that only code that knows of it can catch it: storage that fails raises it, too.
+    """
 
 
 def first_line(failure: BaseException) -> str:

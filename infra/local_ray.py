@@ -10,6 +10,7 @@ import ipaddress
 import logging
 import os
 import pkgutil
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -47,29 +48,60 @@ _SOCKET = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 """The longest name of a Unix socket below Ray's temporary folder."""
 
 
-def temporary_folder() -> str:
-    """Where a Ray of our own keeps its sockets and logs: ``TMPDIR``, or another folder if Ray could not work there.
+_MAX_FOLDER_BYTES = 107 - len(_SOCKET)
+"""Of Ray's temporary folder: the name of a Unix socket has at most 107 bytes."""
 
-    The name of a Unix socket has at most 107 bytes, and the folder ``ray`` may belong to another user of this machine.
+
+def temporary_folder() -> str:
+    """Where a Ray of our own keeps its sockets and logs: ``RAY_TMPDIR``, ``TMPDIR``, or else a folder where it can.
+
+    The folder ``ray`` in it may belong to another user of this machine. Raises ``UserError`` when Ray cannot work in
+    ``RAY_TMPDIR``, which somebody has chosen for it.
     """
     from infra.storage_dir import scratch  # imports Arrow
 
+    if named := os.environ.get("RAY_TMPDIR"):
+        folder = Path(named).absolute()
+        if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+            raise UserError(
+                f"RAY_TMPDIR {named} is too long for the names of Ray's sockets. Set it to a folder whose path has at "
+                f"most {_MAX_FOLDER_BYTES} bytes, or unset it."
+            )
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not _has_room_for_ray(folder):
+            raise UserError(
+                f"RAY_TMPDIR {named} cannot be written by Ray. Set it to a folder of your own, or unset it."
+            )
+        return str(folder)
     usual = Path(tempfile.gettempdir())
-    ray = usual / "ray"
-    if len(os.fsencode(usual)) + len(_SOCKET) <= 107 and os.access(ray if ray.exists() else usual, os.W_OK | os.X_OK):
+    if len(os.fsencode(usual)) <= _MAX_FOLDER_BYTES and _has_room_for_ray(usual):
         return str(usual)
     return str(scratch(within="/tmp"))  # noqa: S108 as short as can be, and checked to be this user's alone
+
+
+def _has_room_for_ray(folder: Path) -> bool:
+    """Whether this user can write to the folder ``ray`` in ``folder``, or make it."""
+    ray = folder / "ray"
+    return os.access(ray if ray.exists() else folder, os.W_OK | os.X_OK)
 
 
 def _keep_token_private() -> None:
     """Close the folder of Ray's token to other users of this machine, who could otherwise run code as this one.
 
     They reach 127.0.0.1, where only the token stops them. Ray makes it on its first start, in a file that all can read.
+    Where there is no home, or one that cannot be written, Ray gets one that no file has.
     """
-    with suppress(OSError, RuntimeError):  # there is no home, or one that cannot be written
+    try:
         folder = Path.home() / ".ray"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        folder.chmod(0o700)
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            folder.chmod(0o700)
+        has_token = os.access(folder / "auth_token", os.R_OK) or os.access(folder, os.W_OK | os.X_OK)
+    except RuntimeError:  # this user has no home
+        has_token = False
+    if not (has_token or os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def refuse_exposed() -> None:

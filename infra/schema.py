@@ -29,6 +29,8 @@ def from_json(kind: type[T], values: Any, source: object) -> T:
         return _adapter(kind).validate_json(json.dumps(values))
     except ValidationError as mistake:
         raise UserError(f"{source}{_fault(kind, mistake)}") from None
+    except UserError as mistake:  # of the dataclass itself
+        raise UserError(f"{source}: {mistake}") from None
 
 
 @cache

@@ -94,10 +94,17 @@ def one_word(
     metavar: str, kind: type | tuple[type, ...], parse: Callable[[str], Any], write: Callable[[Any], str]
 ) -> PrimitiveConstructorSpec[Any]:
     """How a flag's value of ``kind`` is read from one word of the command line, and shown as its default in --help."""
+
+    def read(words: list[str]) -> Any:
+        try:
+            return parse(words[0])
+        except UserError as mistake:
+            raise ValueError(str(mistake)) from mistake  # to which tyro adds the flag, where the sentence has none
+
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
-        instance_from_str=lambda args: parse(args[0]),
+        instance_from_str=read,
         is_instance=lambda x: isinstance(x, kind),
         str_from_instance=lambda value: [write(value)],
     )

@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from infra import command
 from infra.console import console, errors
+from infra.errors import UserError
 from infra.host import cpu_count
 from infra.storage_dir import StorageDir
 from infra.table import Part
@@ -41,7 +42,7 @@ class InspectConfig:
 
     def __post_init__(self) -> None:
         if self.passages < 0 or self.length < 1:
-            raise ValueError("--passages must be 0 or more, and --length 1 or more")
+            raise UserError("--passages must be 0 or more, and --length 1 or more")
 
 
 def main(config: InspectConfig) -> int:

@@ -165,7 +165,7 @@ def read_manifest(where: StorageDir | Path | str) -> Manifest:
         if (found := values["format_version"]) == FORMAT_VERSION:
             return from_json(Manifest, values, "it")
         wrong = f"has format version {found}, and this program reads version {FORMAT_VERSION}"
-    except (KeyError, TypeError, ValueError) as damage:
+    except (KeyError, TypeError, ValueError, UserError) as damage:
         wrong = f"is damaged ({first_line(damage).rstrip('.')})"
     raise UserError(
         f"{path} {wrong}: make the shards again with 'python -m pipeline.tokenize --out {place} --overwrite'."
@@ -176,8 +176,12 @@ def made_by(where: StorageDir | Path | str) -> RunKey | None:
     """The run in MLflow that made a data set; None where that is not known here."""
     place = StorageDir.of(where)
     try:
-        key = from_json(RunKey, json.loads(place.read(TRACKING)), place / TRACKING)
-    except (OSError, ValueError):
+        content = place.read(TRACKING)
+    except OSError:
+        return None
+    try:
+        key = from_json(RunKey, json.loads(content), place / TRACKING)
+    except (ValueError, UserError):
         return None
     return key if key.is_here else None
 

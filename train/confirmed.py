@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from infra.errors import UserError
 from infra.storage_dir import StorageDir
 from infra.telemetry import THROTTLED
 from train.config import TrainConfig, config_from_json
@@ -62,7 +63,11 @@ def confirmed_by(file: str, config: TrainConfig) -> Confirmed | None:
     """What the search that left ``file`` found; None when no search has, or ``config`` is executed in another way."""
     where = StorageDir.of(file)
     try:
-        values = json.loads(where.parent.read(where.name))
+        content = where.parent.read(where.name)
+    except OSError:
+        return None
+    try:
+        values = json.loads(content)
         searched, measured = config_from_json(values["config"], str(file)), values["measured"]
         confirmed = Confirmed(
             name=where.parent.name,
@@ -72,7 +77,7 @@ def confirmed_by(file: str, config: TrainConfig) -> Confirmed | None:
             data_wait_fraction=measured["data_wait_fraction"],
             telemetry=measured["telemetry"],
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, UserError, KeyError, TypeError):
         return None
     same = all(getattr(searched, name) == getattr(config, name) for name in SAME)
     return confirmed if same else None

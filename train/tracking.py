@@ -80,9 +80,12 @@ def record_search(tracker: Tracker, name: str, config_file: str) -> None:
     """
     place = StorageDir.of(config_file).parent
     try:
-        kept = json.loads(place.read("search.json"))["parent"]
-        search = from_json(RunKey, kept, "it")
-    except (OSError, ValueError, KeyError, TypeError):
+        content = place.read("search.json")
+    except OSError:
+        return
+    try:
+        search = from_json(RunKey, json.loads(content)["parent"], "it")
+    except (ValueError, UserError, KeyError, TypeError):
         return
     if not search.is_here:
         return
@@ -204,7 +207,7 @@ def _completed(home: RunFolder, key: RunKey) -> bool:
         return True
     result, config, cycles, ended = None, None, list[dict[str, Any]](), None
     if (kept := home.key(key.store)) and kept.run_id == key.run_id:  # it may have been removed, and made anew
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, UserError):  # of files on this machine
             result = from_json(RunResult, json.loads(home.result.read_text(encoding="utf-8")), home.result)
             config = load_config(home.config)
         cycles = list(home.cycles_until(sys.maxsize))

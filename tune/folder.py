@@ -45,12 +45,14 @@ def place_of(out: str, name: str) -> StorageDir:
 def kept(place: StorageDir, kind: str) -> Kept:
     """What :func:`begin` has kept of the ``search`` or ``ladder`` in ``place``."""
     try:
-        return from_json(Kept, json.loads(place.read(f"{kind}.json")), "it")
+        content = place.read(f"{kind}.json")
     except OSError:
         known = [] if place.remote else [path.parent.name for path in place.parent.folder.glob(f"*/{kind}.json")]
         hint = nearest(place.name, known) if known else "."
         raise UserError(f"--resume {place.name}: there is no {kind} in {place}{hint}") from None
-    except ValueError as damage:
+    try:
+        return from_json(Kept, json.loads(content), "it")
+    except (ValueError, UserError) as damage:
         raise UserError(f"--resume: {place}/{kind}.json is damaged ({damage}); begin a new {kind}.") from damage
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from infra.errors import UserError
 from infra.schema import from_json, strict, to_json
 from infra.storage_dir import StorageDir
 from pipeline.books.readers import Dropped
@@ -51,7 +52,7 @@ def read_record(where: StorageDir | Path, name: str) -> Record | None:
         return None
     try:
         return from_json(Record, json.loads(content), name)
-    except ValueError:
+    except (ValueError, UserError):
         return None
 
 

@@ -27,7 +27,7 @@ HOLD = """
 import sys
 from infra import lease
 from infra.storage_dir import StorageDir
-lease.RENEW_SECONDS = 0.2
+lease.RENEW_SECONDS = float(sys.argv[2])
 with lease.sole_user(StorageDir(sys.argv[1]), "held on this machine"):
     print("held", flush=True)
     sys.stdin.read()
@@ -57,11 +57,15 @@ def held(place: StorageDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 @contextmanager
-def process(place: StorageDir, machine: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds ``place`` on another machine, whose scratch is ``machine``; it is killed at the end."""
+def process(place: StorageDir, machine: Path, renew: float = 0.2) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds ``place`` on another machine, whose scratch is ``machine``; it is killed at the end.
+
+    It renews its lease every ``renew`` seconds.
+    """
     machine.mkdir(exist_ok=True)
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD, place.address], cwd=PROJECT, env=os.environ | {"TMPDIR": str(machine)}, text=True,
+        [sys.executable, "-c", HOLD, place.address, str(renew)],
+        cwd=PROJECT, env=os.environ | {"TMPDIR": str(machine)}, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as holder:  # fmt: skip
         try:
@@ -165,6 +169,31 @@ def test_a_command_that_had_stopped_exits_when_its_place_has_been_taken(
             assert held_by(place)["process"] == os.getpid()
         assert stopped.stderr
         assert "in use by another command" in stopped.stderr.read()
+
+
+def test_a_command_that_had_stopped_exits_when_its_place_has_been_taken_and_left_again(
+    place: StorageDir, held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lease is gone, but so may be the files that it knew."""
+    monkeypatch.setattr(lease, "STALE_SECONDS", 1.0)
+    with process(place, tmp_path / "one") as stopped:
+        stopped.send_signal(signal.SIGSTOP)
+        with held("two"):
+            pass
+        assert held_by(place) == {}
+        stopped.send_signal(signal.SIGCONT)
+        assert stopped.wait(60) == 1
+    assert held_by(place) == {}, "it does not take the place back"
+
+
+def test_a_command_that_ends_before_it_notices_leaves_the_lease_of_the_next_one(
+    place: StorageDir, held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "STALE_SECONDS", 1.0)
+    with process(place, tmp_path / "one", renew=100.0) as late, held("two"):
+        late.communicate(timeout=60)
+        assert late.returncode == 0
+        assert held_by(place)["process"] == os.getpid()
 
 
 def test_a_renewal_whose_answer_was_lost_is_not_taken_for_another_command(

@@ -18,7 +18,7 @@ from ray._private import node, ray_constants, services
 
 from infra.cluster import PROJECT, connected
 from infra.errors import UserError
-from infra.local_ray import on_loopback, only_needed_processes, own_process_group, same_interpreter
+from infra.local_ray import on_loopback, only_needed_processes, own_process_group, same_interpreter, temporary_folder
 
 UV = str(Path(sys.executable).with_name("uv"))
 
@@ -114,6 +114,22 @@ print(temporary_folder(), os.getuid())
         assert found == (str(folder) if usual else f"/tmp/throughline-{user}")  # noqa: S108
 
 
+@pytest.mark.parametrize(("name", "reason"), [("x" * 46, "too long"), ("file/ray", "cannot be written")])
+def test_a_folder_that_was_named_for_ray_and_does_not_do_is_refused(
+    name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as top:
+        Path(top, "file").touch()
+        monkeypatch.setenv("RAY_TMPDIR", f"{top}/{name}")
+        with pytest.raises(UserError, match=f"^RAY_TMPDIR {top}/{name[:4]}.*{reason}.*unset it"):
+            temporary_folder()
+        monkeypatch.setenv("RAY_TMPDIR", f"{top}/new")
+        assert temporary_folder() == f"{top}/new"
+        monkeypatch.chdir(top)
+        monkeypatch.setenv("RAY_TMPDIR", "here")
+        assert temporary_folder() == f"{top}/here", "Ray's processes run in other folders"
+
+
 @pytest.mark.slow
 def test_a_local_ray_starts_where_tmpdir_is_too_long_for_sockets(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 46)
@@ -171,9 +187,23 @@ def test_the_token_of_a_local_ray_is_for_its_user_alone(
         (tmp_path / ".ray").mkdir(mode=before)
     with on_loopback():
         assert (tmp_path / ".ray").stat().st_mode & 0o777 == 0o700
-    monkeypatch.setenv("HOME", "/proc/nowhere")
+
+
+@pytest.mark.parametrize("home", ["/proc/nowhere", "/dev/null"])
+def test_a_local_ray_has_a_token_of_its_own_where_no_home_can_be_written(
+    home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "")
+    monkeypatch.setenv("HOME", home)
     with on_loopback():
-        pass
+        token = os.environ["RAY_AUTH_TOKEN"]
+    assert len(token) == 64
+    with on_loopback():
+        assert os.environ["RAY_AUTH_TOKEN"] == token, "its workers know it already"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", own := "a user's own")
+    with on_loopback():
+        assert os.environ["RAY_AUTH_TOKEN"] == own
 
 
 def test_a_local_ray_asks_for_a_token(local_ray: tuple[list[Any], str, str, str, str | None]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from infra import telemetry
 from infra.gpu import GpuReading
-from infra.telemetry import POINTS, Energy, Telemetry, of_gpu, of_machine
+from infra.telemetry import POINTS, Energy, HostReader, Telemetry, of_gpu, of_machine
 from infra.thinning import stride
 
 CARD = GpuReading(97.0, 30 * 10**9, 690.0, 61, 1980, 0, 1000.0)
@@ -66,6 +66,12 @@ def test_points_count_on_and_have_the_numbers_of_this_machine(monkeypatch: pytes
     assert last["system/worker_memory_gb"] == pytest.approx(psutil.Process().memory_info().rss / 1e9, rel=0.2)
     percent = [metrics.get("system/worker_cpu_percent", 0.0) for _, metrics in sent]
     assert max(percent) > 0, "the last point may be of milliseconds, and processor time is counted in hundredths"
+
+
+def test_memory_is_in_units_of_ten_to_the_ninth_bytes() -> None:
+    """As everywhere else, and not in GiB, which are 7% more."""
+    read = HostReader().read(0.0)["system/worker_memory_gb"]
+    assert read == pytest.approx(psutil.Process().memory_info().rss / 10**9, rel=0.03)
 
 
 def test_what_was_read_since_the_last_point_is_sent_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from infra.errors import UserError
 from pipeline.config import TokenizeConfig
 
 
@@ -17,7 +18,7 @@ from pipeline.config import TokenizeConfig
     ],
 )  # fmt: skip
 def test_invalid_settings_are_refused(name: str, value: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(UserError, match=said):
         TokenizeConfig(**{name: value})
 
 

@@ -9,7 +9,19 @@ from pathlib import Path
 import pytest
 
 from infra.errors import UserError
-from pipeline.shards import MANIFEST, Manifest, Shard, ShardInfo, TokenShards, checksum, read_manifest, write_batch
+from infra.storage_dir import StorageDir
+from pipeline.shards import (
+    MANIFEST,
+    TRACKING,
+    Manifest,
+    Shard,
+    ShardInfo,
+    TokenShards,
+    checksum,
+    made_by,
+    read_manifest,
+    write_batch,
+)
 
 
 @pytest.fixture
@@ -104,3 +116,16 @@ def test_a_part_of_a_batch_is_written_with_its_own_numbers(tokens: Path) -> None
     assert shard.offsets.tolist() == [0, 4001, 8002]
     assert info.bytes == (tokens / info.path).stat().st_size
     assert info.checksum == checksum(tokens / info.path)
+
+
+def test_storage_that_fails_is_not_taken_for_a_data_set_that_nobody_has_recorded(
+    s3: tuple[str, Callable[[float], None]],
+) -> None:
+    query, set_rate = s3
+    place = StorageDir.of(f"s3://places/tokens{query}")
+    assert made_by(place) is None
+    place.write(TRACKING, b"cut sh")
+    assert made_by(place) is None
+    set_rate(1.0)
+    with pytest.raises(UserError, match="s3://places/tokens"):
+        made_by(place)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from infra.errors import UserError
 from infra.storage_dir import StorageDir
 from pipeline.shards import read_manifest
 from train.checkpoint.run_folder import RunFolder
@@ -191,3 +192,14 @@ def test_every_setting_is_one_of_the_speed_or_of_what_is_learnt() -> None:
     settings = {field.name for field in fields(TrainConfig)}
     assert settings - LEARNING == set(SAME)
     assert settings > LEARNING
+
+
+def test_storage_that_fails_is_not_taken_for_a_search_that_left_nothing(
+    s3: tuple[str, Callable[[float], None]],
+) -> None:
+    query, set_rate = s3
+    file = f"s3://places/fast/best.json{query}"
+    assert confirmed_by(file, EAGER) is None
+    set_rate(1.0)
+    with pytest.raises(UserError, match=r"s3://places/fast/best.json"):
+        confirmed_by(file, EAGER)

@@ -108,7 +108,7 @@ def read_progress(checkpoint: Path) -> Progress:
     """The progress of the run that wrote ``checkpoint``. Raises ``UserError`` when it is not a checkpoint."""
     try:
         return from_json(Progress, json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8")), PROGRESS)
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, UserError) as fault:
         raise UserError(f"{checkpoint} cannot be read as a checkpoint ({fault}).") from fault
 
 

@@ -103,7 +103,7 @@ class RunFolder:
         """
         try:
             kept = from_json(RunKey, json.loads((self.path / KEY).read_text(encoding="utf-8")), self.path)
-        except (OSError, ValueError):
+        except (OSError, ValueError, UserError):
             return None
         if store:
             return replace(kept, store=store) if kept.home == self.place.address else None

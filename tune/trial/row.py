@@ -133,7 +133,7 @@ def read_rows(folder: Path) -> list[TrialRow]:
 def _read_row(path: Path) -> TrialRow:
     try:
         return from_json(TrialRow, json.loads(path.read_text(encoding="utf-8")), "it")
-    except ValueError as damage:
+    except (ValueError, UserError) as damage:
         raise UserError(f"{path} is damaged ({damage}): remove it, and its trial runs again.") from damage
 
 

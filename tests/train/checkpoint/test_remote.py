@@ -182,6 +182,28 @@ def test_unreachable_storage_is_retried(
     assert remote.copies(place)[-1] == "step-00000006"
 
 
+def test_a_copy_that_is_fetched_twice_is_complete_and_taken_from_storage_once(
+    config: TrainConfig, bucket: str, tmp_path: Path
+) -> None:
+    """Its cycles too, which are not kept with the checkpoint on this machine."""
+    place = StorageDir.of(f"s3://places/kept/run7{bucket}")
+    written = tmp_path / "one" / "checkpoints"
+    written.mkdir(parents=True)
+    (tmp_path / "one" / "cycles.jsonl").write_text(cycles := '{"step": 5}\n{"step": 10}\n')
+    Trainer(replace(config, steps=10), checkpoints=written, copies=place).run()
+
+    def fetch() -> tuple[Path | None, list[str], str, dict[str, int]]:
+        found, damaged = remote.fetch_newest(place, tmp_path / "two" / "checkpoints")
+        assert found
+        times = {file.name: file.stat().st_mtime_ns for file in found.iterdir()}
+        return found, damaged, (tmp_path / "two" / "cycles.jsonl").read_text(), times
+
+    first = fetch()
+    assert first[:3] == (tmp_path / "two" / "checkpoints" / "step-00000010", [], cycles)
+    assert set(first[3]) == {"model.safetensors", "state.pt", "progress.json"}
+    assert fetch() == first
+
+
 def test_a_run_whose_storage_does_not_answer_is_named(
     bucket: str, s3: tuple[str, Callable[[float], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
