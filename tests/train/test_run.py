@@ -153,7 +153,8 @@ def test_no_worker_waits_for_what_has_no_part_in_the_loss(
 def test_memory_that_runs_out_in_one_of_two_workers_ends_the_run_with_the_reason(
     command: Callable[..., int], small_shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    vast = [flag.replace("padded_vocabulary=320", f"padded_vocabulary={2**45}") for flag in FLAGS]
+    sizes = f"padded_vocabulary={2**31},width={2**19}"
+    vast = [flag.replace("width=32,", "").replace("padded_vocabulary=320", sizes) for flag in FLAGS]
     code = command(run.main, "--data", str(small_shards), "--name", "vast", "--workers", "2", "--steps", "2", *vast)
     printed = capfd.readouterr()
     assert code == 1, printed.err

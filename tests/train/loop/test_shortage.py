@@ -75,12 +75,12 @@ def test_where_memory_ran_out(config: TrainConfig, arrange: Callable[[Trainer], 
     assert state >= optimizer_bytes(config, parameter_count(config.shape)) if "step 2" in during else state == 0
 
 
-VAST_VOCABULARY = 2**45
+VAST_SIZES = {"padded_vocabulary": 2**31, "width": 2**19}
+"""Sizes that a model may have, with an embedding of 2^52 bytes, which no machine has."""
 
 
 def vast(config: TrainConfig) -> TrainConfig:
-    """``config`` with an embedding of 2^52 bytes, which no machine has."""
-    return replace(config, model=replace(config.model, padded_vocabulary=VAST_VOCABULARY))
+    return replace(config, model=replace(config.model, **VAST_SIZES))
 
 
 def test_a_model_that_does_not_fit_is_explained_before_the_first_step(config: TrainConfig) -> None:
@@ -90,7 +90,7 @@ def test_a_model_that_does_not_fit_is_explained_before_the_first_step(config: Tr
     assert (result.outcome, result.steps, result.reason) == ("oom", 0, str(failed.value))
     assert result.reason.startswith("out of memory in the building of the model: a tensor of 4,503,599.63 GB did not")
     assert result.shortage
-    assert (result.shortage.tried, result.shortage.room) == (VAST_VOCABULARY * 32 * 4, 10**12)
+    assert (result.shortage.tried, result.shortage.room) == (2**52, 10**12)
     assert set(result.shortage.held.values()) == {0}
 
 
