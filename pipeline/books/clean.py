@@ -2,10 +2,12 @@
 
 import hashlib
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
+from pipeline.books.charset import Decoded, to_utf8
 from pipeline.books.gutenberg import unwrap
-from pipeline.books.normalize import count_characters, join_lines, normalize, to_utf8, trim
+from pipeline.books.normalize import count_characters, join_lines, normalize, trim
 from pipeline.books.readers import Dropped, RawBook
 
 BEGINNING = 20_000
@@ -18,6 +20,11 @@ _ODD = (
     (f"{SEEMS} base64", re.compile(rb"\s*(?:[A-Za-z0-9+/]{60,76}\r?\n){8}")),
 )  # fmt: skip
 """What else a text may be, and how it begins then. It is kept, and the summary says so."""
+GUESSED = "character set guessed"
+MIXED = "character sets mixed"
+OVERRULED = "character set not as declared"
+UNDECODABLE = "undecodable bytes"
+"""What the quarantine says of books that were kept, but may have wrong letters."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,10 @@ class Book:
     """Undecodable bytes, replaced by U+FFFD, and zero bytes, left out, of a text that has one near its beginning."""
     traits: tuple[str, ...]
     """What was recognized and normalized, as labels to count."""
-    guessed: str | None = None
-    """The character set, where it is not declared and too few letters tell it."""
+    doubts: tuple[Dropped, ...] = ()
+    """What may be wrong in it, although it is kept."""
+    removed: dict[str, int] = field(default_factory=dict)
+    """Characters that were left out, by rule of cleaning; line ends and the blanks around the text are not counted."""
 
 
 def clean(raw: RawBook, *, join: bool = False) -> Book | Dropped:
@@ -47,9 +56,11 @@ def clean(raw: RawBook, *, join: bool = False) -> Book | Dropped:
     head = data[:4096]
     if head.count(b"\0") > 1 + len(head) // 1000 and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
         return Dropped(raw.id, "not text", "there are many zero bytes near its beginning")
-    decoded = to_utf8(data)
-    replaced = raw.replaced + decoded.replaced + (decoded.text.count(b"\0") if b"\0" in head else 0)
-    unwrapped = unwrap(normalize(decoded.text) if decoded.text else b"")
+    decoded = raw.decoded or to_utf8(data)
+    zeros = decoded.text.count(b"\0") if b"\0" in head else 0
+    replaced = decoded.replaced + zeros
+    normalized = normalize(decoded.text)
+    unwrapped = unwrap(normalized.text)
     body = trim(unwrapped.body)
     if not body:
         return Dropped(raw.id, "empty", f"nothing is left of {len(data):,} bytes")
@@ -62,6 +73,8 @@ def clean(raw: RawBook, *, join: bool = False) -> Book | Dropped:
     if decoded.encoding != "utf-8" or replaced:
         doubts = ", damaged" * bool(replaced) + ", guessed" * decoded.guessed
         traits.append(f"encoding: {decoded.encoding}{doubts}")
+    if normalized.repaired:
+        traits.append("encoding: C1 codes read as cp1252")
     traits += [what for what, begins in _ODD if begins.match(body)]
     if body.count(b"<|endoftext|>", 0, BEGINNING) > 1:
         traits.append(f"{SEEMS} several, between <|endoftext|>: name it by --doc-separator")
@@ -77,5 +90,21 @@ def clean(raw: RawBook, *, join: bool = False) -> Book | Dropped:
         released=fields.get("released"),
         replaced=replaced,
         traits=tuple(traits),
-        guessed=decoded.encoding if decoded.guessed else None,
+        doubts=tuple(_doubts(raw.id, decoded, zeros)),
+        removed=normalized.removed | unwrapped.removed,
     )
+
+
+def _doubts(book: str, decoded: Decoded, zeros: int) -> Iterator[Dropped]:
+    """What may be wrong in a book that was ``decoded`` like this, and had ``zeros`` among its bytes."""
+    if decoded.replaced:
+        what = f"kept, with U+FFFD in the place of {decoded.replaced:,} bytes that are not {decoded.encoding}"
+        yield Dropped(book, UNDECODABLE, what)
+    if zeros:
+        yield Dropped(book, UNDECODABLE, f"kept, without {zeros:,} zero bytes")
+    if decoded.contradicted:
+        yield Dropped(book, OVERRULED, f"kept, declared as {decoded.contradicted} and read as {decoded.encoding}")
+    if " and " in decoded.encoding:
+        yield Dropped(book, MIXED, f"kept, its lines are read as {decoded.encoding}")
+    if decoded.guessed:
+        yield Dropped(book, GUESSED, f"kept, read as {decoded.encoding}: too few letters tell it")

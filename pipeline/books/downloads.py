@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from infra.errors import UserError
 from infra.storage import atomic_file
+from pipeline.books.error_pages import error_page
+from pipeline.books.gutenberg import HEAD, NEAR
 from pipeline.config import MIRROR
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ RETRIES = 2
 MOST = 300_000_000
 """Most bytes of a book: the largest of Project Gutenberg's, a human chromosome, has 250 million."""
 _TIMEOUT = 60.0
+_WEB_PAGE = re.compile(rb"\s*<(?:!doctype html|html)\b", re.I)
+_START = re.compile(rb"^\*\*\* ?START OF TH(?:E|IS) PROJECT GUTENBERG", re.M)
+_END = re.compile(rb"^\*\*\* ?END OF TH(?:E|IS) PROJECT GUTENBERG", re.M)
 
 
 def fetch(source: str, mirror: str) -> Iterator[Path]:
@@ -40,7 +45,7 @@ def fetch(source: str, mirror: str) -> Iterator[Path]:
     asked = False
     for number in sorted(set(numbers), key=int):
         path = folder / f"pg{number}.txt"
-        if not path.exists():
+        if not path.exists() or flaw(path.read_bytes()):
             if asked:
                 time.sleep(PAUSE)
             text = _download(number, mirror)
@@ -85,12 +90,38 @@ def _download(number: str, mirror: str) -> bytes:
                 continue
             if not answer.ok:
                 raise UserError(f"{url} answers {answer.status_code} {answer.reason}: try later, or another --mirror.")
-            if answer.headers.get("Content-Type", "").lower().startswith("text/html"):  # a network's login page
-                raise UserError(f"{url} is a web page and not a book: check the network, or name another --mirror.")
             if text is None:
                 raise UserError(f"{url} sends more than {MOST:,} bytes, too many for a book: leave it out.")
+            if reason := _no_text(answer) or flaw(text):
+                raise UserError(f"{url} {reason}: check the network, try later, or name another --mirror.")
             return text
     raise UserError(f"book {number} has no plain text at {mirror}: leave it out.")
+
+
+def flaw(text: bytes) -> str | None:
+    """Why ``text`` is not a book, or not all of it; None where it seems to be one."""
+    if not text.strip():
+        return "is empty"
+    if error := error_page(text):
+        return f"is no book: it says {error!r}"
+    if _WEB_PAGE.match(text):
+        return "is a web page and not a book"  # a network's login page
+    if b"\0" in text[:NEAR] and not text.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "is not text"
+    if _START.search(text, 0, HEAD) and not _END.search(text):
+        return "is cut off before the line that ends a book"
+    return None
+
+
+def _no_text(answer: "Response") -> str | None:
+    """Why the body of ``answer`` is none that its server meant to send, by its headers."""
+    kind = answer.headers.get("Content-Type", "").lower()
+    if any(name in kind for name in ("html", "xml", "json")):
+        return f"is no book, but {kind.partition(';')[0]}"
+    length = answer.headers.get("Content-Length")
+    if length and length.isdigit() and "Content-Encoding" not in answer.headers and int(length) != answer.raw.tell():
+        return f"is cut off: {answer.raw.tell():,} of {length} bytes arrived"
+    return None
 
 
 def _unless_too_large(answer: "Response") -> bytes | None:

@@ -1,7 +1,10 @@
 """What the editors of an electronic text have added to a book: credits before it, notes before and behind it."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
+
+from pipeline.books.normalize import count_characters
 
 FEW = 300
 """Bytes too few for a text of its own: a title above a header, names below a licence."""
@@ -23,18 +26,35 @@ OPENING = re.compile(
 """The line with which a header begins."""
 
 _PARAGRAPH = re.compile(rb"\n*([^\n]+(?:\n[^\n]+)*)(?:\n|\Z)")
-_OURS = (
-    b"this project gutenberg", b"pgdp.net", b"distributed proofread", b"archive.org/", b"set encoding:",
-    b"text prepared", b"text was prepared", b"text produced", b"text was produced", b"book was produced",
-    b"book produced", b"book was prepared", b"book prepared", b"text transcribed", b"book transcribed", b"text scanned",
-    b"this file was first posted", b"this file was produced", b"this file was last updated",
-)  # fmt: skip
-_CREDIT = re.compile(
-    rb"[|\s]*(?:produced by|e-?text (?:prepared|produced)|prepared by|transcribed (?:from|by)|digiti[sz]ed by"
-    rb"|scanned (?:and|by)|html version|proofread|text file|updated|this e-?(?:text|book)|images? (?:generously|of the)"
-    rb"|note: (?:images|project|this|the original|there is)|there is an improved|an? (?:alternative )?edition of this"
-    rb"|see \d+-|see transcriber|\(?https?://|\*{20,}|[a-z ]*executive director)"
+# What only somebody writes who made or published an electronic text.
+_ELECTRONIC = re.compile(
+    rb"\be-?(?:text|book)s?\b|project gutenberg|gutenberg\.|\bpgdp|\bpg (?:version|distributed|has)|\bhtml?\b"
+    rb"|distributed proofread|proofreading team|archive\.org|internet archive|hathi ?trust|set encoding:"
+    rb"|this file was (?:first posted|produced|last updated)|free ?literature|[\w.]@[\w-]+\.\w"
 )
+_MADE = re.compile(
+    rb"\be-?(?:text|book)s?(?: is| was)? (?:prepared|produced|transcribed|scanned)|this project gutenberg|\bpgdp\."
+    rb"|distributed proofread|archive\.org/|set encoding:|this file was (?:first posted|produced|last updated)"
+)
+_CREDIT = re.compile(
+    rb"[|\s*\[(_]*(?:(?:this )?(?:project gutenberg(?:'s)? )?(?:e-?text|e-?book|text file|file)\b"
+    rb"|(?:e-?text )?credits?\b|produced by|prepared by|transcribed (?:from|by|and)|digiti[sz]ed by|scanned (?:and|by)"
+    rb"|typed (?:in )?by|keyed|converted|html version|ocr(?:ed)?\b|proof(?:ed|read)|updated|last updated"
+    rb"|(?:many |special )?thanks to|modified for|images? (?:generously|of the)"
+    rb"|note: (?:images|project|this|the original|there is)|there is an improved|an? (?:alternative )?edition of this"
+    rb"|pg (?:version|has)|see \d+-|see transcriber|\(?https?://|\*{20,}|[a-z ]*executive director|produit par"
+    rb"|produzido por|producido por|prodotto da|hergestellt (?:von|durch)|geproduceerd door|producerad av|produceret af"
+    rb"|tuottanut)"
+)
+# Credits of people and teams, which name nothing electronic: but for names they are of these words.
+_BY = re.compile(rb"[|\s*\[(_]*(?:produced|transcribed|digiti[sz]ed|scanned|typed|proof(?:ed|read))\b")
+_WORD = re.compile(rb"(?<![\w@./\x80-\xff-])[a-z][a-z'-]+(?![\w@/\x80-\xff])")
+_CREDIT_WORDS = frozenset(
+    b"an and are as at available by edition email for from generously images in made of on online or page pages "
+    b"proofed proofing proofread scans team text the this to version volume was were which with".split()
+)
+_ON_STAGE = re.compile(rb"theat(?:re|er)|opera|playhouse|on the (?:stage|evening)")
+_SEE_NOTE = re.compile(rb"[|\s*\[(_]*see transcriber")
 _APOSTROPHE = rb"(?:'|\xe2\x80\x99)?"
 _NOTE = re.compile(
     rb"[|\s*=\[({_+-]*(?:the )?(?:transcriber|transcription|scanner|proofreader|redactor)"
@@ -43,35 +63,80 @@ _NOTE = re.compile(
 )
 # What a transcriber's note does not contain: the opening of a book, and what may follow a closing note.
 _OPENS_BOOK = re.compile(rb"[\s_*=]*(?:chapter|book|part|act|preface|contents)(?![a-z])", re.I)
-_BACK_MATTER = re.compile(rb"\n\n\n[\s_*=\[]*(?:footnotes?|index|appendi(?:x|ces)|glossary|advertisements?)(?![a-z])")
+_BACK_MATTER = re.compile(
+    rb"[\s_*=\[]*(?:footnotes?|endnotes?|index|appendi(?:x|ces)|glossary|advertisements?|epilogue|conclusion|finis"
+    rb"|the end)(?![a-z]).{0,20}\Z"
+)
+# What it is about, in each of its paragraphs.
+_OF_NOTES = re.compile(
+    rb"typo|punctuat|hyphen|spelling|spelled|italic|underscore|underlined|transcri|e-?text|e-?book|copyright|footnotes"
+    rb"|illustration|ligature|superscript|small[ -]cap|capital letters|diacritic|accent|errata|misprint|discrepanc"
+    rb"|inconsisten|correct|chang(?:ed|es)\b|replaced|amended|standardi[sz]ed|normali[sz]ed|regulari[sz]ed|retained"
+    rb"|preserved|removed|moved to|should (?:possibly |probably )?(?:be|read)|cross-reference|incomplete|indicated by"
+    rb"|denoted|enclosed (?:in|by)|preceded by|original(?:ly)? (?:text|book|print)|(?:as|in|of) (?:the |this )?original"
+    rb"|(?:as|in|of) (?:the |this )?print|bold|equals? signs?|archaic|erroneous|repeated word|unclear|listed"
+    rb"|\b(?:pages?|pgs?\.?|pp?\.|psge|paragraph|lines?)\s*\d|-+>|=>|\bhtml|archive\.org|(?:at|to) the end\b"
+    rb"|_[^\W_][^_\n]*_|=[^\W_][^=\n]*="
+)
+SHORT = 200
+"""Bytes of a paragraph in a transcriber's note that says nothing of the sort: an example between two that do."""
 _NOTES_BY_DIRECTOR = re.compile(rb"Executive Director's Notes:.{0,4000}?\nExecutive Director\n", re.S)
 
 
-def before_note(text: bytes, start: int, stop: int, forms: list[str]) -> int:
-    """The beginning of a transcriber's note at the end of ``text[start:stop]``; ``stop`` without one."""
-    offset = max(start, stop - NOTE)
-    lower = text[offset:stop].lower()
+def before_note(text: bytes, start: int, stop: int, removed: Counter[str]) -> int:
+    """The beginning of a transcriber's note at the end of ``text[start:stop]``; ``stop`` without one.
+
+    All that follows its heading must be such a note, and no more than a fourth of the text.
+    """
+    offset = max(start + FRONT, stop - NOTE, stop - (stop - start) // 4)
+    lower = text[offset:stop].lower() if offset < stop else b""
     at = lower.find(b"transcriber")
     while at >= 0:
         line = lower.rfind(b"\n", 0, at) + 1
         begins_paragraph = line >= 2 and lower[line - 2 : line] == b"\n\n"
-        if begins_paragraph and offset + line > start + FRONT and _NOTE.match(lower, line):
-            after_bracket = _after_bracket(text[:stop], offset + line)
-            if after_bracket is None:
-                alone = not _BACK_MATTER.search(lower, line)
-            else:
-                alone = len(text[after_bracket:stop].strip()) < 200
-            if alone:
-                forms.append("closing note")
-                return offset + len(lower[:line].rstrip(b" *\t\n"))
+        if begins_paragraph and _NOTE.match(lower, line) and _is_note(text[offset + line : stop]):
+            begin = offset + len(lower[:line].rstrip(b" *\t\n"))
+            removed["closing note"] += count_characters(text[begin:stop].strip())
+            return begin
         at = lower.find(b"transcriber", at + 1)
     return stop
 
 
-def without_credits(front: bytes, forms: list[str]) -> bytes:
+def _is_note(text: bytes) -> bool:
+    """Whether ``text``, which begins as a transcriber's note, is one up to its end."""
+    bracket = _after_bracket(text, 0) or 0
+    if text.lstrip().startswith(b"[") and text.rstrip().endswith(b"\n]"):
+        bracket = len(text)  # what it quotes may have brackets of its own, not closed
+    inside = [match[1] for match in _PARAGRAPH.finditer(text[:bracket])][1:]
+    if any(_OPENS_BOOK.match(paragraph) for paragraph in inside):
+        return False
+    gap = False
+    for match in _PARAGRAPH.finditer(text, bracket):
+        paragraph = match[1].lower()
+        if not re.search(rb"\w", paragraph) or (not bracket and match.start() == 0):
+            continue
+        if _opens_other(match[1]):
+            return False
+        if _OF_NOTES.search(paragraph):
+            gap = False
+        elif gap or bracket or len(paragraph) > SHORT:
+            return False
+        else:
+            gap = True
+    return not gap
+
+
+def _opens_other(paragraph: bytes) -> bool:
+    """Whether ``paragraph`` is a heading, of what is no note."""
+    return bool(_OPENS_BOOK.match(paragraph) or _BACK_MATTER.match(paragraph.lower()) or paragraph.isupper())
+
+
+def without_credits(front: bytes, removed: Counter[str]) -> bytes:
     """The beginning of a book without credits, notes on the file and transcribers' notes."""
     if b"Executive Director's Notes:" in front:
-        front = _NOTES_BY_DIRECTOR.sub(b"", front)
+        shorter = _NOTES_BY_DIRECTOR.sub(b"", front)
+        removed["credits"] += len(front) - len(shorter)
+        front = shorter
     lower = front.lower()
     last = max(lower.rfind(b"note"), lower.rfind(b"world library, inc"))
     kept: list[bytes] = []
@@ -79,26 +144,45 @@ def without_credits(front: bytes, forms: list[str]) -> bytes:
     for begin, end, paragraph in _paragraphs(lower):
         if begin < position:
             continue
-        if len(paragraph) > LONGEST or (kept and begin > last):
+        titled = sum(map(len, kept)) <= FEW
+        if len(paragraph) > LONGEST or (kept and begin > last and not titled):
             break
-        stop = None
+        stop, rule = None, "credits"
         if _NOTE.match(paragraph):
-            stop = _end_of_note(front, begin, end)
-            forms.append("opening note")
-        elif b"world library, inc" in paragraph or (
-            not kept and (_CREDIT.match(paragraph) or any(words in paragraph for words in _OURS))
-        ):
+            stop, rule = _end_of_note(front, begin, end), "opening note"
+        elif b"world library, inc" in paragraph or (titled and _is_credit(front[begin:end], paragraph, first=not kept)):
             stop = end
-            forms.append("credits")
         elif not kept and len(paragraph) <= FEW and OPENING.match(front, begin):
-            stop = end
+            stop, rule = end, "header"
         if stop is None:
             kept.append(front[position:end])
             if len(paragraph) > LONG or paragraph.startswith(b"chapter"):
                 position = end
                 break
+        else:
+            removed[rule] += count_characters(front[begin:stop].strip())
         position = stop or end
     return b"".join([*kept, front[position:]])
+
+
+def _is_credit(paragraph: bytes, lower: bytes, *, first: bool) -> bool:
+    """Whether ``paragraph`` says who made the electronic text, or where there is more of it.
+
+    One that is not the ``first``, but follows a title, must name people and an electronic text.
+    """
+    begins = _CREDIT.match(lower)
+    if begins and _ELECTRONIC.search(lower):
+        return first or b" by " in lower
+    if not first:
+        return False
+    if _MADE.search(lower) or _SEE_NOTE.match(lower):
+        return True
+    return bool(
+        begins
+        and _BY.match(lower)
+        and not _ON_STAGE.search(lower)
+        and _CREDIT_WORDS.issuperset(_WORD.findall(paragraph))
+    )
 
 
 def _paragraphs(front: bytes, offset: int = 0) -> Iterator[tuple[int, int, bytes]]:
@@ -120,7 +204,8 @@ def _end_of_note(front: bytes, begin: int, end: int) -> int:
     bare = not re.search(rb"\w", _NOTE.sub(b"", front[begin:end].lower(), count=1))
     for first, last, paragraph in _paragraphs(front, end):
         continued = bare or (first - end < 2 and paragraph[:1] in b" \t")
-        if not continued or _OPENS_BOOK.match(paragraph) or paragraph.isupper():
+        listed = front[begin:end].rstrip().endswith(b":") and not bare
+        if not continued or _opens_other(paragraph) or not (listed or _OF_NOTES.search(paragraph.lower())):
             break
         end, bare = last, False
     return end

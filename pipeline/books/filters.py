@@ -1,4 +1,4 @@
-"""Leave out books of no use for training: too short, repetitive, not text, or in another language.
+"""Leave out books of no use for training: error pages, too short, repetitive, not text, or in another language.
 
 Only samples from the beginning, middle and end are tested, which costs a few percent of the encoding.
 """
@@ -6,6 +6,7 @@ Only samples from the beginning, middle and end are tested, which costs a few pe
 import re
 
 from pipeline.books.clean import Book
+from pipeline.books.error_pages import error_page
 from pipeline.books.readers import Dropped
 from pipeline.config import Reading
 
@@ -31,6 +32,8 @@ _CODES = {
 
 def drop_reason(book: Book, settings: Reading) -> Dropped | None:
     """Why ``book`` is left out under ``settings``; None if it is kept."""
+    if error := error_page(book.text):
+        return Dropped(book.id, "error page", f"it says {error!r} and is no book")
     if book.chars < settings.min_chars:
         return Dropped(book.id, "too short", f"{book.chars:,} characters, fewer than {settings.min_chars:,}")
     sample = _sample(book.text)

@@ -9,11 +9,14 @@ around it: a pattern run over a whole book would cost more than encoding it.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from pipeline.books import sisters
 from pipeline.books.editorial import FEW, FRONT, OPENING, before_note, without_credits
+from pipeline.books.normalize import count_characters
 
 NEAR, HEAD = 4_000, 40_000
 """Bytes in which a header ends: nearly always the first, sometimes (with the licence in front) the second."""
@@ -33,8 +36,8 @@ PRINTED = 20_000
 # What closes a book without an end line: words to search for, and a pattern for what is before them in their line.
 _CLOSINGS = (
     ("end sentence", b" GUTENBERG", re.compile(
-        rb"\b(?:(?:THE )?(?:ENDE?|FINE?|FIM|EINDE|SLUT)(?: \S+){0,4} (?:PROJE[CK]?T|PROGETTO)"
-        rb"|THIS IS A COPYRIGHTED PROJECT)\Z")),
+        rb"\b(?:(?:THE )?(?:ENDE?|FINE?|FINAL|FIM|FI|EINDE|SLUT(?:ET)?|FINO|KONIEC|KONEC|LOPPU)(?: \S+){0,4}"
+        rb" PRO[JYG]E\w{1,5}|THIS IS A COPYRIGHTED PROJECT|THIS SITE IS FULL OF FREE E-?BOOKS[ -]+PROJECT)\Z")),
     ("end sentence", b"*PROJECT GUTENBERG ETEXT OF", re.compile(rb"\Z")),
     ("end sentence", b"ETEXT", re.compile(rb"\b(?:END OF THIS|ENDE DIESES|FIN DE CET|FINE DI QUESTO) \Z")),
     ("end sentence", b"THIS FILE SHOULD BE NAMED", re.compile(rb"\Z")),
@@ -46,12 +49,24 @@ _PROOF = re.compile(
     rb"(?:^|  )(?:(?:Language|Release Date|Posting Date|Character set encoding):[ \t]"
     rb"|This e-?book is for the use of anyone anywhere)", re.M | re.I
 )  # fmt: skip
+# In a text that was joined to one line: fields that precede a start line, the first words of a header, and a sentence
+# before an end line.
+_JOINED_PROOF = re.compile(rb" (?:Language|Release Date|Posting Date|Cha[rt]acter set encoding): ")
+_JOINED_OPENING = re.compile(
+    rb"(?<!nd of )(?<!nd of the )(?:The )?Project Gutenberg [Ee]-?(?:[Tt]ext|[Bb]ook)(?: of|,) "
+)
+_JOINED_CLOSING = re.compile(rb"(?<=[.!?\"')\]_*>\x99\x9d] )End of (?:the |this )?Project Gutenberg[^*]{0,300}\Z", re.I)
+JOINED = 200
+"""Bytes of a line from its last field to a start line."""
 # What follows an end line, and the words with which that ends.
 _LEGAL = (
     b"Updated editions will replace the previous", b"START: FULL LICENSE", b"THE FULL PROJECT GUTENBERG LICENSE",
     b"file should be named", b"all associated files of various formats", b"are often created from several",
     b"A Word from Project Gutenberg", b"START**THE SMALL PRINT", b"START: SMALL PRINT",
 )  # fmt: skip
+_MENTIONS = (b"utenberg", b"UTENBERG", b"Updated editions will replace")
+MENTIONED = 3_000
+"""Bytes in which a licence names Project Gutenberg again."""
 _LEGAL_ENDS = (b"hear about new eBooks.", b"END: FULL LICENSE", b"GUTINDEX.ALL", *_PRINT)
 
 # A start line may span several lines, up to its closing asterisks; in a text without line ends, only they end it.
@@ -63,15 +78,17 @@ _SHAKESPEARE = re.compile(rb"<<THIS ELECTRONIC VERSION OF THE COMPLETE WORKS[^>]
 _VERSION_LINE = re.compile(rb'\n*\["Small Print" V[^\n]*\n')
 
 _TEXT = re.compile(rb"\S")
+# What headers have besides fields that are read: other fields, and remarks in brackets.
+_HEADER_PARAGRAPH = re.compile(rb"(?:[A-Z][A-Za-z ]{2,40}:[ \t]\S[^\n]{0,200}|\[[^\]]{0,300}\]|[*\s]*)\Z")
 _FIELD = re.compile(
-    rb"^(Title|Author|Language|Release Date|Posting Date):[ \t]*(\S[^\n]*(?:\n[ \t]+\S[^\n]*)*)", re.M | re.I
+    rb"^_?(Title|Author|Language|Release Date|Posting Date):_?[ \t]*(\S[^\n]*(?:\n[ \t]+\S[^\n]*)*)", re.M | re.I
 )
 _JOINED_FIELD = re.compile(rb" +(?=(?:Title|Author|Language|Release Date|Posting Date|Character set encoding):)")
 _TITLE_LINE = re.compile(
     rb"Project Gutenberg(?:'s)? (?:E-?(?:text|book) of )?([^\n]{3,200}?),? by (?:the )?([^\n*]{3,80})", re.I
 )
 _SHAKESPEARE_TITLE = re.compile(rb"^The Complete Works of William Shakespeare,?\n+([A-Z][^\n]+)\n", re.M)
-_ENCODING = re.compile(rb"set encoding:[ \t]*([A-Za-z0-9_.: -]+)", re.I)
+_ENCODING = re.compile(rb"^Cha[rt]acter set encoding:[ \t]*([A-Za-z0-9_.: -]+)", re.M | re.I)
 
 
 @dataclass(frozen=True)
@@ -82,6 +99,8 @@ class Unwrapped:
     forms: tuple[str, ...] = ()
     fields: dict[str, str] = field(default_factory=dict)
     """``title``, ``author``, ``language``, ``released``, if the header has them."""
+    removed: dict[str, int] = field(default_factory=dict)
+    """Characters that were removed, by what they are part of; blank lines around are not counted."""
 
 
 def unwrap(text: bytes) -> Unwrapped:
@@ -91,25 +110,37 @@ def unwrap(text: bytes) -> Unwrapped:
     spans = _wrapping(text, opened=wrapped)
     if not spans and not wrapped:
         return Unwrapped(text)
-    forms = [form for span in spans for form in span.forms]
+    removed: Counter[str] = Counter()
     bodies: list[bytes | memoryview] = []
     for before, after in pairwise([_Span(0, 0, header=wrapped), *spans, _Span(len(text), len(text))]):
         if before.header:
-            bodies += _body(text, before.stop, after.start, forms)
+            bodies += _body(text, before.stop, after.start, removed)
         elif text[before.stop : after.start].strip():
             bodies += (memoryview(text)[before.stop : after.start], b"\n\n\n")
     body = b"".join([*bodies[:-1], b"\n"])
     headers = [text[span.start : span.stop] for span in spans if span.header]
     if any(b"THIS ELECTRONIC VERSION OF THE COMPLETE WORKS" in header for header in headers):
-        forms.append("notices between scenes")
+        whole = body
         body = _SHAKESPEARE.sub(b"", body)
-    return Unwrapped(body, tuple(dict.fromkeys(forms)), _fields(headers[0] if headers else text[:FRONT]))
+        removed["notices between scenes"] += count_characters(whole) - count_characters(body)
+    forms = [form for span in spans for form in span.forms] + [name for name in removed if name != "header"]
+    for span in spans:
+        removed["header" if span.header else "footer"] += count_characters(text[span.start : span.stop].strip())
+    return Unwrapped(body, tuple(dict.fromkeys(forms)), _fields(headers[0] if headers else text[:FRONT]), removed)
 
 
-def declared_encoding(head: bytes) -> str | None:
-    """The character set that a header names."""
-    match = _ENCODING.search(head[:HEAD])
-    return match[1].decode("ascii", "replace").strip() if match else None
+def declared_encoding(text: bytes) -> str | None:
+    """The character set that a header at the beginning of ``text`` names, which is not normalized yet."""
+    head = text[:HEAD].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    if b"\n" not in head.strip():
+        head = _JOINED_FIELD.sub(b"\n", head)
+    match = _ENCODING.search(head)
+    if match is None:
+        return None
+    before = head[: match.start()]
+    if before.strip() and not OPENING.search(before) and not _FIELD.search(before):
+        return None  # a text that mentions it
+    return match[1].decode("ascii", "replace").strip()
 
 
 @dataclass(frozen=True)
@@ -125,8 +156,8 @@ class _Span:
 def _wrapping(text: bytes, *, opened: bool) -> list[_Span]:
     """The headers and footers in ``text``, in order. ``opened``: it begins as a header does."""
     marks = _markers(text)
-    headers: list[_Span] = []
-    low = 0
+    low = sisters.header_end(text)
+    headers = [_Span(0, low, ("sister project",), header=True)] if low else []
     for mark in marks:
         start = _header_start(text, low, mark, headers) if mark.header else None
         if start is not None and headers and start == headers[-1].stop and not OPENING.match(text, start):
@@ -146,6 +177,10 @@ def _wrapping(text: bytes, *, opened: bool) -> list[_Span]:
         ends = [mark for mark in marks if not mark.header and header.stop <= mark.start < following.start]
         spans += [header] * (header.stop > 0)
         spans += _footers(text, header.stop, following.start, ends, headed=header.header)
+    if spans and spans[0].forms == ("sister project",):
+        title = _fields(text[: spans[0].stop]).get("title", "")
+        if (closing := sisters.closing_start(text, spans[-1].stop, title)) is not None:
+            spans.append(_Span(closing, len(text), ("end sentence",)))
     return spans
 
 
@@ -188,7 +223,7 @@ def _marker_start(text: bytes, at: int) -> int | None:
     signs = before[len(rest) :]
     begins = not rest or rest.endswith(b"\n")
     if not begins and (b"  " in signs or b"***" in signs):
-        begins = b"\n" not in text[max(0, at - FIELDS) : at + FIELDS]
+        begins = _is_joined(text, at)
     return at - len(signs) if begins else None
 
 
@@ -198,14 +233,37 @@ def _header_start(text: bytes, low: int, mark: _Span, headers: list[_Span]) -> i
     near = max(first, mark.start - FIELDS)
     opening = OPENING.search(text, first, mark.start)
     proof = _PROOF.search(text, near, mark.start)
+    if proof is None and "start line" in mark.forms and _is_joined(text, mark.start):
+        proof = _JOINED_PROOF.search(text, near, mark.start)
+        opening = opening or next(_JOINED_OPENING.finditer(text, near, mark.start), None)
     chained = bool(headers) and headers[-1].stop == low and headers[-1].forms[-1:] != mark.forms  # some end with both
     if opening if "small print" in mark.forms else proof:
         lines = (opening, proof, _FIELD.search(text, near, mark.start))
         start = min(line.start() for line in lines if line)
+        if not (opening or _ends_header(text, near, mark.start)):
+            return None
         title = low == 0 and len(text[:start].strip()) <= FEW
         return low if title or (chained and first == low and not opening) else start
     few = FEW if chained and "small print" in mark.forms else 0
     return low if (chained or mark.start < HEAD) and len(text[low : mark.start].strip()) <= few else None
+
+
+def _is_joined(text: bytes, at: int) -> bool:
+    """Whether ``text`` has no line ends around ``at``."""
+    return b"\n" not in text[max(0, at - FIELDS) : at + FIELDS]
+
+
+def _ends_header(text: bytes, near: int, stop: int) -> bool:
+    """Whether between the last field of a header and ``stop``, where its start line is, there are only credits."""
+    fields = [*_FIELD.finditer(text, near, stop), *_PROOF.finditer(text, near, stop)]
+    if _is_joined(text, stop):
+        fields += _JOINED_PROOF.finditer(text, near, stop)
+        return stop - max(field.end() for field in fields) < JOINED
+    last = text.find(b"\n", max(field.end() for field in fields) - 1, stop)
+    rest = b"".join(
+        paragraph for paragraph in text[last:stop].split(b"\n\n") if not _HEADER_PARAGRAPH.match(paragraph.strip())
+    )
+    return last < 0 or not without_credits(rest, Counter()).strip()
 
 
 def _footers(text: bytes, low: int, limit: int, ends: list[_Span], *, headed: bool) -> list[_Span]:
@@ -218,6 +276,8 @@ def _footers(text: bytes, low: int, limit: int, ends: list[_Span], *, headed: bo
             sentences += [other.start for other in ends if begin <= other.start < end.start]
             low = _footer_end(text, end.stop, limit)
             start = end.start
+            if _is_joined(text, start) and (sentence := _JOINED_CLOSING.search(text, begin, start)):
+                sentences.append(sentence.start())
             for at in sorted(sentences, reverse=True):
                 start = start if b"\n\n" in text[at:start].strip() else at
             spans.append(replace(end, start=start, stop=low))
@@ -254,31 +314,31 @@ def _is_footer(text: bytes, at: int, bound: int, *, headed: bool) -> bool:
 
 
 def _footer_end(text: bytes, at: int, limit: int) -> int:
-    """The end of the licence that begins at ``at``: where it says so, else ``limit`` if that is not too far."""
+    """The end of the licence that begins at ``at``: where it says so, or where it names Project Gutenberg no more."""
     furthest = min(limit, at + TAIL)
-    last = at
-    for words in _LEGAL_ENDS:
-        last = max(last, text.rfind(words, last, furthest))
-    if last > at:
-        stop = text.find(b"\n", last, furthest)
-    elif furthest == limit:
-        return limit
-    else:
-        last = max(at, text.rfind(b"utenberg", at, furthest), text.rfind(b"UTENBERG", at, furthest))
-        stop = text.find(b"\n\n", last, furthest)
-    if stop < 0 or (limit - stop < NEAR and len(text[stop:limit].strip()) <= FEW):
-        return furthest
-    return stop
+    named = at
+    while (mention := max(text.rfind(name, named, min(furthest, named + MENTIONED)) for name in _MENTIONS)) >= 0:
+        named = mention + 1
+    reach = min(furthest, named + MENTIONED)
+    ends = [found + len(words) for words in _LEGAL_ENDS if (found := text.rfind(words, at, reach)) >= 0]
+    last = max(ends, default=named)
+    stop = text.find(b"\n" if ends else b"\n\n", last, min(furthest, last + BEGUN))
+    if stop < 0:
+        stop = last if _is_joined(text, last) else min(furthest, last + BEGUN)
+    return furthest if limit - stop < NEAR and len(text[stop:limit].strip()) <= FEW else stop
 
 
-def _body(text: bytes, start: int, stop: int, forms: list[str]) -> list[bytes | memoryview]:
+def _body(text: bytes, start: int, stop: int, removed: Counter[str]) -> list[bytes | memoryview]:
     """The book in ``text[start:stop]`` without what its editors added, in parts that make it whole."""
-    stop = before_note(text, start, stop, forms)
+    stop = before_note(text, start, stop, removed)
     front = text[start : min(start + FRONT, stop)]
-    kept = without_credits(front, forms).lstrip()
+    added: Counter[str] = Counter()
+    kept = without_credits(front, added).lstrip()
     rest = memoryview(text)[start + len(front) : stop - _blanks_before(text, stop)]
     if not len(rest) and not kept.strip():
         kept = front.strip()  # credits are never all of a book
+    else:
+        removed.update(added)
     return [kept, rest, b"\n\n\n"] if kept or len(rest) else []
 
 

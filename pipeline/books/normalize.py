@@ -1,129 +1,64 @@
-"""Normalize text: UTF-8, ``\\n`` line ends, no control characters.
+"""Normalize text, which is UTF-8: ``\\n`` line ends, no control characters.
 
-Works on bytes: decoding to str and back costs more than encoding to tokens. Only what is not valid UTF-8
-is decoded, by the character set that the file declares or that a library detects.
+Works on bytes: decoding to str and back costs more than encoding to tokens.
 """
 
-import codecs
 import re
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 
-from pipeline.books.gutenberg import declared_encoding
-
-_MARKS = (
-    (b"\xef\xbb\xbf", "utf-8"),
-    (b"\xff\xfe\0\0", "utf-32-le"), (b"\0\0\xfe\xff", "utf-32-be"),  # the first begins like UTF-16's
-    (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"),
-)  # fmt: skip
-# Codecs of Python that decode bytes but are not character sets.
-_NO_CHARACTER_SETS = ("idna", "punycode", "undefined", "unicode-escape", "raw-unicode-escape")
-_REPLACEMENT = "\ufffd"
-# Texts in Latin-1 often contain the curly quotes of Windows, control characters in Latin-1.
-_FULLER = {"iso8859-1": "cp1252"}
-_DETECTION_SAMPLE = 32_000
-_TELLING = 10
-"""Letters beyond ASCII that tell a character set: of 36 texts with fewer, 13 were read in a wrong one."""
 # Control characters other than tab, line feed and carriage return; form feed and vertical tab are line ends.
 _CONTROLS = bytes(c for c in range(32) if c not in b"\t\n\v\f") + b"\x7f"
 _LINE_ENDS = bytes.maketrans(b"\v\f", b"\n\n")
-# U+0080 to U+009F (C1 controls) and U+00AD (soft hyphen). The literal first byte makes it fast.
-_INVISIBLE = re.compile(rb"\xc2[\x80-\x9f\xad]")
+_SOFT_HYPHEN, _NEXT_LINE = b"\xc2\xad", b"\xc2\x85"
+# C1 controls, U+0080 to U+009F, come from text of Windows that was read as Latin-1: by the WHATWG's Encoding Standard
+# each is the character of Windows with its code, if there is one. The literal first byte makes the patterns fast.
+_OF_WINDOWS = {bytes([code]): bytes([code]).decode("cp1252", "ignore").encode() for code in range(0x80, 0xA0)}
+_C1 = re.compile(rb"\xc2([\x80-\x9f])")
+_UNDEFINED = re.compile(rb"\xc2[\x81\x8d\x8f\x90\x9d]")
 _MARK = b"\xef\xbb\xbf"
 # A wrapped line of prose is long, and its continuation is not indented: verse and tables are kept.
 _WRAPPED = re.compile(rb"([^\n]{50})\n(?=[^\s*\[|=+-])")
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """``text`` is valid UTF-8, decoded as ``encoding``; ``replaced`` counts undecodable bytes.
-
-    ``guessed`` if the encoding is not declared and too few letters tell it.
-    """
+class Normalized:
+    """``text``, and the characters that were removed from it, by what they are."""
 
     text: bytes
-    encoding: str
-    replaced: int = 0
-    guessed: bool = False
+    removed: dict[str, int]
+    repaired: int = 0
+    """C1 controls that have become the characters of Windows that they were."""
 
 
-def to_utf8(data: bytes) -> Decoded:
-    """``data`` as valid UTF-8 without a byte order mark; undecodable bytes become U+FFFD and are counted."""
-    for mark, encoding in _MARKS:
-        if data.startswith(mark):
-            if encoding != "utf-8":
-                return _decode(data[len(mark) :], encoding)
-            data = data[len(mark) :]
-    if data.isascii() or is_utf8(data):
-        return Decoded(data, "utf-8")
-    damaged = _decode(data, "utf-8")
-    if damaged.replaced * 20 < _non_ascii(data):
-        return damaged
-    if declared := _declared_codec(data):
-        with suppress(LookupError, UnicodeError):  # hex and the like do not decode to text
-            return _decode(data, declared)
-    return _detected(data)
-
-
-def _decode(data: bytes, encoding: str) -> Decoded:
-    text = data.decode(encoding, "replace")
-    return Decoded(text.encode("utf-8", "replace"), encoding, text.count(_REPLACEMENT))
-
-
-def _declared_codec(data: bytes) -> str | None:
-    """The codec of a declared character set, unless the bytes are already known not to be in it."""
-    declared = (declared_encoding(data) or "").lower().replace("iso latin-1", "latin-1")
-    try:
-        name = codecs.lookup(declared).name
-    except LookupError:
-        return None
-    return {**_FULLER, "utf-8": None, "ascii": None, **dict.fromkeys(_NO_CHARACTER_SETS)}.get(name, name)
-
-
-def _detected(data: bytes) -> Decoded:
-    """``data`` in the character set that its letters are most likely in, by models of 48 languages."""
-    import chardet  # few books need its models
-
-    foreign = bytearray()  # the lines that tell anything
-    for line in data.splitlines(keepends=True):
-        if not line.isascii():
-            foreign += line[:_DETECTION_SAMPLE]
-        if len(foreign) >= _DETECTION_SAMPLE:
-            break
-    eras = chardet.EncodingEra.ALL & ~chardet.EncodingEra.MAINFRAME
-    codec = str(chardet.detect(bytes(foreign), encoding_era=eras, compat_names=False)["encoding"] or "cp1252")
-    return replace(_decode(data, _FULLER.get(codec, codec)), guessed=_non_ascii(data) < _TELLING)
-
-
-def is_utf8(data: bytes) -> bool:
-    """Whether ``data`` is valid UTF-8; by Arrow, 25 times faster than decoding it."""
-    offsets = pa.array([0, len(data)], pa.int64()).buffers()[1]
-    try:
-        pa.LargeStringArray.from_buffers(1, offsets, pa.py_buffer(data)).validate(full=True)
-    except pa.ArrowInvalid:
-        return False
-    return True
-
-
-def normalize(text: bytes) -> bytes:
+def normalize(text: bytes) -> Normalized:
     """``text`` (UTF-8) with ``\\n`` line ends, without control characters, soft hyphens and stray byte order marks.
 
     Carriage returns are common in real collections; kept, they cost 8% more tokens.
     """
+    removed: dict[str, int] = {}
     if b"\r" in text:
         without = text.replace(b"\r", b"")  # dropping one byte is five times faster than replacing two
         all_end_lines = len(text) - len(without) == _count_crlf(text)
         text = without if all_end_lines else text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     if _has_controls(text):
+        size = len(text)
         text = text.translate(_LINE_ENDS, _CONTROLS)
+        if len(text) < size:
+            removed["control characters"] = size - len(text)
     if text.isascii():
-        return text
+        return Normalized(text, removed)
+    repaired = 0
     if b"\xc2" in text and _has_invisible(text):
-        text = _INVISIBLE.sub(b"", text)
-    return text.replace(_MARK, b"") if _MARK[:1] in text else text
+        text = _without(_SOFT_HYPHEN, text, removed, "soft hyphens")
+        if b"\n" not in text and text.endswith(_NEXT_LINE):  # the line end of mainframes
+            text = text.replace(_NEXT_LINE, b"\n")
+        text, undefined = _UNDEFINED.subn(b"", text)
+        if undefined:
+            removed["control characters"] = removed.get("control characters", 0) + undefined
+        text, repaired = _C1.subn(lambda match: _OF_WINDOWS[match[1]], text)
+    return Normalized(_without(_MARK, text, removed, "byte order marks"), removed, repaired)
 
 
 def trim(text: bytes) -> bytes:
@@ -144,6 +79,15 @@ def count_characters(text: bytes) -> int:
     if text.isascii():
         return len(text)
     return len(text) - int(np.count_nonzero(np.frombuffer(text, dtype=np.int8) < -64))
+
+
+def _without(sign: bytes, text: bytes, removed: dict[str, int], name: str) -> bytes:
+    """``text`` without ``sign``, which is counted in ``removed`` by its ``name``."""
+    if sign[:1] not in text or sign not in text:  # a single byte is found faster
+        return text
+    without = text.replace(sign, b"")
+    removed[name] = (len(text) - len(without)) // len(sign)
+    return without
 
 
 def _count_crlf(text: bytes) -> int:
@@ -170,7 +114,3 @@ def _has_invisible(text: bytes) -> bool:
     codes = np.frombuffer(text, np.uint8)
     second = codes[np.flatnonzero(codes[:-1] == 0xC2) + 1]
     return bool(np.any((second < 0xA0) | (second == 0xAD)))
-
-
-def _non_ascii(data: bytes) -> int:
-    return int(np.count_nonzero(np.frombuffer(data, dtype=np.uint8) > 127))

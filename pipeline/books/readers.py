@@ -9,8 +9,9 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from operator import itemgetter
 from typing import IO, Any, BinaryIO
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 
 from infra.errors import UserError
 from infra.schema import strict
+from pipeline.books.charset import Decoded, to_utf8, undecodable_lines
 from pipeline.books.sources import SourceFile, hidden_path, is_plain_text, is_unknown
 from pipeline.config import SAMPLE, Reading
 
@@ -63,8 +65,8 @@ class RawBook:
     title: str | None = None
     author: str | None = None
     language: str | None = None
-    replaced: int = 0
-    """Undecodable bytes that are replaced already."""
+    decoded: Decoded | None = None
+    """How ``data`` was decoded, where it had to be before it could be read."""
 
 
 @strict
@@ -279,38 +281,49 @@ def _json(part: Part, stream: Any, name: str) -> Iterator[RawBook | Dropped]:
             yield Dropped(part.file.id, TOO_LARGE, f"more than {LINE:,} bytes of JSON that are not a document per line")
             return
         try:
-            values, replaced = _parsed(whole)
+            values, decoded = _parsed(whole)
         except (ValueError, RecursionError) as wrong:
             yield Dropped(part.file.id, "unreadable", f"not JSON: {wrong}")
             return
         for number, row in enumerate(values if isinstance(values, list) else [values]):
-            yield _row(f"{part.file.id}#{number}", part.file.id, row, name, replaced)
-            replaced = 0
+            yield _row(f"{part.file.id}#{number}", part.file.id, row, name, decoded)
     else:
         yield from _lines(part, stream, name)
 
 
 def _lines(part: Part, stream: BinaryIO, name: str) -> Iterator[RawBook | Dropped]:
+    sample = cache(partial(_undecodable_beginning, part))
     for offset, line in _documents(stream, b"\n", part.start, part.stop, LINE):
         place = f"{part.file.id}#{offset}"
         if line is None:
             yield Dropped(place, TOO_LARGE, f"a line of more than {LINE:,} bytes")
         elif line.strip():
             try:
-                values, replaced = _parsed(line)
+                values, decoded = _parsed(line, sample)
             except (ValueError, RecursionError) as wrong:
                 yield Dropped(place, "unreadable", f"not a line of JSON: {wrong}")
             else:
-                yield _row(place, part.file.id, values, name, replaced)
+                yield _row(place, part.file.id, values, name, decoded)
 
 
-def _parsed(data: bytes) -> tuple[Any, int]:
-    """The JSON in ``data``, and how many undecodable bytes in it have become U+FFFD. Raises as ``json.loads`` does."""
+def _parsed(data: bytes, sample: Callable[[], bytes] | None = None) -> tuple[Any, Decoded | None]:
+    """The JSON in ``data``, and how that was decoded if it is not UTF-8. Raises as ``json.loads`` does."""
     try:
-        return json.loads(data), 0
+        return json.loads(data), None
     except UnicodeDecodeError:
-        text = data.decode("utf-8", "replace")
-        return json.loads(text), text.count("\ufffd") - data.count("\ufffd".encode())
+        decoded = to_utf8(data, declared="utf-8", sample=sample)
+        return json.loads(decoded.text), decoded
+
+
+def _undecodable_beginning(part: Part) -> bytes:
+    """The first lines of ``part`` that are not UTF-8: together they tell a character set that each alone may not."""
+    with suppress(OSError, *DAMAGE), part.file.open() as opened:
+        if part.file.compression:
+            unpacked: Any = _Unpacked(opened, part.file.compression)
+            return undecodable_lines(io.BufferedReader(unpacked, _BLOCK).read(_BLOCK))
+        opened.seek(part.start)
+        return undecodable_lines(opened.read(_BLOCK))
+    return b""
 
 
 def _is_json(line: bytes) -> bool:
@@ -321,14 +334,18 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _row(place: str, source: str, values: Any, name: str, replaced: int) -> RawBook | Dropped:
+def _row(place: str, source: str, values: Any, name: str, decoded: Decoded | None) -> RawBook | Dropped:
     fields = _same_names(values, name) if isinstance(values, dict) else []
     if len(fields) > 1:
         return Dropped(place, "unreadable", _ambiguous(fields, "--text-field"))
     if not fields or not isinstance(values[fields[0]], str):
         return Dropped(place, "unreadable", f"no text in the field {name!r} (--text-field)")
     others = {field.lower(): value for field, value in reversed(values.items())} | values
-    return replace(_described(place, source, values[fields[0]], others), replaced=replaced)
+    book = _described(place, source, values[fields[0]], others)
+    if decoded is None or book.data.isascii():
+        return book
+    replaced = min(decoded.replaced, values[fields[0]].count("\ufffd"))
+    return replace(book, decoded=replace(decoded, text=book.data, replaced=replaced))
 
 
 def _same_names(names: Iterable[str], wanted: str) -> list[str]:

@@ -34,6 +34,8 @@ class Record:
     verified_bytes: int
     doubtful: list[Dropped] = field(default_factory=list)
     """Books that were kept, with what may be wrong in them."""
+    removed: dict[str, int] = field(default_factory=dict)
+    """Characters that cleaning left out of the kept books, by rule."""
 
     def write(self, place: StorageDir, name: str) -> None:
         """Mark the piece as done."""

@@ -36,19 +36,23 @@ def totals(records: Iterable[Record]) -> dict[str, Any]:
     records = list(records)
     reasons = Counter(dropped.reason for record in records for dropped in record.dropped)
     traits: Counter[str] = Counter()
+    removed: Counter[str] = Counter()
     for record in records:
         traits.update(record.traits)
+        removed.update(record.removed)
     lengths = [tokens for record in records for *_, tokens in record.books]
     return {
         "books_in": len(lengths) + reasons.total(),
         "books_kept": len(lengths),
         "books_dropped": dict(sorted(reasons.items())),
+        "books_doubtful": dict(sorted(Counter(d.reason for record in records for d in record.doubtful).items())),
         "books_val": sum(shard.rows for record in records for shard in record.shards if shard.split == "val"),
         "read_bytes": sum(record.read_bytes for record in records),
         "chars": sum(chars for record in records for _, _, chars, _ in record.books),
         "tokens": sum(lengths),
         "tokens_a_book": _histogram(lengths),
         "replaced_bytes": sum(record.replaced for record in records),
+        "removed_chars": dict(sorted(removed.items())),
         "traits": dict(sorted(traits.items())),
         "verified_bytes": sum(record.verified_bytes for record in records),
     }
@@ -58,8 +62,8 @@ def dropped(counts: dict[str, Any]) -> str:
     return _list(counts["books_dropped"]) or "none"
 
 
-def _list(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
+def _list(counts: dict[str, int], form: str = "{count:,} {name}") -> str:
+    return ", ".join(form.format(name=name, count=count) for name, count in counts.items())
 
 
 def _histogram(lengths: list[int]) -> dict[str, int]:
@@ -180,6 +184,7 @@ def data_report(
     phases = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in progress.wall.items())
     about = [
         ("normalized", f"{_list(usual) or 'nothing'}; {counts['replaced_bytes']:,} undecodable bytes"),
+        ("removed, in characters", _list(counts["removed_chars"], "{name} {count:,}") or "nothing"),
         ("checked against the vocabulary's own library", f"{counts['verified_bytes'] / 1e6:.1f} MB, equal"),
         ("tokens per book", _list(lengths)),
         ("time", phases),
@@ -194,8 +199,9 @@ def data_report(
              "that --val-fraction does not select, so that the split is not empty and keeps what an earlier data set "
              "in the same `--out` held out")
         )  # fmt: skip
-    if odd:
-        doubts = (f"{n:,} {trait if n == 1 else trait.replace('looks', 'look', 1)}" for trait, n in odd.items())
+    if odd or counts["books_doubtful"]:
+        doubts = [f"{n:,} {reason}" for reason, n in counts["books_doubtful"].items()]
+        doubts += (f"{n:,} {trait if n == 1 else trait.replace('looks', 'look', 1)}" for trait, n in odd.items())
         facts.append(("Doubtful", ", ".join(doubts)))
     cycle = "" if counts["books_val"] else " --cycle 200+0"
     facts.append(("Next", f"`python -m train.run --data {shlex.quote(name)}{cycle}`"))

@@ -23,9 +23,6 @@ from pipeline.shards import SPLITS, ShardRow, Split, shard_path, write_shard
 
 T = TypeVar("T")
 
-GUESSED = "character set guessed"
-"""What the quarantine says of a book that was kept, but whose letters may be wrong."""
-
 VERIFIED_PIECES = 8
 """In one of this many pieces, the first book is encoded again by the reference, which is 15 times slower."""
 
@@ -149,8 +146,8 @@ class PieceWriter:
         record.books.append((book.id, book.sha256, book.chars, len(tokens)))
         self.traits.update(book.traits)
         record.replaced += book.replaced
-        if book.guessed:
-            record.doubtful.append(Dropped(book.id, GUESSED, f"kept, read as {book.guessed}: too few letters tell it"))
+        record.doubtful += book.doubts
+        record.removed = dict(Counter(record.removed) + Counter(book.removed))
 
     def _checked(self, book: Book, tokens: np.ndarray) -> tuple[Book, np.ndarray]:
         """The book as it is, compared with the reference if it is the piece's first, and its signature recorded."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.books.clean import SEEMS, Book, clean
+from pipeline.books.clean import GUESSED, MIXED, OVERRULED, SEEMS, UNDECODABLE, Book, clean
 from pipeline.books.readers import Dropped, RawBook
 
 HEADER = (
@@ -54,10 +54,45 @@ def test_damage_is_counted_and_named() -> None:
     assert book.traits == ("encoding: utf-8, damaged",)
 
 
+FRENCH = "Où est l’été? Là-bas, derrière la forêt.\n" * 20
+DOUBTS = {
+    UNDECODABLE: (FRENCH.encode() + b"\xff\n", "1 bytes"),
+    GUESSED: (b"A caf\xe9 in M\xe1laga.\n", "cp1252"),
+    MIXED: (FRENCH.encode() + "Café in Köln, für Müller.\n".encode("cp1252") * 9, "cp1252 and utf-8"),
+    OVERRULED: (("Character set encoding: cp437\n\n" + FRENCH).encode("cp1252"), "cp437"),
+}
+
+
+@pytest.mark.parametrize("reason", DOUBTS)
+def test_what_may_be_wrong_in_the_letters_of_a_book_is_said_by_name(reason: str) -> None:
+    data, detail = DOUBTS[reason]
+    (doubt,) = cleaned(data).doubts
+    assert (doubt.book, doubt.reason) == ("books/a.txt", reason)
+    assert detail in doubt.detail
+    assert cleaned(FRENCH.encode()).doubts == ()
+    assert cleaned(FRENCH.encode("cp1252")).doubts == (), "nothing is declared, and many letters tell it"
+
+
+def test_c1_codes_are_repaired_and_counted_as_a_trait() -> None:
+    book = cleaned("I don\x92t know\x97perhaps.\n".encode())
+    assert book.text.decode() == "I don’t know—perhaps.\n"
+    assert [trait for trait in book.traits if "C1" in trait]
+
+
+def test_what_was_removed_is_counted_in_characters_by_rule() -> None:
+    book = cleaned((HEADER + "Produced by Some One\n\n\n\x07It be\u00adgan \u00ading\ufeff.\n").encode())
+    assert book.text == b"It began ing.\n"
+    assert book.removed == {
+        "header": len(HEADER.strip()), "credits": len("Produced by Some One"), "control characters": 1,
+        "soft hyphens": 2, "byte order marks": 1,
+    }  # fmt: skip
+
+
 def test_a_few_zero_bytes_are_left_out_and_counted() -> None:
     text = ("It was a quiet morning on the harbour road.\n" * 99).encode()
     book = cleaned(text[:300] + b"\0" + text[300:] + b"\0\n")
     assert (book.text, book.replaced) == (text, 2)
+    assert [doubt.reason for doubt in book.doubts] == [UNDECODABLE]
     assert isinstance(clean(RawBook("a", "a", text[:300] + bytes(40) + text[300:])), Dropped)
 
 

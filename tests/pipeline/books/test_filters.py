@@ -31,6 +31,12 @@ def test_the_least_length_is_in_characters_and_is_enough() -> None:
         assert reason(text[:199]) == "too short"
 
 
+def test_an_error_page_is_left_out_as_that_however_long() -> None:
+    assert reason("404: Not Found\n" * 30) == reason("404: Not Found\n") == "error page"
+    page = "<!DOCTYPE html><html><head><title>404 Not Found</title></head><body>" + "<p>The URL was not found.</p>" * 99
+    assert reason(page) == "error page"
+
+
 def test_every_script_is_text_and_a_ledger_too() -> None:
     russian = "Все счастливые семьи похожи друг на друга. " * 10
     chinese = "".join(chr(0x4E00 + n * 7919 % 20000) for n in range(3000))

@@ -95,6 +95,41 @@ def test_text_after_a_closing_note_is_kept() -> None:
         assert kept.endswith(behind.strip())
 
 
+CLOSING_NOTES = {
+    "one paragraph": "Transcriber's note: page 211 is missing from the original.\n",
+    "several": "TRANSCRIBER'S NOTES\n\nSpelling was retained.\n\n  Pg 3. teh changed to the.\n",
+    "in brackets": "[Transcriber's Note: A page is missing from the original.]\n",
+}
+BEHIND_NOTES = {
+    "a chapter": "THE LAST CHAPTER\n\n" + "It went on, and he did what he had always done.\n\n" * 99,
+    "without a heading": "It went on, and he did what he had always done.\n\n" * 99,
+    "one paragraph": "And they lived happily ever after.\n",
+    "verse": "  The curfew tolls the knell of parting day,\n  The lowing herd winds slowly.\n",
+    "one that names a page": "Epilogue\n\nHe turned the page 9 that she had changed.\n",
+    "a footnote": "[Footnote 1: See Gibbon.]\n",
+    "the end": "THE END\n",
+}
+
+
+@pytest.mark.parametrize("note", CLOSING_NOTES)
+@pytest.mark.parametrize("behind", BEHIND_NOTES)
+def test_what_follows_a_note_near_the_end_is_kept_with_it(note: str, behind: str) -> None:
+    body = (BOOK * 300).rstrip() + "\n\n\n" + CLOSING_NOTES[note]
+    kept = unwrap((HEADS["this"] + body + "\n" + BEHIND_NOTES[behind] + TAILS["this"]).encode())
+    assert kept.body.decode().split() == (body + BEHIND_NOTES[behind]).split()
+    alone = unwrap((HEADS["this"] + body + TAILS["this"]).encode())
+    assert alone.body.decode().split() == (BOOK * 300).split()
+    assert alone.removed["closing note"] == len(CLOSING_NOTES[note].strip())
+
+
+def test_a_closing_note_is_no_more_than_a_fourth_of_a_text() -> None:
+    note = "\n\n\nTranscriber's Notes:\n\n" + "Page 9: teh changed to the.\n\n" * 200
+    for copies, is_kept in ((90, True), (900, False)):
+        body = (BOOK * copies).rstrip()
+        found = unwrap((HEADS["this"] + body + note + TAILS["this"]).encode()).body.decode()
+        assert (found.split() == (body + note).split()) == is_kept
+
+
 NOTES = {
     "a paragraph": "Transcriber's Note: Letters that are superscript are\npreceded by a caret.\n",
     "a bare heading": "TRANSCRIBER'S NOTES\n\n\nObvious errors have been\ncorrected.\n\n  Italics are _so_.\n",
@@ -114,6 +149,62 @@ def test_an_opening_note_is_removed_without_any_of_the_book(note: str) -> None:
         unwrapped = unwrap((HEADS["this"] + NOTES[note] + gap + book + TAILS["this"]).encode())
         assert unwrapped.body.decode().strip() == book.strip()
         assert "opening note" in unwrapped.forms
+
+
+def test_verse_after_an_opening_note_is_not_part_of_it() -> None:
+    verse = "  The curfew tolls the knell of parting day,\n  The lowing herd winds slowly.\n\n" * 4
+    note = "Transcriber's note: Italics are underscored.\n\n"
+    unwrapped = unwrap((HEADS["this"] + note + verse + BOOK + TAILS["this"]).encode())
+    assert unwrapped.body.decode().split() == (verse + BOOK).split()
+
+
+CREDITS = {
+    "people": "Produced by Some One, Another Person and David Widger\n",
+    "team": "Produced by Some One and the Online\nDistributed Proofreading Team at http://www.pgdp.net\n",
+    "brackets": "[This etext was prepared by Some One, some@one.net, from the 1898 edition.]\n",
+    "credits": "Credits: Some One and the Online Distributed Proofreading Team\n",
+    "typed": "Typed by Some One for Project Gutenberg, and proofed by Another\n",
+    "thanks": "Special thanks to Some One for the scans of this e-text\n",
+    "French": "Produit par Some One (cette édition est du domaine public) pour Project Gutenberg\n",
+    "Portuguese": "Produzido por Some One, e-book do Project Gutenberg\n",
+}
+NO_CREDITS = {
+    "nature": "Produced by a volcano in 1883, the island rose from the sea within a week.\n",
+    "a stage": "Produced by Charles Frohman at the Empire Theatre, New York\n",
+    "an office": "Prepared by the Historical Section of the Foreign Office\n",
+    "an edition": "An edition of this work was printed in 1823, and the author has corrected it.\n",
+    "a new edition": "Updated and revised edition, 1897\n",
+    "a note": "Note: The original title page names no author, and none was found.\n",
+    "a book": "The book was produced in haste, and this text prepared from the author's papers.\n",
+    "a scan": "Transcribed from memory, for my children, who asked for it.\n",
+}
+
+
+@pytest.mark.parametrize("credit", CREDITS)
+def test_credits_of_any_form_are_removed_and_counted(credit: str) -> None:
+    for title in ("", "A TALE\n\nBy Somebody\n\n") if credit in ("brackets", "typed") else ("",):
+        unwrapped = unwrap(
+            (HEADS["this"] + title + CREDITS[credit] + "\n\n\n" + tale("ALPHA") + TAILS["this"]).encode()
+        )
+        assert unwrapped.body.decode().split() == (title + tale("ALPHA")).split()
+        assert unwrapped.removed["credits"] == len(CREDITS[credit].strip())
+
+
+@pytest.mark.parametrize("first", NO_CREDITS.values(), ids=NO_CREDITS)
+def test_a_first_paragraph_that_begins_as_credits_do_is_kept(first: str) -> None:
+    unwrapped = unwrap((HEADS["this"] + first + "\n" + tale("ALPHA") + TAILS["this"]).encode())
+    assert unwrapped.body.decode().split() == (first + tale("ALPHA")).split()
+
+
+def test_what_is_removed_is_counted_in_characters_by_rule() -> None:
+    header, footer = HEADS["this"], TAILS["this"]
+    added = "Produced by Søme One\n\n\n" + NOTES["a paragraph"] + "\n\n"
+    unwrapped = unwrap((header + added + BOOK + footer).encode())
+    assert unwrapped.removed == {
+        "header": len(header.strip()), "footer": len(footer.strip()), "credits": len("Produced by Søme One"),
+        "opening note": len(NOTES["a paragraph"].strip()),
+    }  # fmt: skip
+    assert unwrap(BOOK.encode()).removed == {}
 
 
 def test_notices_between_the_scenes_of_the_1993_shakespeare_are_removed() -> None:
@@ -147,7 +238,7 @@ def test_the_declared_character_set_is_read_in_its_own_words() -> None:
 
 
 def test_a_footer_far_from_the_end_is_found() -> None:
-    licence = "The licence goes on and on.\n\n" * 1500
+    licence = "The licence of Project Gutenberg goes on and on.\n\nAnd so it does.\n\n" * 600
     assert 24_000 < len(licence) < 60_000
     unwrapped = unwrap((HEADS["this"] + BOOK * 10 + TAILS["the, tight"] + licence).encode())
     assert unwrapped.body.decode().strip() == (BOOK * 10).strip()
@@ -248,6 +339,9 @@ def test_small_print_at_the_end_is_removed_however_short_the_book() -> None:
         "Fine del Project Gutenberg Etext di Un Racconto", "Fine di questo Etext Project Gutenberg",
         "End of this is COPYRIGHTED Project Gutenberg Etext of A Tale", "Einde van dit Project Gutenberg Etext",
         "**This is a COPYRIGHTED Project Gutenberg Etext, Details Above**",
+        "Fin de Proyecto Gutenberg Etext de Un Cuento",
+        "Fin del Proyecto Gutenberg EBook de Un Cuento, de Alguien", "Fim do Projecto Gutenberg de Um Conto",
+        "Fim do Projeto Gutenberg EBook de Um Conto", "Fino de la Projekto Gutenberg", "Koniec Projektu Gutenberg",
         "End of The Project Gutenberg Etext of A Tale",
     ],
 )  # fmt: skip
@@ -283,3 +377,39 @@ def test_a_text_about_project_gutenberg_is_kept_whole_wrapped_or_not(quote: str)
         assert unwrap(text.encode()).body.decode() == text
         for head, tail in FORMS.values():
             assert unwrap((head + text + tail).encode()).body.decode().split() == text.split()
+
+
+@pytest.mark.parametrize("copies", [1, 40])
+def test_books_that_were_joined_by_single_blanks_are_kept_and_most_of_their_wrapping_is_not(copies: int) -> None:
+    books = [tale(name, 200 * copies) for name in ("ALPHA", "BETA", "GAMMA")]
+    for head, tail in (*FORMS.values(), (HEADER, BOTTOM)):
+        joined = " ".join("".join(head + book + tail for book in books).split())
+        found = unwrap(joined.encode()).body.decode()
+        assert all(" ".join(book.split()) in found for book in books)
+    found = unwrap(" ".join("".join(FORMS["modern"][0] + b + FORMS["modern"][1] for b in books).split()).encode())
+    assert found.body.decode().split() == "".join(books).split()
+
+
+@pytest.mark.parametrize("paragraphs", [40, 800])
+def test_a_text_behind_a_short_footer_is_kept(paragraphs: int) -> None:
+    footer = (
+        "\n\n*** END OF THE PROJECT GUTENBERG EBOOK A TALE ***\n\nUpdated editions will replace the previous one.\n\n"
+    )
+    behind = "".join(f"Another text, which has {n} words or more of its own.\n\n" for n in range(paragraphs))
+    found = unwrap((HEADS["this"] + tale("ALPHA") + footer + behind).encode()).body.decode()
+    assert found.split() == (tale("ALPHA") + behind).split()
+
+
+def test_an_article_that_quotes_a_marker_below_a_field_keeps_what_is_before_it() -> None:
+    for opening, between in itertools.product(
+        (
+            "Michael Hart\n\nLanguage: English\n\n",
+            "Language: English\n\n",
+            "Release Date: May 9\nLanguage: English\n\n",
+        ),
+        ("Every file has a line\n", "Every file has a line.\n\n", "A line.\n\n" * 40, f"{tale('ALPHA', 9)}\n\n"),
+    ):
+        text = f"{opening}{between}{START}\nbefore it begins.\n\n{tale('BETA')}"
+        assert unwrap(text.encode()).body.decode() == text
+    credits = "Title: A Tale\nLanguage: English\n\nProduced by Some One\n\n[Last updated: May 9, 2009]\n\n"
+    assert unwrap(f"{credits}{START}\n\n{tale('BETA')}".encode()).body.decode().split() == tale("BETA").split()

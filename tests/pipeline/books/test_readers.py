@@ -341,7 +341,8 @@ def test_what_is_good_around_damage_is_kept_and_the_damage_counted(tmp_path: Pat
     (tmp_path / "bad.jsonl").write_bytes(lines[0] + lines[1].replace(b"goes", b"go\xe9s") + lines[2])
     books = read(tmp_path / "bad.jsonl")
     assert [book.data.decode() for book in books if isinstance(book, RawBook)][1] == "Document 1.\nIt go\ufffds on."
-    assert [book.replaced for book in books if isinstance(book, RawBook)] == [0, 1, 0]
+    found = [book.decoded for book in books if isinstance(book, RawBook)]
+    assert [decoded.replaced if decoded else 0 for decoded in found] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("packed", list(PACKERS)[1:])
@@ -413,6 +414,25 @@ def test_binary_text_is_text(tmp_path: Path) -> None:
     for kind in (pa.binary(), pa.large_binary()):
         pq.write_table(pa.table({"text": pa.array([text.encode() for text in good], kind)}), tmp_path / "rows.parquet")
         assert list(texts(read(tmp_path / "rows.parquet")).values()) == good
+
+
+@pytest.mark.parametrize("encoding", ["gb18030", "cp1252", "koi8_r"])
+def test_json_in_another_character_set_is_read_as_text_is(tmp_path: Path, encoding: str) -> None:
+    line, short = {
+        "gb18030": ("老磨坊主笑了，孫女跑向河邊。太陽下山以後，大家坐在長桌旁。", "孫女笑了。"),
+        "cp1252": ("Der Müller lachte, und die Enkelin lief über die Brücke.", "Café."),
+        "koi8_r": ("Старый мельник засмеялся, а внучка побежала к реке.", "Да."),
+    }[encoding]
+    rows = [{"text": f"{n} {text}"} for n, text in enumerate((short, line, line, "UTF-8: “été”.", short))]
+    lines = [json.dumps(row, ensure_ascii=False).encode("utf-8" if "UTF" in row["text"] else encoding) for row in rows]
+    expected = [row["text"] for row in rows]
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines)))
+    (tmp_path / "array.json").write_bytes(b"[\n" + b",\n".join(lines) + b"\n]")
+    for name in ("rows.jsonl", "rows.jsonl.gz", "array.json"):
+        assert list(texts(read(tmp_path / name)).values()) == expected, name
+    (tmp_path / "one.json").write_bytes(json.dumps(rows[1], ensure_ascii=False, indent=1).encode(encoding))
+    assert list(texts(read(tmp_path / "one.json")).values()) == [expected[1]]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])

@@ -8,6 +8,7 @@ import socket
 import threading
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -189,15 +190,22 @@ def test_a_bad_mirror_is_one_sentence(mirror: str, tmp_path: Path, monkeypatch: 
         find(["gutenberg:11"], mirror)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [b"220 mail.example ready\r\n", b"HTTP/1.0 200 OK\r\nContent-Type: text/html\r\n\r\n<html>Please log in.</html>"],
-)
-def test_a_mirror_that_gives_no_book_is_one_sentence(
-    answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(downloads, "RETRIES", 0)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+WHOLE = (
+    "Title: A Tale\n\n*** START OF THE PROJECT GUTENBERG EBOOK A TALE ***\n\n" + TEXTS[0]
+    + "\n*** END OF THE PROJECT GUTENBERG EBOOK A TALE ***\n"
+).encode()  # fmt: skip
+PLAIN = b"Content-Type: text/plain; charset=utf-8\r\n"
+
+
+def ok(body: bytes, headers: bytes = PLAIN, length: int | None = None) -> bytes:
+    """An answer of a server; with ``length`` it says that as many bytes follow."""
+    size = b"" if length is None else b"Content-Length: %d\r\n" % length
+    return b"HTTP/1.1 200 OK\r\nConnection: close\r\n" + headers + size + b"\r\n" + body
+
+
+@contextmanager
+def server_that_answers(answer: bytes) -> Iterator[str]:
+    """The address of a server that sends ``answer`` to one request."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def greet() -> None:
@@ -207,9 +215,48 @@ def test_a_mirror_that_gives_no_book_is_one_sentence(
                 connection.sendall(answer)
 
         threading.Thread(target=greet, daemon=True).start()
-        with pytest.raises(UserError, match="name another --mirror"):
-            find(["gutenberg:11"], f"http://127.0.0.1:{server.getsockname()[1]}")
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+BAD_ANSWERS = {
+    "no HTTP": b"220 mail.example ready\r\n",
+    "login page": ok(b"<html>Please log in.</html>", b"Content-Type: text/html\r\n"),
+    "page without a type": ok(b"<!DOCTYPE html>\n<html>Please log in.</html>", b""),
+    "page as text": ok(b"\n<html><head><title>Welcome</title></head></html>"),
+    "error as text": ok(b"404: Not Found\n" * 30),
+    "error in XML": ok(b"<?xml version='1.0'?><Error><Code>SlowDown</Code></Error>", b"Content-Type: text/xml\r\n"),
+    "error in JSON": ok(b'{"message": "rate limit exceeded"}', b"Content-Type: application/json\r\n"),
+    "empty": ok(b"", length=0),
+    "blank": ok(b"\r\n \r\n"),
+    "no text": ok(b"PK\3\4" + bytes(99)),
+    "cut off by its length": ok(TEXTS[0].encode(), length=len(TEXTS[0]) + 9),
+    "cut off before its end": ok(WHOLE[:-200]),
+}
+
+
+@pytest.mark.parametrize("answer", BAD_ANSWERS.values(), ids=BAD_ANSWERS)
+def test_an_answer_that_is_no_book_or_not_all_of_it_is_one_sentence_and_not_kept(
+    answer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(downloads, "RETRIES", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with server_that_answers(answer) as mirror, pytest.raises(UserError, match="name another --mirror"):
+        find(["gutenberg:11"], mirror)
     assert not list(tmp_path.rglob("pg11.txt"))
+
+
+@pytest.mark.parametrize("bad", [b"", b"404: Not Found\n" * 30, b"<html>Please log in.</html>", WHOLE[:-200]])
+def test_what_an_earlier_download_kept_though_it_is_no_book_is_fetched_again(
+    bad: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cached = tmp_path / "cache" / "throughline" / "gutenberg" / "pg11.txt"
+    cached.parent.mkdir(parents=True)
+    cached.write_bytes(bad)
+    with server_that_answers(ok(WHOLE, length=len(WHOLE))) as mirror:
+        (file,) = find(["gutenberg:11"], mirror).files
+    assert cached.read_bytes() == WHOLE
+    assert file.size == len(WHOLE)
 
 
 @pytest.fixture

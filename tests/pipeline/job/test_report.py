@@ -19,7 +19,10 @@ def record(lengths: dict[str, int], dropped: list[Dropped], *, read: int, replac
     books = [(book, "0" * 64, 4 * tokens, tokens) for book, tokens in lengths.items()]
     total = sum(lengths.values())
     shard = ShardInfo("train/000000-000.arrow", "train", 2 * total, len(books), total, 4 * total, "0" * 32)
-    return Record("key", [shard], books, dropped, {"line ends: CRLF": len(books)}, {}, [], read, replaced, verified)
+    doubtful = [Dropped(book, "undecodable bytes", "kept") for book in lengths]
+    removed = {"footer": 1_000, "credits": replaced}
+    traits = {"line ends: CRLF": len(books)}
+    return Record("key", [shard], books, dropped, traits, {}, [], read, replaced, verified, doubtful, removed)
 
 
 RECORDS = [
@@ -36,6 +39,7 @@ def test_totals_are_sums_over_all_records() -> None:
     }  # fmt: skip
     assert counts == {
         "books_in": 7, "books_kept": 4, "books_val": 0, "books_dropped": {"empty": 2, "language": 1},
+        "books_doubtful": {"undecodable bytes": 4}, "removed_chars": {"credits": 5, "footer": 2_000},
         "read_bytes": 8_108_100, "chars": 8_008_008, "tokens": 2_002_002,
         "replaced_bytes": 5, "traits": {"line ends: CRLF": 4}, "verified_bytes": 500,
     }  # fmt: skip

@@ -21,6 +21,7 @@ import pytest
 
 from infra.errors import UserError
 from infra.storage_dir import StorageDir
+from pipeline.books.clean import GUESSED, UNDECODABLE
 from pipeline.books.readers import Dropped, Part, RawBook, read_books
 from pipeline.books.sources import find
 from pipeline.config import Reading, TokenizeConfig
@@ -29,7 +30,7 @@ from pipeline.job.output import write_quarantine
 from pipeline.job.plan import Piece, make_plan
 from pipeline.job.record import Record, read_record
 from pipeline.job.report import totals
-from pipeline.job.task import GUESSED, do_piece
+from pipeline.job.task import do_piece
 from pipeline.shards import Shard, checksum
 
 Prose = Callable[..., str]
@@ -115,6 +116,24 @@ def test_a_book_whose_character_set_was_guessed_is_kept_counted_and_listed(tmp_p
     listed = write_quarantine(StorageDir.of(tmp_path / "out"), [record])
     assert [(entry.book, entry.reason) for entry in listed] == [("books/cafe.txt", GUESSED)]
     assert totals([record])["books_dropped"] == {}
+    assert totals([record])["books_doubtful"] == {GUESSED: 1}
+
+
+def test_a_record_counts_what_cleaning_removed_and_lists_books_with_damage(tmp_path: Path, prose: Prose) -> None:
+    folder = tmp_path / "books"
+    folder.mkdir()
+    header = "Title: A\nLanguage: English\n\n*** START OF THE PROJECT GUTENBERG EBOOK A ***"
+    footer = "*** END OF THE PROJECT GUTENBERG EBOOK A ***"
+    for number in range(2):
+        (folder / f"{number}.txt").write_text(f"{header}\n\n{prose(number)}\n\n{footer}\n")
+    (folder / "damaged.txt").write_bytes(prose(3).encode() + "“Yes”\n".encode() * 9 + b"\xff\xff\n")
+    (folder / "rows.jsonl").write_bytes(json.dumps({"text": f"Yes. {prose(4)}"}).encode().replace(b"Yes", b"Y\xffes"))
+    record = do(folder, tmp_path / "out")
+    assert record.removed == {"header": 2 * len(header), "footer": 2 * len(footer)}
+    assert record.replaced == 3
+    assert {(doubt.book.split("#")[0], doubt.reason) for doubt in record.doubtful} == {
+        ("books/damaged.txt", UNDECODABLE), ("books/rows.jsonl", UNDECODABLE)
+    }  # fmt: skip
 
 
 def test_what_cannot_be_read_is_quarantined_and_the_rest_is_kept(tmp_path: Path, prose: Prose) -> None:

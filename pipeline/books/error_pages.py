@@ -1,0 +1,37 @@
+"""Answers of a server that are not the text that was asked for, but were saved under its name."""
+
+import re
+
+LONGEST = 20_000
+"""Bytes of a web page that says what went wrong; one without markup is shorter."""
+PLAIN = 5_000
+"""Bytes of such a text without markup."""
+_PHRASE = (
+    rb"(?:not found|bad (?:request|gateway)|unauthorized|forbidden|access denied|request time-?out|too many requests"
+    rb"|internal server error|service (?:temporarily )?unavailable|gateway time-?out|moved permanently|error)"
+)
+_SAYING = re.compile(
+    rb"\s*(?:http(?:/\d(?:\.\d)?)?[ :]+)?(?:(?:error|status)[ :]*)?[345]\d\d\b[ :.,|-]*" + _PHRASE
+    + rb"|\s*(?:error|page|file|object|document)[ :]+" + _PHRASE + rb"\s*(?=<|\n|\Z)", re.I
+)  # fmt: skip
+_TITLE = re.compile(
+    rb"\s*(?:[45]\d\d\b[^<\n]{0,40}|" + _PHRASE + rb"|just a moment\W*|attention required\b[^<\n]{0,40})\s*(?=<)", re.I
+)
+_HEADING = re.compile(rb"<(?:title|h1)\b[^<>]*>", re.I)
+_MARKUP = re.compile(rb"\s*<(?:!doctype|html|head|\?xml|error)\b", re.I)
+_CODE = re.compile(rb"<Error>\s*<Code>")
+_OBJECT = re.compile(rb"\s*\{\s*\"(?:message|error|errors|detail|status|code)\"\s*:[^{}]{0,1000}\}\s*\Z")
+
+
+def error_page(text: bytes) -> str | None:
+    """What ``text`` says went wrong, if it is only that; else None."""
+    if len(text) > LONGEST:
+        return None
+    saying = None
+    if _MARKUP.match(text):
+        headings = [heading.end() for heading in _HEADING.finditer(text)]
+        sayings = [_SAYING.match(text, end) or _TITLE.match(text, end) for end in headings]
+        saying = next(filter(None, sayings), None) or _CODE.search(text)
+    elif len(text) <= PLAIN:
+        saying = _SAYING.match(text) or _OBJECT.match(text)
+    return " ".join(saying[0].decode("utf-8", "replace").split())[:80] if saying else None
