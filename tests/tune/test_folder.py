@@ -70,5 +70,5 @@ def test_a_search_in_object_storage_is_continued_from_what_was_sent(
     (tmp_path / "first/ladder.json").write_text("{")
     with pytest.raises(UserError, match=r"there is no ladder in .*/frist; did you mean first\?"):
         kept_config(place_of(str(tmp_path), "frist"), LadderConfig)
-    with pytest.raises(UserError, match=r"ladder\.json is damaged"):
+    with pytest.raises(UserError, match=r"ladder\.json is corrupt"):
         kept_config(place_of(str(tmp_path), "first"), LadderConfig)

@@ -119,7 +119,7 @@ def test_the_other_studies_figures_stand_beside_those_measured_here() -> None:
         ("max-autotune", "- / -", "x0.30 / -"),
     ]  # fmt: skip
     assert said
-    assert effects("memory", []).lines == [("all together", "0.33x / -", "1.00x / -")]
+    assert effects("memory", []).lines == [("all together", "x0.33 / -", "x1.00 / -")]
 
 
 def test_a_textbooks_loop_needs_what_the_study_says() -> None:
