@@ -15,6 +15,7 @@ import tyro
 from infra import command, flags
 from infra.console import open_streams
 from infra.errors import UserError
+from infra.flag_groups import grouping_registry
 
 COMMANDS = {
     "tokenize": ("pipeline.tokenize", "TokenizeConfig"),
@@ -42,9 +43,12 @@ def main() -> None:
         runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
         return
     options = {name: getattr(importlib.import_module(module), kind) for name, (module, kind) in COMMANDS.items()}
+    registry = grouping_registry(options.values())
     try:
         with flags.one_sentence():
-            tyro.extras.subcommand_cli_from_dict(options, prog="throughline", args=[name, *words], config=flags.MARKERS)
+            tyro.extras.subcommand_cli_from_dict(
+                options, prog="throughline", args=[name, *words], config=flags.MARKERS, registry=registry
+            )
     except SystemExit:
         if name == "--tyro-write-completion" and (file := Path(words[1])).is_file():
             # The script would offer every further line of a flag's description as a word of its own.

@@ -1,4 +1,4 @@
-"""Flags from the command line into a config: tyro parses them, and a mistake becomes one sentence."""
+"""Flags of the command line: tyro parses them into a config, and invalid input becomes one sentence."""
 
 import io
 import os
@@ -14,6 +14,7 @@ import tyro
 from infra.console import console, errors
 from infra.credentials import has_secret
 from infra.errors import UserError
+from infra.flag_groups import grouping_registry
 from infra.local_ray import environment_variables
 
 Config = TypeVar("Config")
@@ -26,7 +27,10 @@ def parsed(config: type[Config], program: str, default: Config | None = None) ->
     """``config`` from the command line, the rest from ``default``. Raises ``UserError``, a sentence, for a mistake."""
     start: Any = {} if default is None else {"default": default}
     with one_sentence():
-        return tyro.cli(config, prog=program, args=_words(), config=MARKERS, **start)
+        return tyro.cli(
+            config, prog=program, description=config.__doc__, args=_words(), config=MARKERS,
+            registry=grouping_registry([config], default), **start,
+        )  # fmt: skip
 
 
 def given(config: type[Any], *names: str) -> Any:

@@ -3,25 +3,39 @@
 import os
 from typing import Annotated
 
+import tyro
 from typing_extensions import Doc
 
-TrackingUri = Annotated[str | None, Doc("MLflow store. None: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db.")]
+Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+"""A flag without a value that holds for one command. Settings that ``--config`` may turn on also need ``--no-...``."""
+
+TrackingUri = Annotated[
+    str | None, Doc("MLflow store. By default the one in MLFLOW_TRACKING_URI, or else sqlite:///mlflow.db.")
+]
 
 Address = Annotated[
     str | None,
-    Doc("Ray cluster to run on; local starts a Ray here in any case. None: RAY_ADDRESS, else this machine."),
+    Doc(
+        "Address of the Ray cluster to join; local always starts Ray on this machine.\n"
+        "By default the cluster in RAY_ADDRESS, or else this machine."
+    ),
 ]
 
 ConfigFile = Annotated[
-    str | None, Doc("Read the training settings from this JSON file, also in object storage; flags override it.")
+    str | None,
+    tyro.conf.arg(metavar="FILE"),
+    Doc("JSON file with training settings, local or in object storage; flags override its values."),
 ]
 
 Checkpoint = Annotated[
     str,
-    Doc("A run's name, its folder, or that of one of its checkpoints; also in object storage (s3://bucket/runs/NAME)."),
+    tyro.conf.arg(metavar="NAME|DIR"),
+    Doc("Name of a run, its folder, or the folder of one of its checkpoints; s3://bucket/runs/NAME works, too."),
 ]
 
-Runs = Annotated[str, Doc("Folder that holds runs, or one in object storage.")]
+Runs = Annotated[
+    str, tyro.conf.arg(metavar="DIR"), Doc("Folder that contains runs, local or in object storage (s3://bucket/runs).")
+]
 
 
 class JoinsRay:
@@ -31,5 +45,5 @@ class JoinsRay:
 
     @property
     def cluster(self) -> str | None:
-        """The address of the Ray cluster to join, the flag's or that of ``RAY_ADDRESS``; None for a Ray of our own."""
+        """Address of the Ray cluster to join, from the flag or ``RAY_ADDRESS``; None to start Ray on this machine."""
         return self.address or os.environ.get("RAY_ADDRESS")

@@ -114,7 +114,7 @@ def or_none(spec: PrimitiveConstructorSpec[Any]) -> PrimitiveConstructorSpec[Any
     """``spec`` for a flag that may be left out; with a union, tyro's error would show the parsers' internals."""
     return PrimitiveConstructorSpec(
         nargs=1,
-        metavar=f"{{None}}|{spec.metavar}",
+        metavar=spec.metavar,
         instance_from_str=lambda args: None if args == ["None"] else spec.instance_from_str(args),
         is_instance=lambda x: x is None or bool(spec.is_instance(x)),
         str_from_instance=lambda value: ["None"] if value is None else spec.str_from_instance(value),

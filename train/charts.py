@@ -9,24 +9,24 @@ from train.result import RunResult
 
 
 def record_curves(tracker: Tracker, config: TrainConfig, result: RunResult, home: RunFolder) -> None:
-    """Draw the cycles of the run in its folder and record the chart; one cycle is a point and no curve."""
+    """Draw the cycles of the run in its folder and record the chart, if there are at least two cycles."""
     cycles = list(home.cycles_until(result.steps))
     if len(cycles) < 2:
         return
-    from matplotlib.figure import Figure  # half a second, for which training must not wait
+    from matplotlib.figure import Figure  # Importing it takes half a second, for which training must not wait.
 
     figure = Figure(figsize=(9, 6), layout="constrained")
     losses, speed = figure.subplots(2, sharex=True, height_ratios=(2, 1))
     for name, key in (("training", "train_loss"), ("validation", "val_loss")):
-        known = [cycle for cycle in cycles if cycle[key] is not None]
-        points = [cycle["train_tokens"] for cycle in known], [cycle[key] for cycle in known]
+        with_loss = [cycle for cycle in cycles if cycle[key] is not None]
+        points = [cycle["train_tokens"] for cycle in with_loss], [cycle[key] for cycle in with_loss]
         losses.plot(*points, ".-", linewidth=1, label=name)
     losses.set_title(f"{format_model(config.model)}; {result.device}", loc="left", fontsize=10)
-    losses.set_ylabel("loss, nats per token")
+    losses.set_ylabel("loss (nats/token)")
     losses.legend(frameon=False)
     speeds = [cycle["cycle_tokens"] / cycle["seconds"] for cycle in cycles]
     speed.plot([cycle["train_tokens"] for cycle in cycles], speeds, ".-", color="#4477aa", linewidth=1)
-    speed.set(xlabel="training tokens", ylabel="tokens/s of each cycle", ylim=(0, 1.1 * max(speeds)))
+    speed.set(xlabel="training tokens", ylabel="speed (tokens/s)", ylim=(0, 1.1 * max(speeds)))
     for axes in (losses, speed):
         axes.spines[["top", "right"]].set_visible(False)
     with atomic_file(home.curves) as file:

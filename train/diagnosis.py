@@ -1,7 +1,7 @@
-"""What was wrong with a run, for a person: why it did not fit in memory, and the cheapest change that should help; and
+"""The diagnosis of a run: why it did not fit in memory, with the change that should help at the lowest cost in speed; and
 what the losses of a custom model say about its code.
 
-Sizes are in GB of 10^9 bytes, as limits are given.
+Sizes are in GB of 10^9 bytes, as in limits.
 """
 
 import math
@@ -60,55 +60,55 @@ def of_losses(config: TrainConfig, result: RunResult) -> Diagnosis | None:
 
 
 def of_memory(config: TrainConfig, result: RunResult, place: StorageDir, memory_limit: int | None) -> Diagnosis | None:
-    """Why the run at ``place`` did not fit in memory, and what should fit; None when it did."""
+    """The reason why the run in ``place`` did not fit in memory, and changes that should fit; None if it did fit."""
     shortage = result.shortage
     if shortage is None or known_peak(config) is None:
         return None
-    rows = [("torch's message", shortage.message)] if shortage.message else []
-    missed = unpredicted(config, result, shortage)
-    if missed:
-        rows.append(("not predicted", f"{_gb(missed)} of what it needed, which the following predictions include"))
-    changes = [replace(change, peak=change.peak + missed) for change in memory_savers(config)]
+    rows = [("torch error", shortage.message)] if shortage.message else []
+    shortfall = unpredicted(config, result, shortage)
+    if shortfall:
+        rows.append(("prediction", f"underestimated by {_gb(shortfall)}, which the predictions below include"))
+    changes = [replace(change, peak=change.peak + shortfall) for change in memory_savers(config)]
     fitting: dict[str, Change] = {}
     for change in changes:
         if change.peak <= shortage.room and (len(change.flags) == 1 or not fitting):
-            fitting.setdefault(change.text.split()[0], change)  # the cheapest of each flag, or of all combinations
+            fitting.setdefault(change.text.split()[0], change)  # The first change of each flag is the cheapest.
     if not fitting:
-        return Diagnosis(rows, none_fits(changes, predict_peak(config).total + missed, shortage.room, memory_limit))
-    rows.append(("predicted to fit", f"{_gb(shortage.room)}, which the process could use"))
-    rows += [(change.text, f"{_gb(change.peak)}, {change.cost}") for change in fitting.values()]
+        return Diagnosis(rows, none_fits(changes, predict_peak(config).total + shortfall, shortage.room, memory_limit))
+    rows.append(("available", f"{_gb(shortage.room)} to the process; predicted with changes that fit:"))
+    rows += [(change.text, f"{_gb(change.peak)}; {change.cost}") for change in fitting.values()]
     first = next(iter(fitting.values()))
-    again = "the last checkpoint is kept; continue" if result.checkpoint else "try again"
-    advice = f"{again} with {first.text}, which is predicted to take {_gb(first.peak)} ({first.cost}): "
+    verb = "resume from the last checkpoint" if result.checkpoint else "try again"
+    advice = f"{verb} with {first.text}, predicted to need {_gb(first.peak)} ({first.cost}): "
     return Diagnosis(rows, advice, command(first.text, result, place, memory_limit))
 
 
 def unpredicted(config: TrainConfig, result: RunResult, shortage: Shortage) -> int:
-    """Bytes by which the predicted peak is too low for this run, which needed more than it could use.
+    """Bytes by which the prediction was too low for this run, which needed more memory than available.
 
-    At least what it had and did not get; the optimizer's state comes on top if its first step was still ahead. While
-    the model was built, only the weights were to be there.
+    The run needed at least what it had plus what it failed to allocate, and the optimizer's state if its first step had
+    not run yet. While the model is built, only the weights are in memory.
     """
-    anatomy, needed = predict_peak(config), result.memory.process + (shortage.tried or 0)
+    breakdown, needed = predict_peak(config), result.memory.process + (shortage.tried or 0)
     if shortage.during.startswith(BUILDING):
-        return max(0, max(shortage.room, needed) - anatomy.weights - anatomy.context)
-    needed += max(0, anatomy.optimizer - shortage.held.get("optimizer", anatomy.optimizer))
-    return max(0, max(shortage.room, needed) - anatomy.total)
+        return max(0, max(shortage.room, needed) - breakdown.weights - breakdown.context)
+    needed += max(0, breakdown.optimizer - shortage.held.get("optimizer", breakdown.optimizer))
+    return max(0, max(shortage.room, needed) - breakdown.total)
 
 
-def none_fits(changes: Sequence[Change], now: int, room: int, memory_limit: int | None) -> str:
-    """That nothing is predicted to fit ``room``, with the smallest prediction; without any change it is ``now``."""
+def none_fits(changes: Sequence[Change], unchanged_peak: int, available: int, memory_limit: int | None) -> str:
+    """The message that no change is predicted to fit the ``available`` bytes, with the smallest prediction."""
     smallest = min(changes, key=lambda change: change.peak, default=None)
-    peak, which = (smallest.peak, f"with {smallest.text}") if smallest else (now, "with no change left to make")
-    more = "a larger --memory-limit" if memory_limit else "a device with more memory"
+    peak, label = (smallest.peak, f"with {smallest.text}") if smallest else (unchanged_peak, "without further changes")
+    alternative = "a larger --memory-limit" if memory_limit else "a device with more memory"
     return (
-        f"no change is predicted to fit {_gb(room)}: the smallest prediction is {_gb(peak)}, {which}; use a "
-        f"smaller --model or {more}"
+        f"no change is predicted to fit the available {_gb(available)}: the smallest prediction is {_gb(peak)} "
+        f"{label}; use a smaller --model or {alternative}"
     )
 
 
 def command(flag: str, result: RunResult, place: StorageDir, memory_limit: int | None) -> str:
-    """The command that continues the run with one more ``flag``, or starts it again where it left no checkpoint."""
+    """The command that resumes the run with an additional ``flag``, or starts it again if it has no checkpoint."""
     if result.checkpoint:
         line = resume_run(place)
     else:

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from infra import command
 from infra.console import console
@@ -24,10 +27,11 @@ class ExportConfig:
     """Write a trained model in the Hugging Face format."""
 
     checkpoint: Checkpoint
-    to: Path
-    """Folder to create."""
-    register: str | None = None
-    """Also register the model under this name in the MLflow store that holds the run (needs transformers)."""
+    to: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Folder to create for the model."""
+    register: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Name under which to register the model in the MLflow store of its run (needs transformers).
+    By default the model is not registered."""
     out: Runs = "runs"
 
 
@@ -36,20 +40,20 @@ def main() -> None:
 
 
 def export(config: ExportConfig) -> int:
-    """Write the folder; returns the exit code. Raises ``UserError`` when it exists.
+    """Write the model to a new folder; returns the exit code.
 
-    torch and MLflow are imported only when the flags are known to be valid.
+    torch and MLflow are imported after the flags are checked, so that invalid flags are reported at once.
     """
     if config.to.exists():
-        raise UserError(f"--to {config.to} exists already: name a new folder.")
+        raise UserError(f"--to {config.to} already exists. Choose a new folder.")
     checkpoint = find_checkpoint(config.checkpoint, config.out)
     kind = config_from_json(read_progress(checkpoint).config, str(checkpoint)).model
     if config.register and isinstance(kind, CustomModel):
         raise UserError(
-            f"--register {config.register}: the registry's models are GPT-2, not {kind.callable}: leave it out."
+            f"--register {config.register} only supports GPT-2 models, not {kind.callable}. Remove --register."
         )
     key = run_of(checkpoint, config.register)
-    name = named(checkpoint, key)
+    name = run_name(checkpoint, key)
     with doing("writing the model"):
         from train.hugging_face import write_model
 
@@ -66,32 +70,37 @@ def export(config: ExportConfig) -> int:
             trained = f"Trained by {page_link(key, name, store=key.store)}, {progress.step:,} steps"
             model = (config.register, register(key, config.register, config.to, kind.vocabulary, trained))
         console.print(f"registered: mlflow.pyfunc.load_model('models:/{'/'.join(model)}')")
-    with doing("recording it on the run's page"):
+    with doing("recording the export in MLflow"):
         from train.tracking import record_export
 
         record_export(key, progress.step, config.to.resolve(), model)
     return 0
 
 
-def named(checkpoint: Path, key: RunKey | None) -> str:
-    """The name of the run of ``checkpoint``, which is here under another if it was copied from object storage."""
+def run_name(checkpoint: Path, key: RunKey | None) -> str:
+    """The name of the run of ``checkpoint``; its folder has another one if it is a local copy of object storage."""
     return StorageDir.of(key.home).name if key and is_remote(key.home) else checkpoint.resolve().parent.parent.name
 
 
 def run_of(checkpoint: Path, name: str | None) -> RunKey | None:
-    """The MLflow run of ``checkpoint``; None if it is not known here and no model is to be registered as ``name``."""
+    """The MLflow run of ``checkpoint``; None if it is unknown. Registering the model as ``name`` requires it."""
     try:
         key = RunFolder(checkpoint.resolve().parent.parent).key()
-    except UserError:  # its folder was copied without the store, which the model can do without
+    except UserError:  # A folder that was copied without its MLflow store can still be exported.
         if name:
             raise
         key = None
     if name is None:
         return key
     if key is None:
-        raise UserError(f"--register {name}: {checkpoint} is not in a run's folder, so its MLflow run is not known.")
+        raise UserError(
+            f"--register {name}: the MLflow run of {checkpoint} is unknown, because it is not in a run's folder. Use a "
+            "checkpoint in runs/NAME, or remove --register."
+        )
     if find_spec("transformers") is None:
-        raise UserError(f"--register {name} needs transformers: 'pip install transformers', or leave it out.")
+        raise UserError(
+            f"--register {name} needs the package transformers. Run 'pip install transformers', or remove --register."
+        )
     return key
 
 

@@ -19,13 +19,13 @@ class GenerateConfig:
 
     checkpoint: Checkpoint
     prompt: str = ""
-    """Text to continue; without it a new book begins."""
+    """Text to continue. By default the model starts a new book."""
     tokens: int = 100
-    """Number of tokens to write, at least 1."""
+    """Number of tokens to generate (at least 1)."""
     temperature: float = 0.8
-    """Divides the logits before sampling, at least 0.000001 and at most 1000000; 0 always takes the likeliest token."""
+    """Sampling temperature, by which logits are divided (0.000001 to 1000000, or 0: always the most likely token)."""
     top_k: int = 200
-    """Sample from this many likeliest tokens; 0 means all."""
+    """Number of most likely tokens to sample from (0: all)."""
     seed: int = 0
     """Seed of the sampling."""
     out: Runs = "runs"
@@ -33,12 +33,12 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise UserError(f"--tokens {self.tokens} must be at least 1.")
-        if self.temperature != 0 and not 1e-6 <= self.temperature <= 1e6:  # beyond, logits divided by it overflow
+        if self.temperature != 0 and not 1e-6 <= self.temperature <= 1e6:  # Other values make the logits overflow.
             raise UserError(f"--temperature {self.temperature} must be 0, or between 0.000001 and 1000000.")
         if self.top_k < 0:
             raise UserError(f"--top-k {self.top_k} must not be negative.")
         if abs(self.seed) >= 2**63:
-            raise UserError(f"--seed {self.seed} must be below 2^63: torch's generators take no more.")
+            raise UserError(f"--seed {self.seed} must be below 2^63, the limit of torch's generators.")
 
 
 def main() -> None:
@@ -46,13 +46,16 @@ def main() -> None:
 
 
 def generate(config: GenerateConfig) -> int:
-    """Print the continuation; returns the exit code. torch is imported only when the flags are known to be valid."""
+    """Print the continuation; returns the exit code.
+
+    torch is imported after the flags are checked, so that invalid flags are reported at once.
+    """
     checkpoint = find_checkpoint(config.checkpoint, config.out)
     kind = config_from_json(read_progress(checkpoint).config, str(checkpoint)).model
     if not kind.writes:
         raise UserError(
-            f"--checkpoint {config.checkpoint}: {format_model(kind)} gives no logits of shape (batch, time, ids) for a "
-            "text of any length when its targets are None, so it cannot write."
+            f"--checkpoint {config.checkpoint}: {format_model(kind)} cannot generate text: forward(inputs, None) must "
+            "return logits of shape (batch, time, vocab_size) for inputs of any length."
         )
     with doing("loading the model"):
         from train.loop.sampling import load_model, sample
@@ -60,18 +63,16 @@ def generate(config: GenerateConfig) -> int:
         model, vocabulary = load_model(checkpoint)
     if vocabulary is None:
         raise UserError(
-            f"--checkpoint {config.checkpoint} was trained on token ids without a vocabulary, so it cannot write text: "
-            "train on shards of 'python -m pipeline.tokenize'."
+            f"--checkpoint {config.checkpoint} was trained on token ids without a tokenizer, so it cannot generate "
+            "text. Train on shards of 'python -m pipeline.tokenize'."
         )
-    ids = [
-        vocabulary.end_of_text,
-        *vocabulary.encode(config.prompt.encode(), "tiktoken").tolist(),
-    ]  # a book begins after the end of another
-    with doing("writing"):
-        written = sample(
+    # In training each book follows the end-of-text token of the previous one.
+    ids = [vocabulary.end_of_text, *vocabulary.encode(config.prompt.encode(), "tiktoken").tolist()]
+    with doing("generating text"):
+        generated = sample(
             model, kind, ids, config.tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
         )  # fmt: skip
-    console.print(config.prompt + vocabulary.decode(written), markup=False)
+    console.print(config.prompt + vocabulary.decode(generated), markup=False)
     return 0
 
 

@@ -31,7 +31,7 @@ class Estimate(NamedTuple):
         return (self.high - self.low) / self.middle
 
     def __str__(self) -> str:
-        return f"{self.middle:,.0f} (95%: {self.low:,.0f} to {self.high:,.0f})"
+        return f"{self.middle:,.0f} (95% CI {self.low:,.0f} to {self.high:,.0f})"
 
 
 def warmup_steps(step_seconds: Sequence[float]) -> int:

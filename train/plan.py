@@ -1,7 +1,9 @@
-"""Entry: ``python -m train.plan`` predicts what a run will need: memory, arithmetic, time, cost."""
+"""Entry: ``python -m train.plan`` predicts the memory, arithmetic, time and cost of a run."""
 
 from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar
 
+import tyro
 from rich.table import Table
 
 from infra import command
@@ -16,33 +18,38 @@ from train.resolve import choices, resolve_for_plan, said
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Predict what a training run needs in memory, arithmetic, time and money, before it starts."""
+    """Predict the memory, arithmetic, time and cost of a training run before it starts."""
+
+    main_flags: ClassVar[tuple[str, ...]] = (
+        "model", "data", "gpu", "memory_limit", "global_batch", "micro_batch", "precision", "workers", "steps",
+        "tokens_per_second", "price", "doctor",
+    )  # fmt: skip
 
     training: TrainConfig = field(default_factory=TrainConfig)
-    gpu: str | None = None
-    """Plan for this GPU, which need not be here: for all its memory, and with the speed to expect of it.
-    - None: for this machine
-    - A100: with 40 GB
-    - H100: with 80 GB, as SXM
-    - H200: with 141 GB
-    - FILE: for the one on which infra.doctor saved this file, such as runs/doctor.json, and by the rates in it"""
+    gpu: Annotated[str | None, tyro.conf.arg(metavar="GPU|FILE")] = None
+    """GPU to plan for; it need not be in this machine. Uses all of its memory and predicts its speed.
+    By default plans for this machine.
+    - A100: 40 GB
+    - H100: SXM, 80 GB
+    - H200: 141 GB
+    - FILE: a doctor.json, written by infra.doctor on the machine with the GPU; uses the rates measured there"""
     memory_limit: BytesOrNone = None
-    """Memory that the process may use, to find the largest micro-batch; of --gpu at most what it has.
-    None: all of --gpu or of this machine's GPU."""
+    """Memory that the process may use, which limits the micro-batch; at most the memory of --gpu.
+    By default all memory of --gpu, or of this machine's GPU."""
     tokens_per_second: float | None = None
-    """Training speed in tokens/s over all workers, above 0, to predict hours; python -m train.run measures it."""
+    """Training speed in tokens/s over all workers (above 0), to predict the time; python -m train.run measures it."""
     price: float | None = None
-    """Price per hour of one worker's machine, above 0, in any currency."""
-    doctor: str = "runs/doctor.json"
-    """What infra.doctor --workers measured, to predict with --workers whether the network slows training down."""
+    """Price per hour of one worker's machine (above 0), in any currency."""
+    doctor: Annotated[str, tyro.conf.arg(metavar="FILE")] = "runs/doctor.json"
+    """File with the network speed measured by infra.doctor --workers; used with --workers above 1."""
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_second", "price"):
             value = getattr(self, name)
-            if value is not None and not 1e-9 <= value <= 1e18:  # beyond, a time or a cost would not be finite
+            if value is not None and not 1e-9 <= value <= 1e18:  # Beyond, a time or a cost would not be finite.
                 raise UserError(f"--{name.replace('_', '-')} {value:g} must be above 0, between 1e-9 and 1e18.")
         if self.price is not None and self.tokens_per_second is None:
-            raise UserError("--price needs --tokens-per-second: without a speed there are no hours to pay for.")
+            raise UserError("--price needs a speed to compute the cost. Set --tokens-per-second, too.")
 
 
 def main() -> None:
@@ -50,21 +57,22 @@ def main() -> None:
 
 
 def plan(options: PlanOptions) -> None:
-    """Print every table of the plan. torch is imported only now, when the flags are known to be valid."""
+    """Print all tables of the plan. torch is imported here, so that invalid flags are reported at once."""
     from train.estimate import forecast, network, roofline
     from train.estimate.card import planned
 
-    training, limit = _of_its_data(options.training), options.memory_limit
+    training, limit = _with_tokenizer(options.training), options.memory_limit
     card = planned(options.gpu) if options.gpu else None
-    facts, name = card.facts if card else device_facts(), card and card.facts.name
+    facts, gpu_name = card.facts if card else device_facts(), card and card.facts.name
     if card:
         training, limit = replace(training, device="cuda"), facts.within(limit).memory
     config = resolve_for_plan(training, facts, limit)
     size = said("micro_batch", config, training)
-    batch = f"micro-batch {size} x {config.accumulation} accumulated"
+    batch = f"global batch {config.global_batch} = micro-batch {size} x accumulation {config.accumulation}"
     workers = f"{config.workers} worker{'s' * (config.workers > 1)}"
     console.print(
-        f"[bold]{format_model(config.model)}[/bold], {batch}, of {config.model.context_length:,} tokens, on {workers}"
+        f"[bold]{format_model(config.model)}[/bold], context length {config.model.context_length:,} tokens; {batch} x "
+        f"{workers}"
     )
     console.print(choices(config, training), "", sep="\n", markup=False)
     for title, rows in (
@@ -72,8 +80,12 @@ def plan(options: PlanOptions) -> None:
         ("Predicted peak memory", forecast.memory_rows(config)),
         ("Largest micro-batch", forecast.limit_rows(config, limit)),
         ("Arithmetic", forecast.arithmetic_rows(config)),
-        *([("Waste of tiles and waves", forecast.tile_rows(config, name))] if config.device == "cuda" else []),
-        *([(f"Speed of one {name}", roofline.speed_rows(config, card))] if card else []),
+        *(
+            [("Tile and wave quantization (wasted fraction)", forecast.tile_rows(config, gpu_name))]
+            if config.device == "cuda"
+            else []
+        ),
+        *([(f"Speed of one {gpu_name}", roofline.speed_rows(config, card))] if card else []),
         *([("Network", network.network_rows(config, options.doctor))] if config.workers > 1 else []),
         ("Data, time and cost", forecast.time_rows(config, options.tokens_per_second, options.price)),
     ):
@@ -83,8 +95,8 @@ def plan(options: PlanOptions) -> None:
         console.print(table, "")
 
 
-def _of_its_data(training: TrainConfig) -> TrainConfig:
-    """``training`` with the vocabulary of its data, as it would run, where there are data that fit the model."""
+def _with_tokenizer(training: TrainConfig) -> TrainConfig:
+    """``training`` with the tokenizer of its data, as it would run; unchanged if there are no data for the model."""
     from pipeline.shards import read_manifest
     from train.data.text import with_vocabulary_of
 

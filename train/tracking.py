@@ -1,4 +1,4 @@
-"""A run in MLflow: its page, its metrics, and what the page of an earlier run that has ended still lacks."""
+"""A run in MLflow: its description, params and metrics, and the missing entries of earlier runs."""
 
 import json
 import math
@@ -34,39 +34,39 @@ METRICS = (
     "optimizer/learning_rate", "optimizer/gradient_norm", "result/tokens_per_second", "result/mfu", "result/val_loss",
     "result/kilojoules_per_million_tokens", "memory/process_gb",
 )  # fmt: skip
-"""The curves and numbers of a run's page in MLflow; its other metrics are under ``detail/``."""
+"""Metrics at the top level of a run's page in MLflow; its other metrics are under ``detail/``."""
 
 
 STATUS = {"finished": "FINISHED", "interrupted": "KILLED"}
-"""MLflow's status of a run by its outcome; of other outcomes it is FAILED."""
+"""Status in MLflow by the outcome of a run; other outcomes are FAILED."""
 
 
 DENSE_STEPS = 1000
-"""Steps at the beginning of a run whose losses are all in MLflow; ``cycles.jsonl`` has all of every run."""
+"""Number of first steps whose losses are all sent to MLflow; ``cycles.jsonl`` has the losses of all steps."""
 
 
-def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest, asked: TrainConfig) -> None:
-    """Fill the page of a run that starts: settings, data, and a description.
+def record_start(tracker: Tracker, config: TrainConfig, manifest: Manifest, requested: TrainConfig) -> None:
+    """Record the settings, the data and a description of a run that starts.
 
-    ``config`` is ``asked`` as it is resolved for the device.
+    ``config`` is ``requested`` resolved for the device.
     """
-    tracker.params(params(config, asked))
+    tracker.params(params(config, requested))
     tracker.json(config.to_json(), "config.json")
     tracker.data(Path(config.source).name, manifest.fingerprint, config.source, manifest.splits, "training")
     maker = None if config.stream else made_by(config.data)
     tracker.tags({"data.run": maker.run_id} if maker else {})
-    running = f"Training {format_model(config.model)} on `{config.source}`. Still running."
-    tracker.note("\n\n".join([running, *origin(config, tracker.key.store)]))
+    status = f"Training {format_model(config.model)} on `{config.source}`. The run is in progress."
+    tracker.note("\n\n".join([status, *origin(config, tracker.key.store)]))
 
 
-def params(config: TrainConfig, asked: TrainConfig) -> dict[str, Any]:
-    """What tells a run from others: settings that were asked for and are not the default, and a few of every run."""
+def params(config: TrainConfig, requested: TrainConfig) -> dict[str, Any]:
+    """A run's params: requested settings that differ from the default, and a few that every run has."""
 
-    def named(settings: TrainConfig) -> dict[str, Any]:
+    def values_by_name(settings: TrainConfig) -> dict[str, Any]:
         values = settings.to_json() | {"model": format_model(settings.model)}
         return {name: value for name, value in values.items() if name not in ("data", "stream")}
 
-    return changed(named(asked), named(TrainConfig())) | {
+    return changed(values_by_name(requested), values_by_name(TrainConfig())) | {
         "model": format_model(config.model), "data": config.source, "global_batch": config.global_batch,
         "micro_batch": config.micro_batch, "accumulation": config.accumulation, "precision": config.precision,
         "compile": config.compile, "loss": config.loss, "device": config.device, "seed": config.seed,
@@ -74,13 +74,13 @@ def params(config: TrainConfig, asked: TrainConfig) -> dict[str, Any]:
 
 
 def record_search(tracker: Tracker, name: str, config_file: str) -> None:
-    """Link the run ``name`` with the search that found its settings, if ``config_file`` is what a search has left.
+    """Link the run ``name`` and the search whose best.json is ``config_file``; do nothing if it is of no search.
 
-    The search's page gets a link to this run, and this run the tag ``search.run``.
+    The search's description gets a link to this run, and this run the tag ``search.run``.
     """
-    place = StorageDir.of(config_file).parent
+    directory = StorageDir.of(config_file).parent
     try:
-        content = place.read("search.json")
+        content = directory.read("search.json")
     except OSError:
         return
     try:
@@ -95,25 +95,25 @@ def record_search(tracker: Tracker, name: str, config_file: str) -> None:
 
 
 def record_export(key: RunKey, step: int, folder: Path, model: tuple[str, str] | None) -> None:
-    """Add to the page of the run that trained a model where that was exported to after ``step`` steps.
+    """Record in the run of a model that it was exported after ``step`` steps to ``folder``.
 
     ``model`` is its name and version in the registry, if it is registered.
     """
-    registered = f", and registered as {model_link(*model)}" if model else ""
+    registered = f" and registered as {model_link(*model)}" if model else ""
     paragraph = f"Exported after {step:,} steps to `{folder}`{registered}"
     add_to_page(key, paragraph, {"exported.to": str(folder)})
 
 
 def record_resume(tracker: Tracker, config: TrainConfig, step: int) -> None:
-    """Add to the page of a run that is resumed; its params stay those of the first start, as they cannot change."""
+    """Record that a run is resumed; its params stay those of its first start, because MLflow cannot change them."""
     tracker.tags({"resumed_at_step": step, "outcome": "", "reason": ""})
     tracker.json(config.to_json(), f"config-from-step-{step}.json")
 
 
 def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float | None]]]:
-    """(step, metrics by their names in MLflow) of a logged cycle: losses of its steps, then its own metrics.
+    """Yields: (step, metrics by their names in MLflow) of a logged cycle: losses of its steps, then its own metrics.
 
-    The losses become sparser after the first thousand steps: 100,000 steps have 6,577 and a million 9,954.
+    After the first thousand steps the losses are downsampled: of 100,000 steps 6,577 are sent, of a million 9,954.
     """
     step, losses = cycle["step"], cycle["step_losses"]
     for number, loss in enumerate(losses, step - len(losses) + 1):
@@ -139,13 +139,13 @@ def cycle_metrics(cycle: dict[str, Any]) -> Iterator[tuple[int, dict[str, float 
 
 
 def record_cycle(tracker: Tracker, cycle: dict[str, Any], sent: Mapping[str, int]) -> None:
-    """Record a logged cycle, but what MLflow has: metrics up to the step that they were ``sent`` until."""
+    """Record a logged cycle, except for metrics that MLflow already has; ``sent`` is their last step by name."""
     for step, values in cycle_metrics(cycle):
         tracker.metrics({name: value for name, value in values.items() if step > sent.get(name, 0)}, step)
 
 
 def origin(config: TrainConfig, store: str) -> list[str]:
-    """A paragraph that links to the run that made the data, for a page in ``store``; none where that is not known."""
+    """A paragraph with a link to the run that created the data, for a description in ``store``; empty if unknown."""
     maker = None if config.stream else made_by(config.data)
     return [f"Data: {page_link(maker, Path(config.data).name, store=store)}"] if maker else []
 
@@ -157,15 +157,15 @@ def record_end(
     home: RunFolder,
     memory_limit: int | None = None,
 ) -> None:
-    """Add the result of the run to its page, and as ``summary.md`` to its folder.
+    """Record the result of the run, and write its report as ``summary.md`` to its folder.
 
-    At step 0, because MLflow compares runs in bar charts if that is the only step.
+    Result metrics are at step 0, because MLflow compares runs in bar charts if that is the only step.
     """
     _record_result(tracker, config, result)
     if result.too_large:
-        tracker.json(config.to_json(), "config.json")  # instead of what was decided when it began
-    told = run_report(config, result, home.place, memory_limit)
-    text = replace(told, pieces=[*origin(config, tracker.key.store), *told.pieces]).markdown()
+        tracker.json(config.to_json(), "config.json")  # Its micro-batch is not the one recorded at the start.
+    report = run_report(config, result, home.place, memory_limit)
+    text = replace(report, pieces=[*origin(config, tracker.key.store), *report.pieces]).markdown()
     write_text(home.summary, text)
     home.send(home.summary)
     tracker.note(text)
@@ -184,36 +184,36 @@ def _record_result(tracker: Tracker, config: TrainConfig, result: RunResult) -> 
 
 
 def complete_earlier(key: RunKey) -> None:
-    """Send what MLflow lacks of other runs of the experiment of ``key`` that have ended on this machine. Never raises.
+    """Send the missing entries of ended runs of this machine in the experiment of ``key``. Never raises.
 
-    Stops at the first of which that does not arrive.
+    Stops at the first run whose entries cannot be sent.
     """
     with suppress(Exception):
-        for left in incomplete:
-            place = StorageDir(left.home)
-            home = RunFolder(WorkingCopy.folder_of(place), place if place.remote else None)
-            if left.experiment_id == key.experiment_id:
-                with suppress(UserError), held(left):
-                    if not _completed(home, left):
+        for orphan in incomplete:
+            directory = StorageDir(orphan.home)
+            home = RunFolder(WorkingCopy.folder_of(directory), directory if directory.remote else None)
+            if orphan.experiment_id == key.experiment_id:
+                with suppress(UserError), held(orphan):
+                    if not _complete_run(home, orphan):
                         return
 
 
-def _completed(home: RunFolder, key: RunKey) -> bool:
-    """Send what MLflow lacks of a run from its folder, close it as it ended, and return whether that arrived.
+def _complete_run(home: RunFolder, key: RunKey) -> bool:
+    """Send the missing entries of a run from its folder, and close the run; returns whether all entries were sent.
 
-    The settings of a run that was without its store from the beginning are lost.
+    The params of a run whose MLflow store was unavailable from the start are lost.
     """
     if is_complete(key):
         return True
     result, config, cycles, ended = None, None, list[dict[str, Any]](), None
-    if (kept := home.key(key.store)) and kept.run_id == key.run_id:  # it may have been removed, and made anew
-        with suppress(OSError, ValueError, UserError):  # of files on this machine
+    if (stored := home.key(key.store)) and stored.run_id == key.run_id:  # The folder may belong to a new run by now.
+        with suppress(OSError, ValueError, UserError):
             result = from_json(RunResult, json.loads(home.result.read_text(encoding="utf-8")), home.result)
             config = load_config(home.config)
         cycles = list(home.cycles_until(sys.maxsize))
         ended = max((file.stat().st_mtime for file in (home.cycles, home.result) if file.exists()), default=None)
     if result and cycles and cycles[-1]["step"] > result.steps:
-        result = None  # of a part before the one that was killed
+        result = None  # It is older than the part of the run that was killed.
     sent, tracker = last_steps(key), Tracker(key)
     for cycle in cycles:
         record_cycle(tracker, cycle, sent)
@@ -228,28 +228,29 @@ def _completed(home: RunFolder, key: RunKey) -> bool:
 
 
 def columns(result: RunResult) -> dict[str, str]:
-    """The speed with its interval and the memory with its prediction, as tags that are columns of MLflow's list.
+    """Speed and memory as texts, for tags that are columns of MLflow's list of runs.
 
-    All of them, so that none is left of what an earlier part of the run has measured.
+    All of them are always set, to replace the values of an earlier part of a resumed run.
     """
-    words = {"memory": f"{result.memory.process / GB:.2f} GB"}
+    tags = {"memory": f"{result.memory.process / GB:.2f} GB"}
     if result.predicted_memory:
-        words["memory"] += f" (predicted {result.predicted_memory / GB:.2f})"
-    words["tokens/s"] = str(result.throughput.estimate) if result.throughput else "not measured"
-    return words
+        tags["memory"] += f" (predicted {result.predicted_memory / GB:.2f} GB)"
+    tags["tokens/s"] = str(result.throughput.estimate) if result.throughput else "not measured"
+    return tags
 
 
 def formula_metrics(config: TrainConfig, result: RunResult) -> dict[str, float | None]:
-    """FLOPs per token by every named formula, and the MFU by causal attention; ``result/mfu`` is PaLM's."""
-    counted = {formula.name: formula.flops for formula in formulas(config)}
-    causal = counted.get("causal")
+    """FLOPs per token by each formula, and the MFU with causal attention; ``result/mfu`` uses PaLM's formula."""
+    flops_by_formula = {formula.name: formula.flops for formula in formulas(config)}
+    causal = flops_by_formula.get("causal")
     return {
-        **{f"result/flops_per_token_{name.partition(',')[0]}": flops for name, flops in counted.items()},
+        **{f"result/flops_per_token_{name.partition(',')[0]}": flops for name, flops in flops_by_formula.items()},
         "result/mfu_causal": result.mfu and causal and result.mfu * causal / result.flops_per_token,
     }
 
 
 def result_metrics(result: RunResult) -> dict[str, float | None]:
+    """The metrics of a run's result."""
     speed, memory, predicted = result.throughput, result.memory, result.predicted_memory
     return {
         "result/tokens_per_second": speed and speed.tokens_per_second,

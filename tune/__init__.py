@@ -1,4 +1,4 @@
-"""Runs in, comparisons out: the fastest way to execute a global batch under a memory limit, and what each change gains.
+"""Comparisons of runs: searches for the fastest configuration under a memory limit, and ladders (ablation studies).
 
 From Python: ``find_fastest(SearchConfig(...))``.
 """
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def find_fastest(config: "SearchConfig") -> "TrainConfig":
-    """Search, as ``python -m tune.search`` does, and return the fastest configuration, for ``train.train``.
+    """Run a search like ``python -m tune.search``, and return the fastest configuration, for ``train.train``.
 
-    Raises ``infra.errors.UserError`` for what a user can correct, and where no trial was within the limit, and
-    ``KeyboardInterrupt`` after Ctrl-C, with what was found kept for ``SearchConfig(resume=...)``.
+    Raises ``infra.errors.UserError`` for invalid settings and if the search has no winner, and ``KeyboardInterrupt``
+    after Ctrl-C; finished trials are then reused with ``SearchConfig(resume=...)``.
     """
     import dataclasses
     import json
@@ -26,12 +26,14 @@ def find_fastest(config: "SearchConfig") -> "TrainConfig":
     from tune.plan import search_name
     from tune.search import run
 
-    named = dataclasses.replace(config, name=search_name(config))
+    config = dataclasses.replace(config, name=search_name(config))
     with for_a_program():
-        code = run(named)
+        code = run(config)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
-    place = place_of(named.out, search_name(named))
-    if not place.exists("best.json"):
-        raise UserError(f"the search in {place} has no winner: its summary.md lists the outcome of every trial.")
-    return config_from_json(json.loads(place.read("best.json"))["config"], f"{place}/best.json")
+    directory = place_of(config.out, search_name(config))
+    if not directory.exists("best.json"):
+        raise UserError(
+            f"The search in {directory} has no winner. See the outcome of each trial in {directory}/summary.md."
+        )
+    return config_from_json(json.loads(directory.read("best.json"))["config"], f"{directory}/best.json")

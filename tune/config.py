@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+import tyro
 
 from infra.errors import UserError
-from infra.options import Address, ConfigFile, JoinsRay, TrackingUri
+from infra.options import Address, ConfigFile, JoinsRay, Switch, TrackingUri
 from infra.schema import strict, to_json
 from infra.storage_dir import StorageDir
 from infra.units import BytesOrNone, Seconds, SecondsOrNone, check_numbers
@@ -14,28 +16,30 @@ from train.model_config import ModelOrNone
 from tune.space import parse_knobs
 
 FEWEST = 5
-"""Steps after warm-up before a trial is judged: the deviation of fewer is too often far below the truth."""
+"""Minimum number of steps after warm-up before a trial may end: the deviation of fewer is often far below the truth."""
 
 SHORTEST = 8
-"""Steps that a rung needs: one compiles, three warm up, four are measured."""
+"""Minimum number of steps of a rung: one compiles, three warm up, four are measured."""
 
 
 @strict
 @dataclass(frozen=True, kw_only=True)
 class ExperimentConfig(JoinsRay):
-    """What a search and a ladder have in common."""
+    """Settings that a search and a ladder have in common."""
 
     kind: ClassVar[str]
-    free: ClassVar[tuple[str, ...]]
-    """Other settings that may change when it is continued."""
+    """Noun for the experiment in messages and file names: search or ladder."""
+    resumable_changes: ClassVar[tuple[str, ...]]
+    """Settings of the subclass that may change when the experiment is resumed."""
 
     name: str | None = None
-    """Name of the search or ladder and of its folder; made from what it is about and the time when left out."""
-    out: str = "runs"
-    """Folder that holds runs, searches and ladders, or s3://bucket/folder (gs://, az://)."""
-    resume: str | None = None
-    """Continue the one of this name; its settings are read from its folder, and what has run is kept."""
-    dry_run: bool = False
+    """Name of the search or ladder and of its folder. By default the name of the suite, or "search", with the time."""
+    out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "runs"
+    """Folder that contains runs, searches and ladders: local, or s3://bucket/folder (gs://, az://)."""
+    resume: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Resume the search or ladder with this name.
+    Its settings are read from its folder, and finished trials are reused."""
+    dry_run: Switch = False
     """Print the plan and run nothing."""
     tracking_uri: TrackingUri = None
     address: Address = None
@@ -44,75 +48,90 @@ class ExperimentConfig(JoinsRay):
         return to_json(self) | {"resume": None}
 
     def identity(self) -> dict[str, Any]:
-        """What an experiment over the same data must share with this one to be continued as it."""
+        """The settings that must be equal for an experiment to be resumed with these."""
         values = self.to_json()
         values |= values.pop("training", {})
-        free = {*self.free, *(field.name for field in fields(ExperimentConfig))}
-        return {n: " ".join(map(str, v)) if isinstance(v, list) else v for n, v in values.items() if n not in free}
+        ignored = {*self.resumable_changes, *(field.name for field in fields(ExperimentConfig))}
+        return {n: " ".join(map(str, v)) if isinstance(v, list) else v for n, v in values.items() if n not in ignored}
 
 
 @strict
 @dataclass(frozen=True)
 class SearchConfig(ExperimentConfig):
-    """Find the micro-batch, and the knobs, with the most tokens per second under a memory limit."""
+    """Find the micro-batch and the knobs with the most tokens per second under a memory limit.
+
+    The training flags describe the control; settings that are not searched keep these values. --steps, --tokens and
+    --time-budget set the length of the run that best.json describes, not of the trials.
+    """
 
     kind = "search"
-    free = ("data", "steps", "tokens", "time_budget", "cycle", "compile_time", "config", "parallel", "gpu")
+    resumable_changes = ("data", "steps", "tokens", "time_budget", "cycle", "compile_time", "config", "parallel", "gpu")
+    main_flags = (
+        "data", "model", "global_batch", "memory_limit", "knobs", "accumulations", "searcher", "device", "name",
+        "resume", "dry_run",
+    )  # fmt: skip
+    flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
+        "trial": ("trial_steps", "trial_time", "compile_time", "trial_precision", "confirm"),
+        "output and cluster": ("out", "config", "tracking_uri", "address", "parallel", "accelerator", "gpu"),
+    }
 
     training: TrainConfig = field(default_factory=TrainConfig)
-    """The control and what is held fixed.
-    --steps, --tokens and --time-budget are those of the run that best.json describes, not of the trials."""
+    """Settings of the control; settings that are not searched keep these values."""
     memory_limit: BytesOrNone = None
-    """Most memory that a process may use: 40GB is 40 x 10^9 bytes, 40GiB 40 x 2^30. None: all there is."""
+    """Maximum memory of a process: 40GB is 40 x 10^9 bytes, 40GiB is 40 x 2^30. By default all available memory."""
     accumulations: tuple[int, ...] = ()
-    """Search these numbers of micro-batches per step, at least 1, with any micro-batch, such as 1 2 4 8.
-    The global batch then varies, and the winner may train with another than the control. None given: it is fixed."""
-    knobs: tuple[str, ...] = ()
-    """Settings searched too, each with the values to try besides the control's: compile=off,whole checkpointing=full.
-    There are allocator, attention, checkpointing, compile, fp8, loader_workers, loss, loss_chunks, optimizer and
+    """Accumulation values to search (each at least 1), each with any micro-batch; for example 1 2 4 8.
+    The global batch then varies between candidates, so the winner's may differ from the control's.
+    By default the global batch is fixed."""
+    knobs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=VALUE,... ...]")] = ()
+    """Other settings to search, each with the values to try in addition to the control's value.
+    For example: compile=off,whole checkpointing=full.
+    The names are allocator, attention, checkpointing, compile, fp8, loader_workers, loss, loss_chunks, optimizer and
     precision."""
     searcher: Literal["memory", "grid", "optuna"] = "memory"
-    """How candidates are chosen.
+    """Strategy that chooses candidates.
     - memory: by predicted memory and fitted speed
     - grid: every candidate in turn
     - optuna: by Optuna's TPE sampler"""
     trial_steps: int = 20
-    """Most optimizer steps of one trial, at least 7; it ends earlier when its speed is known."""
+    """Maximum number of optimizer steps of a trial (at least 7); a trial ends earlier once its speed is known."""
     trial_time: Seconds = 60.0
-    """Most time, above 0, that one trial's steps may take, after the first.
-    Where this is too short for a speed, the trial runs once more with enough."""
+    """Maximum time of a trial's steps after the first one (above 0).
+    If it is too short to measure a speed, the trial runs once more with enough time."""
     compile_time: Seconds = 900.0
-    """Most time, above 0, that a trial may take before that, to start, to compile and to run its first step.
-    One that takes longer is killed and counts as failed."""
+    """Maximum time of a trial for startup, compilation and its first step (above 0).
+    A trial that exceeds it is killed and counts as failed."""
     trial_precision: float = 0.01
-    """Half-width of a speed's 95% interval, as a fraction of it between 0 and 1, that ends a trial."""
+    """Relative half-width of a speed's 95% confidence interval at which a trial ends (between 0 and 1)."""
     confirm: int = 3
-    """Most rounds in which the best and the control run again, interleaved, until the winner is clear.
-    0 trusts the first measurement."""
+    """Maximum number of rounds in which the best candidates and the control run again, interleaved, until the winner is
+    clear (0: rely on the first measurement)."""
     config: ConfigFile = None
     parallel: int = 1
-    """Trials at a time, at least 1, each on a machine of its own in the cluster.
-    The speeds of a machine are compared over its own control."""
+    """Number of concurrent trials (at least 1), each on its own machine of the cluster.
+    Speeds are compared relative to the control on the same machine."""
     gpu: str | None = None
-    """With --dry-run, the GPU to plan for, which need not be here: as train.plan --gpu.
-    The candidates that should fit are listed with the memory and the speed to expect."""
+    """GPU to plan for with --dry-run; it need not be in this machine. Takes the values of train.plan --gpu.
+    Lists the candidates that are predicted to fit, with their predicted memory and speed."""
 
     def __post_init__(self) -> None:
         parse_knobs(self.knobs)
         if self.gpu and not self.dry_run:
-            raise UserError(f"--gpu {self.gpu} is for planning: add --dry-run, or leave it out to search on the GPU.")
-        if wrong := [n for n in self.accumulations if n < 1 or self.accumulations.count(n) > 1]:
-            raise UserError(f"--accumulations {wrong[0]} must be {'given once' if wrong[0] > 0 else 'at least 1'}.")
+            raise UserError(f"--gpu {self.gpu} only plans a search. Add --dry-run, or remove --gpu to run the search.")
+        if invalid := [n for n in self.accumulations if n < 1]:
+            raise UserError(f"--accumulations {invalid[0]} must be at least 1.")
+        if repeated := [n for n in self.accumulations if self.accumulations.count(n) > 1]:
+            raise UserError(f"--accumulations contains {repeated[0]} twice. Remove one of them.")
         if max(self.accumulations, default=1) >= 2**31:
-            raise UserError(
-                f"--accumulations {max(self.accumulations)} is too many micro-batches: give less than 2^31."
-            )
+            raise UserError(f"--accumulations {max(self.accumulations)} is too large. Use values below 2^31.")
         if self.training.stream:
-            raise UserError("--stream cannot be combined with a search, whose trials read token shards: give --data.")
-        refuse_below(self, trial_steps=FEWEST + 2, parallel=1, confirm=0)
+            raise UserError("--stream is not supported by a search, whose trials read token shards. Use --data.")
+        check_minimum(self, trial_steps=FEWEST + 2, parallel=1, confirm=0)
         check_numbers(self)
         if not 0 < self.trial_precision < 1:
-            raise UserError(f"--trial-precision {self.trial_precision} is a fraction between 0 and 1, such as 0.01.")
+            raise UserError(
+                f"--trial-precision {self.trial_precision} must be between 0 and 1. Use a fraction such as 0.01."
+            )
 
     def to_json(self) -> dict[str, Any]:
         training = self.training.to_json() | {"data": StorageDir.of(self.training.data).address}
@@ -121,95 +140,108 @@ class SearchConfig(ExperimentConfig):
 
 CYCLE = Cycle()
 TIME_BUDGET, WITHIN = 300.0, 0.005
-"""Most seconds per rung, and the precision of its speed at which it ends earlier, unless --steps is given."""
+"""Defaults of a ladder without --steps: seconds per rung, and the precision of its speed at which it ends earlier."""
 
 BATCH = 32
-"""Micro-batch of a suite that names none."""
+"""Micro-batch of a suite that does not set one."""
 
-FITTED = 40 * 10**9
-"""Memory limit of --fit, in bytes, unless --memory-limit is given."""
+FIT_MEMORY_LIMIT = 40 * 10**9
+"""Bytes to which --fit limits memory if --memory-limit is not set."""
 
 
 @strict
 @dataclass(frozen=True)
 class LadderConfig(ExperimentConfig):
-    """Measure what each optimisation of a suite gains on this machine."""
+    """Measure how much each optimization of a suite gains on this machine.
+
+    A ladder is an ablation study. Each rung, one change of the configuration, runs in a fresh process between two runs
+    of the baseline.
+    """
 
     kind = "ladder"
-    free = ("data", "compare")
+    resumable_changes = ("data", "compare")
+    main_flags = (
+        "suite", "rungs", "data", "model", "steps", "time_budget", "memory_limit", "device", "compare", "name",
+        "resume", "dry_run",
+    )  # fmt: skip
+    flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
+        "measurement": ("within", "cycle", "seed", "seeds", "fit", "best", "stream"),
+        "output and cluster": ("out", "tracking_uri", "address", "accelerator"),
+    }
 
-    suite: str = "a100"
+    suite: Annotated[str, tyro.conf.arg(metavar="NAME|FILE")] = "a100"
     """Name of a suite, or a Python file with SUITE = [Rung(...), ...].
-    - a100: a published study of GPT-2 124M, from the textbook loop upwards
-    - loop: what each habit of a training loop costs, on a small model
-    - memory: what saves memory, and what it costs in speed
+    - a100: a published study of GPT-2 124M, starting from the textbook loop
+    - loop: cost of each habit of a training loop, on a small model
+    - memory: techniques that save memory, and their cost in speed
     - kernels: how torch.compile chooses and launches kernels
     - accumulation: four micro-batches per step, from eager to max-autotune
     - loader: threads that read batches ahead
-    - precision: what fewer bits cost in held-out loss
+    - precision: cost of fewer bits in validation loss
     - sizes: sizes that fill a GPU's tiles and waves, and sizes that do not
-    - aa: the same run ten times, to see how often the verdict is a false alarm"""
-    rungs: tuple[str, ...] = ()
-    """Only these rungs of the suite, by name. None given: all.
-    In a suite whose rungs keep those before them, what is left out is not kept either."""
-    data: str = "data/tokens"
-    """Token shards, made by python -m pipeline.tokenize: a folder, or s3://bucket/folder (gs://, az://)."""
+    - aa: the same run ten times, to measure how often the verdict is a false alarm"""
+    rungs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME ...]")] = ()
+    """Names of the suite's rungs to run. By default all of them.
+    In a cumulative suite, the changes of rungs that are not named are not applied either."""
+    data: Annotated[str, tyro.conf.arg(metavar="DIR")] = "data/tokens"
+    """Token shards, created by python -m pipeline.tokenize: a folder, or s3://bucket/folder (gs://, az://)."""
     model: ModelOrNone = None
-    """Model instead of the suite's: a preset, with changes if any."""
+    """Model to use instead of the suite's: a preset, optionally with changes, or package.module:callable."""
     steps: int | None = None
-    """Optimizer steps per rung, at least 8."""
+    """Optimizer steps per rung (at least 8)."""
     time_budget: SecondsOrNone = None
-    """Time per rung, above 0, from its first step on. None: 5m, unless --steps is given."""
+    """Time per rung after its first step (above 0). By default 5m, unless --steps is set."""
     within: float | None = None
-    """End a rung early, at the end of a cycle, once its speed is known to this fraction, below 1; 0 never does.
-    None: 0.005, half a percent; 0 with --steps, which are for comparing losses."""
+    """Relative half-width of the speed's confidence interval at which a rung ends early, checked after each cycle (0:
+    never; below 1). By default 0.005, or 0 with --steps, because losses are compared after equal steps."""
     cycle: CycleText = CYCLE
-    """Training steps, at least 1, then validation batches, between two reports."""
+    """Training steps (at least 1), then validation batches, between two reports."""
     fit: bool = False
-    """Give every rung the largest batch predicted to fit --memory-limit instead of the suite's."""
+    """Use the largest batch that is predicted to fit --memory-limit in every rung, instead of the suite's batch."""
     memory_limit: BytesOrNone = None
-    """Most memory that the process of a rung may use; a rung that uses more fails. 40GB if only --fit is given."""
+    """Maximum memory of a rung's process; a rung that needs more fails. By default no limit, or 40GB with --fit."""
     device: Device = "auto"
     """Device to train on; auto is a CUDA GPU if there is one, else the CPU."""
-    accelerator: str | None = None
-    """Type of GPU that rungs need, by Ray's name for it: A100, H200. On a cluster without one, it is waited for."""
+    accelerator: Annotated[str | None, tyro.conf.arg(metavar="GPU")] = None
+    """Type of GPU that rungs need, by Ray's name, such as A100 or H200. Waits until the cluster has one."""
     seed: int = 0
-    """Seed of every rung; at least 0."""
+    """Seed of every rung (at least 0)."""
     seeds: int | None = None
-    """Seeds, at least 1, with which rungs of another precision or other numerics are run.
-    Their held-out losses are compared with those of the rung before at equal steps.
-    None: 3 in the suite precision; 1, which compares none, in others."""
-    best: Path | None = None
-    """best.json of a search, whose batch and execution settings become a last rung."""
-    stream: tuple[str, ...] = ()
-    """Books, as any source of pipeline.tokenize.
-    A last rung, called streaming, trains straight from them instead of from --data."""
-    compare: str | None = None
-    """Compare with this ladder, by name or folder; or with what the suite (a100, loop or memory) repeats: study."""
+    """Number of seeds for rungs that change the precision or the numerics (at least 1).
+    Their validation losses are compared with those of the previous rung after equal steps.
+    By default 3 in the suite precision, and 1, which compares no losses, in the other suites."""
+    best: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """The best.json of a search; its batch and execution settings become the last rung."""
+    stream: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[SOURCE ...]")] = ()
+    """Books, given as sources of pipeline.tokenize.
+    The additional last rung "streaming" trains directly from them instead of from --data."""
+    compare: Annotated[str | None, tyro.conf.arg(metavar="NAME|DIR|study")] = None
+    """Ladder to compare with, by name or folder; or "study", the published study that the suite repeats (a100, loop and
+    memory only)."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.time_budget is not None:
-            raise UserError("--steps and --time-budget both end a rung; give one of them.")
-        refuse_below(self, steps=SHORTEST, seeds=1, seed=0)
+            raise UserError("--steps and --time-budget both set the length of a rung. Use only one of them.")
+        check_minimum(self, steps=SHORTEST, seeds=1, seed=0)
         if self.within is not None and not 0 <= self.within < 1:
-            raise UserError(f"--within {self.within} must be a fraction below 1, or 0.")
+            raise UserError(f"--within {self.within} must be 0, or a fraction below 1.")
         check_numbers(self)
 
     def to_json(self) -> dict[str, Any]:
         from pipeline.books.sources import whole_path
 
-        whole = replace(
+        absolute = replace(
             self,
             suite=str(Path(self.suite).resolve()) if Path(self.suite).suffix else self.suite,
             data=StorageDir.of(self.data).address,
             best=self.best and self.best.resolve(),
             stream=tuple(map(whole_path, self.stream)),
         )
-        return to_json(whole) | {"resume": None, "compare": None}
+        return to_json(absolute) | {"resume": None, "compare": None}
 
     def with_ends(self) -> "LadderConfig":
-        """This one with the defaults of what ends a rung, and of the memory limit that --fit needs."""
-        limit = FITTED if self.fit and self.memory_limit is None else self.memory_limit
+        """This config with the defaults for the length of a rung, and for the memory limit that --fit needs."""
+        limit = FIT_MEMORY_LIMIT if self.fit and self.memory_limit is None else self.memory_limit
         if self.steps is not None:
             return replace(self, memory_limit=limit)
         within = WITHIN if self.within is None else self.within
@@ -217,7 +249,8 @@ class LadderConfig(ExperimentConfig):
 
     @property
     def training(self) -> TrainConfig:
-        """The run that the suite's baseline is derived from; nothing that a rung may be about is left to be decided."""
+        """The run that the suite's baseline is derived from. Settings that a rung may change are set, never
+        ``auto``."""
         return TrainConfig(
             micro_batch=BATCH, compile="off", loss="plain", data=StorageDir.of(self.data).address,
             model=self.model or TrainConfig.model, seed=self.seed, device=self.device, accelerator=self.accelerator,
@@ -226,9 +259,9 @@ class LadderConfig(ExperimentConfig):
         )  # fmt: skip
 
 
-def refuse_below(config: ExperimentConfig, **least: int) -> None:
-    """Raise ``UserError`` for a setting that is below its ``least`` value."""
-    for name, bound in least.items():
+def check_minimum(config: ExperimentConfig, **minimums: int) -> None:
+    """Raise ``UserError`` if a setting is below its minimum."""
+    for name, minimum in minimums.items():
         value = getattr(config, name)
-        if value is not None and value < bound:
-            raise UserError(f"--{name.replace('_', '-')} {value} must be {bound} or more.")
+        if value is not None and value < minimum:
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least {minimum}.")

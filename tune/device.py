@@ -1,7 +1,5 @@
-"""The machines that trials run on, and whether the limit makes sense there: asked before anything is started.
-
-Raises ``UserError`` in one sentence for what cannot work, because a search that starts anyway wastes hours.
-"""
+"""The machines that trials run on, and the memory limit there, checked before the first trial so that no time is
+lost."""
 
 import socket
 from collections.abc import Sequence
@@ -33,35 +31,35 @@ from tune.space import Candidate, Space
 from tune.strategy.curves import Prior
 
 ANSWER_SECONDS = 60.0
-"""How long the machines of a cluster may take to describe themselves: a process must start there, with their GPU."""
+"""Time limit for the machines of a cluster to describe themselves; each must start a process that has its GPU."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine for trials, as a process on it sees it."""
+    """A machine for trials, as described by a process on it."""
 
     name: str
     device: DeviceFacts
     memory: int
-    """Bytes of the GPU, or what trials on the CPU may use of the machine's memory."""
+    """Bytes of the GPU, or of the machine if trials run on its CPU."""
     busy: tuple[str, ...] = ()
-    """Other processes on its GPU."""
+    """Other processes on the GPU."""
     data: str | None = None
-    """Fingerprint of the token shards in the search's local folder, as this machine sees it; None without any."""
+    """Fingerprint of the token shards that the machine finds at a local ``--data``; None if there are none."""
 
 
-def look(data: str | None = None, *, cpu: bool, own: Sequence[int] = ()) -> Machine:
-    """This machine, with ``data`` if that is a folder. The processes ``own`` do not count as others on its GPU."""
+def describe_machine(data: str | None = None, *, cpu: bool, own_processes: Sequence[int] = ()) -> Machine:
+    """Describe this machine, including the token shards at a local ``data``. ``own_processes`` do not make it busy."""
     state = None if cpu else read_gpu()
     fingerprint = None
     if data and not StorageDir.of(data).remote:
-        with suppress(UserError):  # a folder of another machine
+        with suppress(UserError):  # The folder may exist on another machine only.
             fingerprint = read_manifest(data).fingerprint
     return Machine(
         socket.gethostname(),
         cpu_facts() if state is None else device_facts(),
         state.memory_total if state else host.total_memory(),
-        tuple(_process(pid) for pid in state.other_processes if pid not in own) if state else (),
+        tuple(_process(pid) for pid in state.other_processes if pid not in own_processes) if state else (),
         fingerprint,
     )
 
@@ -69,66 +67,70 @@ def look(data: str | None = None, *, cpu: bool, own: Sequence[int] = ()) -> Mach
 def trial_machines(
     training: TrainConfig, fingerprint: str, *, cluster: str | None, parallel: int = 1
 ) -> tuple[Machine, ...]:
-    """The machines on which trials may run: this one, or those of the connected Ray that have the most room.
+    """The machines on which trials may run: this one, or the machines of the connected Ray with the most resources.
 
-    Its data have this ``fingerprint``.
+    The token shards on each of them must have this ``fingerprint``.
     """
     if cluster and training.accelerator:
         await_accelerator(training.accelerator)
-    here = not cluster or is_this_machine_alone()
-    if here:
-        above = [process.pid for process in psutil.Process().parents()]  # a notebook or test run that waits for us
-        found = [look(cpu=training.device == "cpu", own=above)]
+    is_local = not cluster or is_this_machine_alone()
+    if is_local:
+        # A parent, such as a notebook, may hold memory of the GPU, but only waits for this process.
+        parents = [process.pid for process in psutil.Process().parents()]
+        machines = [describe_machine(cpu=training.device == "cpu", own_processes=parents)]
     else:
-        found = _ask(training)
-    idle = [machine for machine in found if not machine.busy]
+        machines = _describe_cluster(training)
+    idle = [machine for machine in machines if not machine.busy]
     if not idle:
         raise UserError(
-            f"{found[0].device.name} is in use by process {', '.join(found[0].busy)}, which would share its memory and "
-            "time with the trials: end it, or choose another GPU with CUDA_VISIBLE_DEVICES."
+            f"{machines[0].device.name} is in use by process {', '.join(machines[0].busy)}, which would distort memory "
+            "and speed of the trials. Stop that process, or choose another GPU with CUDA_VISIBLE_DEVICES."
         )
     if training.device == "cuda" and idle[0].device.kind != "cuda":
-        raise UserError("--device cuda: there is no GPU here; use --device cpu, or --address of a cluster with one.")
+        raise UserError("--device cuda: no GPU found. Use --device cpu, or --address of a cluster with a GPU.")
     data = StorageDir.of(training.data)
-    if not (here or data.remote):
-        blind = [machine.name for machine in idle if machine.data != fingerprint]
-        if blind:
+    if not (is_local or data.remote):
+        without_data = [machine.name for machine in idle if machine.data != fingerprint]
+        if without_data:
             raise UserError(
-                f"--data {data} is not on {', '.join(blind)}, where trials would run: put it in object storage, for "
-                "example with 'python -m pipeline.tokenize --out s3://bucket/tokens', and give that as --data."
+                f"--data {data} is not available on {', '.join(without_data)}, where trials would run. Write it to "
+                "object storage, for example with 'python -m pipeline.tokenize --out s3://bucket/tokens', and use that "
+                "address as --data."
             )
     if parallel > len(idle):
         raise UserError(
-            f"--parallel {parallel} needs as many machines for trials and there "
-            f"{'is' if len(idle) == 1 else 'are'} {len(idle)}: {', '.join(machine.name for machine in idle)}."
+            f"--parallel {parallel} needs {parallel} machines for trials; only {len(idle)} "
+            f"{'is' if len(idle) == 1 else 'are'} available: {', '.join(machine.name for machine in idle)}. Use a "
+            "smaller --parallel."
         )
     return tuple(idle)
 
 
-def _ask(training: TrainConfig) -> list[Machine]:
-    """What the machines for trials say about themselves. Raises ``UserError`` when none of them answers."""
+def _describe_cluster(training: TrainConfig) -> list[Machine]:
+    """The machines for trials, each described by a process on it. Raises ``UserError`` if none of them responds."""
     nodes = eligible_nodes(accelerator=training.accelerator)
     gpu = training.device != "cpu" and any(node.get("GPU") for node in nodes.values())
-    there = trial_nodes(trial_resources(training, use_gpu=gpu))
-    needs = {node: {"num_gpus": 1} for node in there.values()} if gpu else None  # without one Ray hides it from a task
-    answers = ask_nodes(
-        list(there.values()), look, StorageDir.of(training.data).address, cpu=not gpu, seconds=ANSWER_SECONDS,
-        needs=needs,
+    node_ids = trial_nodes(trial_resources(training, use_gpu=gpu))
+    # Ray hides the GPU from a task that does not request one.
+    needs = {node: {"num_gpus": 1} for node in node_ids.values()} if gpu else None
+    responses = ask_nodes(
+        list(node_ids.values()), describe_machine, StorageDir.of(training.data).address, cpu=not gpu,
+        seconds=ANSWER_SECONDS, needs=needs,
     )  # fmt: skip
-    found = [answer for answer in answers.values() if isinstance(answer, Machine)]
-    if not found:
-        why = next((f": {answer}" for answer in answers.values()), "")
+    machines = [response for response in responses.values() if isinstance(response, Machine)]
+    if not machines:
+        reason = next((f" ({response})" for response in responses.values()), "")
         raise UserError(
-            f"{', '.join(there)} did not describe {'their GPUs' if gpu else 'themselves'} within "
-            f"{ANSWER_SECONDS:.0f} s{why}: stop other work there, or use --device cpu."
+            f"{', '.join(node_ids)} did not {'report their GPUs' if gpu else 'respond'} within {ANSWER_SECONDS:.0f} s"
+            f"{reason}. Stop other work there, or use --device cpu."
         )
-    return sorted(found, key=lambda machine: machine.name)
+    return sorted(machines, key=lambda machine: machine.name)
 
 
 def trial_resources(training: TrainConfig, *, use_gpu: bool) -> dict[str, float]:
-    """What a run gets on the machine with the most room: a trial has it to itself, as the run that it stands for.
+    """Resources that Ray gives a trial: all cores of the largest machine, as a run has them, and one GPU.
 
-    On a stream of books it leaves cores to Ray Data, which encodes them.
+    A trial that reads books leaves cores to Ray Data, which encodes them.
     """
     if training.accelerator:
         await_accelerator(training.accelerator)
@@ -136,7 +138,7 @@ def trial_resources(training: TrainConfig, *, use_gpu: bool) -> dict[str, float]
     cores = cores_each(nodes.values(), 1, gpu=use_gpu)
     if not cores:
         raise UserError(
-            "the Ray cluster has no cores for trials: start it with 'ray start --head --num-cpus=1' or more."
+            "The Ray cluster has no CPU cores for trials. Start it with 'ray start --head --num-cpus=1' or more."
         )
     if training.stream:
         from train.launch.placement import READERS
@@ -146,7 +148,7 @@ def trial_resources(training: TrainConfig, *, use_gpu: bool) -> dict[str, float]
 
 
 def trial_nodes(resources: dict[str, float]) -> dict[str, str]:
-    """The live machines of the connected Ray that have these ``resources``, busy or not: node ids by machine name."""
+    """Ids by machine name of the connected Ray's live nodes that have these ``resources``, in use or not."""
     import ray
 
     return {
@@ -157,37 +159,38 @@ def trial_nodes(resources: dict[str, float]) -> dict[str, str]:
 
 
 def _process(number: int) -> str:
-    """A process by its number and, where this user and container can see it, its command."""
+    """A process by its number and its command, if this user and container may read it."""
     try:
         return f"{number} ({' '.join(psutil.Process(number).cmdline())[:80]})"
     except psutil.Error:
         return str(number)
 
 
-def memory_limit(asked: int | None, training: TrainConfig, available: int) -> int:
-    """The limit in bytes: as ``asked`` for, else all that is ``available`` to the resolved ``training``."""
-    limit = asked or available
-    parts = predict_peak(replace(training, micro_batch=1))
-    needed = parts.weights + parts.gradients + parts.optimizer
-    if needed > limit:
-        given, step = f"the memory for trials, {available / 1e9:.2f} GB,", ""
-        if asked:
-            given, step = f"--memory-limit {format_size(asked)}", "raise the limit or "
+def memory_limit(requested: int | None, training: TrainConfig, available: int) -> int:
+    """The limit in bytes: as ``requested``, or all that is ``available`` to the resolved ``training``."""
+    limit = requested or available
+    breakdown = predict_peak(replace(training, micro_batch=1))
+    minimum = breakdown.weights + breakdown.gradients + breakdown.optimizer
+    if minimum > limit:
+        subject, advice = f"The memory for trials, {available / 1e9:.2f} GB,", "Use"
+        if requested:
+            subject, advice = f"--memory-limit {format_size(requested)}", "Raise the limit, or use"
         raise UserError(
-            f"{given} is less than the {needed / 1e9:.2f} GB that the weights, gradients and optimizer state of "
-            f"{format_model(training.model)} take: {step}choose a smaller --model."
+            f"{subject} is less than the {minimum / 1e9:.2f} GB that the weights, gradients and optimizer state of "
+            f"{format_model(training.model)} need. {advice} a smaller --model."
         )
     return limit
 
 
 def make_prior(space: Space) -> Prior:
-    """Predicted peak bytes of a candidate's process, by formulas alone."""
+    """A function that predicts the peak bytes of a candidate's process by formulas alone."""
 
-    @cache  # all knobs of a GPU make forty thousand candidates, and many are looked at before every trial
+    @cache  # All knobs of a GPU make forty thousand candidates, and many are compared before every trial.
     def prior(candidate: Candidate) -> float:
         config = space.config(candidate)
         base = replace(space.base, micro_batch=config.micro_batch, global_batch=config.global_batch)
-        anatomy = known_peak(config) or predict_peak(base)  # trials correct what was measured with the base's knobs
-        return float(anatomy.total)
+        # Memory of a custom model is only known with the knobs of the base; trials correct the prediction.
+        breakdown = known_peak(config) or predict_peak(base)
+        return float(breakdown.total)
 
     return prior

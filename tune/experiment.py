@@ -1,4 +1,4 @@
-"""What a search and a ladder have in common: trials in one folder, each decided from the rows of those before it."""
+"""The common part of a search and a ladder: trials in one folder, each decided from the rows of the previous ones."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,81 +26,83 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Experiment(ABC):
-    """One search or ladder, with everything decided that its config leaves open."""
+    """One search or ladder with all its settings resolved."""
 
     config: ExperimentConfig
     place: StorageDir
-    """Where it belongs: --out and its name."""
+    """The experiment's folder: NAME in --out."""
     machines: tuple[Machine, ...]
-    """The machines on which its trials may run."""
+    """The machines on which trials may run."""
     manifest: Manifest
     training: TrainConfig
     """The run that all trials are variations of, resolved for their device."""
     limit: int | None
-    """Most memory that a trial's process may use, in bytes; None where there is no limit."""
+    """Maximum memory of a trial's process in bytes; None without a limit."""
     copy: WorkingCopy | None = field(default=None, kw_only=True)
-    """The place on this machine, once it is locked."""
+    """The local copy of the experiment's folder; None before it is locked."""
 
     collection: ClassVar[str]
-    """MLflow's experiment."""
+    """Name of the experiment in MLflow."""
 
     @abstractmethod
     def request(
         self, machine: str, number: int, rows: Sequence[TrialRow], running: Sequence[Request]
     ) -> Request | None:
-        """What to run on ``machine`` as the trial of this ``number``, while others are ``running``.
+        """The trial ``number``, to run on ``machine`` while others are ``running``.
 
-        None where nothing can be decided without them, or the experiment is at its end. Raises ``UserError`` where it
-        cannot continue.
+        None if the results of the running trials are needed first, or if the experiment is finished. Raises
+        ``UserError`` if it cannot continue.
         """
 
     @abstractmethod
     def is_finished(self, rows: Sequence[TrialRow]) -> bool:
-        """Whether nothing is left to run after ``rows``. Raises ``UserError`` where it cannot continue."""
+        """Whether no trial is left after ``rows``. Raises ``UserError`` if the experiment cannot continue."""
 
     @abstractmethod
     def usable(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
-        """Those of these machines that are fit for the next trial. Raises ``UserError`` where none ever will be."""
+        """The machines that can run the next trial. Raises ``UserError`` if none of them ever can."""
 
     @abstractmethod
     def params(self) -> dict[str, object]:
-        """What tells it from others in MLflow."""
+        """The experiment's params in MLflow."""
 
     @abstractmethod
     def labels(self, row: TrialRow) -> dict[str, str]:
-        """Further columns of a trial in MLflow's list."""
+        """Additional columns of a trial in MLflow's list of runs."""
 
     @abstractmethod
     def remaining(self, rows: Sequence[TrialRow]) -> int:
-        """About how many trials are left after ``rows``."""
+        """The approximate number of trials that are left after ``rows``."""
 
     def identity(self) -> dict[str, Any]:
-        """What an experiment must share with this one to be continued as it."""
-        found = {"data": self.manifest.fingerprint, "memory_limit": self.limit, "device": self.device}
-        return self.config.identity() | found
+        """The settings that must be equal for an experiment to be resumed as this one."""
+        resolved = {"data": self.manifest.fingerprint, "memory_limit": self.limit, "device": self.device}
+        return self.config.identity() | resolved
 
     def best(self, rows: Sequence[TrialRow]) -> str:
+        """The best result so far as the start of the progress line; empty if the experiment has no such result."""
         return ""
 
     def named(self, row: TrialRow) -> str:
+        """The label of a trial in the line that is printed at its end."""
         return row.name
 
     def words(self, row: TrialRow) -> dict[str, str]:
-        """A trial's columns in MLflow's list: batch, other settings, speed and memory with interval and prediction."""
-        words = {"batch": f"{row.candidate.micro_batch} x {row.accumulation}"} | self.labels(row)
+        """A trial's columns in MLflow's list of runs: batch, other settings, and speed and memory as texts."""
+        columns = {"batch": f"{row.candidate.micro_batch} x {row.accumulation}"} | self.labels(row)
         if row.attention:
-            words["attention"] = row.attention
+            columns["attention"] = row.attention
         if row.speed:
-            words["tokens/s"] = str(row.speed)
+            columns["tokens/s"] = str(row.speed)
         if row.memory is not None:
-            words["memory"] = f"{row.memory / GB:.2f}" + (f" of {self.limit / GB:.2f} GB" if self.limit else " GB")
+            columns["memory"] = f"{row.memory / GB:.2f} GB" + (f" of {self.limit / GB:.2f} GB" if self.limit else "")
         if row.predicted_memory:
             error = f" ({row.predicted_memory / row.memory - 1:+.0%})" if row.memory else ""
-            words["predicted memory"] = f"{row.predicted_memory / GB:.2f} GB{error}"
-        return words
+            columns["predicted memory"] = f"{row.predicted_memory / GB:.2f} GB{error}"
+        return columns
 
     def is_kept(self, row: TrialRow) -> bool:
-        """Whether ``row`` counts when the experiment is continued; what it is of runs again otherwise."""
+        """Whether ``row`` is reused when the experiment is resumed; otherwise its trial runs again."""
         return True
 
     @property
@@ -113,7 +115,7 @@ class Experiment(ABC):
 
     @property
     def working_copy(self) -> WorkingCopy:
-        """Where this driver writes what belongs to the place. Only a locked one in object storage has one."""
+        """The local folder to which this driver writes the experiment's files."""
         return self.copy or WorkingCopy(self.place, self.place.folder)
 
     @property
@@ -122,7 +124,7 @@ class Experiment(ABC):
 
     @property
     def data(self) -> StorageDir:
-        """The token shards, by a whole path or URI, because trials run elsewhere."""
+        """The token shards as an absolute path or URI, because trials run in other working directories."""
         return StorageDir.of(self.training.data)
 
     @property
@@ -130,18 +132,18 @@ class Experiment(ABC):
         return self.training.device
 
     def resources(self) -> dict[str, float]:
-        """What each trial asks the connected Ray for."""
+        """Resources that each trial requests from the connected Ray."""
         return trial_resources(self.training, use_gpu=self.device == "cuda")
 
-    def publish(self, told: Report, files: Sequence[str], figures: Mapping[str, "Figure"], tracker: Tracker) -> None:
-        """Print what was found, and keep it, ``files`` of the folder and ``figures`` with the place and in MLflow."""
-        write_text(self.folder / "summary.md", told.markdown())
+    def publish(self, report: Report, files: Sequence[str], figures: Mapping[str, "Figure"], tracker: Tracker) -> None:
+        """Print the report, and store it with the folder's ``files`` and the ``figures``, also in MLflow."""
+        write_text(self.folder / "summary.md", report.markdown())
         for name, figure in figures.items():
             with atomic_file(self.folder / f"{name}.png") as file:
                 figure.savefig(file, format="png", dpi=120)
-        tracker.note(told.markdown())
+        tracker.note(report.markdown())
         for name in ("summary.md", *files, *(f"{name}.png" for name in figures)):
             tracker.file(self.folder / name)
             self.working_copy.send(name)
-        told.show()
-        console.print(f"tables, charts and every trial: {self.place}", markup=False)
+        report.show()
+        console.print(f"report, charts and trials: {self.place}", markup=False)

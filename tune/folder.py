@@ -1,8 +1,8 @@
-"""The folder of a search or a ladder: made once, locked by one driver, and continued only as what it was.
+"""The folder of a search or a ladder: locked by one driver, and resumed only with the settings it was created with.
 
-``OUT/NAME/`` holds ``search.json`` or ``ladder.json`` (:class:`Kept`), ``trials/`` (a JSON file per finished trial)
-and, at the end, the files for people. In object storage the driver works in a local copy and sends each file as it is
-written.
+``OUT/NAME/`` contains ``search.json`` or ``ladder.json`` (:class:`Kept`), ``trials/`` (a JSON file per finished trial)
+and, at the end, the report, tables and charts. If it is in object storage, the driver works in a local copy and uploads
+each file as it is written.
 """
 
 import json
@@ -27,72 +27,76 @@ TRIALS = "trials"
 @strict
 @dataclass(frozen=True)
 class Kept:
-    """What an experiment is."""
+    """The stored settings of an experiment, by which it is resumed."""
 
     config: dict[str, Any]
     identity: dict[str, Any]
-    """What it must share with one that continues it."""
+    """Settings that must be equal when the experiment is resumed."""
     parent: RunKey
-    """Its run in MLflow."""
+    """The experiment's run in MLflow."""
 
 
 def place_of(out: str, name: str) -> StorageDir:
-    """Where the experiment ``name`` belongs."""
-    place = StorageDir.of(out)
-    return place / name if place.remote else StorageDir.of(place.folder / name)
+    """The folder of the experiment ``name`` in ``--out``."""
+    directory = StorageDir.of(out)
+    return directory / name if directory.remote else StorageDir.of(directory.folder / name)
 
 
-def kept(place: StorageDir, kind: str) -> Kept:
-    """What :func:`begin` has kept of the ``search`` or ``ladder`` in ``place``."""
+def kept(directory: StorageDir, kind: str) -> Kept:
+    """The stored settings of the ``search`` or ``ladder`` in ``directory``, which :func:`begin` wrote."""
     try:
-        content = place.read(f"{kind}.json")
+        content = directory.read(f"{kind}.json")
     except OSError:
-        known = [] if place.remote else [path.parent.name for path in place.parent.folder.glob(f"*/{kind}.json")]
-        hint = nearest(place.name, known) if known else "."
-        raise UserError(f"--resume {place.name}: there is no {kind} in {place}{hint}") from None
+        siblings = directory.parent.folder.glob(f"*/{kind}.json") if not directory.remote else ()
+        names = [path.parent.name for path in siblings]
+        hint = nearest(directory.name, names) if names else f". Check --out, or start a new {kind} with --name."
+        raise UserError(f"--resume {directory.name}: there is no {kind} in {directory}{hint}") from None
     try:
         return from_json(Kept, json.loads(content), "it")
     except (ValueError, UserError) as damage:
-        raise UserError(f"--resume: {place}/{kind}.json is damaged ({damage}); begin a new {kind}.") from damage
+        raise UserError(f"--resume: {directory}/{kind}.json is corrupt ({damage}). Start a new {kind}.") from damage
 
 
-def kept_config(place: StorageDir, kind: type[Config]) -> Config:
-    return from_json(kind, kept(place, kind.kind).config, f"--resume: {place}/{kind.kind}.json is damaged; it")
+def kept_config(directory: StorageDir, kind: type[Config]) -> Config:
+    source = f"--resume: {directory}/{kind.kind}.json is corrupt; it"
+    return from_json(kind, kept(directory, kind.kind).config, source)
 
 
 @contextmanager
-def locked(place: StorageDir, kind: str) -> Iterator[WorkingCopy]:
-    """Make ``place``, and hold it against other drivers however this one ends. Yields where to write what it holds."""
-    if place.remote:
-        place.refuse_unusable("--out")
-    with sole_user(place, f"another process runs the {kind} in {place}: wait for it, or end it."):
-        wanted = (f"{kind}.json", f"{TRIALS}/")
-        copy = WorkingCopy.of(place, fresh=False, wanted=lambda name: name.startswith(wanted))
+def locked(directory: StorageDir, kind: str) -> Iterator[WorkingCopy]:
+    """Create the experiment's ``directory`` and lock it for this driver; yields the local copy to write to."""
+    if directory.remote:
+        directory.refuse_unusable("--out")
+    message = f"Another process is running the {kind} in {directory}. Wait for it to finish, or stop it."
+    with sole_user(directory, message):
+        prefixes = (f"{kind}.json", f"{TRIALS}/")
+        copy = WorkingCopy.of(directory, fresh=False, wanted=lambda name: name.startswith(prefixes))
         (copy.folder / TRIALS).mkdir(exist_ok=True)
         clear_temporaries(copy.folder / TRIALS)
         yield copy
 
 
 def begin(copy: WorkingCopy, config: ExperimentConfig, identity: dict[str, Any], parent: RunKey) -> None:
+    """Store the settings of a new experiment, so that it can be resumed."""
     values = {"config": config.to_json(), "identity": identity, "parent": parent.kept_in(copy.place.address)}
     write_json(copy.folder / f"{config.kind}.json", values)
     copy.send(f"{config.kind}.json")
 
 
-def resumed_parent(place: StorageDir, kind: str, identity: dict[str, Any]) -> RunKey:
-    """The parent run of the experiment in ``place``. Raises ``UserError`` when ``identity`` is another one's."""
-    there, now = kept(place, kind), json.loads(json.dumps(identity))
+def resumed_parent(directory: StorageDir, kind: str, identity: dict[str, Any]) -> RunKey:
+    """The parent run of the experiment in ``directory``. Raises ``UserError`` if its ``identity`` differs."""
+    record, current = kept(directory, kind), json.loads(json.dumps(identity))
     changed = [
-        f"{name} was {there.identity.get(name)!r} and is now {now.get(name)!r}"
-        for name in sorted(set(there.identity) | set(now))
-        if there.identity.get(name) != now.get(name)
+        f"{name}: {record.identity.get(name)!r} → {current.get(name)!r}"
+        for name in sorted(set(record.identity) | set(current))
+        if record.identity.get(name) != current.get(name)
     ]
     if changed:
         raise UserError(
-            f"--resume {place.name}: that {kind} was another one ({'; '.join(changed)}). Leave these flags out to "
-            f"continue it, or begin a new {kind} with another --name."
+            f"--resume {directory.name}: its settings differ ({'; '.join(changed)}). Remove these flags to resume it, "
+            f"or start a new {kind} with another --name."
         )
-    parent = there.parent.valid_in(place, f"begin a new {kind}")
+    parent = record.parent.valid_in(directory, f"start a new {kind}")
     from infra.tracking.store import reopen_run
 
     reopen_run(parent)

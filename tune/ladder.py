@@ -1,4 +1,4 @@
-"""Entry: ``python -m tune.ladder`` measures what each change of a suite gains, against a control that is repeated."""
+"""Entry: ``python -m tune.ladder`` measures what each change of a suite gains, compared with a repeated control."""
 
 import time
 from dataclasses import replace
@@ -16,23 +16,24 @@ def main() -> None:
 
 
 def defaults() -> LadderConfig:
-    """The config whose values flags override: that of the ladder to resume."""
-    given = flags.given(LadderConfig, "resume", "out")
-    kept = kept_config(place_of(given.out, given.resume), LadderConfig) if given.resume else LadderConfig()
-    return replace(kept, out=given.out)
+    """The config whose values flags override: the config of the ladder to resume, or the defaults."""
+    options = flags.given(LadderConfig, "resume", "out")
+    stored = kept_config(place_of(options.out, options.resume), LadderConfig) if options.resume else LadderConfig()
+    return replace(stored, out=options.out)
 
 
 def run(config: LadderConfig) -> int:
-    """Run a ladder; torch, Ray and MLflow are imported only now, when the flags are known to be right."""
+    """Run a ladder. torch, Ray and MLflow are imported here, so that invalid flags are reported at once."""
     with doing(IMPORTING):
         from tune.session import conduct
         from tune.suite.plan import introduce, make_ladder
         from tune.suite.report import load, publish
 
-    before = load(config.compare, config.out) if config.compare else None
+    reference = load(config.compare, config.out) if config.compare else None
     name = config.resume or config.name or f"{Path(config.suite).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     config = replace(config, name=name)
-    return conduct(config, make_ladder, partial(introduce, before=before), partial(publish, before=before))
+    print_introduction = partial(introduce, reference=reference)
+    return conduct(config, make_ladder, print_introduction, partial(publish, reference=reference))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""What a search will do, decided before anything runs.
-
-Raises ``UserError`` in one sentence for what cannot work, because a search that starts anyway wastes hours.
-"""
+"""The plan of a search: its space and strategy resolved for the device, checked before the first trial."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -33,21 +30,21 @@ from tune.trial.row import Proposal, TrialRow
 from tune.trial.run import Early, Request, pending
 
 BEYOND = 1.25
-"""Micro-batches are candidates up to this multiple of the memory limit, by which a prediction may be off."""
+"""Multiple of the memory limit up to which micro-batches are candidates, because predictions may be too high."""
 
 TRIAL_CYCLE = Cycle(1, 0)
 
 
 @dataclass(frozen=True)
 class Search(Experiment):
-    """One search, with everything decided that its config leaves open."""
+    """One search with all its settings resolved."""
 
     config: SearchConfig
     limit: int
     space: Space
-    """The candidates, around a training that is resolved for the device of the trials."""
+    """The candidates; its base is resolved for the device of the trials."""
     memory: MemorySearcher
-    """What is expected of candidates, whichever strategy chooses them; it has the limit."""
+    """Predicts memory and speed of candidates under the limit, whichever strategy chooses them."""
     strategy: Strategy
 
     collection = "tune"
@@ -58,23 +55,23 @@ class Search(Experiment):
 
     @property
     def study(self) -> str:
-        """What the candidates have in common."""
+        """The property of the space that all candidates share, as a label."""
         return "free global batch" if self.space.free else "fixed global batch"
 
     def request(
         self, machine: str, number: int, rows: Sequence[TrialRow], running: Sequence[Request]
     ) -> Request | None:
         if running and first_row(rows) is None:
-            return None  # it has nothing to be compared with
+            return None  # The first trial is the reference for all others.
         proposal = control_of(machine, rows)
         if proposal is None:
             proposal = self.strategy.propose(scaled_to_first_node([*rows, *map(pending, running)]))
             if proposal and proposal.stage == "confirm" and running:
-                return None  # rounds of confirmations are measured on one machine, one after another
+                return None  # Confirmations run one after another on one machine, so that they can be compared.
         return proposal and self.trial(proposal, machine, number, rows)
 
     def trial(self, proposal: Proposal, machine: str, number: int, rows: Sequence[TrialRow]) -> Request:
-        if proposal.predicted_memory is None:  # a grid's, Optuna's, a repetition, or a confirmation
+        if proposal.predicted_memory is None:  # Only the memory-aware searcher predicts it.
             predicted = self.memory.curves(scaled_to_first_node(rows)).memory(proposal.candidate)
             proposal = replace(proposal, predicted_memory=predicted)
         factor = times_slower(machine, rows)
@@ -85,7 +82,8 @@ class Search(Experiment):
         config = self.config
         seconds = enough_seconds(rows, config.trial_time)
         if seconds > config.trial_time:
-            console.print(f"    its steps get {format_duration(round(seconds, 1))}, because --trial-time was too short")
+            more_time = format_duration(round(seconds, 1))
+            console.print(f"    --trial-time was too short; this trial gets {more_time} for its steps")
         trial = replace(
             self.space.config(proposal.candidate), data=str(self.data), steps=config.trial_steps, tokens=None,
             time_budget=None, cycle=TRIAL_CYCLE,
@@ -99,11 +97,11 @@ class Search(Experiment):
         return self.strategy.remaining(scaled_to_first_node(rows))
 
     def best(self, rows: Sequence[TrialRow]) -> str:
-        """The winner so far, by the rounds of confirmations that are complete."""
+        """The best candidate so far, ranked without the confirmation round that is not complete."""
         rows = scaled_to_first_node(rows)
         ranked = rank([row for row in rows if row.stage != "confirm" or row.round < rows[-1].round])
         best = [f"{self.space.name(entry.candidate)}, {entry.speed.middle:,.0f} tokens/s" for entry in ranked[:1]]
-        return f"best: {''.join(best) or 'none yet'} | "
+        return f"best so far: {''.join(best) or 'none'} | "
 
     def named(self, row: TrialRow) -> str:
         return f"{row.stage:7s} {self.space.name(row.candidate)}"
@@ -112,30 +110,33 @@ class Search(Experiment):
         return self.strategy.propose(scaled_to_first_node(rows)) is None
 
     def usable(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
-        """Machines on which the control did not fail: the speeds of others cannot be compared."""
-        lost = {row.node for row in rows if row.stage == "control" and not row.tokens_per_second}
-        left = set(machines) - lost
-        if lost and not left:
+        """Machines on which the control did not fail. Without it, the speeds of a machine cannot be compared."""
+        without_control = {row.node for row in rows if row.stage == "control" and not row.tokens_per_second}
+        usable = set(machines) - without_control
+        if without_control and not usable:
             first = first_row(rows)
+            reference = first.node if first else "the other machines"
             raise UserError(
-                f"the control failed on {', '.join(sorted(lost))}, so that no trial there can be compared with those "
-                f"of {first.node if first else 'the others'}: continue when that is back."
+                f"The control failed on {', '.join(sorted(without_control))}, so trials there cannot be compared with "
+                f"those of {reference}. Resume with --resume {self.place.name} when {reference} is back."
             )
-        return left
+        return usable
 
     def params(self) -> dict[str, object]:
-        """Settings that are not the default, and what the search is about."""
-        now, usual = (
+        """Settings that differ from the defaults; model, data and memory limit always."""
+        settings, defaults = (
             config.identity() | {"model": format_model(config.training.model)}
             for config in (self.config, SearchConfig())
         )
         limit = f"{self.limit / GB:.2f} GB"
-        return changed(now, usual) | {"model": now["model"], "data": str(self.data), "memory_limit": limit}
+        return changed(settings, defaults) | {
+            "model": settings["model"], "data": str(self.data), "memory_limit": limit,
+        }  # fmt: skip
 
     def labels(self, row: TrialRow) -> dict[str, str]:
         knobs = settings(row.candidate.knobs)
         batch = {"global batch": str(self.space.global_batch(row.candidate))}
-        return batch | ({"knobs": self.space.knobs_label(knobs) or "as the control"} if knobs else {})
+        return batch | ({"knobs": self.space.knobs_label(knobs) or "same as control"} if knobs else {})
 
 
 def search_name(config: SearchConfig) -> str:
@@ -143,52 +144,57 @@ def search_name(config: SearchConfig) -> str:
 
 
 def make_search(config: SearchConfig) -> Search:
-    """The search that ``config`` describes; reads the data's manifest and the device, and writes nothing."""
+    """The search that ``config`` describes. Reads the data's manifest and the device, and writes nothing."""
     manifest = read_manifest(config.training.data)
     name = search_name(config)
     place = place_of(config.out, name)
     if not (config.resume or config.dry_run):
         new_place(config.out, name, begun=(TRIALS, StorageDir.LOCK))
     if config.gpu:
-        config, machines = replace(config, training=replace(config.training, device="cuda")), (_machine(config.gpu),)
+        config, machines = (
+            replace(config, training=replace(config.training, device="cuda")),
+            (_planned_machine(config.gpu),),
+        )
     else:
         machines = trial_machines(
             config.training, manifest.fingerprint, cluster=config.cluster, parallel=config.parallel
         )
-    asked, available = config.memory_limit, min(machine.memory for machine in machines)
-    if config.resume and not asked:  # or another set of machines would make it another search
-        asked = kept(place, config.kind).identity.get("memory_limit")
-    facts = replace(machines[0].device, memory=asked or available)
+    requested, available = config.memory_limit, min(machine.memory for machine in machines)
+    if config.resume and not requested:  # The machines may have changed, but the limit is part of the identity.
+        requested = kept(place, config.kind).identity.get("memory_limit")
+    facts = replace(machines[0].device, memory=requested or available)
     training = resolve(with_vocabulary_of(config.training, manifest), facts)
     refuse_short_splits(replace(training, cycle=TRIAL_CYCLE), manifest)
     refuse_vast_steps(training, manifest)
-    limit = memory_limit(asked, training, available)
+    limit = memory_limit(requested, training, available)
     sequences = manifest.splits["train"]["tokens"] // training.model.context_length
     space = make_space(training, config.knobs, config.accumulations, sequences)
     prior = make_prior(space)
-    if space.free:  # else the divisors of the global batch are few
+    if space.free:  # With a fixed global batch, its few divisors are all candidates.
         space = space.within(lambda candidate: prior(candidate) <= BEYOND * limit)
-    for knobs in space.combinations:
-        resolve(space.config(Candidate(space.sizes_of(knobs)[0], knobs)), facts)  # of a value that the device lacks
+    for knobs in space.combinations:  # A value that the device does not support is reported before the first trial.
+        resolve(space.config(Candidate(space.sizes_of(knobs)[0], knobs)), facts)
     memory = MemorySearcher(space, prior, limit)
     for number in config.accumulations:
         smallest = [Candidate(space.sizes_of(k)[0], k) for k in space.combinations if (ACCUMULATION, number) in k]
         if not any(map(memory.curves([]).fits, smallest)):
-            limited = f"no micro-batch is predicted to fit under {limit / GB:.2f} GB"
-            raise UserError(f"--accumulations {number}: {limited}; leave it out.")
-    explore = _explorer(config, space, memory)
-    strategy = Confirmed(Retrying(explore), space, config.confirm)
+            raise UserError(
+                f"--accumulations {number}: no micro-batch is predicted to fit {limit / GB:.2f} GB. Remove {number}, "
+                "or raise --memory-limit."
+            )
+    explorer = _make_explorer(config, space, memory)
+    strategy = Confirmed(Retrying(explorer), space, config.confirm)
     control = space.config(space.control)
     return Search(config, place, machines, manifest, control, limit, space, memory, strategy)
 
 
-def _machine(gpu: str) -> Machine:
-    """A machine with the GPU that ``--gpu`` names, and nothing else on it."""
+def _planned_machine(gpu: str) -> Machine:
+    """An idle machine with the GPU of ``--gpu``."""
     facts = planned(gpu).facts
     return Machine(facts.name, facts, facts.memory)
 
 
-def _explorer(config: SearchConfig, space: Space, memory: MemorySearcher) -> Strategy:
+def _make_explorer(config: SearchConfig, space: Space, memory: MemorySearcher) -> Strategy:
     if config.searcher == "memory":
         return memory
     if config.searcher == "grid":

@@ -14,15 +14,15 @@ def main() -> None:
 
 
 def defaults() -> SearchConfig:
-    """The config whose values flags override: that of the search to resume, with a file's."""
-    given = flags.given(SearchConfig, "config", "resume", "out")
-    kept = kept_config(place_of(given.out, given.resume), SearchConfig) if given.resume else SearchConfig()
-    training = load_config(given.config) if given.config else kept.training
-    return dataclasses.replace(kept, out=given.out, training=training)
+    """The config whose values flags override: the search to resume, or the defaults, with the file of ``--config``."""
+    options = flags.given(SearchConfig, "config", "resume", "out")
+    stored = kept_config(place_of(options.out, options.resume), SearchConfig) if options.resume else SearchConfig()
+    training = load_config(options.config) if options.config else stored.training
+    return dataclasses.replace(stored, out=options.out, training=training)
 
 
 def run(config: SearchConfig) -> int:
-    """Search; torch, Ray and MLflow are imported only now, when the flags are known to be right."""
+    """Run a search. torch, Ray and MLflow are imported here, so that invalid flags are reported at once."""
     with doing(IMPORTING):
         from tune.plan import make_search
         from tune.report import introduce, publish

@@ -1,8 +1,7 @@
-"""A search or a ladder in MLflow: one parent, and one child per trial, both opened and closed by the driver.
+"""A search or a ladder in MLflow: one parent run, and one child run per trial, opened and closed by the driver.
 
-A child is found again by its trial's key: whatever was killed, a trial has one child, and one that lacks something is
-completed from the trial's row. A store that goes away between two trials stops neither: the rows on disk are what is
-complete.
+A child run is identified by its trial's key, so a trial has only one, whichever process is killed, and an incomplete
+one is completed from the trial's row. An outage of MLflow stops no trial, because the rows on disk are complete.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,27 +29,27 @@ TRIAL_METRICS = (
     "prediction/memory_gb", "time/trial_seconds", "time/compile_seconds", "loss/val", "time/step_seconds",
     "loss/train", "progress/train_tokens",
 )  # fmt: skip
-"""The numbers of a trial's page in MLflow; its other metrics are under ``detail/``."""
+"""Metrics at the top level of a trial's page in MLflow; its other metrics are under ``detail/``."""
 
 
 class ExperimentRecorder:
-    """The parent run of one experiment, and its children."""
+    """Records an experiment and its trials in MLflow."""
 
     def __init__(self, experiment: Experiment, parent: RunKey) -> None:
         self.experiment = experiment
         self.parent = parent
-        found = children(parent, "trial") if experiment.config.resume else {}
-        self.children = {trial: child for trial, (child, _) in found.items()}
-        """By their trial's key."""
-        self.complete = {trial for trial, (_, complete) in found.items() if complete}
-        """Keys of trials whose child has ended and has, or will have, all its entries."""
+        existing = children(parent, "trial") if experiment.config.resume else {}
+        self.children = {trial: child for trial, (child, _) in existing.items()}
+        """Child runs by the trial's key."""
+        self.complete = {trial for trial, (_, complete) in existing.items() if complete}
+        """Keys of trials whose child run has ended; all its entries are sent or queued."""
         self.running: set[str] = set()
-        """Keys of trials that are running."""
+        """Keys of running trials."""
         self.sending: list[Tracker] = []
-        """Of the children of trials that have ended."""
+        """Trackers of ended trials, which may still be sending entries."""
 
     def describe(self, tracker: Tracker) -> None:
-        """Record the parent's settings and data; of a resumed one, its params stay, as they cannot change."""
+        """Record the parent's settings and data. The params of a resumed experiment are not set again."""
         experiment = self.experiment
         if not experiment.config.resume:
             tracker.params(experiment.params())
@@ -58,7 +57,7 @@ class ExperimentRecorder:
         self._data(tracker)
 
     def start(self, request: Request) -> None:
-        """Open the child of a trial that is about to start, unless a killed driver opened it already."""
+        """Open the child run of a trial that is about to start, or reopen the one that a killed driver opened."""
         with self._patience():
             if request.key in self.children:
                 reopen_run(self.children[request.key])
@@ -68,15 +67,15 @@ class ExperimentRecorder:
             self.running.add(request.key)
 
     def close(self) -> None:
-        """Close the children of trials that are running, which will be opened again on resume, and wait for all."""
+        """Close the child runs of running trials, which are reopened on resume, and wait until all entries are sent."""
         for trial in self.running:
             tracker = Tracker(self.children[trial])
             tracker.finish("KILLED", wait=False)
             self.sending.append(tracker)
-        all(tracker.deliver() for tracker in self.sending)  # where one is given up, the others are too
+        all(tracker.deliver() for tracker in self.sending)  # After one times out, the others are not waited for.
 
     def catch_up(self, rows: Sequence[TrialRow]) -> None:
-        """Complete the children of all trials that have ended, also of those that did so without driver or store."""
+        """Complete the child runs of all ended trials, including those that ended without the driver or MLflow."""
         with self._patience():
             for row in rows:
                 if row.key not in self.complete:
@@ -85,28 +84,28 @@ class ExperimentRecorder:
                     self.running.discard(row.key)
 
     def _complete(self, row: TrialRow) -> None:
-        """Fill a trial's child from its row, and close it. Raises ``UserError`` when it cannot be created now."""
+        """Fill a trial's child run from its row, and close it. Raises ``UserError`` if it cannot be created now."""
         tracker = Tracker(self._child(row.key, f"{row.number:03d} {row.name}", row.stage))
         tracker.params(
             {"micro_batch": row.candidate.micro_batch, "accumulation": row.accumulation}
             | dict(row.candidate.knobs)
             | {"stage": row.stage, "round": row.round}
         )
-        tracker.metrics(shown(metrics(row), TRIAL_METRICS))  # at step 0, as train.tracking does
+        tracker.metrics(shown(metrics(row), TRIAL_METRICS))  # Step 0 holds results, as in train.tracking.
         for step, (seconds, loss) in enumerate(zip_longest(row.step_seconds, row.losses), 1):
-            seen = {"progress/train_tokens": row.step_tokens * step}
-            tracker.metrics({"time/step_seconds": seconds, "loss/train": loss} | seen, step)
+            progress = {"progress/train_tokens": row.step_tokens * step}
+            tracker.metrics({"time/step_seconds": seconds, "loss/train": loss} | progress, step)
         self._data(tracker)
         tracker.json(flat_row(row), "trial.json")
-        words = self.experiment.words(row) | {"node": row.node}
-        expected = f", predicted {words['predicted memory']}" if row.predicted_memory else ""
+        columns = self.experiment.words(row) | {"node": row.node}
+        predicted = f"; predicted {columns['predicted memory']}" if row.predicted_memory else ""
         tracker.note(facts([
-            ("What", f"{row.stage} of {row.name}; trial {row.number} of {self.experiment.place.name}"),
-            ("Tokens/s", words.get("tokens/s", "none was measured")),
-            ("Memory", words.get("memory", "not measured") + expected),
+            ("Trial", f"{row.number} of {self.experiment.place.name}: {row.stage}, {row.name}"),
+            ("Tokens/s", columns.get("tokens/s", "not measured")),
+            ("Peak memory", columns.get("memory", "not measured") + predicted),
             ("Outcome", f"{row.outcome}: {row.reason}"),
         ]))  # fmt: skip
-        tracker.tags({"outcome": row.outcome, "reason": row.reason} | words)
+        tracker.tags({"outcome": row.outcome, "reason": row.reason} | columns)
         tracker.finish("FAILED" if row.outcome == "failed" else "FINISHED", wait=False)
         self.sending.append(tracker)
 
@@ -118,16 +117,16 @@ class ExperimentRecorder:
 
     @contextmanager
     def _patience(self) -> Iterator[None]:
-        """Continue where the store does not answer: the next trial's end, or a resumed search, makes up for it."""
+        """Continue if MLflow does not respond; the trial is sent when the next one ends or the experiment resumes."""
         try:
             yield
         except UserError as failure:
             errors.print(
-                f"{failure} The {self.experiment.config.kind} continues; MLflow gets this trial when it answers again."
+                f"{failure} The {self.experiment.config.kind} continues; this trial is sent once MLflow responds again."
             )
 
     def _child(self, key: str, name: str, stage: str) -> RunKey:
-        """The child of the trial ``key``, which is created if there is none."""
+        """The child run of the trial ``key``; creates it if there is none."""
         if key not in self.children:
             tags = {"kind": "trial", "trial": key, "stage": stage}
             self.children[key] = create_run(self.experiment.collection, name, parent=self.parent, tags=tags)
@@ -135,6 +134,7 @@ class ExperimentRecorder:
 
 
 def metrics(row: TrialRow) -> dict[str, float | int | None]:
+    """The metrics of a trial's result."""
     return {
         "result/tokens_per_second": row.tokens_per_second,
         "result/tokens_per_second_low": row.low,
@@ -154,7 +154,7 @@ def metrics(row: TrialRow) -> dict[str, float | int | None]:
 
 
 def open_parent(experiment: Experiment) -> RunKey:
-    """The parent run of a new experiment, whose folder keeps its key."""
+    """Create the parent run of a new experiment, and store a reference to it in the experiment's folder."""
     return create_run(
         experiment.collection, experiment.place.name, tracking_uri=experiment.config.tracking_uri,
         home=experiment.place.address, tags=provenance.collect() | {"kind": experiment.config.kind},

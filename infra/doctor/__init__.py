@@ -1,1 +1,1 @@
-"""Check whether this machine is ready, and measure how fast it is at best: python -m infra.doctor."""
+"""The command ``python -m infra.doctor``: check whether this machine is ready, and measure its maximum speed."""

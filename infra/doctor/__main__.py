@@ -1,7 +1,7 @@
-"""Entry: ``python -m infra.doctor`` checks whether this machine is ready, and measures how fast it is at best.
+"""Entry: ``python -m infra.doctor`` checks whether this machine is ready, and measures its maximum speed.
 
-With ``--address`` it also checks and measures the machines of a Ray cluster. From ``runs/doctor.json``, which it
-writes, runs and ladders compute which fraction of the best rates they reach.
+With ``--address`` it also checks and measures the machines of a Ray cluster. Runs and ladders use the measured rates in
+``runs/doctor.json`` to compute their utilization.
 """
 
 import socket
@@ -9,14 +9,16 @@ import time
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
 
 from infra import command
 from infra.console import console
 from infra.doctor import allreduce
 from infra.errors import UserError
 from infra.hardware import device_facts
-from infra.options import TrackingUri
+from infra.options import Switch, TrackingUri
 from infra.progress import IMPORTING, doing
 from infra.storage_dir import StorageDir, scratch
 from infra.table import Part, Report
@@ -27,19 +29,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Check whether this machine is ready to train, and measure how fast it is at best."""
+    """Check whether this machine is ready to train, and measure its maximum speed."""
 
     workers: int = 1
-    """At least 1. With two or more, also all-reduce between as many Ray Train workers, each with a GPU if there are."""
-    out: str = "runs"
-    """Folder that holds runs, for doctor.json; also the disk whose speed is measured.
-    With s3://bucket/runs, gs://... that of scratch is, and with --address each machine's speed to and from there."""
-    quick: bool = False
-    """Only check whether the machine is ready, measure nothing."""
+    """Number of Ray Train workers between which to measure all-reduce, on GPUs if available (1: do not measure it)."""
+    out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "runs"
+    """Folder for doctor.json, whose disk is also measured: local, or s3://bucket/runs (gs://, az://).
+    With object storage the disk of temporary files is measured and, with --address, each machine's speed to the
+    storage."""
+    quick: Switch = False
+    """Only check whether the machine is ready, without measurements."""
     tracking_uri: TrackingUri = None
     address: str | None = None
-    """Ray cluster whose machines to check and measure, too.
-    The all-reduce runs there; without it on RAY_ADDRESS, else on a Ray of its own here."""
+    """Address of a Ray cluster whose machines to check and measure, too; also runs the all-reduce there.
+    By default the all-reduce runs on the cluster in RAY_ADDRESS, or else on this machine."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -51,9 +54,9 @@ def main() -> None:
 
 
 def examine(options: DoctorOptions) -> int:
-    """Check and measure; returns 1 when a problem prevents training.
+    """Check and measure; returns 1 if a problem prevents training.
 
-    torch and MLflow are imported only now, when the flags are known to be valid.
+    torch and MLflow are imported here, so that invalid flags are reported at once.
     """
     with doing(IMPORTING):
         from infra import provenance
@@ -61,13 +64,13 @@ def examine(options: DoctorOptions) -> int:
         from infra.tracking.store import create_run
         from infra.tracking.tracker import Tracker
 
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     device, name = ceilings.first_device()
     out = StorageDir.of(options.out)
     out.refuse_unusable("--out")
     disk = scratch() if out.remote else Path(options.out)
     results = checks.checks(device, disk)
-    found: dict[str, object] = {
+    record: dict[str, object] = {
         "device": name, "facts": asdict(device_facts()), "machine": socket.gethostname(),
         "checks": [asdict(check) for check in results],
     }  # fmt: skip
@@ -78,54 +81,54 @@ def examine(options: DoctorOptions) -> int:
     print_problems(problems)
     failing = any(check.fix and check.fatal for check in results)
     if options.address:
-        with doing("asking the machines of the cluster"):
+        with doing("checking the cluster's machines"):
             machines = nodes.examine(options.address, out if out.remote else None, measure=not options.quick)
-        found["nodes"] = [machine.to_json() for machine in machines]
+        record["nodes"] = [machine.to_json() for machine in machines]
         parts.append(nodes_part(machines))
         parts[-1].show()
-        lacking = [f"{machine.name}: {problem}" for machine in machines for problem in machine.problems]
-        print_problems(lacking)
-        problems += lacking
+        node_problems = [f"{machine.name}: {problem}" for machine in machines for problem in machine.problems]
+        print_problems(node_problems)
+        problems += node_problems
         failing = failing or any(fatal for machine in machines for fatal in machine.problems.values())
     if not options.quick:
-        with doing("measuring matrix products"):
+        with doing("measuring matrix multiplication"):
             rates = {"matmul": ceilings.matmul_rates(device)}
-        with doing("measuring copies"):
+        with doing("measuring memory copies"):
             rates["copy"] = ceilings.copy_rates(device)
         try:
-            with doing("measuring the disk"):
+            with doing("measuring disk reads"):
                 rates["disk"] = {"reading": ceilings.disk_rate(disk)}
         except OSError as failure:
-            where = f"TMPDIR {disk}" if out.remote else f"--out {disk}"
+            folder = f"TMPDIR {disk}" if out.remote else f"--out {disk}"
             raise UserError(
-                f"the disk of {where} cannot be measured: {failure.strerror}; make room there, or name another."
+                f"Cannot measure the disk of {folder}: {failure.strerror}. Free disk space, or choose another folder."
             ) from failure
-        found |= rates
+        record |= rates
         parts.append(rates_part(rates))
         parts[-1].show()
         metrics = {
-            f"{group}/{key.replace(',', '')}": rate for group, known in rates.items() for key, rate in known.items()
+            f"{group}/{key.replace(',', '')}": rate for group, values in rates.items() for key, rate in values.items()
         }
     if options.workers > 1:
         with doing(f"measuring all-reduce between {options.workers} workers"):
-            reduced = allreduce.measure(options.workers, options.address)
-        found["allreduce"] = asdict(reduced)
-        parts.append(allreduce_part(reduced))
+            all_reduce = allreduce.measure(options.workers, options.address)
+        record["allreduce"] = asdict(all_reduce)
+        parts.append(allreduce_part(all_reduce))
         parts[-1].show()
-        metrics |= {f"allreduce/{size}": rate for size, rate in reduced.bus_bytes_per_second.items()}
-    saved = "nothing was measured; an earlier doctor.json is left as it is"
+        metrics |= {f"allreduce/{size}": rate for size, rate in all_reduce.bus_bytes_per_second.items()}
+    outcome = "nothing measured (--quick); doctor.json unchanged"
     if not options.quick:
-        out.write_json(ceilings.FILE, found)
-        saved = f"saved in {Path(options.out) / ceilings.FILE if not out.remote else out / ceilings.FILE}"
+        out.write_json(ceilings.FILE, record)
+        outcome = f"saved in {Path(options.out) / ceilings.FILE if not out.remote else out / ceilings.FILE}"
         if options.workers > 1:
-            saved += f", from which 'python -m train.plan --workers {options.workers}' estimates the network's effect"
+            outcome += f"; 'python -m train.plan --workers {options.workers}' uses it to predict the network's effect"
     key = create_run("doctor", name, tracking_uri=options.tracking_uri, tags=provenance.collect() | {"kind": "doctor"})
     with Tracker(key) as tracker:
         tracker.metrics(metrics)
-        tracker.json(found, "doctor.json")
+        tracker.json(record, "doctor.json")
         tracker.note(Report((), [*(f"✗ {problem}" for problem in problems), *parts]).markdown())
         tracker.finish()
-    console.print(f"{saved}; {time.perf_counter() - began:.0f} s")
+    console.print(f"{outcome} ({time.perf_counter() - started_at:.0f} s)", markup=False)
     return int(failing)
 
 
@@ -135,13 +138,14 @@ def print_problems(problems: list[str]) -> None:
 
 
 def checks_part(results: "list[checks.Check]") -> Part:
-    return Part("", ("", "", ""), [("✗" if check.fix else "✓", check.name, check.value) for check in results])
+    rows = [("✗" if check.fix else "✓", check.name, check.value) for check in results]
+    return Part("", ("ok", "check", "value"), rows)
 
 
 def nodes_part(machines: "list[nodes.Report]") -> Part:
     heading = (
-        "machine", "cores", "load", "GPU", "memory", "Python", "Ray", "torch", "clock", "scratch", "storage up, down",
-        "matmul",
+        "machine", "cores", "load", "GPU", "memory (GB)", "Python", "Ray", "torch", "clock offset (s)",
+        "free scratch (GB)", "storage upload, download (MB/s)", "matmul (TFLOP/s)",
     )  # fmt: skip
     lines: list[tuple[str, ...]] = []
     for report in machines:
@@ -149,32 +153,33 @@ def nodes_part(machines: "list[nodes.Report]") -> Part:
         cells = ("?",) * 8
         if machine:
             cells = (
-                f"{machine.load:.1f}", ", ".join(machine.gpus) or "none", f"{machine.memory / 1e9:,.0f} GB",
+                f"{machine.load:.1f}", ", ".join(machine.gpus) or "none", f"{machine.memory / 1e9:,.0f}",
                 machine.python, machine.versions["ray"], machine.versions["torch"],
-                "?" if report.clock is None else f"{report.clock:+.3f} s", f"{machine.scratch_free / 1e9:,.0f} GB",
+                "?" if report.clock is None else f"{report.clock:+.3f}", f"{machine.scratch_free / 1e9:,.0f}",
             )  # fmt: skip
-        speeds = ", ".join(f"{rate / 1e6:,.0f} MB/s" for rate in report.storage.values())
+        speeds = ", ".join(f"{rate / 1e6:,.0f}" for rate in report.storage.values())
         best = report.rates and max(report.rates.matmul.items(), key=itemgetter(1))
-        matmul = f"{best[1] / 1e12:,.2f} TFLOP/s {best[0]}" if best else ""
+        matmul = f"{best[1] / 1e12:,.2f} ({best[0]})" if best else ""
         lines.append((report.name, str(report.cores), *cells, speeds, matmul))
     return Part("Machines of the cluster", heading, lines)
 
 
 def rates_part(rates: dict[str, dict[str, float]]) -> Part:
-    """The best measured rates, in TFLOP/s and GB/s."""
+    """The maximum measured rates, in TFLOP/s and GB/s."""
     lines: list[tuple[str, str]] = []
-    for group, known in rates.items():
-        for key, rate in known.items():
+    for group, values in rates.items():
+        for key, rate in values.items():
             text = f"{rate / 1e12:,.2f} TFLOP/s" if "matmul" in group else f"{rate / 1e9:,.2f} GB/s"
             lines.append((f"{group.replace('_', ' ')}, {key}", text))
-    return Part("Measured ceilings", ("", ""), lines)
+    return Part("Measured ceilings", ("operation", "rate"), lines)
 
 
-def allreduce_part(reduced: allreduce.Reduced) -> Part:
-    machines = ", ".join(dict.fromkeys(reduced.machines))
-    speeds = reduced.bus_bytes_per_second.items()
-    lines = [(f"{int(size) / 2**20:,.2f} MiB", f"{rate / 1e9:,.3f} GB/s") for size, rate in speeds]
-    return Part(f"All-reduce, {reduced.workers} workers on {machines}, {reduced.backend}", ("", ""), lines)
+def allreduce_part(all_reduce: allreduce.Reduced) -> Part:
+    machines = ", ".join(dict.fromkeys(all_reduce.machines))
+    speeds = all_reduce.bus_bytes_per_second.items()
+    lines = [(f"{int(size) / 2**20:,.2f}", f"{rate / 1e9:,.3f}") for size, rate in speeds]
+    title = f"All-reduce between {all_reduce.workers} workers on {machines} ({all_reduce.backend})"
+    return Part(title, ("size (MiB)", "bus bandwidth (GB/s)"), lines)
 
 
 if __name__ == "__main__":

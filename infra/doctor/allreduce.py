@@ -1,7 +1,7 @@
-"""How fast workers can average gradients: all-reduce between Ray Train workers, by size.
+"""The speed at which workers average gradients: all-reduce between Ray Train workers, by size.
 
 Bus bandwidth does not depend on the number of workers (NCCL tests' convention: each byte crosses the bus
-2 (n - 1) / n times). ``train.plan`` tells what it means for a model.
+2 (n - 1) / n times). ``train.plan`` predicts its effect for a model.
 """
 
 import socket
@@ -20,22 +20,22 @@ SIZES = (2**18, 2**22, 2**26)
 
 @dataclass(frozen=True)
 class Reduced:
-    """What workers reach together."""
+    """Measurements of several workers."""
 
     workers: int
     backend: str
     bus_bytes_per_second: dict[str, float]
-    """By the number of bytes reduced."""
+    """Bus bandwidth by the number of bytes reduced."""
     device: str
-    """Of the first worker, as torch names it, or cpu."""
+    """Name of the first worker's GPU in torch, or cpu."""
     matmul: dict[str, float]
-    """FLOP/s of its matrix products by precision, while the others multiply, too."""
+    """FLOP/s of the first worker's matrix products by precision, while all workers multiply."""
     machines: list[str]
-    """That the workers were on, by rank."""
+    """Names of the workers' machines, by rank."""
 
 
 def measure(workers: int, address: str | None = None) -> Reduced:
-    """All-reduce between ``workers`` fresh processes. Raises ``UserError`` when the cluster has too few cores."""
+    """Measure all-reduce between ``workers`` new processes. Raises ``UserError`` if the cluster has too few cores."""
     with connected(address):
         import ray
         import ray.train
@@ -43,7 +43,10 @@ def measure(workers: int, address: str | None = None) -> Reduced:
 
         resources = ray.cluster_resources()
         if resources.get("CPU", 0) < workers:
-            raise UserError(f"--workers {workers} needs a core each and Ray has {resources.get('CPU', 0):g}.")
+            raise UserError(
+                f"--workers {workers} needs a CPU core for each worker; Ray has {resources.get('CPU', 0):g}. Use fewer "
+                "workers, or --address of a larger cluster."
+            )
         use_gpu = resources.get("GPU", 0) >= workers
         each = {"GPU": 1.0} if use_gpu else {"CPU": 1.0}
         with tempfile.TemporaryDirectory() as folder:
@@ -55,13 +58,13 @@ def measure(workers: int, address: str | None = None) -> Reduced:
                 run_config=ray.train.RunConfig(name="allreduce", storage_path=folder),
             )
             await_room("the all-reduce", [each] * workers)
-            found = trainer.fit().return_value
-    assert found is not None
-    return Reduced(workers, **found)
+            measurements = trainer.fit().return_value
+    assert measurements is not None
+    return Reduced(workers, **measurements)
 
 
 def reduce_all() -> dict[str, Any]:
-    """Runs in each worker: measures its matrix products, and the fastest of several reductions of each size."""
+    """Measure this worker's matrix products, and the fastest of several reductions of each size."""
     import torch
     import torch.distributed as dist
 
@@ -78,11 +81,11 @@ def reduce_all() -> dict[str, Any]:
         best = float("inf")
         for _ in range(8):
             dist.barrier()
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             dist.all_reduce(values)
             if cuda:
                 torch.cuda.synchronize()
-            best = min(best, time.perf_counter() - began)
+            best = min(best, time.perf_counter() - started_at)
         workers = dist.get_world_size()
         rates[str(size)] = 2 * (workers - 1) / workers * size / best
     return {

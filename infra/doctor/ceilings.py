@@ -1,8 +1,8 @@
-"""The best rates that this machine reaches: matrix products by precision, copies, and reading from disk.
+"""The maximum rates of this machine: matrix products by precision, memory copies, and disk reads.
 
-A datasheet's peak assumes clocks and cooling that a machine may not have, so a run is also compared with what a bare
-matrix product reached here. Each rate, in FLOP/s or bytes/s, is that of the fastest of several repetitions: a ceiling,
-not an average.
+A datasheet's peak assumes clocks and cooling that a machine may not have, so runs are also compared with the measured
+rate of matrix products. Each rate, in FLOP/s or bytes/s, is the fastest of several repetitions: a ceiling, not an
+average.
 """
 
 import json
@@ -19,15 +19,15 @@ from infra.errors import UserError
 from infra.storage_dir import StorageDir
 
 FILE = "doctor.json"
-"""What the doctor saves where runs are kept."""
+"""Name of the doctor's file in the folder of runs."""
 SECONDS = 0.4
-"""Time for each rate; all of them together take well under a minute."""
+"""Duration of the measurement of each rate; all together take well under a minute."""
 LAUNCHES = 8
-"""Repetitions in a row on a GPU, so that the launch of the first one is shared by all."""
+"""Consecutive repetitions on a GPU, so that launching adds little time to each."""
 
 
 def first_device() -> tuple[torch.device, str]:
-    """This machine's first GPU and its name as torch has it, or the processor and ``cpu``."""
+    """This machine's first GPU and its name in torch, or the CPU and ``cpu``."""
     if not torch.cuda.is_available():
         return torch.device("cpu"), "cpu"
     device = torch.device("cuda", 0)
@@ -35,12 +35,12 @@ def first_device() -> tuple[torch.device, str]:
 
 
 def best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest repetition of ``work`` within ``SECONDS``, of at least three, after one to warm up."""
+    """Seconds of the fastest of at least three repetitions of ``work`` within ``SECONDS``, after one for warm-up."""
     work()
     best = float("inf")
-    until = time.perf_counter() + SECONDS
-    repeated = 0
-    while repeated < 3 or time.perf_counter() < until:
+    end_time = time.perf_counter() + SECONDS
+    repetitions = 0
+    while repetitions < 3 or time.perf_counter() < end_time:
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -50,10 +50,10 @@ def best_seconds(work: Callable[[], object], device: torch.device) -> float:
             end.synchronize()
             best = min(best, start.elapsed_time(end) / 1000 / LAUNCHES)
         else:
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             work()
-            best = min(best, time.perf_counter() - began)
-        repeated += 1
+            best = min(best, time.perf_counter() - started_at)
+        repetitions += 1
     return best
 
 
@@ -63,17 +63,17 @@ def matmul_rate(rows: int, inner: int, columns: int, precision: str, device: tor
     left = torch.randn(rows, inner, device=device, dtype=kind)
     right = torch.randn(inner, columns, device=device, dtype=kind)
     out = torch.empty(rows, columns, device=device, dtype=kind)
-    before = torch.get_float32_matmul_precision()
+    previous_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
         seconds = best_seconds(lambda: torch.mm(left, right, out=out), device)
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous_precision)
     return 2 * rows * inner * columns / seconds
 
 
 def matmul_rates(device: torch.device) -> dict[str, float]:
-    """FLOP/s of a large square product by precision; on a CPU fp32 only, since the others may be emulated."""
+    """FLOP/s of a large square product by precision; on a CPU only fp32, because the others may be emulated."""
     if device.type != "cuda":
         return {"fp32": matmul_rate(2048, 2048, 2048, "fp32", device)}
     return {precision: matmul_rate(8192, 8192, 8192, precision, device) for precision in ("bf16", "tf32", "fp32")}
@@ -88,19 +88,20 @@ def copy_rates(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         for name, pinned in (("host to device, pinned", True), ("host to device, pageable", False)):
             host = torch.ones(2**28, dtype=torch.uint8, pin_memory=pinned)
-            there = target[: 2**28]
-            seconds = best_seconds(lambda there=there, host=host: there.copy_(host, non_blocking=True), device)
+            on_device = target[: 2**28]
+            seconds = best_seconds(lambda to=on_device, host=host: to.copy_(host, non_blocking=True), device)
             rates[name] = 2**28 / seconds
     return rates
 
 
 DISK_BYTES = 2**28
+"""Size of the file with which disk reads are measured."""
 
 
 def disk_rate(folder: Path) -> float:
-    """Bytes/s of reading a new file in ``folder`` after the page cache was asked to drop it.
+    """Bytes/s of reading a new file in ``folder`` after the kernel was advised to drop it from the page cache.
 
-    Where the kernel keeps it anyway (tmpfs), this is the speed of memory. Raises ``OSError`` on a full disk.
+    If the kernel does not drop it (tmpfs), this is the speed of memory. Raises ``OSError`` on a full disk.
     """
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".disk-") as file:
         block = os.urandom(2**22)
@@ -110,44 +111,46 @@ def disk_rate(folder: Path) -> float:
         os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         with Path(file.name).open("rb", buffering=0) as reader:
             while reader.read(2**22):
                 pass
-        return DISK_BYTES / (time.perf_counter() - began)
+        return DISK_BYTES / (time.perf_counter() - started_at)
 
 
 def read_record(file: str, option: str) -> dict[str, Any] | None:
-    """What the doctor saved in ``file``; None where there is no such file.
+    """The doctor's record in ``file``; None if the file does not exist.
 
-    Raises ``UserError`` that names ``option``, with which it was given, where it is no JSON.
+    Raises ``UserError`` that names ``option``, the flag of the file, if it is not JSON.
     """
-    place = StorageDir.of(file)
+    path = StorageDir.of(file)
     try:
-        found = json.loads(place.parent.read(place.name))
+        record = json.loads(path.parent.read(path.name))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as damage:
-        raise UserError(f"{option} {file} cannot be read as JSON: {damage}; run infra.doctor again.") from damage
-    return found if isinstance(found, dict) else {}
+        raise UserError(
+            f"{option} {file} is not readable as JSON: {damage}. Run 'python -m infra.doctor' again."
+        ) from damage
+    return record if isinstance(record, dict) else {}
 
 
 def read_matmul_rate(out: StorageDir, device: str, precision: str, machine: str) -> float | None:
-    """FLOP/s of a matrix product in ``precision`` on ``device`` from the doctor's file in ``out``; None if not known.
+    """FLOP/s of a matrix product in ``precision`` on ``device`` by the doctor's file in ``out``; None if unknown.
 
-    A GPU's name says how fast it is. A processor has none here: ``machine`` must be one that was measured.
+    A GPU is identified by its name; a CPU has no unique one, so ``machine`` must be one that was measured.
     """
     try:
-        found = json.loads(out.read(FILE))
-    except (OSError, ValueError, UserError):  # a run that has ended is kept without it
+        record = json.loads(out.read(FILE))
+    except (OSError, ValueError, UserError):  # A finished run must be saved even without the doctor's file.
         return None
-    for measured in (found, *(rates for node in found.get("nodes", []) if (rates := node.get("rates")))):
+    for measured in (record, *(rates for node in record.get("nodes", []) if (rates := node.get("rates")))):
         if measured.get("device") == device and (device != "cpu" or measured.get("machine") == machine):
             return matmul_rate_of(measured, precision)
     return None
 
 
-def matmul_rate_of(found: Mapping[str, Any], precision: str) -> float | None:
-    """FLOP/s of a matrix product in a resolved ``precision`` on the device of which ``found`` has what was measured."""
-    kind = precision if precision in ("fp32", "tf32") else "bf16"  # fp16 runs at bf16's rate
-    return found.get("matmul", {}).get(kind)
+def matmul_rate_of(record: Mapping[str, Any], precision: str) -> float | None:
+    """FLOP/s of a matrix product in a resolved ``precision`` by the ``record`` of a device; None if unknown."""
+    kind = precision if precision in ("fp32", "tf32") else "bf16"  # fp16 has the same rate as bf16.
+    return record.get("matmul", {}).get(kind)

@@ -1,6 +1,6 @@
-"""Is this machine ready to train? Checks, each with the fix for a problem that it finds.
+"""Checks whether this machine is ready to train, each with a fix for the problem that it detects.
 
-Nothing is changed on the machine.
+The checks change nothing on the machine.
 """
 
 import os
@@ -21,12 +21,12 @@ from infra.telemetry import THROTTLED
 from infra.units import GB
 
 SPARE = 20 * 10**9
-"""Free disk space below which checkpoints and traces are in danger."""
+"""Minimum free disk space in bytes for checkpoints and traces."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check. ``fix`` is empty when there is no problem; ``fatal`` when training would not start."""
+    """The result of one check. ``fix`` is empty without a problem; a ``fatal`` problem prevents training."""
 
     name: str
     value: str
@@ -35,105 +35,105 @@ class Check:
 
 
 def checks(device: torch.device, out: Path) -> list[Check]:
-    """Every check for ``device``, with ``out`` as the folder that runs are written to."""
-    found = [*software(), *disk(out)]
+    """All checks for ``device``; ``out`` is the folder of runs."""
+    results = [*software(), *disk(out)]
     if device.type == "cuda":
-        return [*found, *gpu(read_gpu(), torch.cuda.get_device_name(device)), *attention_kernels(device)]
-    return [*found, no_gpu(read_gpu()), *cpu(), *attention_kernels(device)]
+        return [*results, *gpu(read_gpu(), torch.cuda.get_device_name(device)), *attention_kernels(device)]
+    return [*results, no_gpu(read_gpu()), *cpu(), *attention_kernels(device)]
 
 
 def no_gpu(state: GpuState | None) -> Check:
-    """torch has no GPU: because there is none, or although NVML has found one."""
+    """The check of the GPU if torch has none: there is none, or torch cannot use the one that NVML reports."""
     if state is None:
-        return Check("GPU", "none: training runs on the CPU")
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
+        return Check("GPU", "no GPU found, training runs on the CPU")
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     return Check(
         "GPU",
-        f"{state.name} exists but torch does not see it: training runs on the CPU",
-        f"this torch is built for {build} and the driver is {state.driver}: install a CUDA build of torch that this "
-        "driver can run, and check CUDA_VISIBLE_DEVICES",
+        f"torch cannot use {state.name}, training runs on the CPU",
+        f"the build of torch is {build} and the driver is {state.driver}; install a CUDA build of torch that this "
+        "driver supports, and check CUDA_VISIBLE_DEVICES",
     )
 
 
 def software() -> list[Check]:
-    """Python and the packages that decide speed."""
-    found = [Check("Python", platform.python_version())]
+    """Versions of Python and of the packages that determine the speed, and whether torch can compile."""
+    results = [Check("Python", platform.python_version())]
     for package in ("torch", "ray", "mlflow"):
         try:
-            found.append(Check(package, version(package)))
+            results.append(Check(package, version(package)))
         except PackageNotFoundError:
-            found.append(Check(package, "missing", f"pip install {package}", fatal=True))
+            results.append(Check(package, "missing", f"run 'pip install {package}'", fatal=True))
     if torch.version.cuda:
-        found.append(Check("CUDA of torch", f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"))
-    lacking = device_facts().uncompilable
-    return [*found, Check("torch.compile", "cannot work" if lacking else "has what it needs", lacking)]
+        results.append(Check("torch CUDA", f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"))
+    blocker = device_facts().uncompilable
+    return [*results, Check("torch.compile", "unavailable" if blocker else "available", blocker)]
 
 
 def disk(out: Path) -> list[Check]:
-    """Disk space for checkpoints where runs are written, and shared memory for Ray."""
+    """Free disk space in the folder of runs, and shared memory for Ray."""
     free = shutil.disk_usage(out).free
-    found = [Check(f"disk of {out}", f"{free / 1e9:,.0f} GB free", "" if free > SPARE else "make room there")]
+    results = [Check(f"disk of {out}", f"{free / 1e9:,.0f} GB free", "" if free > SPARE else "free disk space")]
     shared = Path("/dev/shm")  # noqa: S108 the folder is only inspected, not written to
     if shared.exists():
         size = shutil.disk_usage(shared).free
-        fix = "" if size > 10**9 else "start the container with --shm-size=8g: Ray keeps its objects there"
-        found.append(Check("shared memory", f"{size / GB:,.1f} GB free", fix))
-    return found
+        fix = "" if size > 10**9 else "start the container with --shm-size=8g, because Ray stores its objects there"
+        results.append(Check("shared memory", f"{size / GB:,.1f} GB free", fix))
+    return results
 
 
 def cpu() -> list[Check]:
+    """Cores of the CPU and the load of other work."""
     cores = cpu_count()
     load = os.getloadavg()[0]
-    busy = f"other work keeps {load:.1f} of {cores} cores busy: stop it before measuring" if load > 0.5 * cores else ""
+    fix = (
+        f"{load:.1f} of {cores} cores are busy with other work; stop it before measuring" if load > 0.5 * cores else ""
+    )
     return [
         Check("CPU", f"{cores} cores, {torch.backends.cpu.get_cpu_capability()}"),
-        Check("load", f"{load:.1f}", busy),
+        Check("load", f"{load:.1f}", fix),
     ]
 
 
 def gpu(state: GpuState | None, name: str) -> list[Check]:
-    """The GPU that torch calls ``name``, as NVML reports it, and other processes on it."""
-    known = "" if peak_flops(name) else "its peak is not in infra/hardware.py, so there will be no MFU: add it there"
-    found = [Check("GPU", name, known)]
+    """The GPU with torch's ``name``, its state in NVML, and other processes on it."""
+    peak_fix = "no peak FLOP/s listed in infra/hardware.py, so MFU cannot be computed; add the GPU there"
+    results = [Check("GPU", name, "" if peak_flops(name) else peak_fix)]
     if state is None:
-        return [*found, Check("NVML", "does not answer", "memory by process and clocks are unknown: check nvidia-smi")]
-    found += [Check("driver", state.driver), Check("GPU memory", f"{state.memory_total / GB:.1f} GB")]
+        fix = "memory by process and clocks are unknown; check nvidia-smi"
+        return [*results, Check("NVML", "does not respond", fix)]
+    results += [Check("driver", state.driver), Check("GPU memory", f"{state.memory_total / GB:.1f} GB")]
     others = ", ".join(map(str, state.other_processes))
-    found.append(
-        Check(
-            "other processes on the card",
-            others or "none",
-            "stop them before measuring: kill " + others if others else "",
-        )
-    )
+    fix = f"stop them before measuring: kill {others}" if others else ""
+    results.append(Check("other processes on the GPU", others or "none", fix))
     if not others and state.process_memory is None and state.memory_used > 2 * GB:
         used = f"{state.memory_used / GB:.1f} GB in use by processes that NVML does not show"
-        found.append(Check("memory in use", used, "find them with nvidia-smi on the host"))
+        results.append(Check("memory in use", used, "find them with nvidia-smi on the host"))
     if state.power_limit is not None:
-        found.append(Check("power limit", f"{state.power_limit:.0f} W"))
+        results.append(Check("power limit", f"{state.power_limit:.0f} W"))
     if state.sm_clock is not None:
-        found.append(Check("SM clock now", f"{state.sm_clock} MHz at {state.temperature} °C"))
+        results.append(Check("SM clock", f"{state.sm_clock} MHz at {state.temperature} °C"))
     if state.ecc is not None:
-        found.append(Check("ECC", "on" if state.ecc else "off"))
+        results.append(Check("ECC", "on" if state.ecc else "off"))
     reasons = [cause for cause, bits in THROTTLED.items() if (state.throttle_reasons or 0) & bits]
-    fix = "improve cooling or raise the limit (nvidia-smi -pl): otherwise the speeds are those of a throttled card"
-    return [*found, Check("throttling", ", ".join(reasons) or "none", fix if reasons else "")]
+    fix = "improve cooling or raise the power limit (nvidia-smi -pl); a throttled GPU distorts all speeds"
+    return [*results, Check("throttling", ", ".join(reasons) or "none", fix if reasons else "")]
 
 
 def attention_kernels(device: torch.device) -> list[Check]:
-    """Which of torch's fused attention kernels run here, forward and backward."""
+    """The fused attention kernels of torch that work on the device, forward and backward."""
     if device.type != "cuda":
-        return [
-            Check("fused attention", "runs" if _runs([SDPBackend.FLASH_ATTENTION], device) else "falls back to math")
-        ]
+        works = _runs([SDPBackend.FLASH_ATTENTION], device)
+        return [Check("fused attention", "available" if works else "unavailable; torch uses plain operations")]
     kernels = {
         "flash": SDPBackend.FLASH_ATTENTION,
         "cuDNN": SDPBackend.CUDNN_ATTENTION,
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
     }
-    runs = {name: _runs([kernel], device) for name, kernel in kernels.items()}
-    text = ", ".join(f"{name} {'runs' if able else 'does not run'}" for name, able in runs.items())
-    fix = "" if runs["flash"] or runs["cuDNN"] else "neither flash nor cuDNN runs: install torch built for this GPU"
+    works = {name: _runs([kernel], device) for name, kernel in kernels.items()}
+    text = ", ".join(f"{name} {'available' if is_available else 'fails'}" for name, is_available in works.items())
+    fix = (
+        "" if works["flash"] or works["cuDNN"] else "flash and cuDNN attention fail; install a torch built for this GPU"
+    )
     return [Check("attention kernels", text, fix)]
 
 

@@ -1,4 +1,4 @@
-"""The machines of a Ray cluster, each as a process on it reports itself, compared with the driver's."""
+"""Checks of the machines of a Ray cluster, each described by a process on it and compared with the driver's machine."""
 
 import os
 import platform
@@ -20,23 +20,24 @@ from infra.storage_dir import StorageDir, scratch
 from infra.units import GB
 
 ANSWER_SECONDS = 45.0
-"""How long a machine may take to report itself: a process must start there."""
+"""Time limit for a machine to describe itself; a process must start there."""
 STORAGE_SECONDS = 60.0
-"""How long it may take to reach the storage; its requests are repeated where they fail."""
+"""Time limit for a machine to write to and read from the storage, including retries."""
 STORAGE_BYTES = 4 << 20
+"""Size of the file with which the storage is measured."""
 SPARE = 20 * 10**9
-"""Free scratch space below which copies of data sets and runs are in danger."""
+"""Minimum free scratch space in bytes for copies of data sets and runs."""
 MEASURE_SECONDS = 120.0
-"""How long it may take to start a process with torch and to measure its matrix products."""
+"""Time limit for a machine to start a process with torch and to measure its matrix products."""
 CLOCK_PATIENCE = 5.0
-"""How long a machine may take to tell its clock's time."""
+"""Time limit for a machine to return the time of its clock."""
 CLOCK_SECONDS = 1.0
-"""Difference of clocks above which the times of a run and of its machine's logs cannot be compared."""
+"""Maximum offset of a clock in seconds; with a larger one, times of a run and of a machine's logs do not match."""
 
 
 @dataclass(frozen=True)
 class MachineReport:
-    """What a machine reports about itself. Memory in bytes."""
+    """A machine as described by a process on it. Memory in bytes."""
 
     python: str
     versions: dict[str, str]
@@ -49,75 +50,80 @@ class MachineReport:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a machine multiplies matrices: FLOP/s by precision, on one GPU or, without one, on all cores."""
+    """A machine's speed of matrix products on one GPU or, without a GPU, on all cores."""
 
     machine: str
     device: str
-    """The GPU as torch names it, or cpu."""
+    """Name of the GPU in torch, or cpu."""
     matmul: dict[str, float]
+    """FLOP/s by precision."""
 
 
 @dataclass
 class Report:
-    """One machine of the cluster."""
+    """The checks and measurements of one machine of the cluster."""
 
     name: str
     cores: int
     machine: MachineReport | None = None
-    """None when it did not answer."""
+    """None if the machine did not respond."""
     clock: float | None = None
-    """Seconds that its clock is ahead of the driver's."""
+    """Seconds by which the machine's clock is ahead of the driver's; None if it was not measured."""
     storage: dict[str, float] = field(default_factory=dict)
-    """Bytes/s written and read, by ``up`` and ``down``."""
+    """Bytes/s written (``up``) and read (``down``)."""
     rates: Rates | None = None
-    """None where nothing was measured."""
+    """None if nothing was measured."""
     problems: dict[str, bool] = field(default_factory=dict)
-    """Sentences, each with whether training would fail."""
+    """Problems, each with whether it prevents training."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def reach(place: StorageDir) -> dict[str, float]:
-    """Bytes/s of writing and reading a file of a few MB at ``place``."""
+def reach(directory: StorageDir) -> dict[str, float]:
+    """Bytes/s of writing and reading a file of a few MB in ``directory``."""
     name = f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}"
     content = os.urandom(STORAGE_BYTES)
-    began = time.perf_counter()
-    place.write(name, content)
-    written = time.perf_counter()
+    started_at = time.perf_counter()
+    directory.write(name, content)
+    written_at = time.perf_counter()
     try:
-        if place.read(name) != content:
-            raise UserError(f"{place / name} reads differently from what was written")
-        return {"up": STORAGE_BYTES / (written - began), "down": STORAGE_BYTES / (time.perf_counter() - written)}
+        if directory.read(name) != content:
+            raise UserError(f"{directory / name} has other content than was written. Check the storage.")
+        read_seconds = time.perf_counter() - written_at
+        return {"up": STORAGE_BYTES / (written_at - started_at), "down": STORAGE_BYTES / read_seconds}
     finally:
-        place.remove([name])
+        directory.remove([name])
 
 
 def clock() -> float:
+    """The time of this machine's clock."""
     return time.time()
 
 
 def describe() -> MachineReport:
-    hidden = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides all GPUs from what asked for none
+    """Describe this machine."""
+    hidden = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides all GPUs from a task that requests none.
     try:
-        cards = [state for index in range(16) if (state := read_gpu(index))]
+        gpus = [state for index in range(16) if (state := read_gpu(index))]
     finally:
         if hidden is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = hidden
-    found = {}
+    versions = {}
     for package in ("ray", "torch"):
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "missing"
+            versions[package] = "missing"
     folder = scratch()
     return MachineReport(
-        platform.python_version(), found, [f"{card.name} {card.memory_total / GB:.0f} GB" for card in cards],
+        platform.python_version(), versions, [f"{gpu.name} {gpu.memory_total / GB:.0f} GB" for gpu in gpus],
         host.total_memory(), os.getloadavg()[0], str(folder), shutil.disk_usage(folder).free,
     )  # fmt: skip
 
 
 def rates() -> Rates:
+    """Measure this machine's matrix products."""
     from infra.doctor import ceilings
 
     device, name = ceilings.first_device()
@@ -125,90 +131,96 @@ def rates() -> Rates:
 
 
 def examine(address: str, storage: StorageDir | None = None, *, measure: bool = False) -> list[Report]:
-    """A report for each live machine of the cluster at ``address``. Raises ``UserError`` when nothing answers there.
+    """Check each live machine of the cluster at ``address``, and its access to ``storage``.
 
-    Each reaches for ``storage``, and where ``measure`` multiplies matrices on a free GPU, or on all its cores.
+    With ``measure``, each machine also measures matrix products on a free GPU, or on all its cores. Raises
+    ``UserError`` if no cluster responds.
     """
     with connected(address):
         import ray
 
         nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         reports = {
-            node: Report(found["NodeManagerHostname"], int(found["Resources"].get("CPU", 0)))
-            for node, found in sorted(nodes.items(), key=lambda item: item[1]["NodeManagerHostname"])
+            node: Report(entry["NodeManagerHostname"], int(entry["Resources"].get("CPU", 0)))
+            for node, entry in sorted(nodes.items(), key=lambda item: item[1]["NodeManagerHostname"])
         }
-        own, answers = describe(), ask_nodes(list(reports), describe, seconds=ANSWER_SECONDS)
+        driver, responses = describe(), ask_nodes(list(reports), describe, seconds=ANSWER_SECONDS)
         for node, report in reports.items():
-            if isinstance(answer := answers.get(node), MachineReport):
-                report.machine = answer
-                report.problems |= compare(answer, own)
+            if isinstance(response := responses.get(node), MachineReport):
+                report.machine = response
+                report.problems |= compare(response, driver)
             else:
-                report.problems[f"does not answer: {_why(answer, ANSWER_SECONDS)}"] = True
-        there = {node: report for node, report in reports.items() if report.machine}
-        for node, report in there.items():
+                report.problems[f"does not respond: {_failure_reason(response, ANSWER_SECONDS)}"] = True
+        reachable = {node: report for node, report in reports.items() if report.machine}
+        for node, report in reachable.items():
             report.clock = _clock_difference(node)
             if report.clock is not None and abs(report.clock) > CLOCK_SECONDS:
-                problem = f"its clock is {report.clock:+.1f} s off this machine's: set it by NTP"
+                problem = f"its clock differs from this machine's by {report.clock:+.1f} s; synchronize it with NTP"
                 report.problems[problem] = False
-        answers = ask_nodes(list(there), reach, storage, seconds=STORAGE_SECONDS) if storage else {}
-        for node, report in there.items() if storage else ():
-            if isinstance(answer := answers.get(node), dict):
-                report.storage = answer
+        responses = ask_nodes(list(reachable), reach, storage, seconds=STORAGE_SECONDS) if storage else {}
+        for node, report in reachable.items() if storage else ():
+            if isinstance(response := responses.get(node), dict):
+                report.storage = response
             else:
-                report.problems[f"cannot use {storage}: {_why(answer, STORAGE_SECONDS)}"] = True
+                report.problems[f"cannot use {storage}: {_failure_reason(response, STORAGE_SECONDS)}"] = True
         if measure:
-            _measure(there, {node: "GPU" in nodes[node]["Resources"] for node in there})
+            _measure(reachable, {node: "GPU" in nodes[node]["Resources"] for node in reachable})
         return list(reports.values())
 
 
 def _measure(reports: Mapping[str, Report], has_gpu: Mapping[str, bool]) -> None:
-    """Measure the matrix products of those machines, by their node ids, that have a GPU or cores."""
+    """Measure the matrix products of the machines, given by their node ids, that have a GPU or cores."""
     needs = {
         node: {"num_gpus": 1} if has_gpu[node] else {"num_cpus": report.cores}
         for node, report in reports.items()
         if has_gpu[node] or report.cores
     }
-    answers = ask_nodes(list(needs), rates, seconds=MEASURE_SECONDS, needs=needs)
+    responses = ask_nodes(list(needs), rates, seconds=MEASURE_SECONDS, needs=needs)
     for node in needs:
-        if isinstance(answer := answers.get(node), Rates):
-            reports[node].rates = answer
+        if isinstance(response := responses.get(node), Rates):
+            reports[node].rates = response
         else:
-            why = _why(answer, MEASURE_SECONDS)
-            problem = f"its matrix products were not measured ({why}): other work has its GPU or cores"
+            reason = _failure_reason(response, MEASURE_SECONDS)
+            problem = f"matmul rate not measured ({reason}); its GPU or cores may be in use"
             reports[node].problems[problem] = False
 
 
-def compare(machine: MachineReport, own: MachineReport) -> dict[str, bool]:
-    """The problems of ``machine``, given the driver's ``own``: each with whether Ray or training would fail."""
-    found = {}
-    for name, theirs, ours in [
-        ("Python", machine.python, own.python),
-        *((name, machine.versions[name], own.versions[name]) for name in own.versions),
+def compare(machine: MachineReport, driver: MachineReport) -> dict[str, bool]:
+    """The problems of ``machine`` in comparison with the ``driver``'s, each with whether it prevents training."""
+    problems = {}
+    for name, node_version, driver_version in [
+        ("Python", machine.python, driver.python),
+        *((name, machine.versions[name], driver.versions[name]) for name in driver.versions),
     ]:
-        if theirs.partition("+")[0] != ours.partition("+")[0]:  # a build for CUDA and one for the CPU work together
-            fatal = name == "ray" or theirs == "missing" or theirs.split(".")[:2] != ours.split(".")[:2]
-            found[f"{name} is {theirs} and here {ours}: install the same version"] = fatal
+        # The part after "+" is the build; builds for CUDA and for the CPU work together.
+        if node_version.partition("+")[0] != driver_version.partition("+")[0]:
+            same_minor = node_version.split(".")[:2] == driver_version.split(".")[:2]
+            is_fatal = name == "ray" or node_version == "missing" or not same_minor
+            problems[f"{name} is {node_version}, but {driver_version} on this machine; install the same version"] = (
+                is_fatal
+            )
     if machine.scratch_free < SPARE:
         free = machine.scratch_free / 1e9
-        found[f"{machine.scratch} has {free:.1f} GB free: make room for data and checkpoints, or set TMPDIR"] = False
-    return found
+        advice = "free disk space for data and checkpoints, or set TMPDIR"
+        problems[f"{machine.scratch} has only {free:.1f} GB free; {advice}"] = False
+    return problems
 
 
-def _why(answer: Exception | None, seconds: float) -> str:
-    """Why a machine has not answered as it should, within ``seconds``."""
-    return first_line(getattr(answer, "cause", answer)) if answer else f"nothing within {seconds:.0f} s"
+def _failure_reason(response: Exception | None, seconds: float) -> str:
+    """The error of a machine, or that it did not respond within ``seconds``."""
+    return first_line(getattr(response, "cause", response)) if response else f"no reply within {seconds:.0f} s"
 
 
 def _clock_difference(node: str) -> float | None:
-    """Seconds that the clock of a machine is ahead of ours, by the fastest of three questions."""
+    """Seconds by which the clock of a machine is ahead of the driver's, by the fastest of three requests."""
     best: tuple[float, float] | None = None
     for _ in range(3):
-        asked = time.time()
-        there = ask_nodes([node], clock, seconds=CLOCK_PATIENCE).get(node)
-        answered = time.time()
-        if not isinstance(there, float):
+        sent_at = time.time()
+        node_time = ask_nodes([node], clock, seconds=CLOCK_PATIENCE).get(node)
+        received_at = time.time()
+        if not isinstance(node_time, float):
             break
-        took = answered - asked
-        if best is None or took < best[0]:
-            best = (took, there - (asked + answered) / 2)
+        round_trip = received_at - sent_at
+        if best is None or round_trip < best[0]:
+            best = (round_trip, node_time - (sent_at + received_at) / 2)
     return best and best[1]

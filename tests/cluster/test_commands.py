@@ -211,7 +211,7 @@ def test_a_search_that_was_stopped_continues_on_two_machines(lab: Any) -> None:
     said = search.stdout.read()
     assert search.wait(60) == 130, said
     assert time.monotonic() - asked < 30
-    (again,) = re.findall(r"continue with: python -m (tune\.search .*)", said)
+    (again,) = re.findall(r"resume with: python -m (tune\.search .*)", said)
     assert again == "tune.search --resume one --out s3://lab/searches"
     kept = stored(lab, "one")
     said = lab.run("head", f"{again} --parallel 2")
@@ -238,7 +238,7 @@ def test_a_ladder_runs_where_its_accelerator_is(lab: Any) -> None:
     assert {"ladder.json", "standings.json", "best.json", "summary.md", "speed.png"} <= set(files)
     assert json.loads(lab.execute(BEST, "s3://lab/ladders/one"))["measured"]["machines"] == ["w2"]
     again = lab.run("head", "tune.ladder --resume one --out s3://lab/ladders --compare one")
-    assert "3 trials kept" in again
+    assert "3 finished trials" in again
 
 
 @pytest.mark.usefixtures("data")

@@ -18,7 +18,7 @@ from train.confirmed import SAME, Confirmed, confirmed_by, slower
 from train.intervals import Estimate
 from train.launch.driver import diagnosed
 from train.launch.run import RunPlan
-from train.report import details
+from train.report import detail_rows
 from train.result import Memory, RunResult, Shortage, Throughput
 from train.run import RunOptions, planned
 
@@ -172,7 +172,7 @@ def test_it_is_in_the_result_of_the_run_and_after_memory(make_result: Make, smal
     found = diagnosed(run, config, result)
     assert found == slower(result, CONFIRMED, EAGER)
     assert found
-    assert found.rows[1] in details(config, replace(result, diagnosis=found))
+    assert found.rows[1] in detail_rows(config, replace(result, diagnosis=found))
     assert diagnosed(replace(run, confirmed=None), config, result) is None
     over = replace(result, outcome="over_limit", shortage=Shortage("the check after step 1", None, 10**9, {}))
     found = diagnosed(run, config, over)

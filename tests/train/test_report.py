@@ -44,13 +44,13 @@ def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
     *first, (name, command) = report.run_report(config, result, HOME, 2 * GB).facts
     assert first == [
         ("What", f"{format_model(config.model)} on `tokens`; finished: reached 10 steps"),
-        ("Tokens/s", "1,000 (95%: 990 to 1,020)"),
+        ("Tokens/s", "1,000 (95% CI 990 to 1,020)"),
         ("Memory", f"1.00 of 2.00 GB (predicted {predicted:.2f})"),
         ("Loss", "training 3.250, validation 3.500"),
     ]
     assert name == "Next"
     assert "train.generate --checkpoint one" in command
-    assert dict(report.details(config, result)) == {
+    assert dict(report.detail_rows(config, result)) == {
         "measured": "the median of 7 steps after 3 of warm-up",
         "arithmetic": "0.002 TFLOP/s; no MFU: the peak of 'cpu' is not known",
         "validation": "perplexity 33.1 over 257 ids; 1.500 bits per byte; 1.250 bits per character",
@@ -61,15 +61,15 @@ def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
         "checkpoint": "runs/one/checkpoints/step-00000010",
         "sample": "so it goes",
     }
-    streamed = dict(report.details(config, make_result(machine="w1", encoded_on={"w2": 300, "w1": 100})))
+    streamed = dict(report.detail_rows(config, make_result(machine="w1", encoded_on={"w2": 300, "w1": 100})))
     assert streamed["step time"].endswith("w1 (25%), w2 (75%)")
     on_gpu = make_result(device="NVIDIA H100", mfu=0.5, throughput=None, val_loss=None)
-    rows = dict(report.details(config, replace(on_gpu, joules_per_million_tokens=1754.0)))
+    rows = dict(report.detail_rows(config, replace(on_gpu, joules_per_million_tokens=1754.0)))
     assert rows["energy"].startswith("1.75 kJ")
     assert dict(report.run_report(config, on_gpu, HOME).facts)["Tokens/s"].startswith("not measured")
     measured = replace(on_gpu, throughput=Throughput(1.0, 1.0, 1.0, 3, 1), matmul_utilisation=0.625)
     assert "50.0%" in dict(report.run_report(config, measured, HOME).facts)["Tokens/s"]
-    rows = dict(report.details(config, replace(measured, hfu=0.75, paused_seconds=60.0)))
+    rows = dict(report.detail_rows(config, replace(measured, hfu=0.75, paused_seconds=60.0)))
     assert all(number in rows["arithmetic"] for number in ("0.002", "62.5%", "HFU 75.0%"))
     assert "paused" in rows
 
@@ -78,7 +78,7 @@ def test_the_predicted_memory_is_beside_what_was_measured(config: TrainConfig, m
     """Of a run that did not fit also its weights, gradients and the optimizer's state."""
     peak = predict_peak(config)
     memory = Memory(2 * GB, 3 * GB, 4 * GB, "nvml")
-    lines = {name: cells for name, *cells in report.memory_part(config, make_result(memory=memory)).lines}
+    lines = {name: cells for name, *cells in report.memory_table(config, make_result(memory=memory)).lines}
     assert {name: cells[1] for name, cells in lines.items() if cells[1]} == {
         "context": "1.000", "allocated": "2.000", "reserved": "3.000", "process (NVML)": "4.000"
     } | ({"unused": "1.000"} if "unused" in lines else {})  # fmt: skip
@@ -86,7 +86,7 @@ def test_the_predicted_memory_is_beside_what_was_measured(config: TrainConfig, m
     assert lines["process (NVML)"][0] == f"{peak.total / GB:.3f}"
     assert lines["weights"] == [f"{peak.weights / GB:.3f}", ""]
     shortage = Shortage("the backward pass of step 1", None, 4 * GB, {"weights": GB})
-    lines = report.memory_part(config, make_result(memory=memory, shortage=shortage)).lines
+    lines = report.memory_table(config, make_result(memory=memory, shortage=shortage)).lines
     assert ("weights", f"{peak.weights / GB:.3f}", "1.000") in lines
 
 

@@ -269,7 +269,7 @@ def test_a_result_in_mlflow(config: TrainConfig, make_result: Callable[..., RunR
     peak = predict_peak(config)
     result = replace(result, predicted_memory=peak.total)
     assert tracking.columns(result) == {
-        "memory": f"4.00 GB (predicted {peak.total / GB:.2f})", "tokens/s": "1,000 (95%: 990 to 1,020)",
+        "memory": f"4.00 GB (predicted {peak.total / GB:.2f} GB)", "tokens/s": "1,000 (95% CI 990 to 1,020)",
     }  # fmt: skip
     continued = tracking.columns(replace(result, throughput=None))
     assert continued["tokens/s"] == "not measured", "as its page says, and not what an earlier part of the run was"

@@ -78,7 +78,7 @@ def test_memory_and_limit(search: tuple[list[TrialRow], MemorySearcher], charts:
     figure = charts["memory_by_micro_batch"]
     expected = {(row.candidate.micro_batch, round((row.memory or 0) / 1e9, 4)) for row in rows if row.memory}
     assert expected <= points(figure)
-    assert {"control's knobs", "limit (crosses: did not fit)"} <= labels(figure)
+    assert {"control settings", "limit (crosses: did not fit)"} <= labels(figure)
     (limit,) = [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
     assert {y for _, y in path(limit)} == {memory.limit / 1e9}
 

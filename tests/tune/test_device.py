@@ -91,7 +91,7 @@ def test_what_trials_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kind(search("cpu")) == "cpu"
     on(monkeypatch, None)
     assert kind(search("auto")) == "cpu"
-    with pytest.raises(UserError, match="use --device cpu"):
+    with pytest.raises(UserError, match=r"--device cuda.* --device cpu"):
         machines(search("cuda"))
     with pytest.raises(UserError, match="--parallel 2"):
         machines(replace(search("cpu"), parallel=2))
@@ -99,5 +99,5 @@ def test_what_trials_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cluster_without_a_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": "one", "Alive": True, "Resources": {"memory": 1.0}}])
-    with pytest.raises(UserError, match="no cores for trials"):
+    with pytest.raises(UserError, match="no CPU cores for trials"):
         trial_resources(search("cpu").training, use_gpu=False)

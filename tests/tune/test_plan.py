@@ -26,7 +26,7 @@ from tune.config import LadderConfig, SearchConfig
 from tune.device import Machine
 from tune.folder import begin
 from tune.plan import Search, make_search
-from tune.report import expectations, print_plan
+from tune.report import predicted_speeds_table, print_plan
 from tune.space import Candidate, make_space
 from tune.strategy.memory_aware import MemorySearcher
 from tune.strategy.optuna_tpe import optuna_trials
@@ -44,8 +44,8 @@ def test_the_time_counts_each_trials_start_compilation_and_steps(
     memory = MemorySearcher(search.space, lambda candidate: 1e9 * candidate.micro_batch, 5e9)
     print_plan(replace(search, memory=memory, strategy=memory))
     printed = capfd.readouterr().out
-    assert "3 of 4 sizes should fit: 1, 2, 4; 4.00 GB at 4" in printed
-    found = re.search(r"about (\d+) trials of .* 1m30s each, at most (\d+)m(\d*)s? in all", printed)
+    assert "3 of 4 micro-batches are predicted to fit: 1, 2, 4 (4.00 GB at 4)" in printed
+    found = re.search(r"about (\d+) trials of .* 1m30s each, at most (\d+)m(\d*)s? in total", printed)
     assert found
     trials, minutes, left = found.groups()
     assert 60 * int(minutes) + int(left or 0) == int(trials) * (10 + seconds + 90)
@@ -57,7 +57,7 @@ def test_a_gpu_that_is_not_here_is_planned_for(small_shards: Path, capfd: pytest
     config = SearchConfig(training=training, gpu="A100", knobs=("compile=off",), dry_run=True, out="none")
     search = make_search(config)
     assert (search.device, search.limit) == ("cuda", 40 * 2**30)
-    found = expectations(search, search.space.combinations, planned("A100"))
+    found = predicted_speeds_table(search, search.space.combinations, planned("A100"))
     speeds = [line[2] for line in found.lines]
     known = [float(speed.split()[0].replace(",", "")) for speed in speeds if speed != "-"]
     assert known == sorted(known, reverse=True)

@@ -112,7 +112,7 @@ def test_a_search_leaves_rows_files_and_runs(command: Callable[..., int], folder
     assert {row["outcome"] for row in rows} == {"ok"}
     assert {int(row["micro_batch"]) * int(row["accumulation"]) for row in rows} == {2}
     assert {row["node"] for row in rows} == {socket.gethostname()}
-    assert "stands in for GPU memory" in (done / "summary.md").read_text()
+    assert "replaces GPU memory" in (done / "summary.md").read_text()
     parent, children = runs(folder, "whole")
     assert parent.info.status == "FINISHED"
     assert "tokens/s" in parent.data.tags["mlflow.note.content"]
@@ -160,10 +160,12 @@ def test_resume_runs_only_what_is_missing(
     assert command(search.main, "--resume", "one", "--data", str(moved)) == 0
     printed = capfd.readouterr().out
     assert re.search(
-        r"(probe|confirm) +micro-batch \d x \d \| [\d,]+ ± [\d.]+% tokens/s \| [\d.]+ of 8.00 GB \| compile .*ok: ",
+        r"(probe|confirm) +micro-batch \d x \d \| [\d,]+ tokens/s ±[\d.]+% \| [\d.]+ GB of 8.00 GB \| compile .*ok: ",
         printed,
     )
-    assert re.search(r"best: micro-batch \d x \d, [\d,]+ tokens/s \| spent [\dms]+ \| about [\dms]+ left", printed)
+    assert re.search(
+        r"best so far: micro-batch \d x \d, [\d,]+ tokens/s \| elapsed [\dms]+ \| about [\dms]+ left", printed
+    )
     assert "winner" in printed
     assert re.search("(?m)^Next +python -m train.run --config", printed)
     now = files(searched)
@@ -176,9 +178,9 @@ def test_resume_runs_only_what_is_missing(
 def test_what_is_not_the_same_search_is_refused(
     refused: Callable[..., str], folder: Path, small_shards: Path, make_shards: Callable[..., Path]
 ) -> None:
-    assert "global_batch was 2 and is now 16" in refused(search.main, "--resume", "one", "--global-batch", "16")
+    assert "global_batch: 2 → 16" in refused(search.main, "--resume", "one", "--global-batch", "16")
     other = make_shards(folder / "other", seed=1)
-    assert "data was" in refused(search.main, "--resume", "one", "--data", str(other))
+    assert "(data: " in refused(search.main, "--resume", "one", "--data", str(other))
     assert "there is no search in" in refused(search.main, "--resume", "two")
     for name, refusal in {"one": "exists already", "../one": "not the name of a folder"}.items():
         assert refusal in refused(
@@ -192,10 +194,10 @@ def test_over_the_limit_is_an_outcome(
 ) -> None:
     flags = ["--searcher", "grid", "--memory-limit", "100MB", "--name", "tight", "--global-batch", "1"]
     assert command(search.main, "--data", str(small_shards), *flags, *FLAGS) == 1
-    assert "nothing fits under 100MB" in capfd.readouterr().out
+    assert "no configuration fits 100MB" in capfd.readouterr().out
     parent, (child,) = runs(folder, "tight")
     assert (parent.info.status, child.info.status) == ("FAILED", "FINISHED")
-    assert "nothing fits under 100MB" in parent.data.tags["mlflow.note.content"]
+    assert "no configuration fits 100MB" in parent.data.tags["mlflow.note.content"]
     rows = list(csv.DictReader((folder / "runs/tight/trials.csv").open()))
     assert [row["outcome"] for row in rows] == ["over_limit"]
     assert not (folder / "runs/tight/best.json").exists()
@@ -251,14 +253,12 @@ def test_dry_run_runs_nothing(
         command(search.main, "--data", str(small_shards), "--name", "dry", "--dry-run", "--global-batch", "4", *FLAGS)
         == 0
     )
-    assert "of 3 sizes should fit" in capfd.readouterr().out
+    assert "of 3 micro-batches are predicted to fit" in capfd.readouterr().out
     assert not (folder / "runs" / "dry").exists()
     flags = ["--dry-run", "--global-batch", "4", "--knobs", "checkpointing=selective,full", "attention=manual"]
     assert command(search.main, "--data", str(small_shards), *flags, *FLAGS) == 0
     printed = capfd.readouterr().out
-    assert "the control checkpointing=none attention=sdpa: 3 of 3 sizes" in printed
-    assert "\ncheckpointing=full: 3 of 3 sizes" in printed
-    assert "2 further combinations differ from the control in more than one knob" in printed
-    assert re.search(
-        r"about \d+ trials of at most 8 steps or 1m each, at most [\dms]+ in all; nothing was run", printed
-    )
+    assert "control checkpointing=none attention=sdpa: 3 of 3 micro-batches" in printed
+    assert "\ncheckpointing=full: 3 of 3 micro-batches" in printed
+    assert "2 more combinations change several knobs" in printed
+    assert re.search(r"about \d+ trials of at most 8 steps or 1m each, at most [\dms]+ in total", printed)

@@ -112,7 +112,7 @@ def test_a_damaged_search_is_named(tmp_path: Path) -> None:
     for damage in ({"memory_limit": "4GB"}, {"knobs": [["compile"]]}, {"out": 3}):
         kept = {"config": SearchConfig().to_json() | damage, "identity": {}, "parent": to_json(RunKey("", "", ""))}
         (tmp_path / "search.json").write_text(json.dumps(kept))
-        with pytest.raises(UserError, match=r"search\.json is damaged"):
+        with pytest.raises(UserError, match=r"search\.json is corrupt"):
             kept_config(StorageDir.of(tmp_path), SearchConfig)
     with pytest.raises(UserError, match="there is no"):
         kept_config(StorageDir.of(tmp_path / "search.json"), SearchConfig)

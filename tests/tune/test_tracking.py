@@ -98,7 +98,7 @@ def test_pages_of_trials_and_searches_begin_with_few_numbers(search: Search) -> 
     )
     assert [(point.step, point.value) for point in curve] == [(1, 5.0), (2, 5.0), (3, 5.0)]
     assert failed.tags["reason"] == "RuntimeError: no kernel"
-    assert (trial.tags["knobs"], failed.tags["knobs"]) == ("as the control", "checkpointing=full")
+    assert (trial.tags["knobs"], failed.tags["knobs"]) == ("same as control", "checkpointing=full")
     assert (trial.tags["batch"], failed.tags["batch"]) == ("2 x 4", "4 x 2")
     before = itertools.takewhile(lambda column: column != "tags.`reason`", COLUMNS["tune"])
     widths = FIRST | COLUMNS["tune"]

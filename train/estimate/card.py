@@ -1,4 +1,4 @@
-"""A GPU that is planned for and need not be here: what it is, and the rates that it reaches."""
+"""A GPU to plan for, which need not be in this machine: its properties and its rates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,47 +9,47 @@ from infra.hardware import CARDS, DeviceFacts, peak_flops
 from infra.schema import from_json
 
 BANDWIDTH = {"A100": 1.555e12, "H100": 3.35e12, "H200": 4.8e12}
-"""Bytes/s of a card's memory, by NVIDIA's datasheets (A100 with 40 GB, H100 and H200 SXM)."""
+"""Bytes/s of a GPU's memory, by NVIDIA's datasheets (A100 with 40 GB, H100 and H200 SXM)."""
 
 REACHED = 271 / 312
-"""Share of its datasheet that a card's large matrix products and copies reach, such as TFLOP/s on an A100 SXM."""
+"""Fraction of the datasheet's rates that large matrix products and copies reach, from TFLOP/s on an A100 SXM."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU, and the rates of its large matrix products and copies."""
+    """A GPU with the rates of its large matrix products and copies."""
 
     facts: DeviceFacts
     matmul: Mapping[str, float]
-    """FLOP/s, as infra.doctor names precisions: bf16, tf32 and fp32."""
+    """FLOP/s by precision, with infra.doctor's names: bf16, tf32 and fp32."""
     bandwidth: float
     """Bytes/s read and written within the GPU's memory."""
     source: str
-    """Where the rates come from, in words."""
+    """Origin of the rates as a text."""
 
     def products(self, precision: str) -> float | None:
-        """FLOP/s of matrix products in a resolved ``precision``; None where that is not known."""
+        """FLOP/s of matrix products in a resolved ``precision``; None if it is unknown."""
         return matmul_rate_of({"matmul": self.matmul}, precision)
 
 
 def planned(gpu: str) -> Card:
-    """The card that ``--gpu`` names. Raises ``UserError`` where it names neither a known one nor a doctor's file."""
+    """The GPU of ``--gpu``. Raises ``UserError`` if it is neither a known name nor a file of the doctor."""
     if gpu in CARDS:
         peaks = {kind: peak_flops(gpu, kind) for kind in ("bf16", "tf32", "fp32")}
         matmul = {kind: REACHED * peak for kind, peak in peaks.items() if peak}
         return Card(CARDS[gpu], matmul, REACHED * BANDWIDTH[gpu], f"{REACHED:.0%} of the datasheet's rates")
-    found = read_record(gpu, "--gpu")
-    if found is None:
+    record = read_record(gpu, "--gpu")
+    if record is None:
         raise UserError(
-            f"--gpu {gpu} is neither {', '.join(CARDS)} nor a file: 'python -m infra.doctor' on a machine with a GPU "
-            "saves its rates in runs/doctor.json, which can be given here."
+            f"--gpu {gpu} is neither a file nor a known GPU. Use {', '.join(CARDS)}, or the runs/doctor.json that "
+            "'python -m infra.doctor' writes on a machine with the GPU."
         )
     try:
-        facts = from_json(DeviceFacts, found["facts"], f"--gpu {gpu}")
+        facts = from_json(DeviceFacts, record["facts"], f"--gpu {gpu}")
         if facts.kind == "cuda":
-            return Card(facts, found["matmul"], found["copy"]["within the device"], f"the rates measured in {gpu}")
+            return Card(facts, record["matmul"], record["copy"]["within the device"], f"the rates measured in {gpu}")
     except (KeyError, TypeError):
         pass
     raise UserError(
-        f"--gpu {gpu} has no rates of a GPU: run 'python -m infra.doctor' anew, on the machine to plan for."
+        f"--gpu {gpu} contains no measured GPU rates. Run 'python -m infra.doctor' on a machine with that GPU."
     )

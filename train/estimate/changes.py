@@ -1,6 +1,6 @@
-"""Changes of how a run is executed that make it need less memory, and what each costs in speed.
+"""Changes of a run's execution that save memory, with their cost in speed.
 
-What is computed stays the same: the model, the global batch, the precision and the optimizer are never changed.
+They never change the mathematics: the model, the global batch, the precision and the optimizer stay the same.
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ class Change:
     """Flags that save memory."""
 
     flags: tuple[str, ...]
-    """As they are written on the command line: ``--loss fused``."""
+    """Flags as on the command line, such as ``--loss fused``."""
     peak: int
-    """Predicted peak with them, in bytes."""
+    """Predicted peak memory with the flags, in bytes."""
     arithmetic: float
-    """FLOPs that the device executes more than before, as a fraction, by :func:`train.estimate.flops.hardware`."""
+    """Additional FLOPs that the device executes, as a fraction, by :func:`train.estimate.flops.hardware`."""
     cost: str
-    """What they cost in speed, as far as that is known."""
+    """The cost in speed as a text."""
 
     @property
     def text(self) -> str:
@@ -33,34 +33,34 @@ class Change:
 
 
 def memory_savers(config: TrainConfig) -> list[Change]:
-    """The single changes, and after them their combinations, that are predicted to save memory, by what they cost.
+    """Changes that are predicted to save memory, by their cost: single changes first, then combinations.
 
-    Among those without further arithmetic, first what leaves the batch as it is, then smaller micro-batches from the
-    largest on, whose cost depends on how well the device is used and has no formula, and last selective checkpointing,
-    which repeats what is element-wise.
+    Changes without additional arithmetic are ordered as follows: first those that keep the micro-batch; then smaller
+    micro-batches from the largest on, whose cost depends on the device's utilization and has no formula; last selective
+    checkpointing, which repeats element-wise operations.
     """
-    before, arithmetic = predict_peak(config).total, executed(config)
-    found = []
+    current_peak, current_flops = predict_peak(config).total, executed(config)
+    ranked_changes = []
     for settings in _candidates(config):
         try:
             changed = replace(config, **settings)
-        except UserError:  # another setting excludes it
+        except UserError:  # The change cannot be combined with another setting.
             continue
-        anatomy = known_peak(changed)
-        if anatomy is None:  # not measured
+        breakdown = known_peak(changed)
+        if breakdown is None:  # The memory of a custom model is only known for settings that were probed.
             continue
-        more = executed(changed) / arithmetic - 1
+        additional_flops = executed(changed) / current_flops - 1
         flags = tuple(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
-        peak = anatomy.total
-        if peak < before:
-            elementwise = settings.get("checkpointing") == "selective"
-            rank = len(flags) > 1, more, elementwise, -changed.micro_batch, len(flags)
-            found.append((rank, Change(flags, peak, more, _cost(config, changed, more))))
-    return [change for _, change in sorted(found, key=lambda ranked: ranked[0])]
+        if breakdown.total < current_peak:
+            repeats_elementwise = settings.get("checkpointing") == "selective"
+            rank = len(flags) > 1, additional_flops, repeats_elementwise, -changed.micro_batch, len(flags)
+            cost = _cost(config, changed, additional_flops)
+            ranked_changes.append((rank, Change(flags, breakdown.total, additional_flops, cost)))
+    return [change for _, change in sorted(ranked_changes, key=lambda ranked: ranked[0])]
 
 
 def _candidates(config: TrainConfig) -> Iterator[dict[str, Any]]:
-    """Settings to change: at most one value of each."""
+    """Combinations of settings to change, with at most one value for each setting."""
     choices: dict[str, list[Any]] = {
         "attention": ["auto"] if config.attention == "manual" else [],
         "loss": ["fused"] if config.loss == "plain" and config.loss_chunks == 1 else [],
@@ -73,12 +73,12 @@ def _candidates(config: TrainConfig) -> Iterator[dict[str, Any]]:
             yield settings
 
 
-def _cost(before: TrainConfig, after: TrainConfig, more: float) -> str:
-    parts = []
-    if after.micro_batch != before.micro_batch:
-        parts.append(f"the same arithmetic in {after.accumulation} micro-batches instead of {before.accumulation}")
-    if after.checkpointing == "selective" != before.checkpointing:
-        parts.append("element-wise operations twice, no more matrix products")
-    elif after.checkpointing != before.checkpointing:
-        parts.append(f"{more:.0%} more arithmetic")
-    return "; ".join(parts) or "no more arithmetic"
+def _cost(config: TrainConfig, changed: TrainConfig, additional_flops: float) -> str:
+    costs = []
+    if changed.micro_batch != config.micro_batch:
+        costs.append(f"the same FLOPs in {changed.accumulation} micro-batches instead of {config.accumulation}")
+    if changed.checkpointing == "selective" != config.checkpointing:
+        costs.append("element-wise operations run twice, no additional matrix products")
+    elif changed.checkpointing != config.checkpointing:
+        costs.append(f"{additional_flops:.0%} more FLOPs")
+    return "; ".join(costs) or "no additional FLOPs"

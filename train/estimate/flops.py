@@ -1,4 +1,4 @@
-"""Arithmetic by named formulas, because "MFU" is meaningless without its formula.
+"""FLOPs by named formulas, because an MFU means nothing without its formula.
 
 FLOPs are per token, forward and backward. A multiplication and an addition are two FLOPs; the backward pass costs twice
 as much as the forward pass.
@@ -17,7 +17,7 @@ from train.result import RunResult
 
 @dataclass(frozen=True)
 class Formula:
-    """A way to count FLOPs per token, with its source."""
+    """A formula for FLOPs per token, with its source and value."""
 
     name: str
     text: str
@@ -25,23 +25,24 @@ class Formula:
 
 
 def parameters(config: TrainConfig) -> int:
+    """Number of parameters of a resolved ``config``'s model."""
     model = config.model
     return model.looked_at.parameters if isinstance(model, CustomModel) else parameter_count(model)
 
 
 def formulas(config: TrainConfig) -> list[Formula]:
-    """Every count of FLOPs per token of a resolved ``config``'s model: first the one that MFU is of."""
+    """FLOPs per token of a resolved ``config``'s model by all formulas; the first one defines MFU."""
     model = config.model
     if isinstance(model, CustomModel):
-        text = "3 x the forward pass as torch.utils.flop_counter counts it"
+        text = "3 x the forward pass, counted by torch.utils.flop_counter"
         return [Formula("counted", text, model.looked_at.flops_per_token)]
     text = "6 x matmul parameters + 12 x layers x context x width (arXiv 2204.02311, appendix B)"
-    everything = hardware(model, recomputed=model.layers)
+    checkpointed = hardware(model, recomputed=model.layers)
     return [
         Formula("PaLM", text, palm(model)),
         Formula("causal", "6 x matmul parameters + 6 x layers x context x width", causal(model)),
         Formula("6N", "6 x all parameters (arXiv 2001.08361, section 2.1)", 6.0 * parameter_count(model)),
-        Formula("hardware, checkpointed", "PaLM + the blocks' forward again", everything),
+        Formula("hardware, checkpointed", "PaLM + a second forward pass of the blocks", checkpointed),
     ]
 
 
@@ -51,49 +52,49 @@ def per_token(config: TrainConfig) -> float:
 
 
 def least(config: TrainConfig) -> float:
-    """FLOPs per token that no kernel can do without: of a custom model half of them could be attention's."""
+    """Minimum FLOPs per token of any kernels; up to half of a custom model's may be attention that is causal."""
     return per_token(config) / 2 if isinstance(config.model, CustomModel) else causal(config.model)
 
 
 def executed(config: TrainConfig) -> float:
-    """FLOPs per token that the device executes; of a custom model what is computed again is not counted."""
+    """FLOPs per token that the device executes; for a custom model without recomputation."""
     if isinstance(config.model, CustomModel):
         return per_token(config)
     return hardware(config.model, recomputed=recomputed_blocks(config))
 
 
 def matmul_parameters(model: ModelConfig) -> int:
-    """Parameters that every token is multiplied by: the blocks' matrices and the head, at its padded size.
+    """Parameters in matrix products: the blocks' matrices and the head with its padded vocabulary.
 
-    Embeddings are looked up, not multiplied; a tied head is multiplied once.
+    Embeddings are looked up and not multiplied. A tied head is multiplied once.
     """
     return model.layers * 12 * model.width**2 + model.padded_vocabulary * model.width
 
 
 def palm(model: ModelConfig) -> float:
-    """Model FLOPs per token by PaLM (arXiv 2204.02311, appendix B): attention counted as if it were not causal."""
+    """Model FLOPs per token by PaLM's formula (arXiv 2204.02311, appendix B), which counts attention as not causal."""
     return 6 * matmul_parameters(model) + 12 * model.layers * model.context_length * model.width
 
 
 def causal(model: ModelConfig) -> float:
-    """The same with the half of attention that causality leaves (FlashAttention-2, arXiv 2307.08691, section 4)."""
+    """Model FLOPs per token with causal attention, half of PaLM's (FlashAttention-2, arXiv 2307.08691, section 4)."""
     return 6 * matmul_parameters(model) + 6 * model.layers * model.context_length * model.width
 
 
 def hardware(model: ModelConfig, *, recomputed: int) -> float:
-    """FLOPs per token that the device executes, where the forward pass of ``recomputed`` blocks runs twice.
+    """FLOPs per token that the device executes if the forward pass of ``recomputed`` blocks runs twice.
 
-    With all of them known as 8N instead of 6N (Korthikanti et al., arXiv 2205.05198, appendix A); the head is not
-    recomputed.
+    If all blocks are recomputed, this is known as 8N instead of 6N (Korthikanti et al., arXiv 2205.05198, appendix A).
+    The head is not recomputed.
     """
     block = 2 * 12 * model.width**2 + 4 * model.context_length * model.width
     return palm(model) + recomputed * block
 
 
 def recomputed_blocks(config: TrainConfig) -> int:
-    """Blocks whose matrix products and attention are computed again; selective checkpointing keeps their results.
+    """Number of blocks whose matrix products and attention are recomputed; selective checkpointing stores theirs.
 
-    0 for a custom model, the arithmetic of whose blocks is not known.
+    0 for a custom model, because the FLOPs of its blocks are unknown.
     """
     if isinstance(config.model, CustomModel):
         return 0
@@ -102,7 +103,7 @@ def recomputed_blocks(config: TrainConfig) -> int:
 
 
 def with_matmul_efficiency(result: RunResult, config: TrainConfig, out: StorageDir) -> RunResult:
-    """``result`` with its FLOP/s as a fraction of the matmul rate that the doctor saved in ``out``."""
+    """``result`` with its FLOP/s as a fraction of the matmul rate in the doctor's file in ``out``."""
     rate = read_matmul_rate(out, result.device, config.precision, result.machine)
     if not rate or not result.flops_per_second:
         return result
@@ -110,5 +111,5 @@ def with_matmul_efficiency(result: RunResult, config: TrainConfig, out: StorageD
 
 
 def utilisation(tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int) -> float | None:
-    """Fraction of ``peak`` (FLOP/s of one device) that training uses; None where no peak is known."""
+    """Fraction of ``peak`` (FLOP/s of one device) that training uses; None if the peak is unknown."""
     return tokens_per_second * flops_per_token / (peak * devices) if peak else None

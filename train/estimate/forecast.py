@@ -1,6 +1,6 @@
-"""What a run will need: parameters, memory at its peak, the largest micro-batch, arithmetic, time and cost.
+"""Predictions for a run: parameters, peak memory, the largest micro-batch, arithmetic, time and cost.
 
-Neither the GPU nor the data of the run are needed.
+They need neither the GPU nor the data of the run.
 """
 
 from dataclasses import replace
@@ -24,8 +24,9 @@ from train.estimate.tiles import MULTIPROCESSORS, products, warnings
 from train.model.gpt import GPT
 
 CHINCHILLA = 20
-"""Training tokens per parameter that make the best use of a given amount of arithmetic (arXiv 2203.15556, table 3)."""
-BAR = 40
+"""Compute-optimal number of training tokens per parameter (arXiv 2203.15556, table 3)."""
+BAR_WIDTH = 40
+"""Maximum length in characters of a bar in the table of memory."""
 
 Rows = list[tuple[str, str]]
 
@@ -34,8 +35,8 @@ def parameter_rows(config: TrainConfig) -> Rows:
     total = flops.parameters(config)
     if isinstance(config.model, CustomModel):
         blocks = config.model.looked_at.blocks
-        named = [("repeated blocks", ", ".join(blocks) or "none: nothing can be recomputed or compiled block by block")]
-        return [*named, ("total", f"[bold]{total:,}[/bold]")]
+        names = ", ".join(blocks) or "none, so blocks can be neither recomputed nor compiled separately"
+        return [("repeated blocks", names), ("total", f"[bold]{total:,}[/bold]")]
     shape = config.model
     with torch.device("meta"):
         model = GPT(shape)
@@ -45,7 +46,7 @@ def parameter_rows(config: TrainConfig) -> Rows:
 
     blocks = size(model.blocks)
     rows = [
-        ("token embedding", f"{size(model.token_embedding):,}" + (" (the head's too)" if shape.tied else "")),
+        ("token embedding", f"{size(model.token_embedding):,}" + (" (shared with the head)" if shape.tied else "")),
         ("position embedding", f"{size(model.position_embedding):,}"),
         (f"{shape.layers} blocks", f"{blocks:,} ({blocks // shape.layers:,} each)"),
         ("final norm", f"{size(model.norm):,}"),
@@ -56,68 +57,68 @@ def parameter_rows(config: TrainConfig) -> Rows:
 
 
 def memory_rows(config: TrainConfig) -> Rows:
-    anatomy, formula = predict_peak(config), activation_formula(config)
+    """Predicted peak memory by part, with bars."""
+    breakdown, formula = predict_peak(config), activation_formula(config)
     rows = [
-        (part, f"{size / GB:8.3f} GB  {'█' * round(BAR * size / anatomy.total)}")
-        for part, size in anatomy.parts().items()
+        (part, f"{size / GB:8.3f} GB  {'█' * round(BAR_WIDTH * size / breakdown.total)}")
+        for part, size in breakdown.parts().items()
         if size
     ]
     return [
         *rows,
-        ("total", f"[bold]{anatomy.total / GB:8.3f} GB[/bold]  of one worker's process on {config.device}"),
-        ("", f"at {anatomy.moment}; {anatomy.allocated / GB:.3f} GB of it in torch's allocator"),
-        *([("by formula", f"{formula[0] / GB:8.3f} GB  of activations: {formula[1]}")] if formula else []),
+        ("total", f"[bold]{breakdown.total / GB:8.3f} GB[/bold]  in one worker's process on {config.device}"),
+        ("peak", f"{breakdown.moment}; {breakdown.allocated / GB:.3f} GB in torch's allocator"),
+        *([("published formula", f"{formula[0] / GB:8.3f} GB  for activations: {formula[1]}")] if formula else []),
     ]
 
 
 def activation_formula(config: TrainConfig) -> tuple[int, str] | None:
-    """Bytes of the blocks' activations as published, and the formula in words; None of a custom model."""
+    """Returns: (bytes of the blocks' activations as published, the formula as a text); None for a custom model."""
     if isinstance(config.model, CustomModel):
         return None
-    doubled = "" if config.precision in SIXTEEN_BITS else "2"
-    words = f"{config.model.layers} x {doubled}sbh(34 + 5as/h), Korthikanti et al. 2022, with dropout and scores kept"
-    return published_activations(config), words
+    factor = "" if config.precision in SIXTEEN_BITS else "2"
+    text = f"{config.model.layers} x {factor}sbh(34 + 5as/h), Korthikanti et al. 2022, storing dropout and scores"
+    return published_activations(config), text
 
 
 def limit_rows(config: TrainConfig, limit: int | None) -> Rows:
     """The largest micro-batches that fit the limit, as configured and with settings that save memory."""
-    given = format_size(limit) if limit else ""
+    limit_text = format_size(limit) if limit else ""
     if limit is None and torch.cuda.is_available():
         limit = int(torch.cuda.get_device_properties(0).total_memory)
-        given = f"{limit / GB:.1f} GB, all of this GPU"
+        limit_text = f"{limit / GB:.1f} GB (all of this GPU)"
     if limit is None:
-        return [("", "give --memory-limit, for example 40GB, to see what fits")]
+        return [("limit", "unknown; set --memory-limit, for example 40GB, to see what fits")]
     rows = []
-    for name, variant in (("as configured", config), *_smaller(config)):
+    for name, variant in (("as configured", config), *_memory_saving_variants(config)):
         size = largest_micro_batch(variant, limit)
         if size is None:
-            rows.append((name, "not even one sequence fits"))
+            rows.append((name, "no micro-batch fits"))
         else:
             fitted = replace(variant, micro_batch=size)
-            rows.append((name, f"{size} sequences x {fitted.accumulation} accumulated{_cap(fitted, limit)}"))
-    kept = f"with a margin of {margin(config):.0%} of what is reserved"
-    return [("limit", f"{given}, {kept}"), *rows]
+            rows.append((name, f"micro-batch {size} x accumulation {fitted.accumulation}{_cap(fitted, limit)}"))
+    return [("limit", f"{limit_text}, with a margin of {margin(config):.0%} of the reserved memory"), *rows]
 
 
 def _cap(config: TrainConfig, limit: int) -> str:
-    """What keeps ``config``, at its largest micro-batch for ``limit``, from a larger one; empty where memory does."""
-    possible = largest_of_any_batch(config, limit)
-    if possible <= config.micro_batch:
+    """The reason other than memory why the micro-batch of ``config`` cannot be larger; empty if there is none."""
+    unconstrained = largest_of_any_batch(config, limit)
+    if unconstrained <= config.micro_batch:
         return ""
-    whole = config.micro_batch == config.micro_batches[-1]
-    why = "all" if whole else "the largest divisor"
-    return f", {why} of --global-batch {config.global_batch}; {possible} would fit"
+    is_whole_batch = config.micro_batch == config.micro_batches[-1]
+    reason = "all" if is_whole_batch else "the largest divisor"
+    return f", {reason} of --global-batch {config.global_batch}; micro-batch {unconstrained} would fit"
 
 
-def _smaller(config: TrainConfig) -> list[tuple[str, TrainConfig]]:
+def _memory_saving_variants(config: TrainConfig) -> list[tuple[str, TrainConfig]]:
     """Variants of ``config``, each with one more setting that saves memory."""
-    found = []
+    variants = []
     if config.checkpointing != "full" and not config.model.lacks("checkpointing", "full"):
-        found.append(("with --checkpointing full", replace(config, checkpointing="full")))
-    chunked = config.model.context_length % 8 == 0 and not config.model.lacks("loss_chunks", 8)
-    if config.loss == "plain" and config.loss_chunks == 1 and chunked:
-        found.append(("with --loss-chunks 8", replace(config, loss_chunks=8)))
-    return found
+        variants.append(("with --checkpointing full", replace(config, checkpointing="full")))
+    can_chunk = config.model.context_length % 8 == 0 and not config.model.lacks("loss_chunks", 8)
+    if config.loss == "plain" and config.loss_chunks == 1 and can_chunk:
+        variants.append(("with --loss-chunks 8", replace(config, loss_chunks=8)))
+    return variants
 
 
 def arithmetic_rows(config: TrainConfig) -> Rows:
@@ -131,12 +132,12 @@ def arithmetic_rows(config: TrainConfig) -> Rows:
 
 
 def tile_rows(config: TrainConfig, card: str | None = None) -> Rows:
-    """The waste of tiles and waves by matrix product, and warnings: on ``card``, this machine's GPU, or an A100."""
+    """Wasted fractions by matrix product, with warnings, for the GPU ``card``, this machine's GPU, or an A100."""
     if isinstance(config.model, CustomModel):
-        return [("", "not known of a custom model's matrix products")]
+        return [("matrix products", "unknown for a custom model")]
     name = next((name for name in MULTIPROCESSORS if name in (card or "A100")), None)
     if name is None:
-        return [("multiprocessors", f"not known of {card}")]
+        return [("multiprocessors", f"unknown for {card}")]
     count = MULTIPROCESSORS[name]
     if card is None and torch.cuda.is_available():
         count = torch.cuda.get_device_properties(0).multi_processor_count
@@ -144,8 +145,8 @@ def tile_rows(config: TrainConfig, card: str | None = None) -> Rows:
         (waste.name, f"{waste.rows:,} x {waste.columns:,}: tiles {waste.tiles:.1%}, waves {waste.waves:.1%}")
         for waste in products(config, count)
     ]
-    warned = [("[yellow]warning[/yellow]", sentence) for sentence in warnings(config, count)]
-    return [("multiprocessors", str(count)), *rows, *warned]
+    warning_rows = [("[yellow]warning[/yellow]", sentence) for sentence in warnings(config, count)]
+    return [("multiprocessors", str(count)), *rows, *warning_rows]
 
 
 def petaflop_days(total: float) -> float:
@@ -159,12 +160,12 @@ def time_rows(config: TrainConfig, tokens_per_second: float | None, price: float
     rows: Rows = []
     tokens = epoch_tokens(config.data)
     if tokens is None:
-        rows.append(("an epoch", f"unknown: there are no token shards at --data {config.data}"))
+        rows.append(("epoch", f"unknown, no token shards in --data {config.data}"))
     else:
-        amounts.append(("an epoch of the data", tokens))
+        amounts.append(("epoch", tokens))
     if config.total_steps is not None:
-        amounts.append(("the planned run", config.total_steps * config.step_tokens))
-    amounts.append((f"Chinchilla, {CHINCHILLA} per parameter", CHINCHILLA * flops.parameters(config)))
+        amounts.append(("planned run", config.total_steps * config.step_tokens))
+    amounts.append((f"Chinchilla ({CHINCHILLA} tokens per parameter)", CHINCHILLA * flops.parameters(config)))
     for name, amount in amounts:
         text = f"{amount:,} tokens, {petaflop_days(flops.per_token(config) * amount):.3g} PF-days"
         if tokens:
@@ -176,12 +177,12 @@ def time_rows(config: TrainConfig, tokens_per_second: float | None, price: float
                 text += f", cost {seconds / 3600 * config.workers * price:,.2f}"
         rows.append((name, text))
     if not tokens_per_second:
-        rows.append(("", "give --tokens-per-second (and --price) to see hours (and cost)"))
+        rows.append(("time and cost", "unknown; set --tokens-per-second for the time, and --price for the cost"))
     return rows
 
 
 def epoch_tokens(data: str) -> int | None:
-    """Training tokens of the shards at ``data``; None where there are none."""
+    """Training tokens of the shards in ``data``; None if there are none."""
     try:
         return int(read_manifest(data).splits["train"]["tokens"])
     except UserError:

@@ -1,15 +1,16 @@
-"""Predicted peak memory: what is in memory at the worst moment, part by part, and the largest batch that fits.
+"""Predicted peak memory by part, and the largest batch that fits.
 
-Eager execution is counted by what autograd saves,
-operation by operation, in the manner of Korthikanti et al. (arXiv 2205.05198, section 4), and agrees with
-torch's memory tracker. Compiled execution keeps as much of a block: torch's partitioner computes element-wise
-work again, but not what a matrix product of the backward pass reads, such as the outputs of norms and GELU
-(``ban_recompute_materialized_backward``; ``is_materialized_backwards`` in torch/_functorch/partitioners.py).
-What it saves is in the loss, where Inductor writes the gradient of the logits over them. The order in which Inductor
-computes gradients, which decides what is in memory together, was read from the allocator's record of each step
-(``torch.profiler`` with ``profile_memory``, torch 2.13, CPU). Both agree with the resident memory of a process on the
-CPU (tests/benchmarks/memory.py). What formulas cannot predict (segment rounding, library workspaces, the context) is
-learned from probes: see :func:`correct`.
+- Eager execution: the formulas add up the tensors that autograd saves, operation by operation, like Korthikanti et al.
+  (arXiv 2205.05198, section 4). They agree with torch's memory tracker.
+- Compiled execution saves as much of a block, because torch's partitioner recomputes element-wise operations, but not
+  the inputs of matrix products in the backward pass, such as the outputs of norms and GELU
+  (``ban_recompute_materialized_backward``; ``is_materialized_backwards`` in torch/_functorch/partitioners.py). It needs
+  less memory in the loss, where Inductor writes the gradient of the logits over them.
+- The order in which Inductor computes gradients determines which of them are in memory together. It was read from the
+  allocator's record of each step (``torch.profiler`` with ``profile_memory``, torch 2.13, CPU).
+
+Both agree with the resident memory of a process on the CPU (tests/benchmarks/memory.py). Memory that formulas cannot
+predict (segment rounding, library workspaces, the context) is learned from probes: see :func:`correct`.
 """
 
 import math
@@ -28,19 +29,19 @@ from train.model.loss import pieces
 from train.model.recompute import BUDGET
 
 WORKSPACE = {"cuda": 32 * 2**20, "cpu": 0}
-"""cuBLAS's workspaces, in addition to tensors. By torch's default they are two, of 8 MiB each, and on Hopper of 32."""
+"""Bytes of cuBLAS's workspaces. By torch's default there are two, of 8 MiB each, and of 32 MiB on Hopper."""
 CONTEXT = {"cuda": 500 * 2**20, "cpu": 600 * 2**20}
-"""Outside the allocator: the CUDA context and loaded kernels; on the CPU the interpreter with torch, Ray and MLflow."""
+"""Bytes outside the allocator: the CUDA context and kernels; on the CPU the interpreter with torch, Ray and MLflow."""
 MARGIN = {"cuda": 0.03, "cpu": 0.05}
-"""What a process may need in addition to the predicted peak, as a share of it: on a GPU how far reserved memory
-was from the prediction (tests/benchmarks/records/memory-cuda.json)."""
+"""Safety margin as a fraction of the predicted peak. On a GPU it is the largest error of the predicted reserved memory
+(tests/benchmarks/records/memory-cuda.json)."""
 FIXED_SEGMENTS = 0.2
-"""The same on a GPU with the other settings of the allocator, which leave holes that have no formula."""
+"""Safety margin on a GPU without expandable segments, whose fragmentation has no formula."""
 LOSS = "the loss's backward pass"
 """The moment when the logits are in memory."""
 
 
-_parameters = cache(parameter_count)  # a search asks for the same model hundreds of times
+_parameters = cache(parameter_count)  # A search predicts the memory of the same model hundreds of times.
 
 
 @dataclass(frozen=True)
@@ -54,29 +55,29 @@ class MemoryBreakdown:
     """16-bit copies of the weights, which the backward pass needs."""
     activations: int
     logits: int
-    """With their gradient and the loss's intermediate results."""
+    """Logits, their gradient, and the loss's intermediate results."""
     working: int
     """Temporary results of the current block or of the optimizer."""
     workspace: int
     unused: int
-    """What torch's allocator reserves and has no use for."""
+    """Memory that torch's allocator reserves but cannot use."""
     context: int
     moment: str
-    """When the peak occurs."""
+    """The moment at which the peak occurs, as a noun phrase."""
 
     @property
     def total(self) -> int:
-        """The sum: what the process uses of the device."""
+        """Memory of the process on the device."""
         return sum(self.parts().values())
 
     @property
     def allocated(self) -> int:
-        """What torch's allocator hands out: the total without the context and what it cannot use."""
+        """Memory that torch's allocator has allocated to tensors."""
         return self.reserved - self.unused
 
     @property
     def reserved(self) -> int:
-        """What torch's allocator takes of the device, with expandable segments on a GPU."""
+        """Memory that torch's allocator has reserved on the device, with expandable segments on a GPU."""
         return self.total - self.context
 
     def parts(self) -> dict[str, int]:
@@ -89,46 +90,47 @@ class TokenSizes:
     """Bytes in memory per token."""
 
     block: float
-    """One block's activations, all that its backward pass needs."""
+    """Activations of one block that its backward pass needs."""
     kept: float
-    """The part of them that is kept until then: less with checkpointing."""
+    """Activations of one block that are saved until its backward pass; less than ``block`` with checkpointing."""
     working: float
-    """Temporary gradients during a block's backward pass, less what it has freed by then."""
+    """Temporary gradients during a block's backward pass, minus the memory that it has freed by then."""
     ends: float
-    """The final norm's input, the head's input and in the fused loss its gradient, ids."""
+    """The final norm's input, the head's input with its gradient in the fused loss, and the token ids."""
     loss: float
-    """Logits and the intermediate results of the loss, for a token in the piece that is being computed."""
+    """Logits and intermediate results of the loss, for a token in the current chunk."""
 
 
 def known_peak(config: TrainConfig) -> MemoryBreakdown | None:
-    """:func:`predict_peak` where nothing has to be measured for it; None for a custom model that has not been."""
+    """:func:`predict_peak` if it needs no measurement; None for a custom model that has not been measured."""
     if isinstance(config.model, CustomModel) and known_line(config) is None:
         return None
     return predict_peak(config)
 
 
 def predict_peak(config: TrainConfig) -> MemoryBreakdown:
-    """The anatomy of the peak of a resolved ``config`` on one worker: by formulas only, without using a device.
+    """The peak of a resolved ``config`` on one worker by part, from formulas alone, without using a device.
 
-    That of a custom model is measured (:mod:`train.estimate.probe`), which takes seconds once for all micro-batches.
+    The peak of a custom model is measured (:mod:`train.estimate.probe`), which takes seconds once for all
+    micro-batches.
     """
     return _of_line(config) if isinstance(config.model, CustomModel) else _of_formulas(config)
 
 
 def _of_line(config: TrainConfig) -> MemoryBreakdown:
-    found = line(config)
-    held = found.weights + found.gradients + found.optimizer
+    fit = line(config)
+    state = fit.weights + fit.gradients + fit.optimizer
     return MemoryBreakdown(
-        weights=found.weights, gradients=found.gradients, optimizer=found.optimizer, casts=0,
-        activations=found.peak(config.micro_batch) - held, logits=0, working=0, workspace=0, unused=0,
-        context=CONTEXT[config.device], moment="the worst moment of two measured steps",
+        weights=fit.weights, gradients=fit.gradients, optimizer=fit.optimizer, casts=0,
+        activations=fit.peak(config.micro_batch) - state, logits=0, working=0, workspace=0, unused=0,
+        context=CONTEXT[config.device], moment="the peak of two measured steps",
     )  # fmt: skip
 
 
 def _of_formulas(config: TrainConfig) -> MemoryBreakdown:
     kind, model = config.device, config.shape
     assert "auto" not in (kind, config.precision, config.compile, config.loss), (
-        "memory is predicted of a resolved config"
+        "memory can only be predicted for a resolved config"
     )
     moments = _moments(config)
     moment = max(moments, key=lambda name: sum(moments[name]))
@@ -154,7 +156,7 @@ def _of_formulas(config: TrainConfig) -> MemoryBreakdown:
 
 
 def _moments(config: TrainConfig) -> dict[str, tuple[float, float, float, float, float]]:
-    """Bytes of gradients, casts, activations, logits and working results at each moment that can be the worst."""
+    """Bytes of (gradients, casts, activations, logits, working results) at each moment that can be the peak."""
     model, layers = config.shape, config.shape.layers
     head_parameters = model.padded_vocabulary * model.width
     tokens = config.micro_batch * model.context_length
@@ -231,17 +233,17 @@ def _moments(config: TrainConfig) -> dict[str, tuple[float, float, float, float,
 
 
 def _weight_bytes(config: TrainConfig) -> int:
-    """Bytes of a weight, and of its gradient."""
+    """Bytes of a weight, which are also those of its gradient."""
     return 2 if config.optimizer == "adamw-bf16" else 4
 
 
 def _shards(config: TrainConfig) -> int:
-    """Workers among which weights, gradients and the optimizer's state are divided."""
+    """Number of workers among which weights, gradients and the optimizer's state are sharded."""
     return config.workers if config.shard else 1
 
 
 def token_sizes(config: TrainConfig, kind: str) -> TokenSizes:
-    """Bytes per token: the residual stream is fp32 unless activations are bf16 throughout."""
+    """Bytes per token. The residual stream is fp32 unless all activations are bf16."""
     model = config.shape
     width, scores = model.width, model.heads * model.context_length
     half, eager, fused = _half(config), config.compile == "off", _pieces(config) > 0
@@ -299,7 +301,7 @@ def published_activations(config: TrainConfig) -> int:
     """Bytes of the blocks' activations by the formula of Korthikanti et al. (arXiv 2205.05198, equation 1).
 
     sbh(34 + 5as/h) for a block in 16 bits (s: context length, b: micro-batch, h: width, a: heads), and twice that in
-    32 bits. It has dropout and the T x T matrix, and nothing is recomputed.
+    32 bits. It includes dropout and the T x T matrix, without recomputation.
     """
     model, size = config.shape, 1 if _half(config) else 2
     length, width = model.context_length, model.width
@@ -307,20 +309,21 @@ def published_activations(config: TrainConfig) -> int:
 
 
 def optimizer_bytes(config: TrainConfig, parameters: int) -> int:
+    """Bytes of the optimizer's state for this number of parameters."""
     matrices = config.shape.layers * 12 * config.shape.width**2
-    each = {"adamw": 8, "adamw-fused": 8, "adamw-8bit": 2, "adamw-bf16": 4, "adafactor": 0}
-    if config.optimizer == "muon":  # one momentum for the blocks' matrices, AdamW's two moments for the rest
+    bytes_per_parameter = {"adamw": 8, "adamw-fused": 8, "adamw-8bit": 2, "adamw-bf16": 4, "adafactor": 0}
+    if config.optimizer == "muon":  # One momentum for the blocks' matrices, AdamW's two moments for the others.
         return 4 * matrices + 8 * (parameters - matrices)
-    return each[config.optimizer] * parameters
+    return bytes_per_parameter[config.optimizer] * parameters
 
 
 def _pieces(config: TrainConfig) -> int:
-    """Pieces of the fused loss; 0 for the plain one."""
+    """Number of chunks of the fused loss; 0 for the plain loss."""
     return pieces(config.loss, config.loss_chunks, config.micro_batch * config.model.context_length)
 
 
 def _materialises(config: TrainConfig, kind: str) -> bool:
-    """Whether the T x T matrix is written to memory; torch's fused kernel on the CPU does not support dropout."""
+    """Whether the T x T matrix is written to memory; on a CPU torch's fused kernel does not support dropout."""
     return config.attention == "manual" or (kind == "cpu" and config.shape.dropout > 0)
 
 
@@ -329,10 +332,10 @@ def _half(config: TrainConfig) -> bool:
 
 
 def correct(predicted: float, probes: Sequence[tuple[float, float]]) -> float:
-    """``predicted`` bytes corrected by ``probes``: (predicted, measured) bytes of runs that differ only in batch size.
+    """``predicted`` bytes, corrected by ``probes``: (predicted, measured) bytes of runs with other micro-batches.
 
-    Two or more determine a line by least squares (rounding and workspaces are affine in the batch), one determines an
-    offset, and none leaves the prediction unchanged.
+    With two or more probes the correction is a linear fit by least squares, because rounding and workspaces are affine
+    in the micro-batch. With one probe it is an offset; without probes there is no correction.
     """
     if not probes:
         return predicted
@@ -344,30 +347,30 @@ def correct(predicted: float, probes: Sequence[tuple[float, float]]) -> float:
 
 
 def most(config: TrainConfig) -> int:
-    """Bytes that the process of a resolved ``config`` is expected to need at most: the predicted peak and a margin."""
+    """Predicted peak bytes of the process of a resolved ``config``, with a safety margin."""
     peak = predict_peak(config)
     return peak.total + round(margin(config) * peak.reserved)
 
 
 def margin(config: TrainConfig) -> float:
-    """What the process of a resolved ``config`` may need beyond the predicted peak, as a share of what is reserved."""
-    fixed = config.device == "cuda" and config.allocator in ("default", "split")
-    return FIXED_SEGMENTS if fixed else MARGIN[config.device]
+    """Safety margin of the predicted peak of a resolved ``config``, as a fraction of the reserved memory."""
+    has_fixed_segments = config.device == "cuda" and config.allocator in ("default", "split")
+    return FIXED_SEGMENTS if has_fixed_segments else MARGIN[config.device]
 
 
 def largest_micro_batch(config: TrainConfig, limit: int) -> int | None:
-    """The largest micro-batch of the global batch that is expected to need at most ``limit`` bytes.
+    """The largest micro-batch of the global batch that is predicted to need at most ``limit`` bytes with the margin.
 
-    None when not even one sequence fits.
+    None if not even one sequence fits.
     """
     fitting = (n for n in reversed(config.micro_batches) if most(replace(config, micro_batch=n)) <= limit)
     return next(fitting, None)
 
 
 def largest_of_any_batch(config: TrainConfig, limit: int) -> int:
-    """The largest micro-batch that is expected to need at most ``limit`` bytes if the global batch did not matter.
+    """The largest micro-batch that is predicted to need at most ``limit`` bytes, ignoring the global batch.
 
-    The accumulation stays. 0 when not even one sequence fits.
+    The accumulation stays. 0 if not even one sequence fits.
     """
 
     unit = config.loss_chunks // math.gcd(config.loss_chunks, config.model.context_length)

@@ -1,7 +1,7 @@
-"""What workers exchange in a step, and whether the network between them slows training down.
+"""Data that workers exchange in a step, and whether the network slows training down.
 
-An exchange is bandwidth times bytes on the bus, each of which crosses it (n - 1) / n times in a gather or a scatter and
-twice as often in an all-reduce, as NCCL's tests count.
+The bytes on the bus are counted as in NCCL's tests: each byte crosses it (n - 1) / n times in a gather or a scatter,
+and twice as often in an all-reduce. The time of an exchange is these bytes divided by the bus bandwidth.
 """
 
 from typing import Any, NamedTuple
@@ -12,58 +12,65 @@ from train.estimate import flops
 
 
 class Exchange(NamedTuple):
-    """What one worker sends in a step, and the arithmetic during which it can do so."""
+    """The data that one worker sends in a step, and the arithmetic that can overlap with sending them."""
 
-    what: str
+    description: str
     bytes: float
-    """That cross the bus."""
+    """Bytes that cross the bus."""
     flops: float
-    """Of this worker, while the exchange can go on."""
-    beside: str
+    """FLOPs of this worker that can overlap with the exchange."""
+    overlaps_with: str
+    """Part of the step that can overlap with the exchange."""
 
 
 def exchange(config: TrainConfig) -> Exchange:
-    """What a worker of ``config`` exchanges in a step; weights and gradients have 4 bytes per parameter."""
-    passed = (config.workers - 1) / config.workers * 4 * flops.parameters(config)
+    """The exchange of a worker of ``config`` in a step, with 4 bytes for each weight and gradient."""
+    crossing_bytes = (config.workers - 1) / config.workers * 4 * flops.parameters(config)
     micro_batch = flops.per_token(config) * config.micro_batch * config.model.context_length
     if config.shard:
         return Exchange(
             "weights gathered twice per micro-batch, gradients scattered once (FSDP)",
-            (2 * config.accumulation + 1) * passed,
+            (2 * config.accumulation + 1) * crossing_bytes,
             config.accumulation * micro_batch,
-            "a whole step",
+            "the whole step",
         )
     return Exchange(
-        "gradients averaged once (DDP)", 2 * passed, 2 / 3 * micro_batch, "the backward pass of the last micro-batch"
+        "gradients averaged once (DDP)",
+        2 * crossing_bytes,
+        2 / 3 * micro_batch,
+        "the backward pass of the last micro-batch",
     )
 
 
-def network_rows(config: TrainConfig, measured: str) -> list[tuple[str, str]]:
-    """How long a step's exchange takes by what the file ``measured`` holds, and what of it arithmetic cannot hide."""
-    what, size, during, beside = exchange(config)
-    rows = [("exchanged per step", f"{size / 1e9:.3g} GB on the bus: {what}")]
-    found = _measured(measured)
-    arithmetic = matmul_rate_of(found, config.precision) if found else None
-    if not arithmetic:
+def network_rows(config: TrainConfig, doctor_file: str) -> list[tuple[str, str]]:
+    """Time of a step's exchange at the bandwidth in ``doctor_file``, and the part that arithmetic cannot hide."""
+    description, size, overlapping_flops, overlaps_with = exchange(config)
+    rows = [("exchange per step", f"{size / 1e9:.3g} GB on the bus: {description}")]
+    measured = _read_all_reduce(doctor_file)
+    matmul_rate = matmul_rate_of(measured, config.precision) if measured else None
+    if not matmul_rate:
         command = f"python -m infra.doctor --workers {config.workers}"
-        return [*rows, ("bandwidth", f"not in {measured}: measure it with '{command}' (--address of the cluster)")]
-    rate = max(found["bus_bytes_per_second"].values())
-    seconds, hidden = size / rate, during / arithmetic
+        unknown = f"unknown, not in {doctor_file}; measure it with '{command}', with --address on a cluster"
+        return [*rows, ("bandwidth", unknown)]
+    bandwidth = max(measured["bus_bytes_per_second"].values())
+    seconds, hidden = size / bandwidth, overlapping_flops / matmul_rate
+    overlap = f"{overlaps_with} takes {hidden:.3g} s at the matmul rate of {measured['device']}"
     rows += [
-        ("bandwidth", f"{rate / 1e9:.3g} GB/s on the bus of {found['workers']} workers, {found['backend']}"),
-        ("takes", f"{seconds:.3g} s; {beside} takes {hidden:.3g} s at the matmul rate of {found['device']}"),
+        (
+            "bandwidth",
+            f"{bandwidth / 1e9:.3g} GB/s on the bus of {measured['workers']} workers ({measured['backend']})",
+        ),
+        ("exchange time", f"{seconds:.3g} s; {overlap}"),
     ]
     if seconds <= hidden:
-        return [*rows, ("verdict", "not network-bound: the exchange can be hidden behind the arithmetic")]
-    step = flops.per_token(config) * config.step_tokens / config.workers / arithmetic
-    longer = (step + seconds - hidden) / step
-    return [
-        *rows,
-        ("verdict", f"network-bound: a step takes {seconds - hidden:.3g} s longer, {longer:.3g} times as long"),
-    ]
+        return [*rows, ("verdict", "not network-bound: the exchange overlaps with arithmetic")]
+    step = flops.per_token(config) * config.step_tokens / config.workers / matmul_rate
+    slowdown = (step + seconds - hidden) / step
+    verdict = f"network-bound: a step takes {seconds - hidden:.3g} s longer (x{slowdown:.3g})"
+    return [*rows, ("verdict", verdict)]
 
 
-def _measured(file: str) -> dict[str, Any]:
-    """What the doctor measured of several workers; empty where it has not."""
-    reduced = (read_record(file, "--doctor") or {}).get("allreduce", {})
-    return reduced if "matmul" in reduced else {}
+def _read_all_reduce(file: str) -> dict[str, Any]:
+    """The doctor's measurements of several workers in ``file``; empty if there are none."""
+    all_reduce = (read_record(file, "--doctor") or {}).get("allreduce", {})
+    return all_reduce if "matmul" in all_reduce else {}

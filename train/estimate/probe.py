@@ -1,7 +1,7 @@
-"""The memory of a custom model, measured where no formula knows it: two small probes, and the line between them.
+"""The memory of a custom model, which no formula describes: a linear fit through two small probes.
 
-A process of its own builds the model as the run would and takes two steps at each of two sizes, on this machine's
-device, so that nothing of it stays in ours.
+A separate process builds the model like a run and trains two steps with each of two micro-batches on this machine's
+device, so that no memory of the probes stays in the command's process.
 """
 
 import json
@@ -20,19 +20,19 @@ from train.config import Cycle, TrainConfig
 from train.model_config import format_model
 
 TOKENS = 1024
-"""At least so many are in the smaller probe's micro-batch; the larger one has three times as many."""
+"""Minimum number of tokens in the smaller probe's micro-batch; the larger probe has three times as many."""
 
 PROGRAM = "train.loop.probe"
-"""It is above this package, and runs in another process."""
+"""The probe's module. It is in an upper layer, so it is not imported but runs in another process."""
 
 REFUSED = 2
-"""Its exit code when the model is wrong, which its last line tells."""
+"""Exit code of the probe for an invalid model; its last line on stderr is the message."""
 
 
 @strict
 @dataclass(frozen=True)
 class Line:
-    """Peak bytes of a process, without its context, as ``fixed + each * micro_batch``; the rest is in every one."""
+    """Peak bytes of a process without its context: ``fixed + each * micro_batch``, and at least its state."""
 
     weights: int
     gradients: int
@@ -41,7 +41,7 @@ class Line:
     each: float
 
     def peak(self, micro_batch: int) -> int:
-        """Bytes with ``micro_batch`` sequences; at least what every size holds."""
+        """Peak bytes with ``micro_batch`` sequences; at least the weights, gradients and optimizer state."""
         return round(max(self.weights + self.gradients + self.optimizer, self.fixed + self.each * micro_batch))
 
 
@@ -49,53 +49,53 @@ _lines: dict[TrainConfig, Line] = {}
 
 
 def known_line(config: TrainConfig) -> Line | None:
-    """The line of ``config``, if this process has measured it."""
-    return _lines.get(_probed(config))
+    """The fit of ``config``, if this process has measured it; else None."""
+    return _lines.get(_probe_config(config))
 
 
 def line(config: TrainConfig) -> Line:
-    """The line of ``config``. Raises ``UserError`` where its device is not here, or a probe fails."""
-    probed = _probed(config)
-    if probed not in _lines:
+    """The fit of ``config``, measured once. Raises ``UserError`` if its device is not in this machine or it fails."""
+    probe = _probe_config(config)
+    if probe not in _lines:
         if config.device == "cuda" and device_facts().kind != "cuda":
             raise UserError(
-                f"the memory of --model {config.model.callable} is measured, and there is no GPU here: "  # type: ignore[union-attr]
-                "give --micro-batch, and leave what predicts memory to the machine that trains."
+                f"--model {config.model.callable}: its memory must be measured, but this machine has no GPU. "  # type: ignore[union-attr]
+                "Set --micro-batch, or run the command on the machine that trains."
             )
         with doing("measuring the model's memory with two small micro-batches"):
-            _lines[probed] = _measured(probed)
-    return _lines[probed]
+            _lines[probe] = _measure_fit(probe)
+    return _lines[probe]
 
 
-def _probed(config: TrainConfig) -> TrainConfig:
-    """The run of the smaller probe, the same for all that have the same line.
+def _probe_config(config: TrainConfig) -> TrainConfig:
+    """The run of the smaller probe, which is equal for all configs with the same fit.
 
-    It accumulates two micro-batches where they do, because gradients are then there while the second is computed.
+    It accumulates two micro-batches if ``config`` accumulates, because gradients are then in memory during the second.
     """
     size = -(-TOKENS // config.model.context_length)
-    kept = tuple(name for name in config.ablate if name in ("zero", "pages"))
+    ablate = tuple(name for name in config.ablate if name in ("zero", "pages"))  # The others do not affect memory.
     return replace(
         config, micro_batch=size, global_batch=min(2, config.accumulation) * size, workers=1, shard=False, seed=0,
         data="", stream=(), steps=None, tokens=None, time_budget=None, within=None, cycle=Cycle(1, 0),
-        reading=type(config.reading)(), accelerator=None, ablate=kept, loader_workers=0,
+        reading=type(config.reading)(), accelerator=None, ablate=ablate, loader_workers=0,
     )  # fmt: skip
 
 
-def _measured(config: TrainConfig) -> Line:
-    done = subprocess.run(
+def _measure_fit(config: TrainConfig) -> Line:
+    process = subprocess.run(
         [sys.executable, "-P", "-m", PROGRAM], input=json.dumps(config.to_json()), capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
-    said: list[str] = done.stdout.splitlines()
-    if done.returncode or not said:
-        why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        if done.returncode == -signal.SIGKILL:
-            why = "it was killed, as when memory runs out"
-        if done.returncode == REFUSED:
-            raise UserError(why)
+    output: list[str] = process.stdout.splitlines()
+    if process.returncode or not output:
+        reason = (process.stderr.strip().splitlines() or ["the probe printed nothing"])[-1]
+        if process.returncode == -signal.SIGKILL:
+            reason = "the probe was killed, probably because memory ran out"
+        if process.returncode == REFUSED:
+            raise UserError(reason)
         raise UserError(
-            f"the memory of --model {format_model(config.model)} could not be measured: {why.rstrip('.')}; a run with "
-            "--micro-batch does without."
+            f"--model {format_model(config.model)}: measuring its memory failed: {reason.rstrip('.')}. Set "
+            "--micro-batch, with which a run does not need the measurement."
         )
-    found: dict[str, Any] = json.loads(said[-1])
-    return from_json(Line, found, "the probe")
+    values: dict[str, Any] = json.loads(output[-1])
+    return from_json(Line, values, "the probe")

@@ -1,7 +1,6 @@
-"""The speed of a compiled step on a GPU that nobody has rented yet: what its kernels move and compute, by formulas.
+"""Predicted speed of a compiled step on any GPU, by formulas for the bytes and FLOPs of its kernels.
 
-Matrix products and attention are bound by arithmetic, what Triton's kernels and the
-optimizer do by memory. A prediction, never a measurement.
+Matrix products and attention are bound by arithmetic, Triton's kernels and the optimizer by memory bandwidth.
 """
 
 from dataclasses import dataclass
@@ -14,31 +13,31 @@ from train.estimate.flops import matmul_parameters
 from train.model.gpt import parameter_count
 
 ATTENTION = 0.4
-"""FLOP/s of FlashAttention-2 with heads of 64, forward and backward, as a share of those of large matrix products: 110
-of 271 TFLOP/s on an A100 (arXiv 2307.08691, section 4.1)."""
+"""FLOP/s of FlashAttention-2 with heads of width 64, forward and backward, relative to large matrix products: 110 of
+271 TFLOP/s on an A100 (arXiv 2307.08691, section 4.1)."""
 
 SHARE = (0.72, 0.81)
-"""Share of its kernels' roofline that compiled training of GPT-2 124M reached on an A100: the study that the suite a100
-repeats published these speeds, from its compiled rung to its last."""
-SOURCE = f"{SHARE[0]:.0%} to {SHARE[1]:.0%} of the roofline, which the study of the suite a100 reached with compilation"
-"""Where :data:`SHARE` comes from, in words."""
+"""Fractions of the roofline that compiled training of GPT-2 124M reached on an A100, in the published study of the
+suite a100: its compiled rung and its last one."""
+SOURCE = f"{SHARE[0]:.0%} to {SHARE[1]:.0%} of the roofline, as in the compiled rungs of the study of the suite a100"
+"""Origin of :data:`SHARE` as a text."""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that Triton's kernels move in the forward and backward pass of a micro-batch."""
+    """Bytes that Triton's kernels read and write in the forward and backward pass of a micro-batch."""
 
     per_block_token: float
-    """For each of the width's numbers of a token, in a block: activations, norms, GELU, and their gradients."""
+    """Bytes per block for each token and unit of width: activations, norms, GELU, and their gradients."""
     per_block_weight: float
-    """For each weight of a block: casts."""
+    """Bytes for each weight of a block: casts."""
     per_logit: float
     per_head_weight: float
 
 
 MOVED = {"bf16": Moved(130.2, 6.3, 6.2, 32.9), "bf16-activations": Moved(88.5, 6.3, 6.2, 32.3)}
-"""By precision, of the plain loss in a graph that is compiled whole, from the kernels that Inductor makes of GPT-2 124M
-(tests/benchmarks/records/kernels.json), without what the loss's gather reads only by Inductor's count."""
+"""Bytes by precision, for the plain loss in a whole compiled graph, from the kernels that Inductor generates for GPT-2
+124M (tests/benchmarks/records/kernels.json), except for reads that Inductor only counts for the loss's gather."""
 
 UPDATE = 40
 """Bytes that clipping and a fused AdamW move for each parameter: the weight, its gradient and two moments are read, and
@@ -48,33 +47,33 @@ three of them written; clipping reads the gradient twice and writes it once."""
 def speed_rows(config: TrainConfig, card: Card) -> list[tuple[str, str]]:
     """The roofline of ``config`` on ``card``, and the range of speeds to expect, for a table."""
     try:
-        most = reachable(config, card)
+        roofline = reachable(config, card)
     except UserError as unknown:
-        return [("", str(unknown))]
+        return [("speed", str(unknown))]
     return [
-        ("roofline", f"{most:,.0f} tokens/s by the bytes and FLOPs of a step's kernels at {card.source}"),
-        ("expected", f"{expected(most)} tokens/s: {SOURCE}"),
-        ("", "predicted, not measured: 'python -m train.run' measures it"),
+        ("roofline", f"{roofline:,.0f} tokens/s by the bytes and FLOPs of a step's kernels at {card.source}"),
+        ("expected", f"{expected(roofline)} tokens/s: {SOURCE}"),
+        ("source", "predicted, not measured; 'python -m train.run' measures the speed"),
     ]
 
 
-def expected(most: float) -> str:
-    """The range of speeds to expect where the roofline allows ``most`` tokens/s."""
-    low, high = (share * most for share in SHARE)
+def expected(roofline: float) -> str:
+    """The range of speeds to expect at a ``roofline`` in tokens/s, as a text."""
+    low, high = (fraction * roofline for fraction in SHARE)
     return f"{low:,.0f} to {high:,.0f}"
 
 
 def reachable(config: TrainConfig, card: Card) -> float:
-    """Tokens/s of one ``card`` at the roofline of ``config``. Raises ``UserError`` where it is not known."""
+    """Tokens/s of one ``card`` at the roofline of ``config``. Raises ``UserError`` if the formulas do not cover it."""
     if isinstance(config.model, CustomModel):
-        raise UserError("the speed is predicted for the GPT-2 here only: its formulas know its kernels.")
+        raise UserError("The speed is only predicted for GPT-2, because the formulas describe its kernels.")
     rate, model = card.products(config.precision), config.model
-    plain = config.loss == "plain" and config.loss_chunks == 1 and config.checkpointing == "none"
-    plain = plain and config.attention != "manual"
-    if not (rate and plain and config.precision in MOVED and config.compile in WHOLE_GRAPH):
+    is_covered = config.loss == "plain" and config.loss_chunks == 1 and config.checkpointing == "none"
+    is_covered = is_covered and config.attention != "manual"
+    if not (rate and is_covered and config.precision in MOVED and config.compile in WHOLE_GRAPH):
         raise UserError(
-            "the speed is predicted for --precision bf16 or bf16-activations, compiled whole, with --loss plain, "
-            "without --checkpointing and --attention manual."
+            "The speed is only predicted for --precision bf16 or bf16-activations with a whole compiled graph and "
+            "--loss plain, without --checkpointing or --attention manual."
         )
     tokens = config.micro_batch * model.context_length
     products = 6 * matmul_parameters(model) * tokens / rate
@@ -84,7 +83,8 @@ def reachable(config: TrainConfig, card: Card) -> float:
 
 
 def moved(config: TrainConfig) -> float:
-    """Bytes that Triton's kernels move for a micro-batch."""
-    by, model, tokens = MOVED[config.precision], config.shape, config.micro_batch * config.model.context_length
-    block = by.per_block_token * model.width * tokens + by.per_block_weight * 12 * model.width**2
-    return model.layers * block + model.padded_vocabulary * (by.per_logit * tokens + by.per_head_weight * model.width)
+    """Bytes that Triton's kernels read and write for a micro-batch."""
+    rates, model, tokens = MOVED[config.precision], config.shape, config.micro_batch * config.model.context_length
+    block = rates.per_block_token * model.width * tokens + rates.per_block_weight * 12 * model.width**2
+    head = rates.per_logit * tokens + rates.per_head_weight * model.width
+    return model.layers * block + model.padded_vocabulary * head

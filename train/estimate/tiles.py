@@ -1,9 +1,9 @@
-"""How much of a matrix product's arithmetic a GPU wastes on sizes that do not fill its tiles and waves.
+"""Tile and wave quantization: the fraction of a matrix product that a GPU wastes on sizes that do not fill its tiles.
 
-In: a config, and the number of the GPU's multiprocessors. Out: a waste per product, and warnings. A product's result is
-cut into tiles, each computed whole by one multiprocessor, and as many tiles as there are multiprocessors make a wave,
-which takes as long as one tile (NVIDIA, Matrix Multiplication Background User's Guide). Libraries choose among
-tiles; the most efficient one is assumed, so that the figures compare sizes and do not predict times.
+The result of a matrix product is divided into tiles, each computed by one multiprocessor. As many tiles as there are
+multiprocessors form a wave, which takes as long as one tile (NVIDIA, Matrix Multiplication Background User's Guide).
+Libraries choose among several tiles; the most efficient one is assumed, so the numbers compare sizes and do not predict
+times.
 """
 
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ TILE = (128, 256)
 """Rows and columns of the most efficient tile on A100 and H100."""
 MULTIPROCESSORS = {"A100": 108, "H100": 132, "H200": 132}
 WARN = 0.15
-"""Waste above which a warning is given."""
+"""Wasted fraction above which there is a warning."""
 
 
 @dataclass(frozen=True)
 class Waste:
-    """Fractions of the arithmetic of one product that are wasted."""
+    """Fractions of one matrix product that are wasted."""
 
     name: str
     rows: int
     columns: int
     tiles: float
-    """On tiles that reach beyond the result."""
+    """Fraction wasted on tiles that extend beyond the result."""
     waves: float
-    """On multiprocessors that are idle in the last wave."""
+    """Fraction wasted on multiprocessors that are idle in the last wave."""
 
 
 def products(config: TrainConfig, multiprocessors: int) -> list[Waste]:
@@ -51,25 +51,29 @@ def _waste(name: str, rows: int, columns: int, multiprocessors: int) -> Waste:
 
 
 def warnings(config: TrainConfig, multiprocessors: int) -> list[str]:
-    """Sentences about sizes that leave tensor cores, tiles or waves unfilled; none where all is well."""
+    """Sentences about sizes that do not fill tensor cores, tiles or waves; empty if there are none."""
     model = config.shape
     align = 8 if config.precision in SIXTEEN_BITS else 4
-    sizes = {"width": model.width, "head's width": model.width // model.heads, "vocabulary": model.padded_vocabulary}
-    said = [
-        f"the {name} of {size:,} is not a multiple of {align}: tensor cores need that in {config.precision}"
+    sizes = {
+        "width": model.width, "width of a head": model.width // model.heads,
+        "padded vocabulary": model.padded_vocabulary,
+    }  # fmt: skip
+    sentences = [
+        f"{name} {size:,} is not a multiple of {align}, which tensor cores need for {config.precision}"
         for name, size in sizes.items()
-        if size % align and config.precision != "fp32"  # which does not use them
+        if size % align and config.precision != "fp32"  # fp32 does not use tensor cores.
     ]
-    said += [
-        f"the vocabulary of {model.padded_vocabulary:,} is not a multiple of 64: --model with padded_vocabulary="
-        f"{-(-model.padded_vocabulary // 64) * 64} fills whole tiles"
-        for _ in range(model.padded_vocabulary % 64 > 0)
-    ]
+    if model.padded_vocabulary % 64:
+        padded = -(-model.padded_vocabulary // 64) * 64
+        sentences.append(
+            f"padded vocabulary {model.padded_vocabulary:,} is not a multiple of 64; set padded_vocabulary={padded} in "
+            "--model to fill whole tiles"
+        )
     for product in products(config, multiprocessors):
-        lost = 1 - (1 - product.tiles) * (1 - product.waves)
-        if lost > WARN:
-            said.append(
-                f"{product.name}, {product.rows:,} x {product.columns:,}, wastes {lost:.0%}: {product.tiles:.0%} on "
+        wasted = 1 - (1 - product.tiles) * (1 - product.waves)
+        if wasted > WARN:
+            sentences.append(
+                f"{product.name} ({product.rows:,} x {product.columns:,}) wastes {wasted:.0%}: {product.tiles:.0%} on "
                 f"incomplete tiles and {product.waves:.0%} on an incomplete wave"
             )
-    return said
+    return sentences

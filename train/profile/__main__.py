@@ -1,6 +1,6 @@
-"""Entry: ``python -m train.profile`` shows where a configuration's time and memory go, in numbers and in words.
+"""Entry: ``python -m train.profile`` shows which kernels a configuration's time and memory are spent on.
 
-It runs the real loop in this process, without Ray, and records a few steps after warm-up.
+It runs the real training loop in this process, without Ray, and records a few steps after warm-up.
 """
 
 import shutil
@@ -8,7 +8,9 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import tyro
 
 from infra import command, flags
 from infra.console import console
@@ -26,19 +28,24 @@ from train.resolve import resolve
 if TYPE_CHECKING:
     from train.profile.trace import Profile
 
-TRACE_ROOM = 2 * 10**9
-"""Free bytes that a trace may need: two steps of GPT-2 are about 100 MB of JSON, and many times that with stacks."""
+MAX_TRACE_BYTES = 2 * 10**9
+"""Disk space that a trace may need: two steps of GPT-2 are about 100 MB of JSON, and many times that with stacks."""
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """Record a few training steps and show where time and memory go."""
+    """Record a few training steps, and show the time and memory of their kernels."""
+
+    main_flags: ClassVar[tuple[str, ...]] = (
+        "data", "model", "global_batch", "micro_batch", "precision", "attention", "compile", "device", "name", "out",
+    )  # fmt: skip
+    flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {"output": ("config", "tracking_uri")}
 
     training: TrainConfig = field(default_factory=TrainConfig)
     name: str | None = None
-    """Name of the profile and of its folder; by default made from the model and the time."""
-    out: Path = Path("runs")
-    """Folder that holds runs."""
+    """Name of the profile and of its folder. By default "profile-" with the model and the time."""
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
+    """Local folder that contains runs."""
     config: ConfigFile = None
     tracking_uri: TrackingUri = None
 
@@ -48,17 +55,17 @@ def main() -> None:
 
 
 def defaults() -> ProfileOptions:
-    """The options whose values flags override."""
+    """The options whose values flags override: the defaults, with the file of ``--config``."""
     path = flags.given(ProfileOptions, "config").config
     return ProfileOptions(training=load_config(path) if path else TrainConfig())
 
 
 def profile(options: ProfileOptions) -> None:
-    """Profile a configuration from its options; torch and MLflow are imported once the flags are known to be valid."""
+    """Profile a configuration. torch and MLflow are imported here, so that invalid flags are reported at once."""
     if options.training.stream:
         raise UserError(
-            f"--stream {' '.join(options.training.stream)} is not profiled: make token shards with 'python -m "
-            "pipeline.tokenize' and give them with --data."
+            f"--stream {' '.join(options.training.stream)} is not supported by train.profile. Create token shards with "
+            "'python -m pipeline.tokenize', and use --data."
         )
     with doing(IMPORTING):
         from infra import provenance
@@ -77,58 +84,65 @@ def profile(options: ProfileOptions) -> None:
     folder = new_folder(options.out, name, resumable=False, begun=(StorageDir.LOCK,))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as refused:
-        raise UserError(f"--out {options.out} cannot be created ({refused.strerror}): name another.") from refused
+    except OSError as failure:
+        raise UserError(f"Cannot create --out {options.out}: {failure.strerror}. Choose another folder.") from failure
     free = shutil.disk_usage(folder.parent).free
-    if free < TRACE_ROOM:
-        raise UserError(f"{options.out} has {free / 1e9:.1f} GB free and a trace may need {TRACE_ROOM / 1e9:g} GB.")
+    if free < MAX_TRACE_BYTES:
+        raise UserError(
+            f"--out {options.out} has only {free / 1e9:.1f} GB free, but a trace may need {MAX_TRACE_BYTES / 1e9:g} "
+            "GB. Free disk space, or choose another folder."
+        )
     tags = provenance.collect() | {"kind": "profile"}
     open_store(options.tracking_uri)
-    place = StorageDir.of(folder)
-    # Compiling can take a minute before there is more output.
-    report.print_header(config, options.training, manifest, place)
+    run_dir = StorageDir.of(folder)
+    # The header comes first, because compilation can take a minute before any other output.
+    report.print_header(config, options.training, manifest, run_dir)
     with ExitStack() as stack:
-        stack.enter_context(place.locked(f"another command writes to {place}: give another --name."))
-        key = create_run("train", name, tracking_uri=options.tracking_uri, home=place.address, tags=tags)
+        stack.enter_context(run_dir.locked(f"Another command is writing to {run_dir}. Choose another --name."))
+        key = create_run("train", name, tracking_uri=options.tracking_uri, home=run_dir.address, tags=tags)
         tracker = stack.enter_context(Tracker(key))
         tracking.record_start(tracker, config, manifest, options.training)
         status = "FAILED"
         try:
             with doing("recording steps" + " after compiling" * (config.compile != "off")):
-                found, words = record(config, folder)
+                result, sentences = record(config, folder)
             tracker.metrics(
-                {f"profile/{kind.replace(' ', '_')}_ms": spent for kind, spent in found.by_class.items()}
-                | {"profile/step_ms": found.step, "profile/idle_ms": found.idle, "profile/loader_ms": found.loader}
+                {f"profile/{kind.replace(' ', '_')}_ms": total for kind, total in result.by_class.items()}
+                | {"profile/step_ms": result.step, "profile/idle_ms": result.idle, "profile/loader_ms": result.loader}
             )
             for path in sorted(folder.glob("[!.]*")):
                 tracker.file(path)
-            told = profile_report(found, words)
-            tracker.note(told.markdown())
+            summary = profile_report(result, sentences)
+            tracker.note(summary.markdown())
             status = "FINISHED"
         except OSError as failure:
-            raise UserError(f"the profile cannot be written to {folder}: {failure.strerror}.") from failure
+            raise UserError(
+                f"Cannot write the profile to {folder}: {failure.strerror}. Free disk space, or choose another --out."
+            ) from failure
         finally:
             tracker.finish(status)
-    told.show()
-    console.print(f"trace (open in ui.perfetto.dev), tables and pictures: {folder}")
+    summary.show()
+    console.print(f"trace (open in ui.perfetto.dev), tables and charts: {folder}", markup=False)
     if (folder / "memory.pickle").exists():
-        console.print(f"allocations: drop {folder / 'memory.pickle'} on {VIEWER}")
+        console.print(f"allocations: open {folder / 'memory.pickle'} in {VIEWER}", markup=False)
     console.print(ui_link(key), markup=False)
 
 
-def profile_report(found: "Profile", words: list[str]) -> Report:
-    """Time by class, the most expensive kernels, and the findings."""
-    title = f"{found.step:.2f} ms per step; forward {found.forward:.2f}, backward {found.backward:.2f}"
-    total = sum(found.by_class.values()) or 1.0
-    classes = [(kind, f"{spent:.3f}", f"{spent / total:.1%}") for kind, spent in found.by_class.items()]
-    classes += [(f"idle: {cause}", f"{spent:.3f}", "") for cause, spent in found.gaps.items()]
-    kernels = [(each.name[:70], each.kind, str(each.calls), f"{each.milliseconds:.3f}") for each in found.kernels[:12]]
+def profile_report(result: "Profile", sentences: list[str]) -> Report:
+    """The report of a profile: time by class, the most expensive kernels, and the findings."""
+    title = f"Step time {result.step:.2f} ms: forward {result.forward:.2f} ms, backward {result.backward:.2f} ms"
+    total = sum(result.by_class.values()) or 1.0
+    classes = [(kind, f"{each:.3f}", f"{each / total:.1%}") for kind, each in result.by_class.items()]
+    classes += [(f"idle: {cause}", f"{each:.3f}", "") for cause, each in result.gaps.items()]
+    kernels = [(each.name[:70], each.kind, str(each.calls), f"{each.milliseconds:.3f}") for each in result.kernels[:12]]
     return Report(
-        [("Attention kernel", found.attention)],
+        [("Attention kernel", result.attention)],
         [
-            Part(title, ("class", "ms per step", "share"), classes),
-            Part("Most expensive, over the recorded steps", ("kernel", "class", "calls", "ms"), kernels),
-            listed(words),
+            Part(title, ("class of kernel", "ms/step", "% of kernel time"), classes),
+            Part(
+                f"Most expensive kernels over {result.steps} steps", ("kernel", "class", "calls", "total (ms)"), kernels
+            ),
+            listed(sentences),
         ],
     )
 

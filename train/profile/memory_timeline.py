@@ -1,6 +1,6 @@
-"""Allocations over time by category, as a picture; on a GPU also the allocator's own history, for torch's viewer.
+"""A chart of allocations over time by category, and on a GPU the allocator's own history for torch's viewer.
 
-The categories are torch's: it follows which tensors become parameters, gradients, activations and optimizer state.
+torch determines the categories: it tracks which tensors are parameters, gradients, activations and optimizer state.
 """
 
 import json
@@ -16,15 +16,15 @@ VIEWER = "https://pytorch.org/memory_viz"
 """torch's viewer for the file that :func:`dump` writes; the page does not send the file anywhere."""
 
 CATEGORIES = ("parameters", "optimizer state", "inputs", "temporary", "activations", "gradients", "autograd", "other")
-COLOURS = ("#0072b2", "#009e73", "#000000", "#f0e442", "#d55e00", "#cc79a7", "#56b4e9", "#e69f00")
-"""The eight colours of Okabe and Ito, which colour-blind people can distinguish too."""
+COLORS = ("#0072b2", "#009e73", "#000000", "#f0e442", "#d55e00", "#cc79a7", "#56b4e9", "#e69f00")
+"""The eight colors of Okabe and Ito, which color-blind people can distinguish, too."""
 
 
 def draw(recorder: torch.profiler.profile, device: str, path: Path) -> int:
-    """Draw the memory of ``device`` over the steps of ``recorder``, in MB; returns the activations' peak in bytes.
+    """Draw the memory of ``device`` in MB over the steps of ``recorder``; returns the activations' peak in bytes.
 
-    Raises what torch raises when it cannot follow the tensors, or no longer has this method: it is deprecated in favour
-    of the allocator's history, which exists for CUDA only.
+    Raises any error of torch that it does not support the model, or no longer has this method, which is deprecated in
+    favor of the allocator's history, which exists for CUDA only.
     """
     points = path.with_suffix(".json")
     try:
@@ -37,12 +37,12 @@ def draw(recorder: torch.profiler.profile, device: str, path: Path) -> int:
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     start = min(times, default=0)
-    milliseconds = [(moment - start) / 1e3 for moment in times]
-    # torch counts in microseconds, and the first entry of every row is a total of 0.
+    milliseconds = [(time - start) / 1e3 for time in times]  # torch's times are in microseconds.
+    # The first entry of each row is a total of 0.
     layers = [[row[number + 1] / 1e6 for row in sizes] for number in range(len(CATEGORIES))]
-    axes.stackplot(milliseconds, layers, labels=CATEGORIES, colors=COLOURS)
-    axes.set_xlabel("milliseconds")
-    axes.set_ylabel(f"MB on {device}")
+    axes.stackplot(milliseconds, layers, labels=CATEGORIES, colors=COLORS)
+    axes.set_xlabel("time (ms)")
+    axes.set_ylabel(f"memory of {device} (MB)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=7, frameon=False, loc="upper right")
     figure.savefig(path, dpi=130)
@@ -51,7 +51,7 @@ def draw(recorder: torch.profiler.profile, device: str, path: Path) -> int:
 
 @contextmanager
 def history(*, cuda: bool) -> Iterator[None]:
-    """Have the CUDA allocator record its history during the block, for :func:`dump`."""
+    """Record the CUDA allocator's history during the block, for :func:`dump`."""
     if not cuda:
         yield
         return

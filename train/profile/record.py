@@ -1,4 +1,4 @@
-"""A few steps of the real loop, recorded under torch's profiler."""
+"""Recording of a few steps of the real training loop with torch's profiler."""
 
 import errno
 import gzip
@@ -20,17 +20,20 @@ from train.estimate.forecast import activation_formula
 from train.loop.shortage import OutOfMemory
 from train.loop.trainer import Trainer
 from train.profile import memory_timeline
-from train.profile.trace import FORWARD, Profile, analyse, findings
+from train.profile.trace import FORWARD, Profile, analyze, findings
 from train.resolve import resolve
 from train.result import RunResult
 
-WARM, STEPS = 3, 2
-"""Steps before and while recording."""
+WARMUP_STEPS, STEPS = 3, 2
+"""Number of steps before and during the recording."""
 
 
 def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
-    """Run a few steps of ``config`` under torch's profiler, and write what they show to ``folder``."""
-    steps = WARM + STEPS + 1  # the loop does not call should_stop after its last step
+    """Run a few steps of ``config`` with torch's profiler, and write traces and charts to ``folder``.
+
+    Returns: (the profile, sentences with the findings).
+    """
+    steps = WARMUP_STEPS + STEPS + 1  # The loop does not call should_stop after its last step.
     config = replace(
         resolve(config, device_facts()), steps=steps, tokens=None, time_budget=None, cycle=Cycle(steps, 0),
         keep_checkpoints=0,
@@ -38,13 +41,13 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
     moments: list[float] = []
 
     def after_step() -> bool:
-        if trainer.state.step in (WARM, WARM + STEPS):
+        if trainer.state.step in (WARMUP_STEPS, WARMUP_STEPS + STEPS):
             if cuda:
                 torch.cuda.synchronize(trainer.device)
-            if trainer.state.step == WARM:
+            if trainer.state.step == WARMUP_STEPS:
                 recorder.start()
             moments.append(time.perf_counter())
-            if trainer.state.step > WARM:
+            if trainer.state.step > WARMUP_STEPS:
                 recorder.stop()
         return False
 
@@ -67,73 +70,76 @@ def record(config: TrainConfig, folder: Path) -> tuple[Profile, list[str]]:
 
     trainer.forward = forward
     compiled = config.compile != "off"
-    lost: list[str] = []
+    missing: list[str] = []
     with memory_timeline.history(cuda=cuda), named_kernels() if compiled and not cuda else nullcontext():
         result = trainer.run()
         if cuda:
-            with _apart("memory.pickle", lost):
+            with _optional_output("memory.pickle", missing):
                 memory_timeline.dump(folder / "memory.pickle")
     if result.outcome != "finished":
         raise _ended_early(result)
     _export(recorder, folder / "trace.json.gz")
-    found = analyse(recorder.events() or [], STEPS, moments[1] - moments[0], cuda=cuda)
+    profile = analyze(recorder.events() or [], STEPS, moments[1] - moments[0], cuda=cuda)
     activations = 0
-    with _apart("memory.png", lost):
+    with _optional_output("memory.png", missing):
         activations = memory_timeline.draw(recorder, str(trainer.device), folder / "memory.png")
     attention = not config.model.lacks("attention", "manual")
-    words = findings(found, optimizer=config.optimizer, compiled=compiled, cuda=cuda, attention=attention)
+    sentences = findings(profile, optimizer=config.optimizer, compiled=compiled, cuda=cuda, attention=attention)
     if activations:
         formula = activation_formula(trainer.config)
-        expected = f"; the blocks' by formula {formula[0] / 1e6:,.1f} MB: {formula[1]}" if formula else ""
-        words.append(f"Activations take {activations / 1e6:,.1f} MB at most{expected}.")
-    words += lost
-    write_json(folder / "profile.json", asdict(found) | {"findings": words})
-    return found, words
+        predicted = f"; formula for the blocks: {formula[0] / 1e6:,.1f} MB, {formula[1]}" if formula else ""
+        sentences.append(f"Activations peak at {activations / 1e6:,.1f} MB{predicted}.")
+    sentences += missing
+    write_json(folder / "profile.json", asdict(profile) | {"findings": sentences})
+    return profile, sentences
 
 
 def _ended_early(result: RunResult) -> UserError:
-    return UserError(f"the run to profile ended early, {result.outcome}: {result.reason}.")
+    return UserError(
+        f"The run to profile ended early with the outcome {result.outcome}: {result.reason}. Fix the cause, or choose "
+        "other settings."
+    )
 
 
 @contextmanager
-def _apart(what: str, lost: list[str]) -> Iterator[None]:
-    """Add to ``lost`` that ``what`` is missing when an assertion in torch fails in the block: the rest is complete.
+def _optional_output(file: str, missing: list[str]) -> Iterator[None]:
+    """Add a sentence to ``missing`` if torch raises an exception in the block, because the other files are complete.
 
-    Raises ``OSError``, because a disk that is full affects the rest too.
+    Raises ``OSError``, because a full disk affects the other files, too.
     """
     try:
         yield
     except OSError:
         raise
-    except Exception as failure:  # noqa: BLE001 whatever torch raises where it cannot follow a model
-        lost.append(f"{what} is missing: {type(failure).__name__} in torch, {first_line(failure)}")
+    except Exception as failure:  # noqa: BLE001 torch raises various errors for models it does not support
+        missing.append(f"{file} is missing because torch raised {type(failure).__name__}: {first_line(failure)}")
 
 
 def named_kernels() -> AbstractContextManager[None]:
-    """A context in which code compiled for the CPU reports each of its kernels, by name, to torch's profiler.
+    """A context in which code compiled for the CPU reports each of its kernels by name to torch's profiler.
 
-    Otherwise their time is attributed to the graph that calls them: the profiler sees what torch dispatches, and they
-    are called directly.
+    Otherwise the profiler attributes their time to the graph, because it only sees what torch dispatches and the graph
+    calls its kernels directly.
     """
-    import torch._inductor.config as inductor  # takes a second, for which uncompiled runs need not wait
+    import torch._inductor.config as inductor  # Importing it takes a second, which uncompiled runs save.
 
     return inductor.patch({"cpp.enable_kernel_profile": True})
 
 
 def _export(recorder: torch.profiler.profile, path: Path) -> None:
-    """Write the trace, compressed. Raises ``OSError`` when the disk is full, which torch's writer only logs."""
-    written = path.with_suffix("")
+    """Write the trace, compressed. Raises ``OSError`` if the disk is full, which torch's writer only logs."""
+    trace_file = path.with_suffix("")
     try:
-        recorder.export_chrome_trace(str(written))
-        if not written.exists():
+        recorder.export_chrome_trace(str(trace_file))
+        if not trace_file.exists():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        with written.open("rb") as trace:
-            trace.seek(max(0, written.stat().st_size - 100))
+        with trace_file.open("rb") as trace:
+            trace.seek(max(0, trace_file.stat().st_size - 100))
             if not trace.read().rstrip().endswith(b"}"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             trace.seek(0)
-            with gzip.open(path, "wb") as packed:
-                shutil.copyfileobj(trace, packed)
+            with gzip.open(path, "wb") as compressed:
+                shutil.copyfileobj(trace, compressed)
     finally:
-        written.unlink(missing_ok=True)
-        written.with_name(f"{written.name}.tmp").unlink(missing_ok=True)  # torch leaves this when it fails
+        trace_file.unlink(missing_ok=True)
+        trace_file.with_name(f"{trace_file.name}.tmp").unlink(missing_ok=True)  # torch leaves it when it fails.

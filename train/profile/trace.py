@@ -1,6 +1,6 @@
-"""What a profiled run did: time by class of kernel, forward and backward, idle gaps and their causes.
+"""Analysis of a profile: time by class of kernel, forward and backward pass, idle gaps and their causes.
 
-On a GPU the times are of kernels on the device, on a CPU of operators on the host.
+Times are those of kernels on a GPU, and of operators on a CPU.
 """
 
 from collections import defaultdict
@@ -19,15 +19,15 @@ CLASSES = {
     "optimizer": ("adam", "optimizer", "multi_tensor", "foreach"),
     "norms and loss": ("layer_norm", "gammabeta", "nll", "log_softmax", "cross_entropy"),
 }
-"""Words in a kernel's or operator's name, looked for in this order; all else is element-wise."""
+"""Parts of a kernel's or operator's name by its class, in the order of precedence; all others are element-wise."""
 ATTENTION_KERNELS = {
     "cuDNN": ("cudnn_generated", "cudnn_attention", "sdpa_sm90"),
     "flash": ("flash",),
     "efficient": ("fmha", "efficient_attention"),
     "flex": ("flex_attention",),
 }
-GAP = 20.0
-"""Microseconds from which the cause of an idle gap on a GPU is looked for; shorter ones are launch spacing."""
+MIN_GAP_MICROSECONDS = 20.0
+"""Minimum length of an idle gap on a GPU; shorter ones are the normal spacing of launches."""
 WAITS = ("cudastreamsynchronize", "cudadevicesynchronize", "cudaeventsynchronize", "aten::item")
 
 
@@ -48,47 +48,51 @@ class Profile:
     steps: int
     step: float
     kernels: list[Kernel]
-    """Over all steps, the most expensive first."""
+    """Kernels over all steps, the most expensive first."""
     by_class: dict[str, float]
+    """Time by class of kernel."""
     idle: float
     gaps: dict[str, float]
-    """Idle time by cause: a synchronisation, a copy, the loader, launching."""
+    """Idle time by cause: synchronization, copying, the loader, launching."""
     forward: float
     backward: float
     loader: float
     waits: float
     """Host time in calls that wait for the device."""
     wait_calls: float
+    """Number of calls that wait for the device."""
     attention: str
     """The kernel that computed attention."""
 
 
-def kind_of(name: str) -> str:
-    low = name.lower()
-    if "log_softmax" in low or "logsoftmax" in low:
+def classify_kernel(name: str) -> str:
+    """The class of a kernel or operator by its name."""
+    lower_name = name.lower()
+    if "log_softmax" in lower_name or "logsoftmax" in lower_name:
         return "norms and loss"
-    kinds = [kind for kind, words in CLASSES.items() if any(word in low for word in words)]
-    fused = low.startswith("triton_") or "cpp_fused_" in low
-    if fused:  # and named after all that it contains, including casts, which are not copies there
-        kinds = [kind for kind in kinds if kind != "copies"]
-        if not low.startswith("triton_tem_"):  # only a product's bias: the product is a template or the library's
-            kinds = [kind for kind in kinds if kind != "matmul"]
-    return next(iter(kinds), "element-wise")
+    classes = [kind for kind, words in CLASSES.items() if any(word in lower_name for word in words)]
+    is_fused = lower_name.startswith("triton_") or "cpp_fused_" in lower_name
+    if is_fused:
+        # The name lists all fused operations, including casts, which copy nothing there.
+        classes = [kind for kind in classes if kind != "copies"]
+        if not lower_name.startswith("triton_tem_"):  # Such a kernel only adds a bias; the product is another kernel.
+            classes = [kind for kind in classes if kind != "matmul"]
+    return next(iter(classes), "element-wise")
 
 
-def analyse(events: Iterable[Any], steps: int, seconds: float, *, cuda: bool) -> Profile:
-    """Read the events of a profile over ``steps`` steps that took ``seconds``."""
+def analyze(events: Iterable[Any], steps: int, seconds: float, *, cuda: bool) -> Profile:
+    """Compute the profile from the events of ``steps`` steps that took ``seconds``."""
     events = list(events)
     work = [e for e in events if e.device_type.name == ("CUDA" if cuda else "CPU")]
-    # Named ranges, such as an optimizer's step, are listed in addition to the work inside them.
+    # Named ranges, such as an optimizer's step, would count the work inside them twice.
     work = [e for e in work if not (e.is_user_annotation or e.name.startswith(("autograd::engine", "cuda")))]
-    work = [e for e in work if not python(e.name)]
+    work = [e for e in work if not is_python_frame(e.name)]
     sums: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for event in work:
-        spent = event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
+        microseconds = event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
         sums[event.name][0] += 1
-        sums[event.name][1] += spent / 1000
-    kernels = [Kernel(name, kind_of(name), int(calls), spent) for name, (calls, spent) in sums.items()]
+        sums[event.name][1] += microseconds / 1000
+    kernels = [Kernel(name, classify_kernel(name), int(calls), total) for name, (calls, total) in sums.items()]
     kernels.sort(key=lambda kernel: -kernel.milliseconds)
     by_class: dict[str, float] = defaultdict(float)
     for kernel in kernels:
@@ -97,9 +101,9 @@ def analyse(events: Iterable[Any], steps: int, seconds: float, *, cuda: bool) ->
     gaps = idle_gaps(work, host) if cuda else {}
     waits = [e for e in host if e.name.lower() in WAITS]
 
-    def within(starts: str) -> float:
-        chosen = [e for e in host if e.name.startswith(starts)]
-        return sum(e.device_time_total if cuda else e.cpu_time_total for e in chosen) / 1000 / steps
+    def time_within(prefix: str) -> float:
+        ranges = [e for e in host if e.name.startswith(prefix)]
+        return sum(e.device_time_total if cuda else e.cpu_time_total for e in ranges) / 1000 / steps
 
     return Profile(
         steps=steps,
@@ -107,9 +111,9 @@ def analyse(events: Iterable[Any], steps: int, seconds: float, *, cuda: bool) ->
         kernels=kernels,
         by_class=dict(sorted(by_class.items(), key=lambda item: -item[1])),
         idle=sum(gaps.values()) / steps,
-        gaps={cause: spent / steps for cause, spent in gaps.items()},
-        forward=within(FORWARD),
-        backward=within("autograd::engine::evaluate_function"),
+        gaps={cause: total / steps for cause, total in gaps.items()},
+        forward=time_within(FORWARD),
+        backward=time_within("autograd::engine::evaluate_function"),
         loader=sum(e.cpu_time_total for e in host if e.name == NEXT_BATCH) / 1000 / steps,
         waits=sum(e.self_cpu_time_total for e in waits) / 1000 / steps,
         wait_calls=len([e for e in waits if e.name == "aten::item" or cuda]) / steps,
@@ -117,68 +121,73 @@ def analyse(events: Iterable[Any], steps: int, seconds: float, *, cuda: bool) ->
     )
 
 
-def python(name: str) -> bool:
-    """Whether a name in the trace is of a Python function rather than an operator."""
+def is_python_frame(name: str) -> bool:
+    """Whether a name in the trace belongs to a Python function rather than an operator."""
     return "): " in name or name.startswith(("<built-in", "nn.Module: ", "ProfilerStep"))
 
 
 def attention_kernel(names: Iterable[str]) -> str:
-    """Which of torch's attention kernels is among ``names``."""
+    """The attention kernel of torch that is among the ``names`` of kernels."""
     names = [name.lower() for name in names]
     for kernel, words in ATTENTION_KERNELS.items():
         if any(word in name for name in names for word in words):
             return kernel
-    return "none fused"
+    return "not fused"
 
 
 def idle_gaps(kernels: list[Any], host: list[Any]) -> dict[str, float]:
-    """Milliseconds in which the GPU had nothing to do, by what the host was doing then."""
-    found: dict[str, float] = defaultdict(float)
+    """Milliseconds in which the GPU was idle, by the activity of the host."""
+    gaps: dict[str, float] = defaultdict(float)
     causes = [(cause, e) for e in host if (cause := _cause(e.name))]
     spans = sorted((e.time_range.start, e.time_range.end) for e in kernels)
-    reached = spans[0][1] if spans else 0.0
+    busy_until = spans[0][1] if spans else 0.0
     for start, end in spans[1:]:
-        if start - reached > GAP:
-            covering = [c for c, e in causes if e.time_range.start < start and e.time_range.end > reached]
-            found[covering[0] if covering else "launching"] += (start - reached) / 1000
-        reached = max(reached, end)
-    return dict(found)
+        if start - busy_until > MIN_GAP_MICROSECONDS:
+            covering = [c for c, e in causes if e.time_range.start < start and e.time_range.end > busy_until]
+            gaps[covering[0] if covering else "launching"] += (start - busy_until) / 1000
+        busy_until = max(busy_until, end)
+    return dict(gaps)
 
 
 def _cause(name: str) -> str | None:
-    low = name.lower()
+    lower_name = name.lower()
     if name == NEXT_BATCH:
-        return "the loader"
-    if low in WAITS:
-        return "a synchronisation"
-    return "a copy" if low.startswith("cudamemcpy") else None
+        return "loader"
+    if lower_name in WAITS:
+        return "synchronization"
+    return "copying" if lower_name.startswith("cudamemcpy") else None
 
 
 def findings(profile: Profile, *, optimizer: str, compiled: bool, cuda: bool, attention: bool = True) -> list[str]:
-    """What stands out in the numbers, each in a sentence; empty when nothing does."""
+    """Sentences about conspicuous numbers of a profile; empty if there are none."""
     total = sum(profile.by_class.values()) or 1.0
-    shares = {kind: spent / total for kind, spent in profile.by_class.items()}
-    where = "device" if cuda else "CPU"
-    found = []
-    for kind, share in list(shares.items())[:1]:
-        found.append(f"{kind} takes {share:.0%} of the {where}'s time, {profile.by_class[kind]:.2f} ms per step.")
-    lost = profile.gaps.get("a synchronisation", 0.0) if cuda else profile.waits
-    if profile.wait_calls >= 1 and lost > 0.001 * profile.step:
-        found.append(
-            f"`.item()` and other waits in the loop: {profile.wait_calls:.0f} per step, {lost:.2f} ms per step."
+    fractions = {kind: milliseconds / total for kind, milliseconds in profile.by_class.items()}
+    device = "GPU" if cuda else "CPU"
+    sentences = []
+    for kind, fraction in list(fractions.items())[:1]:
+        sentences.append(
+            f"Kernels of the class {kind} take {fraction:.0%} of the {device}'s time: {profile.by_class[kind]:.2f} ms "
+            "per step."
         )
-    waited = profile.gaps.get("the loader", 0.0) if cuda else profile.loader
-    if waited > 0.01 * profile.step:
-        found.append(f"the {where} waits {waited:.2f} ms per step for batches ({waited / profile.step:.1%}).")
+    waits = profile.gaps.get("synchronization", 0.0) if cuda else profile.waits
+    if profile.wait_calls >= 1 and waits > 0.001 * profile.step:
+        sentences.append(
+            f"The loop waits for the device {profile.wait_calls:.0f} times per step (`.item()` and similar calls): "
+            f"{waits:.2f} ms per step."
+        )
+    loader = profile.gaps.get("loader", 0.0) if cuda else profile.loader
+    if loader > 0.01 * profile.step:
+        sentences.append(f"The {device} waits {loader:.2f} ms per step for batches ({loader / profile.step:.1%}).")
     if cuda and profile.idle > 0.02 * profile.step:
         cause = max(profile.gaps, key=lambda name: profile.gaps[name])
-        found.append(f"the GPU is idle {profile.idle:.2f} ms per step, most of it because of {cause}.")
-    if not compiled and shares.get("element-wise", 0) > 0.2:
-        found.append(f"element-wise work is {shares['element-wise']:.0%}: --compile whole fuses it.")
-    if optimizer == "adamw" and shares.get("optimizer", 0) + shares.get("element-wise", 0) > 0.1:
-        found.append("the optimizer launches many small kernels: --optimizer adamw-fused is one.")
-    if attention and profile.attention == "none fused":
-        found.append("attention is not fused: the T x T matrix goes through memory; try --attention auto.")
+        sentences.append(f"The GPU is idle {profile.idle:.2f} ms per step. The main cause is {cause}.")
+    if not compiled and fractions.get("element-wise", 0) > 0.2:
+        percent = f"{fractions['element-wise']:.0%}"
+        sentences.append(f"Element-wise operations take {percent} of the time. Use --compile whole to fuse them.")
+    if optimizer == "adamw" and fractions.get("optimizer", 0) + fractions.get("element-wise", 0) > 0.1:
+        sentences.append("The optimizer launches many small kernels. Use --optimizer adamw-fused, which has one.")
+    if attention and profile.attention == "not fused":
+        sentences.append("Attention is not fused, so the T x T matrix is written to memory. Use --attention auto.")
     if profile.forward and profile.backward:
-        found.append(f"the backward pass takes {profile.backward / profile.forward:.1f} times the forward pass.")
-    return found
+        sentences.append(f"The backward pass takes {profile.backward / profile.forward:.1f} times the forward pass.")
+    return sentences

@@ -1,1 +1,1 @@
-"""How the next trial is chosen. Plain Python, without Ray."""
+"""Strategies of a search, which choose the next trial without importing Ray."""

@@ -1,7 +1,7 @@
-"""How the next trial is chosen. Plain Python: Ray Tune and the simulator drive the same objects.
+"""Strategies, which choose the next trial. They do not import Ray, so that a simulator can use the same objects.
 
-A strategy is asked with all rows so far and answers with a proposal or with None, the end. It keeps no
-state of its own, so a search that was killed continues by reading its rows.
+A strategy gets all rows so far and returns a proposal, or None at the end. It has no state of its own, so a search that
+was killed is resumed from its rows.
 """
 
 import statistics
@@ -16,26 +16,26 @@ from tune.trial.row import Proposal, TrialRow
 
 
 class Strategy(Protocol):
-    """Decides trials one at a time."""
+    """Chooses trials one at a time."""
 
     def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
-        """The next trial after ``rows``, or None when there is nothing left to learn."""
+        """The next trial after ``rows``, or None if no trial is left."""
         ...
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
-        """About how many trials are still to come: for the time left, never for a decision."""
+        """The approximate number of trials that are left, to estimate the remaining time only."""
         ...
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Every candidate once, in order."""
+    """Tries every candidate once, in order."""
 
     space: Space
 
     def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
-        seen = {row.candidate for row in rows}
-        return next((Proposal(c, "probe") for c in self.space.candidates() if c not in seen), None)
+        tried = {row.candidate for row in rows}
+        return next((Proposal(c, "probe") for c in self.space.candidates() if c not in tried), None)
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
         return len(self.space.candidates()) - len({row.candidate for row in rows})
@@ -43,9 +43,9 @@ class Grid:
 
 @dataclass(frozen=True)
 class Retrying:
-    """Repeat each trial whose time was too short for a speed once, with more time, before ``explore`` sees it.
+    """Retries each trial once, with more time, if its time was too short for a speed; ``explore`` sees only the retry.
 
-    Otherwise a --trial-time below what a few steps take would end the search after its first trial.
+    Otherwise a --trial-time that is shorter than a few steps would end the search after its first trial.
     """
 
     explore: Strategy
@@ -62,17 +62,17 @@ class Retrying:
 
 
 def _last_attempts(rows: Sequence[TrialRow]) -> list[TrialRow]:
-    """``rows`` without the trials that were repeated."""
+    """``rows`` without the trials that were retried."""
     repeated = {(row.candidate, row.stage) for row in rows if row.round}
     return [row for row in rows if row.round or (row.candidate, row.stage) not in repeated]
 
 
 def enough_seconds(rows: Sequence[TrialRow], trial_time: float) -> float:
-    """Most seconds that the next trial's steps may take: ``trial_time``, or more where ``rows`` show it too short.
+    """Time limit of the next trial's steps in seconds: ``trial_time``, or more if ``rows`` show that it is too short.
 
-    Twice what the fewest steps that give a speed took in the trials that had too little time. All candidates of a
-    fixed global batch do the same work in a step, so this holds for those that have not run, too; one with a larger
-    global batch may have to be repeated in its turn.
+    It is twice the time that the minimum number of steps took in the trials with too little time. All candidates of a
+    fixed global batch do the same work in a step, so the limit holds for candidates that have not run, too. A candidate
+    with a larger global batch may have to be retried, too.
     """
     steps = [statistics.median(row.step_seconds[1:] or row.step_seconds) for row in rows if row.too_short]
     return max([trial_time, *(2 * (FEWEST + 2) * step for step in steps)])
@@ -80,9 +80,9 @@ def enough_seconds(rows: Sequence[TrialRow], trial_time: float) -> float:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """Explore, then run the best and the control again, interleaved, until the winner is clear.
+    """Explores, then runs the best candidates and the control again, interleaved, until the winner is clear.
 
-    There are at most ``rounds`` rounds.
+    There are at most ``rounds`` confirmation rounds.
     """
 
     explore: Strategy
@@ -102,17 +102,18 @@ class Confirmed:
         return left + bool(self.rounds) * min(CONTENDERS + 1, left + len(rank(explored)))
 
     def _missing(self, rows: Sequence[TrialRow]) -> list[Proposal]:
-        """Confirmations of the first unfinished round; even rounds go backwards, so that a steady drift cancels."""
+        """Confirmations that the first unfinished round still needs. Even rounds are reversed to cancel a steady
+        drift."""
         for number in range(1, self.rounds + 1):
-            before = [row for row in rows if row.stage != "confirm" or row.round < number]
-            chosen = contenders(before, self.space.control)
-            done = {row.candidate for row in rows if row.stage == "confirm" and row.round == number}
-            speeds = {s.candidate: s.speed.middle for s in rank(before)}
+            previous_rows = [row for row in rows if row.stage != "confirm" or row.round < number]
+            candidates = contenders(previous_rows, self.space.control)
+            confirmed = {row.candidate for row in rows if row.stage == "confirm" and row.round == number}
+            speeds = {ranked.candidate: ranked.speed.middle for ranked in rank(previous_rows)}
             missing = [
                 Proposal(candidate, "confirm", number, predicted_speed=speeds[candidate])
-                for candidate in (chosen if number % 2 else reversed(chosen))
-                if candidate not in done
+                for candidate in (candidates if number % 2 else reversed(candidates))
+                if candidate not in confirmed
             ]
-            if missing or not chosen:
+            if missing or not candidates:
                 return missing
         return []

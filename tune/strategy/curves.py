@@ -1,9 +1,9 @@
-"""What the rows say of candidates that have not run: memory and speed as functions of the micro-batch.
+"""Predictions for candidates that have not run: memory and speed as functions of the micro-batch, fitted to the rows.
 
-Memory is nearly affine in the micro-batch for each combination of knobs, so two real probes correct the prior. A token
-takes a + b / micro-batch + c / global batch (each micro-batch costs a fixed time besides its tokens, and so does each
-step), so speed saturates; between two probes the form holds well, beyond them it overshoots by a third, hence no size
-is ever extrapolated. All accumulations share both curves.
+Memory is nearly affine in the micro-batch for each combination of knobs, so two probes correct the prior. A token takes
+a + b / micro-batch + c / global batch, because each micro-batch and each step also cost a fixed time, so speed
+saturates. Between two probes this formula is accurate; beyond them it overestimates speed by a third, so it is never
+extrapolated. All accumulations share both curves.
 """
 
 import math
@@ -24,14 +24,15 @@ Prior = Callable[[Candidate], float]
 """Predicted peak memory of a candidate's process, in bytes."""
 
 MARGIN = 0.02
-"""Share of the limit that a prediction must leave free: just below the limit the allocator thrashes."""
+"""Fraction of the limit that a prediction must leave free, because the allocator thrashes just below the limit."""
 BACK_OFF = 0.8
-"""After a size that did not fit, the next is at most this fraction of it, unless two others have been measured."""
+"""Maximum next micro-batch as a fraction of one that did not fit, until two others have been measured."""
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Memory and speed over the space, from ``prior`` and ``rows``; the limit in bytes."""
+    """Memory and speed of all candidates, predicted by the ``prior`` and fitted to the ``rows``; the limit is in
+    bytes."""
 
     space: Space
     prior: Prior
@@ -39,18 +40,18 @@ class Curves:
     rows: Sequence[TrialRow]
 
     def measured(self, knobs: Combination) -> list[TrialRow]:
-        """Rows of these settings, at any accumulation, that ran within the limit and have a speed, by size."""
+        """Rows with a speed for these knobs with any accumulation, by ascending micro-batch."""
         return self._measured.get(settings(knobs), [])
 
     @cached_property
     def _measured(self) -> dict[Combination, list[TrialRow]]:
-        found: dict[Combination, list[TrialRow]] = {}
+        rows_by_knobs: dict[Combination, list[TrialRow]] = {}
         for row in sorted(feasible(self.rows), key=lambda row: row.candidate.micro_batch):
-            found.setdefault(settings(row.candidate.knobs), []).append(row)
-        return found
+            rows_by_knobs.setdefault(settings(row.candidate.knobs), []).append(row)
+        return rows_by_knobs
 
     def memory(self, candidate: Candidate) -> float:
-        """Expected peak of the candidate's process, in bytes: the prior, corrected by the runs nearest to it."""
+        """Predicted peak bytes of the candidate's process: the prior, corrected by the nearest runs."""
         probes = [(self.prior(row.candidate), float(row.memory or 0)) for row in self.measured(candidate.knobs)]
         if not probes:
             return self.prior(candidate) + self._offset
@@ -58,45 +59,47 @@ class Curves:
 
     @cached_property
     def _offset(self) -> float:
-        """How far runs of any combination were from the prior: what is known of those that have not run."""
-        known = [row for row in self.rows if row.memory and row.outcome in ("ok", "stopped")]
-        return statistics.median((row.memory or 0) - self.prior(row.candidate) for row in known) if known else 0.0
+        """Median error of the prior over all runs, the correction for combinations that have not run."""
+        measured = [row for row in self.rows if row.memory and row.outcome in ("ok", "stopped")]
+        return statistics.median((row.memory or 0) - self.prior(row.candidate) for row in measured) if measured else 0.0
 
     def ceiling(self, knobs: Combination) -> float:
-        """Sizes above this are too large, by what did not fit; any below it may fit once two sizes show the line."""
+        """Largest micro-batch that may fit, considering those that did not; smaller ones are predicted."""
         ran = [row for row in self.rows if settings(row.candidate.knobs) == settings(knobs)]
         unfit = min((row.candidate.micro_batch for row in ran if row.outcome in UNFIT), default=math.inf)
         sizes = {row.candidate.micro_batch for row in self.measured(knobs)}
         return unfit - 1 if len(sizes) > 1 else BACK_OFF * unfit
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether the candidate is expected to run within the limit."""
+        """Whether the candidate is predicted to stay within the limit."""
         if candidate.micro_batch > self.ceiling(candidate.knobs):
             return False
         return self.memory(candidate) <= (1 - MARGIN) * self.limit
 
     def feasible_sizes(self, knobs: Combination) -> list[int]:
-        """Sizes of a combination that ran within the limit or are expected to, ascending."""
+        """Micro-batches of a combination that stayed within the limit or are predicted to, ascending."""
         ran = {row.candidate.micro_batch for row in self.measured(knobs) if row.candidate.knobs == knobs}
         return [size for size in self.space.sizes_of(knobs) if size in ran or self.fits(Candidate(size, knobs))]
 
     def fastest(self, knobs: Combination | None = None) -> TrialRow | None:
-        """The fastest of the rows that :meth:`measured` gives for ``knobs``, or of all."""
+        """The fastest of the rows that :meth:`measured` returns for ``knobs``, or of all rows with a speed."""
         rows = chain(*self._measured.values()) if knobs is None else self.measured(knobs)
         return max(rows, key=lambda row: row.tokens_per_second or 0.0, default=None)
 
     def speed(self, candidate: Candidate) -> float | None:
-        """Expected tokens per second; None before runs of its settings determine it, and outside of their sizes."""
+        """Predicted tokens per second; None if the runs with its knobs do not determine it or do not enclose its
+        size."""
         rows = self.measured(candidate.knobs)
         sizes = {row.candidate.micro_batch for row in rows}
         if len(sizes) < 2 or not min(sizes) <= candidate.micro_batch <= max(sizes):
             return None
-        asked, *ran = (
+        features, *row_features = (
             (1, 1 / each.micro_batch, 1 / self.space.global_batch(each))
             for each in (candidate, *(row.candidate for row in rows))
         )
-        costs, _, rank, _ = np.linalg.lstsq(np.array(ran), [1 / (row.tokens_per_second or 1) for row in rows])
-        if self.space.free and np.linalg.matrix_rank([asked, *ran]) > rank:
+        seconds_per_token = [1 / (row.tokens_per_second or 1) for row in rows]
+        costs, _, rank, _ = np.linalg.lstsq(np.array(row_features), seconds_per_token)
+        if self.space.free and np.linalg.matrix_rank([features, *row_features]) > rank:
             return None
-        expected = float(costs @ asked)
-        return 1 / expected if expected > 0 else None
+        prediction = float(costs @ features)
+        return 1 / prediction if prediction > 0 else None

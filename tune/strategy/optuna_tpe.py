@@ -1,8 +1,8 @@
-"""Optuna's TPE as a strategy, for comparison. Needs the package, which is not installed by default.
+"""Optuna's TPE sampler as a strategy, for comparison. It needs the package optuna, which is not installed by default.
 
-Its study is rebuilt from the rows at every proposal, so that it, too, has no state of its own. Optuna
-proposes discrete points again and again; what has run already is answered from its row, and when it
-cannot think of anything new the first untried candidate is taken.
+Its study is rebuilt from the rows for each proposal, so that the strategy has no state of its own. Optuna often
+proposes the same discrete point again: then it gets the speed from the row, and if it proposes no new candidate, the
+first untried one is used.
 """
 
 import importlib
@@ -15,17 +15,17 @@ from tune.space import Candidate, Space
 from tune.trial.row import Proposal, TrialRow
 
 ASKS = 20
-"""Proposals without a new candidate after which Optuna is no longer asked."""
+"""Maximum number of proposals by Optuna for one trial; if none is new, the first untried candidate is used."""
 
 
 def optuna_trials(space: Space) -> int:
-    """Optuna's budget: a quarter of the grid, at least eight trials and at most fifty, some hours on a GPU."""
+    """Number of trials: a quarter of the grid, at least 8, and at most 50, which take some hours on a GPU."""
     return min(50, max(8, len(space.candidates()) // 4))
 
 
 @dataclass(frozen=True)
 class OptunaSearcher:
-    """At most ``trials`` trials of ``space``, chosen by TPE from ``seed``. Raises ``UserError`` without Optuna."""
+    """Tries at most ``trials`` candidates of ``space``, chosen by TPE. Raises ``UserError`` without Optuna."""
 
     space: Space
     trials: int
@@ -36,8 +36,8 @@ class OptunaSearcher:
 
     def propose(self, rows: Sequence[TrialRow]) -> Proposal | None:
         candidates = self.space.candidates()
-        seen = {row.candidate: row for row in rows}
-        if len(seen) >= min(self.trials, len(candidates)):
+        tried = {row.candidate: row for row in rows}
+        if len(tried) >= min(self.trials, len(candidates)):
             return None
         optuna = _optuna()
         sampler = optuna.samplers.TPESampler(seed=self.seed + len(rows))
@@ -53,13 +53,13 @@ class OptunaSearcher:
                 optuna.trial.create_trial(params=parameters, distributions=spaces, value=row.tokens_per_second or 0.0)
             )
         for _ in range(ASKS):
-            asked = study.ask(spaces)
-            candidate = Candidate(asked.params["micro_batch"], tuple((name, asked.params[name]) for name in names))
-            if candidate in candidates and candidate not in seen:
+            trial = study.ask(spaces)
+            candidate = Candidate(trial.params["micro_batch"], tuple((name, trial.params[name]) for name in names))
+            if candidate in candidates and candidate not in tried:
                 return Proposal(candidate, "probe")
-            known = seen.get(candidate)
-            study.tell(asked, (known.tokens_per_second or 0.0) if known else 0.0)
-        return Proposal(next(c for c in candidates if c not in seen), "probe")
+            row = tried.get(candidate)
+            study.tell(trial, (row.tokens_per_second or 0.0) if row else 0.0)
+        return Proposal(next(c for c in candidates if c not in tried), "probe")
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
         return max(0, min(self.trials, len(self.space.candidates())) - len({row.candidate for row in rows}))
@@ -69,6 +69,8 @@ def _optuna() -> Any:
     try:
         optuna = importlib.import_module("optuna")
     except ImportError:
-        raise UserError("--searcher optuna needs Optuna: pip install optuna, or use --searcher memory.") from None
+        raise UserError(
+            "--searcher optuna needs the package optuna. Run 'pip install optuna', or use --searcher memory."
+        ) from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna

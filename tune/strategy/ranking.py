@@ -1,7 +1,7 @@
-"""Who won: candidates ranked by confirmed speed, ties named, the smaller memory winning among equals.
+"""Ranking of candidates by confirmed speed, with ties; among equally fast ones the one with the least memory wins.
 
-Every number comes from runs in fresh processes, interleaved where they were confirmed, so that a drift of the machine
-falls on all alike.
+All speeds come from runs in fresh processes. Confirmations are interleaved, so that a drift of the machine affects all
+candidates equally.
 """
 
 import math
@@ -14,35 +14,37 @@ from tune.space import Candidate
 from tune.trial.row import TrialRow
 
 CONTENDERS = 3
+"""Maximum number of candidates in a confirmation round, besides the control."""
 NEGLIGIBLE = 0.005
-"""Loss of speed, as a fraction, that a smaller memory is worth when no difference has been shown."""
+"""Relative loss of speed that is accepted for less memory, if the difference is not significant."""
 CLEAR = 0.001
-"""Expected loss, as a fraction, below which a candidate counts as beaten without another run."""
+"""Expected relative loss below which a candidate counts as beaten without another run."""
 NORMAL = statistics.NormalDist()
 Z95 = NORMAL.inv_cdf(0.975)
 UNFIT = ("over_limit", "oom", "thrash")
+"""Outcomes of trials that did not fit the memory limit."""
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A candidate's place."""
+    """A candidate in the ranking, with its pooled speed and memory."""
 
     candidate: Candidate
     speed: Estimate
-    """In tokens per second."""
+    """Tokens per second."""
     memory: int
-    """In bytes."""
+    """Peak memory in bytes."""
     runs: int
     confirmed: bool
     final: bool = False
-    """It ran in every round of confirmations, so that it can win."""
+    """Whether the candidate ran in every confirmation round, so that it can win."""
     tied: bool = False
-    """Its interval overlaps the fastest one's: no difference has been shown."""
+    """Whether the interval overlaps the fastest candidate's, so that the difference is not significant."""
 
     def loss_against(self, other: "Ranked") -> float:
-        """Expected loss, as a fraction of speed, of choosing this one if ``other`` should be the faster.
+        """Expected relative loss of speed of choosing this candidate, if ``other`` is the faster one.
 
-        From both intervals, taken for 95% of normal distributions of the logarithm.
+        Both intervals count as 95% intervals of normal distributions of the logarithm.
         """
         lead = math.log(self.speed.middle / other.speed.middle)
         error = math.hypot(*(math.log(s.speed.high / s.speed.low) / 2 / Z95 for s in (self, other)))
@@ -53,70 +55,73 @@ class Ranked:
 
 
 def fit_to_win(rows: Sequence[TrialRow]) -> dict[Candidate, list[TrialRow]]:
-    """Rows with a speed by candidate, without the candidates that ever failed to stay within the limit."""
+    """Rows with a speed by candidate, without candidates of which any run did not fit the memory limit."""
     unfit = {row.candidate for row in rows if row.outcome in UNFIT}
-    found: dict[Candidate, list[TrialRow]] = {}
+    eligible: dict[Candidate, list[TrialRow]] = {}
     for row in rows:
         if row.outcome == "ok" and row.tokens_per_second and row.candidate not in unfit:
-            found.setdefault(row.candidate, []).append(row)
-    return found
+            eligible.setdefault(row.candidate, []).append(row)
+    return eligible
 
 
 def contenders(rows: Sequence[TrialRow], control: Candidate) -> list[Candidate]:
-    """Who runs in the round of confirmations after ``rows``, fastest first; empty when the winner is clear.
+    """The candidates of the next confirmation round after ``rows``, fastest first; empty if the winner is clear.
 
-    In the first round these are the best three of the exploration, without those that are clearly beaten. Later
-    they are the winner so far and those whose expected lead over it is not negligible. The control runs in every
-    round, if it fits, because the search is compared with it.
+    In the first round these are the best three of the exploration, without those that are clearly beaten. In later
+    rounds they are the winner so far and the candidates whose expected lead over it is not negligible. The control runs
+    in every round if it fits, because the search is compared with it.
     """
     ranked = rank(rows)
-    again = any(entry.confirmed for entry in ranked)
-    final = [s for s in ranked if s.final]
+    has_confirmations = any(entry.confirmed for entry in ranked)
+    final = [entry for entry in ranked if entry.final]
     if not final:
         return []
-    rivals = [s for s in final[1:] if final[0].loss_against(s) > (NEGLIGIBLE if again else CLEAR)]
-    if again and not rivals:
+    winner, *others = final
+    rivals = [entry for entry in others if winner.loss_against(entry) > (NEGLIGIBLE if has_confirmations else CLEAR)]
+    if has_confirmations and not rivals:
         return []
-    by_speed = sorted([final[0], *rivals], key=lambda s: -s.speed.middle)
-    chosen = [s.candidate for s in by_speed[:CONTENDERS]]
-    if control not in chosen and any(s.candidate == control for s in final):
-        chosen.append(control)
-    return chosen if len(chosen) > 1 else []
+    by_speed = sorted([winner, *rivals], key=lambda entry: -entry.speed.middle)
+    candidates = [entry.candidate for entry in by_speed[:CONTENDERS]]
+    if control not in candidates and any(entry.candidate == control for entry in final):
+        candidates.append(control)
+    return candidates if len(candidates) > 1 else []
 
 
 def rank(rows: Sequence[TrialRow]) -> list[Ranked]:
-    """All candidates that can win, the winner first, then those tied with it and then the rest, by speed.
+    """All candidates that fit and have a speed: the winner, then those tied with it, then the others, by speed.
 
-    Where anything was confirmed only candidates that ran in every round of it can win or tie, on their confirmed
-    speeds: the fastest of many single measurements is partly luck, and rounds differ as the machine drifts.
+    The fastest of many single measurements is partly luck. Once candidates are confirmed, only those that ran in every
+    round can win or tie, by their confirmed speeds.
     """
-    found = [_pooled(runs) for runs in fit_to_win(rows).values()]
-    if not found:
+    entries = [_pooled(runs) for runs in fit_to_win(rows).values()]
+    if not entries:
         return []
-    most = max(s.runs if s.confirmed else 0 for s in found)
-    found = [replace(s, final=not most or (s.confirmed and s.runs == most)) for s in found]
-    final = [s for s in found if s.final]
-    best = max(final, key=lambda s: s.speed.middle)
-    tied = [s for s in final if s is best or s.speed.high >= best.speed.low]
+    rounds = max(entry.runs if entry.confirmed else 0 for entry in entries)
+    entries = [replace(entry, final=not rounds or (entry.confirmed and entry.runs == rounds)) for entry in entries]
+    final = [entry for entry in entries if entry.final]
+    best = max(final, key=lambda entry: entry.speed.middle)
+    tied = [entry for entry in final if entry is best or entry.speed.high >= best.speed.low]
     if len(tied) > 1:
-        tied = [replace(s, tied=True) for s in tied]
-    names = {s.candidate for s in tied}
-    rest = [s for s in found if s.candidate not in names]
-    # A tie may hide a real loss that noise did not let show, so memory decides only where the loss would be small.
-    equal = [s for s in tied if s.speed.middle >= (1 - NEGLIGIBLE) * best.speed.middle]
-    winner = min(equal, key=lambda s: (s.memory, -s.speed.middle))
-    by_speed = sorted((s for s in tied if s is not winner), key=lambda s: -s.speed.middle)
-    return [winner, *by_speed, *sorted(rest, key=lambda s: (not s.confirmed, not s.final, -s.speed.middle))]
+        tied = [replace(entry, tied=True) for entry in tied]
+    tied_candidates = {entry.candidate for entry in tied}
+    others = [entry for entry in entries if entry.candidate not in tied_candidates]
+    # A tie may hide a real difference that noise conceals, so memory decides only where the loss would be small.
+    equal = [entry for entry in tied if entry.speed.middle >= (1 - NEGLIGIBLE) * best.speed.middle]
+    winner = min(equal, key=lambda entry: (entry.memory, -entry.speed.middle))
+    by_speed = sorted((entry for entry in tied if entry is not winner), key=lambda entry: -entry.speed.middle)
+    others = sorted(others, key=lambda entry: (not entry.confirmed, not entry.final, -entry.speed.middle))
+    return [winner, *by_speed, *others]
 
 
 def _pooled(runs: list[TrialRow]) -> Ranked:
-    """Pool a candidate's runs: the geometric mean, as wide as their intervals or their spread."""
+    """Pool a candidate's runs: their geometric mean, with an interval as wide as their intervals or their range."""
     confirmed = [row for row in runs if row.stage == "confirm"]
     used = confirmed or runs
-    within = math.sqrt(sum(math.log(row.high / row.low) ** 2 for row in used if row.high and row.low)) / 2 / len(used)
+    squares = sum(math.log(row.high / row.low) ** 2 for row in used if row.high and row.low)
+    half_width = math.sqrt(squares) / 2 / len(used)
     speeds = [row.tokens_per_second for row in used if row.tokens_per_second]
-    width = math.exp(max(within, math.log(max(speeds) / min(speeds)) / 2))
+    factor = math.exp(max(half_width, math.log(max(speeds) / min(speeds)) / 2))
     middle = statistics.geometric_mean(speeds)
-    speed = Estimate(middle, middle / width, middle * width)
+    speed = Estimate(middle, middle / factor, middle * factor)
     memory = max(row.memory or 0 for row in runs)
     return Ranked(runs[0].candidate, speed, memory, len(used), bool(confirmed))

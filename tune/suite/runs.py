@@ -1,8 +1,8 @@
-"""The runs of a suite: the baseline, a rung, the baseline again, and so on, each with the config that it needs.
+"""The runs of a suite: the baseline, a rung, the baseline again, and so on, each with its config.
 
-The baseline is the control; it is run again after every rung, because machines drift by more than most rungs gain. What
-is next follows from the rows alone: the same way is gone through again from the beginning, up to the first run that has
-no row.
+The baseline is the control. It runs again after every rung, because the speed of machines drifts by more than most
+rungs gain. The rows alone determine the next run: the suite is replayed from its beginning up to the first run without
+a row.
 """
 
 import hashlib
@@ -32,13 +32,13 @@ from tune.trial.row import Proposal, Stage, TrialRow
 from tune.trial.run import Request
 
 SAME_BATCH = ", same batch"
-"""Ends the name of a rung's first run, at the batch of the rung before, when one with a larger batch follows."""
+"""Suffix of a rung's first run, at the batch of the previous rung, if a run with a larger batch follows."""
 
 TOO_LARGE = ("oom", "over_limit")
 """Outcomes of a run whose batch did not fit."""
 
 RETRIES = 3
-"""Smaller batches that are tried after one that was predicted to fit has not."""
+"""Maximum number of smaller batches that are tried after a batch that was predicted to fit did not."""
 
 
 class NotRun(Exception):
@@ -52,25 +52,25 @@ class NotRun(Exception):
 
 @dataclass(frozen=True)
 class Measured:
-    """A rung or a control: its run and, once all have run, how it compares; or the reason why it has no speed."""
+    """A rung or a control with its run and, once all have run, its comparison; or the reason why it has no speed."""
 
     name: str
     reason: str = ""
-    """Why it has no speed; empty when it has one."""
+    """Reason why the rung has no speed; empty if it has one."""
     row: TrialRow | None = None
     config: TrainConfig | None = None
     changes_numerics: bool = False
-    """Whether its loss may differ from that of the rung before."""
+    """Whether the loss may differ from the loss of the previous rung."""
     too_large: tuple[int, ...] = ()
-    """Larger micro-batches that were predicted to fit the memory limit, and did not."""
+    """Larger micro-batches that were predicted to fit the memory limit and did not."""
     held_out: tuple[tuple[float, float], ...] = ()
-    """Validation losses of the rung before and of this one, for each seed, where seeds are compared."""
+    """Validation losses (previous rung, this rung) for each seed, if seeds are compared."""
     step: Difference | None = None
-    """Over the rung before, each relative to the controls around it."""
+    """Speedup over the previous rung; both are relative to the controls around them."""
     total: Difference | None = None
-    """Over the baseline."""
+    """Speedup over the baseline."""
     matmul_rate: float | None = None
-    """FLOP/s at its precision that the doctor measured on its machine."""
+    """FLOP/s of matrix products at the rung's precision, measured by infra.doctor on the rung's machine."""
     loss: float | None = None
     """Mean training loss over the last fifth of the tokens that every rung has seen."""
 
@@ -84,7 +84,7 @@ class Measured:
 
     @property
     def batch(self) -> str:
-        """Micro-batch, accumulation if any, and in brackets the batch that was predicted to fit and did not."""
+        """Micro-batch, accumulation above 1, and in brackets the batch that was predicted to fit and did not."""
         if self.config is None:
             return ""
         size, accumulation = self.config.micro_batch, self.config.accumulation
@@ -92,19 +92,19 @@ class Measured:
 
     @property
     def ceiling(self) -> float | None:
-        """Fraction of the matmul rate that its arithmetic is."""
+        """Model FLOP/s as a fraction of the measured matmul rate."""
         flops = self.row and self.row.flops_per_second
         return flops / self.matmul_rate if flops and self.matmul_rate else None
 
 
 @dataclass(frozen=True)
 class Ladder(Experiment):
-    """One ladder, with everything decided that its config leaves open."""
+    """One ladder with all its settings resolved."""
 
     config: LadderConfig
     suite: Suite
     start: TrainConfig
-    """What the suite's baseline is derived from."""
+    """The run from which the suite's baseline is derived."""
 
     collection = "ladder"
 
@@ -114,8 +114,8 @@ class Ladder(Experiment):
         try:
             self.measured(rows)
         except NotRun as run:
-            known = known_peak(run.config)
-            memory = float(known.total) if known else None
+            peak = known_peak(run.config)
+            memory = float(peak.total) if peak else None
             proposal = Proposal(Candidate(run.config.micro_batch), run.stage, predicted_memory=memory)
             return Request(run.key, number, run.name, proposal, run.config.to_json(), machine, self.limit)
         return None
@@ -124,14 +124,14 @@ class Ladder(Experiment):
         return self.request("", 0, rows, []) is None
 
     def remaining(self, rows: Sequence[TrialRow]) -> int:
-        return max(0, 1 + 2 * len(self.suite.rungs) - len(rows))  # a rung is a run and a control
+        return max(0, 1 + 2 * len(self.suite.rungs) - len(rows))  # A control follows each rung.
 
     def is_kept(self, row: TrialRow) -> bool:
-        """Unless the run failed: whatever was in its way may be gone."""
+        """Whether the run did not fail. A failed one runs again, because its cause may be gone."""
         return row.outcome != "failed"
 
     def usable(self, machines: Iterable[str], rows: Sequence[TrialRow]) -> set[str]:
-        """The machine of the first run, which the others are compared with."""
+        """The machine of the first run only, because speeds of different machines cannot be compared."""
         return {name for name in machines if not rows or name == rows[0].node}
 
     def params(self) -> dict[str, object]:
@@ -141,171 +141,185 @@ class Ladder(Experiment):
         return {"rung": row.name}
 
     def measured(self, rows: Sequence[TrialRow]) -> tuple[list[Measured], list[Measured]]:
-        """The controls and the rungs: ``n + 1`` controls around ``n`` rungs that have a speed.
+        """Returns: (controls, rungs), with ``n + 1`` controls around ``n`` rungs that have a speed.
 
-        A rung without a speed is in the list with its reason, and no control follows it. Raises ``NotRun`` with the
-        next run where there is one, and ``UserError`` when the baseline cannot be measured.
+        A rung without a speed has its reason, and no control follows it.
+
+        Raises:
+            NotRun: a run has no row yet.
+            UserError: the baseline cannot be measured.
         """
         return Climb(self, {row.key: row for row in rows}.get).to_the_end()
 
 
 @dataclass(frozen=True)
 class Climb:
-    """The way through a suite, as far as there are rows."""
+    """Replays a suite from its beginning, as far as its runs have rows."""
 
     ladder: Ladder
     row_of: Callable[[str], TrialRow | None]
-    """The row of a run by its key, if there is one."""
+    """Returns the row of the run with a key, or None."""
 
     @property
     def facts(self) -> DeviceFacts:
         return self.ladder.machines[0].device
 
     def to_the_end(self) -> tuple[list[Measured], list[Measured]]:
-        """See :meth:`Ladder.measured`."""
-        suite, room = self.ladder.suite, self._room()
-        baseline = self._fitted(self._with(self.ladder.start, suite.base), room)
-        refuse_several(baseline)
+        """Returns and raises as :meth:`Ladder.measured`."""
+        suite, memory = self.ladder.suite, self._memory_for_fit()
+        baseline = self._fitted(self._with(self.ladder.start, suite.base), memory)
+        check_single_worker(baseline)
         refuse_short_splits(baseline, self.ladder.manifest)
-        first, baseline, room = self._fitting("control-00", Rung("baseline"), baseline, room)
-        refuse_short(first, fitted=bool(room))
-        controls, before, state = [first], first, baseline
+        first, baseline, memory = self._run_with_smaller_batches("control-00", Rung("baseline"), baseline, memory)
+        check_baseline_speed(first, fitted=bool(memory))
+        controls, previous, state = [first], first, baseline
         rungs: list[Measured] = []
         for number, rung in enumerate(suite.rungs, 1):
             try:
-                config = self._fitted(self._with(state, rung.changes), room)
+                config = self._fitted(self._with(state, rung.changes), memory)
                 if config == state and rung.changes:
-                    raise UserError("here it changes nothing")
-                refuse_unsuited(state, config, rung, self.facts)
+                    raise UserError("it changes nothing on this device")
+                check_suits_device(state, config, rung, self.facts)
                 refuse_short_splits(config, self.ladder.manifest)
                 stages = equal_work_first(rung, state, config)
                 for _, each in stages:
                     resolve(each, self.facts)
-            except UserError as refused:
-                rungs.append(Measured(rung.name, str(refused).rstrip(".")))  # the table ends it
+            except UserError as mistake:
+                rungs.append(Measured(rung.name, str(mistake).rstrip(".")))
                 continue
             for stage, config in stages:
                 same_batch = stage.name.endswith(SAME_BATCH)
-                place = f"{number:02d}-" + re.sub(r"[^a-z0-9]+", "-", stage.name.lower()).strip("-")
-                above = stages[0][1].micro_batch if len(stages) > 1 else 0
-                measured, config, left = self._fitting(place, stage, config, None if same_batch else room, above)
-                if measured.too_large:  # so that its batch is another than that of the rung before
-                    measured = replace(measured, changes_numerics=True)
-                rungs.append(measured)
-                if measured.speed is None:
+                label = f"{number:02d}-" + re.sub(r"[^a-z0-9]+", "-", stage.name.lower()).strip("-")
+                larger_than = stages[0][1].micro_batch if len(stages) > 1 else 0
+                result, config, reduced_memory = self._run_with_smaller_batches(
+                    label, stage, config, None if same_batch else memory, larger_than
+                )
+                if result.too_large:  # Its batch is not the requested one, so its loss may differ.
+                    result = replace(result, changes_numerics=True)
+                rungs.append(result)
+                if result.speed is None:
                     continue
                 control = f"control-{number:02d}{'-same-batch' * same_batch}"
-                controls.append(self._measure(control, Rung("control"), baseline))
+                controls.append(self._run_or_pending(control, Rung("control"), baseline))
                 if controls[-1].speed is None:
-                    raise UserError(f"the control could not be run again after {stage.name!r}: {controls[-1].reason}.")
-                other_sums = measured.changes_numerics or "precision" in stage.changes
+                    raise UserError(
+                        f"The control failed when it ran again after {stage.name!r}: {controls[-1].reason}. Check "
+                        "the machine, and run the ladder again."
+                    )
+                rounds_differently = result.changes_numerics or "precision" in stage.changes
                 equal_work = config.global_batch == state.global_batch and config.stream == state.stream
-                if suite.seeds > 1 and other_sums and equal_work:
-                    rungs[-1] = replace(measured, held_out=self._held_out((before, state), (measured, config)))
+                if suite.seeds > 1 and rounds_differently and equal_work:
+                    rungs[-1] = replace(result, held_out=self._held_out((previous, state), (result, config)))
                 if suite.cumulative:
-                    before, state, room = rungs[-1], config, room if same_batch else left
+                    previous, state, memory = rungs[-1], config, memory if same_batch else reduced_memory
         return controls, rungs
 
     def _held_out(self, *runs: tuple[Measured, TrainConfig]) -> tuple[tuple[float, float], ...]:
-        """Validation losses of the rung before and of a rung, with each of the suite's seeds.
+        """Validation losses of the previous rung and of a rung with each of the suite's seeds.
 
-        Runs with another seed than the ladder's have no control: only their losses count.
+        Runs with a seed other than the ladder's have no control, because only their losses are used.
         """
         losses: list[list[float | None]] = []
-        for measured, config in runs:
-            assert measured.row is not None, "it has a speed"
-            losses.append([measured.row.val_loss])
+        for result, config in runs:
+            assert result.row is not None, "a rung with a speed has a row"
+            losses.append([result.row.val_loss])
             for seed in range(config.seed + 1, config.seed + self.ladder.suite.seeds):
-                place = f"{measured.row.key.rpartition('-')[0]}-seed-{seed}"
-                label = Rung(f"{measured.name}, seed {seed}")
-                seeded = self._measure(place, label, replace(config, seed=seed), "seed")
-                losses[-1].append(seeded.row and seeded.row.val_loss)
-        return tuple((one, other) for one, other in zip(*losses, strict=True) if one is not None and other is not None)
+                label = f"{result.row.key.rpartition('-')[0]}-seed-{seed}"
+                rung = Rung(f"{result.name}, seed {seed}")
+                with_seed = self._run_or_pending(label, rung, replace(config, seed=seed), "seed")
+                losses[-1].append(with_seed.row and with_seed.row.val_loss)
+        pairs = zip(*losses, strict=True)
+        return tuple((previous, loss) for previous, loss in pairs if previous is not None and loss is not None)
 
-    def _room(self) -> int | None:
-        """Bytes that a rung's predicted peak may take; None when batches are the suite's."""
+    def _memory_for_fit(self) -> int | None:
+        """Bytes that a rung's predicted peak may take with ``--fit``; None if the suite sets the batches."""
         ladder = self.ladder
         if not (ladder.config.fit and ladder.limit):
             return None
         return ladder.limit - (UNMEASURED if ladder.device == "cuda" else 0)
 
     def _with(self, config: TrainConfig, changes: Changes) -> TrainConfig:
-        """``config`` with ``changes``; a model that they name follows the vocabulary of the data."""
+        """``config`` with ``changes``; if they name a model, its vocabulary follows the data."""
         changed = apply(config, changes)
         return with_vocabulary_of(changed, self.ladder.manifest) if "model" in changes else changed
 
-    def _fitted(self, config: TrainConfig, room: int | None) -> TrainConfig:
-        if room is None:
-            decided = resolve(config, self.facts.within(self.ladder.limit))
-            return replace(config, micro_batch=decided.micro_batch)
-        fitted = largest_batch(resolve(config, self.facts), room)
+    def _fitted(self, config: TrainConfig, memory: int | None) -> TrainConfig:
+        """``config`` with its micro-batch resolved, or with the largest batch that is predicted to fit ``memory``."""
+        if memory is None:
+            resolved = resolve(config, self.facts.within(self.ladder.limit))
+            return replace(config, micro_batch=resolved.micro_batch)
+        fitted = largest_batch(resolve(config, self.facts), memory)
         return replace(config, micro_batch=fitted.micro_batch, global_batch=fitted.global_batch)
 
-    def _fitting(
-        self, place: str, rung: Rung, config: TrainConfig, room: int | None, above: int = 0
+    def _run_with_smaller_batches(
+        self, label: str, rung: Rung, config: TrainConfig, memory: int | None, larger_than: int = 0
     ) -> tuple[Measured, TrainConfig, int | None]:
-        """Run ``config`` and, where it was given the batch that was predicted to fit ``room`` and does not, a smaller
-        one ``above`` a batch that has been run.
+        """Run ``config``, and again with smaller batches while one that was predicted to fit ``memory`` does not.
 
-        Returns the last run, its config, and the room for what is based on it: predictions below the one that failed.
+        ``larger_than`` is a micro-batch that has already run.
+
+        Returns: (the last run, its config, bytes that predictions for the rungs based on it must stay below).
         """
-        measured = self._measure(place, rung, config)
+        result = self._run_or_pending(label, rung, config)
         failed: list[TrainConfig] = []
-        while room and measured.row and measured.row.outcome in TOO_LARGE and len(failed) < RETRIES:
+        while memory and result.row and result.row.outcome in TOO_LARGE and len(failed) < RETRIES:
             failed.append(config)
-            room = predict_peak(resolve(config, self.facts)).total - 1
+            memory = predict_peak(resolve(config, self.facts)).total - 1
             try:
-                config = self._fitted(config, room)
+                config = self._fitted(config, memory)
             except UserError:
                 break
-            if config.micro_batch <= above:
+            if config.micro_batch <= larger_than:
                 break
-            measured = self._measure(f"{place}-batch-{config.micro_batch}", rung, config)
-        ran = measured.config.micro_batch if measured.config else 0
-        sizes = tuple(each.micro_batch for each in failed if each.micro_batch != ran)
-        return replace(measured, too_large=sizes), config, room
+            result = self._run_or_pending(f"{label}-batch-{config.micro_batch}", rung, config)
+        micro_batch = result.config.micro_batch if result.config else 0
+        too_large = tuple(each.micro_batch for each in failed if each.micro_batch != micro_batch)
+        return replace(result, too_large=too_large), config, memory
 
-    def _measure(self, place: str, rung: Rung, config: TrainConfig, stage: Stage | None = None) -> Measured:
-        """The run of ``config`` at ``place``. Raises ``NotRun`` when it has no row."""
+    def _run_or_pending(self, label: str, rung: Rung, config: TrainConfig, stage: Stage | None = None) -> Measured:
+        """The result of the run of ``config`` with this ``label``. Raises ``NotRun`` if it has no row."""
         config = resolve(config, self.facts)
-        key = f"{place}-{hashlib.sha256(json.dumps(config.to_json()).encode()).hexdigest()[:8]}"
+        key = f"{label}-{hashlib.sha256(json.dumps(config.to_json()).encode()).hexdigest()[:8]}"
         row = self.row_of(key)
         if row is None:
-            usual: Stage = "baseline" if place.startswith("control") else "rung"
-            raise NotRun(key, rung.name, config, stage or usual)
+            default: Stage = "baseline" if label.startswith("control") else "rung"
+            raise NotRun(key, rung.name, config, stage or default)
         reason = "" if row.speed else f"{row.outcome}: {row.reason}" if row.outcome in TOO_LARGE else row.reason
         return Measured(rung.name, reason.rstrip("."), row, config, rung.changes_numerics)
 
 
-def refuse_several(config: TrainConfig) -> None:
+def check_single_worker(config: TrainConfig) -> None:
     if config.workers > 1:
-        raise UserError(f"a ladder measures one device, and this needs {config.workers} workers")
+        raise UserError(f"a ladder measures one device, but this needs {config.workers} workers")
 
 
-def refuse_unsuited(before: TrainConfig, config: TrainConfig, rung: Rung, facts: DeviceFacts) -> None:
-    """Raise ``UserError`` when ``config`` cannot show on this device what the rung changes of ``before``."""
-    refuse_several(config)
+def check_suits_device(previous: TrainConfig, config: TrainConfig, rung: Rung, facts: DeviceFacts) -> None:
+    """Raise ``UserError`` if the rung's change from ``previous`` to ``config`` has no effect to measure on the device.
+
+    The messages are reasons in the table of results, so they have neither capital nor period.
+    """
+    check_single_worker(config)
     if resolve(config, facts).device == "cuda":
-        if set(config.ablate) ^ set(before.ablate) == {"pages"}:
-            raise UserError("large pages are for CPU memory; torch caches a GPU's by itself")
+        if set(config.ablate) ^ set(previous.ablate) == {"pages"}:
+            raise UserError("large pages only apply to CPU memory; torch caches GPU memory itself")
         return
     changed = set(rung.changes)
     if "precision" in changed and config.precision == "tf32":
-        raise UserError("TF32 is for GPUs; a CPU computes the same fp32")
+        raise UserError("TF32 only exists on GPUs; a CPU would compute in fp32")
     if config.precision in SIXTEEN_BITS and not facts.bf16:
-        raise UserError(f"this CPU emulates {config.precision}, many times slower than fp32")
+        raise UserError(f"this CPU only emulates {config.precision}, which is far slower than fp32")
     if config.compile in GPU_KERNELS:
-        raise UserError(f"{config.compile} tries GPU kernels")
+        raise UserError(f"--compile {config.compile} tunes GPU kernels")
     if "attention" in changed and config.attention == "auto":
-        raise UserError("a CPU has one fused attention kernel, which is already used")
+        raise UserError("a CPU has only one fused attention kernel, which is already used")
 
 
 def equal_work_first(rung: Rung, state: TrainConfig, config: TrainConfig) -> list[tuple[Rung, TrainConfig]]:
-    """The runs of a rung that makes ``state`` into ``config``: one, or two where it also comes with a larger batch.
+    """The runs of a rung that changes ``state`` to ``config``: one, or two if its batch is also larger.
 
-    The first of two keeps the batch of ``state``: it shows the memory that the change frees and the speed that it gains
-    at equal work; the second shows what the larger batch adds. A rung that sets the micro-batch or the global batch by
-    name is about just that, and is run once.
+    The first of two keeps the batch of ``state``, and shows the memory that the change saves and the speed that it
+    gains at equal work; the second shows what the larger batch adds. A rung that sets the micro-batch or the global
+    batch itself runs once, because the batch is what it measures.
     """
     larger = config.global_batch > state.global_batch and not {"micro_batch", "global_batch"} & rung.changes.keys()
     same = replace(config, micro_batch=state.micro_batch, global_batch=state.global_batch) if larger else state
@@ -314,9 +328,9 @@ def equal_work_first(rung: Rung, state: TrainConfig, config: TrainConfig) -> lis
 
 
 def largest_batch(config: TrainConfig, limit: int) -> TrainConfig:
-    """``config`` with the largest micro-batch predicted to fit ``limit`` bytes, multiples of 8 from 8 on.
+    """``config`` with the largest micro-batch that is predicted to fit ``limit`` bytes; above 8 a multiple of 8.
 
-    The accumulation stays, so the global batch follows. Raises ``UserError`` when one sequence does not fit.
+    The accumulation stays, so the global batch changes. Raises ``UserError`` if not even one sequence fits.
     """
 
     def sized(size: int) -> TrainConfig:
@@ -327,30 +341,28 @@ def largest_batch(config: TrainConfig, limit: int) -> TrainConfig:
     while fitting < len(sizes) and predict_peak(sized(sizes[fitting])).total <= limit:
         fitting += 1
     if not fitting:
-        raise UserError(f"not even one sequence fits --memory-limit {format_size(limit)}")
+        raise UserError(f"not even one sequence fits {format_size(limit)}; raise --memory-limit")
     return sized(sizes[fitting - 1])
 
 
-def refuse_short(baseline: Measured, *, fitted: bool = False) -> None:
-    """Raise ``UserError`` when the baseline failed, or was too short for a speed.
+def check_baseline_speed(baseline: Measured, *, fitted: bool = False) -> None:
+    """Raise ``UserError`` if the baseline failed, or was too short to measure a speed.
 
     ``fitted`` is whether smaller batches have been tried already.
     """
     row = baseline.row
-    assert row is not None, "it has been run"
+    assert row is not None, "the baseline has run"
     steps = row.step_seconds
     if row.too_short or (row.speed and len(steps) < SHORTEST):
         seconds = sum(steps[1:]) / (len(steps) - 1) if len(steps) > 1 else sum(steps)
         raise UserError(
-            f"{len(steps)} steps in {sum(steps[1:]):.1f}s are too few to leave warm-up: a rung needs {SHORTEST} steps, "
-            f"here --time-budget {math.ceil(SHORTEST * seconds)}s or more."
+            f"The baseline made only {len(steps)} steps in {sum(steps[1:]):.1f} s; a rung needs {SHORTEST} to get past "
+            f"warm-up. Use --time-budget {math.ceil(SHORTEST * seconds)}s or more."
         )
     if not row.speed:
-        step = ""
-        if row.outcome in TOO_LARGE:
-            step = (
-                f" {RETRIES} smaller batches did not fit either: give a larger --memory-limit or a smaller --model."
-                if fitted
-                else " Give --fit and --memory-limit for the largest batch that fits."
-            )
-        raise UserError(f"the baseline cannot be run: {baseline.reason}.{step}")
+        advice = "Fix the cause, or choose another --suite."
+        if row.outcome in TOO_LARGE and fitted:
+            advice = f"{RETRIES} smaller batches did not fit either. Use a larger --memory-limit or a smaller --model."
+        elif row.outcome in TOO_LARGE:
+            advice = "Use --fit with --memory-limit for the largest batch that fits."
+        raise UserError(f"The baseline failed: {baseline.reason}. {advice}")

@@ -1,8 +1,8 @@
-"""The studies that the suites ``a100``, ``loop`` and ``memory`` repeat, and a ladder beside them.
+"""The published studies that the suites ``a100``, ``loop`` and ``memory`` repeat, and their comparison with a ladder.
 
-That of ``a100`` trained GPT-2 124M at a context length of 512 on one A100 with 40 GB in a notebook, about five minutes
-per rung, each change first at the batch of the rung before and then with a larger one. Beside it stands what a
-textbook's loop needs. The other two say what some changes do to memory and time: :data:`EFFECTS`.
+The study of ``a100`` trained GPT-2 124M at a context length of 512 on one A100 with 40 GB in a notebook, about five
+minutes per rung, each change first at the batch of the previous rung and then with a larger one. It is compared with
+the memory and roofline of a textbook loop, too. The other two published the effects of some changes: :data:`EFFECTS`.
 """
 
 import json
@@ -25,7 +25,7 @@ from tune.suite.standings import three_digits
 from tune.suite.suites import A100, apply
 
 NAME = "study"
-"""What ``--compare`` takes for that of the suite."""
+"""Value of ``--compare`` for the study of the suite."""
 
 GIB = 2**30
 """The study's unit of memory."""
@@ -33,23 +33,23 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Published:
-    """What the study says of one rung."""
+    """The study's results of one rung."""
 
     batch: int
     gib: float
-    """GPU memory, called GB there: it is what a textbook's loop takes in GiB, see :func:`textbook`."""
+    """GPU memory in GiB. The study calls the unit GB, but a textbook loop needs this many GiB: :func:`textbook`."""
     speed: float
-    """Tokens per second, those of validation among them: see :data:`VALIDATION`."""
+    """Tokens per second, including the tokens of validation: see :data:`VALIDATION`."""
     same_batch_gib: float | None = None
-    """GPU memory at the batch of the rung before, where the rung raised the batch afterwards."""
+    """GPU memory in GiB at the batch of the previous rung, if the rung then raised the batch."""
     seen: float | None = None
-    """Tokens seen after five minutes, where its log is known: less than the speed would make."""
+    """Tokens seen after five minutes according to the study's log, if it is known; fewer than its speed implies."""
 
 
 STUDY: Mapping[str, Published] = {
     "baseline": Published(28, 37.0, 16_950, seen=4.6e6),
     "tensor cores": Published(28, 37.0, 40_950),
-    "no synchronisation": Published(28, 37.0, 41_015),
+    "no synchronization": Published(28, 37.0, 41_015),
     "mixed precision fp16": Published(32, 36.9, 43_700, same_batch_gib=32.4),
     "compile": Published(48, 37.4, 112_200, same_batch_gib=25.4),
     "flash attention": Published(64, 38.9, 132_200, same_batch_gib=29.6),
@@ -57,12 +57,12 @@ STUDY: Mapping[str, Published] = {
     "tied weights": Published(64, 38.7, 148_700),
     "data-loading workers": Published(64, 38.7, 147_000),
 }
-"""By the rung's name in the suite ``a100``."""
+"""The study's results by the rung's name in the suite ``a100``."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What a study says of a change: memory, and time of a step, over those without it; None where it says nothing."""
+    """Memory and step time with a change, relative to those without it; None where the study has no number."""
 
     memory: float | None = None
     time: float | None = None
@@ -70,7 +70,7 @@ class Effect:
 
 EFFECTS: Mapping[str, Mapping[str, Effect]] = {
     "loop": {
-        "accumulation": Effect(memory=1.11 / 2.5),  # in GB
+        "accumulation": Effect(memory=1.11 / 2.5),  # published in GB
         "checkpointing": Effect(memory=0.5, time=1.25),
         "asynchronous copies": Effect(time=0.75),
         "compile": Effect(time=0.5),
@@ -78,57 +78,57 @@ EFFECTS: Mapping[str, Mapping[str, Effect]] = {
     },
     "memory": {"all together": Effect(memory=5 / 15, time=1.0)},
 }
-"""By suite and rung."""
+"""Published effects by suite and rung."""
 
 SAID: Mapping[str, str] = {
-    "loop": "The study trained a model of 4 blocks and a width of 256 at a context length of 512, as this suite does "
-    "on data with 512 token ids. It measured compile and max-autotune each on top of the changes before.",
+    "loop": "The study trained a model with 4 blocks and a width of 256 at a context length of 512, as this suite does "
+    "on data with 512 token ids. It measured compile and max-autotune on top of the previous changes.",
     "memory": "The study trained BERT-large on a V100, with accumulation, checkpointing, fp16 and Adafactor or 8-bit "
     "Adam together.",
 }
-"""How each came to its figures."""
+"""Setup of each study, as a note below its table."""
 
 VALIDATION = 11 / (10 + 1 / 3)
-"""How much the study's batches of validation add to tokens/s: one in eleven, which takes a third of a step."""
+"""Factor by which validation raises the study's tokens/s: one batch in eleven, which takes a third of a step's time."""
 
 FIVE_MINUTES = 300.0
-"""Seconds."""
+"""Seconds after which the study counted tokens."""
 
 A100_MATMUL = planned("A100").matmul
-"""FLOP/s of a large matrix product on the study's card: in 16 bits as measured, else the same fraction of the peak."""
+"""FLOP/s of a large matrix product on the study's GPU: as measured in 16 bits, else the same fraction of the peak."""
 
 
 @dataclass(frozen=True)
-class Needed:
-    """What a textbook's loop needs of an A100 at one rung; where it has a line of its own, also a step of ours."""
+class RungNeeds:
+    """Memory and step time that a textbook loop needs on an A100 at one rung."""
 
     gib: float
-    """What torch's allocator reserved, and the CUDA context."""
+    """Memory reserved by torch's allocator plus the CUDA context, in GiB."""
     seconds: float
-    """Of a step at the least, by the roofline of its kernels."""
-    our_seconds: float | None
-    """The same of a step of this project."""
+    """Minimum time of a step by the roofline of its kernels."""
+    project_seconds: float | None
+    """Minimum time of a step of this project; None if the record has no line for the rung."""
 
 
-def textbook() -> dict[str, Needed]:
-    """The record of ``make record-textbook``, by rung as the suite and :func:`memory` name them.
+def textbook() -> dict[str, RungNeeds]:
+    """The record of ``make record-textbook`` by rung, with the names of the suite and of :func:`memory`.
 
-    A rung that it lacks, such as one of the data's loading, needs what the one before needs.
+    A rung that is missing in the record, such as one that changes data loading, has the needs of the previous rung.
     """
     record = json.loads(Path(__file__).with_name("textbook.json").read_text(encoding="utf-8"))
-    found = {
-        row["rung"]: Needed((row["reserved"] + CONTEXT["cuda"]) / GIB, row["seconds"], row.get("our_seconds"))
+    needs = {
+        row["rung"]: RungNeeds((row["reserved"] + CONTEXT["cuda"]) / GIB, row["seconds"], row.get("our_seconds"))
         for row in record["rows"]
     }
-    before = "baseline"
+    previous = "baseline"
     for name in STUDY:
-        found.setdefault(name, found[before])
-        before = name
-    return found
+        needs.setdefault(name, needs[previous])
+        previous = name
+    return needs
 
 
 def studied() -> Iterator[tuple[str, TrainConfig]]:
-    """The name and the config of each of the study's rungs, at its final batch, resolved for an A100."""
+    """Name and config of each of the study's rungs at its final batch, resolved for an A100."""
     config = apply(TrainConfig(device="cuda"), A100.base)
     yield "baseline", resolve(config, CARD)
     for rung in A100.rungs:
@@ -138,85 +138,95 @@ def studied() -> Iterator[tuple[str, TrainConfig]]:
 
 
 def kinds() -> dict[str, str]:
-    """The precision of the matrix products of each of the study's rungs, as infra.doctor names it."""
+    """The precision of the matrix products in each of the study's rungs, with the names of infra.doctor."""
     return {name: "bf16" if config.precision in SIXTEEN_BITS else config.precision for name, config in studied()}
 
 
 def deviations(name: str, config: TrainConfig) -> list[str]:
-    """What the run ``config`` of the study's rung ``name`` has set otherwise than the study, apart from its sizes."""
+    """Settings in which the run ``config`` of the study's rung ``name`` differs from the study, except its sizes."""
     names = ("precision", "attention", "compile", "checkpointing", "loss", "optimizer", "loader_workers")
-    ours, theirs = (
+    settings, study_settings = (
         {name.replace("_", " "): str(getattr(each, name)) for name in names}
         | {
             "ablate": " ".join(sorted(each.ablate)) or "nothing",
-            "head": "tied" if each.shape.tied else "its own",
+            "head": "tied" if each.shape.tied else "not tied",
             "vocabulary": "padded" if each.shape.padded_vocabulary > each.shape.vocabulary else "not padded",
         }
         for each in (config, dict(studied())[name])
     )
-    return [f"{setting} {ours[setting]}, not {theirs[setting]}" for setting in ours if ours[setting] != theirs[setting]]
+    return [
+        f"{setting} {value}, not {study_settings[setting]}"
+        for setting, value in settings.items()
+        if value != study_settings[setting]
+    ]
 
 
 def effects(suite: str, rows: Sequence[Measured]) -> Part:
-    """What the study of the suite ``loop`` or ``memory`` says of its rungs, beside what the ``rows`` measured."""
-    here = {row.name: row for row in rows}
-    base = here.get("baseline", Measured("")).memory
+    """The published effects of the suite ``loop`` or ``memory``, and those that the ``rows`` measured."""
+    by_name = {row.name: row for row in rows}
+    base = by_name.get("baseline", Measured("")).memory
     lines: list[tuple[str, str, str]] = []
     for name, published in EFFECTS[suite].items():
-        row = here.get(name, Measured(name))
+        row = by_name.get(name, Measured(name))
         memory = row.memory / base if row.memory and base else None
         time = 1 / row.total.ratio if row.total else None
-        lines.append((name, _pair(published.memory, memory, "{:.2f}x"), _pair(published.time, time, "{:.2f}x")))
-    return Part("Over the baseline: the study / here", ("rung", "memory", "time of a step"), lines)
+        memory_cell, time_cell = (
+            _study_vs_here(published.memory, memory, "x{:.2f}"), _study_vs_here(published.time, time, "x{:.2f}")
+        )  # fmt: skip
+        lines.append((name, memory_cell, time_cell))
+    title = 'Effect vs baseline: study / this machine ("-": not measured)'
+    return Part(title, ("rung", "peak memory", "step time"), lines)
 
 
 def compare(suite: str, rows: Sequence[Measured]) -> tuple[list[Part], list[str]]:
-    """The tables of memory and speed beside the study of ``suite``, and what they show."""
+    """Returns: (tables that compare the ``rows`` with the study of ``suite``, notes below them)."""
     if suite in EFFECTS:
         return [effects(suite, rows)], [SAID[suite]]
     configs = {row.name: row.config for row in rows if row.config}
-    others = {name: found for name in STUDY if name in configs and (found := deviations(name, configs[name]))}
-    rows = [replace(row, matmul_rate=None) if row.name in others else row for row in rows]  # with nothing to expect
-    here = {row.name: row for row in rows}
+    deviating = {name: settings for name in STUDY if name in configs and (settings := deviations(name, configs[name]))}
+    # Without a matmul rate, no speed is expected of a rung that deviates from the study.
+    rows = [replace(row, matmul_rate=None) if row.name in deviating else row for row in rows]
+    by_name = {row.name: row for row in rows}
     first = STUDY["baseline"].speed
     lines: list[tuple[str, ...]] = []
-    study_before = row_before = None
+    previous_speed = previous_total = None
     scaled = expected(rows)
     for name, published in STUDY.items():
-        row = here.get(name, Measured(name))
+        row = by_name.get(name, Measured(name))
         speed, total = row.speed and row.speed.middle, _ratio(row)
-        step = total / row_before if total and row_before else None
+        step = total / previous_total if total and previous_total else None
         tokens = published.seen or published.speed * FIVE_MINUTES, speed and speed * FIVE_MINUTES
-        reached, here_reached = (each and three_digits(each / 1e6) for each in tokens)
+        study_tokens, row_tokens = (each and three_digits(each / 1e6) for each in tokens)
         lines.append((
             name,
-            _pair(published.speed, speed, "{:,.0f}"),
-            _pair(published.speed / study_before, step, "{:.2f}x") if study_before else "",
-            _pair(published.speed / first, total, "{:.2f}x"),
-            _pair(reached, here_reached, "{}"),
+            _study_vs_here(published.speed, speed, "{:,.0f}"),
+            _study_vs_here(published.speed / previous_speed, step, "x{:.2f}") if previous_speed else "",
+            _study_vs_here(published.speed / first, total, "x{:.2f}"),
+            _study_vs_here(study_tokens, row_tokens, "{}"),
             f"{speed / scaled[name]:.0%}" if speed and name in scaled else "-",
         ))  # fmt: skip
-        study_before, row_before = published.speed, total
-    heading = ("rung", "tokens/s", "step", "total", "M tokens in 5 min", "of expected")
-    tables = [memory(here), rooflines(), Part("Speed: the study / here, - where it was not measured", heading, lines)]
-    return tables, [MEMORY, ROOFLINES, *_caveats(configs["baseline"], others), verdict(rows), _last(rows)]
+        previous_speed, previous_total = published.speed, total
+    heading = ("rung", "tokens/s", "vs previous", "vs baseline", "tokens in 5 min (millions)", "% of expected")
+    title = 'Speed: study / this machine ("-": not measured)'
+    tables = [memory(by_name), rooflines(), Part(title, heading, lines)]
+    return tables, [MEMORY, ROOFLINES, *_caveats(configs["baseline"], deviating), verdict(rows), _last(rows)]
 
 
 MEMORY = (
-    "Textbook is a loop as textbooks write it, with dropout, with GELU and normalisation written out, and with the "
-    "loss outside the compiled model: it was run at each rung, and what torch's allocator reserved is counted together "
-    "with the CUDA context. Predicted is this project's own rung at the study's batch."
+    '"textbook" is a training loop as textbooks write it: with dropout, with GELU and normalization written out, and '
+    "with the loss outside the compiled model. It ran at each rung; its memory is what torch's allocator reserved plus "
+    "the CUDA context. \"predicted\" is this project's rung at the study's batch."
 )
-"""What the columns of :func:`memory` are."""
+"""Note that explains the columns of :func:`memory`."""
 
 
-def memory(here: Mapping[str, Measured]) -> Part:
-    """The study's memory beside that of a textbook's loop, the prediction, and what the rows ``here`` measured, if any.
+def memory(rows: Mapping[str, Measured]) -> Part:
+    """Memory of the study, of a textbook loop, as predicted and, if there are ``rows`` (by name), as measured.
 
-    A rung whose batch the study raised has a line before, at the batch of the rung before it.
+    A rung whose batch the study raised has a line before it, at the batch of the previous rung.
     """
     lines: list[tuple[str, ...]] = []
-    needed, batch = textbook(), 0
+    needs, batch = textbook(), 0
     for name, config in studied():
         published = STUDY[name]
         for rung, size, gib in (
@@ -225,60 +235,72 @@ def memory(here: Mapping[str, Measured]) -> Part:
             if gib is None:
                 continue
             predicted = predict_peak(replace(config, micro_batch=size, global_batch=size)).total / GIB
-            line = rung, f"{size}", *(f"{number:.1f}" for number in (gib, needed[rung].gib, predicted))
-            row = here.get(rung, Measured(rung))
+            line = rung, f"{size}", *(f"{number:.1f}" for number in (gib, needs[rung].gib, predicted))
+            row = rows.get(rung, Measured(rung))
             measured = f"{row.memory / GIB:.1f}" if row.memory else "-"
-            lines.append((*line, measured, row.batch or "-") if here else line)
+            lines.append((*line, measured, row.batch or "-") if rows else line)
         batch = published.batch
-    heading = ("rung", "batch", "study", "textbook", "predicted", *(("here", "batch here") if here else ()))
-    return Part("Memory in GiB on an A100", heading, lines)
+    heading = ("rung", "batch (sequences)", "study (GiB)", "textbook (GiB)", "predicted (GiB)")
+    if rows:
+        heading = (*heading, "this machine (GiB)", "batch on this machine (sequences)")
+    return Part("Peak memory on an A100", heading, lines)
 
 
 ROOFLINES = (
-    "The roofline is what the kernels of a training step allow: each takes as long as its bytes or its FLOPs do at "
-    f"{REACHED:.0%} of the datasheet's rates. Reached is the study's share of the textbook's roofline, and expected is "
-    "the same share of this project's: predicted, not measured. All of them count one batch of validation in eleven, a "
-    "third of a step each, as the study's speeds do."
+    "The roofline is the speed that the kernels of a training step allow: each takes as long as its bytes or its FLOPs "
+    f"do at {REACHED:.0%} of the datasheet's rates. \"% of roofline\" is the study's speed relative to the roofline of "
+    'a textbook loop; "expected" is the same percentage of this project\'s roofline: predicted, not measured. As in '
+    "the study, all speeds count one batch of validation in eleven, which takes a third of a step."
 )
-"""What the columns of :func:`rooflines` are."""
+"""Note that explains the columns of :func:`rooflines`."""
 
 
 def rooflines() -> Part:
-    """The study's speeds beside what the kernels of a textbook's step and of ours allow, and what ours should reach."""
+    """The study's speeds, the rooflines of a textbook loop and of this project, and the speeds to expect."""
     lines: list[tuple[str, ...]] = []
-    needed = textbook()
+    needs = textbook()
     for name, config in studied():
-        found, published = needed[name], STUDY[name].speed
-        assert found.our_seconds, "it has a line of its own"
+        rung, published = needs[name], STUDY[name].speed
+        assert rung.project_seconds, "each of the study's rungs has a line in the record"
         tokens = VALIDATION * config.micro_batch * config.model.context_length
-        allowed, ours = tokens / found.seconds, tokens / found.our_seconds
-        reached = published / allowed
-        speeds = (f"{speed:,.0f}" for speed in (published, allowed, ours, reached * ours))
-        lines.append((name, *speeds, f"{reached:.0%}"))
-    heading = ("rung", "study", "textbook", "ours", "expected", "reached")
-    return Part("Tokens/s on an A100: the study, the rooflines of a textbook's kernels and of ours", heading, lines)
+        textbook_roofline, roofline = tokens / rung.seconds, tokens / rung.project_seconds
+        fraction = published / textbook_roofline
+        speeds = (f"{speed:,.0f}" for speed in (published, textbook_roofline, roofline, fraction * roofline))
+        lines.append((name, *speeds, f"{fraction:.0%}"))
+    heading = (
+        "rung", "study (tokens/s)", "textbook roofline (tokens/s)", "project roofline (tokens/s)",
+        "expected (tokens/s)", "% of roofline",
+    )  # fmt: skip
+    return Part("Speed on an A100: the study, and the rooflines of a textbook loop and of this project", heading, lines)
 
 
 DRAWN = ("baseline", "tensor cores", "mixed precision fp16", "compile", "flash attention", "tied weights")
+"""The study's rungs with the largest effects, which the chart shows."""
 
 
 def picture() -> Figure:
-    """The rungs in which the study changed most: :func:`memory` and :func:`rooflines`, drawn."""
-    needs, speeds = ({line[0]: line for line in table.lines} for table in (memory({}), rooflines()))
+    """A chart of :func:`memory` and :func:`rooflines` for the rungs in which the study changed most."""
+    memory_lines, speed_lines = ({line[0]: line for line in table.lines} for table in (memory({}), rooflines()))
 
-    def of(lines: Mapping[str, Sequence[str]], column: int) -> list[float]:
-        return [float(lines[name][column].replace(",", "")) for name in DRAWN]
+    def column(lines: Mapping[str, Sequence[str]], number: int) -> list[float]:
+        return [float(lines[name][number].replace(",", "")) for name in DRAWN]
 
-    study, ours = "the study", "this project, predicted"
+    study, project = "study", "this project, predicted"
     panels = {
-        "GPU memory in GiB": {study: of(needs, 2), "a textbook's loop, run": of(needs, 3), ours: of(needs, 4)},
-        "tokens/s": {study: of(speeds, 1), "its textbook's roofline": of(speeds, 2), ours: of(speeds, 4)},
-    }
+        "GPU memory (GiB)": {
+            study: column(memory_lines, 2), "textbook loop, measured": column(memory_lines, 3),
+            project: column(memory_lines, 4),
+        },
+        "tokens/s": {
+            study: column(speed_lines, 1), "textbook loop, roofline": column(speed_lines, 2),
+            project: column(speed_lines, 4),
+        },
+    }  # fmt: skip
     return charts.grouped([f"{name}\n{STUDY[name].batch} sequences" for name in DRAWN], panels)
 
 
 def expected(rows: Sequence[Measured]) -> dict[str, float]:
-    """The study's tokens/s without its validation, scaled to this machine by the matmul rates of both, by rung."""
+    """The study's tokens/s without validation, scaled to this machine by the ratio of their matmul rates, by rung."""
     precision = kinds()
     return {
         row.name: STUDY[row.name].speed / VALIDATION * row.matmul_rate / A100_MATMUL[precision[row.name]]
@@ -288,50 +310,54 @@ def expected(rows: Sequence[Measured]) -> dict[str, float]:
 
 
 def verdict(rows: Sequence[Measured]) -> str:
-    """The rung at which the machine of ``rows`` falls behind the study's, scaled by the measured matmul rate."""
+    """A sentence with the first rung at which this machine is slower than the study, scaled by the matmul rates."""
     scaled = expected(rows)
     if not scaled:
         return (
-            "How much of the study's speed this machine should reach is not known without its matmul rate: run "
-            "'python -m infra.doctor' before the ladder."
+            "The expected speed is unknown without this machine's matmul rate. Run 'python -m infra.doctor' before the "
+            "ladder."
         )
     fastest = max(row.matmul_rate or 0.0 for row in rows) / 1e12
-    base = (
-        "Expected is the study's speed without its validation, scaled by the matmul rate that infra.doctor measured "
-        f"here, up to {fastest:,.3g} TFLOP/s, over that of an A100, {A100_MATMUL['bf16'] / 1e12:,.0f} in 16 bits."
+    explanation = (
+        "The expected speed is the study's without validation, scaled by the matmul rate that infra.doctor measured on "
+        f"this machine (up to {fastest:,.3g} TFLOP/s) relative to an A100's ({A100_MATMUL['bf16'] / 1e12:,.0f} TFLOP/s "
+        "in 16 bits)."
     )
     for row in rows:
         if row.speed and row.speed.high < scaled.get(row.name, 0.0):
-            share = row.speed.middle / scaled[row.name]
-            return f"{base} This machine falls behind first at {row.name!r}, with {share:.0%} of the expected speed."
-    return f"{base} This machine falls behind at no rung."
+            percent = f"{row.speed.middle / scaled[row.name]:.0%}"
+            return f"{explanation} The first rung below it is {row.name!r}, with {percent} of the expected speed."
+    return f"{explanation} No rung is significantly below it."
 
 
 def _last(rows: Sequence[Measured]) -> str:
     published = STUDY["data-loading workers"].speed / STUDY["baseline"].speed
-    here = [f"; here {row.name!r} is {row.total.ratio:.1f} times" for row in rows if row.total]
-    return f"The study's last rung is {published:.1f} times its first{''.join(here[-1:])}."
+    reached = [f"; on this machine, {row.name!r} reaches x{row.total.ratio:.1f}" for row in rows if row.total]
+    return f"The study's last rung reaches x{published:.1f} of its baseline's speed{''.join(reached[-1:])}."
 
 
-def _caveats(baseline: TrainConfig, others: Mapping[str, list[str]]) -> list[str]:
-    said = [
-        "Tokens in 5 min are tokens/s times 300 s; those of the study's baseline are from its log, and fewer than its "
-        "speed would make."
+def _caveats(baseline: TrainConfig, deviating: Mapping[str, list[str]]) -> list[str]:
+    notes = [
+        "Tokens in 5 min are tokens/s x 300 s, except for the study's baseline: its log has fewer tokens than its "
+        "speed implies."
     ]
-    if others:
-        each = "; ".join(f"{name} ({', '.join(found)})" for name, found in others.items())
-        said.append(f"Not as in the study, and so without an expected speed: {each}.")
+    if deviating:
+        rungs = "; ".join(f"{name} ({', '.join(settings)})" for name, settings in deviating.items())
+        notes.append(f"These rungs differ from the study and have no expected speed: {rungs}.")
     _, first = next(studied())
     if (baseline.model, baseline.micro_batch) != (first.model, first.micro_batch):
-        ours, theirs = (f"{format_model(each.model)} at a batch of {each.micro_batch}" for each in (baseline, first))
-        said.append(f"The baseline here is {ours}, the study's {theirs}: compare the ratios, not memory and speed.")
-    return said
+        own, published = (f"{format_model(each.model)} at batch {each.micro_batch}" for each in (baseline, first))
+        notes.append(
+            f"The baseline of this ladder is {own}, the study's is {published}. Compare the ratios, not "
+            "memory and speed."
+        )
+    return notes
 
 
 def _ratio(row: Measured) -> float | None:
-    """Speed over the baseline's, relative to the controls around the rung."""
+    """Speed relative to the baseline's, as measured by the controls around the rung."""
     return 1.0 if row.name == "baseline" else row.total and row.total.ratio
 
 
-def _pair(study: object, here: object, template: str) -> str:
+def _study_vs_here(study: object, here: object, template: str) -> str:
     return " / ".join("-" if value is None else template.format(value) for value in (study, here))

@@ -1,7 +1,7 @@
 """Suites: readable lists of config changes, each of which becomes one measured run.
 
-In a cumulative suite each rung keeps the changes of those before it; in the others each rung changes the baseline in
-one way. The batch sizes are those of the studies that the suites repeat: one GPU with 40 GB.
+In a cumulative suite each rung keeps the changes of the previous ones; in the others each rung changes the baseline in
+one way. The batch sizes are those of the published studies that the suites repeat: one GPU with 40 GB.
 """
 
 import runpy
@@ -23,9 +23,10 @@ Changes = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rung:
-    """One change and its name. ``changes_numerics`` labels a rung that is not numerically equivalent to the one before.
+    """One change of the configuration, with a name.
 
-    A rung with another global batch is labelled when it is run.
+    ``changes_numerics`` marks a rung that is not numerically equivalent to the previous one. A rung with a different
+    global batch is marked when it runs.
     """
 
     name: str
@@ -35,18 +36,18 @@ class Rung:
 
 @dataclass(frozen=True)
 class Suite:
-    """A list of rungs over a baseline, which is also the control that is repeated between rungs."""
+    """A baseline and a list of rungs. The baseline is also the control that runs again between rungs."""
 
     name: str
     title: str
     base: Changes
     rungs: tuple[Rung, ...]
     cumulative: bool = False
-    """Each rung keeps the changes of those before it."""
+    """Whether each rung keeps the changes of the previous ones."""
     steps_timed: int = 1
-    """Steps whose time the closing table shows: as many as in the study that the suite repeats."""
+    """Number of steps whose time the table of results shows: as many as in the study that the suite repeats."""
     seeds: int = 1
-    """Seeds with which a rung of another precision or other numerics is run, to compare held-out losses over them."""
+    """Number of seeds for rungs that change the precision or the numerics, to compare their validation losses."""
 
 
 _PLAIN: Changes = {
@@ -60,12 +61,12 @@ _TUNED: Changes = {
 
 A100 = Suite(
     "a100",
-    "GPT-2 124M on one GPU, from the textbook loop upwards, each rung keeping those before it",
+    "GPT-2 124M on one GPU, starting from the textbook loop; each rung keeps the previous changes",
     _PLAIN | {"model": "gpt2-124m", "model.context_length": 512, "model.tied": False, "batch": 28,
               "ablate": ("sync", "copy", "collect")},
     (
         Rung("tensor cores", {"precision": "tf32"}),
-        Rung("no synchronisation", {"ablate": ("copy", "collect")}),
+        Rung("no synchronization", {"ablate": ("copy", "collect")}),
         Rung("mixed precision fp16", {"precision": "fp16", "batch": 32}, changes_numerics=True),
         Rung("compile", {"compile": "whole", "batch": 48}),
         Rung("flash attention", {"attention": "sdpa", "batch": 64}),
@@ -85,7 +86,7 @@ A100 = Suite(
 
 LOOP = Suite(
     "loop",
-    "The training loop as a black box: what each habit costs on a small model (two batches are two steps)",
+    "Habits of a training loop and their cost on a small model (two batches are two steps)",
     _PLAIN | {"model": "small", "batch": 32, "ablate": ("sync", "zero", "copy", "collect", "pages")},
     (
         Rung("accumulation", {"micro_batch": 8}),
@@ -93,7 +94,7 @@ LOOP = Suite(
         Rung("mixed precision bf16", {"precision": "bf16"}, changes_numerics=True),
         Rung("tensor cores", {"precision": "tf32"}),
         Rung("checkpointing", {"checkpointing": "full"}),
-        Rung("no synchronisation", {"ablate": ("zero", "copy", "collect", "pages")}),
+        Rung("no synchronization", {"ablate": ("zero", "copy", "collect", "pages")}),
         Rung("asynchronous copies", {"ablate": ("sync", "zero", "collect", "pages")}),
         Rung("large pages", {"ablate": ("sync", "zero", "copy", "collect")}),
         Rung("compile", {"compile": "whole"}),
@@ -106,7 +107,7 @@ LOOP = Suite(
 
 MEMORY = Suite(
     "memory",
-    "What saves memory, and what it costs in speed",
+    "Techniques that save memory, and their cost in speed",
     _PLAIN | {"model": "gpt2-124m", "attention": "sdpa", "optimizer": "adamw-fused", "batch": 16,
               "allocator": "default"},
     (
@@ -133,7 +134,7 @@ MEMORY = Suite(
 
 KERNELS = Suite(
     "kernels",
-    "How torch.compile chooses and launches kernels, against the whole graph with its defaults",
+    "Ways in which torch.compile chooses and launches kernels, compared with the defaults for the whole graph",
     _TUNED | {"compile": "whole"},
     (
         Rung("coordinate descent", {"compile": "coordinate-descent"}),
@@ -146,7 +147,7 @@ KERNELS = Suite(
 
 ACCUMULATION = Suite(
     "accumulation",
-    "GPT-2 124M with four micro-batches per step, each rung keeping those before it",
+    "GPT-2 124M with four micro-batches per step; each rung keeps the previous changes",
     _PLAIN | {"model": "gpt2-124m", "model.context_length": 512, "vocabulary_multiple": 64, "global_batch": 32,
               "micro_batch": 32, "precision": "tf32", "attention": "sdpa", "optimizer": "adamw-fused",
               "ablate": ("copy", "collect")},
@@ -161,14 +162,14 @@ ACCUMULATION = Suite(
 
 LOADER = Suite(
     "loader",
-    "Threads that read batches ahead, or a stream of books, against the loop that reads shards itself",
+    "Loader threads, or a stream of books, compared with a loop that reads shards itself",
     _TUNED,
     tuple(Rung(f"{count} thread{'s' * (count > 1)}", {"loader_workers": count}) for count in (1, 2, 4)),
 )  # fmt: skip
 
 PRECISION = Suite(
     "precision",
-    "What fewer bits cost in held-out loss, over three seeds, and what they gain",
+    "Precisions with fewer bits: their cost in validation loss over three seeds, and their gain in speed",
     _PLAIN | {"model": "gpt2-124m", "model.context_length": 512, "attention": "sdpa", "optimizer": "adamw-fused",
               "vocabulary_multiple": 64, "batch": 16},
     (
@@ -184,7 +185,7 @@ PRECISION = Suite(
 
 SIZES = Suite(
     "sizes",
-    "Sizes that fill tiles and waves, and sizes that do not",
+    "Sizes that fill a GPU's tiles and waves, and sizes that do not",
     _TUNED,
     (
         Rung("vocabulary not padded", {"vocabulary_multiple": 1}, changes_numerics=True),
@@ -200,7 +201,7 @@ SIZES = Suite(
 
 AA = Suite(
     "aa",
-    "A/A: the same run again and again, to see how often the verdict is a false alarm here",
+    "A/A test: identical runs, to measure how often the verdict is a false alarm",
     {"model": "gpt2-124m", "batch": 16, "schedule": "constant"},
     tuple(Rung(f"again {number}") for number in range(1, 11)),
 )
@@ -209,18 +210,19 @@ SUITES = {suite.name: suite for suite in (A100, LOOP, MEMORY, KERNELS, ACCUMULAT
 
 
 def find_suite(text: str, start: TrainConfig) -> Suite:
-    """The suite called ``text``, or the one in the Python file at that path, checked from the config ``start`` on.
+    """The suite with the name ``text``, or the one in the Python file at that path; ``start`` is the config it changes.
 
-    Raises ``UserError``, also for a rung that no machine could run. One that only this machine cannot run becomes a row
-    of the closing table with its reason.
+    Raises ``UserError``, also for a rung that no machine could run. A rung that only this machine cannot run is
+    skipped, with its reason in the report.
     """
     if text in SUITES:
         return SUITES[text]
     path = Path(text)
     if path.suffix != ".py":
-        raise UserError(f"--suite {text!r} is not known{nearest(text, SUITES)} The name of a file ends in .py.")
+        raise UserError(f"--suite {text!r} is not a suite{nearest(text, SUITES)} The name of a file must end in .py.")
     suite = _from_python(path)
-    state = apply(replace(start, device="cuda"), suite.base, f"--suite {path}, the base")  # where no rule refuses
+    # On cuda no setting is rejected for the device alone.
+    state = apply(replace(start, device="cuda"), suite.base, f"--suite {path}, the base")
     for rung in suite.rungs:
         config = apply(state, rung.changes, f"--suite {path}, rung {rung.name!r}")
         state = config if suite.cumulative else state
@@ -230,27 +232,30 @@ def find_suite(text: str, start: TrainConfig) -> Suite:
 def _from_python(path: Path) -> Suite:
     """The ``SUITE`` of a file: a :class:`Suite`, or just a list of rungs."""
     if not path.is_file():
-        raise UserError(f"--suite {path} does not exist.")
+        raise UserError(f"--suite {path} does not exist. Use the name of a suite or the path of a Python file.")
     try:
-        found = runpy.run_path(str(path)).get("SUITE")
+        suite = runpy.run_path(str(path)).get("SUITE")
     except (Exception, SystemExit) as failure:
-        raise UserError(f"--suite {path} cannot be run: {type(failure).__name__}: {failure}.") from failure
-    if isinstance(found, list):
-        found = Suite(path.stem, path.stem, {}, tuple(found))
-    if not isinstance(found, Suite):
         raise UserError(
-            f"--suite {path} defines no SUITE: write SUITE = [Rung(...), ...] or Suite(...), both of tune.suite.suites."
+            f"--suite {path} failed with {type(failure).__name__}: {failure}. Fix the file and run the command again."
+        ) from failure
+    if isinstance(suite, list):
+        suite = Suite(path.stem, path.stem, {}, tuple(suite))
+    if not isinstance(suite, Suite):
+        raise UserError(
+            f"--suite {path} does not define SUITE. Write SUITE = [Rung(...), ...] or Suite(...), with both classes "
+            "from tune.suite.suites."
         )
-    for rung in found.rungs:
+    for rung in suite.rungs:
         if not (isinstance(rung, Rung) and isinstance(rung.changes, Mapping)):
-            raise UserError(f"--suite {path}: {rung!r} is not a rung; write Rung('name', {{'setting': value}}).")
-    if not found.rungs:
-        raise UserError(f"--suite {path} has no rung.")
-    return found
+            raise UserError(f"--suite {path}: {rung!r} is not a rung. Write Rung('name', {{'setting': value}}).")
+    if not suite.rungs:
+        raise UserError(f"--suite {path} has no rungs. Add at least one Rung('name', {{'setting': value}}).")
+    return suite
 
 
 def searched(best: TrainConfig) -> Rung:
-    """A rung with the batch and the execution settings that a search found to be the fastest."""
+    """A rung with the batch and the execution settings of a search's winner."""
     names = (
         "global_batch", "micro_batch", "precision", "attention", "compile", "checkpointing", "loss", "loss_chunks",
         "optimizer", "loader_workers", "allocator",
@@ -263,24 +268,24 @@ STREAMING = "streaming"
 
 
 def streamed(sources: Iterable[str]) -> Rung:
-    """A rung that trains straight from the books ``sources`` instead of from shards.
+    """A rung that trains directly from the books ``sources`` instead of from shards.
 
-    It sees other windows in another order, so that its loss may differ.
+    Its loss may differ, because it sees other windows in another order.
     """
     return Rung(STREAMING, {"stream": [*sources]}, changes_numerics=True)
 
 
 def choose(suite: Suite, names: Iterable[str]) -> Suite:
-    """``suite`` with only the rungs called ``names``, in the suite's order."""
-    known, names = [rung.name for rung in suite.rungs], list(names)
+    """``suite`` with only the rungs of these ``names``, in the suite's order."""
+    rung_names, names = [rung.name for rung in suite.rungs], list(names)
     for name in names:
-        if name not in known:
-            raise UserError(f"--rungs {name!r} is not in the suite {suite.name}{nearest(name, known)}")
+        if name not in rung_names:
+            raise UserError(f"--rungs {name!r} is not a rung of the suite {suite.name}{nearest(name, rung_names)}")
     return replace(suite, rungs=tuple(rung for rung in suite.rungs if rung.name in names))
 
 
 def short_form(suite: Suite) -> Suite:
-    """``suite`` for a CPU: the tiny model and an eighth of each batch, in the baseline and in every rung."""
+    """``suite`` for a CPU: with the model tiny and one eighth of each batch, in the baseline and in every rung."""
 
     def shorten(changes: Changes) -> Changes:
         sizes = ("batch", "micro_batch", "global_batch")
@@ -293,29 +298,29 @@ def short_form(suite: Suite) -> Suite:
 
 
 def with_model(suite: Suite, model: AnyModel | None) -> Suite:
-    """``suite`` for another model than its own, which brings its own context length along, and what it may lack."""
-    own = ("model", "model.context_length") if "model" in suite.base else ()
-    base = {name: value for name, value in suite.base.items() if name not in own}
+    """``suite`` for another model than its own, without the context length and the settings that are not for it."""
+    replaced = ("model", "model.context_length") if "model" in suite.base else ()
+    base = {name: value for name, value in suite.base.items() if name not in replaced}
     return replace(suite, base={n: v for n, v in base.items() if not (model and model.lacks(n, v))})
 
 
 def apply(config: TrainConfig, changes: Changes, source: str = "the suite") -> TrainConfig:
-    """``config`` with the ``changes``. Raises ``UserError``, which names ``source``, where they come from."""
-    known = {*TrainConfig.__dataclass_fields__, *(f"model.{field.name}" for field in fields(ModelConfig))}
-    known = (known | {"batch", "vocabulary_multiple"}) - {"data"}  # which is the ladder's
+    """``config`` with the ``changes``. Raises ``UserError`` that names ``source`` as the origin of the changes."""
+    settings = {*TrainConfig.__dataclass_fields__, *(f"model.{field.name}" for field in fields(ModelConfig))}
+    settings = (settings | {"batch", "vocabulary_multiple"}) - {"data"}  # The ladder's --data sets it.
     for name in changes:
-        if name not in known:
-            raise UserError(f"{source} changes {name!r}, which is not a setting{nearest(name, known)}")
+        if name not in settings:
+            raise UserError(f"{source} changes {name!r}, which is not a setting{nearest(name, settings)}")
     for name in ("batch", "vocabulary_multiple"):
         if not (isinstance(changes.get(name, 1), int) and changes.get(name, 1) > 0):
-            raise UserError(f"{source}: {name} is {changes[name]!r}, and must be a whole number of at least 1.")
+            raise UserError(f"{source}: {name} is {changes[name]!r}, but must be an integer of at least 1.")
     try:
         model = parse_model(str(changes["model"])) if "model" in changes else config.model
     except UserError as mistake:
         raise UserError(f"{source}: {mistake}") from mistake
     for name, value in changes.items():
         if reason := model.lacks(name, value):
-            raise UserError(f"{source}: {name}={value} does not apply to {format_model(model)}: {reason}")
+            raise UserError(f"{source}: {name}={value} does not apply to {format_model(model)}: {reason}.")
     parts = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
     if multiple := changes.get("vocabulary_multiple"):
         parts["padded_vocabulary"] = -(-model.vocabulary // multiple) * multiple

@@ -1,7 +1,7 @@
-"""Stop a trial as soon as it cannot win, or when measuring on would tell nothing more.
+"""Stop a trial once it cannot win, or once its speed is known precisely enough.
 
-The verdict rests on a confidence sequence, which is right at every moment at once: an ordinary interval that is looked
-at after each step stops good trials by chance.
+The verdict uses a confidence sequence, which is valid at all steps at once. An ordinary confidence interval that is
+checked after each step would stop good trials by chance.
 """
 
 import math
@@ -12,15 +12,15 @@ from train.intervals import anytime_half_width, autocorrelation, warmup_steps
 from tune.config import FEWEST
 
 ASSUMED_CORRELATION, ASSUMED_STEPS = 0.85, 40
-"""What is believed of neighbouring steps before any was seen, and how many steps that belief is worth."""
+"""Prior correlation of consecutive steps, and the number of steps that it counts as."""
 
 
 def verdict(step_seconds: Sequence[float], *, bar_seconds: float | None, precision: float) -> str | None:
-    """Why the trial should end now, ``cannot win`` or ``precise``; None to continue.
+    """The reason to end the trial now, ``cannot win`` or ``precise``; None to continue.
 
-    ``bar_seconds`` is the time of a step that a winner stays below; ``precision`` the half-width of the
-    interval, as a fraction, that is good enough. A trial that stops by mistake is lost, so its steps are
-    taken for correlated until they show otherwise; a measurement that ends early is only a little wider.
+    ``bar_seconds`` is the step time that a winner must stay below; ``precision`` the relative half-width of the
+    interval that is sufficient. A trial that is stopped by mistake is lost, so its steps count as correlated until they
+    show otherwise. A measurement that ends early only has a slightly wider interval.
     """
     steady = step_seconds[warmup_steps(step_seconds) :]
     if len(steady) < FEWEST:
@@ -32,19 +32,18 @@ def verdict(step_seconds: Sequence[float], *, bar_seconds: float | None, precisi
 
 
 def _half_width(values: Sequence[float], assumed: int) -> float:
-    """A confidence sequence's half-width for the mean of values that resemble their neighbours.
+    """Half-width of a confidence sequence for the mean of values that are correlated with the previous ones.
 
-    The correlation is estimated, raised by the bias of so short a series (Marriott and Pope 1954), and mixed
-    with the assumed one as if that rested on ``assumed`` values. The width then grows by the variance of a
-    first-order autoregression's mean, and by how much too small a deviation a sample of it shows. How often
-    a trial as fast as the bar, judged after each of 40 steps, is stopped by mistake in simulation stands in
-    ``make bench-search``'s record: never with independent steps, in 2% of cases with a correlation of 0.7, in
-    14% with 0.9.
+    The estimated correlation is corrected for the bias of a short series (Marriott and Pope 1954), and averaged with
+    the prior, which counts as ``assumed`` values. The width then grows by the variance of a first-order
+    autoregression's mean, and by the amount by which a sample of it underestimates the deviation. The record of ``make
+    bench-search`` has the simulated rate at which a trial at the threshold, judged after each of 40 steps, is stopped
+    by mistake: never with independent steps, 2% with a correlation of 0.7, 14% with 0.9.
     """
     count = len(values)
-    seen = max(0.0, autocorrelation(values))
-    seen = min(0.95, seen + (1 + 4 * seen) / count)
-    correlation = (count * seen + assumed * ASSUMED_CORRELATION) / (count + assumed)
+    estimate = max(0.0, autocorrelation(values))
+    estimate = min(0.95, estimate + (1 + 4 * estimate) / count)
+    correlation = (count * estimate + assumed * ASSUMED_CORRELATION) / (count + assumed)
     inflation = (1 + correlation) / (1 - correlation)
     apparent = 1 + 2 * sum((1 - lag / count) * correlation**lag for lag in range(1, count))
     return anytime_half_width(values) * math.sqrt(inflation * (count - 1) / (count - apparent))

@@ -1,7 +1,7 @@
-"""What a search or a ladder asks for and what it gets: proposals in, rows out, one JSON file per row.
+"""The input and the result of a trial: a proposal, and a row in a JSON file of its own.
 
-A trial's row reaches the driver as its result, and the driver writes the file, whole or not at all, before anything
-else hears of it. The files are therefore the only state: whoever is killed, what is on disk is what was done.
+A trial returns its row to the driver, which writes the file atomically before anything else uses the row. The files are
+therefore the only state: whichever process is killed, the finished trials are those on disk.
 """
 
 import hashlib
@@ -20,37 +20,37 @@ from train.intervals import Estimate
 from tune.space import Candidate
 
 Stage = Literal["probe", "refine", "confirm", "control", "baseline", "rung", "seed"]
-"""The first four are a search's: ``control`` is the control of one more node, with which the speeds measured there are
-compared. The others are a ladder's: the ``baseline`` is run again after every ``rung``, and a rung is run with another
-``seed`` for its held-out loss alone."""
+"""Purpose of a trial. The first four belong to a search, where ``control`` is the control on an additional node, the
+reference for speeds there. The others belong to a ladder: the ``baseline`` runs again after each ``rung``, and a rung
+runs with another ``seed`` only for its validation loss."""
 TrialOutcome = Literal["ok", "over_limit", "oom", "thrash", "stopped", "failed"]
 OUTCOMES: tuple[TrialOutcome, ...] = get_args(TrialOutcome)
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The next trial, and why. Memory in bytes, speeds in tokens per second."""
+    """The next trial, with its purpose and predictions. Memory in bytes, speeds in tokens per second."""
 
     candidate: Candidate
     stage: Stage
     round: int = 0
-    """Which repetition of the candidate in this stage: a round of confirmations, or 1 for a trial with more time."""
+    """Repetition of the candidate in this stage: the confirmation round, or 1 for a retry with more time."""
     predicted_memory: float | None = None
     predicted_speed: float | None = None
     bar: float | None = None
-    """Speed below which the trial cannot win and stops; None lets it run to its end."""
+    """Speed that the trial must reach to win; it stops once it cannot. None: it always runs to its end."""
     node: str | None = None
-    """The node that must run it: that of a ``control``; None leaves it to the driver."""
+    """The node that must run the trial, if it is a ``control``; None: any node."""
 
     def key(self, space_key: str) -> str:
-        """Identity of this trial in the search over the space that ``space_key`` names."""
+        """Identity of this trial in the search with the name ``space_key``."""
         parts = [space_key, self.candidate.micro_batch, self.candidate.knobs, self.stage, self.round]
         text = json.dumps(parts if self.node is None else [*parts, self.node])
         return f"m{self.candidate.micro_batch}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 Curve = list[tuple[int, float]]
-"""Tokens seen and training loss, in nats per token, after every step."""
+"""(training tokens so far, training loss in nats per token) for each step."""
 
 
 @strict
@@ -60,7 +60,7 @@ class TrialRow:
 
     key: str
     number: int
-    """Place in the order in which trials were begun, from 1."""
+    """Number of the trial in the order of their starts, from 1."""
     stage: Stage
     round: int
     candidate: Candidate
@@ -68,43 +68,45 @@ class TrialRow:
     outcome: TrialOutcome
     reason: str
     seconds: float
-    """From the request for a process to the result, by the driver's clock: what the trial cost."""
+    """Duration from the request for a process to the result, by the driver's clock."""
     predicted_memory: float | None = None
     predicted_speed: float | None = None
     tokens_per_second: float | None = None
     low: float | None = None
+    """Lower end of the speed's 95% confidence interval."""
     high: float | None = None
-    """95% interval of the speed."""
+    """Upper end of the speed's 95% confidence interval."""
     memory: int | None = None
-    """Peak of the process, which the limit is about."""
+    """Peak memory of the process, to which the limit applies."""
     memory_source: str | None = None
+    """Method that measured ``memory``: a key of :data:`tune.report.MEMORY_SOURCES`."""
     allocated: int | None = None
     reserved: int | None = None
     allocator_retries: int = 0
     rejected_steps: int = 0
-    """Steps left out of the speed, because the allocator had to free its cache in them."""
+    """Steps excluded from the speed, because the allocator freed its cache in them."""
     flops_per_second: float | None = None
-    """Of the model's formula."""
+    """Model FLOP/s, by the model's formula."""
     mfu: float | None = None
     hfu: float | None = None
-    """MFU with the arithmetic that is done a second time; None where nothing is recomputed."""
+    """MFU including recomputation; None if nothing is recomputed."""
     compile_seconds: float | None = None
-    """The first step's time beyond a steady step: compilation, autotuning and warm-up."""
+    """Time of the first step beyond a steady step: compilation, autotuning and warm-up."""
     data_wait_fraction: float | None = None
     train_loss: float | None = None
     val_loss: float | None = None
-    """After the last cycle; None without validation."""
+    """Validation loss after the last cycle; None without validation."""
     device: str | None = None
     attention: str | None = None
-    """The kernel that attention ran."""
+    """The attention kernel that ran."""
     node: str = field(kw_only=True)
-    """Name of the machine that ran it."""
+    """Name of the machine that ran the trial."""
     name: str = field(default="", kw_only=True)
-    """What was run, in words."""
+    """Label of the configuration."""
     telemetry: dict[str, float] = field(default_factory=dict)
-    """Means of what its machine did after the first step, by metric; empty for a trial that failed."""
+    """Averages of the machine's metrics after the first step; empty for a trial that failed."""
     too_short: bool = False
-    """It failed because its time ended before enough steps were counted for a speed."""
+    """Whether the trial failed because its time was over before a speed could be measured."""
     step_tokens: int = 0
     step_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -126,7 +128,7 @@ def write_row(folder: Path, row: TrialRow) -> None:
 
 
 def read_rows(folder: Path) -> list[TrialRow]:
-    """The rows kept in ``folder``, in the order in which their trials were begun."""
+    """The rows in ``folder``, in the order in which their trials started."""
     return sorted((_read_row(path) for path in folder.glob("*.json")), key=lambda row: row.number)
 
 
@@ -134,18 +136,18 @@ def _read_row(path: Path) -> TrialRow:
     try:
         return from_json(TrialRow, json.loads(path.read_text(encoding="utf-8")), "it")
     except (ValueError, UserError) as damage:
-        raise UserError(f"{path} is damaged ({damage}): remove it, and its trial runs again.") from damage
+        raise UserError(f"{path} is corrupt ({damage}). Delete it to run its trial again.") from damage
 
 
 def feasible(rows: Sequence[TrialRow]) -> list[TrialRow]:
-    """Rows that ran within the limit and have a speed: only these can win."""
+    """Rows of trials that stayed within the memory limit and have a speed."""
     return [row for row in rows if row.outcome in ("ok", "stopped") and row.tokens_per_second]
 
 
 def measured(speed: Estimate, memory: int | None, rows: Sequence[TrialRow]) -> dict[str, Any]:
-    """What ``best.json`` keeps of a candidate with these ``rows``, to compare with those of a run that is slower."""
+    """The measurements of a candidate's ``rows`` in ``best.json``, the reference if a later run is slower."""
     waits = [row.data_wait_fraction for row in rows if row.data_wait_fraction is not None]
-    machines = [row.telemetry for row in rows if row.telemetry]
+    averages = [row.telemetry for row in rows if row.telemetry]
     return {
         "tokens_per_second": speed.middle,
         "low": speed.low,
@@ -156,11 +158,11 @@ def measured(speed: Estimate, memory: int | None, rows: Sequence[TrialRow]) -> d
         "device": rows[0].device,
         "machines": sorted({row.node for row in rows}),
         "data_wait_fraction": fmean(waits) if waits else None,
-        "telemetry": {name: fmean(seen[name] for seen in machines if name in seen) for name in chain(*machines)},
+        "telemetry": {name: fmean(each[name] for each in averages if name in each) for name in chain(*averages)},
     }
 
 
 def flat_row(row: TrialRow) -> dict[str, Any]:
-    """A row without nesting: the candidate's parts as columns, without what belongs to single steps, and telemetry."""
+    """A row as one flat dictionary with the candidate's values, without the values of single steps and telemetry."""
     values = {k: v for k, v in to_json(row).items() if k not in ("candidate", "step_seconds", "losses", "telemetry")}
     return {"micro_batch": row.candidate.micro_batch} | dict(row.candidate.knobs) | values

@@ -1,8 +1,8 @@
-"""One trial, in a process of its own: the bare training loop, under a memory limit if there is one, and a row.
+"""One trial in a process of its own: the bare training loop, under a memory limit if there is one, and its row.
 
-A fresh process, because memory that one configuration leaves behind (segments, graphs, library workspaces) would count
-against the next. No MLflow here: the driver creates and closes the runs, since a process that may die at any moment
-leaves them open.
+Each trial has a fresh process, because memory that one configuration leaves behind (segments, graphs, library
+workspaces) would count for the next one. A trial does not use MLflow: the driver opens and closes its run, because a
+process that may be killed at any moment would leave the run open.
 """
 
 import time
@@ -34,45 +34,46 @@ from tune.trial import early_stop
 from tune.trial.row import Proposal, TrialOutcome, TrialRow
 
 THRASHING_STEPS = 2
-"""Counted steps with allocator retries that make the outcome ``thrash``: the allocator keeps freeing its cache."""
+"""Number of steps with allocator retries from which the outcome is ``thrash``: the allocator keeps freeing its
+cache."""
 
 
 @dataclass(frozen=True)
 class Early:
-    """When a trial whose speed alone is wanted ends: by its time, or once its speed is known."""
+    """The rule by which a trial that only measures speed ends: its time limit, or the precision of its speed."""
 
     seconds: float
-    """Most time of its steps, after the first."""
+    """Maximum time of the trial's steps after the first one."""
     precision: float
-    """Half-width of the speed's interval, as a fraction."""
+    """Relative half-width of the speed's confidence interval at which the trial ends."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """All that a trial's process is told. Sizes in bytes, times in seconds."""
+    """The input of a trial's process. Sizes in bytes, times in seconds."""
 
     key: str
     number: int
     name: str
     proposal: Proposal
     config: dict[str, Any]
-    """The resolved run."""
+    """The resolved config of the run."""
     node: str
-    """Name of the machine that runs it, for its row."""
+    """Name of the machine that runs the trial, for its row."""
     memory_limit: int | None = None
     early: Early | None = None
-    """None where the config alone says how long it runs: a rung, whose losses count as well."""
+    """None for a rung: the config alone sets its length, because its losses are compared, too."""
     patience: float | None = None
-    """Time after its start at which it is killed."""
+    """Time after its start at which the trial's process is killed."""
 
 
 def pending(request: Request) -> TrialRow:
-    """A row for a trial that is running, so that strategies count it as tried: it has neither speed nor memory."""
-    return unmeasured(request, "ok", "is running", 0.0)
+    """A row without speed and memory for a running trial, so that strategies do not propose it again."""
+    return unmeasured(request, "ok", "running", 0.0)
 
 
 def unmeasured(request: Request, outcome: TrialOutcome, reason: str, seconds: float) -> TrialRow:
-    """The row of a trial of which nothing is known but this."""
+    """The row of a trial without measurements."""
     proposal, config = request.proposal, request.config
     return TrialRow(
         request.key, request.number, proposal.stage, proposal.round, proposal.candidate,
@@ -83,33 +84,34 @@ def unmeasured(request: Request, outcome: TrialOutcome, reason: str, seconds: fl
 
 @dataclass
 class Watch:
-    """Follows a running trial step by step and decides when it ends. A cycle is one step here."""
+    """Monitors a running trial after each step and decides when it ends. A trial's cycle has one step."""
 
     early: Early
     bar: float | None
-    """Tokens per second below which the trial cannot win."""
+    """Tokens per second that the trial must reach to win."""
     step_tokens: int
     limit: Limit
     seconds: list[float] = field(default_factory=list)
+    """Duration of each step in seconds."""
     retries: list[int] = field(default_factory=list)
-    """The allocator's retries after each step's launch; a change rejects the step.
+    """Total retries of the allocator after each step's launch; a step in which it grows is excluded.
 
-    A step that compiles again, which a trial's equal batches seldom make one do, needs no such count: the speed is
-    that of the median, and a single slow step only makes the interval wider.
+    Recompilations are not counted, because a trial's equal batches rarely cause one, and a single slow step only widens
+    the interval of a median.
     """
-    began: float = 0.0
+    started_at: float = 0.0
     verdict: str = ""
 
     def on_cycle(self, report: CycleReport) -> None:
-        self.began = self.began or time.monotonic()
+        self.started_at = self.started_at or time.monotonic()
         self.seconds.append(report.train_seconds)
 
     def should_stop(self) -> bool:
-        """Whether the step just launched is the last."""
+        """Whether the step that was just launched is the last one."""
         self.retries.append(_retries(self.limit.device))
         if self.limit.device.type == "cpu" and self.limit.used()[0] > self.limit.size:
             self.verdict = "over the limit"
-        elif self.began and time.monotonic() - self.began > self.early.seconds:
+        elif self.started_at and time.monotonic() - self.started_at > self.early.seconds:
             self.verdict = "time"
         else:
             bar_seconds = self.step_tokens / self.bar if self.bar else None
@@ -118,28 +120,31 @@ class Watch:
         return bool(self.verdict)
 
     def counted(self) -> list[float]:
-        """Seconds of the steps without the rejected ones."""
+        """Durations of the valid steps in seconds."""
         rejected = self.rejected()
         return [seconds for step, seconds in enumerate(self.seconds) if step not in rejected]
 
     def rejected(self) -> set[int]:
-        """Steps from the third on during which the allocator had to free its cache."""
+        """Steps from the third on in which the allocator freed its cache."""
         return {i for i in range(FIRST_STEPS, len(self.retries)) if self.retries[i] != self.retries[i - 1]}
 
 
 def fetch_data(request: Request) -> None:
-    """Have the trial's data on this machine. Raises ``UserError`` when its storage fails: not an outcome."""
+    """Download the trial's data to this machine. Raises ``UserError`` if storage fails, which is not an outcome."""
     config = config_from_json(request.config, "the trial's config")
     if not config.stream:
         on_this_machine(StorageDir.of(config.data))
 
 
 def run(request: Request) -> tuple[TrialRow, str | None]:
-    """Run the trial: its row, and the traceback of one that failed; never raises for what the configuration does."""
-    began = time.monotonic()
+    """Run the trial. Errors of its configuration are outcomes and not raised.
+
+    Returns: (the trial's row, the traceback if it failed unexpectedly).
+    """
+    started_at = time.monotonic()
     config = config_from_json(request.config, "the trial's config")
     limit = watch = result = trace = None
-    spent = Spent()
+    times = Spent()
     try:
         choose_allocator(config)
         limit = Limit.impose(request.memory_limit, config.device) if request.memory_limit else None
@@ -149,27 +154,27 @@ def run(request: Request) -> tuple[TrialRow, str | None]:
         else:
             data = StreamData(config, stream_of(config)) if config.stream else None
             trainer = Trainer(config, data=data, limit=limit)
-        spent = trainer.spent
+        times = trainer.spent
         with Telemetry(lambda second, metrics: None) as telemetry:
             result = trainer.run()
         result = replace(result, telemetry=trainer.while_training(telemetry))
         if watch:
             watch.retries.append(_retries(watch.limit.device))
         outcome, reason = judge(result, watch)
-    except UserError as refused:
-        outcome, reason = "failed", str(refused).rstrip(".")
+    except UserError as mistake:
+        outcome, reason = "failed", str(mistake).rstrip(".")
     except Exception as failure:  # noqa: BLE001 a trial that fails is a row like any other
         if isinstance(failure, OutOfMemory) or (isinstance(failure, RuntimeError) and is_exhausted(failure)):
             outcome, reason = "oom", first_line(failure)
         else:
             outcome, reason = "failed", f"{type(failure).__name__}: {first_line(failure)}"
             trace = traceback.format_exc()
-    row = make_row(unmeasured(request, outcome, reason, 0.0), config, result, watch, spent, limit)
-    return replace(row, seconds=time.monotonic() - began), trace
+    row = make_row(unmeasured(request, outcome, reason, 0.0), config, result, watch, times, limit)
+    return replace(row, seconds=time.monotonic() - started_at), trace
 
 
 def judge(result: RunResult, watch: Watch | None = None) -> tuple[TrialOutcome, str]:
-    """The outcome of a run that returned, and its reason in words; ``watch`` followed one that may end early."""
+    """Returns: (outcome, reason) of a run that ended without an exception; ``watch`` monitored a search's trial."""
     if result.outcome in ("oom", "over_limit"):
         return result.outcome, result.reason
     if watch and (excess := watch.limit.excess()):
@@ -180,40 +185,41 @@ def judge(result: RunResult, watch: Watch | None = None) -> tuple[TrialOutcome, 
         if result.outcome != "finished":
             return "failed", f"{result.outcome}: {result.reason}"
         if result.throughput is None:
-            return "failed", f"{result.steps} steps are too few to leave warm-up: give it more time or steps"
+            reason = f"{result.steps} steps are too few: the run did not get past warm-up; give it more time or steps"
+            return "failed", reason
         return "ok", result.reason
     rejected = len(watch.rejected())
     if rejected >= THRASHING_STEPS:
-        return "thrash", f"the allocator had to free its cache in {rejected} steps"
+        return "thrash", f"the allocator freed its cache in {rejected} steps"
     measured = steady_state(watch.counted(), watch.step_tokens)
     if measured is None:
-        in_time = " in the trial's time" if watch.verdict == "time" else ""
-        more = ": raise --trial-time" if in_time else ""
-        return "failed", f"only {len(watch.counted())} steps could be counted{in_time}, too few for a speed{more}"
+        in_time = " within the trial's time" if watch.verdict == "time" else ""
+        advice = "; increase --trial-time" if in_time else ""
+        return "failed", f"only {len(watch.counted())} valid steps{in_time}, too few to measure a speed{advice}"
     if watch.verdict == "cannot win":
         return "stopped", f"cannot reach {watch.bar:,.0f} tokens/s after {measured.steps} steps"
-    ended = {"precise": "the interval is narrow enough", "time": "the trial's time is used up"}
-    note = f"; {rejected} step rejected" if rejected else ""  # two are thrashing
-    return "ok", ended.get(watch.verdict, f"ran its {result.steps} steps") + note
+    reasons = {"precise": "speed interval is narrow enough", "time": "trial time reached"}
+    note = f"; {rejected} step excluded" if rejected else ""  # From two steps on, the outcome is thrash.
+    return "ok", reasons.get(watch.verdict, f"completed {result.steps} steps") + note
 
 
 def make_row(
     row: TrialRow, config: TrainConfig, result: RunResult | None, watch: Watch | None = None,
-    spent: Spent | None = None, limit: Limit | None = None,
+    times: Spent | None = None, limit: Limit | None = None,
 ) -> TrialRow:  # fmt: skip
-    """``row``, which has the outcome, with whatever was measured before it."""
+    """``row``, which has the outcome, with all measurements up to it."""
     measured = steady_state(watch.counted(), config.step_tokens) if watch else result and result.throughput
     impossible = bool(result and result.impossible)
     if impossible:
         measured = None
     used, source = limit.used() if limit else (None, None)
-    steps = watch.seconds if watch else spent.steps if spent else []
+    steps = watch.seconds if watch else times.steps if times else []
     short = watch.verdict == "time" if watch else bool(result and result.outcome == "finished")
     row = replace(
         row, memory=used, memory_source=source, rejected_steps=len(watch.rejected()) if watch else 0,
         too_short=row.outcome == "failed" and measured is None and short and not impossible,
         step_tokens=config.step_tokens, step_seconds=steps,
-        losses=[loss for cycle in spent.reports for loss in cycle.step_losses] if spent else [],
+        losses=[loss for cycle in times.reports for loss in cycle.step_losses] if times else [],
     )  # fmt: skip
     if measured:
         speed, flops = measured.tokens_per_second, per_token(config)

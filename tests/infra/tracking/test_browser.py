@@ -170,9 +170,9 @@ def view(link: str, name: str, *, charts: bool = False) -> str:
 
 LEADERBOARD = (
     "4 x 2",
-    "1,900 (95%: 1,890 to 1,920)",
+    "1,900 (95% CI 1,890 to 1,920)",
     "4.00 of 10.00 GB",
-    "1,400 (95%: 1,390 to 1,420)",
+    "1,400 (95% CI 1,390 to 1,420)",
     "RuntimeError: no kernel",
 )
 
@@ -183,10 +183,10 @@ LEADERBOARD = (
         ("search", None, LEADERBOARD),
         ("search", "leaderboard", LEADERBOARD),
         ("search", "memory", ("4.00 of 10.00 GB", "2.00 of 10.00 GB")),
-        ("ladder", None, ("baseline", "compile", "1,650 (95%: 1,640 to 1,670)", "1,100 (95%: 1,090 to 1,120)")),
+        ("ladder", None, ("baseline", "compile", "1,650 (95% CI 1,640 to 1,670)", "1,100 (95% CI 1,090 to 1,120)")),
         ("ladder", "curves", ("baseline", "compile")),
-        ("run", "runs", ("1,234 (95%: 1,224 to 1,254)", "1,567 (95%: 1,557 to 1,587)", "1.00 GB", "finished")),
-        ("run", "curves", ("1,234 (95%: 1,224 to 1,254)",)),
+        ("run", "runs", ("1,234 (95% CI 1,224 to 1,254)", "1,567 (95% CI 1,557 to 1,587)", "1.00 GB", "finished")),
+        ("run", "curves", ("1,234 (95% CI 1,224 to 1,254)",)),
         ("run", "memory", ("1.00 GB",)),
         ("data", "data", ("66", "975165", "2 empty")),
     ],
@@ -204,7 +204,7 @@ def test_the_winner_of_a_search_is_the_first_row(links: dict[str, str], page: Pa
     page.goto(links["search"])
     first = page.locator('.ag-center-cols-container [row-index="0"]')
     expect(first).to_contain_text("01 winner")
-    expect(first).to_contain_text("1,900 (95%: 1,890 to 1,920)")
+    expect(first).to_contain_text("1,900 (95% CI 1,890 to 1,920)")
     expect(first).to_be_in_viewport()
 
 
@@ -227,8 +227,8 @@ def test_a_view_has_its_charts(links: dict[str, str], page: Page, link: str, nam
 @pytest.mark.parametrize(
     ("link", "shown"),
     [
-        ("run", ("1,234 (95%: 1,224 to 1,254)", "1.00 of 8.00 GB", "training 6.250, validation 6.500")),
-        ("search's page", ("1,900 (95%: 1,885 to 1,915)", "4.00 of 10.00 GB", "1.357 x the control's speed")),
+        ("run", ("1,234 (95% CI 1,224 to 1,254)", "1.00 GB of 8.00 GB", "training 6.250, validation 6.500")),
+        ("search's page", ("1,900 (95% CI 1,885 to 1,915)", "4.00 GB of 10.00 GB", "x1.357 vs control")),
     ],
 )
 def test_what_matters_of_a_description_is_legible(

@@ -20,7 +20,7 @@ from train.data.loader import NEXT_BATCH
 from train.model_config import ModelConfig
 from train.profile import __main__ as profile
 from train.profile import memory_timeline, record
-from train.profile.trace import FORWARD, Profile, analyse, attention_kernel, findings, idle_gaps, kind_of
+from train.profile.trace import FORWARD, Profile, analyze, attention_kernel, classify_kernel, findings, idle_gaps
 
 MODEL = "tiny,layers=2,heads=2,width=32,context_length=32,vocabulary=257,padded_vocabulary=320"
 
@@ -54,7 +54,9 @@ KINDS = {
 
 
 def test_kernels_are_sorted_by_name() -> None:
-    assert {kind: tuple(name for name in names if kind_of(name) == kind) for kind, names in KINDS.items()} == KINDS
+    assert {
+        kind: tuple(name for name in names if classify_kernel(name) == kind) for kind, names in KINDS.items()
+    } == KINDS
 
 
 def test_the_attention_kernel_is_recognised() -> None:
@@ -87,7 +89,7 @@ def test_a_range_named_by_the_host_is_not_a_kernel() -> None:
         event("Optimizer.step#AdamW.step", 3000, 4000, annotation=True),
         event("## Call CompiledFxGraph abc ##", 0, 3000, annotation=True),
     ]  # fmt: skip
-    found = analyse(events, 1, 0.004, cuda=True)
+    found = analyze(events, 1, 0.004, cuda=True)
     assert found.by_class == {"matmul": 1.0, "optimizer": 1.0}
     assert found.idle == 2.0
 
@@ -104,11 +106,11 @@ def test_waits_in_the_loop_are_a_finding_with_their_cost() -> None:
         event("nvjet_gemm", 0, 4000), event("aten::item", 3900, 7000, DeviceType.CPU),
         event("nvjet_gemm", 7000, 10000), event("cudaStreamSynchronize", 3950, 6900, DeviceType.CPU),
     ]  # fmt: skip
-    found = findings(analyse(events, 1, 0.010, cuda=True), optimizer="adamw-fused", compiled=True, cuda=True)
+    found = findings(analyze(events, 1, 0.010, cuda=True), optimizer="adamw-fused", compiled=True, cuda=True)
     assert any("item" in line and "2 per step, 3.00 ms" in line for line in found)
     assert any("idle 3.00 ms" in line and "synchronisation" in line for line in found)
     quiet = [event("nvjet_gemm", 0, 5000), event("nvjet_gemm", 5000, 10000)]
-    found = findings(analyse(quiet, 1, 0.010, cuda=True), optimizer="adamw-fused", compiled=True, cuda=True)
+    found = findings(analyze(quiet, 1, 0.010, cuda=True), optimizer="adamw-fused", compiled=True, cuda=True)
     assert not any("item" in line or "idle" in line for line in found)
 
 
@@ -124,7 +126,7 @@ def test_a_profile_is_of_one_step() -> None:
     later = [
         event(e.name, e.time_range.start + 10000, e.time_range.end + 10000, e.device_type) for e in once
     ]  # fmt: skip
-    found = analyse([*once, *later], 2, 0.020, cuda=True)
+    found = analyze([*once, *later], 2, 0.020, cuda=True)
     assert found.step == 10.0
     assert [(k.name, k.calls, k.milliseconds) for k in found.kernels] == [
         ("nvjet_gemm", 2, 8.0), ("multi_tensor_apply_kernel", 2, 8.0)
@@ -144,7 +146,7 @@ def test_a_cpus_operators_count_without_what_they_call() -> None:
         event("autograd::engine::evaluate_function: Mm", 0, 5000, host), event(FORWARD, 0, 2000, host),
     ]  # fmt: skip
     events[-1].is_user_annotation = True
-    found = analyse(events, 1, 0.010, cuda=False)
+    found = analyze(events, 1, 0.010, cuda=False)
     assert [(kernel.name, kernel.milliseconds) for kernel in found.kernels] == [
         ("aten::addmm", 4.0), ("aten::copy_", 2.0), ("aten::linear", 1.0)
     ], "the costliest first"  # fmt: skip

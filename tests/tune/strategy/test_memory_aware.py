@@ -79,19 +79,19 @@ def test_what_was_not_run_has_a_true_reason(compare: ModuleType, space: Space, s
     def is_true(reason: str, candidate: Candidate) -> bool:
         ran = [row for row in rows if row.candidate.knobs == candidate.knobs]
         sizes = {row.candidate.micro_batch: row for row in ran}
-        if reason == "a smaller one did not fit":
+        if reason == "a smaller micro-batch did not fit":
             return any(size < candidate.micro_batch and row.outcome in UNFIT for size, row in sizes.items())
         if reason == "predicted not to fit":
             return machine.memory(candidate) > 0.95 * machine.limit
-        if reason == "no combination one knob away was the best":
+        if reason == "none of its neighbors (one knob away) was ever the fastest":
             return not ran and candidate.knobs not in space.neighbours(fastest.candidate.knobs)
-        if reason == "its combination is more than 3% behind the best":
+        if reason == "with these knobs, more than 3% slower than the fastest":
             return 0 < max(row.tokens_per_second or 0.0 for row in ran) < 0.97 * (fastest.tokens_per_second or 0.0)
-        if reason == "predicted more than 3% behind the best":
+        if reason == "predicted to be more than 3% slower than the fastest":
             return machine.speed(candidate) < 0.99 * best and min(sizes) < candidate.micro_batch < max(sizes)
-        if reason == "below the sizes that could win":
+        if reason == "smaller than the micro-batches that could win":
             return candidate.micro_batch < min(sizes) and machine.speed(candidate) < 0.97 * best
-        assert reason == "enough sizes near it were tried"
+        assert reason == "enough micro-batches near it were tried"
         return machine.speed(candidate) < 1.005 * machine.speed(fastest.candidate)
 
     seen = {row.candidate for row in rows}
@@ -202,7 +202,7 @@ def test_what_is_expected_far_behind_the_best_is_not_tried() -> None:
     ends = [finished(size, "ok", tokens_per_second=speed) for size, speed in ((4, 50.0), (32, 99.0), (64, 100.0))]
     assert plain().propose(ends) is None
     curves = plain().curves(ends)
-    assert plain().why_not(curves, Candidate(16)) == "predicted more than 3% behind the best"
+    assert plain().why_not(curves, Candidate(16)) == "predicted to be more than 3% slower than the fastest"
 
 
 def test_a_combination_far_behind_the_best_is_tried_once_and_its_neighbours_not_at_all() -> None:

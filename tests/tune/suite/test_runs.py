@@ -18,7 +18,7 @@ from train.model_config import ModelConfig
 from train.resolve import resolve
 from tune.config import LadderConfig
 from tune.device import Machine
-from tune.suite.runs import Ladder, Measured, largest_batch, refuse_short, refuse_unsuited
+from tune.suite.runs import Ladder, Measured, check_baseline_speed, check_suits_device, largest_batch
 from tune.suite.suites import AA, STREAMING, SUITES, Rung, Suite, short_form, streamed
 from tune.trial.row import TrialRow
 from tune.trial.run import Request, unmeasured
@@ -96,9 +96,9 @@ def test_a_control_stands_around_every_rung_that_ran(cumulative: bool, base: Tra
     controls, rungs, ran = climbed(ladder_of(suite, base), made)
     baseline = replace(base, checkpointing="full", attention="sdpa")
     reasons = {rung.name: rung.reason for rung in rungs if rung.reason}
-    unchanged = {"the same": "here it changes nothing"} if cumulative else {}
-    assert reasons.pop("several") == "a ladder measures one device, and this needs 3 workers"
-    gpu = {"a GPU's": "TF32 is for GPUs; a CPU computes the same fp32"}
+    unchanged = {"the same": "it changes nothing on this device"} if cumulative else {}
+    assert reasons.pop("several") == "a ladder measures one device, but this needs 3 workers"
+    gpu = {"a GPU's": "TF32 only exists on GPUs; a CPU would compute in fp32"}
     assert reasons == unchanged | {"fails": "oom: more than that"} | gpu
     assert len(controls) == len(rungs) - len(reasons)
     assert all(config == baseline for place, config in ran if place.startswith("control"))
@@ -246,11 +246,11 @@ def test_smaller_batches_are_tried_a_few_times_only(base: TrainConfig, ladder_of
         tried.append(config.micro_batch)
         return too_large(request)
 
-    with pytest.raises(UserError, match="3 smaller batches did not fit either: give a larg"):
+    with pytest.raises(UserError, match=r"3 smaller batches .* --memory-limit"):
         climbed(ladder_of(suite, base, memory_limit=limit, fit=True), hopeless)
     assert tried == [64, 56, 48, 40]
     tried.clear()
-    with pytest.raises(UserError, match="Give --fit"):
+    with pytest.raises(UserError, match="--fit"):
         climbed(ladder_of(replace(suite, base={"batch": 64}), base, memory_limit=limit), hopeless)
     assert tried == [64]
 
@@ -293,7 +293,7 @@ def test_a_ladder_ends_where_its_control_does(base: TrainConfig, ladder_of: Make
     def made(request: Request, config: TrainConfig) -> TrialRow:
         return too_large(request) if request.name == "control" else well(request, config)
 
-    with pytest.raises(UserError, match="control could not be run again after 'chunks': oom"):
+    with pytest.raises(UserError, match=r"control .* after 'chunks': oom"):
         climbed(ladder_of(Suite("mine", "Mine", {}, RUNGS), base), made)
 
 
@@ -330,28 +330,28 @@ def test_a_baseline_without_a_speed_says_what_to_do(base: TrainConfig, ladder_of
     def baseline(row: TrialRow) -> Measured:
         return Measured("baseline", "" if row.speed else row.reason, row, base)
 
-    refuse_short(baseline(well(request, base)))
-    with pytest.raises(UserError, match=r"^7 steps in 3\.0s .* a rung needs 8 steps, here --time-budget 4s or more"):
-        refuse_short(baseline(well(request, base, step_seconds=[9.0, *[0.5] * 6])))
+    check_baseline_speed(baseline(well(request, base)))
+    with pytest.raises(UserError, match=r"7 steps in 3\.0 s; a rung needs 8 .* --time-budget 4s or more"):
+        check_baseline_speed(baseline(well(request, base, step_seconds=[9.0, *[0.5] * 6])))
     short = replace(unmeasured(request, "failed", "too few", 1.0), too_short=True, step_seconds=[1.5])
     with pytest.raises(UserError, match=r"--time-budget 12s or more"):
-        refuse_short(baseline(short))
-    with pytest.raises(UserError, match=r"cannot be run: no kernel\.$"):
-        refuse_short(baseline(unmeasured(request, "failed", "no kernel", 1.0)))
+        check_baseline_speed(baseline(short))
+    with pytest.raises(UserError, match=r"baseline failed: no kernel"):
+        check_baseline_speed(baseline(unmeasured(request, "failed", "no kernel", 1.0)))
 
 
 def test_what_a_machine_cannot_show_is_refused(base: TrainConfig) -> None:
     modern, old = DeviceFacts("cpu", "cpu", bf16=True), DeviceFacts("cpu", "cpu", bf16=False)
     habits = replace(base, device="auto", ablate=("pages", "sync"))
-    refuse_unsuited(habits, replace(habits, ablate=()), Rung("habits", {"ablate": ()}), A100)
-    with pytest.raises(UserError, match="large pages are for CPU memory"):
-        refuse_unsuited(habits, replace(habits, ablate=("sync",)), Rung("pages", {"ablate": ("sync",)}), A100)
+    check_suits_device(habits, replace(habits, ablate=()), Rung("habits", {"ablate": ()}), A100)
+    with pytest.raises(UserError, match=r"large pages .* CPU memory"):
+        check_suits_device(habits, replace(habits, ablate=("sync",)), Rung("pages", {"ablate": ("sync",)}), A100)
     tf32 = replace(base, precision="tf32")
-    refuse_unsuited(tf32, replace(tf32, seed=1), Rung("seed", {"seed": 1}), old)
+    check_suits_device(tf32, replace(tf32, seed=1), Rung("seed", {"seed": 1}), old)
     bf16, rung = replace(base, precision="bf16"), Rung("bf16", {"precision": "bf16"})
-    refuse_unsuited(base, bf16, rung, modern)
+    check_suits_device(base, bf16, rung, modern)
     with pytest.raises(UserError, match="emulates bf16"):
-        refuse_unsuited(base, bf16, rung, old)
+        check_suits_device(base, bf16, rung, old)
 
 
 @pytest.mark.parametrize("size", [4, 12])

@@ -21,9 +21,9 @@ from tune.suite.standings import (
     helps,
     legend,
     loss_at,
-    opening_lines,
     parts,
     standings,
+    summary_fields,
     times,
     utilisation,
 )
@@ -49,16 +49,16 @@ def measured(
 
 
 def test_a_ladder_is_told_in_five_lines() -> None:
-    told = dict(opening_lines(FLAT, ROWS, "NVIDIA H100", StorageDir("/a ladder/best.json")))
+    told = dict(summary_fields(FLAT, ROWS, "NVIDIA H100", StorageDir("/a ladder/best.json")))
     for name, numbers in {
-        "What": "2 of 3 .*NVIDIA H100",
-        "Tokens/s": "1,500 .*1,490 to 1,510.* first, 1,000", "Memory": "9.00 GB, 10.00 GB",
-        "Gain": "1.50 .*1.40 to 1.60", "Next": "--config '/a ladder/best.json'",
+        "Ladder": "2 of 3 .*NVIDIA H100",
+        "Tokens/s": "first 1,500 .*1,490 to 1,510.* 1,000", "Peak memory": "9.00 GB.* 10.00 GB",
+        "Speedup": "x1.50 .*x1.40 to x1.60", "Next": "--config '/a ladder/best.json'",
     }.items():  # fmt: skip
         assert re.search(numbers, told[name]), told[name]
-    alone = dict(opening_lines(FLAT, ROWS[:1], "cpu", StorageDir("/one/best.json")))
+    alone = dict(summary_fields(FLAT, ROWS[:1], "cpu", StorageDir("/one/best.json")))
     assert re.search("1,000 .*990 to 1,003", alone["Tokens/s"])
-    assert "no rung is faster" in alone["Gain"]
+    assert "no rung is faster" in alone["Speedup"]
 
 
 def test_each_rung_is_compared_with_its_own_controls(tmp_path: Path) -> None:
@@ -97,9 +97,9 @@ def test_the_band_ends_with_the_shortest_control() -> None:
 
 def test_a_ratio_that_may_be_none_is_in_brackets() -> None:
     assert times(None) == ""
-    assert times(Difference(1.5, 1.2, 1.8)) == "1.50x ±20%"
-    assert times(Difference(1.1, 0.9, 1.3)) == "(1.10x)"
-    assert times(Difference(3.81, 3.4, 4.3, control_width=1.7)) == "(3.81x)"
+    assert times(Difference(1.5, 1.2, 1.8)) == "x1.50 ±20%"
+    assert times(Difference(1.1, 0.9, 1.3)) == "(x1.10)"
+    assert times(Difference(3.81, 3.4, 4.3, control_width=1.7)) == "(x3.81)"
 
 
 ROWS = [
@@ -116,19 +116,21 @@ def test_a_row_is_told_under_its_headings() -> None:
     told = closing(CUMULATIVE, ROWS)
     base, first, refused, second = (dict(zip(told.heading, line, strict=True)) for line in told.lines)
     assert first == {
-        "rung": "first*", "batch": "2", "tokens/s": "1,500", "±": "10", "step": "1.50x ±7%", "total": "1.50x ±7%",
-        "s per step": "0.0213", "GB": "9.00", "predicted": "8.50", "loss": "3.250", "attention": "flash",
+        "rung": "first*", "batch (sequences)": "2", "tokens/s": "1,500", "± tokens/s": "10", "vs previous": "x1.50 ±7%",
+        "vs baseline": "x1.50 ±7%", "s/step": "0.0213", "peak memory (GB)": "9.00", "predicted (GB)": "8.50",
+        "loss (nats/token)": "3.250", "attention kernel": "flash",
     }  # fmt: skip
-    assert (base["tokens/s"], base["±"]) == ("1,000", "10"), "the wider side"
+    assert (base["tokens/s"], base["± tokens/s"]) == ("1,000", "10"), "the wider side"
     assert (base["GB"], base["predicted"]) == ("10.00", "-")
     assert set(refused.values()) == {"refused", ""}
-    assert (second["step"], second["total"]) == ("(1.00x)", "(1.50x)")
+    assert (second["vs previous"], second["vs baseline"]) == ("(x1.00)", "(x1.50)")
 
 
 def test_a_column_that_is_empty_here_is_left_out() -> None:
     """Each rung is over the baseline, and all ran the same kernel of attention."""
     assert closing(FLAT, [replace(row, loss=None) for row in ROWS[:3]]).heading == (
-        "rung", "batch", "tokens/s", "±", "total", "s per step", "GB", "predicted",
+        "rung", "batch (sequences)", "tokens/s", "± tokens/s", "vs baseline", "s/step", "peak memory (GB)",
+        "predicted (GB)",
     )  # fmt: skip
 
 
@@ -142,18 +144,18 @@ def test_the_closing_table_times_as_many_steps_as_the_study() -> None:
     for suite in SUITES.values():
         shown = closing(suite, ROWS[:1])
         timed[suite.name] = next(
-            cell for cell in zip(shown.heading, shown.lines[0], strict=True) if cell[0][:2] == "s "
+            cell for cell in zip(shown.heading, shown.lines[0], strict=True) if cell[0][:2] == "s/"
         )
-    assert timed.pop("loop") == ("s for 2 steps", "0.500")
-    assert set(timed.values()) == {("s per step", "0.250")}
+    assert timed.pop("loop") == ("s/2 steps", "0.500")
+    assert set(timed.values()) == {("s/step", "0.250")}
 
 
 def test_the_legend_says_how_sure_the_table_is() -> None:
-    refused, drift, _, _, unclear, total = legend(CUMULATIVE, ROWS, [100.0, 90.0, 110.0, 105.0])
-    assert refused == "refused: not run, no such GPU."
+    refused, drift, *_, unclear, total = legend(CUMULATIVE, ROWS, [100.0, 90.0, 110.0, 105.0])
+    assert refused == "refused: skipped; no such GPU."
     assert re.findall(r"\d+", drift) == ["4", "100", "105", "90", "110"]
-    assert re.search("95% .*40% .* second, .*25%", unclear)
-    assert re.search("1.50 times .*unclear", total), "its interval would say nothing: the control was too imprecise"
+    assert re.search("second .*95% .*40% .*25%", unclear)
+    assert re.search("x1.50 .*inconclusive", total), "its interval would say nothing: the control was too imprecise"
     assert "none" not in legend(CUMULATIVE, ROWS[:2], [100.0])[-1]
     tied = replace(ROWS[-1], total=Difference(1.02, 0.98, 1.05))
     assert re.search("1.02 times .*0.98 to 1.05.*may be none", legend(CUMULATIVE, [*ROWS[:2], tied], [100.0])[-1])
@@ -177,13 +179,13 @@ TWICE = [
 def test_a_rung_with_a_larger_batch_shows_both() -> None:
     """First the memory that the change frees and the speed that it gains at equal work, then what the batch adds."""
     assert equal_work(TWICE, cumulative=True).lines == [
-        ("compile", "28", "-50%", "2.00x ±5%", "48", "+90%", "1.10x ±9%"),
-        ("flash", "48", "-50%", "2.00x ±5%", "not run", "", ""),
+        ("compile", "28", "-50%", "x2.00 ±5%", "48", "+90%", "x1.10 ±9%"),
+        ("flash", "48", "-50%", "x2.00 ±5%", "not run", "", ""),
     ]
     failed = [TWICE[0], Measured("refused", "no such GPU"), *TWICE[1:]]
     assert equal_work(failed, cumulative=True) == equal_work(TWICE, cumulative=True), "over what ran before"
     (_, *over_baseline) = equal_work(TWICE, cumulative=False).lines[1]
-    assert over_baseline[:3] == ["48", "-52%", "4.40x ±5%"]
+    assert over_baseline[:3] == ["48", "-52%", "x4.40 ±5%"]
     assert [tuple(line[:2]) for line in closing(CUMULATIVE, TWICE).lines[1:4]] == [
         ("compile", "28"),
         ("compile*", "48"),
@@ -204,8 +206,8 @@ def test_a_precision_is_judged_by_the_held_out_losses_of_all_seeds() -> None:
         Measured("one seed", held_out=((3.0, 2.0),)),
     ]
     assert held_out(FLAT, rows).lines == [
-        ("noise", "3.1033", "+0.0033 ±0.0287", "no difference seen"),
-        ("close", "3.1200", "+0.0200 ±0.0248", "no difference seen"),
+        ("noise", "3.1033", "+0.0033 ±0.0287", "not significant"),
+        ("close", "3.1200", "+0.0200 ±0.0248", "not significant"),
         ("worse", "3.2000", "+0.1000 ±0.0025", "higher"),
         ("better", "3.0000", "-0.1000 ±0.0025", "lower"),
     ]
@@ -237,5 +239,5 @@ def test_what_helps_memory_and_what_helps_speed_is_said_with_its_number() -> Non
         ("smaller", "yes (-40.0%)", "no (-20.0%)"),
         ("faster", "no (-0.1%)", "yes (+50.0%)"),
         ("noise", "no (+5.0%)", "no (+10.0%)"),
-        ("doubtful", "yes (-10.0%)", "unclear (+281.0%)"),
+        ("doubtful", "yes (-10.0%)", "inconclusive (+281.0%)"),
     ]

@@ -109,7 +109,7 @@ def from_file(path: Path, text: str, start: TrainConfig = START) -> Suite:
             "Suite('s', 'S', {}, (Rung('a', {'checkpointing': 'selective'}), Rung('b', {'compile': 'blocks'})), True)",
             "rung 'b': --checkpointing selective and --compile blocks",
         ),
-        ("3", "defines no SUITE"), ("[]", "has no rung"), ("[('a', {'batch': 8})]", "is not a rung"),
+        ("3", "SUITE"), ("[]", "has no rung"), ("[('a', {'batch': 8})]", "is not a rung"),
         ("1 / 0", "ZeroDivisionError"), ("exit()", "SystemExit"),
     ],
 )  # fmt: skip

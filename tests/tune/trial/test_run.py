@@ -164,10 +164,10 @@ def test_the_first_step_which_compiles_does_not_count_against_the_trials_time() 
     )  # fmt: skip
     watch.on_cycle(began)
     assert not watch.should_stop()
-    watch.began -= 59.0
+    watch.started_at -= 59.0
     assert not watch.should_stop()
     watch.on_cycle(began)  # the second step does not begin the time anew
-    watch.began -= 1.0
+    watch.started_at -= 1.0
     assert watch.should_stop()
     assert watch.verdict == "time"
 
@@ -186,7 +186,7 @@ def test_utilisation_is_of_one_device_at_the_trials_precision(
 def test_a_damaged_row_is_named(training: TrainConfig, tmp_path: Path) -> None:
     attempt(training, tmp_path)
     (tmp_path / "m1.json").write_text('{"key": "m1"')
-    with pytest.raises(UserError, match=r"m1\.json is damaged .*: remove it"):
+    with pytest.raises(UserError, match=r"m1\.json is corrupt .* Delete it"):
         read_rows(tmp_path)
 
 
@@ -214,12 +214,12 @@ def test_a_step_in_which_the_allocator_freed_its_cache_is_left_out(eight_steps: 
     watch = watched([9.0, 8.0, 1.0, 1.0, 1.0, 1.0, 5.0, 1.0], retries=[1, 2, 2, 2, 2, 2, 3, 3, 3])
     assert watch.rejected() == {6}
     assert watch.counted() == [9.0, 8.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-    assert judge(eight_steps, watch) == ("ok", "ran its 8 steps; 1 step rejected")
+    assert judge(eight_steps, watch) == ("ok", "completed 8 steps; 1 step excluded")
 
 
 def test_an_allocator_that_lives_off_its_cache_thrashes(eight_steps: RunResult) -> None:
     watch = watched([1.0] * 8, retries=[0, 3, 3, 3, 4, 4, 5, 5, 5])
-    assert judge(eight_steps, watch) == ("thrash", "the allocator had to free its cache in 2 steps")
+    assert judge(eight_steps, watch) == ("thrash", "the allocator freed its cache in 2 steps")
 
 
 @pytest.mark.parametrize("slow", [2, 7, 18])

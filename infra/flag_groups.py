@@ -1,0 +1,127 @@
+"""The layout of ``--help``: first the flags that most runs use, then the others in groups with a heading.
+
+tyro shows flags in the order of a dataclass's fields, with a box for each nested dataclass, but a command's settings
+are nested by the package that owns them. So tyro gets a structure that is made for readers, by the documented rules of
+``tyro.constructors``, and the settings are built from its values.
+
+A class of settings may have two class variables, which are all that it needs:
+
+- ``main_flags``: names of the eight to twelve fields that most runs set, including those of nested dataclasses.
+  Without it, tyro's own layout is used.
+- ``flag_groups``: names of the other fields, by heading. A nested dataclass has groups of its own.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass, replace
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
+
+
+def grouping_registry(kinds: Iterable[type], default: Any = None) -> ConstructorRegistry:
+    """Rules by which tyro shows the flags of the ``kinds`` in groups; ``default`` has their default values."""
+    specs: dict[type, StructConstructorSpec] = {}
+    for kind in kinds:
+        specs |= _grouped(_Settings.of(kind, tyro.MISSING_NONPROP if default is None else default))
+    registry = ConstructorRegistry()
+    registry.struct_rule(lambda info: specs.get(info.type))
+    return registry
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """A dataclass of flags: how it is built, its own flags, and the dataclasses nested in it."""
+
+    kind: type
+    build: Callable[..., Any]
+    flags: dict[str, StructFieldSpec]
+    nested: "dict[str, _Settings]"
+
+    @classmethod
+    def of(cls, kind: type, default: Any) -> "_Settings":
+        spec = ConstructorRegistry.get_struct_spec(StructTypeInfo.make(kind, default, in_union_context=False))
+        assert isinstance(spec, StructConstructorSpec), f"{kind.__name__} is a dataclass"
+        nested = {field.name: cls.of(field.type, field.default) for field in spec.fields if is_dataclass(field.type)}
+        flags = {field.name: _with_layout(field) for field in spec.fields if field.name not in nested}
+        return cls(kind, spec.instantiate, flags, nested)
+
+    @property
+    def all_flags(self) -> dict[str, StructFieldSpec]:
+        return self.flags | {name: flag for inner in self.nested.values() for name, flag in inner.all_flags.items()}
+
+    def groups(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Headings with the names of their flags; those of nested dataclasses follow."""
+        yield from getattr(self.kind, "flag_groups", {}).items()
+        for inner in self.nested.values():
+            yield from inner.groups()
+
+    def instance(self, values: Mapping[str, Any]) -> Any:
+        """The dataclass with the ``values`` of all its flags."""
+        flags = {name: values[name] for name in self.flags}
+        return self.build(**flags, **{name: inner.instance(values) for name, inner in self.nested.items()})
+
+
+def _grouped(settings: _Settings) -> dict[type, StructConstructorSpec]:
+    """Structures that tyro shows instead of the ``settings``: the main flags, and one type for each group."""
+    flags = settings.all_flags
+    main_flags = getattr(settings.kind, "main_flags", tuple(flags))
+    fields = [flags[name] for name in main_flags]
+    remaining = {name: flag for name, flag in flags.items() if name not in main_flags}
+    specs: dict[type, StructConstructorSpec] = {}
+    headings: list[str] = []
+    for heading, names in (*settings.groups(), ("other", tuple(remaining))):
+        members = tuple(remaining.pop(name) for name in names if name in remaining)
+        if members:
+            group = type("FlagGroup", (), {"__doc__": ""})
+            specs[group] = StructConstructorSpec(dict, members)
+            headings.append(heading)
+            kind: Any = Annotated[group, tyro.conf.arg(name=heading)]
+            fields.append(StructFieldSpec(heading, kind, tyro.MISSING_NONPROP))
+
+    def instance(**values: Any) -> Any:
+        for heading in headings:
+            values |= values.pop(heading)
+        return settings.instance(values)
+
+    return specs | {settings.kind: StructConstructorSpec(instance, tuple(fields))}
+
+
+def _with_layout(flag: StructFieldSpec) -> StructFieldSpec:
+    """The flag with a noun for its value, and without a default that means "no value"."""
+    kind: Any = flag.type
+    annotations = kind.__metadata__ if get_origin(kind) is Annotated else ()
+    if annotations:
+        kind = kind.__origin__
+    layout = tyro.conf.arg(metavar=_metavar(flag.name, kind), help_behavior_hint=_format_default)
+    if any(isinstance(annotation, PrimitiveConstructorSpec) for annotation in annotations):
+        layout = tyro.conf.arg(help_behavior_hint=_format_default)
+    with_layout: Any = Annotated[(kind, layout, *annotations)]  # tyro takes the later of two, so the flag's own
+    return replace(flag, type=with_layout)
+
+
+def _metavar(name: str, kind: Any) -> str | None:
+    """A noun for the value of the flag ``name``; None for a switch, which has no value."""
+    if kind is bool:
+        return None
+    arguments = [argument for argument in get_args(kind) if argument not in (NoneType, Ellipsis)]
+    if get_origin(kind) in (Union, UnionType) and len(arguments) == 1:
+        return _metavar(name, arguments[0])
+    if get_origin(kind) is tuple and len(arguments) == 1:
+        return f"[{_metavar(name, arguments[0])} ...]"
+    if kind is str:
+        return name.split("_")[-1].upper()
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, set()))
+    return spec.metavar if isinstance(spec, PrimitiveConstructorSpec) else None
+
+
+def _format_default(default: str) -> str:
+    return "" if default in ("None", "False", "") else f"(default: {default})"
