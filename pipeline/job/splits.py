@@ -88,12 +88,15 @@ def split_changes(records: dict[str, Record], splits: dict[str, Split], history:
             before = history.is_val.get(bytes.fromhex(sha256))
             if before is not None and before != (splits[book] == "val"):
                 moved[splits[book]].append(book)
-    for books, sentence in (
-        (moved["train"], "were held out for validation in an earlier data set of this --out and are trained on now"),
-        (moved["val"], "were trained on in an earlier data set of this --out and are held out for validation now"),
+    for books, was, now in (
+        (moved["train"], "held out for validation", "trained on"),
+        (moved["val"], "trained on", "held out for validation"),
     ):
         if books:
-            yield f"{len(books):,} books {sentence}, such as {min(books)}."
+            yield (
+                f"Books that were {was} in an earlier data set of this --out and are {now} now: {len(books):,}, "
+                f"such as {min(books)}."
+            )
 
 
 def note_splits(job: Job, records: dict[str, Record], splits: dict[str, Split], history: SplitHistory) -> None:

@@ -87,7 +87,7 @@ def test_an_only_book_is_trained_on_and_of_two_one_is_held_out(tmp_path: Path, p
         told: list[str] = []
         tokenize(config, told.append)
         assert splits(config.out) == {"train": {f"books/{other}"}, "val": set()}, "the only one left"
-        assert re.search(rf"1 books were held out .* trained on now.*books/{other}", " ".join(told))
+        assert re.search(rf"held out for validation .* trained on now: 1, such as books/{other}\.", " ".join(told))
         put(folder, {nearest: prose(1, 100)})
         fresh = replace(config, out=str(tmp_path / "fresh"))
         tokenize(fresh)
@@ -289,12 +289,12 @@ def test_another_share_chooses_anew_and_tells_what_changes(tmp_path: Path, prose
     assert {text for text in first if first[text] == "val"} <= {text for text in second if second[text] == "val"}
     (sentence,) = told
     taken = sum(first[text] == "train" and second[text] == "val" for text in first)
-    assert sentence.startswith(f"{taken} books were trained on"), sentence
+    assert f"held out for validation now: {taken}, such as" in sentence
     told.clear()
     tokenize(replace(config, val_fraction=0.01, overwrite=True), told.append)
     third = split_of_texts(config.out)
     released = sum(second[text] == "val" and third[text] == "train" for text in second)
-    assert any(sentence.startswith(f"{released} books were held out") for sentence in told)
+    assert f"trained on now: {released}, such as" in told[0]
     assert sum(split == "val" for split in third.values()) < 10
 
 
