@@ -8,13 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-
-from tune import session
-from tune.experiment import Experiment
-from tune.ray_tune import Proposals, outcome
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +31,10 @@ def benchmark() -> Iterator[Callable[[str], ModuleType]]:
         yield importlib.import_module
 
 
-def _drive(proposals: Proposals, resources: object) -> None:
+def _drive(proposals: Any, resources: object) -> None:
     """What Ray Tune does for an experiment, in this process, whose memory is not the trial's alone."""
+    from tune.ray_tune import outcome
+
     for number in itertools.count():
         given = proposals.suggest(str(number))
         if proposals.failure:
@@ -48,6 +47,9 @@ def _drive(proposals: Proposals, resources: object) -> None:
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial runs in this process. Only Ray is left out; tests/tune/test_search.py has trials through Ray."""
+    from tune import session  # which imports Ray and MLflow, for which other tests need not wait
+    from tune.experiment import Experiment
+
     monkeypatch.setattr(session, "drive", _drive)
     monkeypatch.setattr(session, "connected", lambda *_, **__: nullcontext())
     monkeypatch.setattr(session, "trial_nodes", lambda _: {socket.gethostname(): "its id"})

@@ -206,10 +206,8 @@ def test_a_process_is_killed_when_its_time_is_up_and_never_after_its_end() -> No
 
 def test_a_trial_on_a_slower_machine_is_expected_to_be_as_slow(search: Search) -> None:
     """Both the speed that is predicted and the one below which it cannot win, by what the controls took there."""
-    first, control = (
-        replace(row_of(Request(node, number, "m1", Proposal(Candidate(1), stage), {}, node), speed), node=node)
-        for node, number, stage, speed in (("w1", 1, "probe", 1000.0), ("w2", 2, "control", 500.0))
-    )
+    first = row_of(Request("m1", 1, "m1", Proposal(Candidate(1), "probe"), {}, "w1"), 1000.0)
+    control = row_of(Request("c2", 2, "m1", Proposal(Candidate(1), "control"), {}, "w2"), 500.0)
     proposal = Proposal(Candidate(2), "probe", predicted_speed=1200.0, bar=1100.0)
     for node, factor in (("w1", 1), ("w2", 2), ("w3", 1)):
         found = search.trial(proposal, node, 3, [first, control]).proposal

@@ -379,17 +379,16 @@ def test_a_resumed_run_has_its_data_go_to_where_its_checkpoint_was(config: Train
     class Watched(ShardData):
         went: object = None
 
-        def place(self, position: int) -> dict[str, Any]:
-            return {"position": position}
-
         def go_to(self, place: dict[str, Any] | None) -> None:
             self.went = place
 
-    first, _ = train(config, data=Watched(config), checkpoints=tmp_path, should_stop=stop_at(3))
+    first, _ = train(config, checkpoints=tmp_path, should_stop=stop_at(3))
     assert first.checkpoint
+    progress = Path(first.checkpoint) / "progress.json"
+    progress.write_text(json.dumps(json.loads(progress.read_text()) | {"place": {"book": 7}}))
     data = Watched(config)
     trainer = Trainer(config, data=data, resume=Path(first.checkpoint))
-    assert (data.went, trainer.state.position) == ({"position": 3 * 8}, 3 * 8)
+    assert (data.went, trainer.state.position) == ({"book": 7}, 3 * 8)
 
 
 def test_a_step_that_spikes_is_in_no_checkpoint(config: TrainConfig, tmp_path: Path) -> None:

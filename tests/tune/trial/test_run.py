@@ -278,7 +278,7 @@ def test_what_a_run_measured_is_in_the_row_of_its_trial_by_the_same_name(
     assert {name: getattr(row, name) for name in shared} == {name: measured[name] for name in shared}
     assert (row.memory, row.memory_source) == (result.memory.process, result.memory.process_source)
     assert row.flops_per_second == result.throughput.tokens_per_second * palm(training.shape)
-    assert row.mfu == row.flops_per_second / 312e12
+    assert row.mfu == pytest.approx((row.flops_per_second or 0.0) / 312e12)
     limited = make_row(row_of(), config, result, limit=Known(10**10, torch.device("cpu"), 0))
     assert limited == replace(row, memory=5 * 10**9, memory_source="device"), "as the limit is checked"
     unknown = replace(result, throughput=None)
