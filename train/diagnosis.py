@@ -1,5 +1,6 @@
-"""The diagnosis of a run: why it did not fit in memory, with the change that should help at the lowest cost in speed; and
-what the losses of a custom model say about its code.
+"""The diagnosis of a run: why it did not fit in memory, and what the losses of a custom model say about its code.
+
+A run that did not fit gets the change that should help at the lowest cost in speed.
 
 Sizes are in GB of 10^9 bytes, as in limits.
 """

@@ -14,7 +14,7 @@ from infra.storage_dir import StorageDir
 from pipeline.shards import read_manifest
 from train.checkpoint.run_folder import RunFolder
 from train.config import TrainConfig
-from train.confirmed import SAME, Confirmed, confirmed_by, slower
+from train.confirmed import SPEED_SETTINGS, Confirmed, confirmed_by, slower
 from train.intervals import Estimate
 from train.launch.driver import diagnosed
 from train.launch.run import RunPlan
@@ -190,7 +190,7 @@ LEARNING = {
 def test_every_setting_is_one_of_the_speed_or_of_what_is_learnt() -> None:
     """A new one has to be put on a side."""
     settings = {field.name for field in fields(TrainConfig)}
-    assert settings - LEARNING == set(SAME)
+    assert settings - LEARNING == set(SPEED_SETTINGS)
     assert settings > LEARNING
 
 

@@ -209,7 +209,7 @@ class StreamData:
 
 
 def _hash(tokens: np.ndarray) -> str:
-    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(tokens))
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(tokens).data)
 
 
 def _left_out(books: Sequence[EncodedBook]) -> str:

@@ -14,7 +14,7 @@ from train.config import Cycle, TrainConfig
 from train.loop import memory
 from train.loop.process import borrowed_process
 from train.model_config import ModelConfig
-from train.report import memory_part
+from train.report import memory_table
 from train.result import Memory, RunResult
 
 CPU = TrainConfig(device="cpu", micro_batch=1, global_batch=1, precision="fp32", compile="off", loss="plain")
@@ -65,4 +65,4 @@ def test_what_torch_reads_once_is_not_changed_without_a_word(monkeypatch: pytest
 
 def test_a_peak_that_cannot_be_the_runs_is_not_called_so(make_result: Callable[..., RunResult]) -> None:
     result = make_result(memory=Memory(None, None, 3 * 10**9, "rss-of-process"))
-    assert any("before this run" in line[0] for line in memory_part(replace(CPU, steps=1), result).lines)
+    assert any("before this run" in line[0] for line in memory_table(replace(CPU, steps=1), result).lines)
