@@ -24,6 +24,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
+    InvalidPathError,
     PermissionDeniedError,
     PreconditionError,
     UnauthenticatedError,
@@ -207,6 +208,11 @@ def answered(uri: str, action: Callable[[], T], doing: str = "read") -> T:
         raise UserError(
             f"{uri} cannot be {doing} ({reason(refused)}): check the address and your credentials."
         ) from refused
+    except InvalidPathError as invalid:  # obstore neither lists nor reads a name with an empty part
+        raise UserError(
+            f"{uri} cannot be {doing}, because the name of an object there has an empty part (//) or a control "
+            f"character ({reason(invalid)}): rename or remove it, or name the folders beside it."
+        ) from invalid
     except _failures(uri) as failure:
         raise UserError(
             f"{uri} cannot be {doing}: {reason(failure)}. Check the address, your credentials and the "

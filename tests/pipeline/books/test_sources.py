@@ -14,6 +14,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote
 
+import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -374,6 +375,16 @@ def test_objects_that_stand_for_folders_are_no_books(bucket: str) -> None:
     inventory = find([place.address])
     assert [file.id for file in inventory.files] == ["marked/data.parquet/a.txt"]
     assert inventory.skipped == {"empty": 2}
+
+
+def test_a_name_that_no_object_can_be_read_by_is_told_with_what_to_do(bucket: str) -> None:
+    query = parse_qs(bucket[1:])
+    client = boto3.client("s3", endpoint_url=query["endpoint"][0], region_name=query["region"][0])
+    for key in ("odd/a.txt", "odd/b//c.txt", "odd/d/e.txt"):
+        client.put_object(Bucket="places", Key=key, Body=b"It went on.")
+    with pytest.raises(UserError, match=r"odd/b//c\.txt.*rename"):
+        find([f"s3://places/odd/{bucket}"])
+    assert [file.id for file in find([f"s3://places/odd/d{bucket}"]).files] == ["d/e.txt"]
 
 
 def test_links_are_followed_once_and_end(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
