@@ -35,6 +35,8 @@ _WINDOWS = "cp1252"
 _DETECTION_SAMPLE = 32_000
 _TELLING = 10
 """Letters beyond ASCII that tell a character set: of 36 texts with fewer, 13 were read in a wrong one."""
+_WORD = 4
+"""Letters beyond ASCII without which only a character set of Windows is guessed: fewer fit into any."""
 _CERTAIN = 60
 """Bytes beyond ASCII by which a declared character set can be found wrong though its letters make words."""
 _JUDGED = 1_000
@@ -115,7 +117,8 @@ def _decode_other(data: bytes, declared: str | None, sample: bytes) -> Decoded:
     valid, invalid = _count_utf8(data)
     codec, guessed = _choose_codec(lines, declared, sample, mixed=valid > 0) if lines else ("utf-8", False)
     if not valid:
-        return replace(_decode(data, codec or declared or _detect(lines)), guessed=guessed)
+        codec = codec or (declared if declared != "ascii" else None) or ("utf-8" if guessed else _detect(lines))
+        return replace(_decode(data, codec), guessed=guessed and codec != "utf-8")
     usual = codec if codec and invalid > valid else "utf-8"
     repairs = _has_windows_bytes(data.decode("utf-8", "surrogateescape"))
     decoded = [_decode_line(line, codec or "utf-8", usual, repairs=repairs) for line in data.splitlines(keepends=True)]
@@ -207,7 +210,7 @@ def _choose_codec(
             return codec, False
     for known in (sample, lines) if sample else (lines,):
         for codec in (_WINDOWS, _detect(known)) if guessed else (_detect(known), _WINDOWS):
-            if guessed and mixed and codec != _WINDOWS:
+            if guessed and codec != _WINDOWS and (mixed or letters < _WORD):
                 continue
             if _is_plausible_in(codec, lines):
                 return codec, guessed
