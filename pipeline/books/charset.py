@@ -153,11 +153,15 @@ def _decode_line(line: bytes, codec: str, usual: str, *, repairs: bool) -> Decod
         return Decoded(line, "utf-8")
     text = line.decode("utf-8", "surrogateescape")
     damaged = _UNDECODED.search(text)
-    if not (_is_mostly_utf8(line) if damaged else _is_in_place(text)):
-        own, _ = _choose_codec(line, codec) if _non_ascii(line) >= _TELLING else (codec, False)
-        other = _decode(line, own or codec)
-        if usual != "utf-8" or (own != "utf-8" and _is_plausible(other.text.decode())):
+    if not damaged and (_non_ascii(line) >= _TELLING or _is_in_place(text)):  # few letters may be UTF-8 by chance
+        return Decoded(line, "utf-8")
+    if codec != "utf-8" and not (damaged and _is_mostly_utf8(line)):
+        other = _decode(line, codec)
+        if _is_plausible(other.text.decode()):
             return other
+        own = _choose_codec(line, None)[0] if _non_ascii(line) >= _TELLING else None
+        if own or usual != "utf-8":
+            return _decode(line, own or codec)
     if not damaged:
         return Decoded(line, "utf-8")
     repaired = _UNDECODED.sub(lambda match: _as_windows(match) or match[0], text) if repairs else text
