@@ -35,6 +35,8 @@ _WINDOWS = "cp1252"
 _DETECTION_SAMPLE = 32_000
 _TELLING = 10
 """Letters beyond ASCII that tell a character set: of 36 texts with fewer, 13 were read in a wrong one."""
+_WORD = 4
+"""Letters beyond ASCII without which only a character set of Windows is guessed: fewer fit into any."""
 _CERTAIN = 60
 """Bytes beyond ASCII by which a declared character set can be found wrong though its letters make words."""
 _JUDGED = 1_000
@@ -115,7 +117,8 @@ def _decode_other(data: bytes, declared: str | None, sample: bytes) -> Decoded:
     valid, invalid = _count_utf8(data)
     codec, guessed = _choose_codec(lines, declared, sample, mixed=valid > 0) if lines else ("utf-8", False)
     if not valid:
-        return replace(_decode(data, codec or declared or _detect(lines)), guessed=guessed)
+        codec = codec or (declared if declared != "ascii" else None) or ("utf-8" if guessed else _detect(lines))
+        return replace(_decode(data, codec), guessed=guessed and codec != "utf-8")
     usual = codec if codec and invalid > valid else "utf-8"
     repairs = _has_windows_bytes(data.decode("utf-8", "surrogateescape"))
     decoded = [_decode_line(line, codec or "utf-8", usual, repairs=repairs) for line in data.splitlines(keepends=True)]
@@ -150,11 +153,15 @@ def _decode_line(line: bytes, codec: str, usual: str, *, repairs: bool) -> Decod
         return Decoded(line, "utf-8")
     text = line.decode("utf-8", "surrogateescape")
     damaged = _UNDECODED.search(text)
-    if not (_is_mostly_utf8(line) if damaged else _is_in_place(text)):
-        own, _ = _choose_codec(line, codec) if _non_ascii(line) >= _TELLING else (codec, False)
-        other = _decode(line, own or codec)
-        if usual != "utf-8" or (own != "utf-8" and _is_plausible(other.text.decode())):
+    if not damaged and (_non_ascii(line) >= _TELLING or _is_in_place(text)):  # few letters may be UTF-8 by chance
+        return Decoded(line, "utf-8")
+    if codec != "utf-8" and not (damaged and _is_mostly_utf8(line)):
+        other = _decode(line, codec)
+        if _is_plausible(other.text.decode()):
             return other
+        own = _choose_codec(line, None)[0] if _non_ascii(line) >= _TELLING else None
+        if own or usual != "utf-8":
+            return _decode(line, own or codec)
     if not damaged:
         return Decoded(line, "utf-8")
     repaired = _UNDECODED.sub(lambda match: _as_windows(match) or match[0], text) if repairs else text
@@ -207,7 +214,7 @@ def _choose_codec(
             return codec, False
     for known in (sample, lines) if sample else (lines,):
         for codec in (_WINDOWS, _detect(known)) if guessed else (_detect(known), _WINDOWS):
-            if guessed and mixed and codec != _WINDOWS:
+            if guessed and codec != _WINDOWS and (mixed or letters < _WORD):
                 continue
             if _is_plausible_in(codec, lines):
                 return codec, guessed

@@ -8,11 +8,12 @@ PLAIN = 5_000
 """Bytes of such a text without markup."""
 _PHRASE = (
     rb"(?:not found|bad (?:request|gateway)|unauthorized|forbidden|access denied|request time-?out|too many requests"
-    rb"|internal server error|service (?:temporarily )?unavailable|gateway time-?out|moved permanently|error)"
+    rb"|internal server error|service (?:temporarily )?unavailable|gateway time-?out|moved (?:permanently|temporarily))"
 )
 _SAYING = re.compile(
-    rb"\s*(?:http(?:/\d(?:\.\d)?)?[ :]+)?(?:(?:error|status)[ :]*)?[345]\d\d\b[ :.,|-]*" + _PHRASE
-    + rb"|\s*(?:error|page|file|object|document)[ :]+" + _PHRASE + rb"\s*(?=<|\n|\Z)", re.I
+    rb"\s*(?:http(?:/\d(?:\.\d)?)?[ :]+)?(?:(?:error|status)[ :]*)?[345]\d\d\b[ :.,|(-]*(?:" + _PHRASE
+    + rb"|error|found|see other|(?:temporary|permanent) redirect)|\s*(?:error|page|file|object|document)[ :]+" + _PHRASE
+    + rb"\s*(?=<|\n|\Z)|\s*the requested (?:url|page|file|resource|document)\b[^<\n]{0,80} not (?:be )?found\b", re.I
 )  # fmt: skip
 _TITLE = re.compile(
     rb"\s*(?:[45]\d\d\b[^<\n]{0,40}|" + _PHRASE + rb"|just a moment\W*|attention required\b[^<\n]{0,40})\s*(?=<)", re.I

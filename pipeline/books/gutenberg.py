@@ -322,7 +322,7 @@ def _footer_end(text: bytes, at: int, limit: int) -> int:
     reach = min(furthest, named + MENTIONED)
     ends = [found + len(words) for words in _LEGAL_ENDS if (found := text.rfind(words, at, reach)) >= 0]
     last = max(ends, default=named)
-    stop = text.find(b"\n" if ends else b"\n\n", last, min(furthest, last + BEGUN))
+    stop = text.find(b"\n", last, min(furthest, last + BEGUN))
     if stop < 0:
         stop = last if _is_joined(text, last) else min(furthest, last + BEGUN)
     return furthest if limit - stop < NEAR and len(text[stop:limit].strip()) <= FEW else stop

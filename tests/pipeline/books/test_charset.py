@@ -157,6 +157,12 @@ def test_a_short_text_is_read_as_the_rest_of_its_file() -> None:
     assert (decoded.text.decode(), decoded.guessed, decoded.contradicted) == ("Kůň.", False, None)
 
 
+def test_a_byte_that_makes_no_word_in_any_character_set_is_not_understood() -> None:
+    for text in (b"It went on \xff and on.", b"Character set encoding: US-ASCII\n\nIt went on \xff and on."):
+        decoded = to_utf8(text)
+        assert (decoded.text.decode(), decoded.replaced, decoded.guessed) == (text.decode("utf-8", "replace"), 1, False)
+
+
 def test_a_single_byte_is_damage_where_the_format_says_utf8() -> None:
     assert to_utf8(b"It go\xe9s on.", declared="utf-8").replaced == 1
     decoded = to_utf8(b"A caf\xe9 in M\xe1laga.", declared="utf-8")

@@ -16,6 +16,9 @@ PAGES = {
     "repeated": "404: Not Found\n" * 30,
     "plain": "HTTP/1.1 503 Service Unavailable\n\nNo server is available to handle this request.\n",
     "error": "Error 429: Too Many Requests\n" + "Try again later.\n" * 20,
+    "moved": "<html><head><title>302 Found</title></head><body>It is elsewhere.</body></html>",
+    "in brackets": "<HTML><HEAD><TITLE>Error 404 (Not Found)!!1</TITLE></HEAD><BODY></BODY></HTML>",
+    "a sentence": "The requested URL /files/11/11-0.txt was not found on this server.\n" * 20,
     "json": '{"message": "Not Found", "documentation_url": "https://docs.example.org"}\n',
 }
 BOOKS = {
