@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.encoding.vocabulary import VOCABULARY_SHA256, gpt2
-from pipeline.shards import Manifest, ShardRow, write_shard
+from pipeline.shards import Manifest, ShardRow, Split, write_shard
 from train.config import Cycle, TrainConfig
 from train.data.loader import BatchLoader
 from train.data.windows import Windows
@@ -114,7 +114,7 @@ def test_bits_are_those_of_the_validation_split_and_not_of_the_training_split(
     """Training text has long tokens, and the held-out text, a tenth as much of it, letters of one and of two bytes."""
     vocabulary = gpt2()
     held_out = " x q z é j ü" * 32
-    texts = {"train": " government international development" * 300, "val": held_out}
+    texts: dict[Split, str] = {"train": " government international development" * 300, "val": held_out}
     shards = []
     for split, text in texts.items():
         ids = np.append(vocabulary.encode(text.encode()), vocabulary.end_of_text).astype(np.uint16)
