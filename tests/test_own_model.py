@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from infra.cluster import connected
 from infra.errors import UserError
 from infra.hardware import cpu_facts
+from infra.storage import write_json
+from pipeline.encoding.vocabulary import read_vocabulary
+from pipeline.shards import MANIFEST, VOCABULARY_FILE
+from pipeline.vocabulary import VocabularyConfig
+from pipeline.vocabulary import main as train_vocabulary
 from train import export, generate, plan, run
 from train.config import Cycle, TrainConfig, load_config
 from train.custom_model import CustomModel
@@ -201,29 +207,27 @@ def test_where_a_model_fails_that_could_be_built_is_told_and_what_was_trained_is
 
 @pytest.mark.usefixtures("working_folder")
 def test_a_loss_that_is_no_mean_and_an_evaluation_without_numbers_are_told(
-    command: Callable[..., int], small_shards: Path, capfd: pytest.CaptureFixture[str]
+    command: Callable[..., int], small_shards: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [
-        "--data",
-        str(small_shards),
-        "--device",
-        "cpu",
-        "--global-batch",
-        "2",
-        "--micro-batch",
-        "2",
-        "--steps",
-        "2",
-    ]
+    """On data with a vocabulary, so that the model is asked for a text; its result is kept without one."""
+    data = shutil.copytree(small_shards, tmp_path / "data")
+    file = data / VOCABULARY_FILE
+    train_vocabulary(VocabularyConfig(size=300, sample=100_000, out=str(file)))
+    manifest = json.loads((data / MANIFEST).read_bytes())
+    write_json(data / MANIFEST, manifest | {"vocabulary_sha256": read_vocabulary(str(file)).sha256})
+    flags = ["--data", str(data), "--device", "cpu", "--global-batch", "2", "--micro-batch", "2", "--steps", "2"]
     flags += ["--cycle", "1+1", "--spike", "0"]
-    for name, told, part in (("Summed", "not a sum", "first loss"), ("Spoiled", "model.eval()", "evaluation")):
+    for name, part, said_at_once, told in (
+        ("Summed", "first loss", "not a sum", "not a sum"),
+        ("Spoiled", "evaluation", "Check what its forward pass does", "model.eval()"),
+    ):
         capfd.readouterr()
-        assert command(run.main, *flags, "--model", f"wrong_models:{name},{SIZES}", "--name", name) == 0
-        said = " ".join(capfd.readouterr().out.split())
-        assert said.count(told) == (2 if name == "Summed" else 1), "at the first report and at the end"
+        assert command(run.main, *flags, "--model", f"wrong_models:{name},context_length=32", "--name", name) == 0
+        assert said_at_once in " ".join(capfd.readouterr().out.split())
         summary = Path(f"runs/{name}/summary.md").read_text()
         assert part in summary
         assert told in summary
+        assert (json.loads(Path(f"runs/{name}/result.json").read_text())["sample"] is None) == (name == "Spoiled")
 
 
 @pytest.mark.usefixtures("working_folder")

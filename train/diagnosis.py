@@ -20,10 +20,10 @@ from train.estimate.memory import known_peak, predict_peak
 from train.result import BUILDING, Diagnosis, RunResult, Shortage
 
 LEARNING_STEPS = 100
-"""Steps after which any model that learns is better than a guess."""
+"""Steps without progress after which a model that has not learned to use its inputs is told so."""
 
-_LEARNT = 0.98
-"""Share of the loss of a guess below which a model has learnt something."""
+_TOLERANCE = 0.03
+"""Share of a loss within which it does not fall, or is no lower than another."""
 
 
 def first_loss_fault(config: TrainConfig, loss: float | None) -> str:
@@ -43,21 +43,35 @@ def of_losses(config: TrainConfig, result: RunResult) -> Diagnosis | None:
     model = config.model
     if not isinstance(model, CustomModel):
         return None
-    rows, guess = list[tuple[str, str]](), math.log(model.vocabulary)
-    losses = [loss for _, loss, _ in result.loss_curve]
+    rows = list[tuple[str, str]]()
     if fault := first_loss_fault(config, result.first_loss):
         rows.append(("first loss", fault))
-    elif losses and result.steps >= LEARNING_STEPS and min(losses) > _LEARNT * guess:
-        text = (
-            f"after {result.steps:,} steps the loss is {losses[-1]:.2f}, that of a guess among {model.vocabulary:,} "
-            f"ids ({guess:.2f}): check that --model {model.callable} uses its inputs, and does not shift the targets, "
-            "which are one position later already; or raise --learning-rate"
-        )
-        rows.append(("nothing learnt", text))
+    elif fault := _no_progress(config, result):
+        rows.append(("nothing learned", fault))
     if result.val_loss is not None and not math.isfinite(result.val_loss):
         text = f"the validation loss is {result.val_loss}: check what --model {model.callable} does in model.eval()"
         rows.append(("evaluation", text))
     return Diagnosis(rows) if rows else None
+
+
+def _no_progress(config: TrainConfig, result: RunResult) -> str:
+    """That the second half of a run stays at the loss of a model that does not use its inputs; empty where it falls.
+
+    Targets that the model shifts once more have this loss, because what is to be predicted is then two ids away. A
+    good model passes it on its way.
+    """
+    half = result.loss_curve[(len(result.loss_curve) - 1) // 2 :]
+    losses = [loss for _, loss, _ in half]
+    if not half or half[-1][0] - half[0][0] < LEARNING_STEPS:
+        return ""
+    without_inputs = result.unigram_loss or math.log(config.model.vocabulary)
+    if losses[-1] < (1 - _TOLERANCE) * max(losses) or min(losses) < (1 - _TOLERANCE) * without_inputs:
+        return ""
+    return (
+        f"the loss stays at {losses[-1]:.2f} from step {half[0][0]:,} on, and a model that does not use its inputs has "
+        f"{without_inputs:.2f}: check that --model {config.model.callable} uses them, and that it does not shift the "  # type: ignore[union-attr]
+        "targets, which are one position later already; else raise --learning-rate"
+    )
 
 
 def of_memory(config: TrainConfig, result: RunResult, place: StorageDir, memory_limit: int | None) -> Diagnosis | None:

@@ -180,6 +180,8 @@ class RunResult:
     data_fingerprint: str
     loss_curve: list[tuple[int, float, float | None]]
     """(step, training loss, validation loss) of the cycles of this process."""
+    unigram_loss: float | None = field(default=None, kw_only=True)
+    """Least loss on the validation windows of a model that does not use its inputs; None without validation."""
     val_perplexity: float | None = None
     """exp of the validation loss: per token, so it is comparable only within one vocabulary."""
     val_bits_per_byte: float | None = None

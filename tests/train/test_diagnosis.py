@@ -148,6 +148,11 @@ def test_the_command_can_be_copied(
     assert kept.command == "python -m train.run --resume one --micro-batch 8"
 
 
+def flat(*losses: float) -> list[tuple[int, float, float | None]]:
+    """Mean losses of cycles of a hundred steps."""
+    return [(100 * number, loss, None) for number, loss in enumerate(losses, 1)]
+
+
 CUSTOM = TrainConfig(model=CustomModel("models:make", vocabulary=257), micro_batch=1, global_batch=1)
 GUESS = 5.549
 """The loss of a guess among 257 ids."""
@@ -158,10 +163,13 @@ GUESS = 5.549
     [
         ({"first_loss": 1633.0}, ("first loss", "1,633.0")),
         ({"first_loss": 2 * GUESS - 0.1}, None),
-        ({"steps": 200, "loss_curve": [(100, 5.6, None), (200, 5.5, None)]}, ("nothing learnt", "5.50")),
-        ({"steps": 200, "loss_curve": [(100, 5.6, None), (200, 5.4, None)]}, None),
-        ({"steps": 99, "loss_curve": [(99, 5.6, None)]}, None),
-        ({"steps": 200, "loss_curve": []}, None),
+        ({"loss_curve": flat(5.6, 5.55, 5.5)}, ("nothing learned", "5.50")),
+        ({"loss_curve": flat(3.9, 3.16, 3.15, 3.16), "unigram_loss": 3.15}, ("nothing learned", "3.15")),
+        ({"loss_curve": flat(3.9, 3.16, 3.15, 3.0), "unigram_loss": 3.15}, None),
+        ({"loss_curve": flat(3.9, 3.6, 3.4, 3.2), "unigram_loss": 3.15}, None),
+        ({"loss_curve": flat(3.0, 3.0, 3.0), "unigram_loss": 3.15}, None),
+        ({"loss_curve": flat(5.6, 5.6)[:1]}, None),
+        ({"loss_curve": []}, None),
         ({"val_loss": float("nan")}, ("evaluation", "nan")),
         ({"val_loss": None}, None),
     ],

@@ -13,7 +13,7 @@ from train.data.text import vocabulary_of_data
 from train.estimate import flops as flops_formula
 from train.estimate.flops import utilisation
 from train.loop import memory, throughput
-from train.loop.validation import Text, bits_per, perplexity, window_count
+from train.loop.validation import Text, bits_per, id_counts, perplexity, unigram_loss, window_count
 from train.result import CycleReport, Outcome, RunResult
 
 PAUSE = 5.0
@@ -60,7 +60,7 @@ def conclude(
     train_tokens = state.step * config.step_tokens
     totals = manifest.splits["train"]
     val_loss = last.val_loss if last else None
-    bits_per_byte, bits_per_character = _bits(val_loss, config, data)
+    bits_per_byte, bits_per_character, without_inputs = _held_out_losses(val_loss, config, data)
     return RunResult(
         outcome=ended[0],
         reason=ended[1],
@@ -90,15 +90,25 @@ def conclude(
         data_fingerprint=manifest.fingerprint,
         loss_curve=[(r.step, r.train_loss, r.val_loss) for r in spent.reports],
         val_perplexity=perplexity(val_loss),
+        unigram_loss=without_inputs,
         val_bits_per_byte=bits_per_byte,
         val_bits_per_character=bits_per_character,
     )
 
 
-def _bits(val_loss: float | None, config: TrainConfig, data: Data) -> tuple[float | None, float | None]:
-    """``val_loss`` per byte and per character of the text that it was measured on; None without its vocabulary."""
+def _held_out_losses(
+    val_loss: float | None, config: TrainConfig, data: Data
+) -> tuple[float | None, float | None, float | None]:
+    """``val_loss`` per byte and per character of its text, and the least loss there of a model without inputs.
+
+    The first two are None where the vocabulary is not known, all of them without validation.
+    """
     windows, vocabulary = data.validation, vocabulary_of_data(config, data.manifest)
-    if val_loss is None or windows is None or vocabulary is None:
-        return None, None
-    text = Text.of(windows, window_count(windows, config), vocabulary)
-    return bits_per(val_loss, text.tokens, text.bytes), bits_per(val_loss, text.tokens, text.chars)
+    if val_loss is None or windows is None:
+        return None, None, None
+    counts = id_counts(windows, window_count(windows, config), config.model.vocabulary)
+    if vocabulary is None:
+        return None, None, unigram_loss(counts)
+    text = Text.of(counts, vocabulary)
+    per_byte, per_character = (bits_per(val_loss, text.tokens, units) for units in (text.bytes, text.chars))
+    return per_byte, per_character, unigram_loss(counts)

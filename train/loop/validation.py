@@ -109,6 +109,23 @@ def perplexity(loss: float | None) -> float | None:
     return math.exp(loss) if loss is not None and loss < 700 else None
 
 
+def id_counts(windows: Windows, count: int, ids: int) -> np.ndarray:
+    """How often each of ``ids`` token ids is to be predicted in the first ``count`` windows."""
+    counts = np.zeros(ids, np.int64)
+    out = np.empty((min(count, _READ), windows.context_length + 1), np.int64)
+    for first in range(0, count, _READ):
+        rows = out[: count - first]
+        windows.read(windows.window_ids(np.arange(first, first + len(rows))), rows)
+        counts += np.bincount(rows[:, 1:].ravel(), minlength=ids)
+    return counts
+
+
+def unigram_loss(counts: np.ndarray) -> float:
+    """Entropy of ids that occur ``counts`` times, in nats: the least loss of a model that does not use its inputs."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
 @dataclass(frozen=True)
 class Text:
     """The size of what the windows of a validation have the model predict."""
@@ -119,17 +136,12 @@ class Text:
     chars: int
 
     @classmethod
-    def of(cls, windows: Windows, count: int, vocabulary: Vocabulary) -> "Text":
-        """The text of the first ``count`` windows, from its tokens; the end of a book is a token and no text."""
-        tokens = np.zeros(len(vocabulary), np.int64)
-        out = np.empty((min(count, _READ), windows.context_length + 1), np.int64)
-        for first in range(0, count, _READ):
-            rows = out[: count - first]
-            windows.read(windows.window_ids(np.arange(first, first + len(rows))), rows)
-            tokens += np.bincount(rows[:, 1:].ravel(), minlength=len(tokens))
+    def of(cls, counts: np.ndarray, vocabulary: Vocabulary) -> "Text":
+        """The text of ids that occur ``counts`` times; the end of a book is a token and no text."""
         starts = np.array([sum(byte & 0xC0 != 0x80 for byte in token) for token in vocabulary.tokens])
         starts[vocabulary.end_of_text] = 0
-        return cls(int(tokens.sum()), int(tokens @ vocabulary.lengths), int(tokens @ starts))
+        known = counts[: len(vocabulary)]
+        return cls(int(counts.sum()), int(known @ vocabulary.lengths), int(known @ starts))
 
 
 def bits_per(loss: float, tokens: int, units: int) -> float | None:

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.encoding.vocabulary import VOCABULARY_SHA256, gpt2
-from pipeline.shards import Manifest, ShardRow, write_shard
+from pipeline.shards import Manifest, ShardRow, Split, write_shard
 from train.config import Cycle, TrainConfig
 from train.data.loader import BatchLoader
 from train.data.windows import Windows
 from train.loop.trainer import Trainer
-from train.loop.validation import Text, ValidationPasses, bits_per, mean_loss
+from train.loop.validation import Text, ValidationPasses, bits_per, id_counts, mean_loss, unigram_loss
 from train.model_config import ModelConfig
 
 CPU = torch.device("cpu")
@@ -101,7 +101,9 @@ def test_bits_are_of_the_text_that_was_read() -> None:
     stream = np.concatenate([ids[:1], ids, [vocabulary.end_of_text], ids]).astype(np.uint16)
     windows = Windows([stream], len(ids) + 1, seed=0)
     text = "Once upon a time, 🦜 naïve"
-    assert Text.of(windows, 1, vocabulary) == Text(len(ids) + 1, len(text.encode()), len(text))
+    counts = id_counts(windows, 1, len(vocabulary))
+    assert Text.of(counts, vocabulary) == Text(len(ids) + 1, len(text.encode()), len(text))
+    assert unigram_loss(np.array([2, 0, 1, 1])) == pytest.approx(1.5 * math.log(2))
     assert bits_per(2.0, 10, 4) == pytest.approx(2 * 1.442695 * 10 / 4)
     assert bits_per(2.0, 10, 0) is None
 
@@ -112,7 +114,7 @@ def test_bits_are_those_of_the_validation_split_and_not_of_the_training_split(
     """Training text has long tokens, and the held-out text, a tenth as much of it, letters of one and of two bytes."""
     vocabulary = gpt2()
     held_out = " x q z é j ü" * 32
-    texts = {"train": " government international development" * 300, "val": held_out}
+    texts: dict[Split, str] = {"train": " government international development" * 300, "val": held_out}
     shards = []
     for split, text in texts.items():
         ids = np.append(vocabulary.encode(text.encode()), vocabulary.end_of_text).astype(np.uint16)
@@ -140,6 +142,10 @@ def test_bits_are_those_of_the_validation_split_and_not_of_the_training_split(
     bits, text = result.val_loss / math.log(2) * tokens, held_out.removeprefix(" x")
     assert result.val_bits_per_byte == pytest.approx(bits / len(text.encode()), rel=1e-6)
     assert result.val_bits_per_character == pytest.approx(bits / len(text), rel=1e-6)
+    counts = np.unique(np.append(vocabulary.encode(held_out.encode()), vocabulary.end_of_text)[1:], return_counts=True)[
+        1
+    ]
+    assert result.unigram_loss == pytest.approx(-(counts / tokens * np.log(counts / tokens)).sum())
 
 
 def test_a_split_of_one_window_is_validated_on_once(
