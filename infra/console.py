@@ -89,7 +89,7 @@ class _Console(Console):
 
     @file.setter
     def file(self, new_file: IO[str]) -> None:
-        self._file = new_file
+        Console.file.__set__(self, new_file)
 
     def render(self, *things: Any, **how: Any) -> Iterator[Segment]:
         """What rich makes of tables, Markdown and live lines, which may contain such names, too."""

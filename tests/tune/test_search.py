@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,8 +28,8 @@ from train.checkpoint.find import run_with
 from train.checkpoint.run_folder import resume_command
 from train.config import Cycle, TrainConfig, load_config
 from train.loop.trainer import Trainer
-from train.model_config import PRESETS
-from tune import search
+from train.model_config import PRESETS, ModelConfig
+from tune import find_fastest, search
 from tune.config import SearchConfig
 from tune.folder import begin
 from tune.plan import make_search
@@ -262,3 +263,25 @@ def test_dry_run_runs_nothing(
     assert "\ncheckpointing=full: 3 of 3 micro-batches" in printed
     assert "2 more combinations change several knobs" in printed
     assert re.search(r"about \d+ trials of at most 8 steps or 1m each, at most [\dms]+ in total", printed)
+
+
+def test_a_search_from_python_that_is_interrupted_is_not_one_without_a_winner(
+    folder: Path, small_shards: Path, small_model: ModelConfig
+) -> None:
+    """What it has found is kept, as after Ctrl-C in the command."""
+    training = TrainConfig(data=str(small_shards), model=small_model, global_batch=2, micro_batch=1, device="cpu")
+    config = SearchConfig(training=training, searcher="grid", trial_steps=8, memory_limit=8 * 10**9, name="python")
+    place = folder / "runs" / "python"
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 120
+        while not any(place.glob("ray-*")) and time.monotonic() < deadline:  # which Tune makes
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt):
+        find_fastest(config)
+    interrupting.join()
+    assert (place / "search.json").exists()

@@ -9,6 +9,7 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+from infra.host import cpu_count
 from infra.progress import doing
 from train.launch.channel import LISTEN_SECONDS, Channel
 from train.launch.listener import Listener
@@ -24,11 +25,13 @@ def start(assignment: Assignment, listener: Listener, reported: int, second: int
     """
     import ray.train
     import ray.train.torch
+    import torch
 
     from train.launch.worker import train_function
     from train.loop.process import borrowed_process
 
     logging.getLogger("ray.train").setLevel(logging.WARNING)  # it says that it runs here
+    torch.set_num_threads(min(torch.get_num_threads(), cpu_count()))  # it knows of affinity, and not of quotas
     channel, ended = Channel(reported, second), threading.Event()
     with borrowed_process(assignment.config) as own_peak, doing("loading the data") as shown, stop_on_signal() as stop:
 
