@@ -153,9 +153,9 @@ def test_a_plan_is_for_what_the_limit_leaves_of_the_gpu(
     training = TrainConfig(data="nowhere", device="auto" if gpu else "cpu")
     with console.capture() as printed:
         plan(PlanOptions(training, gpu=gpu, memory_limit=limit))
-    assert f"micro-batch {size} (auto) x {480 // size} accumulated" in printed.get()
+    assert f"micro-batch {size} (auto) x accumulation {480 // size} " in printed.get()
     assert re.search(rf"limit +{named},", printed.get())
-    assert re.search(rf"as configured +{size} sequences x {480 // size} accumulated", printed.get())
+    assert re.search(rf"as configured +micro-batch {size} x accumulation {480 // size}\b", printed.get())
 
 
 def test_a_plan_for_a_gpu_that_stands_in_has_the_limit_too() -> None:

@@ -80,7 +80,7 @@ def test_the_command_takes_a_smaller_micro_batch_than_it_has_chosen_and_keeps_it
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said, kept = done.stdout, json.loads(Path("runs/one/result.json").read_text())
-    assert " sequences = 8 (auto) per micro-batch x 1 accumulated" in said
+    assert " = micro-batch 8 (auto) x accumulation 1 " in said
     (line,) = (line for line in said.splitlines() if "does not fit" in line)
     assert re.match(r"micro-batch 8 does not fit, the process used 1\.\d\d GB \(rss\) of 1\.10 GB: trying 4$", line)
     assert (kept["outcome"], kept["steps"], kept["too_large"]) == ("finished", 3, [8])
@@ -90,7 +90,7 @@ def test_the_command_takes_a_smaller_micro_batch_than_it_has_chosen_and_keeps_it
     (found,) = MlflowClient(store_uri()).search_runs(["1"])
     assert (found.data.params["micro_batch"], found.data.tags["micro_batch.too_large"]) == ("8", "8")
     assert command(run.main, "--resume", "one", "--steps", "5") == 0
-    assert " sequences = 4 (auto) per micro-batch x 2 accumulated" in capfd.readouterr().out
+    assert " = micro-batch 4 (auto) x accumulation 2 " in capfd.readouterr().out
     kept = json.loads(Path("runs/one/result.json").read_text())
     assert (kept["steps"], kept["too_large"]) == (5, [])
 
