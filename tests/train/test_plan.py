@@ -155,7 +155,7 @@ def test_a_plan_is_for_what_the_limit_leaves_of_the_gpu(
         plan(PlanOptions(training, gpu=gpu, memory_limit=limit))
     assert f"micro-batch {size} (auto) x accumulation {480 // size}" in printed.get()
     assert re.search(rf"limit +{named},", printed.get())
-    assert re.search(rf"as configured +{size} sequences x accumulation {480 // size}", printed.get())
+    assert re.search(rf"as configured +micro-batch {size} x accumulation {480 // size}", printed.get())
 
 
 def test_a_plan_for_a_gpu_that_stands_in_has_the_limit_too() -> None:
