@@ -60,7 +60,9 @@ def of_losses(config: TrainConfig, result: RunResult) -> Diagnosis | None:
     return Diagnosis(rows) if rows else None
 
 
-def of_memory(config: TrainConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None) -> Diagnosis | None:
+def of_memory(
+    config: TrainConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None
+) -> Diagnosis | None:
     """The reason why the run in ``run_dir`` did not fit in memory, and changes that should fit; None if it did fit."""
     shortage = result.shortage
     if shortage is None or known_peak(config) is None:

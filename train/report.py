@@ -19,7 +19,11 @@ from train.result import RunResult
 
 
 def print_header(
-    config: TrainConfig, requested: TrainConfig, manifest: Manifest, run_dir: StorageDir, facts: DeviceFacts | None = None
+    config: TrainConfig,
+    requested: TrainConfig,
+    manifest: Manifest,
+    run_dir: StorageDir,
+    facts: DeviceFacts | None = None,
 ) -> None:
     """Print the header of a run: its model, data and batch, and its execution settings.
 
