@@ -56,7 +56,7 @@ def test_what_is_predicted_to_fit_counts_what_was_not_predicted(config: TrainCon
         ("--micro-batch 24", "28.46 GB; the same FLOPs in 20 micro-batches instead of 15"),
         ("--checkpointing full", "27.14 GB; 24% more FLOPs"),
     ]
-    assert "--loss fused, which is predicted to take 15.25 GB" in found.advice
+    assert "--loss fused, predicted to need 15.25 GB" in found.advice
     kept = replace(result, diagnosis=found)
     assert from_json(RunResult, to_json(kept), "it") == kept
 

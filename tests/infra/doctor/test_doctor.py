@@ -149,7 +149,7 @@ def test_each_problem_has_a_fix() -> None:
     assert "nvidia-smi -pl" in found["throttling"]
     hidden = replace(CARD, memory_used=30 * 2**30)
     assert "memory in use" in wrong(checks.gpu(hidden, CARD.name))
-    assert "no MFU" in wrong(checks.gpu(CARD, "Mystery 9000"))["GPU"]
+    assert "MFU" in wrong(checks.gpu(CARD, "Mystery 9000"))["GPU"]
     assert "nvidia-smi" in wrong(checks.gpu(None, CARD.name))["NVML"]
 
 

@@ -58,5 +58,5 @@ def test_without_a_measurement_it_says_how_to_make_one(tmp_path: Path) -> None:
     file.write_text(json.dumps({"device": "cpu", "allreduce": of_an_older_version}))
     assert "python -m infra.doctor --workers 8" in dict(network_rows(CONFIG, str(file)))["bandwidth"]
     file.write_text("{")
-    with pytest.raises(UserError, match=r"doctor\.json not readable as JSON: .*infra\.doctor"):
+    with pytest.raises(UserError, match=r"doctor\.json is not readable as JSON: .*infra\.doctor"):
         network_rows(CONFIG, str(file))

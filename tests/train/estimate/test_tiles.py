@@ -49,7 +49,7 @@ def test_sizes_off_the_tensor_cores_multiples_are_warned_of() -> None:
     few = {"micro_batch": 1, "global_batch": 1}
     assert "an incomplete wave" in warned(context_length=128, **few)
     assert ("multiprocessors", "108") in tile_rows(replace(GPT2, **few))
-    assert "192 x 768, wastes 96%: 25% " in warned(context_length=192, **few)
+    assert "(192 x 768) wastes 96%: 25% " in warned(context_length=192, **few)
 
 
 def test_the_products_are_those_of_the_forward_pass() -> None:
