@@ -137,17 +137,17 @@ class TokenizeConfig(Reading, JoinsRay):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.sources:
-            raise UserError("no sources: name a file or a folder of books, or leave sources out for the sample")
+            raise UserError("No sources. Name a file or a folder of books, or leave sources out for the sample.")
         if "" in self.sources:
-            raise UserError("a source is empty: name a file or a folder of books in its place, or leave it out")
+            raise UserError("A source is empty. Name a file or a folder of books in its place, or leave it out.")
         if not self.out:
-            raise UserError("--out is empty: name a folder or s3://bucket/folder for the shards, or leave it out")
+            raise UserError("--out is empty: name a folder or s3://bucket/folder for the shards, or leave it out.")
         if not 0 <= self.val_fraction < 1:
-            raise UserError(f"--val-fraction {self.val_fraction} must be at least 0 and below 1")
+            raise UserError(f"--val-fraction {self.val_fraction} must be at least 0 and below 1.")
         if self.workers is not None and self.workers < 1:
-            raise UserError(f"--workers {self.workers} must be at least 1")
+            raise UserError(f"--workers {self.workers} must be at least 1.")
         if self.shard_size < 1_000_000:
-            raise UserError(f"--shard-size {self.shard_size}B is too small for a task: give 1MB or more")
+            raise UserError(f"--shard-size {self.shard_size}B is too small for a task: give 1MB or more.")
 
     def identity(self) -> dict[str, Any]:
         """The settings named in ``IDENTITY``, for the manifest and for telling runs apart."""

@@ -42,7 +42,7 @@ class InspectConfig:
 
     def __post_init__(self) -> None:
         if self.passages < 0 or self.length < 1:
-            raise UserError("--passages must be 0 or more, and --length 1 or more")
+            raise UserError("--passages must be 0 or more, and --length 1 or more.")
 
 
 def main(config: InspectConfig) -> int:

@@ -90,7 +90,7 @@ MISTAKES = {
     "tokenize": [
         (["--shard-size", "3"], "--shard-size"), (["--val-fraction", "1"], "--val-fraction"), (["--out="], "--out"),
         (["--languages", "english"], "--languages"), (["--encoder", "bpe"], "--encoder gigatoken tiktoken"),
-        (["--no-such"], "--no-such"), ([""], "a source is empty"),
+        (["--no-such"], "--no-such"), ([""], "source is empty"),
     ],
     "vocabulary": [(["--size", "256"], "--size 256"), (["--sample", "9B"], "--sample"), (["--languages", "x"], "x")],
     "inspect": [(["--passages", "-1"], "--passages"), (["--length", "x"], "--length"), (["one", "two"], "two")],
