@@ -11,6 +11,7 @@ A class of settings may have two class variables, which are all that it needs:
 - ``flag_groups``: names of the other fields, by heading. A nested dataclass has groups of its own.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from types import NoneType, UnionType
@@ -77,19 +78,19 @@ def _grouped(settings: _Settings) -> dict[type, StructConstructorSpec]:
     fields = [flags[name] for name in main_flags]
     remaining = {name: flag for name, flag in flags.items() if name not in main_flags}
     specs: dict[type, StructConstructorSpec] = {}
-    headings: list[str] = []
+    group_names: list[str] = []
     for heading, names in (*settings.groups(), ("other", tuple(remaining))):
         members = tuple(remaining.pop(name) for name in names if name in remaining)
         if members:
             group = type("FlagGroup", (), {"__doc__": ""})
             specs[group] = StructConstructorSpec(dict, members)
-            headings.append(heading)
+            group_names.append(f"{heading}_group")  # A heading may have the name of a flag.
             kind: Any = Annotated[group, tyro.conf.arg(name=heading)]
-            fields.append(StructFieldSpec(heading, kind, tyro.MISSING_NONPROP))
+            fields.append(StructFieldSpec(group_names[-1], kind, tyro.MISSING_NONPROP))
 
     def instance(**values: Any) -> Any:
-        for heading in headings:
-            values |= values.pop(heading)
+        for name in group_names:
+            values |= values.pop(name)
         return settings.instance(values)
 
     return specs | {settings.kind: StructConstructorSpec(instance, tuple(fields))}
@@ -104,8 +105,10 @@ def _with_layout(flag: StructFieldSpec) -> StructFieldSpec:
     layout = tyro.conf.arg(metavar=_metavar(flag.name, kind), help_behavior_hint=_format_default)
     if any(isinstance(annotation, PrimitiveConstructorSpec) for annotation in annotations):
         layout = tyro.conf.arg(help_behavior_hint=_format_default)
-    with_layout: Any = Annotated[(kind, layout, *annotations)]  # tyro takes the later of two, so the flag's own
-    return replace(flag, type=with_layout)
+    with_layout: Any = Annotated[(kind, layout, *annotations)]  # Of two layouts tyro uses the last, the flag's own.
+    helptext = flag.helptext() if callable(flag.helptext) else flag.helptext
+    # A docstring is wrapped at the width of the code; a line ends where a sentence or an item of a list does.
+    return replace(flag, type=with_layout, helptext=helptext and re.sub(r"(?<![.:])\n(?!- )", " ", helptext))
 
 
 def _metavar(name: str, kind: Any) -> str | None:

@@ -1,5 +1,6 @@
 """Flags of the command line: tyro parses them into a config, and invalid input becomes one sentence."""
 
+import inspect
 import io
 import os
 import re
@@ -28,7 +29,7 @@ def parsed(config: type[Config], program: str, default: Config | None = None) ->
     start: Any = {} if default is None else {"default": default}
     with one_sentence():
         return tyro.cli(
-            config, prog=program, description=config.__doc__, args=_words(), config=MARKERS,
+            config, prog=program, description=inspect.cleandoc(config.__doc__ or ""), args=_words(), config=MARKERS,
             registry=grouping_registry([config], default), **start,
         )  # fmt: skip
 

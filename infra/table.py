@@ -1,5 +1,6 @@
-"""What a command has found, for people: facts, paragraphs and tables, told once for the terminal and in Markdown."""
+"""Reports of commands: summary fields, paragraphs and tables, for the terminal and as Markdown."""
 
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,28 +12,28 @@ from infra.console import console
 GAP = 2
 """Spaces between two columns."""
 
-SHORTEST = 10
-"""Characters of a word that are not parted, however narrow the terminal is."""
+MIN_WRAP_WIDTH = 10
+"""Minimum width of a wrapped column in characters, however narrow the terminal is."""
 
 Column = Sequence[str]
-"""A heading and the cells below it."""
+"""A heading, followed by the cells below it."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One table of a report: cells of plain text, below a heading, which may be empty."""
+    """One table of a report, with cells of plain text below a heading."""
 
     title: str
     heading: Sequence[str]
     lines: Sequence[Sequence[str]]
 
     def show(self) -> None:
-        """Print the table, in as many parts as the terminal's width needs."""
+        """Print the table, split into as many parts as the terminal's width requires."""
         for table in tables(self.heading, self.lines, self.title, console.width):
             console.print(table)
 
     def markdown(self) -> str:
-        """The table below its title; nothing in a cell ends it, or begins a line, a link or HTML."""
+        """The table below its title. Cells are escaped, so that they cannot end the table or contain links or HTML."""
         rows = (self.heading, ["---"] * len(self.heading), *self.lines)
         lines = [f"| {' | '.join(map(_cell, row))} |" for row in rows]
         return "\n".join([f"#### {self.title}", "", *lines] if self.title else lines)
@@ -40,14 +41,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found, which the terminal, ``summary.md`` and the page in MLflow tell alike."""
+    """The results of a command, which are the same on the terminal, in ``summary.md`` and in MLflow."""
 
     facts: Sequence[tuple[str, str]]
-    """What somebody wants to know first, by name; at the end what to do next. A text may contain Markdown."""
+    """The most important results by name, and the next step at the end. A text may contain Markdown."""
     pieces: Sequence[str | Part] = ()
     """Paragraphs in Markdown, and tables."""
 
     def show(self) -> None:
+        """Print the report: sections first and the summary last, where it remains visible."""
         for piece in self.pieces:
             if isinstance(piece, Part):
                 piece.show()
@@ -59,20 +61,21 @@ class Report:
             console.print(f"[bold]{escape(name):{width}}[/bold]  {escape(text.replace('`', ''))}")
 
     def markdown(self) -> str:
+        """The report as Markdown: the summary first, then the sections."""
         pieces = [piece.markdown() if isinstance(piece, Part) else piece for piece in self.pieces]
         return "\n\n".join([facts(self.facts), *pieces] if self.facts else pieces) + "\n"
 
 
 def listed(sentences: Iterable[str]) -> str:
+    """A bullet list in Markdown."""
     return "\n".join(f"- {sentence}" for sentence in sentences)
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> str:
     """A paragraph of ``**name:** text``; a text may contain Markdown but no HTML.
 
-    The first and the last row have a line each, and the rows between them share one. MLflow shows the first 100 pixels
-    of a run's description, which are five lines, and fades the lower 60 of them: three lines are easy to read, a fourth
-    and a fifth, into which they may wrap, hardly.
+    The first and the last row each have a line, and the rows between them share one, because MLflow shows only the
+    first 100 pixels of a run's description: five lines, of which the last two are faded.
     """
     lines = [f"**{name}:** {' '.join(text.replace('<', '&lt;').split())}" for name, text in rows]
     if len(lines) > 3:
@@ -81,53 +84,56 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def tables(heading: Sequence[str], lines: Sequence[Sequence[str]], title: str, width: int) -> Iterator[Table]:
-    """The table for a terminal: columns that do not fit follow below, beside the first one again; nothing is cut off.
+    """The table for a terminal. Columns that do not fit follow in further parts, each of which repeats the first
+    column.
 
-    Columns of text, in which a cell begins with a letter or has a setting, are aligned to the left and wrapped between
-    words where that saves a part, and within a word that does not fit beside the first column; those of numbers are
-    aligned to the right. Parts are about equally wide.
+    Columns of text, in which a cell begins with a letter or contains "=", are aligned to the left and wrapped between
+    words if that saves a part, and within a word that does not fit beside the first column. Columns of numbers are
+    aligned to the right and only wrapped in their heading, so that no number is cut off. All parts have similar widths.
     """
     columns = list(zip(heading, *lines, strict=True))
     parts = _parts(columns, width)
     if len(parts) > 1:
-        parts = next(found for least in range(width + 1) if len(found := _parts(columns, least)) == len(parts))
+        splits = (_parts(columns, narrower) for narrower in range(width + 1))
+        parts = next(split for split in splits if len(split) == len(parts))
     for part in parts:
-        made = Table(
+        table = Table(
             title=escape(title) or None, title_justify="left", show_header=any(heading), box=None,
             padding=(0, GAP, 0, 0), pad_edge=False,
         )  # fmt: skip
-        for column, own in zip(part, _widths(part, width), strict=True):
-            text = _is_text(column)
-            justify, overflow = ("left", "fold") if text else ("right", "ellipsis")
-            made.add_column(escape(column[0]), justify=justify, overflow=overflow, no_wrap=not text, width=own)
+        for column, column_width in zip(part, _widths(part, width), strict=True):
+            is_text = _is_text(column)
+            justify, overflow = ("left", "fold") if is_text else ("right", "ellipsis")
+            label = "\n".join(textwrap.wrap(column[0], column_width))
+            table.add_column(escape(label), justify=justify, overflow=overflow, no_wrap=not is_text, width=column_width)
         for line in zip(*(cells for _, *cells in part), strict=True):
-            made.add_row(*map(escape, line))
-        yield made
+            table.add_row(*map(escape, line))
+        yield table
         title = ""
 
 
 def _parts(columns: Sequence[Column], width: int) -> list[list[Column]]:
-    """The columns in parts of at most ``width`` where that is possible, each with the first column."""
+    """The columns in parts of at most ``width`` if that is possible, each with the first column."""
     first, *others = columns
     parts: list[list[Column]] = [[first]]
     for column in others:
-        if len(parts[-1]) > 1 and sum(_least(each) + GAP for each in (*parts[-1], column)) - GAP > width:
+        if len(parts[-1]) > 1 and sum(_min_width(each) + GAP for each in (*parts[-1], column)) - GAP > width:
             parts.append([first])
         parts[-1].append(column)
     return parts
 
 
 def _widths(columns: Sequence[Column], width: int) -> list[int]:
-    """The width of each column: its longest cell where there is room, of long text what the others leave."""
-    widths = [_least(column) for column in columns]
+    """The width of each column: its longest cell if there is space, else a fair share of it."""
+    widths = [_min_width(column) for column in columns]
     if len(columns) == 2 and _is_text(columns[1]):
-        widths[1] = min(widths[1], max(SHORTEST, width - widths[0] - GAP))
-    room = max(0, width - sum(widths) - GAP * (len(widths) - 1))
-    wanted = [_longest(column) - least for column, least in zip(columns, widths, strict=True)]
-    for number, place in enumerate(sorted(range(len(widths)), key=wanted.__getitem__)):
-        more = min(wanted[place], room // (len(widths) - number))
-        widths[place] += more
-        room -= more
+        widths[1] = min(widths[1], max(MIN_WRAP_WIDTH, width - widths[0] - GAP))
+    space = max(0, width - sum(widths) - GAP * (len(widths) - 1))
+    missing = [_max_width(column) - minimum for column, minimum in zip(columns, widths, strict=True)]
+    for number, index in enumerate(sorted(range(len(widths)), key=missing.__getitem__)):
+        extra = min(missing[index], space // (len(widths) - number))
+        widths[index] += extra
+        space -= extra
     return widths
 
 
@@ -135,17 +141,19 @@ def _is_text(column: Column) -> bool:
     return any(cell[:1].isalpha() or "=" in cell for cell in column[1:])
 
 
-def _longest(column: Column) -> int:
+def _max_width(column: Column) -> int:
     return max(map(len, column))
 
 
-def _least(column: Column) -> int:
-    """The width of its longest word, if the column is text."""
-    return max(len(word) for cell in column for word in cell.split() or [""]) if _is_text(column) else _longest(column)
+def _min_width(column: Column) -> int:
+    """The width of the longest word or, for numbers, of the longest cell or word of the heading."""
+    heading, *cells = column
+    words = [word for text in (column if _is_text(column) else [heading]) for word in text.split()]
+    return max(map(len, [*words, *([] if _is_text(column) else cells)]), default=0)
 
 
 def _cell(text: str) -> str:
-    """``text`` that others may have written: links and pictures in it are shown as they are written."""
+    """A cell with ``text`` from any source; links and images in it are escaped."""
     for sign, shown in (("\\", "\\\\"), ("[", "\\["), ("|", "\\|"), ("<", "&lt;")):
         text = text.replace(sign, shown)
     return " ".join(text.split())

@@ -5,13 +5,13 @@ How sources are read and cleaned is a class of its own, because a training run t
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from infra.errors import UserError
 from infra.host import cpu_count
-from infra.options import Address, JoinsRay, TrackingUri
+from infra.options import Address, JoinsRay, Switch, TrackingUri
 from infra.schema import strict
 from infra.units import Bytes
 
@@ -30,22 +30,23 @@ IDENTITY = (
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Cleaning:
-    """How sources become clean books. Raises ``UserError`` for invalid values."""
+    """Settings for cleaning and filtering books. Raises ``UserError`` for invalid values."""
 
     text_field: str = "text"
-    """The field of JSON lines that contains a book's text."""
+    """Field of JSON lines that contains a book's text."""
 
     text_column: str = "text"
-    """The column of Parquet files that contains a book's text; its case matters only where two differ in it alone."""
+    """Column of Parquet files that contains a book's text; its case only matters if two columns differ in it alone."""
 
     doc_separator: str | None = None
-    """The separator between books in text files that contain several, for example '<|endoftext|>'."""
+    """Separator between books in text files that contain several, for example '<|endoftext|>'.
+    By default a text file is one book."""
 
-    languages: tuple[str, ...] = ()
-    """Keep only books in these languages (ISO 639-1: en fr ...), by their header, else detected. None given: all."""
+    languages: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[CODE ...]")] = ()
+    """Languages of the books to keep (ISO 639-1: en fr ...), by their header, else detected. By default all."""
 
     min_chars: int = 200
-    """Leave out books with fewer characters."""
+    """Minimum number of characters of a book; shorter ones are dropped."""
 
     join_lines: bool = False
     """Join hard-wrapped lines into paragraphs; verse and tables are kept."""
@@ -61,28 +62,44 @@ class Cleaning:
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Reading(Cleaning):
-    """How sources become tokens, for shards and streams alike."""
+    """Settings for turning sources into tokens, for shards and streams."""
 
-    vocabulary: str | None = None
-    """A tokenizer.json of a byte-level BPE, or a .tiktoken file of ranks whose name tells its split pattern (gpt2,
-    cl100k or o200k); also in object storage. python -m pipeline.vocabulary trains one. None: GPT-2's."""
+    flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
+        "book reading": (
+            "vocabulary", "languages", "min_chars", "join_lines", "text_field", "text_column", "doc_separator",
+        ),
+    }  # fmt: skip
+
+    vocabulary: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """Tokenizer file: the tokenizer.json of a byte-level BPE, or a .tiktoken file whose name contains its split pattern
+    (gpt2, cl100k or o200k), local or in object storage; python -m pipeline.vocabulary trains one.
+    By default GPT-2's tokenizer."""
 
 
 @dataclass(frozen=True)
 class TokenizeConfig(Reading, JoinsRay):
-    """Turn books into token shards. The same command again finishes what was interrupted."""
+    """Turn books into token shards. After an interruption, the same command finishes the data set."""
+
+    main_flags: ClassVar[tuple[str, ...]] = (
+        "sources", "out", "workers", "val_fraction", "duplicates", "languages", "vocabulary", "dry_run", "overwrite",
+    )  # fmt: skip
+    flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
+        **Reading.flag_groups,
+        "encoding": ("encoder", "shard_size"),
+        "download and cluster": ("mirror", "tracking_uri", "address"),
+    }
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional] = (SAMPLE,)
     """Books, in any order: files, folders or globs, here or at s3://, gs://, az://, hf://;
     gutenberg:1342,84, which downloads those numbers; or sample, the King James Bible, installed with this program.
     Formats: txt, md, zip, json, jsonl, parquet, plain or gz, zst, bz2, xz."""
 
-    out: str = "data/tokens"
-    """Where the token shards go: a folder on a disk that all workers share, or s3://bucket/folder (gs://, az://)."""
+    out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "data/tokens"
+    """Folder for the token shards, on a disk that all workers share, or s3://bucket/folder (gs://, az://)."""
 
     workers: int | None = None
-    """Tasks at a time, at least 1, all by Ray Data.
-    None: every CPU of this machine, without Ray, or of the cluster at --address."""
+    """Number of parallel Ray Data tasks (at least 1).
+    By default all CPUs of this machine without Ray, or all CPUs of the cluster at --address."""
 
     val_fraction: float = 0.01
     """Share of the books, at least 0 and below 1, held out for validation, chosen by a hash of each book's id.
@@ -100,18 +117,18 @@ class TokenizeConfig(Reading, JoinsRay):
     duplicates: Literal["drop", "near", "keep"] = "drop"
     """What happens to books with the same cleaned text.
     - drop: one is kept, the first by id among those held out for validation or else among all
-    - near: as drop, and so are other editions of it, which MinHash finds
+    - near: also drop near duplicates, such as other editions, found by MinHash
     - keep: all are kept"""
 
     shard_size: Bytes = 16_000_000
     """Text per shard and per task, at least 1MB. The shards depend on it, but not on the number of workers."""
 
-    dry_run: bool = False
-    """Only print what would be done. gutenberg: numbers are downloaded, to know their size."""
+    dry_run: Switch = False
+    """Print the plan without tokenizing. Books given by gutenberg: are downloaded, because their size is needed."""
 
-    overwrite: bool = False
-    """Replace what is in --out instead of finishing it; after an interruption, the same command continues.
-    What was held out for validation stays so, unless --val-fraction is smaller."""
+    overwrite: Switch = False
+    """Replace the data set in --out instead of finishing it. After an interruption, run the same command again.
+    The books that were held out for validation stay so, unless --val-fraction is smaller."""
 
     tracking_uri: TrackingUri = None
 
@@ -120,9 +137,9 @@ class TokenizeConfig(Reading, JoinsRay):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.sources:
-            raise UserError("no sources: name a file or a folder of books, or leave sources out for the sample.")
+            raise UserError("No sources. Name a file or a folder of books, or leave sources out for the sample.")
         if "" in self.sources:
-            raise UserError("a source is empty: name a file or a folder of books in its place, or leave it out.")
+            raise UserError("A source is empty. Name a file or a folder of books in its place, or leave it out.")
         if not self.out:
             raise UserError("--out is empty: name a folder or s3://bucket/folder for the shards, or leave it out.")
         if not 0 <= self.val_fraction < 1:

@@ -9,7 +9,7 @@ import json
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 from pydantic import BeforeValidator, PlainSerializer
@@ -96,139 +96,157 @@ MicroBatch = Annotated[
 @strict
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run: first what is computed, then how, then for how long."""
+    """The settings of one training run: its mathematics, its execution, and its length."""
 
-    data: str = "data/tokens"
-    """Token shards, made by python -m pipeline.tokenize: a folder, or s3://bucket/folder (gs://, az://)."""
-    stream: tuple[str, ...] = ()
-    """Train straight from these books instead of --data, without shards: any source of pipeline.tokenize.
+    flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {
+        "data": ("data", "stream"),
+        "model and optimizer": (
+            "model", "global_batch", "seed", "learning_rate", "schedule", "warmup_steps", "weight_decay", "optimizer",
+            "beta1", "beta2", "clip_norm", "mask_books", "spike",
+        ),
+        "memory": ("micro_batch", "checkpointing", "loss", "loss_chunks", "allocator"),
+        "speed": ("precision", "attention", "compile", "fp8", "loader_workers", "ablate"),
+        "device": ("device", "workers", "shard", "accelerator"),
+        "length and checkpoints": (
+            "steps", "tokens", "time_budget", "within", "cycle", "checkpoint_every", "keep_checkpoints",
+        ),
+    }  # fmt: skip
+
+    data: Annotated[str, tyro.conf.arg(metavar="DIR")] = "data/tokens"
+    """Token shards, created by python -m pipeline.tokenize: a folder, or s3://bucket/folder (gs://, az://)."""
+    stream: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[SOURCE ...]")] = ()
+    """Books to train on directly instead of --data, given as sources of pipeline.tokenize.
     Ray Data encodes them while the model trains."""
     reading: Reading = field(default_factory=Reading)
-    """How the books of --stream are read and cleaned."""
+    """Settings for reading and cleaning the books of --stream."""
     model: Model = PRESETS["gpt2-124m"]
-    """Preset, optionally with changes: gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, small, edu-3m, tiny; tiny,layers=4.
-    Or a model of your own, as package.module:callable,width=512: an nn.Module whose forward takes (inputs, targets).
-    Its vocabulary follows the data unless it is given."""
+    """Preset, optionally with changes (tiny,layers=4): gpt2-124m, gpt2-355m, gpt2-774m, gpt2-1558m, small, edu-3m,
+    tiny. Or a custom model as package.module:callable,width=512, an nn.Module whose forward takes (inputs, targets).
+    Its vocabulary follows the data unless it is set."""
     seed: int = 0
-    """Seed of the weights, the order of the windows, and dropout; at least 0."""
+    """Seed of the weights, the order of the windows, and dropout (at least 0)."""
     global_batch: int = 480
-    """Sequences per optimizer step, at least 1 and a multiple of --micro-batch x --workers."""
+    """Sequences per optimizer step over all workers (at least 1, a multiple of --micro-batch x --workers)."""
     learning_rate: float = 6e-4
-    """Peak learning rate; above 0."""
+    """Peak learning rate (above 0)."""
     schedule: Schedule = "cosine"
-    """Learning rate after warm-up.
+    """Learning-rate schedule after warm-up.
     - cosine: falls to a tenth of the peak at the end of the run
-    - wsd: stays at the peak, and falls to zero over the last fifth
+    - wsd: stays at the peak, and falls to zero over the last fifth of the run
     - constant: stays at the peak"""
     warmup_steps: int = 100
-    """Steps of linear warm-up, at least 0; a run spends at most a tenth of its steps on it."""
+    """Steps of linear warm-up (at least 0); at most a tenth of the run's steps are used."""
     weight_decay: float = 0.1
-    """Weight decay of the matrices, at least 0; biases and norms have none."""
+    """Weight decay of the matrices (at least 0); biases and norms have none."""
     beta1: float = 0.9
-    """Adam's decay rate of the first moment; at least 0 and below 1."""
+    """Adam's decay rate of the first moment (at least 0 and below 1)."""
     beta2: float = 0.95
-    """Adam's decay rate of the second moment; at least 0 and below 1."""
+    """Adam's decay rate of the second moment (at least 0 and below 1)."""
     clip_norm: float = 1.0
-    """Gradient norm above which gradients are scaled down; 0 turns it off."""
+    """Gradient norm above which gradients are scaled down (0: off)."""
     mask_books: bool = False
-    """Keep attention within a book where a window spans several."""
+    """Restrict attention to one book in windows that span several."""
     spike: float = 3.0
-    """Stop when a step's loss is this many nats above the mean of the previous cycle; 0 is off. NaN always stops."""
+    """Increase of a step's loss over the mean of the previous cycle, in nats, at which the run stops (0: off).
+    A loss of NaN always stops the run."""
 
     micro_batch: MicroBatch = AUTO
-    """Sequences per forward pass on one worker, at least 1; how many are accumulated follows from the global batch.
-    - auto: the largest that is predicted to fit in memory, or the next smaller one; on a CPU at most 4096 tokens"""
+    """Sequences per forward pass on one worker (at least 1); the accumulation follows from the global batch.
+    - auto: the largest that is predicted to fit in memory; retried with the next smaller one if it does not. On a CPU
+    at most 4096 tokens"""
     precision: Precision = "auto"
-    """Arithmetic of the model.
-    - auto: bf16 on GPUs that have it, else fp32, because most CPUs emulate bf16 and are many times slower with it
+    """Precision of the model's arithmetic.
+    - auto: bf16 on GPUs that support it, else fp32, because most CPUs only emulate bf16, which is far slower
     - fp32: 32-bit floats throughout
     - tf32: matrix products in TensorFloat-32, on tensor cores
     - fp16: autocast to fp16, with loss scaling
     - bf16: autocast to bf16
-    - bf16-activations: bf16 activations throughout, the residual stream too, over fp32 weights"""
+    - bf16-activations: bf16 for all activations, including the residual stream, with fp32 weights"""
     attention: Attention = "auto"
-    """Kernel of attention.
-    - auto: tries the kernels in the best order for the GPU; sdpa on a CPU
+    """Attention kernel.
+    - auto: the fastest supported kernel for the GPU; sdpa on a CPU
     - manual: plain operations, which write the T x T matrix to memory
-    - sdpa: the one that torch chooses
-    - flash: FlashAttention only
-    - cudnn: cuDNN's only
-    - efficient: torch's memory-efficient one only
+    - sdpa: chosen by torch's scaled_dot_product_attention
+    - flash: FlashAttention
+    - cudnn: cuDNN attention
+    - efficient: torch's memory-efficient attention
     - flex: FlexAttention"""
     compile: Annotated[Compile, tyro.conf.arg(metavar="MODE")] = "auto"
-    """What torch.compile compiles, and how.
-    - auto: the whole model on a GPU where torch can compile, nothing on a CPU
-    - off: nothing
-    - whole: the model as one graph
-    - blocks: each block and the loss on its own, which starts faster
-    - coordinate-descent: the whole model, with the sizes of its kernels tuned one by one
-    - max-autotune: the whole model, with kernels chosen by trying them
-    - max-autotune-graphs: the same, replayed as CUDA graphs
-    - reduce-overhead: the whole model, replayed as CUDA graphs"""
+    """Part of the model that torch.compile compiles, and its mode.
+    - auto: whole on a GPU if torch can compile for it, off on a CPU
+    - off: no compilation
+    - whole: the whole model as one graph
+    - blocks: each block and the loss separately, which starts faster
+    - coordinate-descent: the whole model; kernel sizes are tuned one by one
+    - max-autotune: the whole model; kernels are chosen by benchmarks
+    - max-autotune-graphs: max-autotune with CUDA graphs
+    - reduce-overhead: the whole model with CUDA graphs"""
     checkpointing: Checkpointing = "none"
-    """Activations that are recomputed in the backward pass to save memory.
-    - none: no activations
-    - full: those of whole blocks, for about a third more arithmetic
-    - alternate: those of every second block, for about a sixth more arithmetic
-    - selective: all but the outputs of matrix products and attention
-    - budget: those that torch.compile finds cheapest to recompute, to halve what is kept (torch 2.13 and later)"""
+    """Activation checkpointing: activations that are recomputed in the backward pass to save memory.
+    - none: no recomputation
+    - full: whole blocks, about a third more FLOPs
+    - alternate: every second block, about a sixth more FLOPs
+    - selective: all except the outputs of matrix products and attention
+    - budget: the cheapest half, chosen by torch.compile (torch 2.13 and later)"""
     loss: Loss = "auto"
-    """Cross-entropy loss.
-    - auto: fused where the logits would make the micro-batch smaller, else plain
-    - plain: of the logits of all tokens
-    - fused: computed together with the head piece by piece, so that the logits are not kept"""
+    """Implementation of the cross-entropy loss.
+    - auto: fused if the logits would make the micro-batch smaller, else plain
+    - plain: stores the logits of all tokens
+    - fused: computed with the output head in chunks, without storing all logits"""
     loss_chunks: int = 1
-    """Pieces of the fused loss, at least 1; more than one implies it. By default a piece has at most 2,048 tokens."""
+    """Number of chunks of the fused loss (at least 1); above 1 implies --loss fused.
+    By default a chunk has at most 2,048 tokens."""
     fp8: bool = False
-    """Multiply the blocks' matrices in 8-bit floats, scaled per tensor (torchao, on GPUs that have them)."""
+    """Compute the matrix products of blocks in 8-bit floats, scaled per tensor (torchao, on GPUs that support them)."""
     optimizer: Optimizer = "adamw-fused"
     """Optimizer.
-    - adamw: AdamW, with a kernel per operation; with fp16 every step waits for the GPU
+    - adamw: AdamW with one kernel per operation; with fp16 each step waits for the GPU
     - adamw-fused: AdamW in one fused kernel
     - adamw-8bit: AdamW with 8-bit moments (torchao)
-    - adamw-bf16: AdamW with bf16 weights, rounded stochastically (torchao)
-    - adafactor: Adafactor, which waits for the GPU at every weight
-    - muon: Muon for the matrices of the blocks, AdamW for the rest"""
+    - adamw-bf16: AdamW with bf16 weights and stochastic rounding (torchao)
+    - adafactor: Adafactor, which waits for the GPU at each weight
+    - muon: Muon for the matrices of the blocks, AdamW for all other parameters"""
     allocator: Allocator = "auto"
-    """How torch's allocator takes memory of a GPU.
-    - auto: expandable, which leaves the least unused
-    - default: in segments of the size asked for, which smaller tensors may split
-    - split: the same, but segments above 512 MiB are not split (max_split_size_mb)
-    - expandable: in segments that grow (expandable_segments)
-    The environment variable PYTORCH_ALLOC_CONF, where it is set, has precedence."""
+    """Segments in which torch's allocator reserves GPU memory.
+    - auto: expandable, which leaves the least memory unused
+    - default: segments of the requested size, which smaller tensors may split (torch's default)
+    - split: as default, but segments above 512 MiB are not split (max_split_size_mb)
+    - expandable: segments that grow (expandable_segments).
+    The environment variable PYTORCH_ALLOC_CONF overrides this setting."""
     device: Device = "auto"
     """Device to train on; auto is a CUDA GPU if there is one, else the CPU."""
     workers: int = 1
-    """Data-parallel workers, at least 1; with cuda each has one GPU."""
+    """Number of data-parallel workers (at least 1); with cuda each has one GPU."""
     shard: bool = False
     """Shard weights, gradients and optimizer state over the workers (FSDP2) instead of a copy on each (DDP)."""
     ablate: Annotated[tuple[Ablation, ...], tyro.conf.arg(metavar="[NAME ...]")] = ()
-    """Optimizations of the loop to leave out, to measure what each gains.
+    """Loop optimizations to disable, to measure what each contributes.
     - sync: read each loss at once, and wait for the device
     - zero: fill gradients with zeros instead of dropping them
     - copy: read and copy each batch only when it is needed
     - collect: leave the garbage collector on
-    - pages: keep large tensors in a CPU's small pages"""
+    - pages: store large tensors in a CPU's small pages"""
     loader_workers: int = 0
-    """Threads that read batches ahead; with 0 the loop itself reads the next batch while the device computes."""
-    accelerator: str | None = None
-    """Type of GPU that the workers need, by Ray's name for it: A100, H200. A cluster without one is waited for."""
+    """Number of threads that read batches ahead (0: the loop itself reads the next batch while the device computes)."""
+    accelerator: Annotated[str | None, tyro.conf.arg(metavar="GPU")] = None
+    """Type of GPU that the workers need, by Ray's name, such as A100 or H200. Waits until the cluster has one."""
 
     steps: int | None = None
-    """Optimizer steps to train for, at least 1. Without --steps, --tokens and --time-budget, the run is one epoch."""
+    """Number of optimizer steps (at least 1). By default, without --tokens and --time-budget too, one epoch."""
     tokens: int | None = None
-    """Training tokens to train for; at least those of one step."""
+    """Number of training tokens (at least those of one step)."""
     time_budget: SecondsOrNone = None
-    """Time to train for, above 0, such as 90s, 5m or 1h. It begins after the first step, which compiles."""
+    """Training time (above 0), such as 90s, 5m or 1h. It starts after the first step, which compiles."""
     within: float | None = None
-    """End early once the speed is known to this fraction, between 0 and 1, by a confidence sequence, such as 0.005."""
+    """Relative half-width of the speed's confidence sequence at which the run ends early (between 0 and 1; such as
+    0.005). By default the speed does not end the run."""
     cycle: CycleText = Cycle()
-    """Training steps, at least 1, then validation batches, between two reports.
-    Every validation is of the same held-out windows, and of all of them if they are fewer."""
+    """Training steps (at least 1), then validation batches, between two reports.
+    Every validation uses the same held-out windows, and all of them if they are fewer."""
     checkpoint_every: int = 200
-    """Steps between two checkpoints, at least 1; another one is written at the end."""
+    """Number of steps between two checkpoints (at least 1); a run that ends also writes one."""
     keep_checkpoints: int = 2
-    """Number of newest checkpoints to keep; 0 writes none."""
+    """Number of newest checkpoints to keep (0: write none)."""
 
     def __post_init__(self) -> None:
         refuse_contradictions(self)

@@ -74,8 +74,10 @@ def _no_progress(config: TrainConfig, result: RunResult) -> str:
     )
 
 
-def of_memory(config: TrainConfig, result: RunResult, place: StorageDir, memory_limit: int | None) -> Diagnosis | None:
-    """The reason why the run in ``place`` did not fit in memory, and changes that should fit; None if it did fit."""
+def of_memory(
+    config: TrainConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None
+) -> Diagnosis | None:
+    """The reason why the run in ``run_dir`` did not fit in memory, and changes that should fit; None if it did fit."""
     shortage = result.shortage
     if shortage is None or known_peak(config) is None:
         return None
@@ -95,7 +97,7 @@ def of_memory(config: TrainConfig, result: RunResult, place: StorageDir, memory_
     first = next(iter(fitting.values()))
     verb = "resume from the last checkpoint" if result.checkpoint else "try again"
     advice = f"{verb} with {first.text}, predicted to need {_gb(first.peak)} ({first.cost}): "
-    return Diagnosis(rows, advice, command(first.text, result, place, memory_limit))
+    return Diagnosis(rows, advice, command(first.text, result, run_dir, memory_limit))
 
 
 def unpredicted(config: TrainConfig, result: RunResult, shortage: Shortage) -> int:
@@ -122,14 +124,14 @@ def none_fits(changes: Sequence[Change], unchanged_peak: int, available: int, me
     )
 
 
-def command(flag: str, result: RunResult, place: StorageDir, memory_limit: int | None) -> str:
+def command(flag: str, result: RunResult, run_dir: StorageDir, memory_limit: int | None) -> str:
     """The command that resumes the run with an additional ``flag``, or starts it again if it has no checkpoint."""
     if result.checkpoint:
-        line = resume_run(place)
+        line = resume_run(run_dir)
     else:
-        line = run_with(place / "config.json")
-        if place.parent != StorageDir.of("runs"):
-            line += f" --out {shlex.quote(str(place.parent))}"
+        line = run_with(run_dir / "config.json")
+        if run_dir.parent != StorageDir.of("runs"):
+            line += f" --out {shlex.quote(str(run_dir.parent))}"
     return f"{line} {flag}" + (f" --memory-limit {format_size(memory_limit)}" if memory_limit else "")
 
 

@@ -19,7 +19,11 @@ from train.result import RunResult
 
 
 def print_header(
-    config: TrainConfig, requested: TrainConfig, manifest: Manifest, place: StorageDir, facts: DeviceFacts | None = None
+    config: TrainConfig,
+    requested: TrainConfig,
+    manifest: Manifest,
+    run_dir: StorageDir,
+    facts: DeviceFacts | None = None,
 ) -> None:
     """Print the header of a run: its model, data and batch, and its execution settings.
 
@@ -38,7 +42,7 @@ def print_header(
     if facts and facts.uncompilable and requested.compile == "auto" and config.device == "cuda":
         message = "warning: torch.compile is off, so training is slower:"
         console.print(f"[yellow]{message}[/yellow] {escape(facts.uncompilable)}")
-    console.print(f"folder: {place}", markup=False)
+    console.print(f"folder: {run_dir}", markup=False)
 
 
 def _batch(config: TrainConfig, micro_batch: str) -> str:
@@ -48,8 +52,8 @@ def _batch(config: TrainConfig, micro_batch: str) -> str:
     return f"global batch {config.global_batch} = {batch}"
 
 
-def run_report(config: TrainConfig, result: RunResult, place: StorageDir, memory_limit: int | None = None) -> Report:
-    """The report of a run in ``place``, for its last lines on the terminal, ``summary.md`` and MLflow."""
+def run_report(config: TrainConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None = None) -> Report:
+    """The report of a run in ``run_dir``, for its last lines on the terminal, ``summary.md`` and MLflow."""
     settings = (
         f"Settings: {_batch(config, str(config.micro_batch))} (sequences), precision {config.precision}, attention "
         f"{result.attention or config.attention}, compile {config.compile}, loss {config.loss}. Device: "
@@ -57,11 +61,11 @@ def run_report(config: TrainConfig, result: RunResult, place: StorageDir, memory
     )
     rows = Part("", ("result", "value"), detail_rows(config, result))
     memory = [memory_table(config, result)] if known_peak(config) else []
-    return Report(summary_fields(config, result, place, memory_limit), [rows, *memory, settings])
+    return Report(summary_fields(config, result, run_dir, memory_limit), [rows, *memory, settings])
 
 
 def summary_fields(
-    config: TrainConfig, result: RunResult, place: StorageDir, memory_limit: int | None
+    config: TrainConfig, result: RunResult, run_dir: StorageDir, memory_limit: int | None
 ) -> list[tuple[str, str]]:
     """The first lines of a run's report, by name."""
     speed = result.throughput
@@ -80,24 +84,24 @@ def summary_fields(
         ("Tokens/s", speed_text),
         ("Peak memory", f"{result.memory.process / GB:.2f} GB{limit}{predicted}"),
         ("Loss", loss_text),
-        ("Next", next_step(config, result, place)),
+        ("Next", next_step(config, result, run_dir)),
     ]
 
 
-def next_step(config: TrainConfig, result: RunResult, place: StorageDir) -> str:
+def next_step(config: TrainConfig, result: RunResult, run_dir: StorageDir) -> str:
     """The next step after a run: a command, or a sentence."""
     if result.diagnosis and result.diagnosis.advice:
         command = result.diagnosis.command
         return result.diagnosis.advice + (f"`{command}`" if command else "")
     match result.outcome, bool(result.checkpoint):
         case "interrupted", True:
-            return f"resume with: `{resume_run(place)}`"
+            return f"resume with: `{resume_run(run_dir)}`"
         case "interrupted", False:
             return "no checkpoint was saved; start again with another --name, and with --keep-checkpoints above 0"
         case "diverged", True:
             return (
                 "resume from the last checkpoint before the divergence with a lower learning rate: "
-                f"`{resume_run(place)} --learning-rate ...`"
+                f"`{resume_run(run_dir)} --learning-rate ...`"
             )
         case "diverged", False:
             return (
@@ -105,10 +109,10 @@ def next_step(config: TrainConfig, result: RunResult, place: StorageDir) -> str:
                 f"{config.learning_rate:g} or, in a long run, --warmup-steps above {config.warmup_steps}"
             )
         case _, False:
-            return f"run it again with `{run_with(place / 'config.json')}`"
+            return f"run it again with `{run_with(run_dir / 'config.json')}`"
     if result.sample is not None:
-        return f'`python -m train.generate --checkpoint {run_argument(place)} --prompt "In the beginning"`'
-    return f"`python -m train.export --checkpoint {run_argument(place)} --to exported`"
+        return f'`python -m train.generate --checkpoint {run_argument(run_dir)} --prompt "In the beginning"`'
+    return f"`python -m train.export --checkpoint {run_argument(run_dir)} --to exported`"
 
 
 def detail_rows(config: TrainConfig, result: RunResult) -> list[tuple[str, str]]:

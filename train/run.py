@@ -5,6 +5,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+import tyro
 
 from infra import command, flags
 from infra.cluster import connected
@@ -29,22 +32,28 @@ from train.resolve import continued, facts_here, resolve, without
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Train a GPT-2 on token shards or straight from books, measure it, and record it all in MLflow."""
+    """Train a GPT-2 on token shards or directly on books, measure it, and record the results in MLflow."""
+
+    main_flags: ClassVar[tuple[str, ...]] = (
+        "data", "stream", "model", "steps", "global_batch", "learning_rate", "memory_limit", "device", "name", "out",
+        "config", "resume",
+    )  # fmt: skip
+    flag_groups: ClassVar[dict[str, tuple[str, ...]]] = {"output and cluster": ("tracking_uri", "address")}
 
     training: TrainConfig = field(default_factory=TrainConfig)
     name: str | None = None
-    """Name of the run and of its folder; by default made from the model and the time."""
-    out: str = "runs"
-    """Folder that holds runs, or one in object storage: s3://bucket/runs, gs://...
-    Checkpoints are copied there while training continues, and every machine can continue a run from there."""
+    """Name of the run and of its folder. By default the model with the time."""
+    out: Annotated[str, tyro.conf.arg(metavar="DIR")] = "runs"
+    """Folder that contains runs: local, or s3://bucket/runs (gs://, az://).
+    Checkpoints are uploaded there while training continues, and any machine can resume a run from there."""
     config: ConfigFile = None
-    resume: str | None = None
-    """Continue an earlier run, by its name or the path or address of its folder or newest checkpoint."""
+    resume: Annotated[str | None, tyro.conf.arg(metavar="NAME|DIR")] = None
+    """Run to resume: its name, or the path or address of its folder or newest checkpoint."""
     tracking_uri: TrackingUri = None
     memory_limit: BytesOrNone = None
-    """Most memory, of the GPU or on a CPU of its resident set, that a worker's process may use, such as 40GB or 40GiB.
-    A run that uses more ends with the outcome over_limit, unless its micro-batch is auto and a smaller one fits.
-    Give it again to a resumed run."""
+    """Maximum memory of a worker's process, such as 40GB or 40GiB: GPU memory, or the resident set on a CPU.
+    A run that needs more ends with the outcome over_limit, unless its micro-batch is auto and a smaller one fits.
+    Set it again for a resumed run. By default there is no limit."""
     address: Address = None
 
     def __post_init__(self) -> None:

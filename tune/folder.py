@@ -1,8 +1,8 @@
 """The folder of a search or a ladder: locked by one driver, and resumed only with the settings it was created with.
 
-``OUT/NAME/`` contains ``search.json`` or ``ladder.json`` (:class:`Kept`), ``trials/`` (a JSON file per finished trial)
-and, at the end, the report, tables and charts. If it is in object storage, the driver works in a local copy and uploads
-each file as it is written.
+``OUT/NAME/`` contains ``search.json`` or ``ladder.json`` (:class:`ExperimentRecord`), ``trials/`` (a JSON file per
+finished trial) and, at the end, the report, tables and charts. If it is in object storage, the driver works in a local
+copy and uploads each file as it is written.
 """
 
 import json
@@ -26,7 +26,7 @@ TRIALS = "trials"
 
 @strict
 @dataclass(frozen=True)
-class Kept:
+class ExperimentRecord:
     """The stored settings of an experiment, by which it is resumed."""
 
     config: dict[str, Any]
@@ -42,8 +42,8 @@ def place_of(out: str, name: str) -> StorageDir:
     return directory / name if directory.remote else StorageDir.of(directory.folder / name)
 
 
-def kept(directory: StorageDir, kind: str) -> Kept:
-    """The stored settings of the ``search`` or ``ladder`` in ``directory``, which :func:`begin` wrote."""
+def read_record(directory: StorageDir, kind: str) -> ExperimentRecord:
+    """The stored settings of the ``search`` or ``ladder`` in ``directory``, which :func:`write_record` wrote."""
     try:
         content = directory.read(f"{kind}.json")
     except OSError:
@@ -52,14 +52,14 @@ def kept(directory: StorageDir, kind: str) -> Kept:
         hint = nearest(directory.name, names) if names else f". Check --out, or start a new {kind} with --name."
         raise UserError(f"--resume {directory.name}: there is no {kind} in {directory}{hint}") from None
     try:
-        return from_json(Kept, json.loads(content), "it")
+        return from_json(ExperimentRecord, json.loads(content), "it")
     except (ValueError, UserError) as damage:
         raise UserError(f"--resume: {directory}/{kind}.json is corrupt ({damage}). Start a new {kind}.") from damage
 
 
-def kept_config(directory: StorageDir, kind: type[Config]) -> Config:
+def read_config(directory: StorageDir, kind: type[Config]) -> Config:
     source = f"--resume: {directory}/{kind.kind}.json is corrupt; it"
-    return from_json(kind, kept(directory, kind.kind).config, source)
+    return from_json(kind, read_record(directory, kind.kind).config, source)
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def locked(directory: StorageDir, kind: str) -> Iterator[WorkingCopy]:
         yield copy
 
 
-def begin(copy: WorkingCopy, config: ExperimentConfig, identity: dict[str, Any], parent: RunKey) -> None:
+def write_record(copy: WorkingCopy, config: ExperimentConfig, identity: dict[str, Any], parent: RunKey) -> None:
     """Store the settings of a new experiment, so that it can be resumed."""
     values = {"config": config.to_json(), "identity": identity, "parent": parent.kept_in(copy.place.address)}
     write_json(copy.folder / f"{config.kind}.json", values)
@@ -85,7 +85,7 @@ def begin(copy: WorkingCopy, config: ExperimentConfig, identity: dict[str, Any],
 
 def resumed_parent(directory: StorageDir, kind: str, identity: dict[str, Any]) -> RunKey:
     """The parent run of the experiment in ``directory``. Raises ``UserError`` if its ``identity`` differs."""
-    record, current = kept(directory, kind), json.loads(json.dumps(identity))
+    record, current = read_record(directory, kind), json.loads(json.dumps(identity))
     changed = [
         f"{name}: {record.identity.get(name)!r} → {current.get(name)!r}"
         for name in sorted(set(record.identity) | set(current))

@@ -8,7 +8,7 @@ from pathlib import Path
 from infra import command, flags
 from infra.progress import IMPORTING, doing
 from tune.config import LadderConfig
-from tune.folder import kept_config, place_of
+from tune.folder import place_of, read_config
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
 def defaults() -> LadderConfig:
     """The config whose values flags override: the config of the ladder to resume, or the defaults."""
     options = flags.given(LadderConfig, "resume", "out")
-    stored = kept_config(place_of(options.out, options.resume), LadderConfig) if options.resume else LadderConfig()
+    stored = read_config(place_of(options.out, options.resume), LadderConfig) if options.resume else LadderConfig()
     return replace(stored, out=options.out)
 
 

@@ -20,7 +20,7 @@ from train.resolve import resolve
 from tune.config import SearchConfig
 from tune.device import Machine, make_prior, memory_limit, trial_machines
 from tune.experiment import Experiment
-from tune.folder import TRIALS, kept, place_of
+from tune.folder import TRIALS, place_of, read_record
 from tune.space import ACCUMULATION, Candidate, Space, make_space, settings
 from tune.strategy.base import Confirmed, Grid, Retrying, Strategy, enough_seconds
 from tune.strategy.memory_aware import MemorySearcher
@@ -161,7 +161,7 @@ def make_search(config: SearchConfig) -> Search:
         )
     requested, available = config.memory_limit, min(machine.memory for machine in machines)
     if config.resume and not requested:  # The machines may have changed, but the limit is part of the identity.
-        requested = kept(place, config.kind).identity.get("memory_limit")
+        requested = read_record(place, config.kind).identity.get("memory_limit")
     facts = replace(machines[0].device, memory=requested or available)
     training = resolve(with_vocabulary_of(config.training, manifest), facts)
     refuse_short_splits(replace(training, cycle=TRIAL_CYCLE), manifest)

@@ -6,7 +6,7 @@ from infra import command, flags
 from infra.progress import IMPORTING, doing
 from train.config import load_config
 from tune.config import SearchConfig
-from tune.folder import kept_config, place_of
+from tune.folder import place_of, read_config
 
 
 def main() -> None:
@@ -16,7 +16,7 @@ def main() -> None:
 def defaults() -> SearchConfig:
     """The config whose values flags override: the search to resume, or the defaults, with the file of ``--config``."""
     options = flags.given(SearchConfig, "config", "resume", "out")
-    stored = kept_config(place_of(options.out, options.resume), SearchConfig) if options.resume else SearchConfig()
+    stored = read_config(place_of(options.out, options.resume), SearchConfig) if options.resume else SearchConfig()
     training = load_config(options.config) if options.config else stored.training
     return dataclasses.replace(stored, out=options.out, training=training)
 

@@ -158,5 +158,5 @@ def open_parent(experiment: Experiment) -> RunKey:
     return create_run(
         experiment.collection, experiment.place.name, tracking_uri=experiment.config.tracking_uri,
         home=experiment.place.address, tags=provenance.collect() | {"kind": experiment.config.kind},
-        keep=partial(folder.begin, experiment.working_copy, experiment.config, experiment.identity()),
+        keep=partial(folder.write_record, experiment.working_copy, experiment.config, experiment.identity()),
     )  # fmt: skip

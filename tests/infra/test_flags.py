@@ -90,7 +90,7 @@ MISTAKES = {
     "tokenize": [
         (["--shard-size", "3"], "--shard-size"), (["--val-fraction", "1"], "--val-fraction"), (["--out="], "--out"),
         (["--languages", "english"], "--languages"), (["--encoder", "bpe"], "--encoder gigatoken tiktoken"),
-        (["--no-such"], "--no-such"), ([""], "a source is empty"),
+        (["--no-such"], "--no-such"), ([""], "source is empty"),
     ],
     "vocabulary": [(["--size", "256"], "--size 256"), (["--sample", "9B"], "--sample"), (["--languages", "x"], "x")],
     "inspect": [(["--passages", "-1"], "--passages"), (["--length", "x"], "--length"), (["one", "two"], "two")],
@@ -151,3 +151,39 @@ def test_every_command_has_its_mistakes() -> None:
 
 def test_a_message_in_another_form_is_repeated() -> None:
     assert sentence("╭─ Title ─╮\n│ Something else went wrong │\n╰─────────╯") == "Something else went wrong."
+
+
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_help_shows_the_main_flags_first_and_every_other_one_under_a_heading(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    module, kind = cli.COMMANDS[name]
+    printed = io.BytesIO()
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "argv", ["command", "--help"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii"))
+    with pytest.raises(SystemExit):
+        parsed(getattr(importlib.import_module(module), kind), "a command")
+    text = printed.getvalue().decode()
+    _, *boxes = re.split(r"(?m)^ ([a-zA-Z ]+?) *\n -+ *\n", text)
+    groups = dict(zip(boxes[::2], boxes[1::2], strict=True))
+    flags = [flag for box in groups.values() for flag in re.findall(r"(?m)^ (?:-h, )?(--[a-z0-9-]+)", box)]
+    assert len(flags) == len(set(flags)), "each flag once"
+    assert len(re.findall(r"(?m)^ --", groups["options"])) <= 12
+    assert "other options" not in groups, "every flag has a heading"
+    assert not {"--no-dry-run", "--no-overwrite", "--no-quick"} & set(re.findall("--[a-z-]+", text))
+    assert not re.search(r"\{None\}|default: None|default: \)|STR\b|default: False", text)
+
+
+def test_settings_in_groups_are_read_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the command and of the settings nested in it, with the defaults of an instance."""
+    from train.config import TrainConfig
+    from tune.config import SearchConfig
+
+    monkeypatch.setattr(
+        sys, "argv", ["command", "--seed", "4", "--trial-steps", "9", "--no-fp8", "--knobs", "loss=plain"]
+    )
+    default = SearchConfig(name="one", training=TrainConfig(steps=3, beta1=0.8))
+    found = parsed(SearchConfig, "a command", default)
+    assert (found.name, found.trial_steps, found.knobs) == ("one", 9, ("loss=plain",))
+    assert found.training == TrainConfig(steps=3, beta1=0.8, seed=4)

@@ -79,3 +79,14 @@ def test_a_report_is_told_alike_with_its_facts_first_on_a_page_and_last_on_a_ter
     page = report.markdown()
     assert page.startswith(facts(ROWS))
     assert page.endswith("\n\n- a [b] note\n\n|  |  |\n| --- | --- |\n| books | 66 |\n")
+
+
+def test_a_long_heading_of_numbers_is_wrapped_before_a_table_is_parted(capsys: pytest.CaptureFixture[str]) -> None:
+    (table,) = tables(("rung", "peak memory (GB)", "speed vs control"), [("base", "10.00", "x1.234")], "", 24)
+    console.print(table)
+    printed = capsys.readouterr().out
+    assert max(map(len, map(str.rstrip, printed.splitlines()))) <= 24
+    assert {"rung", "peak", "memory", "(GB)", "speed", "vs", "control", "10.00", "x1.234"} <= set(printed.split())
+    (wide,) = tables(("rung", "peak memory (GB)"), [("base", "10.00")], "", 80)
+    console.print(wide)
+    assert "peak memory (GB)" in capsys.readouterr().out

@@ -49,14 +49,14 @@ def test_what_is_predicted_to_fit_counts_what_was_not_predicted(config: TrainCon
     found = of_memory(config, result, HOME, 30 * GB)
     assert found
     assert found.rows == [
-        ("torch's message", SAID),
-        ("not predicted", "0.07 GB of what it needed, which the following predictions include"),
-        ("predicted to fit", "30.00 GB, which the process could use"),
-        ("--loss fused", "15.25 GB, no more arithmetic"),
-        ("--micro-batch 24", "28.46 GB, the same arithmetic in 20 micro-batches instead of 15"),
-        ("--checkpointing full", "27.14 GB, 24% more arithmetic"),
+        ("torch error", SAID),
+        ("prediction", "underestimated by 0.07 GB, which the predictions below include"),
+        ("available", "30.00 GB to the process; predicted with changes that fit:"),
+        ("--loss fused", "15.25 GB; no additional FLOPs"),
+        ("--micro-batch 24", "28.46 GB; the same FLOPs in 20 micro-batches instead of 15"),
+        ("--checkpointing full", "27.14 GB; 24% more FLOPs"),
     ]
-    assert "--loss fused, which is predicted to take 15.25 GB" in found.advice
+    assert "--loss fused, predicted to need 15.25 GB" in found.advice
     kept = replace(result, diagnosis=found)
     assert from_json(RunResult, to_json(kept), "it") == kept
 
@@ -68,7 +68,7 @@ def test_what_the_optimizer_held_already_is_not_needed_once_more(config: TrainCo
     assert result.shortage
     found = of_memory(config, replace(result, shortage=replace(result.shortage, held=full)), HOME, None)
     assert found
-    assert dict(found.rows)["not predicted"].startswith("3.08 GB of what it needed")
+    assert dict(found.rows)["prediction"].startswith("underestimated by 3.08 GB")
 
 
 def test_a_run_needed_at_least_what_it_could_use(config: TrainConfig, make_result: Make) -> None:
@@ -76,7 +76,7 @@ def test_a_run_needed_at_least_what_it_could_use(config: TrainConfig, make_resul
     shortage = Shortage("the backward pass of step 2", None, 40 * GB, {}, "CUBLAS_STATUS_ALLOC_FAILED")
     found = of_memory(config, failed(make_result, 40 * GB, process=35 * GB, shortage=shortage), HOME, None)
     assert found
-    assert dict(found.rows)["not predicted"].startswith("3.08 GB of what it needed")
+    assert dict(found.rows)["prediction"].startswith("underestimated by 3.08 GB")
 
 
 @pytest.mark.parametrize("room", [1, 3, 5, 10, 15, 20, 25, 30, 33, 34, 80])
@@ -96,7 +96,7 @@ def test_what_is_advised_is_predicted_to_fit_and_nothing_that_failed_is(
         }
         assert predict_peak(replace(config, **changed)).total < min(room * GB, predict_peak(config).total)
     else:
-        assert f"no change is predicted to fit {room}.00 GB" in found.advice
+        assert f"no change is predicted to fit the available {room}.00 GB" in found.advice
         assert "--micro-batch 1 --checkpointing full" in found.advice
 
 
@@ -110,7 +110,7 @@ def test_a_smaller_batch_is_no_advice_where_the_model_itself_did_not_fit(
         result = failed(make_result, room, process=process, shortage=shortage)
         found = of_memory(config, result, HOME, None)
         assert found
-        assert found.advice.startswith(f"no change is predicted to fit {room / GB:.2f} GB: ")
+        assert found.advice.startswith(f"no change is predicted to fit the available {room / GB:.2f} GB: ")
 
 
 def test_when_nothing_can_be_changed_it_is_said(config: TrainConfig, make_result: Make) -> None:
@@ -118,7 +118,7 @@ def test_when_nothing_can_be_changed_it_is_said(config: TrainConfig, make_result
     found = of_memory(least, failed(make_result, 3 * GB), HOME, 3 * GB)
     assert found
     assert "3.00 GB" in found.advice
-    assert "no change left" in found.advice
+    assert "without further changes" in found.advice
     assert not found.command
     assert of_memory(config, make_result(), HOME, None) is None
 

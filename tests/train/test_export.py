@@ -80,7 +80,7 @@ def test_a_registered_model_has_a_signature_and_the_same_logits(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     asked = ExportConfig(checkpoint=str(saved), to=tmp_path / "exported", register="books")
-    with pytest.raises(UserError, match="its MLflow run is not known"):
+    with pytest.raises(UserError, match=r"MLflow run of .* is unknown"):
         export(asked)
     key = create_run("train", "one", tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
     RunFolder(tmp_path / "runs" / "one").keep_key(key)
@@ -172,7 +172,7 @@ def test_a_model_of_gpt2s_ids_has_its_tokenizer_and_writes(
     assert tokenizer.encode("It was") == gpt2().tiktoken.encode_ordinary("It was")
     write_model(once, tmp_path / "foreign")
     assert not (tmp_path / "foreign" / "tokenizer.json").exists()
-    with pytest.raises(UserError, match="ids without a vocabulary"):
+    with pytest.raises(UserError, match="ids without a tokenizer"):
         generate(GenerateConfig(checkpoint=str(once)))
 
     model = load_model(saved)[0]
@@ -193,7 +193,7 @@ def test_an_export_that_cannot_be_written_is_named_and_leaves_nothing(
 
     (tmp_path / "file").touch()
     (tmp_path / "models").mkdir()
-    with pytest.raises(UserError, match=r"--to .*exported could not be written"):
+    with pytest.raises(UserError, match=r"--to .*exported"):
         export(ExportConfig(checkpoint=str(once), to=tmp_path / "file" / "exported"))
     with pytest.raises(UserError, match=r"--to .* exists already"):
         export(ExportConfig(checkpoint="any", to=tmp_path))

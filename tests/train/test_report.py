@@ -43,18 +43,18 @@ def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
     predicted = predict_peak(config).total / GB
     *first, (name, command) = report.run_report(config, result, HOME, 2 * GB).facts
     assert first == [
-        ("What", f"{format_model(config.model)} on `tokens`; finished: reached 10 steps"),
+        ("Run", f"{format_model(config.model)} on `tokens`; finished: reached 10 steps"),
         ("Tokens/s", "1,000 (95% CI 990 to 1,020)"),
-        ("Memory", f"1.00 of 2.00 GB (predicted {predicted:.2f})"),
-        ("Loss", "training 3.250, validation 3.500"),
+        ("Peak memory", f"1.00 GB of 2.00 GB (predicted {predicted:.2f} GB)"),
+        ("Loss", "training 3.250, validation 3.500 nats/token"),
     ]
     assert name == "Next"
     assert "train.generate --checkpoint one" in command
     assert dict(report.detail_rows(config, result)) == {
-        "measured": "the median of 7 steps after 3 of warm-up",
-        "arithmetic": "0.002 TFLOP/s; no MFU: the peak of 'cpu' is not known",
-        "validation": "perplexity 33.1 over 257 ids; 1.500 bits per byte; 1.250 bits per character",
-        "tokens seen": "320 training + 64 validation = 384 in all",
+        "measurement": "median of 7 steps after 3 of warm-up",
+        "utilization": "0.002 TFLOP/s; MFU unknown: no peak FLOP/s listed for 'cpu'",
+        "validation": "perplexity 33.1 over 257 token ids; 1.500 bits per byte; 1.250 bits per character",
+        "tokens seen": "320 training + 64 validation = 384 in total",
         "books seen": "0.5",
         "time": "2s; first step after 1.5 s",
         "step time": "90.0% compute, 9.0% optimizer, 1.00% waiting for data",
@@ -70,8 +70,8 @@ def test_the_result_as_rows(config: TrainConfig, make_result: Make) -> None:
     measured = replace(on_gpu, throughput=Throughput(1.0, 1.0, 1.0, 3, 1), matmul_utilisation=0.625)
     assert "50.0%" in dict(report.run_report(config, measured, HOME).facts)["Tokens/s"]
     rows = dict(report.detail_rows(config, replace(measured, hfu=0.75, paused_seconds=60.0)))
-    assert all(number in rows["arithmetic"] for number in ("0.002", "62.5%", "HFU 75.0%"))
-    assert "paused" in rows
+    assert all(number in rows["utilization"] for number in ("0.002", "62.5%", "HFU 75.0%"))
+    assert "1m" in rows["pause"]
 
 
 def test_the_predicted_memory_is_beside_what_was_measured(config: TrainConfig, make_result: Make) -> None:

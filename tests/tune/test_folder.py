@@ -9,7 +9,7 @@ from infra.storage import TEMPORARY
 from infra.storage_dir import StorageDir, WorkingCopy
 from infra.tracking.key import RunKey
 from tune.config import LadderConfig, SearchConfig
-from tune.folder import TRIALS, begin, kept_config, locked, place_of, resumed_parent
+from tune.folder import TRIALS, locked, place_of, read_config, resumed_parent, write_record
 
 IDENTITY = {"confirm": 3, "memory_limit": 10**9, "knobs": "compile"}
 
@@ -17,7 +17,7 @@ IDENTITY = {"confirm": 3, "memory_limit": 10**9, "knobs": "compile"}
 def test_another_search_is_refused_by_what_differs(tmp_path: Path) -> None:
     place = StorageDir.of(tmp_path)
     key = RunKey("sqlite:///none.db", "1", "a")
-    begin(WorkingCopy.of(place, fresh=True), SearchConfig(name="one"), IDENTITY, key)
+    write_record(WorkingCopy.of(place, fresh=True), SearchConfig(name="one"), IDENTITY, key)
     for now, said in (
         (IDENTITY | {"confirm": 2}, "confirm: 3 → 2"),
         (IDENTITY | {"searcher": "grid"}, "searcher: None → 'grid'"),
@@ -53,7 +53,7 @@ def test_a_search_in_object_storage_is_continued_from_what_was_sent(
     place = place_of(f"s3://places/deep{bucket}", "one")
     key = RunKey("sqlite:////of/another/machine.db", "1", "a")
     with locked(place, "search") as copy:
-        begin(copy, SearchConfig(name="one"), IDENTITY, key)
+        write_record(copy, SearchConfig(name="one"), IDENTITY, key)
         (copy.folder / TRIALS / "m8.json").write_text("{}")
         (copy.folder / TRIALS / "m4.json").write_text("{}")
         copy.send(f"{TRIALS}/m8.json")
@@ -61,14 +61,14 @@ def test_a_search_in_object_storage_is_continued_from_what_was_sent(
             pass
     with locked(place, "search") as copy:
         assert [path.name for path in (copy.folder / TRIALS).iterdir()] == ["m8.json"]
-    assert kept_config(place, SearchConfig).name == "one"
+    assert read_config(place, SearchConfig).name == "one"
     with pytest.raises(UserError, match=r"machine\.db of s3://places/deep/one\S* is not on this machine"):
         resumed_parent(place, "search", IDENTITY)
     with pytest.raises(UserError, match="--resume two: there is no search in s3://places/deep/two"):
-        kept_config(place_of(f"s3://places/deep{bucket}", "two"), SearchConfig)
+        read_config(place_of(f"s3://places/deep{bucket}", "two"), SearchConfig)
     (tmp_path / "first").mkdir()
     (tmp_path / "first/ladder.json").write_text("{")
     with pytest.raises(UserError, match=r"there is no ladder in .*/frist; did you mean first\?"):
-        kept_config(place_of(str(tmp_path), "frist"), LadderConfig)
+        read_config(place_of(str(tmp_path), "frist"), LadderConfig)
     with pytest.raises(UserError, match=r"ladder\.json is corrupt"):
-        kept_config(place_of(str(tmp_path), "first"), LadderConfig)
+        read_config(place_of(str(tmp_path), "first"), LadderConfig)

@@ -24,7 +24,7 @@ from train.model_config import PRESETS, parse_model
 from train.resolve import resolve
 from tune.config import LadderConfig, SearchConfig
 from tune.device import Machine
-from tune.folder import begin
+from tune.folder import write_record
 from tune.plan import Search, make_search
 from tune.report import predicted_speeds_table, print_plan
 from tune.space import Candidate, make_space
@@ -98,7 +98,7 @@ def test_a_search_that_is_continued_keeps_its_limit(
 
     before = search_on(4, config)
     before.folder.mkdir()
-    begin(WorkingCopy.of(before.place, fresh=True), config, before.identity(), RunKey("", "", ""))
+    write_record(WorkingCopy.of(before.place, fresh=True), config, before.identity(), RunKey("", "", ""))
     assert search_on(16, replace(config, name=None, resume="one")).limit == before.limit
 
 

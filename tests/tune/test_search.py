@@ -31,7 +31,7 @@ from train.loop.trainer import Trainer
 from train.model_config import PRESETS, ModelConfig
 from tune import find_fastest, search
 from tune.config import SearchConfig
-from tune.folder import begin
+from tune.folder import write_record
 from tune.plan import make_search
 from tune.strategy.ranking import NEGLIGIBLE
 
@@ -211,7 +211,7 @@ def test_a_search_that_cannot_be_resumed_yet_keeps_its_folder(
     training = TrainConfig(data=str(small_shards), model=PRESETS["tiny"], global_batch=2, device="cpu")
     made = make_search(SearchConfig(training=training, name="early", memory_limit=8 * 10**9))
     made.folder.mkdir(parents=True)
-    begin(made.working_copy, made.config, made.identity(), RunKey("sqlite:////gone/mlflow.db", "1", "a"))
+    write_record(made.working_copy, made.config, made.identity(), RunKey("sqlite:////gone/mlflow.db", "1", "a"))
     assert "sqlite:////gone/mlflow.db" in refused(search.main, "--resume", "early")
     assert (folder / "runs" / "early" / "search.json").is_file()
 

@@ -14,7 +14,7 @@ from infra.tracking.key import RunKey
 from train.config import TrainConfig
 from train.resolve import resolve
 from tune.config import SearchConfig
-from tune.folder import kept_config
+from tune.folder import read_config
 from tune.space import Candidate, make_space
 
 
@@ -113,6 +113,6 @@ def test_a_damaged_search_is_named(tmp_path: Path) -> None:
         kept = {"config": SearchConfig().to_json() | damage, "identity": {}, "parent": to_json(RunKey("", "", ""))}
         (tmp_path / "search.json").write_text(json.dumps(kept))
         with pytest.raises(UserError, match=r"search\.json is corrupt"):
-            kept_config(StorageDir.of(tmp_path), SearchConfig)
+            read_config(StorageDir.of(tmp_path), SearchConfig)
     with pytest.raises(UserError, match="there is no"):
-        kept_config(StorageDir.of(tmp_path / "search.json"), SearchConfig)
+        read_config(StorageDir.of(tmp_path / "search.json"), SearchConfig)

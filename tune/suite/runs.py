@@ -290,7 +290,7 @@ class Climb:
 
 def check_single_worker(config: TrainConfig) -> None:
     if config.workers > 1:
-        raise UserError(f"a ladder measures one device, but this needs {config.workers} workers")
+        raise UserError(f"--workers {config.workers} is not supported: a ladder measures one device. Use --workers 1.")
 
 
 def check_suits_device(previous: TrainConfig, config: TrainConfig, rung: Rung, facts: DeviceFacts) -> None:
@@ -341,7 +341,7 @@ def largest_batch(config: TrainConfig, limit: int) -> TrainConfig:
     while fitting < len(sizes) and predict_peak(sized(sizes[fitting])).total <= limit:
         fitting += 1
     if not fitting:
-        raise UserError(f"not even one sequence fits {format_size(limit)}; raise --memory-limit")
+        raise UserError(f"--fit: not even one sequence fits {format_size(limit)}. Use a larger --memory-limit.")
     return sized(sizes[fitting - 1])
 
 

@@ -43,5 +43,5 @@ def test_published_speeds_are_in_the_range_that_is_expected() -> None:
 
 def test_what_is_not_compiled_whole_is_not_predicted() -> None:
     config = resolve(TrainConfig(device="cuda", compile="off"), CARDS["A100"])
-    with pytest.raises(UserError, match="compiled whole"):
+    with pytest.raises(UserError, match="whole compiled graph"):
         reachable(config, planned("A100"))

@@ -64,7 +64,7 @@ def test_the_attention_kernel_is_recognised() -> None:
     assert attention_kernel(["void pytorch_flash::flash_fwd_kernel<...>"]) == "flash"
     assert attention_kernel(["fmha_cutlassF_bf16_aligned_64x64_rf_sm80"]) == "efficient"
     assert attention_kernel(["triton_tem_fused_flex_attention_2"]) == "flex"
-    assert attention_kernel(["aten::mm"]) == "none fused"
+    assert attention_kernel(["aten::mm"]) == "not fused"
 
 
 def event(
@@ -97,7 +97,7 @@ def test_a_range_named_by_the_host_is_not_a_kernel() -> None:
 def test_a_gap_is_put_down_to_what_the_host_did() -> None:
     kernels = [event("a", 0, 100), event("b", 105, 200), event("c", 1200, 1300), event("d", 1800, 1900)]
     host = [event("cudaStreamSynchronize", 150, 900), event(NEXT_BATCH, 1400, 1700)]
-    assert idle_gaps(kernels, host) == {"a synchronisation": 1.0, "the loader": 0.5}
+    assert idle_gaps(kernels, host) == {"synchronization": 1.0, "loader": 0.5}
 
 
 def test_waits_in_the_loop_are_a_finding_with_their_cost() -> None:
@@ -107,8 +107,8 @@ def test_waits_in_the_loop_are_a_finding_with_their_cost() -> None:
         event("nvjet_gemm", 7000, 10000), event("cudaStreamSynchronize", 3950, 6900, DeviceType.CPU),
     ]  # fmt: skip
     found = findings(analyze(events, 1, 0.010, cuda=True), optimizer="adamw-fused", compiled=True, cuda=True)
-    assert any("item" in line and "2 per step, 3.00 ms" in line for line in found)
-    assert any("idle 3.00 ms" in line and "synchronisation" in line for line in found)
+    assert any("item" in line and "3.00 ms" in line for line in found)
+    assert any("idle 3.00 ms" in line and "synchronization" in line for line in found)
     quiet = [event("nvjet_gemm", 0, 5000), event("nvjet_gemm", 5000, 10000)]
     found = findings(analyze(quiet, 1, 0.010, cuda=True), optimizer="adamw-fused", compiled=True, cuda=True)
     assert not any("item" in line or "idle" in line for line in found)
@@ -133,7 +133,7 @@ def test_a_profile_is_of_one_step() -> None:
     ]  # fmt: skip
     assert found.by_class == {"matmul": 4.0, "optimizer": 4.0}
     assert (found.forward, found.backward, found.loader) == (1.0, 1.5, 0.5)
-    assert found.gaps == {"the loader": 2.0}
+    assert found.gaps == {"loader": 2.0}
     assert found.idle == 2.0
     assert (found.waits, found.wait_calls) == (1.0, 1.0)
 
@@ -156,7 +156,7 @@ def test_a_cpus_operators_count_without_what_they_call() -> None:
 
 NOTHING = Profile(
     steps=1, step=100.0, kernels=[], by_class={"matmul": 80.0, "element-wise": 20.0}, idle=2.0,
-    gaps={"launching": 1.0, "the loader": 1.0}, forward=0.0, backward=0.0, loader=0.0, waits=0.0, wait_calls=0.0,
+    gaps={"launching": 1.0, "loader": 1.0}, forward=0.0, backward=0.0, loader=0.0, waits=0.0, wait_calls=0.0,
     attention="flash",
 )  # fmt: skip
 """A profile just below all that is remarkable."""
@@ -166,24 +166,24 @@ NOTHING = Profile(
     ("changes", "optimizer", "sentence"),
     [
         ({}, "muon", None),
-        ({"gaps": {"the loader": 1.5}}, "muon", "the device waits 1.50 ms per step for batches (1.5%)"),
-        ({"idle": 3.0}, "muon", "the GPU is idle 3.00 ms per step"),
-        ({"by_class": {"element-wise": 30.0, "matmul": 70.0}}, "muon", "element-wise work is 30%"),
-        ({}, "adamw", "the optimizer launches many small kernels"),
-        ({"forward": 20.0, "backward": 50.0}, "muon", "the backward pass takes 2.5 times the forward pass"),
-        ({"attention": "none fused"}, "muon", "attention is not fused"),
-        ({"wait_calls": 1.0, "gaps": {"a synchronisation": 0.5}}, "muon", "waits in the loop: 1 per step, 0.50 ms"),
+        ({"gaps": {"loader": 1.5}}, "muon", "The GPU waits 1.50 ms per step for batches (1.5%)"),
+        ({"idle": 3.0}, "muon", "The GPU is idle 3.00 ms per step"),
+        ({"by_class": {"element-wise": 30.0, "matmul": 70.0}}, "muon", "Element-wise operations take 30%"),
+        ({}, "adamw", "The optimizer launches many small kernels"),
+        ({"forward": 20.0, "backward": 50.0}, "muon", "The backward pass takes 2.5 times the forward pass"),
+        ({"attention": "not fused"}, "muon", "Attention is not fused"),
+        ({"wait_calls": 1.0, "gaps": {"synchronization": 0.5}}, "muon", "waits for the device 1 times per step"),
     ],
 )
 def test_only_what_stands_out_is_a_finding(changes: dict[str, Any], optimizer: str, sentence: str | None) -> None:
     first, *others = findings(replace(NOTHING, **changes), optimizer=optimizer, compiled=False, cuda=True)
-    assert "of the device's time" in first
+    assert "of the GPU's time" in first
     assert len(others) == (sentence is not None)
     assert all(sentence and sentence in other for other in others)
 
 
 def test_a_compiled_model_is_not_advised_to_be_compiled_nor_one_without_attention_to_fuse_it() -> None:
-    profile = replace(NOTHING, by_class={"element-wise": 100.0}, attention="none fused")
+    profile = replace(NOTHING, by_class={"element-wise": 100.0}, attention="not fused")
     assert len(findings(profile, optimizer="muon", compiled=True, cuda=True, attention=False)) == 1
 
 
@@ -192,7 +192,7 @@ def test_overlapping_kernels_leave_no_gap() -> None:
     kernels = [event("long", 0, 1000), event("short", 100, 200), event("next", 1010, 1100), event("last", 1130, 1200)]
     assert idle_gaps(kernels, []) == {"launching": 0.03}
     copy = event("cudaMemcpyAsync", 1090, 1140, DeviceType.CPU)
-    assert idle_gaps(kernels, [copy]) == {"a copy": 0.03}
+    assert idle_gaps(kernels, [copy]) == {"copying": 0.03}
 
 
 @pytest.mark.parametrize(("written", "whole"), [('{"traceEvents": []}', True), ('{"traceEvents": [', False)])
@@ -276,7 +276,7 @@ def test_what_torch_fails_to_follow_is_all_that_is_missing(
     config = TrainConfig(data=str(small_shards), model=small_model, micro_batch=4, global_batch=4, device="cpu")
     found, words = record.record(config, tmp_path)
     assert "memory.png" in words[-1]
-    assert words[-1].endswith("AssertionError in torch, expected one storage, got two")
+    assert words[-1].endswith("AssertionError: expected one storage, got two")
     assert found.forward > 0
     assert {path.name for path in tmp_path.iterdir()} == {"trace.json.gz", "profile.json"}
 
@@ -284,8 +284,8 @@ def test_what_torch_fails_to_follow_is_all_that_is_missing(
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--name", "full"], "GB free"), (["--out", "file/runs"], "--out file/runs cannot be created"),
-        (["--stream", "books", "--steps", "8"], "--stream books is not profiled"),
+        (["--name", "full"], "GB free"), (["--out", "file/runs"], "--out file/runs"),
+        (["--stream", "books", "--steps", "8"], "--stream books"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_profiled_is_refused_and_nothing_is_started(
@@ -295,7 +295,7 @@ def test_what_cannot_be_profiled_is_refused_and_nothing_is_started(
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     if named == "GB free":
-        monkeypatch.setattr(profile, "TRACE_ROOM", 10**18)
+        monkeypatch.setattr(profile, "MAX_TRACE_BYTES", 10**18)
     assert named in refused(profile.main, "--data", str(small_shards), *flags)
     assert not Path("runs").exists() or list(Path("runs").iterdir()) == []
 
@@ -318,7 +318,7 @@ def test_a_disk_that_fills_while_tracing_is_one_sentence(
 
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", on_a_full_disk)
     said = refused(profile.main, *flags, "--device", "cpu", "--name", "full")
-    assert "the profile cannot be written to" in said
+    assert "Cannot write the profile to" in said
     assert "No space left on device" in said
     assert not list(Path("runs/full").glob("trace*")), "what is cut short would fill the disk"
     (run,) = MlflowClient(store_uri()).search_runs(["1"])
