@@ -282,7 +282,7 @@ def test_a_result_in_mlflow(config: TrainConfig, make_result: Callable[..., RunR
 
 NO_METRIC = {
     "steps", "warmup_steps", "impossible", "train_loss", "train_tokens", "val_tokens", "books", "seconds",
-    "paused_seconds", "flops_per_token", "first_loss",
+    "paused_seconds", "flops_per_token", "first_loss", "unigram_loss",
 }  # fmt: skip
 """Numbers of a result that its cycles have as well, that another function records, or that are in result.json alone."""
 
