@@ -153,7 +153,7 @@ def recorded(run: RunPlan, tracking_uri: str | None, file: str | None) -> int:
             if not home.has_checkpoint():
                 raise
             tracker.status = "KILLED"
-            console.print(f"continue with: {resume_run(home.place)}", markup=False)
+            console.print(f"resume with: {resume_run(home.place)}", markup=False)
             return INTERRUPTED
         config = without(config, result.too_large) or config
         record_curves(tracker, config, result, home)

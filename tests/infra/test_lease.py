@@ -109,7 +109,7 @@ def test_of_commands_that_start_together_one_holds_the_place(place: StorageDir, 
         environment = os.environ | {"TMPDIR": str(tmp_path / str(number))}
         commands.append(
             subprocess.Popen(
-                [sys.executable, "-c", HOLD, place.address], cwd=PROJECT, env=environment, text=True,
+                [sys.executable, "-c", HOLD, place.address, "0.2"], cwd=PROJECT, env=environment, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )
         )  # fmt: skip

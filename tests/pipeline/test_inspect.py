@@ -1,8 +1,8 @@
 """A flipped byte anywhere in any shard is found."""
 
 import glob
-import os
 import random
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory, write_books: Callable[..., 
     books = write_books(folder / "books", 8, 500)
     config = TokenizeConfig(sources=(str(books),), val_fraction=0.3)
     for piece in make_plan(find(config.sources), config):
-        do_piece(piece, StorageDir.of(folder / "tokens"), f"test-{os.getpid()}")
+        do_piece(piece, StorageDir.of(folder / "tokens"), f"test-{uuid.uuid4()}")
     record = read_record(folder / "tokens", "000000")
     assert record
     assert len(record.shards) == 2
@@ -89,7 +89,7 @@ def test_brackets_and_names_between_colons_are_printed_as_they_are(
     (tmp_path / "[b] [a=b].txt").write_text(prose(1).replace(" the ", " [/foo] [a=b] [1] :abc: "), encoding="utf-8")
     config = TokenizeConfig(sources=(f"{glob.escape(str(tmp_path))}/*.txt",))
     (piece,) = make_plan(find(config.sources), config)
-    do_piece(piece, StorageDir.of(tmp_path / "tokens"), f"test-{os.getpid()}")
+    do_piece(piece, StorageDir.of(tmp_path / "tokens"), f"test-{uuid.uuid4()}")
     record = read_record(tmp_path / "tokens", piece.name)
     assert record
     Manifest.of(record.shards, config={}, vocabulary_sha256=VOCABULARY_SHA256, inputs={}, report={}).write(

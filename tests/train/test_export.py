@@ -195,7 +195,7 @@ def test_an_export_that_cannot_be_written_is_named_and_leaves_nothing(
     (tmp_path / "models").mkdir()
     with pytest.raises(UserError, match=r"--to .*exported"):
         export(ExportConfig(checkpoint=str(once), to=tmp_path / "file" / "exported"))
-    with pytest.raises(UserError, match=r"--to .* exists already"):
+    with pytest.raises(UserError, match=r"--to .* already exists\. Choose"):
         export(ExportConfig(checkpoint="any", to=tmp_path))
     monkeypatch.setattr(hugging_face, "write_json", full)
     with pytest.raises(UserError, match=r"--to .* could not be written .*No space left on device"):

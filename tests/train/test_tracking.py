@@ -134,7 +134,7 @@ def test_the_description_begins_with_three_lines(config: TrainConfig, result: Ru
     what, numbers, following = note(key)[0].split("  \n")
     predicted = predict_peak(replace(config, attention="sdpa")).total / 1e9
     assert Path(config.data).name in what
-    for number in ("1,000", "990 to 1,020", "40.0%", "4.00 of 8.00 GB", f"{predicted:.2f}", "3.250", "3.500"):
+    for number in ("1,000", "990 to 1,020", "40.0%", "4.00 GB of 8.00 GB", f"{predicted:.2f}", "3.250", "3.500"):
         assert number in numbers
     assert "--checkpoint one" in following
 
@@ -212,7 +212,7 @@ def test_what_the_store_lacks_of_a_run_is_sent_by_the_next_command(
     assert [run.data.metrics.get("loss/step") for run in runs] == [1.5, 1.5, None, 1.5]
     assert [m.step for m in client.get_metric_history(keys[0].run_id, "loss/step")] == [1, 2, 3, 4, 5, 6]
     assert runs[0].data.metrics["result/mfu"] == 0.4
-    assert runs[0].data.tags["memory"] == "4.00 GB (predicted 5.00)"
+    assert runs[0].data.tags["memory"] == "4.00 GB (predicted 5.00 GB)"
     assert runs[0].data.tags["mlflow.note.content"] == "**What:** a run"
     assert runs[0].info.end_time == 2_000_000_000_000
     create_run("train", "last")

@@ -9,6 +9,7 @@ import lzma
 import os
 import re
 import tracemalloc
+import uuid
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -213,7 +214,7 @@ def test_half_surrogates_in_titles_reach_the_shard_as_text(tmp_path: Path, prose
     (tmp_path / "lines.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     config = TokenizeConfig(sources=(str(tmp_path / "lines.jsonl"),))
     (piece,) = make_plan(find(config.sources), config)
-    do_piece(piece, StorageDir.of(tmp_path / "out"), f"test-{os.getpid()}")
+    do_piece(piece, StorageDir.of(tmp_path / "out"), f"test-{uuid.uuid4()}")
     record = read_record(tmp_path / "out", piece.name)
     assert record
     assert len(record.books) == 1

@@ -1,6 +1,6 @@
 """Local books for machines that do not have this machine's disk: carried while they are few, else refused."""
 
-import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,13 +31,13 @@ def test_carried_books_make_the_same_shards_on_a_machine_without_them(
     plan = make_plan(find(config.sources), config)
     here, there = StorageDir.of(tmp_path / "here"), StorageDir.of(tmp_path / "there")
     for piece in plan:
-        do_piece(piece, here, f"test-{os.getpid()}")
+        do_piece(piece, here, f"test-{uuid.uuid4()}")
     pieces = embed_local_files(plan)
     assert [piece.key() for piece in pieces] == [piece.key() for piece in plan]
     for book in books.iterdir():
         book.unlink()
     for piece in pieces:
-        do_piece(piece, there, f"test-{os.getpid()}")
+        do_piece(piece, there, f"test-{uuid.uuid4()}")
     assert {name: there.read(name) for name in there.files()} == {name: here.read(name) for name in here.files()}
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def records(tmp_path: Path, prose: Callable[..., str], monkeypatch: pytest.Monke
     config = TokenizeConfig((str(books),), duplicates="near", val_fraction=0)
     planned = make_plan(find(config.sources), config)
     for piece in planned:
-        do_piece(piece, StorageDir.of(tmp_path), f"test-{os.getpid()}")
+        do_piece(piece, StorageDir.of(tmp_path), f"test-{uuid.uuid4()}")
     found = {piece.name: read_record(tmp_path, piece.name) for piece in planned}
     return {name: record for name, record in reversed(found.items()) if record}  # whichever is done first
 

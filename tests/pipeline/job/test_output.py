@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -40,7 +41,7 @@ def config(small_pieces: TokenizeConfig, monkeypatch: pytest.MonkeyPatch) -> Tok
     """Settings for the same books in three pieces, of which the first is done."""
     monkeypatch.setattr(plan, "PARTS_PER_PIECE", 8)
     job = Job(small_pieces)
-    do_piece(job.pieces[0], job.place, f"test-{os.getpid()}")
+    do_piece(job.pieces[0], job.place, f"test-{uuid.uuid4()}")
     output.begin(job, ())
     return small_pieces
 
@@ -171,7 +172,7 @@ def tokenize(config: TokenizeConfig, workers_out: Path | None = None, *, pieces:
     with output.sole_writer(job.place):
         output.begin(job, todo)
         for each in [each for each in job.pieces if each.name in todo][:pieces]:
-            do_piece(each, StorageDir.of(workers_out) if workers_out else job.place, f"test-{os.getpid()}")
+            do_piece(each, StorageDir.of(workers_out) if workers_out else job.place, f"test-{uuid.uuid4()}")
         return output.finish(job)
 
 
@@ -277,7 +278,7 @@ def test_manifest_and_record_are_durably_removed_before_the_first_new_shard(
     synced, written = storage_dir.sync_folder, task.write_shard
     monkeypatch.setattr(storage_dir, "sync_folder", lambda folder: events.append(folder.name) or synced(folder))
     monkeypatch.setattr(task, "write_shard", lambda *rest: events.append("shard") or written(*rest))
-    do_piece(Job(small_pieces).pieces[2], StorageDir.of(small_pieces.out), f"test-{os.getpid()}")
+    do_piece(Job(small_pieces).pieces[2], StorageDir.of(small_pieces.out), f"test-{uuid.uuid4()}")
     assert events[:3] == ["out", "pieces", "shard"]
 
 

@@ -1,8 +1,8 @@
 """Processes without Ray: what they raise, print and leave, and a caller's script that is not run again in them."""
 
-import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,11 +26,11 @@ def pieces(tmp_path: Path, write_books: Callable[..., Path]) -> list[Piece]:
 def test_every_piece_is_done_once_and_no_process_is_left(tmp_path: Path, pieces: list[Piece]) -> None:
     done = [
         summary["piece"]
-        for summary in do_pieces(pieces, StorageDir.of(tmp_path / "out"), f"test-{os.getpid()}", workers=2)
+        for summary in do_pieces(pieces, StorageDir.of(tmp_path / "out"), f"test-{uuid.uuid4()}", workers=2)
     ]
     assert sorted(done) == list(range(len(pieces)))
     others = psutil.Process().children()  # of other tests
-    begun = do_pieces(pieces, StorageDir.of(tmp_path / "begun"), f"test-{os.getpid()}", workers=2)
+    begun = do_pieces(pieces, StorageDir.of(tmp_path / "begun"), f"test-{uuid.uuid4()}", workers=2)
     next(begun)
     assert len(set(psutil.Process().children()) - set(others)) == 2
     begun.close()
@@ -43,10 +43,10 @@ def test_a_mistake_is_raised_as_the_piece_raised_it_and_a_bug_with_its_traceback
 ) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeError, match=r"piece 00000\d failed:\n(?s:.)*NotADirectoryError"):
-        list(do_pieces(pieces, StorageDir.of(tmp_path / "file"), f"test-{os.getpid()}", workers=2))
+        list(do_pieces(pieces, StorageDir.of(tmp_path / "file"), f"test-{uuid.uuid4()}", workers=2))
     (tmp_path / "books/book 0007.txt").unlink()
     with pytest.raises(UserError, match=r"book 0007\.txt has disappeared"):
-        list(do_pieces(pieces, StorageDir.of(tmp_path / "out"), f"test-{os.getpid()}", workers=2))
+        list(do_pieces(pieces, StorageDir.of(tmp_path / "out"), f"test-{uuid.uuid4()}", workers=2))
 
 
 def test_processes_that_cannot_start_are_not_started_for_ever(
@@ -56,7 +56,7 @@ def test_processes_that_cannot_start_are_not_started_for_ever(
     (tmp_path / "broken/gigatoken/__init__.py").write_text("import os; os.kill(os.getpid(), 4)")  # SIGILL
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
     with pytest.raises(UserError, match="end as they start, with code -4"):
-        list(do_pieces(pieces, StorageDir.of(tmp_path / "out"), f"test-{os.getpid()}", workers=2))
+        list(do_pieces(pieces, StorageDir.of(tmp_path / "out"), f"test-{uuid.uuid4()}", workers=2))
 
 
 def test_a_script_without_a_guard_runs_once_and_a_module_of_its_folder_hides_none_of_ours(

@@ -1,6 +1,6 @@
 """The output in object storage: the same bytes as in a folder, continued, redone and cleaned up in the same way."""
 
-import os
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -47,7 +47,7 @@ def tokenize(config: TokenizeConfig) -> list[str]:
         output.begin(job, todo)
         for piece in job.pieces:
             if piece.name in todo:
-                do_piece(piece, job.place, f"test-{os.getpid()}")
+                do_piece(piece, job.place, f"test-{uuid.uuid4()}")
         output.finish(job)
     return list(todo)
 

@@ -2,9 +2,9 @@
 
 import gzip
 import json
-import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ def tokenize(config: TokenizeConfig, tell: Callable[[str], None] = lambda senten
     output.begin(job, todo)
     for piece in job.pieces:
         if piece.name in todo:
-            do_piece(piece, job.place, f"test-{os.getpid()}")
+            do_piece(piece, job.place, f"test-{uuid.uuid4()}")
     manifest = output.finish(job, tell)
     assert list(verify(job.place, manifest)) == []
     assert output.is_finished(job)
@@ -176,7 +176,7 @@ def test_a_kill_while_a_book_moves_loses_nothing(tmp_path: Path, prose: Prose, m
         job, left = Job(config), iter(range(killed_at))
         output.begin(job, ())
         for piece in job.pieces:
-            do_piece(piece, job.place, f"test-{os.getpid()}")
+            do_piece(piece, job.place, f"test-{uuid.uuid4()}")
 
         def limited(place: StorageDir, name: str, content: bytes, left: Iterable[int] = left) -> None:
             if next(iter(left), None) is None:

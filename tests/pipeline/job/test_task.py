@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,7 @@ def plan_of(folder: Path, **settings) -> list[Piece]:
 
 def do(folder: Path, out: Path, **settings) -> Record:
     (piece,) = plan_of(folder, **settings)
-    do_piece(piece, StorageDir.of(out), f"test-{os.getpid()}")
+    do_piece(piece, StorageDir.of(out), f"test-{uuid.uuid4()}")
     record = read_record(out, piece.name)
     assert record
     return record
@@ -100,7 +101,7 @@ def test_a_record_describes_its_shards_and_what_was_read(tmp_path: Path, prose: 
     assert record.replaced == 2
     assert record.traits == {"encoding: utf-8, damaged": 1, "line ends: CRLF": 1}
     plan = plan_of(folder, val_fraction=0.5)
-    do_piece(replace(plan[0], index=1), StorageDir.of(tmp_path / "out"), f"test-{os.getpid()}")
+    do_piece(replace(plan[0], index=1), StorageDir.of(tmp_path / "out"), f"test-{uuid.uuid4()}")
     other = read_record(tmp_path / "out", "000001")
     assert other
     assert other.verified_bytes == 0
@@ -234,9 +235,9 @@ def test_a_piece_that_is_done_late_leaves_the_manifest(
     """As on a machine that was cut off: others have done its piece, and the data set is finished."""
     (piece,) = plan_of(write_books(tmp_path / "books", 2))
     place = StorageDir.of(f"s3://places/late/{bucket}")
-    do_piece(piece, place, f"test-{os.getpid()}")
+    do_piece(piece, place, f"test-{uuid.uuid4()}")
     place.write("manifest.json", b"published")
-    do_piece(piece, place, f"test-{os.getpid()}")
+    do_piece(piece, place, f"test-{uuid.uuid4()}")
     assert place.read("manifest.json") == b"published"
     assert read_record(place, piece.name)
 
@@ -246,7 +247,7 @@ def test_a_source_that_vanishes_stops_the_work(tmp_path: Path, write_books: Call
     (piece,) = plan_of(books)
     (books / "book 0001.txt").unlink()
     with pytest.raises(UserError, match=r"book 0001\.txt has disappeared"):
-        do_piece(piece, StorageDir.of(tmp_path / "out"), f"test-{os.getpid()}")
+        do_piece(piece, StorageDir.of(tmp_path / "out"), f"test-{uuid.uuid4()}")
     assert not list((tmp_path / "out").rglob("*.arrow"))
 
 

@@ -3,10 +3,10 @@
 import dataclasses
 import itertools
 import json
-import os
 import pickle
 import random
 import shutil
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -288,7 +288,7 @@ def test_a_stream_reads_what_shards_hold(
     sources = (str(unusual / name),)
     config = TokenizeConfig(sources, val_fraction=HELD_OUT, **dataclasses.asdict(reading))
     (piece,) = make_plan(find(sources), config)
-    do_piece(piece, infra.storage_dir.StorageDir.of(tmp_path), f"test-{os.getpid()}")
+    do_piece(piece, infra.storage_dir.StorageDir.of(tmp_path), f"test-{uuid.uuid4()}")
     record = read_record(tmp_path, piece.name)
     assert record
     shards = {

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def test_a_run_survives_everything(on_ray: bool, small_shards: Path, tmp_path: P
     printed, _ = driver.communicate(timeout=120)
     assert driver.returncode == 130, printed
     assert time.monotonic() - asked < 30
-    assert "  continue with: python -m train.run --resume long\n" in printed
+    assert re.search(r"with: +python -m train\.run --resume long\n", printed)
     cycles = [json.loads(line) for line in home.cycles.read_text().splitlines()]
     assert len(checkpoints_in(home.checkpoints)) == 2
     assert not list(home.checkpoints.glob(".*"))
