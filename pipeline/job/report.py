@@ -175,7 +175,7 @@ def data_report(
             speeds = [amount / 1e6 / seconds if seconds else 0 for amount in (progress.bytes, progress.tokens)]
             rows.append((stage, f"{seconds:.2f}", f"{speeds[0]:,.0f}", f"{speeds[1]:,.1f}"))
         heading = ("stage", "worker seconds", "MB/s per worker", "million tokens/s per worker")
-        pieces.append(Part("Stages, the slowest first", heading, rows))
+        pieces.append(Part("Time by stage, slowest first", heading, rows))
     usual, odd = (
         {trait: count for trait, count in counts["traits"].items() if trait.startswith(SEEMS) == seems}
         for seems in (False, True)
@@ -191,13 +191,13 @@ def data_report(
     ]
     pieces.append(Part("", ("", ""), about))
     if not counts["books_val"]:
-        facts.append(("Validation", "none, because no book is held out: training needs `--cycle N+0`"))
+        facts.append(("Validation", "the validation split is empty; train with `--cycle N+0`"))
     elif moved := counts["held_out"]:
         first = ", ".join(f"`{book}`" for book in counts["held_out_first"])
         facts.append(
-            ("Validation", f"of {counts['books_val']:,} books, {moved:,} ({first}{', ...' * (moved > 3)}) are held out "
-             "that --val-fraction does not select, so that the split is not empty and keeps what an earlier data set "
-             "in the same `--out` held out")
+            ("Validation", f"{counts['books_val']:,} books; {moved:,} of them not by --val-fraction "
+             f"({first}{', ...' * (moved > 3)}), but because no other book is held out, or an earlier "
+             "data set of this `--out` held them out")
         )  # fmt: skip
     if odd or counts["books_doubtful"]:
         doubts = [f"{n:,} {reason}" for reason, n in counts["books_doubtful"].items()]

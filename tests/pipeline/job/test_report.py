@@ -92,7 +92,7 @@ def test_rates_are_of_this_run() -> None:
     told = data_report("tokens", odd | {"held_out_first": ["a", "b", "c"]}, JobStats(), "f" * 64, inputs).markdown()
     for number in (
         "3 look like HTML",
-        "of 5 books, 4 (`a`, `b`, `c`, ...)",
+        "5 books; 4 of them not by --val-fraction (`a`, `b`, `c`, ...)",
         "2 .csv, 1 of a test split",
         "3 for training, 1 for",
     ):
