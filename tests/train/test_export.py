@@ -198,7 +198,7 @@ def test_an_export_that_cannot_be_written_is_named_and_leaves_nothing(
     with pytest.raises(UserError, match=r"--to .* already exists\. Choose"):
         export(ExportConfig(checkpoint="any", to=tmp_path))
     monkeypatch.setattr(hugging_face, "write_json", full)
-    with pytest.raises(UserError, match=r"--to .* could not be written .*No space left on device"):
+    with pytest.raises(UserError, match=r"--to .*No space left on device.*another folder"):
         write_model(once, tmp_path / "models" / "one")
     assert list((tmp_path / "models").iterdir()) == []
 

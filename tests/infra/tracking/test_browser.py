@@ -171,7 +171,7 @@ def view(link: str, name: str, *, charts: bool = False) -> str:
 LEADERBOARD = (
     "4 x 2",
     "1,900 (95% CI 1,890 to 1,920)",
-    "4.00 of 10.00 GB",
+    "4.00 GB of 10.00 GB",
     "1,400 (95% CI 1,390 to 1,420)",
     "RuntimeError: no kernel",
 )
@@ -182,7 +182,7 @@ LEADERBOARD = (
     [
         ("search", None, LEADERBOARD),
         ("search", "leaderboard", LEADERBOARD),
-        ("search", "memory", ("4.00 of 10.00 GB", "2.00 of 10.00 GB")),
+        ("search", "memory", ("4.00 GB of 10.00 GB", "2.00 GB of 10.00 GB")),
         ("ladder", None, ("baseline", "compile", "1,650 (95% CI 1,640 to 1,670)", "1,100 (95% CI 1,090 to 1,120)")),
         ("ladder", "curves", ("baseline", "compile")),
         ("run", "runs", ("1,234 (95% CI 1,224 to 1,254)", "1,567 (95% CI 1,557 to 1,587)", "1.00 GB", "finished")),
@@ -240,7 +240,7 @@ def test_what_matters_of_a_description_is_legible(
         expect(page.get_by_text(text).first).to_be_in_viewport()
     fade = page.get_by_test_id("truncation-gradient").bounding_box()
     assert fade
-    for name in ("What:", "Tokens/s:", "Memory:", "Next:"):
+    for name in ("Run:" if link == "run" else "Search:", "Tokens/s:", "Peak memory:", "Next:"):
         line = page.locator("p strong").filter(has_text=name).first.bounding_box()
         assert line
         assert line["y"] + line["height"] <= fade["y"] + 0.6 * fade["height"], name
