@@ -18,11 +18,17 @@ from train.model_config import ModelConfig
 from train.resolve import resolve
 
 
-def test_a_cpus_large_tensors_are_in_large_pages_unless_told_otherwise() -> None:
-    """Counted in page faults of a process that allocates 64 MB ten times: 16,384 small pages or 32 large ones each."""
+@pytest.mark.parametrize("entry", ["choose_pages(config)", "(block := borrowed_process(config)).__enter__()"])
+def test_a_cpus_large_tensors_are_in_large_pages_unless_told_otherwise(entry: str) -> None:
+    """Counted in page faults of a process that allocates 64 MB ten times: 16,384 small pages or 32 large ones each.
+
+    A trial's process chooses its pages itself, and a run in the command's process does so as it borrows that.
+    """
     program = (
         "import resource, torch; from train.config import TrainConfig; from train.loop.execution import choose_pages\n"
-        "choose_pages(TrainConfig(device='cpu', ablate={}))\n"
+        "from train.loop.process import borrowed_process\n"
+        "config = TrainConfig(device='cpu', ablate={})\n"
+        f"entered = {entry}\n"
         "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "before = faults()\n"
         "for _ in range(10): torch.ones(2**24)\n"
